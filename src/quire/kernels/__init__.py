@@ -1,0 +1,1 @@
+"""Portable Triton kernels, one file per verb; `views` and `primitives` are what they share."""

@@ -1,0 +1,57 @@
+"""What crosses a launch together: flat NamedTuples of tensors and strides.
+
+They stay flat, since a tuple inside a tuple fails to compile in loops when one of its ints is specialised to 1 (Triton 3.6.0).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+
+
+class PagedKV(NamedTuple):
+    """A cache and the table through which sequences reach it."""
+
+    k: Any  # element (page, slot, head, dim) at page * k_page + slot * k_slot + head * k_head + dim // k_run_length * k_run + dim % k_run_length
+    v: Any
+    k_scale: Any  # element (page, slot, head) likewise, or None
+    v_scale: Any
+    page_table: Any  # row of sequence s at s * stride_table, or at cu_pages[s]
+    cu_pages: Any
+    seq_lens: Any  # [num_seqs] int32
+    query_offsets: Any  # [num_seqs] int32, or None for bottom-right alignment
+    k_page: int
+    k_slot: int
+    k_head: int
+    k_run: int
+    v_page: int
+    v_slot: int
+    v_head: int
+    v_run: int
+    scale_page: int
+    scale_slot: int
+    scale_head: int
+
+
+class Scratch(NamedTuple):
+    """Partial states of split sequences, and the counters by which the last program of each knows that it is the last."""
+
+    acc: Any  # [num_q_blocks * num_kv_heads, num_splits, rows, head_dim_v] float32, not normalised
+    m: Any  # [num_q_blocks * num_kv_heads, num_splits, rows] float32, running maximum in base-2 exponents
+    denom: Any  # same shape, sum of exponentials relative to m
+    counter: Any  # [num_q_blocks * num_kv_heads] int32, 0 between launches
+
+
+def paged_kv(cache: PagedKVCache, batch: Batch, as_bytes: bool) -> PagedKV:
+    """Assemble the view; `as_bytes` hands fp8 over as uint8, for targets whose compiler has no such type."""
+    ks, vs = cache.strides
+    k, v = (cache.k.view(torch.uint8), cache.v.view(torch.uint8)) if as_bytes else (cache.k, cache.v)
+    scale = (0, 0, 0)
+    if cache.k_scale is not None:
+        scale = cache.k_scale.stride() if cache.scale_kind == "token" else (0, 0, cache.k_scale.stride(0))
+    return PagedKV(
+        k, v, cache.k_scale, cache.v_scale, batch.page_table, batch.cu_pages, batch.seq_lens, batch.query_offsets,
+        ks.page, ks.slot, ks.head, ks.run, vs.page, vs.slot, vs.head, vs.run, *scale,
+    )  # fmt: skip

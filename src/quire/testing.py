@@ -1,0 +1,259 @@
+"""What tests of a paged-attention kernel need: problems, poison, an error budget, and a check of device-side contents.
+
+Shipped, since integrations and users need it as much as Quire's own tests do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire import reference
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+from quire.spec import QUANTISED_DTYPES, AttentionSpec
+from quire.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A batch with its inputs, and what else `attention` takes.
+
+    Attributes:
+        spec: what to compute.
+        batch: the sequences.
+        cache: pages, poisoned wherever no sequence owns a slot.
+        q: queries, [num_tokens, num_q_heads, head_dim].
+        query_lens: queries per sequence, on the host.
+        seq_lens: keys per sequence, on the host.
+        sinks: [num_q_heads] or None.
+        alibi_slopes: [num_q_heads] or None.
+    """
+
+    spec: AttentionSpec
+    batch: Batch
+    cache: PagedKVCache
+    q: torch.Tensor
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """Arguments for `plan`."""
+        return {
+            "max_query_len": max(self.query_lens, default=0),
+            "max_seq_len": max(self.seq_lens, default=0),
+            "num_tokens": self.q.shape[0],
+        }
+
+    @property
+    def tables(self) -> dict[str, torch.Tensor | None]:
+        """Arguments for `attention` and for the reference."""
+        return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+
+
+def make_problem(
+    spec: AttentionSpec,
+    lens: Sequence[tuple[int, int]],
+    *,
+    page_size: int = 16,
+    layout: str = "NHD",
+    scales: str = "head",
+    flat_table: bool = False,
+    spare_pages: int = 3,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Problem:
+    """Make a random problem whose pages are scattered and whose unowned memory is poison.
+
+    Page 0 belongs to no sequence: it is where masked loads fall back to, and all of it is poison. So are unused slots of last pages, spare pages,
+    and keys that a sliding window has left behind for good. Table entries past a sequence's end are -1.
+
+    Args:
+        spec: what to compute.
+        lens: (query length, sequence length) of each sequence, new tokens included; a padding row is (1, 0).
+        page_size: tokens per page.
+        layout: "NHD", "HND" or "HDNX".
+        scales: of a quantised cache: "tensor", "head" or "token".
+        flat_table: give the page table as one flat run with `cu_pages`.
+        spare_pages: pages that nobody owns, page 0 included.
+        seed: of the random numbers.
+        device: where.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    query_lens, seq_lens = tuple(q for q, _ in lens), tuple(s for _, s in lens)
+    pages_of = [-(-s // page_size) for s in seq_lens]
+    num_pages = sum(pages_of) + max(spare_pages, 1)
+    order = (1 + torch.randperm(num_pages - 1, generator=generator)).to(torch.int32)
+    rows = order[: sum(pages_of)].split(pages_of)
+    if flat_table:
+        table = torch.cat([*rows, order[:0]])
+        cu_pages = torch.tensor([0, *pages_of], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    else:
+        table = torch.full((len(lens), max([1, *pages_of])), -1, dtype=torch.int32)
+        for row, pages in zip(table, rows, strict=True):
+            row[: len(pages)] = pages
+        cu_pages = None
+    cu_seqlens_q = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    batch = Batch(table, torch.tensor(seq_lens, dtype=torch.int32), cu_seqlens_q, cu_pages)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return 0.5 + torch.rand(*shape, generator=generator)
+
+    cache = PagedKVCache.empty(spec, num_pages, page_size, layout=layout)
+    if spec.kv_dtype in QUANTISED_DTYPES:
+        shape = {"tensor": (1,), "head": (spec.num_kv_heads,), "token": (num_pages, page_size, spec.num_kv_heads)}[scales]
+        unit = 0.02 if spec.kv_dtype is torch.int8 else 1.0
+        cache = PagedKVCache(cache.k, cache.v, layout, unit * uniform(*shape), unit * uniform(*shape))
+    unit = 40.0 if spec.kv_dtype is torch.int8 else 1.0
+    cache.k.copy_((unit * normal(*cache.k.shape)).clamp(-127, 127))
+    cache.v.copy_((unit * normal(*cache.v.shape)).clamp(-127, 127))
+    poison(cache, owned_slots(batch, cache, spec))
+    q = normal(int(cu_seqlens_q[-1]), spec.num_q_heads, spec.head_dim).to(spec.dtype)
+    sinks = normal(spec.num_q_heads) if spec.sinks else None
+    slopes = 2.0 ** -(8.0 * (1 + torch.arange(spec.num_q_heads)) / spec.num_q_heads) if spec.alibi else None
+
+    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    batch = Batch(move(table), move(batch.seq_lens), move(cu_seqlens_q), move(cu_pages))
+    cache = PagedKVCache(move(cache.k), move(cache.v), layout, move(cache.k_scale), move(cache.v_scale))
+    return Problem(spec, batch, cache, move(q), query_lens, seq_lens, move(sinks), move(slopes))
+
+
+def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = None) -> torch.Tensor:
+    """Return which slots hold a key that some query of the batch may see, [num_pages, page_size] bool; with no `spec`, any key of a sequence."""
+    owned = torch.zeros(cache.num_pages, cache.page_size, dtype=torch.bool, device=cache.device)
+    starts = batch.cu_seqlens_q.tolist()
+    for seq, kv_len in enumerate(batch.seq_lens.tolist()):
+        positions = torch.arange(kv_len, device=cache.device)
+        if spec is not None:
+            first = kv_len - (starts[seq + 1] - starts[seq]) if batch.query_offsets is None else int(batch.query_offsets[seq])
+            q_pos = torch.arange(first, first + starts[seq + 1] - starts[seq], device=cache.device)
+            positions = reference.visible_keys(q_pos, kv_len, spec).any(0).nonzero()[:, 0]
+        row = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[int(batch.cu_pages[seq]) :]
+        owned[row[positions // cache.page_size].long(), positions % cache.page_size] = True
+    return owned
+
+
+def poison(cache: PagedKVCache, owned: torch.Tensor) -> None:
+    """Overwrite every slot that is not owned with NaN (the largest value, for int8), scales per token included.
+
+    Args:
+        cache: changed in place.
+        owned: [num_pages, page_size] bool.
+    """
+    page, slot = (~owned).nonzero(as_tuple=True)
+    nan = 127 if cache.dtype is torch.int8 else float("nan")
+    k, v = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (cache.k, cache.v))
+    value = torch.tensor(nan).to(cache.dtype).view(k.dtype).item() if k.dtype is torch.uint8 else nan
+    at = {"NHD": lambda t: (page, slot), "HND": lambda t: (page, slice(None), slot)}.get(
+        cache.layout, lambda t: (page, slice(None), slice(None), slot)
+    )
+    k[at(k)] = value
+    v[at(v)] = value
+    if cache.scale_kind == "token":
+        cache.k_scale[page, slot] = float("nan")
+        cache.v_scale[page, slot] = float("nan")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a result is from the oracle, against what its precision allows.
+
+    Attributes:
+        out: largest error of out over its budget; the result passes when this is at most 1.
+        lse: the same for lse, or None where none was asked for.
+        error: largest absolute error of out.
+    """
+
+    out: float
+    lse: float | None
+    error: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every number is within its budget; NaN never is."""
+        return self.out <= 1 and (self.lse is None or self.lse <= 1)
+
+
+def error_budget(problem: Problem, result: torch.Tensor | State) -> Verdict:
+    """Judge a result by the data itself: error ≤ 2 · (error of the same mathematics in torch at the input dtype + eps · max|ref|), both against float64.
+
+    Args:
+        problem: what was computed.
+        result: what came out: out, or a state.
+    """
+    out, lse = result if isinstance(result, State) else (result, None)
+    if out.numel() == 0:
+        return Verdict(0.0, None if lse is None else 0.0, 0.0)
+    arguments = (problem.q, problem.cache, problem.batch, problem.spec)
+    exact = reference.attention(*arguments, **problem.tables)
+    naive = reference.attention(*arguments, **problem.tables, dtype=problem.spec.dtype)
+    eps = torch.finfo(problem.spec.dtype).eps
+    worst = (out.double() - exact.out).abs().max().item()
+    budget = 2 * ((naive.out.double() - exact.out).abs().max().item() + eps * exact.out.abs().max().item())
+    over = worst / budget if budget else (0.0 if worst == 0 else float("inf"))
+    if lse is None:
+        return Verdict(over, None, worst)
+    # lse is float32 and computed in it whatever the inputs are; empty rows are -inf on both sides.
+    single = reference.attention(*arguments, **problem.tables, dtype=torch.float32)
+    finite = exact.lse.isfinite()
+    if not torch.equal(finite, lse.isfinite()) or not torch.equal(exact.lse[~finite], lse[~finite].double()):
+        return Verdict(over, float("inf"), worst)
+    if not finite.any():
+        return Verdict(over, 0.0, worst)
+    eps = torch.finfo(torch.float32).eps
+    budget = 2 * ((single.lse.double() - exact.lse)[finite].abs().max().item() + eps * max(1.0, exact.lse[finite].abs().max().item()))
+    return Verdict(over, (lse.double() - exact.lse)[finite].abs().max().item() / budget, worst)
+
+
+def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True) -> None:
+    """Check what only the device knows: lengths, page numbers, and that no page is written by two sequences.
+
+    This copies to the host and waits for it: for debugging, never for the hot path.
+
+    Args:
+        batch: the sequences.
+        cache: the pages they index.
+        shared_pages: sequences may share pages that none of them writes in this step (a common prefix).
+
+    Raises:
+        ValueError: the first broken contract, with sequence and value.
+    """
+    starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
+        raise ValueError(f"cu_seqlens_q must start at 0 and not decrease, got {starts}; build it with cumsum")
+    row_starts = None if batch.cu_pages is None else batch.cu_pages.tolist()
+    table = batch.page_table.cpu()
+    writer: dict[int, int] = {}
+    reader: dict[int, int] = {}
+    for seq, kv_len in enumerate(seq_lens):
+        q_len = starts[seq + 1] - starts[seq]
+        if kv_len < 0:
+            raise ValueError(f"seq_lens must be at least 0, got {kv_len} for sequence {seq}; a padding row has 0")
+        if 0 < kv_len < q_len and batch.query_offsets is None:
+            raise ValueError(f"seq_lens must include the new tokens, got {kv_len} keys for {q_len} queries of sequence {seq}; add the step's tokens")
+        row = table[seq] if row_starts is None else table[row_starts[seq] :]
+        num_pages = -(-kv_len // cache.page_size)
+        if num_pages > row.shape[0]:
+            raise ValueError(f"page_table must cover sequence {seq}'s {kv_len} keys, got {row.shape[0]} pages of {cache.page_size}; widen it")
+        pages = row[:num_pages].tolist()
+        bad = [p for p in pages if not 0 <= p < cache.num_pages]
+        if bad:
+            raise ValueError(f"page_table must hold pages 0 to {cache.num_pages - 1}, got {bad[0]} for sequence {seq}; allocate the page first")
+        first_written = max(kv_len - q_len, 0) // cache.page_size
+        for i, page in enumerate(pages):
+            owner, other = (writer, reader) if i >= first_written and q_len else (reader, writer)
+            clash = other.get(page, seq) if shared_pages and owner is reader else {**reader, **writer}.get(page, seq)
+            if clash != seq:
+                raise ValueError(
+                    f"page_table must give a page that is written to one sequence, got page {page} in sequences {clash} and {seq}; "
+                    "copy it first (`quire.copy_pages`)"
+                )
+            owner[page] = seq

@@ -1,0 +1,54 @@
+"""`Tile`: the legal configurations of a launch, stated once, with what they cost in shared memory."""
+
+from dataclasses import dataclass, replace
+
+from quire.spec import AttentionSpec
+from quire.tuning.traits import Traits
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One configuration of the attention kernel.
+
+    Attributes:
+        block_m: rows (query token, query head) of one program; a power of two from 16.
+        block_n: keys of one tile; a power of two from 16, unrelated to the page size.
+        num_warps: warps of one program.
+        num_stages: tiles in flight, this one included.
+        unmasked_loop: treat tiles that every row sees whole in a loop without masks. Pays where arithmetic is the limit; where memory is, one
+            loop keeps the loads of the last tile in flight.
+        programs_per_sm: programs that one multiprocessor is expected to hold at once; how many the keys are split for.
+        block_d: head_dim, padded to a power of two.
+        block_dv: head_dim_v, padded to a power of two.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    unmasked_loop: bool
+    programs_per_sm: int
+    block_d: int
+    block_dv: int
+
+    def shared_memory(self, spec: AttentionSpec) -> int:
+        """Return an upper bound of the bytes of shared memory this tile needs: the queries, and K and V tiles in flight."""
+        kv_tile = self.block_n * (self.block_d * spec.kv_dtype.itemsize + self.block_dv * spec.kv_dtype.itemsize)
+        return self.block_m * self.block_d * spec.dtype.itemsize + self.num_stages * kv_tile
+
+
+def fit(tile: Tile, spec: AttentionSpec, traits: Traits) -> Tile:
+    """Return `tile`, or the nearest smaller one whose shared memory fits the device: fewer stages first (down to two), then shorter tiles, then one
+    stage, then fewer rows. A 16 × 16 tile of one stage always fits.
+    """
+    smaller = (
+        lambda t: replace(t, num_stages=t.num_stages - 1) if t.num_stages > 2 else t,
+        lambda t: replace(t, block_n=t.block_n // 2) if t.block_n > 32 else t,
+        lambda t: replace(t, num_stages=1),
+        lambda t: replace(t, block_m=t.block_m // 2) if t.block_m > 16 else t,
+        lambda t: replace(t, block_n=16),
+    )
+    for shrink in smaller:
+        while tile.shared_memory(spec) > traits.shared_memory and shrink(tile) != tile:
+            tile = shrink(tile)
+    return tile
