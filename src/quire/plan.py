@@ -85,6 +85,7 @@ def plan(
     max_seq_len: int,
     num_tokens: int | None = None,
     num_splits: int | None = None,
+    tile: Tile | None = None,
 ) -> Plan:
     """Decide how `batch` is launched, from host numbers only.
 
@@ -98,6 +99,7 @@ def plan(
         max_seq_len: an upper bound of any sequence's keys.
         num_tokens: an upper bound of the batch's query tokens; `num_seqs * max_query_len` when not given.
         num_splits: into how many shares the keys are split, from 1 to 128; chosen to fill the device when not given.
+        tile: the kernel's configuration; chosen by the device's decision tree when not given.
 
     Raises:
         ValueError: a bound is negative, or num_splits out of range.
@@ -118,7 +120,9 @@ def plan(
         raise RuntimeError(f"batch must be on a device that Triton serves (cuda, or cpu), got {batch.device}; move it there")
 
     rows = num_tokens * spec.group_size * spec.num_kv_heads / traits.num_sms
-    tile, why = select(spec, traits, _power_of_two(max_query_len * spec.group_size), _power_of_two(rows))
+    why = "tile given by the caller"
+    if tile is None:
+        tile, why = select(spec, traits, _power_of_two(max_query_len * spec.group_size), _power_of_two(rows))
     whole = Plan(spec, batch, "triton", max_query_len, max_seq_len, num_tokens, traits, tile, 1, None, why)
     programs = whole.num_q_blocks(num_tokens) * spec.num_kv_heads
     if num_splits is None:

@@ -1,0 +1,182 @@
+"""Time `quire.attention` on a GPU: CUDA-graph replays that rotate over distinct pages, so that neither launch gaps nor a warm L2 flatter it.
+
+Every time is printed only after the result has met the error budget of a float32 check. Medians over replays, in microseconds, beside the floor:
+the larger of bytes over the read bandwidth and flops over the bf16 matrix rate measured on an H200 (4.3 TB/s, 760 TFLOP/s).
+
+    python scripts/measure_attention.py                          # the default shapes
+    python scripts/measure_attention.py --only 32x2048           # those whose name contains this
+    python scripts/measure_attention.py --tile 16,128,4,3,0,2    # block_m, block_n, warps, stages, unmasked_loop, programs_per_sm
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+
+import torch
+
+import quire
+from quire.tuning.select import padded
+from quire.tuning.space import Tile
+
+READ_BANDWIDTH, MATRIX_RATE = 4.3e12, 760e12  # NVIDIA H200, 2026-11
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A named batch of (query length, sequence length), and the heads."""
+
+    name: str
+    lens: tuple[tuple[int, int], ...]
+    heads: tuple[int, int, int] = (32, 8, 128)
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+    options: tuple = ()
+
+    @property
+    def spec(self) -> quire.AttentionSpec:
+        q, kv, dim = self.heads
+        return quire.AttentionSpec(num_q_heads=q, num_kv_heads=kv, head_dim=dim, dtype=self.dtype, kv_dtype=self.kv_dtype, **dict(self.options))
+
+    def floor(self) -> float:
+        """Return the least possible time in µs."""
+        spec = self.spec
+        pairs, kv = 0, 0
+        for q, s in self.lens:
+            window = min(s, spec.window[0] + 1)
+            pairs += q * s - q * (q - 1) // 2 if window == s else q * window
+            kv += min(s, window + q - 1)
+        nbytes = kv * spec.num_kv_heads * 2 * spec.head_dim * spec.kv_dtype.itemsize
+        flops = 4 * pairs * spec.num_q_heads * spec.head_dim
+        return 1e6 * max(nbytes / READ_BANDWIDTH, flops / MATRIX_RATE)
+
+
+def decode(num_seqs: int, length: int, **kw) -> Case:
+    return Case(kw.pop("name", f"decode {num_seqs}x{length}"), ((1, length),) * num_seqs, **kw)
+
+
+CASES = (
+    decode(1, 128),
+    decode(1, 1024),
+    decode(1, 4096),
+    decode(1, 16384),
+    decode(1, 131072),
+    decode(8, 1024),
+    decode(8, 4096),
+    decode(32, 512),
+    decode(32, 2048),
+    decode(128, 512),
+    decode(128, 2048),
+    decode(32, 2048, name="decode 32x2048 16/1/128", heads=(16, 1, 128)),
+    decode(32, 2048, name="decode 32x2048 32/8/64", heads=(32, 8, 64)),
+    decode(16, 2048, name="decode 16x2048 16/8/256", heads=(16, 8, 256)),
+    decode(32, 2048, name="decode 32x2048 fp8", kv_dtype=torch.float8_e4m3fn),
+    decode(8, 8192, name="decode 8x8192 window 1024", options=(("sliding_window", 1024),)),
+    Case("drafts 16x4 on 2048", ((4, 2048),) * 16),
+    Case("drafts 32x8 on 4096", ((8, 4096),) * 32),
+    Case("prefill 128", ((128, 128),)),
+    Case("prefill 512", ((512, 512),)),
+    Case("prefill 2048", ((2048, 2048),)),
+    Case("prefill 8192", ((8192, 8192),)),
+    Case("prefill 8x512", ((512, 512),) * 8),
+    Case("prefill 8x2048", ((2048, 2048),) * 8),
+    Case("chunk 512 on 16384", ((512, 16384),)),
+    Case("prefill 4096 dim 64", ((4096, 4096),), heads=(32, 8, 64)),
+    Case("prefill 4096 16/8/256", ((4096, 4096),), heads=(16, 8, 256)),
+    Case("mixed 32 decode + 2 prompts", ((1, 2048),) * 32 + ((512, 512), (1024, 1024))),
+)
+
+
+def measure(case: Case, tile: Tile | None, num_splits: int | None, seconds: float = 0.3) -> tuple[float, quire.Plan]:
+    """Return the median time of one call in µs, and its plan."""
+    spec, device = case.spec, torch.device("cuda")
+    torch.manual_seed(0)
+    pages_of = [-(-s // case.page_size) for _, s in case.lens]
+    bytes_per_call = sum(pages_of) * case.page_size * spec.num_kv_heads * 2 * spec.head_dim * spec.kv_dtype.itemsize
+    rotations = max(2, min(64, int(400e6 // bytes_per_call)))  # several times the 60 MB of L2
+    num_pages = rotations * sum(pages_of)
+    cache = quire.PagedKVCache.empty(spec, num_pages, case.page_size, device=device)
+    for tensor in (cache.k, cache.v):
+        for part in tensor.split(max(1, num_pages // 16)):
+            part.copy_(torch.randn(part.shape, device=device, dtype=torch.float16))
+    order = torch.randperm(num_pages, device=device, dtype=torch.int64).to(torch.int32)
+    cu = torch.tensor([0, *(q for q, _ in case.lens)], device=device).cumsum(0).to(torch.int32)
+    seq_lens = torch.tensor([s for _, s in case.lens], device=device, dtype=torch.int32)
+    num_tokens = sum(q for q, _ in case.lens)
+    q = torch.randn(num_tokens, spec.num_q_heads, spec.head_dim, device=device, dtype=spec.dtype)
+    out = torch.empty_like(q)
+    bounds = {"max_query_len": max(q for q, _ in case.lens), "max_seq_len": max(s for _, s in case.lens), "num_tokens": num_tokens}
+    plans = []
+    for r in range(rotations):
+        table = torch.zeros(len(case.lens), max(pages_of), dtype=torch.int32, device=device)
+        begin = r * sum(pages_of)
+        for row, n in zip(table, pages_of, strict=True):
+            row[:n] = order[begin : begin + n]
+            begin += n
+        plans.append(quire.plan(spec, quire.Batch(table, seq_lens, cu), **bounds, num_splits=num_splits, tile=tile))
+    verify(case, q, cache, plans[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for p in plans:
+            quire.attention(q, cache, p, out=out)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    times, deadline = [], time.time() + seconds
+    while time.time() < deadline or len(times) < 5:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / rotations)
+    return statistics.median(times), plans[0]
+
+
+def verify(case: Case, q: torch.Tensor, cache: quire.PagedKVCache, plan: quire.Plan) -> None:
+    """Compare the last tokens of a few sequences with float32 attention; raise on a difference."""
+    spec, batch = case.spec, plan.batch
+    out = quire.attention(q, cache, plan).float()
+    end = 0
+    for seq, (q_len, kv_len) in enumerate(case.lens):
+        end += q_len
+        if seq not in (0, len(case.lens) - 1):
+            continue
+        pages = batch.page_table[seq, : -(-kv_len // case.page_size)].long()
+        k, v = (t[pages].flatten(0, 1)[:kv_len].float().repeat_interleave(spec.group_size, 1) for t in (cache.k, cache.v))
+        low = max(0, kv_len - 1 - spec.window[0])
+        scores = torch.einsum("hd,khd->hk", q[end - 1].float(), k[low:]) * spec.softmax_scale
+        expected = torch.einsum("hk,khd->hd", scores.softmax(-1), v[low:])
+        torch.testing.assert_close(out[end - 1], expected, atol=4e-3 * expected.abs().max().item() + 2e-3, rtol=2e-2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="measure the cases whose name contains this")
+    parser.add_argument("--tile", action="append", help="block_m,block_n,warps,stages,unmasked_loop,programs_per_sm; may be repeated")
+    parser.add_argument("--splits", type=int, action="append", help="number of splits; may be repeated")
+    args = parser.parse_args()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "quire", quire.__version__)
+    print(f"{'case':32} {'floor':>8} {'µs':>9} {'of floor':>8}  tile, splits")
+    for case in CASES:
+        if args.only not in case.name:
+            continue
+        for text in args.tile or [None]:
+            tile = None
+            if text:
+                m, n, warps, stages, unmasked, per_sm = map(int, text.split(","))
+                tile = Tile(m, n, warps, stages, bool(unmasked), per_sm, padded(case.spec.head_dim), padded(case.spec.head_dim))
+            for splits in args.splits or [None]:
+                try:
+                    micros, plan = measure(case, tile, splits)
+                except Exception as error:
+                    print(f"{case.name:32} {text} {splits}: {type(error).__name__} {str(error)[:150]}")
+                    continue
+                t = plan.tile
+                chosen = f"{t.block_m}x{t.block_n} w{t.num_warps} s{t.num_stages} u{int(t.unmasked_loop)}, {plan.num_splits}"
+                print(f"{case.name:32} {case.floor():8.1f} {micros:9.1f} {case.floor() / micros:8.0%}  {chosen}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
