@@ -122,7 +122,7 @@ def plan(
     rows = num_tokens * spec.group_size * spec.num_kv_heads / traits.num_sms
     why = "tile given by the caller"
     if tile is None:
-        tile, why = select(spec, traits, _power_of_two(max_query_len * spec.group_size), _power_of_two(rows))
+        tile, why = select(spec, traits, _power_of_two(max_query_len * spec.group_size), _power_of_two(rows), _power_of_two(max_seq_len))
     whole = Plan(spec, batch, "triton", max_query_len, max_seq_len, num_tokens, traits, tile, 1, None, why)
     programs = whole.num_q_blocks(num_tokens) * spec.num_kv_heads
     if num_splits is None:

@@ -14,13 +14,13 @@ import triton.language as tl
 
 from quire.cache import PagedKVCache
 from quire.kernels import mods, views
-from quire.kernels.primitives import LOG2E, find_sequence, find_slots, finish, merge_many, softmax_step
+from quire.kernels.primitives import LOG2E, MERGE_WIDTH, find_pages, find_sequence, finish, merge, softmax_step
 from quire.plan import Plan
 
 
 @triton.jit
 def attend_tile(
-    acc, m, denom, q, kv, row, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
+    acc, m, denom, q, kv, page, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
     MASKED: tl.constexpr, SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_RUN: tl.constexpr, V_RUN: tl.constexpr,
@@ -29,10 +29,15 @@ def attend_tile(
     kv_pos = tile + tl.arange(0, BLOCK_N)
     # Keys that no row sees may lie in pages that were freed or never written. They must not be read: 0 * NaN is NaN.
     keep = (kv_pos >= kv_start) & (kv_pos < kv_stop)
-    page, slot = find_slots(kv, row, tile, kv_pos, keep, PAGE_SIZE, BLOCK_N)
+    slot = (tl.arange(0, BLOCK_N) if BLOCK_N % PAGE_SIZE == 0 else kv_pos) % PAGE_SIZE  # the former is the same in every tile
     offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    k_ptrs = kv.k + (page * kv.k_page + slot * kv.k_slot + kv_head * kv.k_head)[:, None] + dim_offsets(offs_d, kv.k_run, K_RUN, BLOCK_D)[None, :]
-    v_ptrs = kv.v + (page * kv.v_page + slot * kv.v_slot + kv_head * kv.v_head)[:, None] + dim_offsets(offs_dv, kv.v_run, V_RUN, BLOCK_DV)[None, :]
+    page = page.to(tl.int64)  # page * stride passes 2^31
+    offs_k = slot * kv.k_slot + kv_head * kv.k_head + page * kv.k_page
+    offs_v = offs_k
+    if kv.v_page is not None:
+        offs_v = slot * kv.v_slot + kv_head * kv.v_head + page * kv.v_page
+    k_ptrs = kv.k + offs_k[:, None] + dim_offsets(offs_d, kv.k_run, K_RUN, BLOCK_D)[None, :]
+    v_ptrs = kv.v + offs_v[:, None] + dim_offsets(offs_dv, kv.v_run, V_RUN, BLOCK_DV)[None, :]
     k = DECODE(load_tile(k_ptrs, keep, offs_d, MASKED, HEAD_DIM, BLOCK_D), q.dtype)
     v = DECODE(load_tile(v_ptrs, keep, offs_dv, MASKED, HEAD_DIM_V, BLOCK_DV), q.dtype)
 
@@ -169,20 +174,27 @@ def attention_kernel(
     if UNMASKED_LOOP:
         full_start = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(high_pos - back, 0), BLOCK_N), start), stop)
         full_stop = tl.maximum(tl.minimum(tl.maximum(tl.minimum(low_pos + ahead + 1, seq_len), 0) // BLOCK_N, stop), full_start)
+        page = find_pages(row, full_start * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         for i in tl.range(full_start, full_stop):
+            next_page = find_pages(row, (i + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
             acc, m, denom = attend_tile(
-                acc, m, denom, q, kv, row, i * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
+                acc, m, denom, q, kv, page, i * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
                 False, SCORE_MOD, DECODE, TOKEN_SCALES, INPUT_PRECISION,
                 PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
             )  # fmt: skip
+            page = next_page
     num_left = full_start - start
-    for i in tl.range(0, num_left + stop - full_stop):
-        tile = tl.where(i < num_left, start + i, full_stop + i - num_left) * BLOCK_N
+    tile = tl.where(num_left > 0, start, full_stop) * BLOCK_N
+    page = find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+    for i in tl.range(1, 1 + num_left + stop - full_stop):
+        next_tile = tl.where(i < num_left, start + i, full_stop + i - num_left) * BLOCK_N
+        next_page = find_pages(row, next_tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         acc, m, denom = attend_tile(
-            acc, m, denom, q, kv, row, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
+            acc, m, denom, q, kv, page, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
             True, SCORE_MOD, DECODE, TOKEN_SCALES, INPUT_PRECISION,
             PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
         )  # fmt: skip
+        tile, page = next_tile, next_page
 
     if active_splits == 1:
         store_result(
@@ -193,11 +205,11 @@ def attention_kernel(
         if active_splits > 1:
             slab = (pid * tl.num_programs(1)).to(tl.int64)
             if leave_partial(scratch, acc, m, denom, pid, slab + split, active_splits, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPLIT_ROWS):
-                acc, m, denom = merge_partials(scratch, slab, active_splits, HEAD_DIM_V, BLOCK_DV, SPLIT_ROWS)
-                rows = first_row + tl.arange(0, SPLIT_ROWS)
+                merged_acc, merged_m, merged_denom = merge_partials(scratch, slab, active_splits, HEAD_DIM_V, BLOCK_DV, SPLIT_ROWS)
+                kept = first_row + tl.arange(0, SPLIT_ROWS)
                 store_result(
-                    out_ptr, lse_ptr, stride_out_token, stride_out_head, stride_lse, acc, m, denom, v_scale,
-                    (q_start + rows // GROUP).to(tl.int64), kv_head * GROUP + rows % GROUP, rows < num_rows, HEAD_DIM_V, BLOCK_DV,
+                    out_ptr, lse_ptr, stride_out_token, stride_out_head, stride_lse, merged_acc, merged_m, merged_denom, v_scale,
+                    (q_start + kept // GROUP).to(tl.int64), kv_head * GROUP + kept % GROUP, kept < num_rows, HEAD_DIM_V, BLOCK_DV,
                 )  # fmt: skip
 
 
@@ -222,20 +234,21 @@ def leave_partial(
 @triton.jit
 def merge_partials(scratch, slab, active_splits, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr):
     """Merge a block's partial states in split order, as many at a time as fit registers."""
-    WIDTH: tl.constexpr = min(16, max(1, 8192 // (ROWS * BLOCK_DV)))
-    offs_r, offs_dv, offs_w = tl.arange(0, ROWS), tl.arange(0, BLOCK_DV), tl.arange(0, WIDTH)
+    offs_r, offs_dv = tl.arange(0, ROWS), tl.arange(0, BLOCK_DV)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     denom = tl.zeros([ROWS], tl.float32)
-    for first in tl.range(0, active_splits, WIDTH):
-        rows = (slab + first + offs_w[:, None]) * ROWS + offs_r[None, :]  # [WIDTH, ROWS]
-        present = (first + offs_w < active_splits)[:, None] & (offs_r < ROWS)[None, :]
-        # Past L1 (.cg): other programs wrote these.
-        ms = tl.load(scratch.m + rows, mask=present, other=float("-inf"), cache_modifier=".cg")
-        denoms = tl.load(scratch.denom + rows, mask=present, other=0.0, cache_modifier=".cg")
-        ptrs = scratch.acc + rows[:, :, None] * HEAD_DIM_V + offs_dv[None, None, :]
-        accs = tl.load(ptrs, mask=present[:, :, None] & (offs_dv < HEAD_DIM_V)[None, None, :], other=0.0, cache_modifier=".cg")
-        acc, m, denom = merge_many(acc, m, denom, accs, ms, denoms)
+    for first in tl.range(0, active_splits, MERGE_WIDTH, num_stages=1):
+        accs, ms, denoms = (), (), ()
+        for i in tl.static_range(MERGE_WIDTH):  # all loads of a round are in flight together; past L1 (.cg), since other programs wrote
+            present = first + i < active_splits
+            rows = (slab + first + i) * ROWS + offs_r
+            ms = ms + (tl.load(scratch.m + rows, mask=present, other=float("-inf"), cache_modifier=".cg"),)
+            denoms = denoms + (tl.load(scratch.denom + rows, mask=present, other=0.0, cache_modifier=".cg"),)
+            ptrs = scratch.acc + rows[:, None] * HEAD_DIM_V + offs_dv[None, :]
+            accs = accs + (tl.load(ptrs, mask=present & (offs_dv < HEAD_DIM_V)[None, :], other=0.0, cache_modifier=".cg"),)
+        for i in tl.static_range(MERGE_WIDTH):
+            acc, m, denom = merge(acc, m, denom, accs[i], ms[i], denoms[i])
     return acc, m, denom
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+MERGE_WIDTH = tl.constexpr(8)  # partial states that one round of a merge loads at once
 
 
 @triton.jit
@@ -30,13 +31,15 @@ def find_sequence(cu_seqlens_q, num_seqs, block, GROUP: tl.constexpr, BLOCK_M: t
 
 
 @triton.jit
-def find_slots(kv, row, tile, kv_pos, keep, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (page, slot) of each key of a tile; page as int64, since page * stride passes 2^31. `row` points at the sequence's table row."""
+def find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the page of each key of the tile that begins at position `tile`; 0 outside [kv_start, kv_stop). `row` points at the table row.
+
+    Kernels call this one tile ahead, so that the loads of K and V never wait behind it.
+    """
     if PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page
-        page = tl.load(row + tile // PAGE_SIZE).to(tl.int64)
-        return page + tl.zeros_like(kv_pos).to(tl.int64), kv_pos % PAGE_SIZE
-    page = tl.load(row + kv_pos // PAGE_SIZE, mask=keep, other=0).to(tl.int64)
-    return page, kv_pos % PAGE_SIZE
+        return tl.load(row + tile // PAGE_SIZE, mask=tile < kv_stop, other=0)
+    kv_pos = tile + tl.arange(0, BLOCK_N)
+    return tl.load(row + kv_pos // PAGE_SIZE, mask=(kv_pos >= kv_start) & (kv_pos < kv_stop), other=0)
 
 
 @triton.jit
@@ -54,15 +57,12 @@ def softmax_step(acc, m, denom, scores, v, v_scale, exponent_scale, INPUT_PRECIS
 
 
 @triton.jit
-def merge_many(acc, m, denom, accs, ms, denoms):
-    """Fold several partial states (first axis) into one: rescale all to the shared maximum and add."""
-    m_new = tl.maximum(m, tl.max(ms, 0))
+def merge(acc, m, denom, other_acc, other_m, other_denom):
+    """Join two states over disjoint keys: rescale both to the shared maximum and add."""
+    m_new = tl.maximum(m, other_m)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m - shift)
-    alphas = tl.exp2(ms - shift[None, :])
-    acc = acc * alpha[:, None] + tl.sum(accs * alphas[:, :, None], 0)
-    denom = denom * alpha + tl.sum(denoms * alphas, 0)
-    return acc, m_new, denom
+    alpha, beta = tl.exp2(m - shift), tl.exp2(other_m - shift)
+    return acc * alpha[:, None] + other_acc * beta[:, None], m_new, denom * alpha + other_denom * beta
 
 
 @triton.jit

@@ -26,9 +26,9 @@ class PagedKV(NamedTuple):
     k_slot: int
     k_head: int
     k_run: int
-    v_page: int
-    v_slot: int
-    v_head: int
+    v_page: int | None  # None, with the next two, where v lies as k does: its offsets need not be computed again
+    v_slot: int | None
+    v_head: int | None
     v_run: int
     scale_page: int
     scale_slot: int
@@ -48,10 +48,11 @@ def paged_kv(cache: PagedKVCache, batch: Batch, as_bytes: bool) -> PagedKV:
     """Assemble the view; `as_bytes` hands fp8 over as uint8, for targets whose compiler has no such type."""
     ks, vs = cache.strides
     k, v = (cache.k.view(torch.uint8), cache.v.view(torch.uint8)) if as_bytes else (cache.k, cache.v)
+    v_strides = (None, None, None) if vs[:3] == ks[:3] else vs[:3]
     scale = (0, 0, 0)
     if cache.k_scale is not None:
         scale = cache.k_scale.stride() if cache.scale_kind == "token" else (0, 0, cache.k_scale.stride(0))
     return PagedKV(
         k, v, cache.k_scale, cache.v_scale, batch.page_table, batch.cu_pages, batch.seq_lens, batch.query_offsets,
-        ks.page, ks.slot, ks.head, ks.run, vs.page, vs.slot, vs.head, vs.run, *scale,
+        ks.page, ks.slot, ks.head, ks.run, *v_strides, vs.run, *scale,
     )  # fmt: skip

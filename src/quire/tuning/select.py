@@ -24,14 +24,15 @@ def walk(tree: list | dict, features: dict[str, float]) -> dict:
 
 
 @cache
-def select(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows: int) -> tuple[Tile, str]:
+def select(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: int, keys_per_seq: int) -> tuple[Tile, str]:
     """Choose a tile.
 
     Args:
         spec: what is computed.
         traits: of the device.
         rows_per_seq: most (query token, query head of one KV head) rows of any sequence, rounded up to a power of two by the caller.
-        rows: rows of the whole batch over all KV heads, per multiprocessor, rounded likewise.
+        rows_per_sm: rows of the whole batch over all KV heads, per multiprocessor, rounded likewise.
+        keys_per_seq: most keys of any sequence, rounded likewise.
 
     Returns:
         The tile, and the tree's name and features as words.
@@ -39,7 +40,8 @@ def select(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows: int) ->
     block_d, block_dv = padded(spec.head_dim), padded(spec.head_dim_v)
     features = {
         "rows_per_seq": rows_per_seq,
-        "rows_per_sm": rows,
+        "rows_per_sm": rows_per_sm,
+        "keys_per_seq": keys_per_seq,
         "head_dim": max(block_d, block_dv),
         "query_bytes": spec.dtype.itemsize,
         "kv_bytes": spec.kv_dtype.itemsize,
