@@ -14,7 +14,7 @@ import triton.language as tl
 
 from quire.cache import PagedKVCache
 from quire.kernels import mods, views
-from quire.kernels.primitives import LOG2E, MERGE_WIDTH, find_pages, find_sequence, finish, merge, softmax_step
+from quire.kernels.primitives import LOG2E, find_pages, find_sequence, finish, merge, softmax_step
 from quire.plan import Plan
 
 
@@ -234,20 +234,21 @@ def leave_partial(
 @triton.jit
 def merge_partials(scratch, slab, active_splits, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr):
     """Merge a block's partial states in split order, as many at a time as fit registers."""
+    WIDTH: tl.constexpr = max(1, min(8, 16384 // (ROWS * BLOCK_DV)))
     offs_r, offs_dv = tl.arange(0, ROWS), tl.arange(0, BLOCK_DV)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     denom = tl.zeros([ROWS], tl.float32)
-    for first in tl.range(0, active_splits, MERGE_WIDTH, num_stages=1):
+    for first in tl.range(0, active_splits, WIDTH, num_stages=1):
         accs, ms, denoms = (), (), ()
-        for i in tl.static_range(MERGE_WIDTH):  # all loads of a round are in flight together; past L1 (.cg), since other programs wrote
-            present = first + i < active_splits
+        for i in tl.static_range(WIDTH):  # all loads of a round are in flight together; past L1 (.cg), since other programs wrote
+            present = (first + i + tl.zeros_like(offs_r)) < active_splits
             rows = (slab + first + i) * ROWS + offs_r
             ms = ms + (tl.load(scratch.m + rows, mask=present, other=float("-inf"), cache_modifier=".cg"),)
             denoms = denoms + (tl.load(scratch.denom + rows, mask=present, other=0.0, cache_modifier=".cg"),)
             ptrs = scratch.acc + rows[:, None] * HEAD_DIM_V + offs_dv[None, :]
-            accs = accs + (tl.load(ptrs, mask=present & (offs_dv < HEAD_DIM_V)[None, :], other=0.0, cache_modifier=".cg"),)
-        for i in tl.static_range(MERGE_WIDTH):
+            accs = accs + (tl.load(ptrs, mask=present[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0, cache_modifier=".cg"),)
+        for i in tl.static_range(WIDTH):
             acc, m, denom = merge(acc, m, denom, accs[i], ms[i], denoms[i])
     return acc, m, denom
 

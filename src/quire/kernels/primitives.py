@@ -9,7 +9,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-MERGE_WIDTH = tl.constexpr(8)  # partial states that one round of a merge loads at once
 
 
 @triton.jit
