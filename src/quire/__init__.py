@@ -1,6 +1,7 @@
 """Quire: paged attention for LLM inference, in Python and Triton alone."""
 
-from quire.api import attention, varlen_attention
+from quire.allocator import PageAllocator
+from quire.api import attention, copy_pages, merge_states, varlen_attention, write_kv
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.errors import OutOfPagesError, UnsupportedError
@@ -14,11 +15,15 @@ __all__ = [
     "AttentionSpec",
     "Batch",
     "OutOfPagesError",
+    "PageAllocator",
     "PagedKVCache",
     "Plan",
     "State",
     "UnsupportedError",
     "attention",
+    "copy_pages",
+    "merge_states",
     "plan",
     "varlen_attention",
+    "write_kv",
 ]

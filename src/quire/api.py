@@ -4,11 +4,17 @@ This is the first of the two frames between a model layer and the GPU. Checks co
 from the device, and nothing is launched or written unless all of them pass.
 """
 
+from collections.abc import Sequence
+
 import torch
+import triton
 
 from quire.cache import PagedKVCache
 from quire.errors import UnsupportedError
+from quire.kernels import attention as gpu
+from quire.kernels import cpu, merge, write
 from quire.plan import Plan
+from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES
 from quire.state import State
 
 
@@ -53,7 +59,8 @@ def attention(
         out = torch.empty(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=q.dtype, device=q.device)
     else:
         check_out("out", out, (q.shape[0], spec.num_q_heads, spec.head_dim_v), q.dtype, q.device)
-    launchers(plan.kernel)(q, cache, plan, out, lse, sinks, alibi_slopes)
+    launch = cpu.launch if plan.kernel == "torch" else gpu.launch
+    launch(q, cache, plan, out, lse, sinks, alibi_slopes)
     return out if lse is None else State(out, lse)
 
 
@@ -82,13 +89,125 @@ def varlen_attention(
     return attention(q, PagedKVCache(k, v, "THD"), plan, **options)
 
 
-def launchers(kernel: str):
-    """Return the launch function of a kernel family."""
-    if kernel == "torch":
-        from quire.kernels.cpu import launch
+def write_kv(
+    k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    v: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_v]
+    cache: PagedKVCache,
+    slot_mapping: torch.Tensor,  # [num_tokens] int64
+) -> None:
+    """Write new keys and values into their slots, quantising on the way where the cache is fp8 or int8.
+
+    Stored values are `x / scale`, rounded half to even and saturated. Scales per tensor or per head are used as they are; scales per token and head
+    are computed (largest magnitude over the largest stored value) and written too.
+
+    Args:
+        k: new keys, [num_tokens, num_kv_heads, head_dim]; any strides with a contiguous head.
+        v: new values, [num_tokens, num_kv_heads, head_dim_v].
+        cache: the layer's pages, changed in place.
+        slot_mapping: [num_tokens] int64, `page * page_size + slot` of each token; negative to leave a token out. May be shorter than `k`, whose
+            further tokens are then padding.
+
+    Raises:
+        ValueError: an argument does not fit the cache; nothing was written.
+        UnsupportedError: the cache is not paged.
+    """
+    if cache.layout == "THD":
+        raise UnsupportedError("cache must be paged to be written by slot, got layout THD; index its tensors instead")
+    for name, x, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
+        if x.dim() != 3 or x.shape != (k.shape[0], cache.num_kv_heads, dim) or x.stride(-1) != 1:
+            raise ValueError(
+                f"{name} must be [num_tokens, {cache.num_kv_heads}, {dim}] with a contiguous head, got {tuple(x.shape)} with strides {x.stride()}; "
+                "reshape it as the cache"
+            )
+        if x.dtype not in QUERY_DTYPES or (cache.dtype not in QUANTISED_DTYPES and x.dtype != cache.dtype):
+            raise ValueError(f"{name} must be of the cache's dtype {cache.dtype} (float16, bfloat16 or float32 for a quantised one), got {x.dtype}; cast it")
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1 or slot_mapping.shape[0] > k.shape[0] or not slot_mapping.is_contiguous():
+        raise ValueError(
+            f"slot_mapping must be contiguous int64 [num_tokens] with at most {k.shape[0]} entries, got {slot_mapping.dtype} "
+            f"{tuple(slot_mapping.shape)}; one slot per token of k"
+        )
+    if not k.device == v.device == cache.device == slot_mapping.device:
+        raise ValueError(
+            f"k, v, cache and slot_mapping must be on one device, got {k.device}, {v.device}, {cache.device} and {slot_mapping.device}; move them together"
+        )
+    if in_torch(k.device):
+        write.write_on_cpu(k, v, cache, slot_mapping)
     else:
-        from quire.kernels.attention import launch
-    return launch
+        write.write(k, v, cache, slot_mapping)
+
+
+def copy_pages(
+    src: PagedKVCache,
+    dst: PagedKVCache,
+    page_pairs: torch.Tensor,  # [num_pairs, 2] int32 or int64
+) -> None:
+    """Copy whole pages, with their scales per token: copy on write within a cache, or swapping to and from a cache in host memory.
+
+    Between devices the copy is asynchronous where the host cache is pinned (`tensor.pin_memory()`); synchronise before reading it on the host.
+
+    Args:
+        src: cache to read.
+        dst: cache to write, of the same layout, dtype and page shape; may be `src`. No page may be written twice, or read and written.
+        page_pairs: [num_pairs, 2] (source page, destination page); pairs with a negative page are left out.
+
+    Raises:
+        ValueError: the caches differ in layout, dtype or page shape, or page_pairs is not such a tensor; nothing was written.
+    """
+    tensors = [(src.k, dst.k), (src.v, dst.v)]
+    if (src.layout, src.dtype, src.k.shape[1:], src.v.shape[1:], src.scale_kind) != (dst.layout, dst.dtype, dst.k.shape[1:], dst.v.shape[1:], dst.scale_kind):
+        raise ValueError(
+            f"dst must have src's layout, dtype, page shape and kind of scales, got {dst.layout} {dst.dtype} {tuple(dst.k.shape[1:])} {dst.scale_kind} for "
+            f"{src.layout} {src.dtype} {tuple(src.k.shape[1:])} {src.scale_kind}; allocate both alike"
+        )
+    if page_pairs.dim() != 2 or page_pairs.shape[1] != 2 or page_pairs.dtype not in (torch.int32, torch.int64) or not page_pairs.is_contiguous():
+        raise ValueError(f"page_pairs must be contiguous [num_pairs, 2] int32 or int64, got {page_pairs.dtype} {tuple(page_pairs.shape)}; stack the two columns")
+    if src.scale_kind == "token":
+        tensors += [(src.k_scale, dst.k_scale), (src.v_scale, dst.v_scale)]
+    if page_pairs.shape[0] == 0:
+        return
+    for source, target in tensors:
+        if source.device == target.device and not in_torch(source.device):
+            write.copy(source, target, page_pairs.to(source.device))
+            continue
+        source, target = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (source, target))
+        if source.device == target.device:
+            pairs = page_pairs.to(source.device).long()
+            pairs = pairs[(pairs >= 0).all(1)]
+            target[pairs[:, 1]] = source[pairs[:, 0]]
+            continue
+        for from_page, to_page in page_pairs.tolist():
+            if from_page >= 0 and to_page >= 0:
+                target[to_page].copy_(source[from_page], non_blocking=True)
+
+
+def merge_states(states: Sequence[State]) -> State:
+    """Merge states over disjoint sets of keys into the state over all of them, exactly.
+
+    Order and grouping do not matter but for rounding: `merge_states([a, b, c])` is `merge_states([a, merge_states([b, c])])`.
+
+    Args:
+        states: one or more; all with out [num_tokens, num_q_heads, head_dim_v] of one dtype and lse [num_tokens, num_q_heads] float32.
+
+    Returns:
+        A new state: lse = log Σ exp(lse_i), out = Σ exp(lse_i - lse) out_i, summed in float32.
+
+    Raises:
+        ValueError: there is none, or shapes, dtypes or devices differ.
+    """
+    if not states:
+        raise ValueError("states must hold at least one state, got none; an empty set of keys has out 0 and lse -inf")
+    first = states[0].out
+    for i, (out, lse) in enumerate(states):
+        if out.shape != first.shape or out.dtype != first.dtype or out.dim() != 3 or out.device != first.device:
+            raise ValueError(f"states[{i}].out must be like states[0].out {tuple(first.shape)} {first.dtype}, got {tuple(out.shape)} {out.dtype}; cast it")
+        if lse.shape != out.shape[:2] or lse.dtype != torch.float32 or lse.device != out.device:
+            raise ValueError(f"states[{i}].lse must be float32 {tuple(out.shape[:2])} on {out.device}, got {lse.dtype} {tuple(lse.shape)}; see State")
+    return merge.merge_on_cpu(states) if in_torch(first.device) else merge.merge(states)
+
+
+def in_torch(device: torch.device) -> bool:
+    """Whether PyTorch serves this device: CPU tensors, unless Triton's interpreter runs."""
+    return device.type == "cpu" and not triton.knobs.runtime.interpret
 
 
 def check(q: torch.Tensor, cache: PagedKVCache, plan: Plan, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:

@@ -87,8 +87,11 @@ class PagedKVCache:
                 raise ValueError(f"k_scale must be left out for a cache of {self.k.dtype}, got one; scales belong to fp8 and int8 caches")
             object.__setattr__(self, "k_scale", self._scale("k_scale"))
             object.__setattr__(self, "v_scale", self._scale("v_scale"))
-            if self.k_scale.dim() != self.v_scale.dim():
-                raise ValueError(f"v_scale must be of k_scale's kind, got shapes {tuple(self.v_scale.shape)} and {tuple(self.k_scale.shape)}; expand one")
+            if self.k_scale.shape != self.v_scale.shape or self.k_scale.stride() != self.v_scale.stride():
+                raise ValueError(
+                    f"v_scale must have k_scale's shape and strides, got {tuple(self.v_scale.shape)} with {self.v_scale.stride()} beside "
+                    f"{tuple(self.k_scale.shape)} with {self.k_scale.stride()}; expand one"
+                )
 
     @classmethod
     def empty(
@@ -164,6 +167,13 @@ class PagedKVCache:
             return Strides(k[0], k[3], k[1], k[2], x), Strides(v[0], 1, v[1], v[2], 1)
         order = {"NHD": (0, 1, 2), "HND": (0, 2, 1), "THD": (0, 0, 1)}[self.layout]
         return tuple(Strides(*(s[i] for i in order), 0, dim) for s, dim in ((k, self.head_dim), (v, self.head_dim_v)))
+
+    @cached_property
+    def scale_strides(self) -> tuple[int, int, int]:
+        """Where the scale of (page, slot, head) lies, in elements; those of v lie alike."""
+        if self.scale_kind == "token":
+            return self.k_scale.stride()
+        return (0, 0, 0 if self.k_scale is None else self.k_scale.stride(0))
 
     @cached_property
     def _v_extents(self) -> tuple[int, int, int]:

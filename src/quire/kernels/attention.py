@@ -14,7 +14,7 @@ import triton.language as tl
 
 from quire.cache import PagedKVCache
 from quire.kernels import mods, views
-from quire.kernels.primitives import LOG2E, find_pages, find_sequence, finish, merge, softmax_step
+from quire.kernels.primitives import LOG2E, dim_offsets, find_pages, find_sequence, finish, merge, softmax_step
 from quire.plan import Plan
 
 
@@ -53,13 +53,6 @@ def attend_tile(
         visible = keep[None, :] & (kv_pos[None, :] >= q_pos[:, None] - back) & (kv_pos[None, :] <= q_pos[:, None] + ahead)
         scores = tl.where(visible, scores, float("-inf"))
     return softmax_step(acc, m, denom, scores, v, v_scale, exponent_scale, INPUT_PRECISION)
-
-
-@triton.jit
-def dim_offsets(offs_d, stride_run, RUN: tl.constexpr, BLOCK: tl.constexpr):
-    if RUN * 2 > BLOCK:  # a head is contiguous
-        return offs_d
-    return offs_d // RUN * stride_run + offs_d % RUN
 
 
 @triton.jit

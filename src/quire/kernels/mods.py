@@ -56,8 +56,56 @@ def e5m2_in_software(x, dtype: tl.constexpr):
     return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)  # float16's upper byte
 
 
+@triton.jit
+def to_e4m3(x):
+    return tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def to_e5m2(x):
+    return tl.minimum(tl.maximum(x, -57344.0), 57344.0).to(tl.float8e5)
+
+
+@triton.jit
+def to_int8(x):
+    # Half to even: adding 1.5 * 2^23 leaves no fraction bits, so that float32's own rounding does it.
+    rounded = (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0) - 12582912.0
+    return rounded.to(tl.int8)
+
+
+@triton.jit
+def to_e4m3_in_software(x):
+    return to_fp8_bits(x, 3, 7, 448.0, 0x7F)
+
+
+@triton.jit
+def to_e5m2_in_software(x):
+    return to_fp8_bits(x, 2, 15, 57344.0, 0x7F)
+
+
+@triton.jit
+def to_fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, NAN: tl.constexpr):
+    """Round float32 to an 8-bit float, half to even, saturating; return its bits as uint8."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(x), LARGEST)
+    # Normal: drop mantissa bits of float32, rounding by an addition that carries into the exponent as it should.
+    DROP: tl.constexpr = 23 - MANTISSA
+    wide = magnitude.to(tl.uint32, bitcast=True)
+    rounded = (wide + ((1 << (DROP - 1)) - 1) + ((wide >> DROP) & 1)) >> DROP
+    normal = rounded - ((127 - BIAS) << MANTISSA)
+    # Subnormal: a multiple of the smallest step; adding 2^23 steps leaves their count in the low bits, rounded by float32 itself.
+    SHIFT: tl.constexpr = 1 << (BIAS - 1 + MANTISSA)
+    count = ((magnitude * SHIFT + 8388608.0).to(tl.uint32, bitcast=True)) & 0xFF
+    code = tl.where(magnitude * (1 << (BIAS - 1)) < 1.0, count, normal)
+    return (sign | tl.where(x != x, NAN, code)).to(tl.uint8)
+
+
 SCORE_MODS = {(False, False): None, (True, False): softcap, (False, True): alibi, (True, True): softcap_alibi}
 SOFTWARE_DECODERS = {torch.float8_e4m3fn: e4m3_in_software, torch.float8_e5m2: e5m2_in_software}
+SOFTWARE_ENCODERS = {torch.float8_e4m3fn: to_e4m3_in_software, torch.float8_e5m2: to_e5m2_in_software}
+ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8: to_int8}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
 
 def score_mod(spec: AttentionSpec):
@@ -68,3 +116,13 @@ def score_mod(spec: AttentionSpec):
 def decoder(dtype: torch.dtype, native_fp8: bool):
     """Return the function that turns stored elements of `dtype` into numbers; in software where the target has no such type."""
     return native if native_fp8 or dtype not in SOFTWARE_DECODERS else SOFTWARE_DECODERS[dtype]
+
+
+def encoder(dtype: torch.dtype, native_fp8: bool):
+    """Return the function that turns float32 into stored elements of `dtype`; None where nothing is quantised."""
+    return ENCODERS.get(dtype) if native_fp8 or dtype not in SOFTWARE_ENCODERS else SOFTWARE_ENCODERS[dtype]
+
+
+def largest(dtype: torch.dtype) -> float | None:
+    """Return the largest magnitude that a quantised dtype stores; None for the others."""
+    return LARGEST.get(dtype)

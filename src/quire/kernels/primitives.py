@@ -42,6 +42,14 @@ def find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
+def dim_offsets(offs_d, stride_run, RUN: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where the elements of a head lie, which come in runs of RUN side by side."""
+    if RUN * 2 > BLOCK:  # a head is contiguous
+        return offs_d
+    return offs_d // RUN * stride_run + offs_d % RUN
+
+
+@triton.jit
 def softmax_step(acc, m, denom, scores, v, v_scale, exponent_scale, INPUT_PRECISION: tl.constexpr):
     """Fold one tile of scores [M, N] and values [N, DV] into a running state; `scores * exponent_scale` are base-2 exponents."""
     m_new = tl.maximum(m, tl.max(scores, 1) * exponent_scale)

@@ -49,10 +49,7 @@ def paged_kv(cache: PagedKVCache, batch: Batch, as_bytes: bool) -> PagedKV:
     ks, vs = cache.strides
     k, v = (cache.k.view(torch.uint8), cache.v.view(torch.uint8)) if as_bytes else (cache.k, cache.v)
     v_strides = (None, None, None) if vs[:3] == ks[:3] else vs[:3]
-    scale = (0, 0, 0)
-    if cache.k_scale is not None:
-        scale = cache.k_scale.stride() if cache.scale_kind == "token" else (0, 0, cache.k_scale.stride(0))
     return PagedKV(
         k, v, cache.k_scale, cache.v_scale, batch.page_table, batch.cu_pages, batch.seq_lens, batch.query_offsets,
-        ks.page, ks.slot, ks.head, ks.run, *v_strides, vs.run, *scale,
+        ks.page, ks.slot, ks.head, ks.run, *v_strides, vs.run, *cache.scale_strides,
     )  # fmt: skip

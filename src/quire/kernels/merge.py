@@ -1,0 +1,56 @@
+"""Merge partial states: the algebra of `quire.state`, for any number of them in one launch.
+
+Grid: [num_tokens, num_q_heads]; one program owns one query and head over all states.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.primitives import LOG2E, finish
+from quire.kernels.primitives import merge as join
+from quire.state import State
+from quire.tuning.select import padded
+
+
+@triton.jit
+def merge_kernel(outs, lses, out_ptr, lse_ptr, num_states, stride_state, stride_token, stride_head, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs_dv, one = tl.arange(0, BLOCK_DV), tl.arange(0, 1)
+    row = token * tl.num_programs(1) + head
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    m = tl.full([1], float("-inf"), tl.float32)
+    denom = tl.zeros([1], tl.float32)
+    for i in tl.range(0, num_states):
+        other_m = tl.load(lses + (i * tl.num_programs(0) * tl.num_programs(1) + row) + one) * LOG2E
+        ptrs = outs + i * stride_state + token * stride_token + head * stride_head + one[:, None] + offs_dv[None, :]
+        # A state over no keys has weight 0, whatever its out holds.
+        held = (other_m > float("-inf"))[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
+        other = tl.load(ptrs, mask=held, other=0.0).to(tl.float32)
+        # A normalised state is (acc, m, denom) = (out, lse, 1); without keys its denominator is 0.
+        acc, m, denom = join(acc, m, denom, other, other_m, tl.where(other_m > float("-inf"), 1.0, 0.0))
+    out, lse = finish(acc, m, denom)
+    tl.store(out_ptr + (row * HEAD_DIM_V + one)[:, None] + offs_dv[None, :], out.to(out_ptr.dtype.element_ty), mask=(offs_dv < HEAD_DIM_V)[None, :])
+    tl.store(lse_ptr + row + one, lse)
+
+
+def merge(states: Sequence[State]) -> State:
+    """Launch the merge; arguments were checked by `quire.merge_states`."""
+    outs, lses = torch.stack([s.out for s in states]), torch.stack([s.lse for s in states])
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    num_states, num_tokens, num_heads, dim = outs.shape
+    if out.numel():
+        merge_kernel[(num_tokens, num_heads)](
+            outs, lses, out, lse, num_states, *outs.stride()[:3], HEAD_DIM_V=dim, BLOCK_DV=padded(dim), num_warps=1
+        )  # fmt: skip
+    return State(out, lse)
+
+
+def merge_on_cpu(states: Sequence[State]) -> State:
+    """Do the same to CPU tensors in PyTorch."""
+    outs, lses = torch.stack([s.out for s in states]).float(), torch.stack([s.lse for s in states])
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - lse).nan_to_num(0.0)[..., None]  # no keys anywhere: -inf - -inf
+    return State(torch.where(weights > 0, weights * outs, 0.0).sum(0).to(states[0].out.dtype), lse)
