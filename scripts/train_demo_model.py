@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -42,6 +42,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
         vocab_size=vocab_size, special_tokens=["<bos>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>", clean_up_tokenization_spaces=False)
 
 
@@ -72,8 +73,8 @@ def validation_loss(model: LlamaForCausalLM, tokens: torch.Tensor, context: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="checkpoint folder to write")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=192, help="windows per step")
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--batch", type=int, default=64, help="windows per step")
     parser.add_argument("--context", type=int, default=768, help="tokens per window")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--vocab", type=int, default=2048)
@@ -120,7 +121,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
         late = time.time() - begun > 60 * args.minutes
-        if (step + 1) % 200 == 0 or step + 1 == args.steps or late:
+        if (step + 1) % 100 == 0 or step + 1 == args.steps or late:
             running, held_out = loss.item(), validation_loss(model, validation, args.context)
             bar.set_postfix(train=f"{running:.3f}", validation=f"{held_out:.3f}")
             if held_out < best:
@@ -144,7 +145,7 @@ def main() -> None:
     print(json.dumps(record, indent=2))
     model.float().eval()
     for prompt in PROMPTS:
-        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]], device=device)
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, do_sample=False)
         print("-" * 80 + "\n" + tokenizer.decode(out[0], skip_special_tokens=True))
 
