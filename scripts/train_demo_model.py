@@ -73,10 +73,10 @@ def validation_loss(model: LlamaForCausalLM, tokens: torch.Tensor, context: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="checkpoint folder to write")
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=64, help="windows per step")
     parser.add_argument("--context", type=int, default=768, help="tokens per window")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--minutes", type=float, default=6.0, help="stop after this long whatever the steps")
     args = parser.parse_args()
@@ -103,7 +103,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], args.learning_rate, betas=(0.9, 0.95), fused=True
     )
-    warmup = max(1, args.steps // 20)
+    warmup = max(1, min(200, args.steps // 4))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: (s + 1) / warmup if s < warmup else 0.02 + 0.49 * (1 + math.cos(math.pi * (s - warmup) / max(1, args.steps - warmup)))
     )

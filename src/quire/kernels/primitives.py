@@ -37,8 +37,9 @@ def find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE: tl.constexpr, BLOCK_N: t
     """
     if PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page
         return tl.load(row + tile // PAGE_SIZE, mask=tile < kv_stop, other=0)
-    kv_pos = tile + tl.arange(0, BLOCK_N)
-    return tl.load(row + kv_pos // PAGE_SIZE, mask=(kv_pos >= kv_start) & (kv_pos < kv_stop), other=0)
+    else:
+        kv_pos = tile + tl.arange(0, BLOCK_N)
+        return tl.load(row + kv_pos // PAGE_SIZE, mask=(kv_pos >= kv_start) & (kv_pos < kv_stop), other=0)
 
 
 @triton.jit

@@ -1,0 +1,157 @@
+"""Compile Quire's own launches for GPUs that are not here, and read what they need from what was compiled.
+
+`compiling(target)` puts a stub driver in place that names the target, gives plans that target's traits, and lets every launch stop after compilation. The
+verbs are called as a user calls them, on small CPU tensors: arguments, specialisation and tiles are those of a real launch.
+
+    python -m tests.compile.targets            # a table of registers, spills, shared memory and occupancy
+    python -m tests.compile.targets sm90 decode
+"""
+
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from quire.tuning.traits import Traits, traits_of
+
+KB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU as its data sheet describes it; for occupancy, what one multiprocessor holds."""
+
+    name: str
+    gpu: GPUTarget
+    num_sms: int
+    shared_memory: int  # bytes one program may use
+    max_warps: int = 0
+    max_programs: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return traits_of(self.gpu, self.num_sms, self.shared_memory)
+
+
+TARGETS = {
+    t.name: t
+    for t in (
+        Target("sm80", GPUTarget("cuda", 80, 32), 108, 163 * KB, 64, 32),  # A100
+        Target("sm86", GPUTarget("cuda", 86, 32), 84, 99 * KB, 48, 16),  # A40
+        Target("sm89", GPUTarget("cuda", 89, 32), 142, 99 * KB, 48, 24),  # L40S
+        Target("sm90", GPUTarget("cuda", 90, 32), 132, 227 * KB, 64, 32),  # H100, H200
+        Target("sm100", GPUTarget("cuda", 100, 32), 148, 227 * KB, 64, 32),  # B200
+        Target("sm120", GPUTarget("cuda", 120, 32), 188, 99 * KB, 48, 24),  # RTX PRO 6000
+        Target("gfx90a", GPUTarget("hip", "gfx90a", 64), 104, 64 * KB),  # MI250, one die
+        Target("gfx942", GPUTarget("hip", "gfx942", 64), 304, 64 * KB),  # MI300X
+        Target("gfx950", GPUTarget("hip", "gfx950", 64), 256, 160 * KB),  # MI355X
+    )
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one launch compiled to.
+
+    Attributes:
+        kernel: its name.
+        registers: per thread (AMD: vector registers, accumulation registers included).
+        spills: bytes of scratch memory per thread.
+        scalar_spills: AMD's scalar registers that were parked in lanes of vector registers, without touching memory.
+        shared: bytes of shared memory per program.
+        occupancy: programs that one multiprocessor holds at once (AMD: waves per SIMD).
+        num_warps: warps per program.
+        options: constexprs that tell configurations apart.
+    """
+
+    kernel: str
+    registers: int
+    spills: int
+    scalar_spills: int
+    shared: int
+    occupancy: int
+    num_warps: int
+    options: dict
+
+
+class StubDriver:
+    """Stands in for a GPU driver up to the launch. Each target is a device of its own, so that compiled kernels are kept apart."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target.gpu
+
+    def get_current_device(self) -> str:
+        return self.target.name
+
+    def get_current_stream(self, device) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling(target: Target) -> Iterator[list[Compiled]]:
+    """Compile what is launched in this context for `target`, and collect it."""
+    collected: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        options = {k: v for k, v in kwargs.items() if k in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "UNMASKED_LOOP", "SPLIT_ROWS", "SEARCH")}
+        collected.append(inspect(self.__name__, kernel, target, options))
+        return kernel
+
+    before = driver._active
+    driver.set_active(StubDriver(target))
+    try:
+        with (
+            mock.patch.object(JITFunction, "run", compile_only),
+            mock.patch("quire.plan.device_traits", lambda device: target.traits),
+            mock.patch("quire.kernels.write.device_traits", lambda device: target.traits),
+            triton.knobs.runtime.scope(),
+        ):
+            triton.knobs.runtime.interpret = True  # only after all kernels were made: plans for CPU tensors then choose Triton
+            yield collected
+    finally:
+        driver._active = before
+
+
+def inspect(name: str, kernel, target: Target, options: dict) -> Compiled:
+    """Read a compiled kernel's needs."""
+    read = inspect_nvidia if target.gpu.backend == "cuda" else inspect_amd
+    registers, spills, scalar_spills, occupancy = read(kernel, target)
+    return Compiled(name, registers, spills, scalar_spills, kernel.metadata.shared, occupancy, kernel.metadata.num_warps, options)
+
+
+def inspect_nvidia(kernel, target: Target) -> tuple[int, int, int, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    per_warp = -(-usage["REG"] * 32 // 256) * 256
+    held = min(65536 // per_warp // warps, target.max_warps // warps, target.max_programs, (target.shared_memory + KB) // (shared + KB))
+    return usage["REG"], usage["STACK"] + usage["LOCAL"], 0, held
+
+
+def inspect_amd(kernel, target: Target) -> tuple[int, int, int, int]:
+    text = kernel.asm["amdgcn"]
+
+    def number(pattern: str) -> int:
+        return int(re.search(pattern + r":\s*(\d+)", text)[1])
+
+    spills = max(4 * number(r"\.vgpr_spill_count"), number(r"\.private_segment_fixed_size"))
+    return number(r"; TotalNumVgprs"), spills, number(r"\.sgpr_spill_count"), number(r"; Occupancy")

@@ -1,0 +1,191 @@
+"""The attention kernel against the oracle: every feature, one and many splits, ragged lengths, poisoned memory.
+
+Valid with and without TRITON_INTERPRET=1: with it the Triton kernel runs, without it the PyTorch path for CPU tensors.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quire
+from quire.testing import error_budget, make_problem
+
+MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17))
+HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
+FEATURES = {
+    "causal": {},
+    "bidirectional": {"causal": False},
+    "window": {"sliding_window": 5},
+    "window of one": {"sliding_window": 1},
+    "window both sides": {"causal": False, "sliding_window": 5, "sliding_window_right": 2},
+    "window ahead only": {"causal": False, "sliding_window_right": 0},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi": True},
+    "alibi bidirectional": {"alibi": True, "causal": False},
+    "sinks": {"sinks": True},
+    "scale": {"softmax_scale": 0.7},
+    "everything": {"softcap": 3.0, "alibi": True, "sinks": True, "sliding_window": 11},
+}
+
+
+def solve(spec, lens, num_splits=None, **problem):
+    p = make_problem(spec, lens, **problem)
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits)
+    return p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+
+
+def assert_right(spec, lens, num_splits=None, **problem):
+    p, state = solve(spec, lens, num_splits, **problem)
+    verdict = error_budget(p, state)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, num_splits):
+    spec = quire.AttentionSpec(**HEADS | FEATURES[feature], dtype=torch.float32)
+    assert_right(spec, MIXED, num_splits, page_size=5)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 128])
+def test_splits_of_long_sequences(num_splits):
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    assert_right(spec, ((1, 300), (1, 129), (1, 1), (1, 0)), num_splits)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64])
+def test_group_sizes(group_size):
+    spec = quire.AttentionSpec(num_q_heads=group_size, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    assert_right(spec, ((1, 20), (3, 9)))
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(16, 16), (24, 24), (40, 72), (64, 16), (80, 80), (96, 128), (192, 128), (248, 256), (256, 256)])
+def test_head_dims(dim, dim_v):
+    spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=dim, head_dim_v=dim_v, dtype=torch.float16)
+    assert_right(spec, ((1, 20), (3, 9)))
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 33, 128, 528, 672, 1072, 7808])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "HDNX"])
+def test_pages_and_layouts(page_size, layout):
+    spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=16, dtype=torch.float16)
+    assert_right(spec, ((1, 70), (3, 20)), page_size=page_size, layout=layout, spare_pages=2)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "head", "token"])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_quantised_caches(dtype, kv_dtype, scales):
+    spec = quire.AttentionSpec(**HEADS, dtype=dtype, kv_dtype=kv_dtype)
+    assert_right(spec, MIXED, 2, page_size=5, scales=scales)
+
+
+def test_flat_table():
+    assert_right(quire.AttentionSpec(**HEADS, dtype=torch.float32), MIXED, 2, page_size=4, flat_table=True)
+
+
+def test_varlen():
+    spec = quire.AttentionSpec(**HEADS, head_dim_v=24, dtype=torch.float32)
+    torch.manual_seed(0)
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ((0, 3, 3, 10), (0, 40, 45, 52)))
+    q, k, v = torch.randn(10, 6, 16), torch.randn(52, 2, 16), torch.randn(52, 2, 24)
+    k[40:45] = v[40:45] = float("nan")  # of a sequence without queries
+    plan = quire.plan(spec, quire.Batch.varlen(cu_q, cu_k), max_query_len=7, max_seq_len=40)
+    out = quire.varlen_attention(q, k, v, plan)
+    for (a, b), (c, d) in (((0, 3), (0, 40)), ((3, 10), (45, 52))):
+        keys, values = k[c:d].repeat_interleave(3, 1), v[c:d].repeat_interleave(3, 1)
+        visible = torch.arange(d - c) <= torch.arange(b - a)[:, None] + (d - c) - (b - a)
+        scores = (torch.einsum("qhd,khd->hqk", q[a:b], keys) / 4).masked_fill(~visible, float("-inf"))
+        torch.testing.assert_close(out[a:b], torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+
+
+def test_query_offsets_move_the_queries():
+    """Offset queries see what the same queries see at the end of a longer sequence whose tail is theirs."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32, sliding_window=6)
+    p = make_problem(spec, ((4, 20),))
+    whole = quire.attention(p.q, p.cache, quire.plan(spec, p.batch, **p.bounds), return_lse=True)
+    states = []
+    for seq_len, first_page in ((16, 0), (4, 1)):  # the past, then the queries' own page
+        batch = quire.Batch(
+            p.batch.page_table[:, first_page:].contiguous(), torch.tensor([seq_len], dtype=torch.int32), p.batch.cu_seqlens_q,
+            query_offsets=torch.tensor([16 - 16 * first_page], dtype=torch.int32),
+        )  # fmt: skip
+        states.append(quire.attention(p.q, p.cache, quire.plan(spec, batch, max_query_len=4, max_seq_len=seq_len), return_lse=True))
+    merged = quire.merge_states(states)
+    torch.testing.assert_close(merged.out, whole.out)
+    torch.testing.assert_close(merged.lse, whole.lse)
+
+
+def test_empty_sequences_and_masked_rows():
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    _, state = solve(spec, ((1, 0), (3, 2), (0, 0)), 2)  # the first of three queries of a sequence of two keys sees none
+    assert (state.out[:2] == 0).all() and (state.lse[:2] == float("-inf")).all()
+    assert state.lse[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("lens", [(), ((0, 0),), ((0, 5), (0, 0))])
+def test_nothing_to_do(lens):
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    batch = quire.Batch(
+        torch.full((len(lens), 1), -1, dtype=torch.int32), torch.zeros(len(lens), dtype=torch.int32), torch.zeros(len(lens) + 1, dtype=torch.int32)
+    )
+    plan = quire.plan(spec, batch, max_query_len=0, max_seq_len=0)
+    out = quire.attention(torch.empty(0, 6, 16), quire.PagedKVCache.empty(spec, 2, 4), plan)
+    assert out.shape == (0, 6, 16)
+
+
+def test_lengths_may_change_under_a_plan():
+    """A plan made for the longest lengths serves every shorter one: what a captured graph relies on."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    big = make_problem(spec, ((1, 200), (1, 180), (1, 90)))
+    plan = quire.plan(spec, big.batch, **big.bounds, num_splits=4)
+    for lens in ((1, 2, 3), (64, 0, 33), (200, 180, 90), (0, 0, 0), (129, 128, 1)):
+        big.batch.seq_lens.copy_(torch.tensor(lens))
+        state = quire.attention(big.q, big.cache, plan, return_lse=True)
+        assert error_budget(big, state).passed, lens
+
+
+def test_outputs_go_where_they_are_told_and_nowhere_else():
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    p = make_problem(spec, ((1, 20), (2, 9)))
+    plan = quire.plan(spec, p.batch, **{**p.bounds, "num_tokens": 5})
+    wide = torch.full((5, 8, 20), 7.0)
+    lse = torch.full((5, 6), 7.0)
+    q = torch.cat([p.q, torch.full((2, 6, 16), float("nan"))])  # two rows of padding that no sequence owns
+    state = quire.attention(q, p.cache, plan, out=quire.State(wide[:, 1:7, :16], lse))
+    assert state.out.data_ptr() == wide[:, 1:7].data_ptr()
+    assert error_budget(p, quire.State(state.out[:3], state.lse[:3])).passed
+    wide[:3, 1:7, :16] = lse[:3] = 7.0
+    assert (wide == 7).all() and (lse == 7).all()
+
+
+def test_runs_are_bitwise_equal():
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    p = make_problem(spec, ((1, 300), (1, 40)))
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=6)
+    first, second = (quire.attention(p.q, p.cache, plan, return_lse=True) for _ in range(2))
+    assert torch.equal(first.out, second.out) and torch.equal(first.lse, second.lse)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_whole_space(data):
+    draw = data.draw
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    causal = draw(st.booleans())
+    dtype = draw(st.sampled_from([torch.float32, torch.float16]))
+    spec = quire.AttentionSpec(
+        num_q_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=8 * draw(st.integers(2, 10)), head_dim_v=8 * draw(st.integers(2, 10)), dtype=dtype,
+        kv_dtype=draw(st.sampled_from([None, None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])), causal=causal,
+        sliding_window=draw(st.none() | st.integers(1, 40)), sliding_window_right=None if causal else draw(st.none() | st.integers(0, 20)),
+        softcap=draw(st.none() | st.floats(1, 50)), alibi=draw(st.booleans()), sinks=draw(st.booleans()),
+    )  # fmt: skip
+    lens = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 90)), min_size=1, max_size=5))
+    layout = draw(st.sampled_from(["NHD", "HND", "HDNX"]))
+    if layout == "HDNX" and spec.head_dim % (16 // spec.kv_dtype.itemsize):
+        layout = "NHD"
+    assert_right(
+        spec, lens, draw(st.none() | st.integers(1, 6)), page_size=draw(st.integers(1, 40)), layout=layout, flat_table=draw(st.booleans()),
+        scales=draw(st.sampled_from(["tensor", "head", "token"])), seed=draw(st.integers(0, 99)),
+    )  # fmt: skip
