@@ -1,0 +1,59 @@
+# Two commands do everything on a machine with nothing but Python 3.11 or newer: `make demo` and `make test`.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OLD_TRITON := .overlays/triton-3.6.0
+OLD_TRANSFORMERS := .overlays/transformers-5.17.0
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
+# Without a GPU the CPU build of torch, whose version is pinned: plain `torch` would bring gigabytes of CUDA.
+TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo test check test-gpu clean
+help:
+	@echo "make demo      continue a few prompts with the embedded model (sets everything up first; no GPU needed)"
+	@echo "make test      run the test suite: interpreter, compile and engine rings, on either end of the supported versions"
+	@echo "make check     ruff and pyright"
+	@echo "make test-gpu  run the GPU ring; PY=python3 takes an environment of yours, with torch, triton, pytest and hypothesis"
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable ".[transformers,dev]"
+	@touch $@
+
+$(OLD_TRITON)/.ready: $(VENV)/.ready
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OLD_TRITON) triton==3.6.0
+	@touch $@
+
+$(OLD_TRANSFORMERS)/.ready: $(VENV)/.ready
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OLD_TRANSFORMERS) transformers==5.17.0
+	@touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/quire generate
+
+test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready
+	@echo "== PyTorch path, compile ring, engines: newest Triton and Transformers"
+	$(PYTEST) -n 2
+	@echo "== Triton's interpreter, newest"
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/integrations tests/engines tests/test_api.py tests/test_mutations.py
+	@echo "== Triton 3.6.0: interpreter, then compile ring"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/test_api.py
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -n 2 tests/compile -k "sm90 or gfx942"
+	@echo "== Transformers 5.17.0"
+	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) -n 2 tests/engines
+
+check: $(VENV)/.ready
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/pyright
+
+PY ?= $(BIN)/python
+test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
+	PYTHONPATH=src $(PY) -m pytest tests/gpu tests/kernels
+
+clean:
+	rm -rf $(VENV) .overlays .pytest_cache .hypothesis .ruff_cache
