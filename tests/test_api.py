@@ -1,0 +1,159 @@
+"""What bad input gets: an error that names the argument, the contract and the value, before anything is launched or written."""
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+
+import quire
+from quire.testing import check_batch, make_problem
+
+SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_q_heads": 5}, ValueError, "num_q_heads must be a positive multiple of num_kv_heads, got 5 and 2"),
+        ({"num_kv_heads": 0}, ValueError, "num_q_heads must be"),
+        ({"head_dim": 20}, ValueError, "head_dim must be a multiple of 8 from 16 to 256, got 20"),
+        ({"head_dim_v": 264}, ValueError, "head_dim_v must be"),
+        ({"dtype": torch.float64}, quire.UnsupportedError, "dtype must be one of float16, bfloat16, float32, got torch.float64"),
+        ({"kv_dtype": torch.uint8}, quire.UnsupportedError, "kv_dtype must be"),
+        ({"softmax_scale": -1.0}, ValueError, "softmax_scale must be positive"),
+        ({"sliding_window": 0}, ValueError, "sliding_window must be at least 1"),
+        ({"sliding_window_right": 3}, ValueError, "sliding_window_right must be at least 0 and needs causal=False"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
+    ],
+)
+def test_spec(change, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(SPEC, **change)
+
+
+def test_specs_are_values():
+    same = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, softmax_scale=0.25)
+    assert same == SPEC and hash(same) == hash(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(2, 3), int32(1, 1), int32(0, 1, 2)), TypeError, "page_table must be int32 or int64, got torch.float32"),
+        ((torch.zeros(2, 3, dtype=torch.int32).t(), int32(1, 1, 1), int32(0, 1, 2, 3)), ValueError, "page_table must have 2 dimension"),
+        ((torch.zeros(1, 3, dtype=torch.int32), int32(1, 1), int32(0, 1, 2)), ValueError, "page_table must have one row per sequence, got 1 rows for 2"),
+        ((torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int64), int32(0, 1, 2)), TypeError, "seq_lens must be int32"),
+        ((torch.zeros(2, 3, dtype=torch.int32), int32(1), int32(0, 1, 2)), ValueError, "seq_lens must be contiguous with 2 entries"),
+        ((torch.zeros(6, dtype=torch.int32), int32(1, 1), int32(0, 1, 2)), ValueError, "a flat table needs cu_pages"),
+        ((torch.zeros(6, dtype=torch.int32), int32(1, 1), int32(0, 1, 2), int32(0)), ValueError, "cu_pages must be contiguous"),
+    ],
+)
+def test_batch(arguments, error, message):
+    with pytest.raises(error, match=message):
+        quire.Batch(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(4, 5, 2, 16), torch.zeros(4, 5, 2, 16), "NDH"), quire.UnsupportedError, "layout must be one of NHD, HND, HDNX, THD, got 'NDH'"),
+        ((torch.zeros(4, 5, 16), torch.zeros(4, 5, 16)), ValueError, "k and v must have 4 and 4 dimensions in layout NHD"),
+        ((torch.zeros(4, 5, 16, 2).transpose(2, 3), torch.zeros(4, 5, 2, 16)), ValueError, "k must be contiguous in its last dimension"),
+        ((torch.zeros(4, 5, 2, 16), torch.zeros(4, 5, 2, 16).half()), ValueError, "v must have k's dtype"),
+        ((torch.zeros(4, 5, 2, 16), torch.zeros(4, 6, 2, 16)), ValueError, "v must have k's pages, slots and heads"),
+        ((torch.zeros(4, 5, 2, 16), torch.zeros(4, 5, 2, 16), "NHD", 1.0, 1.0), ValueError, "k_scale must be left out"),
+        ((torch.zeros(4, 5, 2, 16, dtype=torch.int8),) * 2 + ("NHD", 1.0), ValueError, "k_scale and v_scale must be given together"),
+        ((torch.zeros(4, 5, 2, 16, dtype=torch.int8),) * 2 + ("NHD", torch.ones(3), torch.ones(3)), ValueError, r"k_scale must be a number, \[num_kv_heads\]"),
+        ((torch.zeros(4, 5, 2, 16, dtype=torch.uint8),) * 2, quire.UnsupportedError, "view it as its real dtype"),
+    ],
+)
+def test_cache(arguments, error, message):
+    with pytest.raises(error, match=message):
+        quire.PagedKVCache(*arguments)
+
+
+def test_attention_checks_before_it_writes():
+    p = make_problem(SPEC, ((1, 20), (2, 9)))
+    plan = quire.plan(SPEC, p.batch, **p.bounds)
+    out = torch.full((3, 4, 16), 7.0)
+    wrong = [
+        (dict(q=p.q[:, :2]), "q must be"),
+        (dict(q=p.q.half()), "q must be torch.float32"),
+        (dict(q=torch.cat([p.q, p.q])), "q must have at most the 3 tokens planned for, got 6"),
+        (dict(cache=quire.PagedKVCache(p.cache.k.half(), p.cache.v.half())), "cache must be of the spec's kv_dtype"),
+        (dict(cache=quire.PagedKVCache(p.cache.k[..., :8], p.cache.v[..., :8])), "cache must have 2 heads of 16"),
+        (dict(cache=quire.PagedKVCache(p.cache.k[:, :4], p.cache.v[:, :4])), "page_table must cover max_seq_len = 20 keys, got 2 pages of 4"),
+        (dict(sinks=torch.zeros(4)), "sinks must be given exactly when the spec has it"),
+        (dict(out=out[:2]), "out must be"),
+        (dict(out=quire.State(out, torch.zeros(3, 4).double())), "out.lse must be"),
+    ]
+    for change, message in wrong:
+        arguments = dict(q=p.q, cache=p.cache, plan=plan, out=out) | change
+        with pytest.raises(ValueError, match=message):
+            quire.attention(**arguments)
+    assert (out == 7).all()
+    with pytest.raises(quire.UnsupportedError, match="gradient"):
+        quire.attention(p.q.clone().requires_grad_(), p.cache, plan)
+    needs = dataclasses.replace(SPEC, sinks=True)
+    with pytest.raises(ValueError, match="got none"):
+        quire.attention(p.q, p.cache, quire.plan(needs, p.batch, **p.bounds))
+
+
+def test_plan_bounds():
+    p = make_problem(SPEC, ((1, 20),))
+    for bounds, message in (
+        ({"max_query_len": -1, "max_seq_len": 4}, "max_query_len must be at least 0"),
+        ({"max_query_len": 1, "max_seq_len": 4, "num_splits": 0}, "num_splits must be from 1 to 128, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            quire.plan(SPEC, p.batch, **bounds)
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="only the interpreter is wrong for bfloat16")
+def test_the_interpreter_refuses_bfloat16():
+    p = make_problem(quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16), ((1, 20),))
+    with pytest.raises(quire.UnsupportedError, match="use float32 or float16"):
+        quire.plan(p.spec, p.batch, **p.bounds)
+
+
+def test_a_plan_tells_what_it_decided():
+    p = make_problem(SPEC, ((1, 20), (2, 9)))
+    text = repr(quire.plan(SPEC, p.batch, **p.bounds))
+    assert "2 sequences, at most 2 queries and 20 keys each" in text
+    assert ("tile" in text) if triton.knobs.runtime.interpret else ("CPU tensors: vectorised PyTorch" in text)
+
+
+def test_check_batch_reads_the_device():
+    p = make_problem(SPEC, ((1, 20), (2, 9)))
+    check_batch(p.batch, p.cache)
+
+    def broken(**change):
+        return dataclasses.replace(p.batch, **change)
+
+    table = p.batch.page_table
+    shared = table.clone()
+    shared[1, 0] = shared[0, 1]
+    outside = table.clone()
+    outside[0, 0] = 99
+    for batch, message in (
+        (broken(page_table=outside), "page_table must hold pages 0 to .*, got 99 for sequence 0"),
+        (broken(page_table=shared), "page_table must give a page that is written to one sequence"),
+        (broken(seq_lens=int32(20, 900)), "page_table must cover sequence 1's 900 keys"),
+        (broken(seq_lens=int32(20, 1)), "seq_lens must include the new tokens"),
+        (broken(seq_lens=int32(-1, 9)), "seq_lens must be at least 0, got -1"),
+        (broken(cu_seqlens_q=int32(0, 2, 1)), "cu_seqlens_q must start at 0 and not decrease"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_batch(batch, p.cache)
+    prefix = table.clone()
+    prefix[1, 0] = prefix[0, 0]  # a full page of sequence 0's past, which sequence 1 only reads
+    shared_prefix = quire.Batch(torch.cat([prefix, torch.full((2, 1), 2, dtype=torch.int32)], 1)[:, :2].contiguous(), int32(20, 20), p.batch.cu_seqlens_q)
+    shared_prefix.page_table[1, 1] = next(x for x in range(1, p.cache.num_pages) if x not in table.flatten().tolist())
+    check_batch(shared_prefix, p.cache)
+    with pytest.raises(ValueError, match="one sequence"):
+        check_batch(shared_prefix, p.cache, shared_pages=False)

@@ -18,7 +18,7 @@ from quire.api import attention, merge_states, write_kv
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.plan import plan
-from quire.spec import AttentionSpec
+from quire.spec import QUERY_DTYPES, AttentionSpec
 from quire.testing import Problem, Verdict, error_budget, make_problem
 
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17), (33, 70))
@@ -49,6 +49,7 @@ FEATURES = (
     Feature("softcap", {"softcap": 3.0}),
     Feature("ALiBi", {"alibi": True}),
     Feature("sinks", {"sinks": True}),
+    Feature("sinks, split keys", {"sinks": True}, lens=((1, 300), (1, 5), (1, 0)), num_splits=5),
     Feature("all at once", {"softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 20}),
     Feature("values of another width", {"head_dim": 40, "head_dim_v": 24}),
     Feature("head_dim 256, MQA", {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 256}, lens=((1, 40), (5, 30))),
@@ -68,6 +69,7 @@ def add_parser(subparsers) -> None:
         epilog="examples:\n  quire check\n  TRITON_INTERPRET=1 quire check\n  quire check --json > check.json", formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--dtype", choices=[str(d).removeprefix("torch.") for d in QUERY_DTYPES], action="append", help="check only this; may be repeated")
     parser.set_defaults(run=run)
 
 
@@ -134,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; the exit code is 1 when a line failed."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    dtypes = (torch.float32, torch.float16) if triton.knobs.runtime.interpret else (torch.float32, torch.float16, torch.bfloat16)
+    dtypes = tuple(getattr(torch, name) for name in args.dtype or ("float32", "float16") + (() if triton.knobs.runtime.interpret else ("bfloat16",)))
     begun, lines = time.perf_counter(), []
     total = len(dtypes) * (len(FEATURES) + 2)
     if args.json:

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from quire.batch import Batch
+from quire.errors import UnsupportedError
 from quire.kernels.views import Scratch
 from quire.spec import AttentionSpec
 from quire.tuning.select import select
@@ -103,6 +104,7 @@ def plan(
 
     Raises:
         ValueError: a bound is negative, or num_splits out of range.
+        UnsupportedError: bfloat16 under Triton's interpreter.
         RuntimeError: the batch is on a device that has no kernel.
     """
     for name, value in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len), ("num_tokens", num_tokens or 0)):
@@ -116,6 +118,8 @@ def plan(
     if batch.device.type == "cpu" and not triton.knobs.runtime.interpret:
         why = "CPU tensors: vectorised PyTorch; Triton has no CPU driver"
         return Plan(spec, batch, "torch", max_query_len, max_seq_len, num_tokens, traits, None, 1, None, why)
+    if batch.device.type == "cpu" and spec.dtype is torch.bfloat16:
+        raise UnsupportedError("dtype must not be bfloat16 under Triton's interpreter, which computes it on raw bits and wrongly; use float32 or float16 there")
     if batch.device.type not in ("cuda", "cpu"):
         raise RuntimeError(f"batch must be on a device that Triton serves (cuda, or cpu), got {batch.device}; move it there")
 

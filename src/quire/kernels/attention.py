@@ -69,11 +69,10 @@ def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK
 @triton.jit
 def store_result(
     out_ptr, lse_ptr, stride_out_token, stride_out_head, stride_lse, acc, m, denom, v_scale,
-    token, head, owned, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    token, head, owned, offs_dv, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
-    """Finish a state and write its rows; `token` is int64."""
+    """Finish a state and write columns `offs_dv` of its rows; `token` is int64."""
     out, lse = finish(acc, m, denom)
-    offs_dv = tl.arange(0, BLOCK_DV)
     ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_dv[None, :]
     tl.store(ptrs, (out * v_scale).to(out_ptr.dtype.element_ty), mask=owned[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
     if lse_ptr is not None:
@@ -192,18 +191,23 @@ def attention_kernel(
     if active_splits == 1:
         store_result(
             out_ptr, lse_ptr, stride_out_token, stride_out_head, stride_lse, acc, m, denom, v_scale,
-            token, head, owned, HEAD_DIM_V, BLOCK_DV,
+            token, head, owned, tl.arange(0, BLOCK_DV), HEAD_DIM_V,
         )  # fmt: skip
     if SPLIT_ROWS > 0:
         if active_splits > 1:
             slab = (pid * tl.num_programs(1)).to(tl.int64)
             if leave_partial(scratch, acc, m, denom, pid, slab + split, active_splits, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPLIT_ROWS):
-                merged_acc, merged_m, merged_denom = merge_partials(scratch, slab, active_splits, HEAD_DIM_V, BLOCK_DV, SPLIT_ROWS)
                 kept = first_row + tl.arange(0, SPLIT_ROWS)
-                store_result(
-                    out_ptr, lse_ptr, stride_out_token, stride_out_head, stride_lse, merged_acc, merged_m, merged_denom, v_scale,
-                    (q_start + kept // GROUP).to(tl.int64), kv_head * GROUP + kept % GROUP, kept < num_rows, HEAD_DIM_V, BLOCK_DV,
-                )  # fmt: skip
+                kept_token, kept_head = (q_start + kept // GROUP).to(tl.int64), kv_head * GROUP + kept % GROUP
+                # Some columns at a time, so that a merge needs fewer registers than the loop above.
+                COLUMNS: tl.constexpr = min(BLOCK_DV, max(32, 4096 // SPLIT_ROWS))
+                for first_column in tl.static_range(0, BLOCK_DV, COLUMNS):
+                    offs_dv = first_column + tl.arange(0, COLUMNS)
+                    merged_acc, merged_m, merged_denom = merge_partials(scratch, slab, active_splits, offs_dv, HEAD_DIM_V, COLUMNS, SPLIT_ROWS)
+                    store_result(
+                        out_ptr, lse_ptr, stride_out_token, stride_out_head, stride_lse, merged_acc, merged_m, merged_denom, v_scale,
+                        kept_token, kept_head, kept < num_rows, offs_dv, HEAD_DIM_V,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -225,11 +229,11 @@ def leave_partial(
 
 
 @triton.jit
-def merge_partials(scratch, slab, active_splits, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr):
-    """Merge a block's partial states in split order, as many at a time as fit registers."""
-    WIDTH: tl.constexpr = max(1, min(8, 16384 // (ROWS * BLOCK_DV)))
-    offs_r, offs_dv = tl.arange(0, ROWS), tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+def merge_partials(scratch, slab, active_splits, offs_dv, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Merge columns `offs_dv` of a block's partial states in split order, as many states at a time as fit registers."""
+    WIDTH: tl.constexpr = max(1, min(8, 16384 // (ROWS * COLUMNS)))
+    offs_r = tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     denom = tl.zeros([ROWS], tl.float32)
     for first in tl.range(0, active_splits, WIDTH, num_stages=1):
