@@ -1,6 +1,6 @@
 """The launches of the compile ring: kinds of batches × head dims × feature sets, called as a user calls them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,7 +16,7 @@ BATCHES = {  # sequences, queries and keys of each
     "chunk, split": (1, 64, 16384),
 }
 HEAD_DIMS = (64, 128, 256)
-MANY = {"softcap": 30.0, "alibi": True, "sinks": True, "sliding_window": 1024}
+ODD_HEAD_DIMS = (16, 40, 80, 96, 192)
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Features:
     """What a launch has beyond the ordinary: fields of the spec, of the cache, and of the batch."""
 
     spec: dict = field(default_factory=dict)
+    heads: tuple[int, int] = (32, 8)
     page_size: int = 16
     layout: str = "NHD"
     scales: str = "head"
@@ -33,39 +34,65 @@ class Features:
 
 FEATURES = {
     "plain": Features(),
-    "many, with lse": Features(MANY, lse=True),
+    "many, with lse": Features({"softcap": 30.0, "alibi": True, "sinks": True, "sliding_window": 1024}, lse=True),
     "softcap": Features({"softcap": 30.0}),
     "sinks, window": Features({"sinks": True, "sliding_window": 128}),
-    "bidirectional": Features({"causal": False, "sliding_window": 64, "sliding_window_right": 32}),
+    "bidirectional": Features({"causal": False, "sliding_window": 64, "sliding_window_right": 32}, layout="HND"),
     "float16": Features({"dtype": torch.float16}),
     "float32": Features({"dtype": torch.float32}),
     "tf32": Features({"dtype": torch.float32, "allow_tf32": True}),
     "e4m3": Features({"kv_dtype": torch.float8_e4m3fn}),
-    "e5m2 per token": Features({"kv_dtype": torch.float8_e5m2}, scales="token", layout="HND"),
+    "e5m2 per token": Features({"kv_dtype": torch.float8_e5m2}, scales="token"),
     "int8 per token": Features({"kv_dtype": torch.int8}, scales="token"),
     "float32, e4m3": Features({"dtype": torch.float32, "kv_dtype": torch.float8_e4m3fn}),
     "vLLM's original": Features(layout="HDNX"),
     "pages of 1, flat": Features(page_size=1, flat_table=True),
     "pages of 528": Features(page_size=528),
     "other value width": Features({"head_dim_v": 32}),
+    "groups of 5": Features(heads=(40, 8)),
+    "MQA": Features(heads=(32, 1)),
 }
 
 
-def attend(batch: str, head_dim: int, features: str, heads: tuple[int, int] = (32, 8)) -> quire.Plan:
+def attend(batch: str, head_dim: int, features: str) -> quire.Plan:
     """Launch attention; return its plan."""
     num_seqs, q_len, kv_len = BATCHES[batch]
     wanted = FEATURES[features]
-    spec = quire.AttentionSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, **{"dtype": torch.bfloat16} | wanted.spec)
-    cache = make_cache(spec, wanted)
+    spec = make_spec(head_dim, wanted)
     pages = -(-kv_len // wanted.page_size)
     cu_seqlens_q = torch.zeros(num_seqs + 1, dtype=torch.int32)
     table = torch.zeros((num_seqs * pages,) if wanted.flat_table else (num_seqs, pages), dtype=torch.int32)
     described = quire.Batch(table, cu_seqlens_q[1:], cu_seqlens_q, cu_seqlens_q.clone() if wanted.flat_table else None)
-    plan = quire.plan(spec, described, max_query_len=q_len, max_seq_len=kv_len)
+    # On a CPU a plan refuses bfloat16, which Triton's interpreter gets wrong. float16 is as wide and leads to the same choices.
+    wide = {"dtype": torch.float16, "kv_dtype": torch.float16 if spec.kv_dtype is torch.bfloat16 else spec.kv_dtype}
+    plan = quire.plan(replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec, described, max_query_len=q_len, max_seq_len=kv_len)
+    plan = replace(plan, spec=spec)
     q = torch.empty(plan.num_tokens, spec.num_q_heads, head_dim, dtype=spec.dtype)
-    table = torch.zeros(spec.num_q_heads)
-    quire.attention(q, cache, plan, sinks=table if spec.sinks else None, alibi_slopes=table if spec.alibi else None, return_lse=wanted.lse)
+    row = torch.zeros(spec.num_q_heads)
+    quire.attention(q, make_cache(spec, wanted), plan, sinks=row if spec.sinks else None, alibi_slopes=row if spec.alibi else None, return_lse=wanted.lse)
     return plan
+
+
+def write(head_dim: int, features: str) -> None:
+    """Launch the write of a few tokens and the copy of a page."""
+    wanted = FEATURES[features]
+    spec = make_spec(head_dim, wanted)
+    cache = make_cache(spec, wanted)
+    k, v = (torch.empty(4, spec.num_kv_heads, dim, dtype=spec.dtype) for dim in (spec.head_dim, spec.head_dim_v))
+    quire.write_kv(k, v, cache, torch.zeros(4, dtype=torch.int64))
+    quire.copy_pages(cache, cache, torch.zeros(1, 2, dtype=torch.int64))
+
+
+def merge(head_dim: int, features: str) -> None:
+    """Launch the merge of three states."""
+    spec = make_spec(head_dim, FEATURES[features])
+    out, lse = torch.empty(4, spec.num_q_heads, spec.head_dim_v, dtype=spec.dtype), torch.empty(4, spec.num_q_heads)
+    quire.merge_states([quire.State(out, lse)] * 3)
+
+
+def make_spec(head_dim: int, wanted: Features) -> quire.AttentionSpec:
+    num_q_heads, num_kv_heads = wanted.heads
+    return quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **{"dtype": torch.bfloat16} | wanted.spec)
 
 
 def make_cache(spec: quire.AttentionSpec, wanted: Features, num_pages: int = 4) -> quire.PagedKVCache:

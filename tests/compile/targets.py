@@ -2,15 +2,11 @@
 
 `compiling(target)` puts a stub driver in place that names the target, gives plans that target's traits, and lets every launch stop after compilation. The
 verbs are called as a user calls them, on small CPU tensors: arguments, specialisation and tiles are those of a real launch.
-
-    python -m tests.compile.targets            # a table of registers, spills, shared memory and occupancy
-    python -m tests.compile.targets sm90 decode
 """
 
 import contextlib
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +67,7 @@ class Compiled:
         shared: bytes of shared memory per program.
         occupancy: programs that one multiprocessor holds at once (AMD: waves per SIMD).
         num_warps: warps per program.
-        options: constexprs that tell configurations apart.
+        tile: the configuration, in words.
     """
 
     kernel: str
@@ -81,7 +77,7 @@ class Compiled:
     shared: int
     occupancy: int
     num_warps: int
-    options: dict
+    tile: str
 
 
 class StubDriver:
@@ -96,7 +92,7 @@ class StubDriver:
     def get_current_device(self) -> str:
         return self.target.name
 
-    def get_current_stream(self, device) -> int:
+    def get_current_stream(self, device: str) -> int:
         return 0
 
 
@@ -108,8 +104,7 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        options = {k: v for k, v in kwargs.items() if k in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "UNMASKED_LOOP", "SPLIT_ROWS", "SEARCH")}
-        collected.append(inspect(self.__name__, kernel, target, options))
+        collected.append(inspect(self.__name__, kernel, target, kwargs))
         return kernel
 
     before = driver._active
@@ -129,9 +124,11 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
 
 def inspect(name: str, kernel, target: Target, options: dict) -> Compiled:
     """Read a compiled kernel's needs."""
+    names = {"BLOCK_M": "m", "BLOCK_N": "n", "num_warps": "warps ", "num_stages": "stages ", "SPLIT_ROWS": "split rows "}
+    tile = ", ".join(f"{short}{options[name]}" for name, short in names.items() if options.get(name)) + ", two loops" * options.get("UNMASKED_LOOP", False)
     read = inspect_nvidia if target.gpu.backend == "cuda" else inspect_amd
     registers, spills, scalar_spills, occupancy = read(kernel, target)
-    return Compiled(name, registers, spills, scalar_spills, kernel.metadata.shared, occupancy, kernel.metadata.num_warps, options)
+    return Compiled(name, registers, spills, scalar_spills, kernel.metadata.shared, occupancy, kernel.metadata.num_warps, tile)
 
 
 def inspect_nvidia(kernel, target: Target) -> tuple[int, int, int, int]:

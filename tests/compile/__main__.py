@@ -1,0 +1,46 @@
+"""Print what every launch of the compile ring needs on a target, for those who change kernels or trees.
+
+    python -m tests.compile sm90                        # everything, some minutes
+    python -m tests.compile sm90 gfx942 --batch decode --features plain e4m3 --head-dim 128
+    python -m tests.compile gfx942 --spills             # only what spills or does not fit
+"""
+
+import argparse
+import time
+
+from tests.compile import launches
+from tests.compile.targets import TARGETS, compiling
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="+", choices=TARGETS)
+    parser.add_argument("--batch", nargs="+", choices=launches.BATCHES, default=list(launches.BATCHES))
+    parser.add_argument("--features", nargs="+", choices=launches.FEATURES, default=list(launches.FEATURES))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=launches.HEAD_DIMS)
+    parser.add_argument("--spills", action="store_true", help="print only what fails, spills, or asks for more shared memory than there is")
+    args = parser.parse_args()
+    print(f"{'target':7} {'batch':13} {'dim':>3} {'features':18} {'registers':>9} {'spills':>6} {'scalar':>6} {'shared':>7} {'occupancy':>9}  {'s':>4}  tile", flush=True)
+    for target in map(TARGETS.__getitem__, args.target):
+        for head_dim in args.head_dim:
+            for features in args.features:
+                for batch in args.batch:
+                    show(target, batch, head_dim, features, args.spills)
+
+
+def show(target, batch: str, head_dim: int, features: str, only_bad: bool) -> None:
+    begun, name = time.perf_counter(), f"{target.name:7} {batch:13} {head_dim:3} {features:18}"
+    try:
+        with compiling(target) as compiled:
+            launches.attend(batch, head_dim, features)
+    except Exception as error:  # Triton's compiler raises many kinds
+        print(f"{name} {type(error).__name__}: {error}", flush=True)
+        return
+    for c in compiled:
+        if c.spills or c.shared > target.shared_memory or not only_bad:
+            numbers = f"{c.registers:9} {c.spills:6} {c.scalar_spills:6} {c.shared:7} {c.occupancy:9}"
+            print(f"{name} {numbers}  {time.perf_counter() - begun:4.1f}  {c.tile}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Every kernel compiles for every target, fits its shared memory, and spills no registers where the defaults were tuned: no GPU needed.
+
+All features meet every target; each meets a part of the batches and head dims, rotating, so that the ring takes minutes. `python -m tests.compile TARGET`
+goes through all of them.
+"""
+
+import pytest
+import triton
+
+from tests.compile import launches
+from tests.compile.targets import TARGETS, compiling
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
+
+TUNED = ("sm90", "gfx942")  # default configurations must not spill here
+# Served so that nothing is refused, not so that it is fast: nobody's default, and no tile of the smallest size would be free of spills.
+MAY_SPILL = ("vLLM's original", "float32, e4m3")
+
+
+def selection(target: str, features: str) -> list[tuple[str, int]]:
+    """Return which (batch, head dim) to launch: for `plain` the most, for tuned targets more."""
+    batches, dims = list(launches.BATCHES), launches.HEAD_DIMS
+    turn, column = list(launches.FEATURES).index(features), list(TARGETS).index(target)
+    if features == "plain":
+        odd = [(batches[i % len(batches)], dim) for i, dim in enumerate(launches.ODD_HEAD_DIMS, start=1)]
+        if target in TUNED:
+            return [(batch, dim) for batch in batches for dim in dims] + odd
+        return [("decode, split", dims[column % 3]), ("prefill", 128), ("prefill", 256), odd[column % len(odd)]]
+    if target in TUNED:
+        some = [batches[turn % 4], ("prompt", "prefill", "chunk, split")[turn % 3]]
+        return [(batch, dims[(turn + turn // 3 + i) % 3]) for i, batch in enumerate(some)]
+    return [(batches[(turn + column) % len(batches)], dims[(turn + column) % 3])]
+
+
+@pytest.mark.parametrize("features", launches.FEATURES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_compiles_fits_and_does_not_spill(target, features):
+    limits, wrong = TARGETS[target], []
+    for batch, head_dim in selection(target, features):
+        with compiling(limits) as compiled:
+            launches.attend(batch, head_dim, features)
+        (kernel,) = compiled
+        told = f"{batch}, head_dim {head_dim}: {kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared, {kernel.tile}"
+        print(f"{target:7} {features:18} {told}")
+        spilled = kernel.spills and target in TUNED and features not in MAY_SPILL
+        if spilled or kernel.shared > limits.shared_memory or kernel.occupancy < 1:
+            wrong.append(told)
+    assert not wrong, f"{len(wrong)} launches spill or do not fit {target}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_writes_copies_and_merges_compile_and_do_not_spill(target):
+    with compiling(TARGETS[target]) as compiled:
+        for features in launches.FEATURES:
+            launches.write(64, features)
+            launches.merge(80, features)
+        launches.write(192, "plain")
+        launches.merge(256, "plain")
+    assert {c.kernel for c in compiled} == {"write_kernel", "copy_kernel", "merge_kernel"}
+    assert not [c for c in compiled if c.spills or c.shared > TARGETS[target].shared_memory]
+
+
+def test_the_ring_sees_a_spill():
+    """A tile that no register file holds is reported as spilling, or the tests above would prove nothing."""
+    from unittest import mock
+
+    from quire.tuning.space import Tile
+
+    def far_too_large(*args):
+        return Tile(128, 128, 4, 2, False, 1, 256, 256), "a test"
+
+    for target in TUNED:
+        with mock.patch("quire.plan.select", far_too_large), compiling(TARGETS[target]) as compiled:
+            launches.attend("prefill", 256, "plain")
+        assert compiled[0].spills > 0
