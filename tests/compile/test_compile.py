@@ -6,7 +6,6 @@ goes through all of them.
 
 import pytest
 import triton
-
 from tests.compile import launches
 from tests.compile.targets import TARGETS, compiling
 

@@ -1,0 +1,87 @@
+"""What is public is what `__all__` says: importable, documented in the house grammar, quick to import, and nothing else."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.integrations import flash_attn
+
+VERBS = ("attention", "copy_pages", "merge_states", "plan", "varlen_attention", "write_kv")
+NOUNS = ("AttentionSpec", "Batch", "PagedKVCache", "Plan", "State", "PageAllocator")
+SUBMODULES = {path.stem for path in Path(quire.__file__).parent.iterdir()}
+
+
+def test_all_is_what_is_public():
+    assert quire.__all__ == sorted(quire.__all__)
+    public = {name for name in vars(quire) if not name.startswith("_") and not (name in SUBMODULES and inspect.ismodule(getattr(quire, name)))}
+    assert public == set(quire.__all__)
+    assert set(VERBS) | set(NOUNS) <= public
+
+
+def test_the_version_is_the_distribution_s():
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        assert quire.__version__ == version("quire")
+    except PackageNotFoundError:
+        pytest.skip("run from a checkout that is not installed")
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_verbs_are_documented(name):
+    check_documented(getattr(quire, name))
+
+
+@pytest.mark.parametrize("name", NOUNS)
+def test_nouns_and_their_public_members_are_documented(name):
+    noun = getattr(quire, name)
+    assert inspect.getdoc(noun)
+    for member, value in vars(noun).items():
+        if not member.startswith("_") and (inspect.isroutine(value) or isinstance(value, (property, classmethod))):
+            assert inspect.getdoc(getattr(noun, member) if isinstance(value, classmethod) else value), f"{name}.{member} must have a docstring"
+
+
+@pytest.mark.parametrize("name", [n for n in vars(flash_attn) if n.startswith("flash_attn_") and inspect.isfunction(getattr(flash_attn, n))])
+def test_the_compatible_front_doors_are_documented(name):
+    assert inspect.getdoc(getattr(flash_attn, name))
+
+
+def check_documented(function) -> None:
+    """Assert one imperative sentence, and Args, Returns and Raises that name what there is to name."""
+    text = inspect.getdoc(function)
+    assert text and re.search(r"[.:]", text.splitlines()[0]), f"{function.__name__}: the first line must be a sentence"
+    signature = inspect.signature(function)
+    sections = dict(re.findall(r"^(Args|Returns|Raises):\n((?:    .*\n?|\n)*)", text, re.MULTILINE))
+    for parameter in signature.parameters.values():
+        assert re.search(rf"^    (\*\*)?{parameter.name}: ", sections["Args"], re.MULTILINE), f"{function.__name__}: Args must name {parameter.name}"
+    assert signature.return_annotation is None or "Returns" in sections or "Return" in text, f"{function.__name__} must say what it returns"
+    assert "Raises" in sections, f"{function.__name__} must say what it raises"
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_verbs_are_annotated_and_take_few_positional_arguments(name):
+    signature = inspect.signature(getattr(quire, name))
+    assert signature.return_annotation is not inspect.Signature.empty
+    positional = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert len(positional) <= 6
+    assert all(p.annotation is not p.empty for p in positional)
+
+
+def test_importing_quire_costs_well_under_a_second_beyond_torch():
+    measure = (
+        "import torch, time; begun = time.perf_counter(); import quire; took = time.perf_counter() - begun; import sys;"
+        "print(took, *(name for name in ('transformers', 'rich', 'numpy.testing') if name in sys.modules))"
+    )
+    runs = [subprocess.run([sys.executable, "-c", measure], capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
+    assert min(float(took) for took, *_ in runs) < 1.0
+    assert all(len(run) == 1 for run in runs), f"importing quire must not import what only its commands need, got {runs[0][1:]}"
+
+
+def test_importing_quire_touches_no_device():
+    code = "import torch; torch.cuda.init = torch.cuda._lazy_init = None; import quire; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
