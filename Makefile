@@ -11,11 +11,12 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/k
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test check test-gpu clean
+.PHONY: help demo test check test-gpu sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the embedded model (sets everything up first; no GPU needed)"
 	@echo "make test      run the test suite: interpreter, compile and engine rings, on either end of the supported versions"
 	@echo "make check     ruff and pyright"
+	@echo "make sanitize  watch each kernel with compute-sanitizer's memcheck and racecheck (a GPU)"
 	@echo "make test-gpu  run the GPU ring; PY=python3 takes an environment of yours, with torch, triton, pytest and hypothesis"
 
 $(VENV)/.ready: pyproject.toml
@@ -54,6 +55,9 @@ check: $(VENV)/.ready
 PY ?= $(BIN)/python
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 	PYTHONPATH=src $(PY) -m pytest tests/gpu tests/kernels
+
+sanitize: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
+	for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) scripts/sanitize.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) .overlays .pytest_cache .hypothesis .ruff_cache

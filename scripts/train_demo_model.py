@@ -29,7 +29,7 @@ def corpus() -> tuple[list[str], list[str]]:
     """Return the training and validation files' texts; every twentieth file is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [p for p in sorted(root.rglob("*.py")) if not LEFT_OUT & set(p.relative_to(root).parts)]
-    texts = [t for p in files if 200 < len(t := p.read_text(encoding="utf-8", errors="ignore"))]
+    texts = [t for p in files if len(t := p.read_text(encoding="utf-8", errors="ignore")) > 200]
     return [t for i, t in enumerate(texts) if i % 20], texts[::20]
 
 
@@ -73,10 +73,10 @@ def validation_loss(model: LlamaForCausalLM, tokens: torch.Tensor, context: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="checkpoint folder to write")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=64, help="windows per step")
     parser.add_argument("--context", type=int, default=768, help="tokens per window")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--minutes", type=float, default=6.0, help="stop after this long whatever the steps")
     args = parser.parse_args()
@@ -108,7 +108,7 @@ def main() -> None:
         optimizer, lambda s: (s + 1) / warmup if s < warmup else 0.02 + 0.49 * (1 + math.cos(math.pi * (s - warmup) / max(1, args.steps - warmup)))
     )
     offsets = torch.arange(args.context + 1, device=device)
-    best, best_state, running, begun = float("inf"), {}, 0.0, time.time()
+    best, best_step, best_state, best_train, begun = float("inf"), 0, {}, 0.0, time.time()
     bar = tqdm(range(args.steps), mininterval=2, ncols=110)
     for step in bar:
         starts = torch.randint(len(train) - args.context - 1, (args.batch, 1), device=device)
@@ -121,13 +121,13 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
         late = time.time() - begun > 60 * args.minutes
-        if (step + 1) % 100 == 0 or step + 1 == args.steps or late:
-            running, held_out = loss.item(), validation_loss(model, validation, args.context)
-            bar.set_postfix(train=f"{running:.3f}", validation=f"{held_out:.3f}")
+        if (step + 1) % 200 == 0 or step + 1 == args.steps or late:
+            held_out = validation_loss(model, validation, args.context)
+            bar.set_postfix(train=f"{loss.item():.3f}", validation=f"{held_out:.3f}")
             if held_out < best:
-                best, best_step, best_train = held_out, step + 1, running
+                best, best_step, best_train = held_out, step + 1, loss.item()
                 best_state = {name: p.detach().clone() for name, p in model.state_dict().items()}
-        if late:
+        if late or step + 1 - best_step >= 1000:  # overfitting for good
             break
     model.load_state_dict(best_state)
     bits_per_byte = best * len(encode(tokenizer, validation_texts, "cpu")) / validation_bytes / math.log(2)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
+from quire import ops
 from quire.cache import PagedKVCache
 from quire.errors import UnsupportedError
 from quire.kernels import attention as gpu
@@ -48,6 +49,14 @@ def attention(
         ValueError: an argument does not fit the plan; nothing was written.
         UnsupportedError: nothing serves the request.
     """
+    if torch.compiler.is_compiling():
+        state = ops.attention(q, cache, plan, sinks, alibi_slopes)
+        if out is None:
+            return state if return_lse else state.out
+        if not isinstance(out, State):
+            out = State(out.copy_(state.out), state.lse)
+            return out if return_lse else out.out
+        return State(out.out.copy_(state.out), out.lse.copy_(state.lse))
     check(q, cache, plan, sinks, alibi_slopes)
     spec = plan.spec
     if isinstance(out, State):
@@ -111,6 +120,8 @@ def write_kv(
         ValueError: an argument does not fit the cache; nothing was written.
         UnsupportedError: the cache is not paged.
     """
+    if torch.compiler.is_compiling():
+        return ops.write_kv(k, v, cache, slot_mapping)
     if cache.layout == "THD":
         raise UnsupportedError("cache must be paged to be written by slot, got layout THD; index its tensors instead")
     for name, x, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
@@ -160,7 +171,7 @@ def copy_pages(
             f"{src.layout} {src.dtype} {tuple(src.k.shape[1:])} {src.scale_kind}; allocate both alike"
         )
     if page_pairs.dim() != 2 or page_pairs.shape[1] != 2 or page_pairs.dtype not in (torch.int32, torch.int64) or not page_pairs.is_contiguous():
-        raise ValueError(f"page_pairs must be contiguous [num_pairs, 2] int32 or int64, got {page_pairs.dtype} {tuple(page_pairs.shape)}; stack the two columns")
+        raise ValueError(f"page_pairs must be contiguous [num_pairs, 2] int32 or int64, got {page_pairs.dtype} {tuple(page_pairs.shape)}; stack two columns")
     if src.scale_kind == "token":
         tensors += [(src.k_scale, dst.k_scale), (src.v_scale, dst.v_scale)]
     if page_pairs.shape[0] == 0:
@@ -196,6 +207,8 @@ def merge_states(states: Sequence[State]) -> State:
     """
     if not states:
         raise ValueError("states must hold at least one state, got none; an empty set of keys has out 0 and lse -inf")
+    if torch.compiler.is_compiling():
+        return ops.merge_states(states)
     first = states[0].out
     for i, (out, lse) in enumerate(states):
         if out.shape != first.shape or out.dtype != first.dtype or out.dim() != 3 or out.device != first.device:

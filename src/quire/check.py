@@ -66,7 +66,8 @@ def add_parser(subparsers) -> None:
     """Add the command to the `quire` parser."""
     parser = subparsers.add_parser(
         "check", help="compare the kernels with the float64 oracle", description=__doc__,
-        epilog="examples:\n  quire check\n  TRITON_INTERPRET=1 quire check\n  quire check --json > check.json", formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  quire check\n  TRITON_INTERPRET=1 quire check\n  quire check --json > check.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--dtype", choices=[str(d).removeprefix("torch.") for d in QUERY_DTYPES], action="append", help="check only this; may be repeated")

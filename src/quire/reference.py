@@ -52,7 +52,7 @@ def attention(
         visible = visible[:, needed]
         for head in range(spec.num_q_heads):
             keys, values = k[:, head // spec.group_size], v[:, head // spec.group_size]
-            scores = (q[rows, head].to(dtype) @ keys.T) * spec.softmax_scale
+            scores = spec.softmax_scale * (q[rows, head].to(dtype) @ keys.T)
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
             if spec.alibi:

@@ -5,6 +5,7 @@ Shipped, since integrations and users need it as much as Quire's own tests do.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -227,7 +228,7 @@ def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True)
         ValueError: the first broken contract, with sequence and value.
     """
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
-    if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
+    if starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
         raise ValueError(f"cu_seqlens_q must start at 0 and not decrease, got {starts}; build it with cumsum")
     row_starts = None if batch.cu_pages is None else batch.cu_pages.tolist()
     table = batch.page_table.cpu()

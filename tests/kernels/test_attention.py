@@ -1,6 +1,6 @@
 """The attention kernel against the oracle: every feature, one and many splits, ragged lengths, poisoned memory.
 
-Valid with and without TRITON_INTERPRET=1: with it the Triton kernel runs, without it the PyTorch path for CPU tensors.
+On a GPU the Triton kernel runs there. Elsewhere it runs in the interpreter with TRITON_INTERPRET=1, and without it the PyTorch path for CPU tensors does.
 """
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import quire
 from quire.testing import error_budget, make_problem
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17))
 HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
 FEATURES = {
@@ -30,7 +31,7 @@ FEATURES = {
 
 
 def solve(spec, lens, num_splits=None, **problem):
-    p = make_problem(spec, lens, **problem)
+    p = make_problem(spec, lens, device=DEVICE, **problem)
     plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits)
     return p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
 

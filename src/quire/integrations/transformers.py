@@ -65,7 +65,7 @@ def use(model: transformers.PreTrainedModel) -> str:
         UnsupportedError: this version of Transformers is outside the supported range.
     """
     name = install()
-    for module in model.modules():
+    for module in torch.nn.Module.modules(model):
         if getattr(module, "_compatible_flash_implementations", None) is not None:
             module._compatible_flash_implementations = [*module._compatible_flash_implementations, name]
     model.set_attn_implementation(name)

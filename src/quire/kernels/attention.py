@@ -138,6 +138,19 @@ def attention_kernel(
         start += split * share
         stop = tl.minimum(start + share, stop)
 
+    if kv.cu_pages is None:
+        row = kv.page_table + seq.to(tl.int64) * stride_table
+    else:
+        row = kv.page_table + tl.load(kv.cu_pages + seq)
+
+    # Tiles that every row sees whole need no masks. The rest lie on the band's two edges, and order does not matter to a softmax.
+    full_start, full_stop = start, start
+    if UNMASKED_LOOP:
+        full_start = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(high_pos - back, 0), BLOCK_N), start), stop)
+        full_stop = tl.maximum(tl.minimum(tl.maximum(tl.minimum(low_pos + ahead + 1, seq_len), 0) // BLOCK_N, stop), full_start)
+    tile = full_start * BLOCK_N
+    page = find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # on its way while the queries are loaded
+
     offs_d = tl.arange(0, BLOCK_D)
     q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + offs_d[None, :]
     q = tl.load(q_ptrs, mask=owned[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
@@ -156,17 +169,8 @@ def attention_kernel(
         scale = scale * tl.load(kv.k_scale + kv_head * kv.scale_head)
         v_scale = tl.load(kv.v_scale + kv_head * kv.scale_head)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
-    if kv.cu_pages is None:
-        row = kv.page_table + seq.to(tl.int64) * stride_table
-    else:
-        row = kv.page_table + tl.load(kv.cu_pages + seq)
 
-    # Tiles that every row sees whole need no masks. The rest lie on the band's two edges, and order does not matter to a softmax.
-    full_start, full_stop = start, start
     if UNMASKED_LOOP:
-        full_start = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(high_pos - back, 0), BLOCK_N), start), stop)
-        full_stop = tl.maximum(tl.minimum(tl.maximum(tl.minimum(low_pos + ahead + 1, seq_len), 0) // BLOCK_N, stop), full_start)
-        page = find_pages(row, full_start * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         for i in tl.range(full_start, full_stop):
             next_page = find_pages(row, (i + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
             acc, m, denom = attend_tile(
@@ -176,8 +180,9 @@ def attention_kernel(
             )  # fmt: skip
             page = next_page
     num_left = full_start - start
-    tile = tl.where(num_left > 0, start, full_stop) * BLOCK_N
-    page = find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+    if UNMASKED_LOOP:
+        tile = tl.where(num_left > 0, start, full_stop) * BLOCK_N
+        page = find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
     for i in tl.range(1, 1 + num_left + stop - full_stop):
         next_tile = tl.where(i < num_left, start + i, full_stop + i - num_left) * BLOCK_N
         next_page = find_pages(row, next_tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)

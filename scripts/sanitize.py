@@ -1,0 +1,33 @@
+"""Launch each kernel on a few small problems, for compute-sanitizer to watch: `make sanitize`.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python scripts/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 python scripts/sanitize.py
+"""
+
+import torch
+
+import quire
+from quire.testing import error_budget, make_problem
+
+HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+CASES = (
+    ({}, ((1, 300), (1, 40), (1, 0)), 4),
+    ({"head_dim": 80, "sinks": True, "softcap": 20.0}, ((1, 200), (3, 70)), 3),
+    ({}, ((200, 300), (1, 90)), 1),
+    ({"kv_dtype": torch.float8_e4m3fn, "sliding_window": 60}, ((1, 150), (5, 33)), 2),
+    ({"dtype": torch.float32}, ((1, 90), (20, 40)), 2),
+)
+for extra, lens, num_splits in CASES:
+    spec = quire.AttentionSpec(**HEADS | extra)
+    problem = make_problem(spec, lens, device="cuda")
+    plan = quire.plan(spec, problem.batch, **problem.bounds, num_splits=num_splits)
+    state = quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True)
+    verdict = error_budget(problem, state)
+    print(plan, verdict, flush=True)
+    assert verdict.passed
+    quire.merge_states([state, state, state])
+    k = torch.randn(3, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device="cuda")
+    quire.write_kv(k, k, problem.cache, torch.tensor([0, -1, 17], device="cuda"))
+    quire.copy_pages(problem.cache, problem.cache, torch.tensor([[0, 1], [-1, 0]], device="cuda"))
+torch.cuda.synchronize()
+print("done")

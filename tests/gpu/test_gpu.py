@@ -1,0 +1,174 @@
+"""What only a GPU shows: real shapes and dtypes, captured graphs, streams, determinism, offsets past 2^31, and the engine end to end."""
+
+import pytest
+import torch
+
+import quire
+from quire import cli
+from quire.testing import error_budget, make_problem
+
+LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50))
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def solve(spec, lens, num_splits=None, **problem):
+    p = make_problem(spec, lens, device="cuda", **problem)
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits)
+    return p, plan, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("lens", [MIXED, ((1, 3000), (1, 1), (1, 129)), ((8, 900),) * 3], ids=["mixed", "decode", "drafts"])
+def test_dtypes(dtype, kv_dtype, lens):
+    p, _, state = solve(quire.AttentionSpec(**LLAMA, dtype=dtype, kv_dtype=kv_dtype), lens, scales="token" if kv_dtype is torch.int8 else "head")
+    verdict = error_budget(p, state)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("num_splits", [1, 5])
+@pytest.mark.parametrize("extra", [
+    {"sliding_window": 100}, {"causal": False}, {"causal": False, "sliding_window": 77, "sliding_window_right": 30}, {"softcap": 20.0}, {"alibi": True},
+    {"sinks": True}, {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, {"head_dim": 64}, {"head_dim": 256}, {"head_dim": 80, "head_dim_v": 96},
+    {"num_q_heads": 64, "num_kv_heads": 1}, {"num_q_heads": 7, "num_kv_heads": 7}, {"num_q_heads": 6},
+], ids=str)  # fmt: skip
+def test_features(extra, num_splits):
+    p, _, state = solve(quire.AttentionSpec(**LLAMA | extra), MIXED, num_splits)
+    verdict = error_budget(p, state)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 128, 528, 1072, 7808])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "HDNX"])
+def test_pages(page_size, layout):
+    p, _, state = solve(quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (1, 3)), page_size=page_size, layout=layout)
+    verdict = error_budget(p, state)
+    assert verdict.passed, verdict
+
+
+def test_tf32_only_when_asked():
+    errors = {}
+    for allowed in (False, True):
+        p, _, state = solve(quire.AttentionSpec(**LLAMA, dtype=torch.float32, allow_tf32=allowed), ((64, 500),))
+        errors[allowed] = error_budget(p, state).error
+    assert errors[False] < 1e-5 < errors[True] < 1e-2
+
+
+@pytest.mark.parametrize("query_len", [1, 4, 40])
+def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(query_len):
+    spec = quire.AttentionSpec(**LLAMA)
+    big = make_problem(spec, ((query_len, 2048),) * 3, device="cuda")
+    plan = quire.plan(spec, big.batch, **big.bounds)
+    state = quire.State(torch.empty_like(big.q), torch.empty(big.q.shape[:2], device="cuda"))
+    quire.attention(big.q, big.cache, plan, out=state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quire.attention(big.q, big.cache, plan, out=state)
+    table = big.batch.page_table.clone()
+    for lens in ((query_len, 64, 65), (0, 127, 2048), (128, 129, 0), (1000, 1024, 1025), (2048, 2047, 1)):
+        big.batch.seq_lens.copy_(torch.tensor(lens))
+        big.batch.page_table.copy_(table[torch.randperm(3)])
+        state.out.fill_(float("nan"))
+        graph.replay()
+        verdict = error_budget(big, state)
+        assert verdict.passed, (lens, verdict)
+
+
+def test_runs_are_bitwise_equal():
+    p, plan, first = solve(quire.AttentionSpec(**LLAMA), ((1, 5000), (1, 300), (1, 64)), num_splits=16)
+    for _ in range(50):
+        again = quire.attention(p.q, p.cache, plan, return_lse=True)
+        assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
+
+
+def test_two_plans_on_two_streams():
+    problems = [solve(quire.AttentionSpec(**LLAMA), ((1, 4000), (1, 900)), num_splits=8, seed=seed) for seed in (1, 2)]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    for _ in range(100):
+        outs = []
+        for (p, plan, _), stream in zip(problems, streams, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append(quire.attention(p.q, p.cache, plan))
+    torch.cuda.synchronize()
+    for (_, _, expected), out in zip(problems, outs, strict=True):
+        assert torch.equal(out, expected.out)
+
+
+def test_nothing_waits_for_the_device():
+    p, plan, _ = solve(quire.AttentionSpec(**LLAMA), ((1, 700), (5, 90)))
+    k, slots = torch.randn(6, 2, 128, dtype=torch.bfloat16, device="cuda"), torch.full((6,), -1, device="cuda")
+    quire.write_kv(k, k, p.cache, slots)
+    pairs = torch.tensor([[1, 2]], device="cuda")
+    states = [quire.attention(p.q, p.cache, plan, return_lse=True)] * 3
+    quire.merge_states(states)
+    quire.copy_pages(p.cache, p.cache, pairs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        quire.write_kv(k, k, p.cache, slots)
+        quire.attention(p.q, p.cache, quire.plan(p.spec, p.batch, **p.bounds))
+        quire.merge_states(states)
+        quire.copy_pages(p.cache, p.cache, pairs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_page_offsets_past_two_to_the_31():
+    spec = quire.AttentionSpec(**LLAMA)
+    num_pages = 2**31 // (16 * 2 * 128) + 64
+    cache = quire.PagedKVCache.empty(spec, num_pages, 16, device="cuda")
+    cache.k.fill_(float("nan"))
+    cache.v.fill_(float("nan"))
+    small = make_problem(spec, ((1, 60), (3, 40)), device="cuda")
+    table = small.batch.page_table + (num_pages - small.cache.num_pages)
+    for big, few in ((cache.k, small.cache.k), (cache.v, small.cache.v)):
+        big[-few.shape[0] :] = few
+    batch = quire.Batch(table, small.batch.seq_lens, small.batch.cu_seqlens_q)
+    assert error_budget(small, quire.attention(small.q, cache, quire.plan(spec, batch, **small.bounds))).passed
+    k = torch.ones(1, 2, 128, dtype=torch.bfloat16, device="cuda")
+    quire.write_kv(k, k, cache, torch.tensor([num_pages * 16 - 1], device="cuda"))
+    assert (cache.k[-1, -1] == 1).all()
+    quire.copy_pages(cache, cache, torch.tensor([[num_pages - 1, 5]], device="cuda"))
+    assert torch.equal(cache.v[5].view(torch.int16), cache.v[-1].view(torch.int16))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_quantised_writes_are_the_nearest(kv_dtype):
+    spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=64, kv_dtype=kv_dtype)
+    cache = quire.PagedKVCache.empty(spec, 8, 16, device="cuda")
+    cache = quire.PagedKVCache(cache.k, cache.v, "NHD", 0.02, 0.5)
+    x = 3 * torch.randn(128, 2, 64, device="cuda")
+    quire.write_kv(x, x, cache, torch.arange(128, device="cuda"))
+    largest = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}[kv_dtype]
+    for tensor, scale in ((cache.k, 0.02), (cache.v, 0.5)):
+        y = (x / torch.tensor(scale, device="cuda")).clamp(-largest, largest)
+        expected = (y.round() if kv_dtype is torch.int8 else y).to(kv_dtype)
+        assert torch.equal(tensor.flatten(0, 1).view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_swapping_to_pinned_host_memory_and_back():
+    p, plan, expected = solve(quire.AttentionSpec(**LLAMA), ((1, 100), (1, 50)))
+    host = quire.PagedKVCache(*(torch.zeros(t.shape, dtype=t.dtype, pin_memory=True) for t in (p.cache.k, p.cache.v)))
+    pages = torch.arange(p.cache.num_pages)
+    pairs = torch.stack([pages, pages.flip(0)], 1)
+    quire.copy_pages(p.cache, host, pairs)
+    torch.cuda.synchronize()
+    p.cache.k.zero_()
+    p.cache.v.zero_()
+    quire.copy_pages(host, p.cache, pairs.flip(1).contiguous())
+    assert torch.equal(quire.attention(p.q, p.cache, plan), expected.out)
+
+
+def test_compiled_is_eager():
+    p, plan, expected = solve(quire.AttentionSpec(**LLAMA), ((1, 3000), (1, 50)))
+    assert plan.scratch is not None
+    compiled = torch.compile(lambda q: quire.attention(q * 1, p.cache, plan) + 0, fullgraph=True)
+    assert torch.equal(compiled(p.q), expected.out)
+
+
+def test_the_command_line_is_green(capsys):
+    assert cli.main(["check"]) == 0
+    assert cli.main(["generate", "--max-new-tokens", "64"]) == 0  # float32: token for token equal to eager attention
+    assert "equal" in capsys.readouterr().out

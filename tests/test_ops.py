@@ -1,0 +1,66 @@
+"""The operators under `torch.compile(fullgraph=True)` and `torch.library.opcheck`: the same numbers as the eager verbs."""
+
+import pytest
+import torch
+
+import quire
+from quire.testing import make_problem
+
+SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=24, dtype=torch.float32, sinks=True)
+
+
+def step(q, k, v, slots, cache, plan, sinks):
+    quire.write_kv(k, v, cache, slots)
+    state = quire.attention(q, cache, plan, sinks=sinks, return_lse=True)
+    return quire.merge_states([state, quire.State(state.out * 2, state.lse)]).out + 1
+
+
+def problem():
+    p = make_problem(SPEC, ((1, 20), (2, 9)))
+    plan = quire.plan(SPEC, p.batch, **p.bounds)
+    k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 24)
+    table = p.batch.page_table
+    slots = torch.tensor([int(table[0, 1]) * 16 + 3, -1, int(table[1, 0]) * 16 + 8])
+    return p, plan, k, v, slots
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_is_eager(backend):
+    p, plan, k, v, slots = problem()
+    twin = quire.PagedKVCache(p.cache.k.clone(), p.cache.v.clone())
+    expected = step(p.q, k, v, slots, p.cache, plan, p.sinks)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(p.q, k, v, slots, twin, plan, p.sinks), expected)
+    assert torch.equal(twin.k.nan_to_num(), p.cache.k.nan_to_num())
+    with torch.compiler.set_stance("fail_on_recompile"):  # contents may change, and a second layer may come
+        p.batch.seq_lens.copy_(torch.tensor([19, 9]))
+        other = quire.PagedKVCache(p.cache.k.clone(), p.cache.v.clone())
+        torch.testing.assert_close(compiled(p.q, k, v, slots, other, plan, p.sinks), step(p.q, k, v, slots, p.cache, plan, p.sinks))
+
+
+def test_out_and_lse_under_compile():
+    p, plan, *_ = problem()
+    expected = quire.attention(p.q, p.cache, plan, sinks=p.sinks, return_lse=True)
+
+    def into(q, out, lse):
+        return quire.attention(q, p.cache, plan, sinks=p.sinks, out=quire.State(out, lse))
+
+    out, lse = torch.empty(3, 4, 24), torch.empty(3, 4)
+    torch._dynamo.reset()
+    torch.compile(into, backend="aot_eager", fullgraph=True)(p.q, out, lse)
+    torch.testing.assert_close(out, expected.out)
+    torch.testing.assert_close(lse, expected.lse)
+
+
+def test_opcheck():
+    p, plan, k, v, slots = problem()
+    clean = quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num())  # opcheck compares, and NaN equals nothing
+    b = p.batch
+    torch.library.opcheck(
+        torch.ops.quire.attention.default,
+        (p.q, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q, None, None, p.sinks, None, None, None, None, None,
+         SPEC.head_dim_v, SPEC.softmax_scale, True, None, None, None, False, "torch", plan.max_query_len, plan.max_seq_len, plan.num_tokens, 1, []),
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots))
+    torch.library.opcheck(torch.ops.quire.merge_states.default, ([p.q, p.q * 2], [torch.zeros(3, 4), torch.ones(3, 4)]))
