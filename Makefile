@@ -11,7 +11,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/k
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test check test-gpu sanitize clean
+.PHONY: help demo test test-newest test-interpreter test-old-triton test-old-transformers check test-gpu sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the embedded model (sets everything up first; no GPU needed)"
 	@echo "make test      run the test suite: interpreter, compile and engine rings, on either end of the supported versions"
@@ -37,14 +37,22 @@ $(OLD_TRANSFORMERS)/.ready: $(VENV)/.ready
 demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
-test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready
-	@echo "== PyTorch path, compile ring, engines: newest Triton and Transformers"
+test: test-newest test-interpreter test-old-triton test-old-transformers
+
+test-newest: $(VENV)/.ready
+	@echo "== PyTorch path, compile ring, commands, engines: newest Triton and Transformers"
 	$(PYTEST) -n 2
+
+test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/integrations tests/engines tests/test_api.py tests/test_mutations.py
+
+test-old-triton: $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile ring"
 	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/test_api.py
 	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -n 2 tests/compile -k "sm90 or gfx942"
+
+test-old-transformers: $(OLD_TRANSFORMERS)/.ready
 	@echo "== Transformers 5.17.0"
 	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) -n 2 tests/engines
 
