@@ -102,6 +102,9 @@ def plan(
         num_splits: into how many shares the keys are split, from 1 to 128; chosen to fill the device when not given.
         tile: the kernel's configuration; chosen by the device's decision tree when not given.
 
+    Returns:
+        The plan, with its scratch memory.
+
     Raises:
         ValueError: a bound is negative, or num_splits out of range.
         UnsupportedError: bfloat16 under Triton's interpreter.
