@@ -43,6 +43,8 @@ def select(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: 
         "rows_per_sm": rows_per_sm,
         "keys_per_seq": keys_per_seq,
         "head_dim": max(block_d, block_dv),
+        "head_padding": block_d - spec.head_dim + block_dv - spec.head_dim_v,
+        "shared_kib": traits.shared_memory // 1024,
         "query_bytes": spec.dtype.itemsize,
         "kv_bytes": spec.kv_dtype.itemsize,
     }
