@@ -1,13 +1,20 @@
 """Continuous batching through Quire against the same model with eager attention, token for token, on either end of the supported range."""
 
+import gc
+
 import pytest
 import torch
 import transformers
 import triton
 from transformers import GenerationConfig
+from transformers import modeling_flash_attention_utils as lazy
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import initialization
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import quire
+from quire.integrations import flash_attn
 from quire.integrations import transformers as hook
 
 SMALL = dict(
@@ -52,63 +59,157 @@ def greedy(model, prompt: list[int]) -> list[int]:
     return model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
 
 
-def batched(model, inputs: list[list[int]], max_batch_tokens: int = 32) -> list[list[int]]:
-    page = "block_size" if "block_size" in ContinuousBatchingConfig.__dataclass_fields__ else "page_size"
-    config = ContinuousBatchingConfig(**{page: 16}, num_blocks=64, max_batch_tokens=max_batch_tokens)
+def batched(model, inputs: list[list[int]], max_batch_tokens: int = 32, **options) -> list[list[int]]:
+    page = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # renamed in 5.18
+    config = ContinuousBatchingConfig(**{page: 16}, num_blocks=64, max_batch_tokens=max_batch_tokens, **options)
     generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
     results = model.generate_batch(inputs, generation_config=generation, continuous_batching_config=config, warmup=False)
     by_id = {int(r.request_id.rsplit("_", 1)[1]): r.generated_tokens for r in results.values()}
     return [by_id[i] for i in sorted(by_id)]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"] if INTERPRETED else MODELS)
-def test_continuous_batching_writes_the_tokens_of_eager_attention(name, monkeypatch):
+def eager(name: str, inputs: list[list[int]]):
+    """Return a model that goes through Quire from here on, and what it generates with eager attention."""
     model = make_model(name)
     model.set_attn_implementation("eager")
-    expected = [greedy(model, p) for p in prompts()]
+    expected = [greedy(model, p) for p in inputs]
     hook.use(model)
+    return model, expected
+
+
+def count(monkeypatch, owner, name: str) -> list:
+    """Have the results of `owner.name` noted."""
+    original, results = getattr(owner, name), []
+
+    def counted(*args, **kwargs):
+        results.append(original(*args, **kwargs))
+        return results[-1]
+
+    monkeypatch.setattr(owner, name, counted)
+    return results
+
+
+@pytest.fixture(autouse=True)
+def no_copies(monkeypatch):
+    """Have the engine's own write and gather fail."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("keys and values were gathered into a copy")
 
-    from transformers.generation.continuous_batching.cache import PagedAttentionCache
-
     monkeypatch.setattr(PagedAttentionCache, "update", refuse)
+
+
+@pytest.fixture
+def pages_on_cpu(monkeypatch):
+    """Have the engine hand over page tables in steps that only decode, which it does on GPUs alone."""
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args: None)
+
+
+@pytest.fixture
+def padding_on_cpu(monkeypatch):
+    """Have the engine pad its inputs as it does for CUDA graphs: empty sequences, tokens that belong to none, slots for rubbish."""
+    init = ModelRunner.__init__
+
+    def padded(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    monkeypatch.setattr(ModelRunner, "__init__", padded)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"] if INTERPRETED else MODELS)
+def test_continuous_batching_writes_the_tokens_of_eager_attention(name):
+    model, expected = eager(name, prompts())
     assert batched(model, prompts()) == expected  # 70 tokens in steps of at most 32: prefill in chunks on top of a past
     assert hook.last_plan().kernel == ("triton" if INTERPRETED else "torch")
 
 
-def test_plain_generate_serves_unpadded_batches_and_refuses_padding():
-    model = make_model("llama")
-    model.set_attn_implementation("eager")
-    expected = greedy(model, prompts()[1])
-    hook.use(model)
-    assert greedy(model, prompts()[1]) == expected
-    ids = torch.tensor([[0, 0, 5, 6], [4, 5, 6, 7]])
-    with pytest.raises(quire.UnsupportedError, match="padded"):
-        model.generate(ids, attention_mask=(ids > 0).long(), max_new_tokens=2, do_sample=False, pad_token_id=0)
+@pytest.mark.parametrize("name", ["llama"] if INTERPRETED else ["llama", "gemma2", "gpt-oss"])
+def test_padded_as_for_cuda_graphs(name, padding_on_cpu):
+    model, expected = eager(name, prompts())
+    padding = {"max_requests_per_batch": 8, "q_padding_interval_size": 16, "kv_padding_interval_size": 64}
+    assert batched(model, prompts(), **padding) == expected
 
 
-def test_install_refuses_versions_outside_its_range(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.16.1")
+@pytest.mark.parametrize("padded", [False, True])
+def test_decode_by_page_table(padded, pages_on_cpu, monkeypatch, request):
+    if padded:
+        request.getfixturevalue("padding_on_cpu")
+    model, expected = eager("llama", prompts())
+    calls = count(monkeypatch, hook, "attend_by_pages")
+    assert batched(model, prompts(), max_blocks_per_request=8, max_requests_per_batch=8) == expected
+    assert len(calls) >= 2 * (NEW_TOKENS - 2)  # two layers, and most steps only decode
+
+
+def test_a_shared_prefix_is_read_where_it_is(monkeypatch):
+    long = prompts()[3]
+    inputs = [long, long[:50] + [9, 8, 7], long]
+    model, expected = eager("llama", inputs)
+    matches = count(monkeypatch, PagedAttentionCache, "search_prefix_match")
+    assert batched(model, inputs) == expected
+    assert max(matches) >= 48  # tokens that were not computed again
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
+def test_plain_generate_serves_unpadded_batches(name):
+    inputs = prompts()[3:]
+    model, expected = eager(name, inputs)
+    assert [greedy(model, p) for p in inputs] == expected
+
+
+@pytest.mark.parametrize("what", ["padding", "static cache", "packed sequences", "a mask of one's own"])
+def test_plain_forward_passes_refuse_masks_that_are_not_served(what):
+    model, _ = eager("llama", [])
+    ids = torch.tensor([[3, 4, 5, 6], [4, 5, 6, 7]])
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(quire.UnsupportedError, match="attention_mask must be"), torch.no_grad():
+        if what == "padding":
+            model.generate(ids, attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), **options)
+        elif what == "static cache":
+            model.generate(ids, cache_implementation="static", **options)
+        elif what == "packed sequences":
+            model(ids[:1], position_ids=torch.tensor([[0, 1, 0, 1]]), use_cache=False)
+        else:
+            model(ids[:1], attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("version", ["5.16.1", "5.24.0"])
+def test_install_refuses_versions_outside_its_range(version, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", version)
     with pytest.raises(quire.UnsupportedError, match=r"5\.17 to before 5\.24"):
         hook.install()
 
 
-def test_seeding_stops_the_import_of_a_package_by_the_implementation_s_name():
-    from transformers import modeling_flash_attention_utils as lazy
+def test_installing_seeds_what_an_import_of_a_package_by_the_implementation_s_name_would_set():
+    name = hook.install()
+    seeded = {n: getattr(lazy, n) for n in vars(lazy) if n.startswith(("_flash_", "_process_")) and n.endswith("_fn")}
+    assert len(seeded) >= 4 and all(callable(function) for function in seeded.values())
+    functions = lazy.lazy_import_flash_attention(name)[0]  # would try to import or download it, and fail
+    assert functions[:3] == (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache)
+    assert {n: getattr(lazy, n) for n in seeded} == seeded
+    assert hook.install() == name == hook.use(make_model("gpt-oss"))
 
-    hook.seed_lazy_import("some_flash_name")
-    assert lazy._loaded_implementation == "some_flash_name"
-    if hasattr(lazy, "lazy_import_flash_attention") and hook.Version(transformers.__version__) >= hook.FLASH_NAMES:
-        lazy.lazy_import_flash_attention("some_flash_name")  # would try to import or download it
-    hook.install()
 
-
-def test_plans_are_shared_by_layers_and_renewed_by_steps():
+def test_layers_share_a_plan_and_steps_do_not():
     spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
-    read, cu = torch.arange(8), torch.tensor([0, 3], dtype=torch.int32)
-    longest = {"max_query_len": 3, "max_seq_len": 8, "num_tokens": 3}
-    first = hook.step_plan("all", spec, longest, read, cu, cu)
-    assert hook.step_plan("all", spec, longest, read, cu, cu) is first
-    assert hook.step_plan("all", spec, longest, read.clone(), cu, cu) is not first
+    empty = quire.PagedKVCache.empty(spec, 8, 1)
+    engine, layer = hook.Engine(), hook.Layer(0, None, empty, empty)
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    step = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "read_index": [torch.arange(8)], "max_length_q": 3, "max_length_k": {"full_attention": 8}}
+    first = engine.planned("all", spec, layer, step, 3)
+    assert engine.planned("all", spec, layer, dict(step), 3) is first
+    assert engine.planned("new", spec, layer, step, 3).plan is not first.plan
+    assert engine.planned("all", spec, layer, {**step, "read_index": [torch.arange(8)]}, 3) is not first
+
+
+def test_plans_go_with_the_engine_s_cache():
+    model, _ = eager("llama", [])
+    batched(model, prompts()[:1])
+    gc.collect()
+    assert not hook._engines
+
+
+def test_the_slot_of_a_new_token():
+    table = torch.tensor([[4, 7, -1], [2, -1, -1], [-1, -1, -1]], dtype=torch.int32)
+    slots = hook.new_slots(table, torch.tensor([9, 8, 0], dtype=torch.int32), 8)
+    assert slots.tolist() == [7 * 8, 2 * 8 + 7, -1]
