@@ -49,14 +49,47 @@ def test_running_out_changes_nothing():
 
 
 def test_bad_sizes_are_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        quire.PageAllocator(0, 4)
+    for sizes in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            quire.PageAllocator(*sizes)
+    pool = quire.PageAllocator(1, 4)
     with pytest.raises(ValueError, match="at least 0"):
-        quire.PageAllocator(1, 4).allocate(-1)
+        pool.allocate(-1)
+    with pytest.raises(ValueError, match="at least 0"):
+        pool.grow(pool.allocate(2), -1)
+
+
+def test_sequences_that_are_not_held_are_refused():
+    pool, other = quire.PageAllocator(8, 4), quire.PageAllocator(8, 4)
+    freed, held = pool.allocate(6), pool.allocate(3)
+    pool.free(freed)
+    for sequence in (freed, other.allocate(5)):
+        for use in (pool.free, pool.fork, lambda s: pool.grow(s, 1), lambda s: pool.slot_mapping(s, 0), lambda s: pool.page_table([held, s])):
+            with pytest.raises(ValueError, match="sequence must be one that this allocator holds"):
+                use(sequence)
+    assert (held.num_tokens, pool.num_free_pages, other.num_free_pages) == (3, 7, 6)
+
+
+def test_what_a_step_needs_goes_from_forks_to_tensors():
+    """Two answers to one prompt: the copy that growing reports keeps the parent's tokens apart from the fork's."""
+    pool = quire.PageAllocator(6, 4)
+    cache = quire.PagedKVCache(torch.zeros(6, 4, 1, 16), torch.zeros(6, 4, 1, 16))
+    parent = pool.allocate(6)
+    prompt = torch.randn(6, 1, 16)
+    quire.write_kv(prompt, prompt, cache, pool.slot_mapping(parent, 6))
+    fork = pool.fork(parent)
+    copies = pool.grow(parent, 1) + pool.grow(fork, 2)
+    quire.copy_pages(cache, cache, torch.tensor(copies))
+    new = torch.randn(3, 1, 16)
+    quire.write_kv(new, new, cache, torch.cat([pool.slot_mapping(parent, 1), pool.slot_mapping(fork, 2)]))
+    table = pool.page_table([parent, fork], width=3)
+    assert table[0, 0] == table[1, 0] and table[0, 1] != table[1, 1] and (table[:, 2] == -1).all()
+    for row, tokens in zip(table.tolist(), (torch.cat([prompt, new[:1]]), torch.cat([prompt, new[1:]])), strict=True):
+        assert torch.equal(cache.k[row[:2]].flatten(0, 1)[: len(tokens)], tokens)
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """Every sequence's tokens, kept as plain lists and written into simulated pages, read back the same."""
+    """Every sequence's tokens, kept as plain lists and written into simulated pages, read back the same; who holds which page, counted anew."""
 
     @initialize(page_size=st.integers(1, 5))
     def start(self, page_size):
@@ -67,15 +100,26 @@ class AgainstAModel(RuleBasedStateMachine):
 
     def write(self, sequence, count):
         for slot in self.pool.slot_mapping(sequence, count).tolist():
+            page = slot // self.pool.page_size
+            assert not any(page in other.pages for other in self.tokens if other is not sequence), "a page is written that two hold"
             self.counter += 1
-            self.memory[slot // self.pool.page_size][slot % self.pool.page_size] = self.counter
+            self.memory[page][slot % self.pool.page_size] = self.counter
             self.tokens[sequence].append(self.counter)
+
+    def state(self):
+        """What running out must leave as it was; the order in which pages will be handed out is the allocator's own."""
+        return [(s, list(s.pages), s.num_tokens) for s in self.tokens], self.pool.num_free_pages
+
+    def pages_for(self, num_tokens):
+        return -(-num_tokens // self.pool.page_size)
 
     @rule(count=st.integers(0, 12))
     def allocate(self, count):
+        before = self.state()
         try:
             sequence = self.pool.allocate(count)
         except quire.OutOfPagesError:
+            assert self.state() == before and self.pages_for(count) > self.pool.num_free_pages
             return
         self.tokens[sequence] = []
         self.write(sequence, count)
@@ -85,10 +129,16 @@ class AgainstAModel(RuleBasedStateMachine):
         if not self.tokens:
             return
         sequence = data.draw(st.sampled_from(list(self.tokens)))
+        before, size = self.state(), self.pool.page_size
+        in_last = sequence.num_tokens % size
+        shared = count > 0 and in_last > 0 and any(sequence.pages[-1] in other.pages for other in self.tokens if other is not sequence)
+        needed = self.pages_for(sequence.num_tokens + count) - self.pages_for(sequence.num_tokens) + shared
         try:
             copies = self.pool.grow(sequence, count)
         except quire.OutOfPagesError:
+            assert self.state() == before and needed > self.pool.num_free_pages
             return
+        assert len(copies) == shared and before[1] - self.pool.num_free_pages == needed
         for source, target in copies:
             self.memory[target] = list(self.memory[source])
         self.write(sequence, count)
@@ -104,8 +154,9 @@ class AgainstAModel(RuleBasedStateMachine):
         if self.tokens:
             sequence = data.draw(st.sampled_from(list(self.tokens)))
             self.pool.free(sequence)
-            self.pool.free(sequence)  # already empty: nothing more to give back
             del self.tokens[sequence]
+            with pytest.raises(ValueError, match="must be one that this allocator holds"):
+                self.pool.free(sequence)
 
     @invariant()
     def contents_are_right_and_no_page_leaks(self):
@@ -113,6 +164,7 @@ class AgainstAModel(RuleBasedStateMachine):
             return
         size = self.pool.page_size
         for sequence, tokens in self.tokens.items():
+            assert len(sequence.pages) == len(set(sequence.pages)) == self.pages_for(sequence.num_tokens)
             assert [self.memory[sequence.pages[i // size]][i % size] for i in range(sequence.num_tokens)] == tokens
         held = {page for sequence in self.tokens for page in sequence.pages}
         assert len(held) + self.pool.num_free_pages == 12

@@ -13,7 +13,7 @@ from quire import ops
 from quire.cache import PagedKVCache
 from quire.errors import UnsupportedError
 from quire.kernels import attention as gpu
-from quire.kernels import cpu, merge, write
+from quire.kernels import copy, cpu, merge, write
 from quire.plan import Plan
 from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES
 from quire.state import State
@@ -106,8 +106,9 @@ def write_kv(
 ) -> None:
     """Write new keys and values into their slots, quantising on the way where the cache is fp8 or int8.
 
-    Stored values are `x / scale`, rounded half to even and saturated. Scales per tensor or per head are used as they are; scales per token and head
-    are computed (largest magnitude over the largest stored value) and written too.
+    Stored values are `x / scale`, rounded half to even and saturated at ±448 (e4m3), ±57,344 (e5m2) or ±127 (int8); NaN stays NaN, and is 0 in int8.
+    Scales per tensor or per head are used as they are, and are 1 where the cache has none; scales per token and head are computed (largest finite
+    magnitude over the largest stored value; 1 for a token of zeros) and written too.
 
     Args:
         k: new keys, [num_tokens, num_kv_heads, head_dim]; any strides with a contiguous head.
@@ -154,41 +155,36 @@ def copy_pages(
 ) -> None:
     """Copy whole pages, with their scales per token: copy on write within a cache, or swapping to and from a cache in host memory.
 
-    Between devices the copy is asynchronous where the host cache is pinned (`tensor.pin_memory()`); synchronise before reading it on the host.
+    Swapping is asynchronous where the host's cache is pinned (`tensor.pin_memory()`): synchronise before reading it on the host. Give it `page_pairs`
+    on the host, and a copy within a GPU on that GPU: elsewhere they are moved first, and waited for.
 
     Args:
         src: cache to read.
         dst: cache to write, of the same layout, dtype and page shape; may be `src`. No page may be written twice, or read and written.
-        page_pairs: [num_pairs, 2] (source page, destination page); pairs with a negative page are left out.
+        page_pairs: [num_pairs, 2] (source page, destination page), on any device; pairs with a negative page are left out.
 
     Raises:
         ValueError: the caches differ in layout, dtype or page shape, or page_pairs is not such a tensor; nothing was written.
+        UnsupportedError: the caches are not paged.
     """
-    tensors = [(src.k, dst.k), (src.v, dst.v)]
+    if src.layout == "THD":
+        raise UnsupportedError("src must be paged to be copied by page, got layout THD; copy its tensors instead")
     if (src.layout, src.dtype, src.k.shape[1:], src.v.shape[1:], src.scale_kind) != (dst.layout, dst.dtype, dst.k.shape[1:], dst.v.shape[1:], dst.scale_kind):
         raise ValueError(
-            f"dst must have src's layout, dtype, page shape and kind of scales, got {dst.layout} {dst.dtype} {tuple(dst.k.shape[1:])} {dst.scale_kind} for "
-            f"{src.layout} {src.dtype} {tuple(src.k.shape[1:])} {src.scale_kind}; allocate both alike"
+            f"dst must have src's layout, dtype, page shape and kind of scales, got {dst.layout} {dst.dtype} {tuple(dst.k.shape[1:])} and "
+            f"{tuple(dst.v.shape[1:])} {dst.scale_kind} for {src.layout} {src.dtype} {tuple(src.k.shape[1:])} and {tuple(src.v.shape[1:])} "
+            f"{src.scale_kind}; allocate both alike"
         )
     if page_pairs.dim() != 2 or page_pairs.shape[1] != 2 or page_pairs.dtype not in (torch.int32, torch.int64) or not page_pairs.is_contiguous():
         raise ValueError(f"page_pairs must be contiguous [num_pairs, 2] int32 or int64, got {page_pairs.dtype} {tuple(page_pairs.shape)}; stack two columns")
-    if src.scale_kind == "token":
-        tensors += [(src.k_scale, dst.k_scale), (src.v_scale, dst.v_scale)]
     if page_pairs.shape[0] == 0:
         return
-    for source, target in tensors:
-        if source.device == target.device and not in_torch(source.device):
-            write.copy(source, target, page_pairs.to(source.device))
-            continue
-        source, target = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (source, target))
-        if source.device == target.device:
-            pairs = page_pairs.to(source.device).long()
-            pairs = pairs[(pairs >= 0).all(1)]
-            target[pairs[:, 1]] = source[pairs[:, 0]]
-            continue
-        for from_page, to_page in page_pairs.tolist():
-            if from_page >= 0 and to_page >= 0:
-                target[to_page].copy_(source[from_page], non_blocking=True)
+    if src.device != dst.device:
+        copy.swap(src, dst, page_pairs)
+    elif in_torch(src.device):
+        copy.copy_on_cpu(src, dst, page_pairs.to(src.device))
+    else:
+        copy.copy(src, dst, page_pairs.to(src.device))
 
 
 def merge_states(states: Sequence[State]) -> State:

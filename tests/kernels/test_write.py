@@ -1,4 +1,4 @@
-"""Writing keys and values by slot, quantising on the way; copying pages. Valid with and without TRITON_INTERPRET=1."""
+"""Writing keys and values by slot, quantising on the way. Valid with and without TRITON_INTERPRET=1: one serves the kernel, the other PyTorch."""
 
 import pytest
 import torch
@@ -7,130 +7,219 @@ import quire
 from quire.kernels import mods
 
 LAYOUTS = ["NHD", "HND", "HDNX"]
+QUANTISED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
+PAGES, SIZE, HEADS, DIM, DIM_V = 4, 5, 2, 16, 24
 
 
-def as_slots(cache: quire.PagedKVCache, tensor: torch.Tensor) -> torch.Tensor:
-    """View a cache tensor as [num_pages, page_size, num_kv_heads, head_dim]."""
-    if cache.layout == "NHD":
-        return tensor
-    if cache.layout == "HND":
-        return tensor.transpose(1, 2)
-    return tensor.permute(0, 3, 1, 2, 4).flatten(3) if tensor.dim() == 5 else tensor.permute(0, 3, 1, 2)
+def random_memory(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return memory of any content, NaN included."""
+    return torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
 
 
-def make_cache(dtype=torch.float32, layout="NHD", pages=4, size=5, kv_dtype=None, dim_v=24):
-    spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=16, head_dim_v=dim_v, dtype=dtype, kv_dtype=kv_dtype)
-    cache = quire.PagedKVCache.empty(spec, pages, size, layout=layout)
-    for tensor in (cache.k, cache.v):
-        tensor.view(torch.uint8).fill_(17)
-    return cache
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def make_memory(dtype: torch.dtype, layout: str, strides: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Return all the memory, and k and v in it: each on its own, beside each other in one row, or among the pages of another layer."""
+    if layout == "HDNX":
+        x = 16 // dtype.itemsize
+        k_shape, v_shape = (PAGES, HEADS, DIM // x, SIZE, x), (PAGES, HEADS, DIM_V, SIZE)
+    else:
+        middle = (SIZE, HEADS) if layout == "NHD" else (HEADS, SIZE)
+        k_shape, v_shape = (PAGES, *middle, DIM), (PAGES, *middle, DIM_V)
+    if strides == "plain":
+        memory = [random_memory(dtype, *k_shape), random_memory(dtype, *v_shape)]
+        return memory, *memory
+    if strides == "one row" and layout != "HDNX":
+        memory = random_memory(dtype, *k_shape[:3], DIM + DIM_V)
+        return [memory], memory[..., :DIM], memory[..., DIM:]
+    if strides == "one row":  # runs lie apart, and values have strides of their own
+        memory = [random_memory(dtype, *k_shape[:4], 2 * k_shape[4]), random_memory(dtype, *v_shape[:3], SIZE + 3)]
+        return memory, memory[0][..., k_shape[4] :], memory[1][..., 1 : SIZE + 1]
+    memory = [random_memory(dtype, PAGES, 3, *k_shape[1:]), random_memory(dtype, 2, PAGES, *v_shape[1:])]
+    return memory, memory[0][:, 1], memory[1][1]
+
+
+def put(tensor: torch.Tensor, layout: str, slot: int, x: torch.Tensor) -> None:
+    """Store one token's x, [num_kv_heads, head_dim], the plain way."""
+    page, slot = divmod(slot, SIZE)
+    if layout == "HDNX":
+        tensor[page, :, :, slot] = x.reshape(tensor[page, :, :, slot].shape)
+    elif layout == "HND":
+        tensor[page, :, slot] = x
+    else:
+        tensor[page, slot] = x
+
+
+def quantise(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round half to even and saturate. PyTorch alone makes NaN or infinity of what is beyond the largest fp8, and anything of it in int8."""
+    x = x.clamp(-mods.LARGEST[dtype], mods.LARGEST[dtype])
+    return (x.round().nan_to_num(0.0) if dtype is torch.int8 else x).to(dtype)
+
+
+def check_write(memory, k_cache, v_cache, layout, x, slots, scales=None) -> None:
+    """Write, and compare all of the memory with the same tokens put one by one."""
+    token_scales = scales is not None and scales[0].dim() == 3
+    cache = quire.PagedKVCache(k_cache, v_cache, layout, *(scales or (None, None)))
+    watched = memory + [s for s in scales or () if isinstance(s, torch.Tensor)]
+    kept = [t.clone() for t in watched]
+    quire.write_kv(*x, cache, slots)
+    written = [t.clone() for t in watched]
+    for tensor, old in zip(watched, kept, strict=True):
+        tensor.copy_(old)
+    for i, (tensor, new) in enumerate(zip((k_cache, v_cache), x, strict=True)):
+        stored = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        for token, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            value = new[token]
+            if tensor.dtype in QUANTISED:
+                value = value.float()
+                if token_scales:
+                    peak = value.abs().amax(-1)
+                    scales[i][slot // SIZE, slot % SIZE] = torch.where(peak > 0, peak / mods.LARGEST[tensor.dtype], 1.0)
+                    value = value / scales[i][slot // SIZE, slot % SIZE][:, None]
+                elif scales is not None:
+                    value = value / scales[i].view(-1, 1)
+                value = quantise(value, tensor.dtype).view(torch.uint8)
+            put(stored, layout, slot, value)
+    assert all(same_bits(got, expected) for got, expected in zip(written, watched, strict=True))
+
+
+def fused_projection(dtype: torch.dtype, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return k and v as slices of one tensor [num_tokens, heads, q and k and v]."""
+    qkv = torch.randn(num_tokens, HEADS, 8 + DIM + DIM_V).to(dtype)
+    return qkv[..., 8 : 8 + DIM], qkv[..., 8 + DIM :]
+
+
+SLOTS = torch.tensor([7, -1, 19, 0, -5, 6])  # of 8 tokens: two are left out, and two more are padding
+
+
+@pytest.mark.parametrize("strides", ["plain", "one row", "interleaved"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_slots_are_written_and_others_kept(layout, dtype):
-    cache = make_cache(dtype, layout)
-    before = cache.k.clone(), cache.v.clone()
-    fused = torch.randn(6, 2, 40).to(dtype)
-    k, v = fused[..., :16], fused[..., 16:]  # slices of one projection
-    slots = torch.tensor([7, -1, 19, 0, -5])  # the sixth token is padding
-    quire.write_kv(k, v, cache, slots)
-    for tensor, old, new in ((cache.k, before[0], k), (cache.v, before[1], v)):
-        got, old = as_slots(cache, tensor).flatten(0, 1), as_slots(cache, old).flatten(0, 1).clone()
-        old[slots[slots >= 0]] = new[:5][slots >= 0]
-        assert torch.equal(got.view(torch.uint8), old.view(torch.uint8))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scales", ["none", "head", "token"])
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
-def test_quantised_values_are_the_nearest(kv_dtype, scales, layout):
-    cache = make_cache(layout=layout, kv_dtype=kv_dtype)
-    largest = mods.LARGEST[kv_dtype]
-    if scales == "none":
-        cache = quire.PagedKVCache(cache.k, cache.v, layout)
-    if scales == "head":
-        cache = quire.PagedKVCache(cache.k, cache.v, layout, torch.tensor([0.03, 0.5]), torch.tensor([0.2, 0.01]))
-    if scales == "token":
-        cache = quire.PagedKVCache(cache.k, cache.v, layout, torch.zeros(4, 5, 2), torch.zeros(4, 5, 2))
+def test_slots_are_written_and_all_else_is_kept(dtype, layout, strides):
     torch.manual_seed(0)
-    k, v = torch.randn(3, 2, 16) * 30, torch.randn(3, 2, 24)
-    k[0, 0, 0] = 1e6  # saturates
-    v[1] = 0.0
-    slots = torch.tensor([3, 12, 8])
-    quire.write_kv(k, v, cache, slots)
-    for name, x in (("k", k), ("v", v)):
-        scale = getattr(cache, f"{name}_scale")
-        if scales == "token":
-            scale = scale.flatten(0, 1)[slots]
-            peak = x.abs().amax(-1)
-            torch.testing.assert_close(scale, torch.where(peak > 0, peak / largest, 1.0))
-            x = x / scale[..., None]
-        elif scales == "head":
-            x = x / scale[:, None]
-        x = x.clamp(-largest, largest)
-        expected = (x.round() if kv_dtype is torch.int8 else x).to(kv_dtype)
-        got = as_slots(cache, getattr(cache, name)).flatten(0, 1).view(torch.uint8)[slots]
-        assert torch.equal(got, expected.view(torch.uint8))
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_rounding_to_fp8_at_every_tie_and_subnormal(kv_dtype):
-    """Every representable value, every midpoint between neighbours, and what lies just beside them."""
-    codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype).float()
-    values = codes[codes.isfinite()].unique()
-    middles = (values[1:] + values[:-1]) / 2
-    x = torch.cat([values, middles, middles * (1 + 1e-6), middles * (1 - 1e-6), torch.tensor([1e9, -1e9, 1e-30])])
-    x = torch.nn.functional.pad(x, (0, -len(x) % 32)).view(-1, 2, 16)
-    spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=16, dtype=torch.float32, kv_dtype=kv_dtype)
-    cache = quire.PagedKVCache.empty(spec, 1, x.shape[0])
-    quire.write_kv(x, x, cache, torch.arange(x.shape[0]))
-    largest = mods.LARGEST[kv_dtype]
-    assert torch.equal(cache.k[0].view(torch.uint8), x.clamp(-largest, largest).to(kv_dtype).view(torch.uint8))
-
-
-def test_nan_stays_nan_in_fp8():
-    cache = make_cache(kv_dtype=torch.float8_e4m3fn)
-    quire.write_kv(torch.full((1, 2, 16), float("nan")), torch.full((1, 2, 24), float("nan")), cache, torch.tensor([2]))
-    assert cache.k[0, 2].float().isnan().all() and cache.v[0, 2].float().isnan().all()
+    check_write(*make_memory(dtype, layout, strides), layout, fused_projection(dtype, 8), SLOTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
-def test_pages_are_copied_within_and_between_caches(layout, kv_dtype):
-    src, dst = make_cache(layout=layout, kv_dtype=kv_dtype), make_cache(layout=layout, kv_dtype=kv_dtype, pages=6)
-    if kv_dtype is not None:
-        src, dst = (quire.PagedKVCache(c.k, c.v, layout, torch.randn(c.num_pages, 5, 2), torch.randn(c.num_pages, 5, 2)) for c in (src, dst))
-    for tensor in (src.k, src.v):
-        tensor.view(torch.uint8).random_()
-    kept = dst.k.clone()
-    quire.copy_pages(src, dst, torch.tensor([[1, 5], [3, 0], [-1, 2], [2, -1]], dtype=torch.int32))
-    names = ("k", "v") if kv_dtype is None else ("k", "v", "k_scale", "v_scale")
-    for name in names:
-        a, b = (t.contiguous().view(torch.uint8) for t in (getattr(src, name), getattr(dst, name)))
-        assert torch.equal(b[5], a[1]) and torch.equal(b[0], a[3])
-    assert torch.equal(dst.k[1:5].contiguous().view(torch.uint8), kept[1:5].contiguous().view(torch.uint8))
-    quire.copy_pages(src, src, torch.tensor([[0, 2]]))
-    assert torch.equal(src.v[2].contiguous().view(torch.uint8), src.v[0].contiguous().view(torch.uint8))
+@pytest.mark.parametrize("kind", ["none", "tensor", "head", "token", "token, other strides"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+def test_quantised_values_are_the_nearest(kv_dtype, dtype, kind, layout):
+    torch.manual_seed(0)
+    k, v = fused_projection(dtype, 8)
+    k *= 30
+    k[0, 0, 0] = 6e4  # saturates
+    v[2] = 0.0
+    scales = {
+        "none": None,
+        "tensor": (torch.tensor([0.07]), torch.tensor([0.011])),
+        "head": (torch.tensor([0.03, 0.5]), torch.tensor([0.2, 0.01])),
+        "token": (random_memory(torch.float32, PAGES, SIZE, HEADS), random_memory(torch.float32, PAGES, SIZE, HEADS)),
+        "token, other strides": tuple(random_memory(torch.float32, HEADS, PAGES, SIZE).permute(1, 2, 0) for _ in range(2)),
+    }[kind]
+    strides = ("plain", "one row", "interleaved")[QUANTISED.index(kv_dtype)]
+    check_write(*make_memory(kv_dtype, layout, strides), layout, (k, v), SLOTS, scales)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 528])
+def test_pages_of_any_size(size):
+    k = torch.randn(5, 1, 16)
+    cache = quire.PagedKVCache(torch.zeros(3, size, 1, 16), torch.zeros(3, size, 1, 16))
+    slots = torch.tensor([size, -1, 3 * size - 1, 0, -1])
+    quire.write_kv(k, -k, cache, slots)
+    expected = torch.zeros(3 * size, 1, 16)
+    expected[slots[[0, 2, 3]]] = k[[0, 2, 3]]
+    assert torch.equal(cache.k.flatten(0, 1), expected) and torch.equal(cache.v.flatten(0, 1), -expected)
+
+
+@pytest.mark.parametrize("slots", [[], [-1, -1, -7]])
+def test_nothing_to_write(slots):
+    memory, k_cache, v_cache = make_memory(torch.float32, "NHD", "plain")
+    check_write(memory, k_cache, v_cache, "NHD", fused_projection(torch.float32, 3), torch.tensor(slots, dtype=torch.int64))
+
+
+def write_all(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Quantise any number of values by writing them as 4 heads of 256; return what was stored."""
+    heads = torch.nn.functional.pad(x, (0, -len(x) % 1024)).view(-1, 4, 256)
+    cache = quire.PagedKVCache(*(torch.zeros(1, heads.shape[0], 4, 256, dtype=torch.uint8).view(dtype) for _ in range(2)))
+    quire.write_kv(heads, heads, cache, torch.arange(heads.shape[0]))
+    return cache.k.flatten()[: len(x)]
+
+
+def check_rounding(x: torch.Tensor, dtype: torch.dtype) -> None:
+    got, expected = write_all(x, dtype), quantise(x.float(), dtype)
+    nan = x.isnan() if dtype.is_floating_point else torch.zeros_like(x, dtype=torch.bool)
+    assert got.float()[nan].isnan().all()
+    assert torch.equal(got.view(torch.uint8)[~nan], expected.view(torch.uint8)[~nan])
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_every_float16_is_rounded_to_the_nearest(dtype):
+    check_rounding(torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16), dtype)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_ties_subnormals_and_any_bits_of_float32(dtype):
+    """Every value that can be stored, every midpoint, the float32 neighbours of both, and random bits (NaN and infinities among them)."""
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = values[values.isfinite()].unique()
+    points = torch.cat([values, (values[1:] + values[:-1]) / 2])
+    up, down = (points.nextafter(torch.tensor(end)) for end in (float("inf"), -float("inf")))
+    torch.manual_seed(0)
+    edges = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 1e-45, -1e-45, 0.0, -0.0])
+    check_rounding(torch.cat([points, up, down, edges, random_memory(torch.float32, 20000)]), dtype)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_a_token_s_scale_minds_neither_what_is_not_finite_nor_what_is_next_to_nothing(dtype):
+    scales = torch.zeros(1, 3, 1), torch.zeros(1, 3, 1)
+    cache = quire.PagedKVCache(*(torch.zeros(1, 3, 1, 16).to(dtype) for _ in range(2)), "NHD", *scales)
+    x = torch.zeros(3, 1, 16)
+    x[0, 0, :3] = torch.tensor([float("nan"), 2.0, -1.0])
+    x[1, 0, :3] = torch.tensor([-float("inf"), 0.5, 0.0])
+    x[2, 0, :2] = torch.tensor([1e-44, -1e-38])
+    quire.write_kv(x, x, cache, torch.arange(3))
+    largest = mods.LARGEST[dtype]
+    assert torch.equal(scales[0][0, :, 0], torch.tensor([2.0 / largest, 0.5 / largest, 1.0])) and torch.equal(*scales)
+    stored = cache.k[0, :, 0].float()
+    assert stored[0, 0].isnan() if dtype.is_floating_point else stored[0, 0] == 0
+    assert stored[0, 1] == largest and stored[1, :3].tolist() == [-largest, largest, 0.0]
+    assert (stored[2] == 0).all()
+
+
+def test_a_cache_stays_out_of_gradients():
+    cache = quire.PagedKVCache(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16))
+    x = torch.randn(1, 1, 16, requires_grad=True)
+    quire.write_kv(x, x, cache, torch.tensor([1]))
+    assert not cache.k.requires_grad and torch.equal(cache.k[0, 1], x[0].detach())
 
 
 def test_bad_input_is_refused_before_anything_is_written():
-    cache = make_cache()
-    before = cache.k.clone()
+    memory, k_cache, v_cache = make_memory(torch.float32, "NHD", "plain")
+    cache, before = quire.PagedKVCache(k_cache, v_cache), [t.clone() for t in memory]
     k, v, slots = torch.randn(2, 2, 16), torch.randn(2, 2, 24), torch.tensor([0, 1])
     for arguments, message in (
         ((k[..., :8], v, slots), "k must be"),
+        ((k[0], v, slots), "k must be"),
+        ((torch.randn(2, 2, 32)[..., ::2], v, slots), "k must be .* contiguous head"),
         ((k, v[:, :1], slots), "v must be"),
+        ((k, torch.cat([v, v]), slots), "v must be"),
         ((k.half(), v.half(), slots), "k must be of the cache's dtype"),
+        ((k, v.half(), slots), "v must be of the cache's dtype"),
         ((k, v, slots.int()), "slot_mapping must be"),
+        ((k, v, slots[:, None]), "slot_mapping must be"),
         ((k, v, torch.tensor([0, 1, 2])), "slot_mapping must be"),
+        ((k, v, torch.tensor([0, 9, 1, 9])[::2]), "slot_mapping must be contiguous"),
+        ((k, v, slots.to("meta")), "must be on one device"),
     ):
         with pytest.raises(ValueError, match=message):
             quire.write_kv(arguments[0], arguments[1], cache, arguments[2])
+    with pytest.raises(ValueError, match="k must be of the cache's dtype"):
+        quire.write_kv(k.double(), v.double(), quire.PagedKVCache(k_cache.to(torch.int8), v_cache.to(torch.int8)), slots)
     with pytest.raises(quire.UnsupportedError, match="paged"):
         quire.write_kv(k, v, quire.PagedKVCache(k, v, "THD"), slots)
-    with pytest.raises(ValueError, match="dst must have src's layout"):
-        quire.copy_pages(cache, make_cache(size=4), torch.tensor([[0, 0]]))
-    with pytest.raises(ValueError, match="page_pairs must be"):
-        quire.copy_pages(cache, cache, torch.tensor([0, 1]))
-    assert torch.equal(cache.k, before)
+    assert all(same_bits(a, b) for a, b in zip(memory, before, strict=True))

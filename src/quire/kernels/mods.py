@@ -58,19 +58,19 @@ def e5m2_in_software(x, dtype: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x):
-    return tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv)
+    return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
 def to_e5m2(x):
-    return tl.minimum(tl.maximum(x, -57344.0), 57344.0).to(tl.float8e5)
+    return tl.clamp(x, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e5)
 
 
 @triton.jit
 def to_int8(x):
     # Half to even: adding 1.5 * 2^23 leaves no fraction bits, so that float32's own rounding does it.
     rounded = (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0) - 12582912.0
-    return rounded.to(tl.int8)
+    return tl.where(x != x, 0.0, rounded).to(tl.int8)
 
 
 @triton.jit
@@ -105,6 +105,8 @@ SCORE_MODS = {(False, False): None, (True, False): softcap, (False, True): alibi
 SOFTWARE_DECODERS = {torch.float8_e4m3fn: e4m3_in_software, torch.float8_e5m2: e5m2_in_software}
 SOFTWARE_ENCODERS = {torch.float8_e4m3fn: to_e4m3_in_software, torch.float8_e5m2: to_e5m2_in_software}
 ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8: to_int8}
+# A token's largest magnitude below which its scale is 1 and all of it rounds to 0: the quotient would not be a normal float32.
+SMALLEST_PEAK = tl.constexpr(1e-30)
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
 

@@ -1,7 +1,7 @@
-"""Write new keys and values into their slots, quantising on the way, and copy whole pages: the two ways a cache changes.
+"""Write new keys and values into their slots, quantising on the way.
 
-Grid of `write_kernel`: [num_tokens, num_kv_heads]; one program owns one head of one token, key and value. `copy_kernel` has one program for each
-row of each page.
+Grid of `write_kernel`: [num_tokens, num_kv_heads]; one program owns one head of one token, key and value. What is stored is `x / scale`, divided,
+rounded (half to even) and saturated exactly as PyTorch does it in float32, so that every device stores the same bits.
 """
 
 import torch
@@ -26,7 +26,7 @@ def write_kernel(
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     K_RUN: tl.constexpr, V_RUN: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     position = tl.load(slot_mapping + token)
     if position < 0:
         return
@@ -53,14 +53,14 @@ def write_head(
     if ENCODE is not None:
         x = x.to(tl.float32)
         if TOKEN_SCALES:
-            largest = tl.max(tl.abs(x), 0)
-            scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+            peak = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0), 0)
+            scale = tl.where(peak > mods.SMALLEST_PEAK, tl.div_rn(peak, LARGEST), 1.0)
             tl.store(scale_ptr + offs_scale, scale)
-            x = x / scale
+            x = tl.div_rn(x, scale)
         elif scale_ptr is not None:
-            x = x / tl.load(scale_ptr + offs_scale)
+            x = tl.div_rn(x, tl.load(scale_ptr + offs_scale))
         x = ENCODE(x)
-    tl.store(target + dim_offsets(offs_d, stride_run, RUN, BLOCK), x, mask=inside)
+    tl.store(target + dim_offsets(offs_d.to(tl.int64), stride_run, RUN, BLOCK), x, mask=inside)
 
 
 def write(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
@@ -87,17 +87,19 @@ def write_on_cpu(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_map
     kept = (slot_mapping >= 0).nonzero()[:, 0]
     positions = slot_mapping[kept]
     page, slot = positions // cache.page_size, positions % cache.page_size
-    for x, stored, scale in ((k[kept], cache.k, cache.k_scale), (v[kept], cache.v, cache.v_scale)):
-        largest = mods.largest(cache.dtype)
+    largest = mods.largest(cache.dtype)
+    for x, stored, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+        x = x.detach()[kept]  # a cache is no part of a graph, as it is none on a GPU
         if largest is not None:
             x = x.float()
             if cache.scale_kind == "token":
-                peak = x.abs().amax(-1)
-                scale[page, slot] = torch.where(peak > 0, peak / largest, 1.0)
-                x = x / scale[page, slot][..., None]
+                peak = torch.where(x.isfinite(), x.abs(), 0.0).amax(-1)
+                fresh = torch.where(peak > mods.SMALLEST_PEAK.value, peak / largest, 1.0)
+                scale[page, slot] = fresh
+                x = x / fresh[..., None]
             elif scale is not None:
                 x = x / scale[:, None]
-            x = (x.round() if cache.dtype is torch.int8 else x).clamp(-largest, largest)
+            x = (x.round().nan_to_num(0.0) if cache.dtype is torch.int8 else x).clamp(-largest, largest)
         x = x.to(cache.dtype)
         if x.dtype.itemsize == 1:  # indexing is not implemented for every 8-bit float
             x, stored = x.view(torch.uint8), stored.view(torch.uint8)
@@ -109,40 +111,3 @@ def write_on_cpu(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_map
             stored[page, :, :, slot] = x.unflatten(-1, (stored.shape[2], stored.shape[4]))
         else:
             stored[page, :, :, slot] = x
-
-
-@triton.jit
-def copy_kernel(
-    source, target, page_pairs, source_page, source_outer, source_inner, target_page, target_outer, target_inner,
-    OUTER: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copy one row of a page, seen as [OUTER, INNER, WIDTH]; the grid is [num_pairs, OUTER * INNER]."""
-    pair, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    from_page, to_page = tl.load(page_pairs + 2 * pair).to(tl.int64), tl.load(page_pairs + 2 * pair + 1).to(tl.int64)
-    if (from_page < 0) | (to_page < 0):
-        return
-    outer, inner = row // INNER, row % INNER
-    source += from_page * source_page + outer * source_outer + inner * source_inner
-    target += to_page * target_page + outer * target_outer + inner * target_inner
-    for start in tl.range(0, WIDTH, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        tl.store(target + offs, tl.load(source + offs, mask=offs < WIDTH), mask=offs < WIDTH)
-
-
-def copy(source: torch.Tensor, target: torch.Tensor, page_pairs: torch.Tensor) -> None:
-    """Copy pages between two tensors [num_pages, ...] of one device; pairs with a negative page are left out."""
-    rows, targets = as_rows(source), as_rows(target)
-    _, outer, inner, width = rows.shape
-    copy_kernel[(page_pairs.shape[0], outer * inner)](
-        rows, targets, page_pairs, *rows.stride()[:3], *targets.stride()[:3],
-        OUTER=outer, INNER=inner, WIDTH=width, BLOCK=min(1024, triton.next_power_of_2(width)),
-    )  # fmt: skip
-
-
-def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """View a cache tensor or its scales as bytes or words [num_pages, outer, inner, width] without a copy."""
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.view(torch.uint8)
-    if tensor.dim() == 3:  # scales [num_pages, page_size, num_kv_heads], any strides
-        return tensor.unsqueeze(-1)
-    return tensor.flatten(3) if tensor.dim() == 5 else tensor  # [num_pages, heads, head_dim / x, page_size * x]
