@@ -1,4 +1,4 @@
-"""The suite is itself tested: in a copy of the package with one line of a kernel broken, `quire check` must fail."""
+"""The suite is itself tested: in a copy of the package with one place in a kernel broken, `quire check` must fail."""
 
 import os
 import shutil
@@ -17,7 +17,11 @@ MUTATIONS = {
     "rescale dropped": ("primitives.py", "acc * alpha[:, None], input_precision", "acc, input_precision"),
     "denominator not rescaled": ("primitives.py", "denom = denom * alpha + tl.sum(p, 1)", "denom = denom + tl.sum(p, 1)"),
     "merge without weights": ("primitives.py", "acc * alpha[:, None] + other_acc * beta[:, None]", "acc + other_acc"),
-    "sink in every split": ("attention.py", "denom = tl.where(split == 0, 1.0, denom)", "denom = denom + 1.0"),
+    "sink in every split": (
+        "attention.py",
+        "m = tl.where(split == 0, sink, m)\n        denom = tl.where(split == 0, 1.0, denom)",
+        "m = sink\n        denom += 1.0",
+    ),
     "last tile forgotten": ("attention.py", "stop = tl.minimum(start + share, stop)", "stop = tl.minimum(start + share, stop - 1)"),
     "page stride ignored": ("attention.py", "kv_head * kv.k_head + page * kv.k_page", "kv_head * kv.k_head + page * kv.k_slot"),
     "slots written elsewhere": ("write.py", "position // PAGE_SIZE, position % PAGE_SIZE", "position // PAGE_SIZE, (position + 1) % PAGE_SIZE"),
@@ -31,7 +35,7 @@ def test_a_broken_kernel_is_noticed(name, tmp_path):
     copy = tmp_path / "quire"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "demo_model"))
     source = (copy / "kernels" / file).read_text()
-    assert source.count(right) == 1, "the line to break has moved"
+    assert source.count(right) == 1, "the place to break has moved"
     (copy / "kernels" / file).write_text(source.replace(right, wrong))
     run = [sys.executable, "-m", "quire.cli", "check", "--json", "--dtype", "float32"]
     done = subprocess.run(run, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}, capture_output=True, text=True)

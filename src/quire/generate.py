@@ -6,6 +6,8 @@ The engine is Transformers'; this file loads a model, feeds the prompts, shows t
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 
 PROMPTS = (
@@ -15,6 +17,7 @@ PROMPTS = (
     'def quote(s, safe="/"):\n    """Replace special characters in string using the %xx escape.\n\n    ',
     "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def __repr__(self):\n        return ",
 )
+SMALL = 20_000_000  # parameters of a model whose matrices are too small to be shared among CPU threads
 EXAMPLES = """examples:
   quire generate                                             # the embedded model, a few prompts of its kind
   quire generate --prompt 'def main(' --max-new-tokens 200
@@ -44,8 +47,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         import transformers
         from rich.console import Console
-
-        from quire.integrations import transformers as hook
     except ImportError as error:
         print(f"quire generate needs {error.name}, which is not installed; pip install 'quire[transformers]'", file=sys.stderr)
         return 2
@@ -55,6 +56,15 @@ def run(args: argparse.Namespace) -> int:
     transformers.logging.disable_progress_bar()
     console = Console()
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    for option, wrong, contract in (
+        ("--device", device == "cuda" and not torch.cuda.is_available(), "cpu or auto where there is no GPU"),
+        ("--max-new-tokens", args.max_new_tokens < 1, "at least 1"),
+        ("--temperature", not args.temperature >= 0, "at least 0"),
+        ("--page-size", args.page_size < 4, "at least 4, the least that Transformers takes"),
+    ):
+        if wrong:
+            print(f"{option} must be {contract}, got {getattr(args, option[2:].replace('-', '_'))}", file=sys.stderr)
+            return 2
     folder = args.model or str(resources.files("quire") / "demo_model")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -65,14 +75,44 @@ def run(args: argparse.Namespace) -> int:
     prompts = args.prompt or list(PROMPTS)
     inputs = [tokenizer(p)["input_ids"] for p in prompts]
     empty = [p for p, ids in zip(prompts, inputs, strict=True) if not ids]
-    if empty or args.max_new_tokens < 1:
-        print("--prompt must hold at least one token and --max-new-tokens be at least 1, got less; give some text", file=sys.stderr)
+    if empty:
+        print("--prompt must hold at least one token, got none; give some text", file=sys.stderr)
         return 2
+    with cpu_threads(model):
+        return generate(model, tokenizer, prompts, inputs, args, console)
 
-    name = hook.use(model)
-    console.print(f"{folder if args.model else 'embedded model'} on {device} in {args.dtype}, {len(prompts)} prompts, attention {name!r}", style="dim")
+
+@contextmanager
+def cpu_threads(model) -> Iterator[None]:
+    """Run a small model on the CPU in one thread: several would mostly wait for each other, most of all beside other programs."""
+    import torch
+
+    threads = torch.get_num_threads()
+    if model.device.type == "cpu" and model.num_parameters() < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def generate(model, tokenizer, prompts, inputs, args, console) -> int:
+    """Generate, print, compare; return the exit code."""
+    from quire import UnsupportedError
+    from quire.integrations import transformers as hook
+
+    try:
+        name = hook.use(model)
+    except UnsupportedError as error:
+        print(error, file=sys.stderr)
+        return 2
+    console.print(f"{args.model or 'embedded model'} on {model.device} in {args.dtype}, {len(prompts)} prompts, attention {name!r}", style="dim")
     begun = time.perf_counter()
-    written = stream(model, tokenizer, prompts, inputs, args, console)
+    try:
+        written = stream(model, tokenizer, prompts, inputs, args, console)
+    except EngineError as error:
+        print(f"the engine stopped: {error}", file=sys.stderr)
+        return 2
     seconds = time.perf_counter() - begun
     for prompt, tokens in zip(prompts, written, strict=True):
         console.rule()
@@ -85,6 +125,10 @@ def run(args: argparse.Namespace) -> int:
     if args.no_compare or args.temperature > 0:
         return 0
     return compare(model, inputs, written, args, console)
+
+
+class EngineError(RuntimeError):
+    """Transformers' continuous batching gave up."""
 
 
 def generation_config(args: argparse.Namespace, model):
@@ -104,9 +148,12 @@ def stream(model, tokenizer, prompts, inputs, args, console) -> list[list[int]]:
     from rich.text import Text
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    pages = sum(-(-(len(ids) + args.max_new_tokens) // args.page_size) + 1 for ids in inputs)
-    page_size = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # renamed in 5.19
-    config = ContinuousBatchingConfig(**{page_size: args.page_size}, num_blocks=2 * pages + 8, max_batch_tokens=512)
+    pages = [-(-(len(ids) + args.max_new_tokens) // args.page_size) + 1 for ids in inputs]
+    page_size = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # renamed in 5.18
+    config = ContinuousBatchingConfig(
+        **{page_size: args.page_size}, num_blocks=2 * sum(pages) + 8, max_batch_tokens=512,
+        max_blocks_per_request=max(pages) if model.device.type == "cuda" else None,  # how wide the page table is that a GPU decodes by
+    )  # fmt: skip
     progress = Progress(TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
     task = progress.add_task("", total=args.max_new_tokens * len(inputs))
     written: dict[str, list[int]] = {}
@@ -130,10 +177,10 @@ def stream(model, tokenizer, prompts, inputs, args, console) -> list[list[int]]:
             result = manager.get_result(timeout=0.5)
             if result is None:
                 if not manager.is_running():
-                    raise RuntimeError("the engine stopped before all prompts were finished; run again with TRANSFORMERS_VERBOSITY=info")
+                    raise EngineError("not all prompts were finished; what it said is above")
                 continue
             if result.error:
-                raise RuntimeError(f"the engine failed a prompt: {result.error}")
+                raise EngineError(result.error)
             written[result.request_id] = list(result.generated_tokens)
             if result.is_finished():
                 finished.add(result.request_id)

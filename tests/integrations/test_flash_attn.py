@@ -44,36 +44,52 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def test_parameter_lists():
-    first = ["q", "k", "v"]
-    common = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs"]
-    lengths = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
-    cached = ["q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
-              "softmax_scale", "causal", "window_size", "softcap", "rotary_interleaved", "alibi_slopes", "num_splits", "return_softmax_lse"]  # fmt: skip
-    for function, names in (
-        (flash_attn_func, first + common),
-        (flash_attn_varlen_func, first + lengths + common + ["block_table"]),
-        (flash_attn_with_kvcache, cached),
-    ):
-        parameters = inspect.signature(function).parameters.values()
-        assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == names
-    defaults = {p.name: p.default for p in inspect.signature(flash_attn_with_kvcache).parameters.values()}
-    assert defaults["rotary_interleaved"] is True and defaults["num_splits"] == 0 and defaults["window_size"] == (-1, -1) and defaults["causal"] is False
+def turn(x, position, cos, sin, interleaved):
+    """Rotate one token [heads, dim] pair by pair."""
+    half, y = cos.shape[1], x.clone()
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        y[..., a] = x[..., a] * cos[position, i] - x[..., b] * sin[position, i]
+        y[..., b] = x[..., a] * sin[position, i] + x[..., b] * cos[position, i]
+    return y
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+ATTEND = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
+PARAMETERS = {
+    flash_attn_func: f"q, k, v, {ATTEND}",
+    flash_attn_varlen_func: f"q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, {ATTEND}, block_table=None",
+    flash_attn_with_kvcache: "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
+    "cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, "
+    "alibi_slopes=None, num_splits=0, return_softmax_lse=False",
+}
+
+
+@pytest.mark.parametrize("function", PARAMETERS)
+def test_parameter_lists(function):
+    """Names, order and defaults are flash-attn 2's; what is ours comes after them, by keyword only."""
+    parameters = inspect.signature(function).parameters.values()
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert ", ".join(shown) == PARAMETERS[function]
+    assert [(p.name, p.default) for p in parameters if p.kind is not p.POSITIONAL_OR_KEYWORD] == [("s_aux", None)]
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.data())
 def test_dense_batches(data):
     draw = data.draw
-    n, m, hkv, group, dim_v = draw(st.integers(1, 12)), draw(st.integers(1, 40)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([16, 24]))
+    n, m, hkv, group = draw(st.integers(1, 12)), draw(st.integers(1, 40)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    dim, dim_v = draw(st.sampled_from([16, 4, 20])), draw(st.sampled_from([16, 24, 9]))
     options = dict(
         causal=draw(st.booleans()), window_size=(draw(st.integers(-1, 9)), draw(st.integers(-1, 9))), softcap=draw(st.sampled_from([0.0, 4.0])),
         softmax_scale=draw(st.none() | st.floats(0.1, 1.0)), alibi_slopes=randn(hkv * group).abs() if draw(st.booleans()) else None,
         s_aux=randn(hkv * group) if draw(st.booleans()) else None,
     )  # fmt: skip
-    q, k, v = randn(2, n, hkv * group, 16), randn(2, m, hkv, 16), randn(2, m, hkv, dim_v)
+    if draw(st.booleans()):
+        q, k, v = randn(2, n, hkv * group, dim), randn(2, m, hkv, dim), randn(2, m, hkv, dim_v)
+    else:
+        q, k, v = (randn(2, h, t, d).transpose(1, 2) for h, t, d in ((hkv * group, n, dim), (hkv, m, dim), (hkv, m, dim_v)))
     out, lse, nothing = flash_attn_func(q, k, v, **options, return_attn_probs=True)
-    assert nothing is None and lse.shape == (2, hkv * group, n)
+    assert nothing is None and lse.shape == (2, hkv * group, n) and out.shape == (2, n, hkv * group, dim_v)
     for i in range(2):
         expected = dense(q[i], k[i], v[i], options["softmax_scale"], options["causal"], options["window_size"], options["softcap"], options["alibi_slopes"], options["s_aux"])
         close(out[i], expected[0])
@@ -128,20 +144,13 @@ def test_append_then_attend(paged, rotary):
     )  # fmt: skip
     assert (out[3] == 0).all() and (lse[3] == float("-inf")).all()
 
-    def turn(x, position):
-        if not rotary:
-            return x
-        pairs = [(2 * i, 2 * i + 1) if rotary == "interleaved" else (i, i + 4) for i in range(4)]
-        y = x.clone()
-        for i, (a, b) in enumerate(pairs):
-            y[..., a] = x[..., a] * cos[position, i] - x[..., b] * sin[position, i]
-            y[..., b] = x[..., a] * sin[position, i] + x[..., b] * cos[position, i]
-        return y
+    def at(x, position):
+        return turn(x, position, cos, sin, rotary == "interleaved") if rotary else x
 
     for s in range(3):
         n = lens[s]
-        turned_k = torch.stack([turn(k[s, i], n + i) for i in range(new)])
-        turned_q = torch.stack([turn(q[s, i], n + i) for i in range(3)])
+        turned_k = torch.stack([at(k[s, i], n + i) for i in range(new)])
+        turned_q = torch.stack([at(q[s, i], n + i) for i in range(3)])
         keys, values = torch.cat([past_k[s, :n], turned_k]), torch.cat([past_v[s, :n], v[s]])
         expected = dense(turned_q, keys, values, causal=True)
         close(out[s], expected[0])
@@ -173,21 +182,214 @@ def test_batch_index_left_padding_and_default_length():
     close(out[1], dense(q[1], k_cache[1], v_cache[1])[0])
 
 
+CACHES = {
+    "contiguous": lambda rows, length, heads, dim: randn(rows, length, heads, dim, seed=rows),
+    "transposed": lambda rows, length, heads, dim: randn(rows, heads, length, dim, seed=rows).transpose(1, 2),
+    "sliced": lambda rows, length, heads, dim: randn(rows + 1, length + 3, 3, heads, dim, seed=rows)[1:, 2:-1, 1],
+}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_contiguous_caches(data):
+    """Any strides, rows, paddings, lengths and masks: each sequence attends to its run of its row, and exactly the new tokens were written."""
+    draw = data.draw
+    batch, rows, length, n, new = draw(st.integers(1, 3)), draw(st.integers(3, 4)), draw(st.integers(6, 20)), draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    shape = draw(st.sampled_from(sorted(CACHES)))
+    k_cache, v_cache = CACHES[shape](rows, length, 2, 16), CACHES[shape](rows, length, 2, 24)
+    lens = [draw(st.integers(-1, length - new)) for _ in range(batch)]
+    pad = [draw(st.integers(0, max(x, 0))) for x in lens]
+    index = draw(st.permutations(range(rows)))[:batch]
+    q, k, v = randn(batch, n, 4, 16), randn(batch, new, 2, 16, seed=1), randn(batch, new, 2, 24, seed=2)
+    masks = {"causal": draw(st.booleans()), "window_size": (draw(st.integers(-1, 9)), draw(st.integers(-1, 9)))}
+    cos = sin = None
+    if new and draw(st.booleans()):
+        angles = torch.arange(length)[:, None] * torch.tensor([1.0, 0.3])
+        cos, sin = angles.cos(), angles.sin()
+    interleaved = draw(st.booleans())
+    local = masks["causal"] or any(0 <= side < length for side in masks["window_size"])
+    expected_k, expected_v, expected = k_cache.clone(), v_cache.clone(), []
+    for s, (have, row) in enumerate(zip(lens, index, strict=True)):
+        if have < 0:
+            expected.append((torch.zeros(n, 4, 24).double(), torch.full((4, n), float("-inf")).double()))
+            continue
+        for i in range(new):
+            expected_k[row, have + i] = k[s, i] if cos is None else turn(k[s, i], have + i, cos, sin, interleaved)
+            expected_v[row, have + i] = v[s, i]
+        turned = q[s] if cos is None else torch.stack([turn(q[s, i], min(have + i * local, length - 1), cos, sin, interleaved) for i in range(n)])
+        run = slice(pad[s], have + new)
+        expected.append(dense(turned, expected_k[row, run], expected_v[row, run], causal=masks["causal"], window=masks["window_size"]))
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, *((k, v) if new else (None, None)), cos, sin, torch.tensor(lens, dtype=torch.int32),
+        torch.tensor(index, dtype=torch.int32), torch.tensor(pad, dtype=torch.int32), rotary_interleaved=interleaved, return_softmax_lse=True, **masks,
+    )  # fmt: skip
+    assert out.shape == (batch, n, 4, 24) and lse.shape == (batch, 4, n)
+    torch.testing.assert_close(k_cache, expected_k)
+    torch.testing.assert_close(v_cache, expected_v)
+    for s in range(batch):
+        close(out[s], expected[s][0])
+        close(lse[s], expected[s][1])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_features_of_a_cache(paged):
+    """Softcap, scale, slopes and sinks reach the cache's kernel too; without being asked for, no lse comes back."""
+    k_cache, v_cache, q, slopes, sinks = randn(2, 12, 2, 16), randn(2, 12, 2, 16, seed=1), randn(2, 2, 4, 16), randn(4).abs(), randn(4, seed=1)
+    table, pages = None, (k_cache, v_cache)
+    if paged:  # pages of 3, and a table wider than contiguous
+        table = torch.tensor([[3, 0, 1, 0, 7, 0, 5, 0], [0, 0, 2, 0, 4, 0, 6, 0]], dtype=torch.int32)[:, ::2]
+        pages = tuple(torch.zeros(8, 3, 2, 16).index_copy(0, table.flatten().long(), x.reshape(8, 3, 2, 16)) for x in (k_cache, v_cache))
+    out = flash_attn_with_kvcache(
+        q, *pages, cache_seqlens=torch.tensor([12, 7], dtype=torch.int32), block_table=table, softmax_scale=0.4, causal=True, softcap=3.0,
+        alibi_slopes=slopes, s_aux=sinks, num_splits=2,
+    )  # fmt: skip
+    for s, length in enumerate((12, 7)):
+        close(out[s], dense(q[s], k_cache[s, :length], v_cache[s, :length], 0.4, True, softcap=3.0, slopes=slopes, sinks=sinks)[0])
+
+
+def test_a_cache_is_never_overrun():
+    """What does not fit into the cache is left out, whatever the lengths on the device say; a number is refused."""
+    buffer = randn(3, 8, 2, 16)
+    before, (k_cache, v_cache) = buffer.clone(), (buffer[:2], randn(2, 8, 2, 16, seed=1))
+    q, k = randn(2, 1, 2, 16), randn(2, 3, 2, 16, seed=2)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=torch.tensor([7, 100], dtype=torch.int32))
+    before[0, 7] = k[0, 0]
+    assert torch.equal(buffer, before)
+    for s in range(2):
+        close(out[s], dense(q[s], k_cache[s], v_cache[s])[0])
+    with pytest.raises(ValueError, match="cache_seqlens must leave room for 3 new of 8 tokens, got 6"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=6)
+
+
+def test_a_window_past_the_cache_is_none():
+    """flash-attn drops it before it asks whether queries have positions of their own."""
+    q, k, angles = randn(1, 2, 2, 16), randn(1, 2, 2, 16, seed=1), torch.arange(8)[:, None] * torch.ones(8) * 0.3
+    outs = [
+        flash_attn_with_kvcache(q, torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16), k, k, angles.cos(), angles.sin(), 4, window_size=window)
+        for window in ((-1, -1), (8, 9), (7, 7))
+    ]
+    torch.testing.assert_close(outs[0], outs[1])
+    assert not torch.allclose(outs[0], outs[2])
+
+
+def test_empty_batches():
+    """No sequence, no query or no key: shapes hold, rows without a key are 0 with lse -inf."""
+    out, lse, _ = flash_attn_func(randn(0, 3, 4, 16), randn(0, 5, 2, 16), randn(0, 5, 2, 24), return_attn_probs=True)
+    assert out.shape == (0, 3, 4, 24) and lse.shape == (0, 4, 3)
+    assert flash_attn_func(randn(2, 0, 4, 16), randn(2, 5, 2, 16), randn(2, 5, 2, 16)).shape == (2, 0, 4, 16)
+    out, lse, _ = flash_attn_func(randn(2, 3, 4, 16), randn(2, 0, 2, 16), randn(2, 0, 2, 16), return_attn_probs=True)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+    out = flash_attn_with_kvcache(randn(0, 1, 2, 16), randn(2, 8, 2, 16), randn(2, 8, 2, 16), randn(0, 1, 2, 16), randn(0, 1, 2, 16), cache_seqlens=3)
+    assert out.shape == (0, 1, 2, 16)
+
+
+def test_bounds_may_be_loose_and_tensors():
+    """max_seqlen_k may pass what the table reaches, and Transformers hands bounds over as tensors at times."""
+    cu_q, cu_k = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([0, 8, 13], dtype=torch.int32)
+    q, k = randn(3, 2, 16), randn(13, 2, 16, seed=1)
+    expected = flash_attn_varlen_func(q, k, k, cu_q, cu_k, 2, 8, causal=True)
+    torch.testing.assert_close(flash_attn_varlen_func(q, k, k, cu_q, cu_k, torch.tensor(2), torch.tensor(8), causal=True), expected)
+    pages, table = torch.cat([k, k.new_zeros(3, 2, 16)]).view(2, 8, 2, 16), torch.tensor([[0], [1]], dtype=torch.int32)
+    torch.testing.assert_close(flash_attn_varlen_func(q, pages, pages, cu_q, cu_k, 64, 4096, causal=True, block_table=table), expected)
+
+
+def test_varlen_pads_heads():
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+    q, k, v = randn(5, 4, 20), randn(5, 2, 20, seed=1), randn(5, 2, 6, seed=2)
+    out = flash_attn_varlen_func(q, k, v, cu, cu, 3, 3, causal=True)
+    for a, b in ((0, 3), (3, 5)):
+        close(out[a:b], dense(q[a:b], k[a:b], v[a:b], causal=True)[0])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_nothing_is_read_back_to_the_host(paged, monkeypatch):
+    """Under fake tensors, which raise when their contents are asked for; and contiguous caches are seen in place."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    calls = []
+
+    def attention(q, cache, plan, *, return_lse, **tables):
+        calls.append(cache)
+        out = q.new_empty(*q.shape[:2], cache.head_dim_v)
+        return quire.State(out, q.new_empty(q.shape[:2])) if return_lse else out
+
+    monkeypatch.setattr(quire, "attention", attention)
+    monkeypatch.setattr(quire, "write_kv", lambda k, v, cache, slots: calls.append(cache))
+    with FakeTensorMode():
+        q, new, cos = torch.empty(3, 2, 4, 16), torch.empty(3, 2, 2, 16), torch.empty(64, 4)
+        cache = [torch.empty(4, 2, 16, 16).transpose(1, 2) for _ in range(2)]
+        ints = torch.empty(3, dtype=torch.int32)
+        where = {"block_table": torch.empty(3, 4, dtype=torch.int32)} if paged else {"cache_batch_idx": ints, "cache_leftpad": ints}
+        out, lse = flash_attn_with_kvcache(q, *cache, new, new, cos, cos, ints, causal=True, return_softmax_lse=True, **where)
+        assert out.shape == (3, 2, 4, 16) and lse.shape == (3, 4, 2) and len(calls) == 2
+        assert all(used.k.untyped_storage() is cache[0].untyped_storage() or used.k._base is cache[0]._base for used in calls)
+        flash_attn_func(q, *(x[:3] for x in cache))
+        assert calls[-1].k._base is cache[0]._base
+        cu = torch.empty(4, dtype=torch.int32)
+        flash_attn_varlen_func(torch.empty(6, 4, 16), *(cache if paged else (torch.empty(9, 2, 16),) * 2), cu, cu, 4, 8, block_table=where.get("block_table"))
+
+
 def test_what_is_not_served_is_refused_by_name():
     q = randn(1, 2, 2, 16)
+    cu = torch.tensor([0, 2], dtype=torch.int32)
     for arguments, message in (
         ({"dropout_p": 0.1}, "dropout_p must be 0, got 0.1"),
         ({"alibi_slopes": torch.zeros(1, 2)}, "slopes per sequence are not served"),
     ):
         with pytest.raises(quire.UnsupportedError, match=message):
             flash_attn_func(q, q, q, **arguments)
-    table = torch.zeros(1, 1, dtype=torch.int32)
+        with pytest.raises(quire.UnsupportedError, match=message):
+            flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 2, 2, **arguments)
+    with pytest.raises(quire.UnsupportedError, match="at most 256 elsewhere, got 264 in v"):
+        flash_attn_func(q, q, randn(1, 2, 2, 264))
+    with pytest.raises(quire.UnsupportedError, match=r"multiples of 8 from 16 to 256 in pages and caches.*got 12 in q and k"):
+        flash_attn_with_kvcache(q[..., :12], q[..., :12], q)
+    with pytest.raises(quire.UnsupportedError, match="dtype must be one of"):
+        flash_attn_func(q.double(), q.double(), q.double())
+    with pytest.raises(quire.UnsupportedError, match="must not require a gradient"):
+        flash_attn_func(q, q, q.clone().requires_grad_())
+    with pytest.raises(quire.UnsupportedError, match="whole number of tokens apart"):
+        flash_attn_with_kvcache(randn(2, 1, 2, 16), randn(2, 8, 2, 16), randn(2, 9, 2, 16)[:, :8])
+    for function, arguments in ((flash_attn_func, (q, q, q)), (flash_attn_with_kvcache, (q, q, q))):
+        with pytest.raises(TypeError, match="q_descale"):
+            function(*arguments, q_descale=1.0)
+
+
+def test_bad_input_is_refused_before_anything_is_written():
+    q, new, cache = randn(2, 1, 2, 16), randn(2, 2, 2, 16, seed=1), torch.zeros(2, 8, 2, 16)
+    table, lens, wide = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(16, 8)
+    appended = {"k": new, "v": new, "cache_seqlens": lens}
     for arguments, message in (
-        ({"k": q}, "k and v must be given together"),
-        ({"rotary_cos": torch.zeros(4, 4)}, "rotary_cos and rotary_sin must be given together"),
-        ({"block_table": table, "cache_leftpad": table[0]}, "must be left out with a block_table"),
+        ({"k": new, "cache_seqlens": lens}, "k and v must be given together"),
+        ({"k": new, "v": new}, "cache_seqlens must be given with k"),
+        ({"rotary_cos": wide}, "rotary_cos and rotary_sin must be given together"),
+        ({"rotary_cos": wide, "rotary_sin": wide, "cache_seqlens": lens}, "rotary_cos and rotary_sin must be given together and with k"),
+        (appended | {"rotary_cos": wide[:7], "rotary_sin": wide[:7]}, "each of the cache's 8 positions, got 7"),
+        (appended | {"rotary_cos": wide, "rotary_sin": wide[:, :4]}, r"rotary_sin must be \[seqlen_ro = 16, rotary_dim / 2 = 8\], got \[16, 4\]"),
+        (appended | {"rotary_cos": torch.zeros(8, 9), "rotary_sin": torch.zeros(8, 9)}, "at most head_dim = 16 elements, got 18"),
+        (appended | {"block_table": table, "cache_leftpad": lens}, "must be left out with a block_table"),
+        (appended | {"block_table": table, "cache_batch_idx": lens}, "must be left out with a block_table"),
+        (appended | {"block_table": table[:1]}, r"block_table must be \[batch = 2, max_blocks_per_seq\], got \[1, 2\]"),
+        (appended | {"k": new[:1]}, r"k must be \[batch = 2, seqlen_new, num_kv_heads = 2, head_dim = 16\], got \[1, 2, 2, 16\]"),
+        (appended | {"v": new[..., :8]}, "v must be .* head_dim_v = 16"),
+        (appended | {"k": new.half()}, "k must be of the cache's dtype"),
+        (appended | {"cache_seqlens": lens[:1]}, r"cache_seqlens must be \[batch = 2\], got \[1\]"),
+        (appended | {"cache_batch_idx": lens[:1]}, "cache_batch_idx must be"),
+        (appended | {"cache_leftpad": lens[:1]}, "cache_leftpad must be"),
+        (appended | {"s_aux": torch.zeros(3)}, r"s_aux must be contiguous \[num_q_heads\] = \[2\]"),
+        (appended | {"alibi_slopes": torch.zeros(3)}, r"alibi_slopes must be contiguous \[num_q_heads\] = \[2\]"),
+        (appended | {"num_splits": 1000}, "num_splits must be from 1 to 128"),
+        (appended | {"softmax_scale": -1.0}, "softmax_scale must be positive"),
     ):
         with pytest.raises(ValueError, match=message):
-            flash_attn_with_kvcache(q, q, q, **arguments)
-    with pytest.raises(TypeError, match="q_descale"):
-        flash_attn_func(q, q, q, q_descale=1.0)
+            flash_attn_with_kvcache(q, cache, cache, **arguments)
+        assert not cache.any()
+    with pytest.raises(ValueError, match="k_cache must have a row for each of 2 sequences, got 1"):
+        flash_attn_with_kvcache(q, cache[:1], cache[:1], **appended)
+    with pytest.raises(ValueError, match=r"k must be \[batch = 2, seqlen_k, num_kv_heads, head_dim = 16\], got \[1, 8, 2, 16\]"):
+        flash_attn_func(q, cache[:1], cache)
+    cu = torch.tensor([0, 1, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k must be \[starts = 3\], got \[2\]"):
+        flash_attn_varlen_func(q[:, 0], cache[0], cache[0], cu, cu[:2], 1, 1)
+    with pytest.raises(ValueError, match=r"k must be \[total_k, num_kv_heads, head_dim = 16\], got \[2, 8, 2, 16\]"):
+        flash_attn_varlen_func(q[:, 0], cache, cache, cu, cu, 1, 1)
