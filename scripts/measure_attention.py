@@ -114,7 +114,7 @@ def measure(case: Case, tile: Tile | None, num_splits: int | None, seconds: floa
         for row, n in zip(table, pages_of, strict=True):
             row[:n] = order[begin : begin + n]
             begin += n
-        plans.append(quire.plan(spec, quire.Batch(table, seq_lens, cu), **bounds, num_splits=num_splits, tile=tile))
+        plans.append(quire.plan(spec, quire.Batch(table, seq_lens, None if bounds["max_query_len"] == 1 else cu), **bounds, num_splits=num_splits, tile=tile))
     verify(case, q, cache, plans[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

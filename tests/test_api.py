@@ -48,7 +48,9 @@ def test_specs_are_values():
         ((torch.zeros(2, 3, dtype=torch.int32).t(), int32(1, 1, 1), int32(0, 1, 2, 3)), ValueError, "page_table must have 2 dimension"),
         ((torch.zeros(1, 3, dtype=torch.int32), int32(1, 1), int32(0, 1, 2)), ValueError, "page_table must have one row per sequence, got 1 rows for 2"),
         ((torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int64), int32(0, 1, 2)), TypeError, "seq_lens must be int32"),
-        ((torch.zeros(2, 3, dtype=torch.int32), int32(1), int32(0, 1, 2)), ValueError, "seq_lens must be contiguous with 2 entries"),
+        ((torch.zeros(2, 3, dtype=torch.int32), int32(1), int32(0, 1, 2)), ValueError, "cu_seqlens_q must be contiguous with 2 entries for 1 seq"),
+        ((torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, 1, dtype=torch.int32)), ValueError, "seq_lens must be contiguous with 2 entries"),
+        ((torch.zeros(2, 3, dtype=torch.int32), int32(1)), ValueError, "page_table must have one row per sequence, got 2 rows for 1"),
         ((torch.zeros(6, dtype=torch.int32), int32(1, 1), int32(0, 1, 2)), ValueError, "a flat table needs cu_pages"),
         ((torch.zeros(6, dtype=torch.int32), int32(1, 1), int32(0, 1, 2), int32(0)), ValueError, "cu_pages must be contiguous"),
     ],
@@ -102,6 +104,14 @@ def test_attention_checks_before_it_writes():
     needs = dataclasses.replace(SPEC, sinks=True)
     with pytest.raises(ValueError, match="got none"):
         quire.attention(p.q, p.cache, quire.plan(needs, p.batch, **p.bounds))
+
+
+def test_batches_without_query_counts_have_one_query_each():
+    p = make_problem(SPEC, ((1, 20), (1, 9)), one_query=True)
+    with pytest.raises(ValueError, match="max_query_len must be 1 where the batch has no cu_seqlens_q, got 2"):
+        quire.plan(SPEC, p.batch, max_query_len=2, max_seq_len=20)
+    with pytest.raises(ValueError, match="q must have a token for each of 2 sequences, got 1"):
+        quire.attention(p.q[:1], p.cache, quire.plan(SPEC, p.batch, **p.bounds))
 
 
 def test_plan_bounds():

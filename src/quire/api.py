@@ -235,6 +235,8 @@ def check(q: torch.Tensor, cache: PagedKVCache, plan: Plan, sinks: torch.Tensor 
         )
     if not q.device == cache.device == batch.device:
         raise ValueError(f"q, cache and batch must be on one device, got {q.device}, {cache.device} and {batch.device}; move them together")
+    if batch.cu_seqlens_q is None and q.shape[0] < batch.num_seqs:
+        raise ValueError(f"q must have a token for each of {batch.num_seqs} sequences, got {q.shape[0]}; a batch without cu_seqlens_q has one query each")
     if q.shape[0] > plan.num_tokens:
         raise ValueError(f"q must have at most the {plan.num_tokens} tokens planned for, got {q.shape[0]}; plan with num_tokens={q.shape[0]}")
     if batch.cu_pages is None and batch.page_table.shape[1] * cache.page_size < plan.max_seq_len:

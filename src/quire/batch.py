@@ -21,7 +21,8 @@ class Batch:
         page_table: page numbers in order: [num_seqs, max_pages_per_seq] int32 (or int64) with a contiguous last dimension, or, with
             `cu_pages`, one flat run after the other: [num_entries].
         seq_lens: [num_seqs] int32, keys per sequence, the step's new tokens included.
-        cu_seqlens_q: [num_seqs + 1] int32, cumulative query counts, starting at 0.
+        cu_seqlens_q: [num_seqs + 1] int32, cumulative query counts, starting at 0. Left out, every sequence has exactly one query, token `s` being
+            sequence `s`'s; for pure decode this is the faster way to say so.
         cu_pages: [num_seqs + 1] or [num_seqs] int32, where each sequence's run begins in a flat `page_table`.
         query_offsets: [num_seqs] int32, position of each sequence's first query among its keys; `seq_lens - query_lens` when not given.
 
@@ -32,7 +33,7 @@ class Batch:
 
     page_table: torch.Tensor
     seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
     cu_pages: torch.Tensor | None = None
     query_offsets: torch.Tensor | None = None
 
@@ -45,7 +46,9 @@ class Batch:
                 f"page_table must have {want_dim} dimension(s), the last contiguous, got shape {tuple(self.page_table.shape)} and strides "
                 f"{self.page_table.stride()}; a flat table needs cu_pages, a rectangular one must not have it"
             )
-        vectors = {"seq_lens": self.num_seqs, "cu_seqlens_q": self.num_seqs + 1}
+        vectors = {"seq_lens": self.num_seqs}
+        if self.cu_seqlens_q is not None:
+            vectors["cu_seqlens_q"] = self.num_seqs + 1
         if self.query_offsets is not None:
             vectors["query_offsets"] = self.num_seqs
         if self.cu_pages is not None:
@@ -69,7 +72,14 @@ class Batch:
     @property
     def num_seqs(self) -> int:
         """Sequences in the batch, padding rows included."""
-        return self.cu_seqlens_q.shape[0] - 1
+        return self.seq_lens.shape[0] if self.seq_lens.dim() else 0
+
+    @property
+    def query_starts(self) -> torch.Tensor:
+        """`cu_seqlens_q`, also where it was left out."""
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q
+        return torch.arange(self.num_seqs + 1, dtype=torch.int32, device=self.device)
 
     @property
     def device(self) -> torch.device:

@@ -38,6 +38,7 @@ class Feature:
 
 FEATURES = (
     Feature("decode", lens=((1, 130), (1, 1), (1, 77))),
+    Feature("decode, one query each", lens=((1, 130), (1, 1), (1, 0), (1, 77)), problem={"one_query": True}),
     Feature("drafted tokens", lens=((4, 130), (4, 20), (4, 77))),
     Feature("prefill", lens=((70, 70), (33, 33))),
     Feature("chunk on a context", lens=((33, 150), (20, 64))),
@@ -121,7 +122,7 @@ def in_halves(problem: Problem):
     size = problem.cache.page_size
     spread = problem.cache.k.flatten(0, 1)[:, None], problem.cache.v.flatten(0, 1)[:, None]
     tokens = PagedKVCache(*spread)  # the same memory, as pages of one token
-    offsets = torch.tensor(problem.seq_lens, dtype=torch.int32, device=batch.device) - batch.cu_seqlens_q.diff()
+    offsets = torch.tensor(problem.seq_lens, dtype=torch.int32, device=batch.device) - batch.query_starts.diff()
     states = []
     for low, high in ((0, cut), (cut, max(problem.seq_lens))):
         runs = [[int(batch.page_table[s, p // size]) * size + p % size for p in range(low, min(high, n))] for s, n in enumerate(problem.seq_lens)]

@@ -19,7 +19,7 @@ from quire.tuning.traits import device_traits
 LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, str layout, "
-    "Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, Tensor? alibi_slopes, "
+    "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, Tensor? alibi_slopes, "
     "Tensor(a!)? acc, Tensor(b!)? m, Tensor(c!)? denom, Tensor(d!)? counter, "
     "int head_dim_v, float softmax_scale, bool causal, int? sliding_window, int? sliding_window_right, float? softcap, bool allow_tf32, "
     "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_splits, int[] tile) -> (Tensor, Tensor)"

@@ -67,6 +67,8 @@ class Plan:
         num_seqs = self.batch.num_seqs
         if not self.search:
             return num_seqs if num_tokens else 0
+        if self.batch.cu_seqlens_q is None:
+            return num_seqs * triton.cdiv(self.spec.group_size, self.tile.block_m)
         return num_tokens * self.spec.group_size // self.tile.block_m + num_seqs
 
     def __repr__(self) -> str:
@@ -117,6 +119,8 @@ def plan(
             raise ValueError(f"{name} must be at least 0, got {value}; pass an upper bound over the batch")
     if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be from 1 to {MAX_SPLITS}, got {num_splits}; leave it out to have it chosen")
+    if batch.cu_seqlens_q is None and max_query_len != 1:
+        raise ValueError(f"max_query_len must be 1 where the batch has no cu_seqlens_q, got {max_query_len}; say in the batch which queries are whose")
     if num_tokens is None:
         num_tokens = batch.num_seqs * max_query_len
     traits = device_traits(batch.device)

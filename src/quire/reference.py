@@ -38,7 +38,7 @@ def attention(
     """
     out = torch.zeros(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
-    starts = batch.cu_seqlens_q.tolist()
+    starts = batch.query_starts.tolist()
     offsets = None if batch.query_offsets is None else batch.query_offsets.tolist()
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
         rows = slice(starts[seq], starts[seq + 1])

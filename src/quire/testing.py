@@ -63,6 +63,7 @@ def make_problem(
     layout: str = "NHD",
     scales: str = "head",
     flat_table: bool = False,
+    one_query: bool = False,
     spare_pages: int = 3,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -79,6 +80,7 @@ def make_problem(
         layout: "NHD", "HND" or "HDNX".
         scales: of a quantised cache: "tensor", "head" or "token".
         flat_table: give the page table as one flat run with `cu_pages`.
+        one_query: leave `cu_seqlens_q` out, as may be done where every query length is 1.
         spare_pages: pages that nobody owns, page 0 included.
         seed: of the random numbers.
         device: where.
@@ -97,7 +99,7 @@ def make_problem(
         for row, pages in zip(table, rows, strict=True):
             row[: len(pages)] = pages
         cu_pages = None
-    cu_seqlens_q = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    cu_seqlens_q = None if one_query else torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     batch = Batch(table, torch.tensor(seq_lens, dtype=torch.int32), cu_seqlens_q, cu_pages)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -115,7 +117,7 @@ def make_problem(
     cache.k.copy_((unit * normal(*cache.k.shape)).clamp(-127, 127))
     cache.v.copy_((unit * normal(*cache.v.shape)).clamp(-127, 127))
     poison(cache, owned_slots(batch, cache, spec))
-    q = normal(int(cu_seqlens_q[-1]), spec.num_q_heads, spec.head_dim).to(spec.dtype)
+    q = normal(sum(query_lens), spec.num_q_heads, spec.head_dim).to(spec.dtype)
     sinks = normal(spec.num_q_heads) if spec.sinks else None
     slopes = 2.0 ** -(8.0 * (1 + torch.arange(spec.num_q_heads)) / spec.num_q_heads) if spec.alibi else None
 
@@ -130,7 +132,7 @@ def make_problem(
 def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = None) -> torch.Tensor:
     """Return which slots hold a key that some query of the batch may see, [num_pages, page_size] bool; with no `spec`, any key of a sequence."""
     owned = torch.zeros(cache.num_pages, cache.page_size, dtype=torch.bool, device=cache.device)
-    starts = batch.cu_seqlens_q.tolist()
+    starts = batch.query_starts.tolist()
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
         positions = torch.arange(kv_len, device=cache.device)
         if spec is not None:
@@ -227,7 +229,7 @@ def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True)
     Raises:
         ValueError: the first broken contract, with sequence and value.
     """
-    starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    starts, seq_lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
     if starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
         raise ValueError(f"cu_seqlens_q must start at 0 and not decrease, got {starts}; build it with cumsum")
     row_starts = None if batch.cu_pages is None else batch.cu_pages.tolist()

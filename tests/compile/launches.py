@@ -62,7 +62,8 @@ def attend(batch: str, head_dim: int, features: str) -> quire.Plan:
     pages = -(-kv_len // wanted.page_size)
     cu_seqlens_q = torch.zeros(num_seqs + 1, dtype=torch.int32)
     table = torch.zeros((num_seqs * pages,) if wanted.flat_table else (num_seqs, pages), dtype=torch.int32)
-    described = quire.Batch(table, cu_seqlens_q[1:], cu_seqlens_q, cu_seqlens_q.clone() if wanted.flat_table else None)
+    starts = None if batch in ("decode", "decode, split") else cu_seqlens_q
+    described = quire.Batch(table, cu_seqlens_q[1:], starts, cu_seqlens_q.clone() if wanted.flat_table else None)
     # On a CPU a plan refuses bfloat16, which Triton's interpreter gets wrong. float16 is as wide and leads to the same choices.
     wide = {"dtype": torch.float16, "kv_dtype": torch.float16 if spec.kv_dtype is torch.bfloat16 else spec.kv_dtype}
     plan = quire.plan(replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec, described, max_query_len=q_len, max_seq_len=kv_len)

@@ -82,6 +82,14 @@ def test_quantised_caches(dtype, kv_dtype, scales):
     assert_right(spec, MIXED, 2, page_size=5, scales=scales)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("group_size", [1, 3, 40])  # 40: several blocks of rows for one token
+def test_one_query_each(group_size, feature, num_splits):
+    spec = quire.AttentionSpec(num_q_heads=2 * group_size, num_kv_heads=2, head_dim=16, **FEATURES[feature], dtype=torch.float32)
+    assert_right(spec, ((1, 40), (1, 0), (1, 1), (1, 17)), num_splits, page_size=5, one_query=True)
+
+
 def test_flat_table():
     assert_right(quire.AttentionSpec(**HEADS, dtype=torch.float32), MIXED, 2, page_size=4, flat_table=True)
 

@@ -67,7 +67,7 @@ def flash_attn_func(
     keys = Batch(
         row_starts(pages, apart, batch, q.device),
         torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device),
-        multiples(batch + 1, seqlen_q, q.device),
+        None if seqlen_q == 1 else multiples(batch + 1, seqlen_q, q.device),
     )
     plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=seqlen_k)
     out, lse = attend(q.flatten(0, 1), pages, plan, alibi_slopes, s_aux, return_attn_probs)
@@ -245,7 +245,7 @@ def flash_attn_with_kvcache(
     first_token = table
     if cache_leftpad is not None:  # the sequence begins later in its row
         first_token, seq_lens = table + cache_leftpad[:, None], (seq_lens - cache_leftpad).clamp(min=0)
-    keys = Batch(first_token, seq_lens.to(torch.int32), multiples(batch + 1, seqlen_q, device))
+    keys = Batch(first_token, seq_lens.to(torch.int32), None if seqlen_q == 1 else multiples(batch + 1, seqlen_q, device))
     spec = make_spec(q, k_cache, v_cache, head_dim, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, k, v)
     plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=capacity, num_splits=num_splits if num_splits > 0 else None)
 

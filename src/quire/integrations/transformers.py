@@ -267,9 +267,9 @@ class Engine:
         q_len, slots = min(q_len, num_tokens), None
         if part == "pages":  # here the engine's bounds are 1 whatever the lengths are
             table, seq_lens = table[layer.group], cu_k.diff()
-            k_len = table.shape[1] * layer.pages.page_size
+            q_len, k_len = 1, table.shape[1] * layer.pages.page_size
             slots = new_slots(table, seq_lens, layer.pages.page_size)
-            batch = Batch(table, seq_lens, cu_q)
+            batch = Batch(table, seq_lens)  # one query each
         elif part == "all":
             batch = Batch(table, cu_k.diff(), cu_q, cu_pages=cu_k)
         elif part == "new":

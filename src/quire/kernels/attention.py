@@ -21,7 +21,7 @@ from quire.plan import Plan
 @triton.jit
 def attend_tile(
     acc, m, denom, q, kv, page, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
-    MASKED: tl.constexpr, SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, BAND: tl.constexpr, SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_RUN: tl.constexpr, V_RUN: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,9 @@ def attend_tile(
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores * scale, q_pos, kv_pos, slopes, softcap)
     if MASKED:
-        visible = keep[None, :] & (kv_pos[None, :] >= q_pos[:, None] - back) & (kv_pos[None, :] <= q_pos[:, None] + ahead)
+        visible = keep[None, :]
+        if BAND:  # rows of several query tokens, which see different keys
+            visible = visible & (kv_pos[None, :] >= q_pos[:, None] - back) & (kv_pos[None, :] <= q_pos[:, None] + ahead)
         scores = tl.where(visible, scores, float("-inf"))
     return softmax_step(acc, m, denom, scores, v, v_scale, exponent_scale, INPUT_PRECISION)
 
@@ -86,7 +88,7 @@ def attention_kernel(
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     kv,  # views.PagedKV
     scratch,  # views.Scratch, or None when one program sees all of a block's keys
-    cu_seqlens_q,  # [num_seqs + 1] int32
+    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     scale, softcap, back, ahead, num_seqs,
@@ -94,7 +96,7 @@ def attention_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_RUN: tl.constexpr, V_RUN: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNMASKED_LOOP: tl.constexpr, SEARCH: tl.constexpr, SPLIT_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNMASKED_LOOP: tl.constexpr, SEARCH: tl.constexpr, BAND: tl.constexpr, SPLIT_ROWS: tl.constexpr,
 ):  # fmt: skip
     # Which rows: a block of one sequence's (token, head) pairs.
     pid = tl.program_id(0)
@@ -102,15 +104,21 @@ def attention_kernel(
     block = pid // NUM_KV_HEADS
     first_row = 0
     seq = block
-    if SEARCH:
+    if SEARCH and cu_seqlens_q is None:
+        seq = block // tl.cdiv(GROUP, BLOCK_M)
+        first_row = block % tl.cdiv(GROUP, BLOCK_M) * BLOCK_M
+    elif SEARCH:
         block = tl.num_programs(0) // NUM_KV_HEADS - 1 - block  # late blocks of a causal prompt see the most keys: they start first
         seq, first_block = find_sequence(cu_seqlens_q, num_seqs, block, GROUP, BLOCK_M)
         first_row = (block - first_block) * BLOCK_M
-    q_start = tl.load(cu_seqlens_q + seq)
-    num_rows = (tl.load(cu_seqlens_q + seq + 1) - q_start) * GROUP
     seq_len = tl.load(kv.seq_lens + seq)
-    if first_row >= num_rows:
-        return
+    q_start = seq
+    num_rows = GROUP
+    if cu_seqlens_q is not None:
+        q_start = tl.load(cu_seqlens_q + seq)
+        num_rows = (tl.load(cu_seqlens_q + seq + 1) - q_start) * GROUP
+        if first_row >= num_rows:
+            return
     if kv.query_offsets is None:
         first_pos = seq_len - num_rows // GROUP
     else:
@@ -175,7 +183,7 @@ def attention_kernel(
             next_page = find_pages(row, (i + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
             acc, m, denom = attend_tile(
                 acc, m, denom, q, kv, page, i * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
-                False, SCORE_MOD, DECODE, TOKEN_SCALES, INPUT_PRECISION,
+                False, BAND, SCORE_MOD, DECODE, TOKEN_SCALES, INPUT_PRECISION,
                 PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
             )  # fmt: skip
             page = next_page
@@ -188,7 +196,7 @@ def attention_kernel(
         next_page = find_pages(row, next_tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         acc, m, denom = attend_tile(
             acc, m, denom, q, kv, page, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
-            True, SCORE_MOD, DECODE, TOKEN_SCALES, INPUT_PRECISION,
+            True, BAND, SCORE_MOD, DECODE, TOKEN_SCALES, INPUT_PRECISION,
             PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
         )  # fmt: skip
         tile, page = next_tile, next_page
@@ -279,7 +287,7 @@ def launch(
         BLOCK_D=tile.block_d, BLOCK_DV=tile.block_dv, K_RUN=k_strides.run_length, V_RUN=v_strides.run_length, PAGE_SIZE=cache.page_size,
         SCORE_MOD=mods.score_mod(spec), DECODE=mods.decoder(cache.dtype, plan.traits.native_fp8), TOKEN_SCALES=cache.scale_kind == "token",
         INPUT_PRECISION="tf32" if spec.allow_tf32 and plan.traits.native_tf32 else "ieee",
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, UNMASKED_LOOP=tile.unmasked_loop, SEARCH=plan.search, SPLIT_ROWS=plan.split_rows,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, UNMASKED_LOOP=tile.unmasked_loop, SEARCH=plan.search, BAND=plan.max_query_len > 1, SPLIT_ROWS=plan.split_rows,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 

@@ -21,7 +21,8 @@ def launch(
 ) -> None:
     """Compute what the kernels would; arguments were checked by `quire.attention`."""
     batch = plan.batch
-    starts = batch.cu_seqlens_q.tolist()
+    query_starts = batch.query_starts
+    starts = query_starts.tolist()
     groups: dict[tuple[int, int], list[int]] = {}
     for seq in range(batch.num_seqs):
         q_len = starts[seq + 1] - starts[seq]
@@ -29,7 +30,7 @@ def launch(
             groups.setdefault((q_len, 0 if q_len <= 16 else seq), []).append(seq)
     for (q_len, _), seqs in groups.items():
         index = torch.tensor(seqs)
-        rows = batch.cu_seqlens_q[index].long()[:, None] + torch.arange(q_len)  # [num_seqs, q_len]
+        rows = query_starts[index].long()[:, None] + torch.arange(q_len)  # [num_seqs, q_len]
         part_out, part_lse = attend(q[rows], cache, plan, index, q_len, sinks, alibi_slopes, lse is not None)
         out[rows] = part_out.to(out.dtype)
         if lse is not None:
