@@ -150,10 +150,11 @@ def stream(model, tokenizer, prompts, inputs, args, console) -> list[list[int]]:
 
     pages = [-(-(len(ids) + args.max_new_tokens) // args.page_size) + 1 for ids in inputs]
     page_size = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # renamed in 5.18
-    config = ContinuousBatchingConfig(
-        **{page_size: args.page_size}, num_blocks=2 * sum(pages) + 8, max_batch_tokens=512,
-        max_blocks_per_request=max(pages) if model.device.type == "cuda" else None,  # how wide the page table is that a GPU decodes by
-    )  # fmt: skip
+    if model.device.type == "cuda":
+        by_device = {"max_blocks_per_request": max(pages)}  # how wide the page table is that a GPU decodes by
+    else:
+        by_device = {"use_cuda_graph": False, "use_async_batching": False}  # or Transformers would try, where there is a GPU beside the CPU in use
+    config = ContinuousBatchingConfig(**{page_size: args.page_size}, num_blocks=2 * sum(pages) + 8, max_batch_tokens=512, **by_device)
     progress = Progress(TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
     task = progress.add_task("", total=args.max_new_tokens * len(inputs))
     written: dict[str, list[int]] = {}

@@ -19,6 +19,8 @@ if triton.knobs.runtime.interpret:
 TUNED = ("sm90", "gfx942")  # default configurations must not spill here
 # Served so that nothing is refused, not so that it is fast: nobody's default, and no tile of the smallest size would be free of spills.
 MAY_SPILL = ("vLLM's original", "float32, e4m3")
+# Bytes that ptxas parks in places by its own choice, for one more program per multiprocessor: only where it used fewer registers than there are.
+BY_CHOICE, REGISTERS = 16, 255
 
 
 def selection(target: str, features: str) -> list[tuple[str, int]]:
@@ -47,7 +49,7 @@ def test_attention_compiles_fits_and_does_not_spill(target, features):
         (kernel,) = compiled
         told = f"{batch}, head_dim {head_dim}: {kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared, {kernel.tile}"
         print(f"{target:7} {features:18} {told}")
-        spilled = kernel.spills and target in TUNED and features not in MAY_SPILL
+        spilled = kernel.spills > (BY_CHOICE if kernel.registers < REGISTERS else 0) and target in TUNED and features not in MAY_SPILL
         if spilled or kernel.shared > limits.shared_memory or kernel.occupancy < 1:
             wrong.append(told)
     assert not wrong, f"{len(wrong)} launches spill or do not fit {target}:\n" + "\n".join(wrong)
