@@ -287,8 +287,8 @@ def launch(
         BLOCK_D=tile.block_d, BLOCK_DV=tile.block_dv, K_RUN=k_strides.run_length, V_RUN=v_strides.run_length, PAGE_SIZE=cache.page_size,
         SCORE_MOD=mods.score_mod(spec), DECODE=mods.decoder(cache.dtype, plan.traits.native_fp8), TOKEN_SCALES=cache.scale_kind == "token",
         INPUT_PRECISION="tf32" if spec.allow_tf32 and plan.traits.native_tf32 else "ieee",
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, UNMASKED_LOOP=tile.unmasked_loop, SEARCH=plan.search, BAND=plan.max_query_len > 1, SPLIT_ROWS=plan.split_rows,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, UNMASKED_LOOP=tile.unmasked_loop, SEARCH=plan.search, BAND=plan.max_query_len > 1,
+        SPLIT_ROWS=plan.split_rows, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
