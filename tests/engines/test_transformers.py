@@ -154,7 +154,7 @@ def test_a_shared_prefix_is_read_where_it_is(monkeypatch):
     model, expected = eager("llama", inputs)
     matches = count(monkeypatch, PagedAttentionCache, "search_prefix_match")
     assert batched(model, inputs) == expected
-    assert max(matches) >= 32  # tokens that were not computed again; 48 where the engine schedules nothing ahead
+    assert max(matches) >= (48 if DEVICE == "cpu" else 32)  # tokens that were not computed again; on a GPU the engine schedules a step ahead
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])

@@ -36,10 +36,10 @@ def solve(spec, lens, num_splits=None, **problem):
     return p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
 
 
-def assert_right(spec, lens, num_splits=None, within=1.0, **problem):
+def assert_right(spec, lens, num_splits=None, **problem):
     p, state = solve(spec, lens, num_splits, **problem)
     verdict = error_budget(p, state)
-    assert verdict.out <= within and verdict.lse <= within, verdict
+    assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -197,5 +197,4 @@ def test_whole_space(data):
     assert_right(
         spec, lens, draw(st.none() | st.integers(1, 6)), page_size=draw(st.integers(1, 40)), layout=layout, flat_table=draw(st.booleans()),
         scales=draw(st.sampled_from(["tensor", "head", "token"])), seed=draw(st.integers(0, 99)),
-        within=1.25,  # of tiny problems the naive error, which the budget is made of, is a lottery itself
     )  # fmt: skip

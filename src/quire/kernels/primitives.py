@@ -78,6 +78,8 @@ def finish(acc, m, denom):
     """Normalise a state: return (out, lse), 0 and -inf where no key was seen."""
     seen = denom > 0.0
     safe = tl.where(seen, denom, 1.0)
-    out = acc / safe[:, None]
+    inverse = 1.0 / safe
+    inverse += inverse * (1.0 - safe * inverse)  # a Newton step, since `/` on a GPU is good to two units in the last place
+    out = acc * inverse[:, None]
     lse = tl.where(seen, m * LN2 + tl.log(safe), float("-inf"))
     return out, lse
