@@ -56,31 +56,48 @@ def decode(num_seqs: int, length: int, **kw) -> Case:
     return Case(kw.pop("name", f"decode {num_seqs}x{length}"), ((1, length),) * num_seqs, **kw)
 
 
+def mixed_lengths(num_seqs: int, low: int, high: int, seed: int) -> Case:
+    lengths = torch.randint(low, high + 1, (num_seqs,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Case(f"decode {num_seqs} of {low} to {high}", tuple((1, length) for length in lengths))
+
+
+FP8 = {"kv_dtype": torch.float8_e4m3fn}
 CASES = (
     decode(1, 128),
     decode(1, 1024),
     decode(1, 4096),
     decode(1, 16384),
     decode(1, 131072),
+    decode(1, 4096, name="decode 1x4096 12/2/128", heads=(12, 2, 128)),
+    decode(1, 4096, name="decode 1x4096 28/4/128", heads=(28, 4, 128)),
+    decode(8, 128),
     decode(8, 1024),
     decode(8, 4096),
     decode(32, 512),
     decode(32, 2048),
     decode(128, 512),
-    decode(128, 2048),
+    decode(128, 4096),
+    decode(256, 1024),
     decode(32, 2048, name="decode 32x2048 16/1/128", heads=(16, 1, 128)),
     decode(32, 2048, name="decode 32x2048 32/8/64", heads=(32, 8, 64)),
     decode(16, 2048, name="decode 16x2048 16/8/256", heads=(16, 8, 256)),
-    decode(32, 2048, name="decode 32x2048 fp8", kv_dtype=torch.float8_e4m3fn),
     decode(8, 8192, name="decode 8x8192 window 1024", options=(("sliding_window", 1024),)),
+    mixed_lengths(16, 64, 8192, seed=0),
+    mixed_lengths(64, 16, 4096, seed=1),
+    mixed_lengths(128, 16, 1024, seed=2),
+    Case("decode 1x131072 with 31x4096", ((1, 131072),) + ((1, 4096),) * 31),
     Case("drafts 16x4 on 2048", ((4, 2048),) * 16),
     Case("drafts 32x8 on 4096", ((8, 4096),) * 32),
+    decode(32, 2048, name="decode 32x2048 fp8", **FP8),
+    decode(128, 4096, name="decode 128x4096 fp8", **FP8),
+    decode(1, 131072, name="decode 1x131072 fp8", **FP8),
     Case("prefill 128", ((128, 128),)),
     Case("prefill 512", ((512, 512),)),
     Case("prefill 2048", ((2048, 2048),)),
     Case("prefill 8192", ((8192, 8192),)),
     Case("prefill 8x512", ((512, 512),) * 8),
     Case("prefill 8x2048", ((2048, 2048),) * 8),
+    Case("chunk 64 on 16384", ((64, 16384),)),
     Case("chunk 512 on 16384", ((512, 16384),)),
     Case("prefill 4096 dim 64", ((4096, 4096),), heads=(32, 8, 64)),
     Case("prefill 4096 16/8/256", ((4096, 4096),), heads=(16, 8, 256)),
@@ -158,7 +175,7 @@ def main() -> None:
     parser.add_argument("--splits", type=int, action="append", help="number of splits; may be repeated")
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "quire", quire.__version__)
-    print(f"{'case':32} {'floor':>8} {'µs':>9} {'of floor':>8}  tile, splits")
+    print(f"{'case':32} {'floor':>8} {'µs':>9} {'of floor':>8}  tile")
     for case in CASES:
         if args.only not in case.name:
             continue
@@ -171,10 +188,10 @@ def main() -> None:
                 try:
                     micros, plan = measure(case, tile, splits)
                 except Exception as error:
-                    print(f"{case.name:32} {text} {splits}: {type(error).__name__} {str(error)[:150]}")
+                    print(f"{case.name:32} {text} {splits}: {type(error).__name__} {str(error)[:300]}")
                     continue
                 t = plan.tile
-                chosen = f"{t.block_m}x{t.block_n} w{t.num_warps} s{t.num_stages} u{int(t.unmasked_loop)}, {plan.num_splits}"
+                chosen = f"{t.block_m}x{t.block_n} w{t.num_warps} s{t.num_stages} u{int(t.unmasked_loop)}, {plan.num_shares or 'no'} shares"
                 print(f"{case.name:32} {case.floor():8.1f} {micros:9.1f} {case.floor() / micros:8.0%}  {chosen}", flush=True)
 
 

@@ -22,7 +22,7 @@ LIBRARY.define(
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, Tensor? alibi_slopes, "
     "Tensor(a!)? acc, Tensor(b!)? m, Tensor(c!)? denom, Tensor(d!)? counter, "
     "int head_dim_v, float softmax_scale, bool causal, int? sliding_window, int? sliding_window_right, float? softcap, bool allow_tf32, "
-    "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_splits, int[] tile) -> (Tensor, Tensor)"
+    "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_shares, float merge_cost, int[] tile) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "
@@ -43,7 +43,7 @@ def attention(q, cache: PagedKVCache, plan: Plan, sinks, alibi_slopes) -> State:
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout,
         batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.cu_pages, batch.query_offsets, sinks, alibi_slopes, *scratch,
         spec.head_dim_v, spec.softmax_scale, spec.causal, spec.sliding_window, spec.sliding_window_right, spec.softcap, spec.allow_tf32,
-        plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, plan.num_splits, tile,
+        plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, plan.num_shares, plan.merge_cost, tile,
     )  # fmt: skip
     return State(out, lse)
 
@@ -71,7 +71,7 @@ def make_spec(*fields) -> AttentionSpec:
 def attention_impl(
     q, k, v, k_scale, v_scale, layout, page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, sinks, alibi_slopes, acc, m, denom, counter,
     head_dim_v, softmax_scale, causal, sliding_window, sliding_window_right, softcap, allow_tf32,
-    kernel, max_query_len, max_seq_len, num_tokens, num_splits, tile,
+    kernel, max_query_len, max_seq_len, num_tokens, num_shares, merge_cost, tile,
 ):  # fmt: skip
     """Put the nouns together and run the verb."""
     from quire import api
@@ -84,7 +84,7 @@ def attention_impl(
     batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets)
     scratch = None if acc is None else Scratch(acc, m, denom, counter)
     tile = Tile(*tile[:4], bool(tile[4]), *tile[5:]) if tile else None
-    plan = Plan(spec, batch, kernel, max_query_len, max_seq_len, num_tokens, device_traits(q.device), tile, num_splits, scratch, "compiled")
+    plan = Plan(spec, batch, kernel, max_query_len, max_seq_len, num_tokens, device_traits(q.device), tile, num_shares, scratch, "compiled", merge_cost)
     return tuple(api.attention(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=True))
 
 

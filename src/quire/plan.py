@@ -4,22 +4,21 @@ A plan is made from host numbers only. Lengths and page tables stay on the devic
 bounds it was made for.
 """
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 
 from quire.batch import Batch
 from quire.errors import UnsupportedError
+from quire.kernels.shares import FEW_TILES, MERGE_COST
 from quire.kernels.views import Scratch
 from quire.spec import AttentionSpec
 from quire.tuning.select import select
 from quire.tuning.space import Tile
 from quire.tuning.traits import Traits, device_traits
 
-MAX_SPLITS = 128  # of one block's keys
-MERGE_ROUND = 2.3  # what merging eight partial states costs, in tiles of keys (1.5 µs and 0.65 µs on an NVIDIA H200, 2026-11-20)
+MAX_SPLITS = 128  # of one sequence's keys, where the caller chooses
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,9 +34,10 @@ class Plan:
         num_tokens: most query tokens of the whole batch.
         traits: of the device.
         tile: the kernel's configuration; None for "torch".
-        num_splits: shares into which the keys of a block of rows are split.
-        scratch: partial states; None where nothing is split.
+        num_shares: equal shares into which the keys of the whole batch are cut, per KV head; 0 where a program owns a block of rows and all its keys.
+        scratch: partial states of blocks that are cut; None where none is.
         why: the reasons, in words.
+        merge_cost: what a partial state costs, in tiles of keys; 0 where the caller chose how many there are.
     """
 
     spec: AttentionSpec
@@ -48,9 +48,10 @@ class Plan:
     num_tokens: int
     traits: Traits
     tile: Tile | None
-    num_splits: int
+    num_shares: int
     scratch: Scratch | None
     why: str
+    merge_cost: float = MERGE_COST
 
     @property
     def search(self) -> bool:
@@ -58,9 +59,14 @@ class Plan:
         return self.tile is not None and self.max_query_len * self.spec.group_size > self.tile.block_m
 
     @property
-    def split_rows(self) -> int:
-        """Rows of a partial state; 0 where nothing is split."""
-        return split_rows(self.spec, self.tile, self.max_query_len) if self.scratch is not None else 0
+    def partial_rows(self) -> int:
+        """Rows of a partial state: one token's for decode, else a whole block, so that no step's length decides what is compiled."""
+        return min(self.tile.block_m, _power_of_two(self.spec.group_size)) if self.max_query_len <= 1 else self.tile.block_m
+
+    @property
+    def seqs_at_once(self) -> int:
+        """Sequences that a program looks at in one step when it finds its share."""
+        return 32 if self.batch.num_seqs <= 32 else 256
 
     def num_q_blocks(self, num_tokens: int) -> int:
         """Return how many blocks of rows `num_tokens` query tokens need at most, per KV head."""
@@ -78,7 +84,7 @@ class Plan:
         t = self.tile
         return (
             f"Plan(kernel={self.kernel!r}: {shape}; tile {t.block_m} rows × {t.block_n} keys, {t.num_warps} warps, {t.num_stages} stages, "
-            f"{self.num_q_blocks(self.num_tokens)} blocks × {self.spec.num_kv_heads} KV heads × {self.num_splits} splits; {self.why})"
+            f"{self.num_shares or self.num_q_blocks(self.num_tokens)} {'shares' if self.num_shares else 'blocks'} × {self.spec.num_kv_heads} KV heads; {self.why})"
         )
 
 
@@ -103,7 +109,7 @@ def plan(
         max_query_len: an upper bound of any sequence's queries in this batch.
         max_seq_len: an upper bound of any sequence's keys.
         num_tokens: an upper bound of the batch's query tokens; `num_seqs * max_query_len` when not given.
-        num_splits: into how many shares the keys are split, from 1 to 128; chosen to fill the device when not given.
+        num_splits: into how many parts the keys of a sequence are cut, on average over the batch, from 1 to 128; chosen to fill the device when not given.
         tile: the kernel's configuration; chosen by the device's decision tree when not given.
 
     Returns:
@@ -126,7 +132,7 @@ def plan(
     traits = device_traits(batch.device)
     if batch.device.type == "cpu" and not triton.knobs.runtime.interpret:
         why = "CPU tensors: vectorised PyTorch; Triton has no CPU driver"
-        return Plan(spec, batch, "torch", max_query_len, max_seq_len, num_tokens, traits, None, 1, None, why)
+        return Plan(spec, batch, "torch", max_query_len, max_seq_len, num_tokens, traits, None, 0, None, why)
     if batch.device.type == "cpu" and spec.dtype is torch.bfloat16:
         raise UnsupportedError("dtype must not be bfloat16 under Triton's interpreter, which computes it on raw bits and wrongly; use float32 or float16 there")
     if batch.device.type not in ("cuda", "cpu"):
@@ -136,42 +142,34 @@ def plan(
     why = "tile given by the caller"
     if tile is None:
         tile, why = select(spec, traits, _power_of_two(max_query_len * spec.group_size), _power_of_two(rows), _power_of_two(max_seq_len))
-    whole = Plan(spec, batch, "triton", max_query_len, max_seq_len, num_tokens, traits, tile, 1, None, why)
-    programs = whole.num_q_blocks(num_tokens) * spec.num_kv_heads
+    whole = Plan(spec, batch, "triton", max_query_len, max_seq_len, num_tokens, traits, tile, 0, None, why)
+    num_blocks = whole.num_q_blocks(num_tokens)
     if num_splits is None:
-        num_splits = choose_splits(programs, traits.num_sms * tile.programs_per_sm, triton.cdiv(max_seq_len, tile.block_n))
-        why += f", {num_splits} splits to fill {traits.num_sms} multiprocessors with {programs} programs"
-    if num_splits == 1 or programs == 0:
-        return Plan(spec, batch, "triton", max_query_len, max_seq_len, num_tokens, traits, tile, 1, None, why)
-    rows = split_rows(spec, tile, max_query_len)
-    slots, options = (programs, num_splits, rows), {"dtype": torch.float32, "device": batch.device}
+        num_shares = choose_shares(num_blocks, spec.num_kv_heads, traits.num_sms * tile.programs_per_sm, triton.cdiv(max_seq_len, tile.block_n), whole.search)
+    else:
+        num_shares = num_splits * num_blocks if num_splits > 1 else 0
+    if num_shares == 0:
+        return whole
+    why += f", {num_shares} shares for each of {spec.num_kv_heads} KV heads to fill {traits.num_sms} multiprocessors"
+    shared = replace(whole, num_shares=num_shares, why=why, merge_cost=MERGE_COST if num_splits is None else 0.0)
+    slots, options = (2 * num_shares, spec.num_kv_heads, shared.partial_rows), {"dtype": torch.float32, "device": batch.device}
     scratch = Scratch(
         acc=torch.empty(*slots, spec.head_dim_v, **options),
         m=torch.empty(slots, **options),
         denom=torch.empty(slots, **options),
-        counter=torch.zeros(programs, dtype=torch.int32, device=batch.device),
+        counter=torch.zeros(num_shares, spec.num_kv_heads, dtype=torch.int32, device=batch.device),
     )
-    return Plan(spec, batch, "triton", max_query_len, max_seq_len, num_tokens, traits, tile, num_splits, scratch, why)
+    return replace(shared, scratch=scratch)
 
 
-@cache
-def choose_splits(programs: int, capacity: int, tiles: int) -> int:
-    """Return into how many shares the keys are best split, when one share per block makes `programs` programs on a device that holds `capacity`.
+def choose_shares(num_blocks: int, num_kv_heads: int, capacity: int, tiles: int, search: bool) -> int:
+    """Return into how many shares a batch is best cut, per KV head, on a device that holds `capacity` programs; 0 to leave blocks of rows whole.
 
-    More shares mean fewer tiles one after the other, and more partial states to merge, eight in a round.
+    A sequence of several blocks is cut only where blocks alone would leave half of the device idle: uncut, each reads no more keys than it sees.
     """
-    if programs == 0 or programs >= capacity:
-        return 1
-
-    def cost(splits: int) -> float:
-        return -(-tiles // splits) + (MERGE_ROUND * -(-splits // 8) if splits > 1 else 0.0)
-
-    return min(range(1, max(1, min(capacity // programs, tiles, MAX_SPLITS)) + 1), key=cost)
-
-
-def split_rows(spec: AttentionSpec, tile: Tile, max_query_len: int) -> int:
-    """Return the rows of a partial state: one token's for decode, else a whole block, so that no step's length decides what is compiled."""
-    return min(tile.block_m, _power_of_two(spec.group_size)) if max_query_len <= 1 else tile.block_m
+    if tiles <= FEW_TILES.value or num_blocks == 0 or (search and 2 * num_blocks * num_kv_heads > capacity):
+        return 0
+    return min(max(1, capacity // num_kv_heads), num_blocks * tiles)
 
 
 def _power_of_two(value: float) -> int:

@@ -1,6 +1,6 @@
-"""The steps of paged attention: find the sequence, find the page, one online-softmax step, merge partial states, finish.
+"""The steps of paged attention: find the pages, attend to one tile of keys, merge partial states, finish.
 
-Each is a jit function that reads as its formula; `attention.py` strings them together. A running state is `(acc, m, denom)`: acc not
+Each is a jit function that reads as its formula; `blocks.py` and `shares.py` string them together. A running state is `(acc, m, denom)`: acc not
 normalised, m the maximum of the scores in base-2 exponents, denom the sum of exponentials relative to m. An empty state has m = -inf.
 """
 
@@ -9,24 +9,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def find_sequence(cu_seqlens_q, num_seqs, block, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the sequence that owns Q block `block`, and that sequence's first block.
-
-    A sequence has `q_len * GROUP` rows (query token, query head of the KV head). Block `cu_seqlens_q[s] * GROUP // BLOCK_M + s` is its first:
-    leaving one spare block per sequence makes this a function of the cumulative lengths alone, so that a binary search finds it.
-    """
-    low = 0
-    high = num_seqs
-    while low < high:  # the last sequence whose first block is at or before `block`
-        middle = (low + high) // 2
-        before = tl.load(cu_seqlens_q + middle) * GROUP // BLOCK_M + middle <= block
-        low = tl.where(before, middle + 1, low)
-        high = tl.where(before, high, middle)
-    seq = low - 1
-    return seq, tl.load(cu_seqlens_q + seq) * GROUP // BLOCK_M + seq
 
 
 @triton.jit
@@ -48,6 +30,56 @@ def dim_offsets(offs_d, stride_run, RUN: tl.constexpr, BLOCK: tl.constexpr):
     if RUN * 2 > BLOCK:  # a head is contiguous
         return offs_d
     return offs_d // RUN * stride_run + offs_d % RUN
+
+
+@triton.jit
+def attend_tile(
+    acc, m, denom, q, kv, page, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
+    MASKED: tl.constexpr, BAND: tl.constexpr, SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_RUN: tl.constexpr, V_RUN: tl.constexpr,
+):  # fmt: skip
+    """Load the tile of keys that begins at position `tile` and fold it into the state; without masks where every row sees every key."""
+    kv_pos = tile + tl.arange(0, BLOCK_N)
+    # Keys that no row sees may lie in pages that were freed or never written. They must not be read: 0 * NaN is NaN.
+    keep = (kv_pos >= kv_start) & (kv_pos < kv_stop)
+    slot = (tl.arange(0, BLOCK_N) if BLOCK_N % PAGE_SIZE == 0 else kv_pos) % PAGE_SIZE  # the former is the same in every tile
+    offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    page = page.to(tl.int64)  # page * stride passes 2^31
+    offs_k = slot * kv.k_slot + kv_head * kv.k_head + page * kv.k_page
+    offs_v = offs_k
+    if kv.v_page is not None:
+        offs_v = slot * kv.v_slot + kv_head * kv.v_head + page * kv.v_page
+    k_ptrs = kv.k + offs_k[:, None] + dim_offsets(offs_d, kv.k_run, K_RUN, BLOCK_D)[None, :]
+    v_ptrs = kv.v + offs_v[:, None] + dim_offsets(offs_dv, kv.v_run, V_RUN, BLOCK_DV)[None, :]
+    k = DECODE(load_tile(k_ptrs, keep, offs_d, MASKED, HEAD_DIM, BLOCK_D), q.dtype)
+    v = DECODE(load_tile(v_ptrs, keep, offs_dv, MASKED, HEAD_DIM_V, BLOCK_DV), q.dtype)
+
+    scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+    v_scale = None
+    if TOKEN_SCALES:
+        offs_scale = page * kv.scale_page + slot * kv.scale_slot + kv_head * kv.scale_head
+        scores *= tl.load(kv.k_scale + offs_scale, mask=keep, other=0.0)[None, :]
+        v_scale = tl.load(kv.v_scale + offs_scale, mask=keep, other=0.0)
+    if SCORE_MOD is not None:
+        scores = SCORE_MOD(scores * scale, q_pos, kv_pos, slopes, softcap)
+    if MASKED:
+        visible = keep[None, :]
+        if BAND:  # rows of several query tokens, which see different keys
+            visible = visible & (kv_pos[None, :] >= q_pos[:, None] - back) & (kv_pos[None, :] <= q_pos[:, None] + ahead)
+        scores = tl.where(visible, scores, float("-inf"))
+    return softmax_step(acc, m, denom, scores, v, v_scale, exponent_scale, INPUT_PRECISION)
+
+
+@triton.jit
+def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    if MASKED and DIM == BLOCK:
+        return tl.load(ptrs, mask=keep[:, None], other=0.0)
+    if MASKED:
+        return tl.load(ptrs, mask=keep[:, None] & (offs_d < DIM)[None, :], other=0.0)
+    if DIM == BLOCK:
+        return tl.load(ptrs)
+    return tl.load(ptrs, mask=(offs_d < DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -83,3 +115,19 @@ def finish(acc, m, denom):
     out = acc * inverse[:, None]
     lse = tl.where(seen, m * LN2 + tl.log(safe), float("-inf"))
     return out, lse
+
+
+@triton.jit
+def store_result(
+    out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, acc, m, denom, v_scale,
+    token, head, owned, offs_dv, HEAD_DIM_V: tl.constexpr,
+):  # fmt: skip
+    """Finish a state and write columns `offs_dv` of its rows; `token` is int64."""
+    if sinks_ptr is not None:  # one more key, of score sink[h] and value 0
+        sink = tl.load(sinks_ptr + head, mask=owned, other=0.0).to(tl.float32) * LOG2E
+        acc, m, denom = merge(acc, m, denom, tl.zeros_like(acc), sink, tl.zeros_like(sink) + 1.0)
+    out, lse = finish(acc, m, denom)
+    ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_dv[None, :]
+    tl.store(ptrs, (out * v_scale).to(out_ptr.dtype.element_ty), mask=owned[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + token * stride_lse + head, lse, mask=owned)

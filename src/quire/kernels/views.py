@@ -36,12 +36,15 @@ class PagedKV(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Partial states of split sequences, and the counters by which the last program of each knows that it is the last."""
+    """Partial states of blocks that are cut, and the counters by which the last program of each knows that it is the last.
 
-    acc: Any  # [num_q_blocks * num_kv_heads, num_splits, rows, head_dim_v] float32, not normalised
-    m: Any  # [num_q_blocks * num_kv_heads, num_splits, rows] float32, running maximum in base-2 exponents
+    A share has two slots: the first for the block in whose midst it begins, the second for the one that it leaves unfinished.
+    """
+
+    acc: Any  # [2 * num_shares, num_kv_heads, rows, head_dim_v] float32, not normalised
+    m: Any  # [2 * num_shares, num_kv_heads, rows] float32, running maximum in base-2 exponents
     denom: Any  # same shape, sum of exponentials relative to m
-    counter: Any  # [num_q_blocks * num_kv_heads] int32, 0 between launches
+    counter: Any  # [num_shares, num_kv_heads] int32, 0 between launches; a block counts at the share in which it begins
 
 
 def paged_kv(cache: PagedKVCache, batch: Batch, as_bytes: bool) -> PagedKV:

@@ -1,0 +1,250 @@
+"""Attention, each program an equal share of the batch's keys: decode and drafted tokens at any mix of lengths.
+
+All tiles of keys of all sequences lie in one row: sequence after sequence, and in a sequence once for each of its blocks of rows. The row is cut into
+equal shares, wherever the cuts fall. The grid is [num_shares * num_kv_heads]: one program owns one share for one KV head, walks it tile by tile
+without a pause in its loads, and writes what it finished. Of a block that is cut, each program leaves a partial state in scratch, two at most (a block it
+began in the midst of, and one it leaves unfinished), and the last of them to finish, by an atomic counter, merges them in the order of the keys, so that
+results do not depend on who that is. Every program computes the cuts for itself from the lengths on the device.
+
+Equal shares of a flat row of work are those of Stream-K (arXiv 2301.03598), applied to the splits of Flash-Decoding.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.primitives import LOG2E, attend_tile, find_pages, merge, store_result
+
+MERGE_COST = 0.29  # of one partial state, in tiles of keys (eight at once take 1.5 µs, a tile 0.65 µs; NVIDIA H200, 2026-11-20)
+FEW_TILES = tl.constexpr(4)  # a block of so few tiles is faster alone than cut and merged
+
+
+@triton.jit
+def sequence_span(kv, cu_seqlens_q, seq, back, ahead, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return of sequence `seq`, or of a vector of them, its queries, the keys that any of them sees, and how many tiles and blocks these are.
+
+    Neither is ever 0: a row of padding costs one tile in which nothing is loaded, and has its zeros written.
+    """
+    seq_len = tl.load(kv.seq_lens + seq)
+    q_start = seq
+    q_len = seq * 0 + 1
+    if cu_seqlens_q is not None:
+        q_start = tl.load(cu_seqlens_q + seq)
+        q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
+    if kv.query_offsets is None:
+        first_pos = seq_len - q_len
+    else:
+        first_pos = tl.load(kv.query_offsets + seq)
+    kv_start = tl.maximum(first_pos - back, 0)
+    kv_stop = tl.maximum(tl.minimum(first_pos + q_len + ahead, seq_len), 0)
+    first_tile = kv_start // BLOCK_N
+    num_tiles = tl.maximum(tl.cdiv(kv_stop, BLOCK_N) - first_tile, 1)
+    num_blocks = tl.maximum(tl.cdiv(q_len * GROUP, BLOCK_M), 1)
+    return q_start, q_len, first_pos, kv_start, kv_stop, first_tile, num_tiles, num_blocks
+
+
+@triton.jit
+def count_units(
+    kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr
+):  # fmt: skip
+    """Return how many units of work (tiles times blocks) each of the SEQS sequences from `first` on has."""
+    seqs = first + tl.arange(0, SEQS)
+    _, _, _, _, _, _, num_tiles, num_blocks = sequence_span(kv, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1), back, ahead, GROUP, BLOCK_M, BLOCK_N)
+    return tl.where(seqs < num_seqs, num_tiles * num_blocks, 0)
+
+
+@triton.jit
+def find_share(
+    kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Return the units of a share, which end at `high`, their number in every share, the sequence of the first of them, and that sequence's first unit."""
+    total = 0
+    for first in tl.range(0, num_seqs, SEQS, num_stages=1):
+        total += tl.sum(count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS), 0)
+    # A cut costs a merge: s tiles one after the other and t / s partial states cost least together at the root of t * merge_cost.
+    mean = total.to(tl.float32) / num_seqs
+    shortest = tl.where((mean <= FEW_TILES) & (merge_cost > 0), mean, tl.sqrt(mean * merge_cost))
+    share = tl.maximum(tl.cdiv(total, num_shares), (shortest + 0.5).to(tl.int32))
+    low = share_id * share
+    high = tl.minimum(low + share, total)
+    seq, seq_unit, end = 0, 0, 0
+    for first in tl.range(0, num_seqs, SEQS, num_stages=1):
+        units = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS)
+        ends = end + tl.cumsum(units, 0)
+        before = (ends <= low) & (units > 0)
+        seq += tl.sum(before.to(tl.int32), 0)
+        seq_unit = tl.maximum(seq_unit, tl.max(tl.where(before, ends, 0), 0))
+        end += tl.sum(units, 0)
+    return low, high, share, seq, seq_unit
+
+
+@triton.jit
+def table_row(kv, seq, stride_table):
+    """Return where a sequence's page numbers begin."""
+    if kv.cu_pages is None:
+        return kv.page_table + seq.to(tl.int64) * stride_table
+    else:
+        return kv.page_table + tl.load(kv.cu_pages + seq)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_shares", "stride_table", "back", "ahead"])
+def shares_kernel(
+    q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
+    out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
+    lse_ptr,  # [num_tokens, num_q_heads] float32, or None
+    kv,  # views.PagedKV
+    scratch,  # views.Scratch
+    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
+    sinks_ptr,  # [num_q_heads], or None
+    slopes_ptr,  # [num_q_heads], or None
+    scale, softcap, back, ahead, num_seqs, num_shares,
+    merge_cost,  # of a partial state, in tiles; 0 to cut wherever shares are equal
+    stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_RUN: tl.constexpr, V_RUN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, ROWS: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT_LAUNCH:  # started before the kernel ahead of it in the stream was done
+        gdc_wait()
+    share_id = tl.program_id(0) // NUM_KV_HEADS  # neighbours read the same pages, of other heads, at the same time
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    low, high, share, seq, seq_unit = find_share(kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS)
+    if low >= high:
+        return
+    q_start, q_len, first_pos, kv_start, kv_stop, first_tile, num_tiles, num_blocks = sequence_span(
+        kv, cu_seqlens_q, seq, back, ahead, GROUP, BLOCK_M, BLOCK_N
+    )
+    block = (low - seq_unit) // num_tiles
+    block_unit = seq_unit + block * num_tiles  # the block's first unit
+    tile = first_tile + low - block_unit
+    page = find_pages(table_row(kv, seq, stride_table), tile * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+    cut_seq, cut_block, cut_unit, cut_tiles = seq, block, block_unit, num_tiles  # the block in whose midst the share may begin
+
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    v_scale = 1.0
+    if kv.k_scale is not None and not TOKEN_SCALES:
+        scale = scale * tl.load(kv.k_scale + kv_head * kv.scale_head)
+        v_scale = tl.load(kv.v_scale + kv_head * kv.scale_head)
+    exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    denom = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for unit in tl.range(low, high):
+        # The tile after this one, its pages already asked for.
+        block_ends = unit + 1 == block_unit + num_tiles
+        next_block = block + block_ends.to(tl.int32)
+        seq_ends = next_block == num_blocks
+        next_block = tl.where(seq_ends, 0, next_block)
+        next_seq = tl.minimum(seq + seq_ends.to(tl.int32), num_seqs - 1)
+        next_q_start, next_q_len, next_first_pos, next_kv_start, next_kv_stop, next_first_tile, next_num_tiles, next_num_blocks = sequence_span(
+            kv, cu_seqlens_q, next_seq, back, ahead, GROUP, BLOCK_M, BLOCK_N
+        )
+        next_tile = tl.where(block_ends, next_first_tile, tile + 1)
+        next_page = find_pages(table_row(kv, next_seq, stride_table), next_tile * BLOCK_N, next_kv_start, next_kv_stop, PAGE_SIZE, BLOCK_N)
+
+        rows = block * BLOCK_M + offs_m
+        owned = rows < q_len * GROUP
+        head = kv_head * GROUP + rows % GROUP
+        token = (q_start + rows // GROUP).to(tl.int64)
+        q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + offs_d[None, :]
+        q = tl.load(q_ptrs, mask=owned[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        slopes = None
+        if slopes_ptr is not None:
+            slopes = tl.load(slopes_ptr + head, mask=owned, other=0.0).to(tl.float32)
+        acc, m, denom = attend_tile(
+            acc, m, denom, q, kv, page, tile * BLOCK_N, kv_head, first_pos + rows // GROUP, slopes, kv_start, kv_stop,
+            exponent_scale, scale, softcap, back, ahead,
+            True, BAND, SCORE_MOD, DECODE, TOKEN_SCALES, INPUT_PRECISION,
+            PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
+        )  # fmt: skip
+
+        if block_ends | (unit + 1 == high):
+            if block_ends & (block_unit >= low):
+                store_result(
+                    out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, acc, m, denom, v_scale,
+                    token, head, owned, tl.arange(0, BLOCK_DV), HEAD_DIM_V,
+                )  # fmt: skip
+            else:
+                slot = 2 * share_id + (block_unit >= low).to(tl.int32)
+                leave_partial(scratch, acc, m, denom, slot * NUM_KV_HEADS + kv_head, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
+        acc = tl.where(block_ends, 0.0, acc)
+        m = tl.where(block_ends, float("-inf"), m)
+        denom = tl.where(block_ends, 0.0, denom)
+        seq, block, tile, page = next_seq, next_block, next_tile, next_page
+        block_unit = tl.where(block_ends, unit + 1, block_unit)
+        q_start, q_len, first_pos, kv_start, kv_stop = next_q_start, next_q_len, next_first_pos, next_kv_start, next_kv_stop
+        num_tiles, num_blocks = next_num_tiles, next_num_blocks
+
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    for end in tl.range(0, 2, num_stages=1):  # the block in whose midst the share begins, and the one that it leaves unfinished
+        at_seq, at_block = tl.where(end == 0, cut_seq, seq), tl.where(end == 0, cut_block, block)
+        at_unit, at_tiles = tl.where(end == 0, cut_unit, block_unit), tl.where(end == 0, cut_tiles, num_tiles)
+        is_cut = tl.where(end == 0, at_unit < low, (at_unit >= low) & (at_unit < high))
+        if is_cut:
+            first_share = at_unit // share
+            num_partials = (at_unit + at_tiles - 1) // share - first_share + 1
+            if is_last(scratch, first_share * NUM_KV_HEADS + kv_head, num_partials):
+                q_start, q_len, _, _, _, _, _, _ = sequence_span(kv, cu_seqlens_q, at_seq, back, ahead, GROUP, BLOCK_M, BLOCK_N)
+                rows = at_block * BLOCK_M + tl.arange(0, ROWS)
+                token, head = (q_start + rows // GROUP).to(tl.int64), kv_head * GROUP + rows % GROUP
+                # Some columns at a time, so that a merge needs fewer registers than the loop above.
+                COLUMNS: tl.constexpr = min(BLOCK_DV, max(32, 4096 // ROWS))
+                for first_column in tl.static_range(0, BLOCK_DV, COLUMNS):
+                    offs_dv = first_column + tl.arange(0, COLUMNS)
+                    merged_acc, merged_m, merged_denom = merge_partials(
+                        scratch, first_share, num_partials, kv_head, offs_dv, HEAD_DIM_V, COLUMNS, ROWS, NUM_KV_HEADS
+                    )
+                    store_result(
+                        out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, merged_acc, merged_m, merged_denom, v_scale,
+                        token, head, rows < q_len * GROUP, offs_dv, HEAD_DIM_V,
+                    )  # fmt: skip
+
+
+@triton.jit
+def leave_partial(scratch, acc, m, denom, slot, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr):
+    """Write a partial state to its slot."""
+    offs_m, offs_dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+    rows = slot * ROWS + offs_m
+    tl.store(scratch.m + rows, m, mask=offs_m < ROWS)
+    tl.store(scratch.denom + rows, denom, mask=offs_m < ROWS)
+    ptrs = scratch.acc + rows.to(tl.int64)[:, None] * HEAD_DIM_V + offs_dv[None, :]
+    tl.store(ptrs, acc, mask=(offs_m < ROWS)[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+
+
+@triton.jit
+def is_last(scratch, counter, num_partials):
+    """Count this program's arrival at a block; return whether all of the block's partial states have now been written. The counter is left at 0."""
+    last = tl.atomic_add(scratch.counter + counter, 1, sem="acq_rel") == num_partials - 1
+    if last:
+        tl.store(scratch.counter + counter, 0)
+    return last
+
+
+@triton.jit
+def merge_partials(
+    scratch, first_share, num_partials, kv_head, offs_dv,
+    HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Merge columns `offs_dv` of a block's partial states in the order of their keys, as many states at a time as fit registers."""
+    WIDTH: tl.constexpr = max(1, min(8, 16384 // (ROWS * COLUMNS)))
+    offs_r = tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    denom = tl.zeros([ROWS], tl.float32)
+    for first in tl.range(0, num_partials, WIDTH, num_stages=1):
+        accs, ms, denoms = (), (), ()
+        for i in tl.static_range(WIDTH):  # all loads of a round are in flight together; past L1 (.cg), since other programs wrote
+            present = (first + i + tl.zeros_like(offs_r)) < num_partials
+            slot = 2 * (first_share + first + i) + (first + i == 0)  # the first share left the block unfinished, the others began in its midst
+            rows = (slot * NUM_KV_HEADS + kv_head) * ROWS + offs_r
+            ms = ms + (tl.load(scratch.m + rows, mask=present, other=float("-inf"), cache_modifier=".cg"),)
+            denoms = denoms + (tl.load(scratch.denom + rows, mask=present, other=0.0, cache_modifier=".cg"),)
+            ptrs = scratch.acc + rows.to(tl.int64)[:, None] * HEAD_DIM_V + offs_dv[None, :]
+            accs = accs + (tl.load(ptrs, mask=present[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0, cache_modifier=".cg"),)
+        for i in tl.static_range(WIDTH):
+            acc, m, denom = merge(acc, m, denom, accs[i], ms[i], denoms[i])
+    return acc, m, denom
