@@ -91,6 +91,8 @@ CASES = (
     decode(32, 2048, name="decode 32x2048 fp8", **FP8),
     decode(128, 4096, name="decode 128x4096 fp8", **FP8),
     decode(1, 131072, name="decode 1x131072 fp8", **FP8),
+    Case("drafts 32x8 on 4096 fp8", ((8, 4096),) * 32, **FP8),
+    Case("prefill 8192 fp8", ((8192, 8192),), **FP8),
     Case("prefill 128", ((128, 128),)),
     Case("prefill 512", ((512, 512),)),
     Case("prefill 2048", ((2048, 2048),)),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.primitives import LOG2E, attend_tile, find_pages, store_result
+from quire.kernels.primitives import LOG2E, attend_tile, empty_state, find_pages, load_queries, store_result, whole
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def blocks_kernel(
     stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_RUN: tl.constexpr, V_RUN: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNMASKED_LOOP: tl.constexpr, SEARCH: tl.constexpr, BAND: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT_LAUNCH:  # started before the kernel ahead of it in the stream was done
@@ -102,12 +102,8 @@ def blocks_kernel(
     tile = full_start * BLOCK_N
     page = find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # on its way while the queries are loaded
 
-    offs_d = tl.arange(0, BLOCK_D)
-    q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + offs_d[None, :]
-    q = tl.load(q_ptrs, mask=owned[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    denom = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    q = load_queries(q_ptr + token * stride_q_token + head * stride_q_head, owned, HEAD_DIM, BLOCK_D, PAIRS)
+    acc, m, denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + head, mask=owned, other=0.0).to(tl.float32)
@@ -122,7 +118,7 @@ def blocks_kernel(
             next_page = find_pages(row, (i + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
             acc, m, denom = attend_tile(
                 acc, m, denom, q, kv, page, i * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
-                False, BAND, SCORE_MOD, DECODE, TOKEN_SCALES, INPUT_PRECISION,
+                False, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
                 PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
             )  # fmt: skip
             page = next_page
@@ -135,7 +131,7 @@ def blocks_kernel(
         next_page = find_pages(row, next_tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         acc, m, denom = attend_tile(
             acc, m, denom, q, kv, page, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
-            True, BAND, SCORE_MOD, DECODE, TOKEN_SCALES, INPUT_PRECISION,
+            True, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
             PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
         )  # fmt: skip
         tile, page = next_tile, next_page
@@ -143,6 +139,6 @@ def blocks_kernel(
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     store_result(
-        out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, acc, m, denom, v_scale,
+        out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, whole(acc, BLOCK_M, BLOCK_DV, PAIRS), m, denom, v_scale,
         token, head, owned, tl.arange(0, BLOCK_DV), HEAD_DIM_V,
     )  # fmt: skip

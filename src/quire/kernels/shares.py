@@ -1,10 +1,10 @@
 """Attention, each program an equal share of the batch's keys: decode and drafted tokens at any mix of lengths.
 
 All tiles of keys of all sequences lie in one row: sequence after sequence, and in a sequence once for each of its blocks of rows. The row is cut into
-equal shares, wherever the cuts fall. The grid is [num_shares * num_kv_heads]: one program owns one share for one KV head, walks it tile by tile
-without a pause in its loads, and writes what it finished. Of a block that is cut, each program leaves a partial state in scratch, two at most (a block it
-began in the midst of, and one it leaves unfinished), and the last of them to finish, by an atomic counter, merges them in the order of the keys, so that
-results do not depend on who that is. Every program computes the cuts for itself from the lengths on the device.
+equal shares, wherever the cuts fall. The grid is [num_shares * num_kv_heads]: one program owns one share for one KV head and walks it block by block. Of
+a block that is cut, each program leaves a partial state in scratch, two at most (of a block it begins in the midst of, and of one it leaves unfinished),
+and the last of them to finish, by an atomic counter, merges them in the order of the keys, so that results do not depend on who that is. Every program
+computes the cuts for itself from the lengths on the device.
 
 Equal shares of a flat row of work are those of Stream-K (arXiv 2301.03598), applied to the splits of Flash-Decoding.
 """
@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.primitives import LOG2E, attend_tile, find_pages, merge, store_result
+from quire.kernels.primitives import LOG2E, attend_tile, empty_state, find_pages, load_queries, store_result, whole
 
 MERGE_COST = 0.29  # of one partial state, in tiles of keys (eight at once take 1.5 µs, a tile 0.65 µs; NVIDIA H200, 2026-11-20)
+SHORT_SHARE = tl.constexpr(8)  # tiles; after longer ones, programs of the next kernel would crowd the multiprocessors that are done first
 FEW_TILES = tl.constexpr(4)  # a block of so few tiles is faster alone than cut and merged
 
 
@@ -56,36 +57,44 @@ def count_units(
 @triton.jit
 def find_share(
     kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,
 ):  # fmt: skip
     """Return the units of a share, which end at `high`, their number in every share, the sequence of the first of them, and that sequence's first unit."""
-    total = 0
-    for first in tl.range(0, num_seqs, SEQS, num_stages=1):
-        total += tl.sum(count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS), 0)
+    units = count_units(kv, cu_seqlens_q, 0, num_seqs, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS)
+    total, longest = tl.sum(units, 0), tl.max(units, 0)
+    if MORE_SEQS:
+        for first in tl.range(SEQS, num_seqs, SEQS, num_stages=1):
+            more = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS)
+            total += tl.sum(more, 0)
+            longest = tl.maximum(longest, tl.max(more, 0))
     # A cut costs a merge: s tiles one after the other and t / s partial states cost least together at the root of t * merge_cost.
     mean = total.to(tl.float32) / num_seqs
     shortest = tl.where((mean <= FEW_TILES) & (merge_cost > 0), mean, tl.sqrt(mean * merge_cost))
     share = tl.maximum(tl.cdiv(total, num_shares), (shortest + 0.5).to(tl.int32))
+    # Where all sequences are alike, a share a little longer may end where they do, and nothing is left to merge.
+    if (longest * num_seqs == total) & (merge_cost > 0):
+        even = tl.where(share < longest, tl.cdiv(longest, tl.maximum(longest // share, 1)), tl.cdiv(share, longest) * longest)
+        share = tl.where(even <= share + FEW_TILES, even, share)
     low = share_id * share
     high = tl.minimum(low + share, total)
-    seq, seq_unit, end = 0, 0, 0
-    for first in tl.range(0, num_seqs, SEQS, num_stages=1):
-        units = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS)
-        ends = end + tl.cumsum(units, 0)
-        before = (ends <= low) & (units > 0)
-        seq += tl.sum(before.to(tl.int32), 0)
-        seq_unit = tl.maximum(seq_unit, tl.max(tl.where(before, ends, 0), 0))
-        end += tl.sum(units, 0)
+    seq, seq_unit = find_sequence(units, 0, low)
+    if MORE_SEQS:
+        end = tl.sum(units, 0)
+        for first in tl.range(SEQS, num_seqs, SEQS, num_stages=1):
+            units = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS)
+            seqs_before, unit = find_sequence(units, end, low)
+            seq += seqs_before
+            seq_unit = tl.maximum(seq_unit, unit)
+            end += tl.sum(units, 0)
     return low, high, share, seq, seq_unit
 
 
 @triton.jit
-def table_row(kv, seq, stride_table):
-    """Return where a sequence's page numbers begin."""
-    if kv.cu_pages is None:
-        return kv.page_table + seq.to(tl.int64) * stride_table
-    else:
-        return kv.page_table + tl.load(kv.cu_pages + seq)
+def find_sequence(units, first_unit, unit):
+    """Return how many of these sequences, whose units begin at `first_unit`, end at or before `unit`, and where the last of them ends; 0 if none does."""
+    ends = first_unit + tl.cumsum(units, 0)
+    before = (ends <= unit) & (units > 0)
+    return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_shares", "stride_table", "back", "ahead"])
@@ -103,105 +112,91 @@ def shares_kernel(
     stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_RUN: tl.constexpr, V_RUN: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, ROWS: tl.constexpr, SEQS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, ROWS: tl.constexpr,
+    SEARCH: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT_LAUNCH:  # started before the kernel ahead of it in the stream was done
         gdc_wait()
     share_id = tl.program_id(0) // NUM_KV_HEADS  # neighbours read the same pages, of other heads, at the same time
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    low, high, share, seq, seq_unit = find_share(kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS)
-    if low >= high:
-        return
-    q_start, q_len, first_pos, kv_start, kv_stop, first_tile, num_tiles, num_blocks = sequence_span(
-        kv, cu_seqlens_q, seq, back, ahead, GROUP, BLOCK_M, BLOCK_N
+    unit, high, share, seq, seq_unit = find_share(
+        kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS, MORE_SEQS
     )
-    block = (low - seq_unit) // num_tiles
-    block_unit = seq_unit + block * num_tiles  # the block's first unit
-    tile = first_tile + low - block_unit
-    page = find_pages(table_row(kv, seq, stride_table), tile * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
-    cut_seq, cut_block, cut_unit, cut_tiles = seq, block, block_unit, num_tiles  # the block in whose midst the share may begin
-
-    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     v_scale = 1.0
     if kv.k_scale is not None and not TOKEN_SCALES:
         scale = scale * tl.load(kv.k_scale + kv_head * kv.scale_head)
         v_scale = tl.load(kv.v_scale + kv_head * kv.scale_head)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    denom = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for unit in tl.range(low, high):
-        # The tile after this one, its pages already asked for.
-        block_ends = unit + 1 == block_unit + num_tiles
-        next_block = block + block_ends.to(tl.int32)
-        seq_ends = next_block == num_blocks
-        next_block = tl.where(seq_ends, 0, next_block)
-        next_seq = tl.minimum(seq + seq_ends.to(tl.int32), num_seqs - 1)
-        next_q_start, next_q_len, next_first_pos, next_kv_start, next_kv_stop, next_first_tile, next_num_tiles, next_num_blocks = sequence_span(
-            kv, cu_seqlens_q, next_seq, back, ahead, GROUP, BLOCK_M, BLOCK_N
+    offs_m, offs_dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+
+    while unit < high:  # a block, or the part of it that lies in this share
+        q_start, q_len, first_pos, kv_start, kv_stop, first_tile, num_tiles, num_blocks = sequence_span(
+            kv, cu_seqlens_q, seq, back, ahead, GROUP, BLOCK_M, BLOCK_N
         )
-        next_tile = tl.where(block_ends, next_first_tile, tile + 1)
-        next_page = find_pages(table_row(kv, next_seq, stride_table), next_tile * BLOCK_N, next_kv_start, next_kv_stop, PAGE_SIZE, BLOCK_N)
+        block = 0
+        if SEARCH:
+            block = (unit - seq_unit) // num_tiles
+        block_unit = seq_unit + block * num_tiles
+        start = first_tile + unit - block_unit
+        num_here = tl.minimum(block_unit + num_tiles, high) - unit
+        if kv.cu_pages is None:
+            row = kv.page_table + seq.to(tl.int64) * stride_table
+        else:
+            row = kv.page_table + tl.load(kv.cu_pages + seq)
+        page = find_pages(row, start * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # on its way while the queries are loaded
 
         rows = block * BLOCK_M + offs_m
         owned = rows < q_len * GROUP
+        q_pos = first_pos + rows // GROUP
         head = kv_head * GROUP + rows % GROUP
         token = (q_start + rows // GROUP).to(tl.int64)
-        q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + offs_d[None, :]
-        q = tl.load(q_ptrs, mask=owned[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        q = load_queries(q_ptr + token * stride_q_token + head * stride_q_head, owned, HEAD_DIM, BLOCK_D, PAIRS)
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + head, mask=owned, other=0.0).to(tl.float32)
-        acc, m, denom = attend_tile(
-            acc, m, denom, q, kv, page, tile * BLOCK_N, kv_head, first_pos + rows // GROUP, slopes, kv_start, kv_stop,
-            exponent_scale, scale, softcap, back, ahead,
-            True, BAND, SCORE_MOD, DECODE, TOKEN_SCALES, INPUT_PRECISION,
-            PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
-        )  # fmt: skip
+        acc, m, denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
+        for tile in tl.range(start, start + num_here):
+            next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+            acc, m, denom = attend_tile(
+                acc, m, denom, q, kv, page, tile * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
+                True, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
+                PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
+            )  # fmt: skip
+            page = next_page
+        acc = whole(acc, BLOCK_M, BLOCK_DV, PAIRS)
 
-        if block_ends | (unit + 1 == high):
-            if block_ends & (block_unit >= low):
-                store_result(
-                    out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, acc, m, denom, v_scale,
-                    token, head, owned, tl.arange(0, BLOCK_DV), HEAD_DIM_V,
-                )  # fmt: skip
-            else:
-                slot = 2 * share_id + (block_unit >= low).to(tl.int32)
-                leave_partial(scratch, acc, m, denom, slot * NUM_KV_HEADS + kv_head, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
-        acc = tl.where(block_ends, 0.0, acc)
-        m = tl.where(block_ends, float("-inf"), m)
-        denom = tl.where(block_ends, 0.0, denom)
-        seq, block, tile, page = next_seq, next_block, next_tile, next_page
-        block_unit = tl.where(block_ends, unit + 1, block_unit)
-        q_start, q_len, first_pos, kv_start, kv_stop = next_q_start, next_q_len, next_first_pos, next_kv_start, next_kv_stop
-        num_tiles, num_blocks = next_num_tiles, next_num_blocks
-
-    if DEPENDENT_LAUNCH:
-        gdc_launch_dependents()
-    tl.debug_barrier()  # every thread's stores come before the one thread's release
-    for end in tl.range(0, 2, num_stages=1):  # the block in whose midst the share begins, and the one that it leaves unfinished
-        at_seq, at_block = tl.where(end == 0, cut_seq, seq), tl.where(end == 0, cut_block, block)
-        at_unit, at_tiles = tl.where(end == 0, cut_unit, block_unit), tl.where(end == 0, cut_tiles, num_tiles)
-        is_cut = tl.where(end == 0, at_unit < low, (at_unit >= low) & (at_unit < high))
-        if is_cut:
-            first_share = at_unit // share
-            num_partials = (at_unit + at_tiles - 1) // share - first_share + 1
+        if DEPENDENT_LAUNCH:
+            if (unit + num_here == high) & (share <= SHORT_SHARE):
+                gdc_launch_dependents()
+        if num_here == num_tiles:
+            store_result(
+                out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, acc, m, denom, v_scale,
+                token, head, owned, offs_dv, HEAD_DIM_V,
+            )  # fmt: skip
+        else:
+            first_share = block_unit // share
+            num_partials = (block_unit + num_tiles - 1) // share - first_share + 1
+            slot = 2 * share_id + (share_id == first_share).to(tl.int32)
+            leave_partial(scratch, acc, m, denom, slot * NUM_KV_HEADS + kv_head, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
             if is_last(scratch, first_share * NUM_KV_HEADS + kv_head, num_partials):
-                q_start, q_len, _, _, _, _, _, _ = sequence_span(kv, cu_seqlens_q, at_seq, back, ahead, GROUP, BLOCK_M, BLOCK_N)
-                rows = at_block * BLOCK_M + tl.arange(0, ROWS)
-                token, head = (q_start + rows // GROUP).to(tl.int64), kv_head * GROUP + rows % GROUP
+                kept = block * BLOCK_M + tl.arange(0, ROWS)
+                kept_token, kept_head = (q_start + kept // GROUP).to(tl.int64), kv_head * GROUP + kept % GROUP
                 # Some columns at a time, so that a merge needs fewer registers than the loop above.
                 COLUMNS: tl.constexpr = min(BLOCK_DV, max(32, 4096 // ROWS))
                 for first_column in tl.static_range(0, BLOCK_DV, COLUMNS):
-                    offs_dv = first_column + tl.arange(0, COLUMNS)
+                    columns = first_column + tl.arange(0, COLUMNS)
                     merged_acc, merged_m, merged_denom = merge_partials(
-                        scratch, first_share, num_partials, kv_head, offs_dv, HEAD_DIM_V, COLUMNS, ROWS, NUM_KV_HEADS
+                        scratch, first_share, num_partials, kv_head, columns, HEAD_DIM_V, COLUMNS, ROWS, NUM_KV_HEADS
                     )
                     store_result(
                         out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, merged_acc, merged_m, merged_denom, v_scale,
-                        token, head, rows < q_len * GROUP, offs_dv, HEAD_DIM_V,
+                        kept_token, kept_head, kept < q_len * GROUP, columns, HEAD_DIM_V,
                     )  # fmt: skip
+        unit += num_here
+        seq_ends = unit == seq_unit + num_tiles * num_blocks
+        seq += seq_ends.to(tl.int32)
+        seq_unit = tl.where(seq_ends, unit, seq_unit)
 
 
 @triton.jit
@@ -213,6 +208,7 @@ def leave_partial(scratch, acc, m, denom, slot, HEAD_DIM_V: tl.constexpr, BLOCK_
     tl.store(scratch.denom + rows, denom, mask=offs_m < ROWS)
     ptrs = scratch.acc + rows.to(tl.int64)[:, None] * HEAD_DIM_V + offs_dv[None, :]
     tl.store(ptrs, acc, mask=(offs_m < ROWS)[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
 
 
 @triton.jit
@@ -245,6 +241,14 @@ def merge_partials(
             denoms = denoms + (tl.load(scratch.denom + rows, mask=present, other=0.0, cache_modifier=".cg"),)
             ptrs = scratch.acc + rows.to(tl.int64)[:, None] * HEAD_DIM_V + offs_dv[None, :]
             accs = accs + (tl.load(ptrs, mask=present[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0, cache_modifier=".cg"),)
+        m_new = m
         for i in tl.static_range(WIDTH):
-            acc, m, denom = merge(acc, m, denom, accs[i], ms[i], denoms[i])
+            m_new = tl.maximum(m_new, ms[i])
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - shift)
+        acc, m, denom = acc * alpha[:, None], m_new, denom * alpha
+        for i in tl.static_range(WIDTH):
+            alpha = tl.exp2(ms[i] - shift)
+            acc += accs[i] * alpha[:, None]
+            denom += denoms[i] * alpha
     return acc, m, denom

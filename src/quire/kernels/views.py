@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.batch import Batch
-from quire.cache import PagedKVCache
+from quire.cache import PagedKVCache, Strides
 
 
 class PagedKV(NamedTuple):
@@ -47,12 +47,21 @@ class Scratch(NamedTuple):
     counter: Any  # [num_shares, num_kv_heads] int32, 0 between launches; a block counts at the share in which it begins
 
 
-def paged_kv(cache: PagedKVCache, batch: Batch, as_bytes: bool) -> PagedKV:
-    """Assemble the view; `as_bytes` hands fp8 over as uint8, for targets whose compiler has no such type."""
+def paged_kv(cache: PagedKVCache, batch: Batch, element: torch.dtype) -> PagedKV:
+    """Assemble the view; its elements are those of `element`: the cache's own dtype, its bytes, or pairs of them."""
     ks, vs = cache.strides
-    k, v = (cache.k.view(torch.uint8), cache.v.view(torch.uint8)) if as_bytes else (cache.k, cache.v)
+    k, v = (cache.k, cache.v) if element is cache.dtype else (cache.k.view(element), cache.v.view(element))
+    if element.itemsize > cache.dtype.itemsize:
+        ks, vs = (Strides(*(stride // 2 for stride in s)) for s in (ks, vs))
     v_strides = (None, None, None) if vs[:3] == ks[:3] else vs[:3]
     return PagedKV(
         k, v, cache.k_scale, cache.v_scale, batch.page_table, batch.cu_pages, batch.seq_lens, batch.query_offsets,
         ks.page, ks.slot, ks.head, ks.run, *v_strides, vs.run, *cache.scale_strides,
     )  # fmt: skip
+
+
+def in_pairs(cache: PagedKVCache) -> bool:
+    """Whether the elements of every head lie side by side and can be read two by two."""
+    return cache.layout != "HDNX" and all(
+        tensor.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in tensor.stride()[:-1]) for tensor in (cache.k, cache.v)
+    )
