@@ -12,7 +12,7 @@ import pytest
 import quire
 from quire.integrations import flash_attn
 
-VERBS = ("attention", "copy_pages", "merge_states", "plan", "varlen_attention", "write_kv")
+VERBS = ("attention", "copy_pages", "merge_states", "plan", "varlen_attention", "warmup", "workspace_size", "write_kv")
 NOUNS = ("AttentionSpec", "Batch", "PagedKVCache", "Plan", "State", "PageAllocator")
 SUBMODULES = {path.stem for path in Path(quire.__file__).parent.iterdir()}
 

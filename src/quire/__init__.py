@@ -6,6 +6,7 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.errors import OutOfPagesError, UnsupportedError
 from quire.plan import Plan, plan
+from quire.service import no_compilation, warmup, workspace_size
 from quire.spec import AttentionSpec
 from quire.state import State
 
@@ -23,7 +24,10 @@ __all__ = [
     "attention",
     "copy_pages",
     "merge_states",
+    "no_compilation",
     "plan",
     "varlen_attention",
+    "warmup",
+    "workspace_size",
     "write_kv",
 ]

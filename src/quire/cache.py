@@ -21,6 +21,9 @@ LAYOUTS = {
 }
 
 
+KINDS: dict[tuple, int] = {}
+
+
 class Strides(NamedTuple):
     """Where element (page, slot, head, dim) of a cache tensor lies, in elements; `run` as in the module's docstring."""
 
@@ -174,6 +177,20 @@ class PagedKVCache:
         if self.scale_kind == "token":
             return self.k_scale.stride()
         return (0, 0, 0 if self.k_scale is None else self.k_scale.stride(0))
+
+    @cached_property
+    def kind(self) -> int:
+        """A number that caches share which one compiled kernel serves."""
+        offsets = self.k.storage_offset() % 2, self.v.storage_offset() % 2
+        scales = None if self.k_scale is None else (self.k_scale.data_ptr() % 16, self.v_scale.data_ptr() % 16)
+        return KINDS.setdefault((self.dtype, self.layout, self.page_size, self.strides, self.scale_kind, self.scale_strides, offsets, scales), len(KINDS))
+
+    @property
+    def addresses(self) -> tuple[int, int, int | None, int | None]:
+        """Of k, v and their scales."""
+        if self.k_scale is None:
+            return self.k.data_ptr(), self.v.data_ptr(), None, None
+        return self.k.data_ptr(), self.v.data_ptr(), self.k_scale.data_ptr(), self.v_scale.data_ptr()
 
     @cached_property
     def _v_extents(self) -> tuple[int, int, int]:

@@ -9,8 +9,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.kernels.views import Scratch
-from quire.plan import Plan
+from quire.plan import Plan, with_scratch
 from quire.spec import AttentionSpec
 from quire.state import State
 from quire.tuning.space import Tile
@@ -20,9 +19,9 @@ LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, str layout, "
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, Tensor? alibi_slopes, "
-    "Tensor(a!)? acc, Tensor(b!)? m, Tensor(c!)? denom, Tensor(d!)? counter, "
+    "Tensor(a!)? workspace, "
     "int head_dim_v, float softmax_scale, bool causal, int? sliding_window, int? sliding_window_right, float? softcap, bool allow_tf32, "
-    "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_shares, float merge_cost, int[] tile) -> (Tensor, Tensor)"
+    "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_shares, float merge_cost, int chunk, int[] tile) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "
@@ -34,16 +33,15 @@ LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
 def attention(q, cache: PagedKVCache, plan: Plan, sinks, alibi_slopes) -> State:
     """Call the operator `quire::attention`."""
     spec, batch = plan.spec, plan.batch
-    scratch = (None,) * 4 if plan.scratch is None else plan.scratch
     tile = plan.tile
     tile = [] if tile is None else [
         tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, int(tile.unmasked_loop), tile.programs_per_sm, tile.block_d, tile.block_dv,
     ]  # fmt: skip
     out, lse = torch.ops.quire.attention(
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout,
-        batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.cu_pages, batch.query_offsets, sinks, alibi_slopes, *scratch,
+        batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.cu_pages, batch.query_offsets, sinks, alibi_slopes, plan.workspace,
         spec.head_dim_v, spec.softmax_scale, spec.causal, spec.sliding_window, spec.sliding_window_right, spec.softcap, spec.allow_tf32,
-        plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, plan.num_shares, plan.merge_cost, tile,
+        plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, plan.num_shares, plan.merge_cost, plan.chunk, tile,
     )  # fmt: skip
     return State(out, lse)
 
@@ -69,9 +67,9 @@ def make_spec(*fields) -> AttentionSpec:
 
 
 def attention_impl(
-    q, k, v, k_scale, v_scale, layout, page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, sinks, alibi_slopes, acc, m, denom, counter,
+    q, k, v, k_scale, v_scale, layout, page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, sinks, alibi_slopes, workspace,
     head_dim_v, softmax_scale, causal, sliding_window, sliding_window_right, softcap, allow_tf32,
-    kernel, max_query_len, max_seq_len, num_tokens, num_shares, merge_cost, tile,
+    kernel, max_query_len, max_seq_len, num_tokens, num_shares, merge_cost, chunk, tile,
 ):  # fmt: skip
     """Put the nouns together and run the verb."""
     from quire import api
@@ -82,15 +80,16 @@ def attention_impl(
         softcap, alibi_slopes is not None, sinks is not None, allow_tf32,
     )  # fmt: skip
     batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets)
-    scratch = None if acc is None else Scratch(acc, m, denom, counter)
     tile = Tile(*tile[:4], bool(tile[4]), *tile[5:]) if tile else None
-    plan = Plan(spec, batch, kernel, max_query_len, max_seq_len, num_tokens, device_traits(q.device), tile, num_shares, scratch, "compiled", merge_cost)
+    plan = Plan(spec, batch, kernel, max_query_len, max_seq_len, num_tokens, device_traits(q.device), tile, num_shares, None, "compiled", merge_cost, chunk)
+    if num_shares:
+        plan = with_scratch(plan, workspace)
     return tuple(api.attention(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=True))
 
 
 def attention_fake(q, *arguments):
     """Say what comes out."""
-    head_dim_v = arguments[16]
+    head_dim_v = arguments[13]
     return q.new_empty(q.shape[0], q.shape[1], head_dim_v), q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
 
 

@@ -4,20 +4,24 @@ A plan is made from host numbers only. Lengths and page tables stay on the devic
 bounds it was made for.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import triton
 
 from quire.batch import Batch
 from quire.errors import UnsupportedError
-from quire.kernels.shares import FEW_TILES, MERGE_COST
+from quire.kernels.shares import FEW_TILES
 from quire.kernels.views import Scratch
 from quire.spec import AttentionSpec
 from quire.tuning.select import select
 from quire.tuning.space import Tile
 from quire.tuning.traits import Traits, device_traits
 
+MERGE_COST = 0.29  # of one partial state, in tiles of keys (eight at once take 1.5 µs, a tile 0.65 µs; NVIDIA H200, 2026-11-20)
+COUNTERS_PER_SM = 16  # more programs than this are never planned for a multiprocessor
+CHUNK = 512  # keys between the borders of a batch-invariant sum
 MAX_SPLITS = 128  # of one sequence's keys, where the caller chooses
 
 
@@ -38,6 +42,9 @@ class Plan:
         scratch: partial states of blocks that are cut; None where none is.
         why: the reasons, in words.
         merge_cost: what a partial state costs, in tiles of keys; 0 where the caller chose how many there are.
+        chunk: keys of a state of its own, where results do not depend on the rest of the batch; else 0.
+        workspace: the memory that `scratch` lies in.
+        prepared: launches made so far, each ready to be made again with other tensors of the same strides.
     """
 
     spec: AttentionSpec
@@ -52,6 +59,9 @@ class Plan:
     scratch: Scratch | None
     why: str
     merge_cost: float = MERGE_COST
+    chunk: int = 0
+    workspace: torch.Tensor | None = None
+    prepared: dict[tuple, Any] = field(default_factory=dict)
 
     @property
     def search(self) -> bool:
@@ -68,6 +78,11 @@ class Plan:
         """Sequences that a program looks at in one step when it finds its share."""
         return 32 if self.batch.num_seqs <= 32 else 256
 
+    def num_programs(self, num_tokens: int) -> int:
+        """Return how many programs a launch for `num_tokens` query tokens has."""
+        num_blocks = self.num_q_blocks(num_tokens)
+        return (self.num_shares if self.num_shares and num_blocks else num_blocks) * self.spec.num_kv_heads
+
     def num_q_blocks(self, num_tokens: int) -> int:
         """Return how many blocks of rows `num_tokens` query tokens need at most, per KV head."""
         num_seqs = self.batch.num_seqs
@@ -81,10 +96,11 @@ class Plan:
         shape = f"{self.batch.num_seqs} sequences, at most {self.max_query_len} queries and {self.max_seq_len} keys each"
         if self.tile is None:
             return f"Plan(kernel={self.kernel!r}: {shape}; {self.why})"
-        t = self.tile
+        t, heads = self.tile, self.spec.num_kv_heads
+        parts = f"{self.num_shares} shares" if self.num_shares else f"{self.num_q_blocks(self.num_tokens)} blocks"
         return (
             f"Plan(kernel={self.kernel!r}: {shape}; tile {t.block_m} rows × {t.block_n} keys, {t.num_warps} warps, {t.num_stages} stages, "
-            f"{self.num_shares or self.num_q_blocks(self.num_tokens)} {'shares' if self.num_shares else 'blocks'} × {self.spec.num_kv_heads} KV heads; {self.why})"
+            f"{parts} × {heads} KV heads{', batch-invariant' if self.chunk else ''}; {self.why})"
         )
 
 
@@ -97,6 +113,8 @@ def plan(
     num_tokens: int | None = None,
     num_splits: int | None = None,
     tile: Tile | None = None,
+    batch_invariant: bool = False,
+    workspace: torch.Tensor | None = None,
 ) -> Plan:
     """Decide how `batch` is launched, from host numbers only.
 
@@ -111,12 +129,16 @@ def plan(
         num_tokens: an upper bound of the batch's query tokens; `num_seqs * max_query_len` when not given.
         num_splits: into how many parts the keys of a sequence are cut, on average over the batch, from 1 to 128; chosen to fill the device when not given.
         tile: the kernel's configuration; chosen by the device's decision tree when not given.
+        batch_invariant: make each token's result depend on its own sequence alone, bit for bit: not on the rest of the batch, nor on how a prompt is split
+            into chunks, nor on the bounds given here. Decode pays some per cent, long prompts several times: they take the tile that decode takes.
+        workspace: uint8 memory for the scratch, all 0 when it is first used, which plans that never run at the same time may share; of
+            `quire.workspace_size` bytes, it serves every plan within those bounds. Allocated when not given.
 
     Returns:
         The plan, with its scratch memory.
 
     Raises:
-        ValueError: a bound is negative, or num_splits out of range.
+        ValueError: a bound is negative, num_splits out of range, or the workspace too small.
         UnsupportedError: bfloat16 under Triton's interpreter.
         RuntimeError: the batch is on a device that has no kernel.
     """
@@ -138,28 +160,68 @@ def plan(
     if batch.device.type not in ("cuda", "cpu"):
         raise RuntimeError(f"batch must be on a device that Triton serves (cuda, or cpu), got {batch.device}; move it there")
 
+    decided = decide(spec, batch, traits, max_query_len, max_seq_len, num_tokens, num_splits, tile, batch_invariant)
+    return with_scratch(decided, workspace) if decided.num_shares else decided
+
+
+def decide(
+    spec: AttentionSpec, batch: Batch, traits: Traits, max_query_len: int, max_seq_len: int, num_tokens: int,
+    num_splits: int | None = None, tile: Tile | None = None, batch_invariant: bool = False,
+) -> Plan:  # fmt: skip
+    """Decide all of a plan but its scratch, which it still lacks if it has shares."""
     rows = num_tokens * spec.group_size * spec.num_kv_heads / traits.num_sms
     why = "tile given by the caller"
-    if tile is None:
+    if tile is None and batch_invariant:
+        tile, why = select(spec, traits, _power_of_two(spec.group_size), 1, CHUNK)
+    elif tile is None:
         tile, why = select(spec, traits, _power_of_two(max_query_len * spec.group_size), _power_of_two(rows), _power_of_two(max_seq_len))
     whole = Plan(spec, batch, "triton", max_query_len, max_seq_len, num_tokens, traits, tile, 0, None, why)
     num_blocks = whole.num_q_blocks(num_tokens)
-    if num_splits is None:
-        num_shares = choose_shares(num_blocks, spec.num_kv_heads, traits.num_sms * tile.programs_per_sm, triton.cdiv(max_seq_len, tile.block_n), whole.search)
+    capacity = traits.num_sms * tile.programs_per_sm
+    merge_cost = MERGE_COST if num_splits is None and not batch_invariant else 0.0
+    if num_blocks == 0:
+        num_shares = 0
+    elif batch_invariant:
+        num_shares = min(num_splits * num_blocks if num_splits else max(1, capacity // spec.num_kv_heads), max_units(whole))
+    elif num_splits is None:
+        num_shares = choose_shares(num_blocks, spec.num_kv_heads, capacity, triton.cdiv(max_seq_len, tile.block_n), whole.search)
     else:
         num_shares = num_splits * num_blocks if num_splits > 1 else 0
-    if num_shares == 0:
-        return whole
-    why += f", {num_shares} shares for each of {spec.num_kv_heads} KV heads to fill {traits.num_sms} multiprocessors"
-    shared = replace(whole, num_shares=num_shares, why=why, merge_cost=MERGE_COST if num_splits is None else 0.0)
-    slots, options = (2 * num_shares, spec.num_kv_heads, shared.partial_rows), {"dtype": torch.float32, "device": batch.device}
-    scratch = Scratch(
-        acc=torch.empty(*slots, spec.head_dim_v, **options),
-        m=torch.empty(slots, **options),
-        denom=torch.empty(slots, **options),
-        counter=torch.zeros(num_shares, spec.num_kv_heads, dtype=torch.int32, device=batch.device),
-    )
-    return replace(shared, scratch=scratch)
+    if num_shares:
+        why += f", {num_shares} shares for each of {spec.num_kv_heads} KV heads to fill {traits.num_sms} multiprocessors"
+    return replace(whole, num_shares=num_shares, why=why, merge_cost=merge_cost, chunk=CHUNK if batch_invariant else 0, prepared={})
+
+
+def max_units(decided: Plan) -> int:
+    """Return how many chunks the batch has at most, once for each block of rows."""
+    return decided.num_q_blocks(decided.num_tokens) * max(1, triton.cdiv(decided.max_seq_len, CHUNK))
+
+
+def scratch_bytes(decided: Plan) -> tuple[int, int]:
+    """Return the bytes of scratch that a plan needs in all, and those of its counters, which come first and are 0 between launches."""
+    spec = decided.spec
+    num_slots = max_units(decided) if decided.chunk else 2 * decided.num_shares
+    counters = 4 * max(COUNTERS_PER_SM * decided.traits.num_sms, decided.num_shares * spec.num_kv_heads)
+    return counters + 4 * num_slots * spec.num_kv_heads * decided.partial_rows * (spec.head_dim_v + 2), counters
+
+
+def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
+    """Return the plan with its scratch, from `workspace` or newly allocated."""
+    spec, device = decided.spec, decided.batch.device
+    num_bytes, counters = scratch_bytes(decided)
+    if workspace is None:
+        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        workspace[:counters].zero_()
+    elif workspace.dtype is not torch.uint8 or workspace.dim() != 1 or workspace.device != device or workspace.numel() < num_bytes:
+        raise ValueError(
+            f"workspace must be uint8 [at least {num_bytes}] on {device}, got {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}; "
+            "allocate torch.zeros of quire.workspace_size(...) bytes"
+        )
+    elif counters > 4 * max(COUNTERS_PER_SM * decided.traits.num_sms, spec.num_kv_heads):
+        raise ValueError(f"num_splits must leave at most {COUNTERS_PER_SM} programs per multiprocessor with a workspace, got {decided.num_shares} shares")
+    rows = (num_bytes - counters) // (4 * (spec.head_dim_v + 2))
+    counter, states = workspace[:counters].view(torch.int32), workspace[counters:num_bytes].view(torch.float32)
+    return replace(decided, workspace=workspace, scratch=Scratch(states[2 * rows :], states[:rows], states[rows : 2 * rows], counter), prepared={})
 
 
 def choose_shares(num_blocks: int, num_kv_heads: int, capacity: int, tiles: int, search: bool) -> int:

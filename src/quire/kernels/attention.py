@@ -1,12 +1,29 @@
-"""Launch paged attention as a plan says: one program per block of rows (`blocks.py`), or each an equal share of the keys (`shares.py`)."""
+"""Launch paged attention as a plan says: one program per block of rows (`blocks.py`), or each an equal share of the keys (`shares.py`).
+
+Binding some fifty arguments costs Triton more time than many a launch takes on the GPU. So the first launch of a plan with tensors of given strides goes
+through Triton's own binder, which compiles and returns the kernel; later ones call that with the arguments in order, the addresses replaced.
+"""
+
+from typing import NamedTuple
 
 import torch
+import triton
+from triton.runtime.driver import driver
 
 from quire.cache import PagedKVCache
 from quire.kernels import mods, views
 from quire.kernels.blocks import blocks_kernel
 from quire.kernels.shares import shares_kernel
 from quire.plan import Plan
+
+
+class Prepared(NamedTuple):
+    """A compiled kernel and what of its arguments does not change from layer to layer."""
+
+    kernel: triton.compiler.CompiledKernel
+    device: int
+    kv: tuple  # of views.PagedKV, after the tensors of the cache
+    rest: tuple
 
 
 def launch(
@@ -19,11 +36,36 @@ def launch(
     alibi_slopes: torch.Tensor | None,
 ) -> None:
     """Launch the kernel that `plan` chose; arguments were checked by `quire.attention`."""
-    spec, batch, tile, traits = plan.spec, plan.batch, plan.tile, plan.traits
-    num_blocks = plan.num_q_blocks(q.shape[0])
-    if num_blocks == 0:
+    grid = (plan.num_programs(q.shape[0]), 1, 1)
+    if grid[0] == 0:
         return
-    k_strides, v_strides = cache.strides
+    lse_at, sinks_at, slopes_at = (None if t is None else t.data_ptr() for t in (lse, sinks, alibi_slopes))
+    q_at, out_at, cache_at = q.data_ptr(), out.data_ptr(), cache.addresses
+    key = cache.kind, q.stride(), out.stride(), None if lse is None else lse.stride(0)
+    aligned = (q_at | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | cache_at[0] | cache_at[1]) % 16 == 0
+    prepared = plan.prepared.get(key) if aligned else None
+    if prepared is not None and prepared.device == driver.active.get_current_device():
+        stream = driver.active.get_current_stream(prepared.device)
+        prepared.kernel[grid](q_at, out_at, lse_at, sinks_at, slopes_at, cache_at + prepared.kv, *prepared.rest, stream=stream)
+        return
+    kernel, kv, rest, meta = arguments(q, cache, plan, out, lse)
+    compiled = kernel[grid](q, out, lse, sinks, alibi_slopes, kv, *rest, **meta)
+    if compiled is not None and aligned:  # None in the interpreter
+        constants = tuple(meta.get(name) for name in kernel.arg_names[6 + len(rest) :])
+        plan.prepared[key] = Prepared(compiled, driver.active.get_current_device(), address_of(kv[4:]), address_of(rest) + constants)
+
+
+def address_of(value):
+    """Return a tensor's address, a view's addresses, anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(address_of(v) for v in value)
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+def arguments(q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tensor, lse: torch.Tensor | None) -> tuple:
+    """Return the kernel that `plan` chose, the view of the cache, the positional arguments after it, and those given by name."""
+    spec, batch, tile, traits = plan.spec, plan.batch, plan.tile, plan.traits
+    quantised = cache.dtype is not q.dtype
     pairs = cache.dtype in mods.PAIR_DECODERS and q.dtype.itemsize == 2 and cache.scale_kind != "token" and views.in_pairs(cache)
     pairs = pairs and min(tile.block_d, tile.block_dv) >= 32
     if pairs:
@@ -31,25 +73,23 @@ def launch(
     else:
         as_bytes = not traits.native_fp8 and cache.dtype in mods.SOFTWARE_DECODERS
         element, decode = torch.uint8 if as_bytes else cache.dtype, mods.decoder(cache.dtype, traits.native_fp8)
-    kv = views.paged_kv(cache, batch, element)
-    per_layer = (batch.cu_seqlens_q, sinks, alibi_slopes, spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs)
+    # Numbers that are converted one by one take registers: fewer keys at once.
+    block_n = max(16, tile.block_n // 2) if quantised and not pairs else tile.block_n
+    k_strides, v_strides = cache.strides
     strides = (batch.page_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0))
+    numbers = (spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs)
     meta = {
         "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v,
         "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv, "K_RUN": k_strides.run_length, "V_RUN": v_strides.run_length, "PAGE_SIZE": cache.page_size,
         "SCORE_MOD": mods.score_mod(spec), "DECODE": decode, "PAIRS": pairs, "TOKEN_SCALES": cache.scale_kind == "token",
         "INPUT_PRECISION": "tf32" if spec.allow_tf32 and traits.native_tf32 else "ieee",
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BAND": plan.max_query_len > 1, "DEPENDENT_LAUNCH": traits.dependent_launch,
-        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+        "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "BAND": plan.max_query_len > 1, "SEARCH": plan.search,
+        "DEPENDENT_LAUNCH": traits.dependent_launch, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     if traits.dependent_launch:
         meta["launch_pdl"] = True
-    if plan.num_shares:
-        grid = (plan.num_shares * spec.num_kv_heads,)
-        shares_kernel[grid](
-            q, out, lse, kv, plan.scratch, *per_layer, plan.num_shares, plan.merge_cost, *strides,
-            ROWS=plan.partial_rows, SEQS=plan.seqs_at_once, MORE_SEQS=batch.num_seqs > plan.seqs_at_once, SEARCH=plan.search, **meta,
-        )  # fmt: skip
-    else:
-        grid = (num_blocks * spec.num_kv_heads,)
-        blocks_kernel[grid](q, out, lse, kv, *per_layer, *strides, UNMASKED_LOOP=tile.unmasked_loop, SEARCH=plan.search, **meta)
+    kv = views.paged_kv(cache, batch, element)
+    if not plan.num_shares:
+        return blocks_kernel, kv, (batch.cu_seqlens_q, *numbers, *strides), meta | {"UNMASKED_LOOP": tile.unmasked_loop}
+    meta |= {"ROWS": plan.partial_rows, "SEQS": plan.seqs_at_once, "MORE_SEQS": batch.num_seqs > plan.seqs_at_once, "CHUNK": plan.chunk}
+    return shares_kernel, kv, (batch.cu_seqlens_q, plan.scratch, *numbers, plan.num_shares, plan.merge_cost, *strides), meta

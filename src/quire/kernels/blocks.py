@@ -37,10 +37,10 @@ def blocks_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
-    kv,  # views.PagedKV
-    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
+    kv,  # views.PagedKV
+    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scale, softcap, back, ahead, num_seqs,
     stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,

@@ -1,8 +1,8 @@
 """Score mods and decoders: features as small jit functions that a plan hands to the kernel.
 
-A score mod turns scaled scores into scores; a decoder turns stored cache elements into numbers, one of pairs a 16-bit element into the two numbers side
-by side in it, as float16, which holds every fp8 number: so a fp8 cache reaches the matrix unit with half the instructions. Which keys are visible needs no mod: causal,
-bidirectional and windows on either side are one band `q_pos - back <= kv_pos <= q_pos + ahead`, two run-time numbers.
+A score mod turns scaled scores into scores. A decoder turns stored cache elements into numbers; one of pairs turns a 16-bit element into the two fp8 numbers
+side by side in it, as float16, which holds them all: so a fp8 cache reaches the matrix unit with half the instructions. Which keys are visible needs no
+mod: causal, bidirectional and windows on either side are one band `q_pos - back <= kv_pos <= q_pos + ahead`, two run-time numbers.
 """
 
 import torch

@@ -155,7 +155,9 @@ def merge(acc, m, denom, other_acc, other_m, other_denom):
     m_new = tl.maximum(m, other_m)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha, beta = tl.exp2(m - shift), tl.exp2(other_m - shift)
-    return acc * alpha[:, None] + other_acc * beta[:, None], m_new, denom * alpha + other_denom * beta
+    # Fused by hand, so that every kernel rounds alike, whatever the compiler makes of the rest.
+    alphas = alpha[:, None] + tl.zeros_like(acc)
+    return tl.fma(acc, alphas, other_acc * beta[:, None]), m_new, tl.fma(denom, alpha, other_denom * beta)
 
 
 @triton.jit

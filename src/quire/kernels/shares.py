@@ -6,6 +6,9 @@ a block that is cut, each program leaves a partial state in scratch, two at most
 and the last of them to finish, by an atomic counter, merges them in the order of the keys, so that results do not depend on who that is. Every program
 computes the cuts for itself from the lengths on the device.
 
+With CHUNK, for results that do not depend on the rest of the batch, shares are cut at multiples of CHUNK keys only, every chunk is attended to as a state
+of its own, and a block is the sum of its chunks one after the other, whoever adds them up.
+
 Equal shares of a flat row of work are those of Stream-K (arXiv 2301.03598), applied to the splits of Flash-Decoding.
 """
 
@@ -13,18 +16,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.primitives import LOG2E, attend_tile, empty_state, find_pages, load_queries, store_result, whole
+from quire.kernels.primitives import LOG2E, attend_tile, empty_state, find_pages, load_queries, merge, store_result, whole
 
-MERGE_COST = 0.29  # of one partial state, in tiles of keys (eight at once take 1.5 µs, a tile 0.65 µs; NVIDIA H200, 2026-11-20)
 SHORT_SHARE = tl.constexpr(8)  # tiles; after longer ones, programs of the next kernel would crowd the multiprocessors that are done first
 FEW_TILES = tl.constexpr(4)  # a block of so few tiles is faster alone than cut and merged
 
 
 @triton.jit
-def sequence_span(kv, cu_seqlens_q, seq, back, ahead, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return of sequence `seq`, or of a vector of them, its queries, the keys that any of them sees, and how many tiles and blocks these are.
+def sequence_span(kv, cu_seqlens_q, seq, back, ahead, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr):
+    """Return of sequence `seq`, or of a vector of them, its queries, the keys that any of them sees, the first unit of UNIT keys that holds some, and
+    how many units and blocks these are.
 
-    Neither is ever 0: a row of padding costs one tile in which nothing is loaded, and has its zeros written.
+    Neither is ever 0: a row of padding costs one unit in which nothing is loaded, and has its zeros written.
     """
     seq_len = tl.load(kv.seq_lens + seq)
     q_start = seq
@@ -38,33 +41,33 @@ def sequence_span(kv, cu_seqlens_q, seq, back, ahead, GROUP: tl.constexpr, BLOCK
         first_pos = tl.load(kv.query_offsets + seq)
     kv_start = tl.maximum(first_pos - back, 0)
     kv_stop = tl.maximum(tl.minimum(first_pos + q_len + ahead, seq_len), 0)
-    first_tile = kv_start // BLOCK_N
-    num_tiles = tl.maximum(tl.cdiv(kv_stop, BLOCK_N) - first_tile, 1)
+    first = kv_start // UNIT
+    num_units = tl.maximum(tl.cdiv(kv_stop, UNIT) - first, 1)
     num_blocks = tl.maximum(tl.cdiv(q_len * GROUP, BLOCK_M), 1)
-    return q_start, q_len, first_pos, kv_start, kv_stop, first_tile, num_tiles, num_blocks
+    return q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_blocks
 
 
 @triton.jit
 def count_units(
-    kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr
+    kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr
 ):  # fmt: skip
-    """Return how many units of work (tiles times blocks) each of the SEQS sequences from `first` on has."""
+    """Return how many units of work (times blocks) each of the SEQS sequences from `first` on has."""
     seqs = first + tl.arange(0, SEQS)
-    _, _, _, _, _, _, num_tiles, num_blocks = sequence_span(kv, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1), back, ahead, GROUP, BLOCK_M, BLOCK_N)
-    return tl.where(seqs < num_seqs, num_tiles * num_blocks, 0)
+    _, _, _, _, _, _, num_units, num_blocks = sequence_span(kv, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1), back, ahead, GROUP, BLOCK_M, UNIT)
+    return tl.where(seqs < num_seqs, num_units * num_blocks, 0)
 
 
 @triton.jit
 def find_share(
     kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,
 ):  # fmt: skip
     """Return the units of a share, which end at `high`, their number in every share, the sequence of the first of them, and that sequence's first unit."""
-    units = count_units(kv, cu_seqlens_q, 0, num_seqs, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS)
+    units = count_units(kv, cu_seqlens_q, 0, num_seqs, back, ahead, GROUP, BLOCK_M, UNIT, SEQS)
     total, longest = tl.sum(units, 0), tl.max(units, 0)
     if MORE_SEQS:
         for first in tl.range(SEQS, num_seqs, SEQS, num_stages=1):
-            more = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS)
+            more = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, UNIT, SEQS)
             total += tl.sum(more, 0)
             longest = tl.maximum(longest, tl.max(more, 0))
     # A cut costs a merge: s tiles one after the other and t / s partial states cost least together at the root of t * merge_cost.
@@ -81,7 +84,7 @@ def find_share(
     if MORE_SEQS:
         end = tl.sum(units, 0)
         for first in tl.range(SEQS, num_seqs, SEQS, num_stages=1):
-            units = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS)
+            units = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, UNIT, SEQS)
             seqs_before, unit = find_sequence(units, end, low)
             seq += seqs_before
             seq_unit = tl.maximum(seq_unit, unit)
@@ -102,11 +105,11 @@ def shares_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
-    kv,  # views.PagedKV
-    scratch,  # views.Scratch
-    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
+    kv,  # views.PagedKV
+    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
+    scratch,  # views.Scratch
     scale, softcap, back, ahead, num_seqs, num_shares,
     merge_cost,  # of a partial state, in tiles; 0 to cut wherever shares are equal
     stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
@@ -115,13 +118,15 @@ def shares_kernel(
     SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, ROWS: tl.constexpr,
     SEARCH: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,
+    CHUNK: tl.constexpr,  # keys of a unit that is a state of its own, a multiple of BLOCK_N; 0 where units are tiles
 ):  # fmt: skip
     if DEPENDENT_LAUNCH:  # started before the kernel ahead of it in the stream was done
         gdc_wait()
+    UNIT: tl.constexpr = BLOCK_N if CHUNK == 0 else CHUNK
     share_id = tl.program_id(0) // NUM_KV_HEADS  # neighbours read the same pages, of other heads, at the same time
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     unit, high, share, seq, seq_unit = find_share(
-        kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead, GROUP, BLOCK_M, BLOCK_N, SEQS, MORE_SEQS
+        kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead, GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS
     )
     v_scale = 1.0
     if kv.k_scale is not None and not TOKEN_SCALES:
@@ -131,20 +136,20 @@ def shares_kernel(
     offs_m, offs_dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
 
     while unit < high:  # a block, or the part of it that lies in this share
-        q_start, q_len, first_pos, kv_start, kv_stop, first_tile, num_tiles, num_blocks = sequence_span(
-            kv, cu_seqlens_q, seq, back, ahead, GROUP, BLOCK_M, BLOCK_N
+        q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_blocks = sequence_span(
+            kv, cu_seqlens_q, seq, back, ahead, GROUP, BLOCK_M, UNIT
         )
         block = 0
         if SEARCH:
-            block = (unit - seq_unit) // num_tiles
-        block_unit = seq_unit + block * num_tiles
-        start = first_tile + unit - block_unit
-        num_here = tl.minimum(block_unit + num_tiles, high) - unit
+            block = (unit - seq_unit) // num_units
+        block_unit = seq_unit + block * num_units
+        here = tl.minimum(block_unit + num_units, high) - unit
         if kv.cu_pages is None:
             row = kv.page_table + seq.to(tl.int64) * stride_table
         else:
             row = kv.page_table + tl.load(kv.cu_pages + seq)
-        page = find_pages(row, start * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # on its way while the queries are loaded
+        at = first + unit - block_unit
+        page = find_pages(row, at * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # on its way while the queries are loaded
 
         rows = block * BLOCK_M + offs_m
         owned = rows < q_len * GROUP
@@ -156,30 +161,58 @@ def shares_kernel(
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + head, mask=owned, other=0.0).to(tl.float32)
         acc, m, denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
-        for tile in tl.range(start, start + num_here):
-            next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
-            acc, m, denom = attend_tile(
-                acc, m, denom, q, kv, page, tile * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
-                True, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
-                PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
-            )  # fmt: skip
-            page = next_page
-        acc = whole(acc, BLOCK_M, BLOCK_DV, PAIRS)
+        if CHUNK == 0:
+            for tile in tl.range(at, at + here):
+                next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+                acc, m, denom = attend_tile(
+                    acc, m, denom, q, kv, page, tile * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
+                    True, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
+                    PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
+                )  # fmt: skip
+                page = next_page
+            acc = whole(acc, BLOCK_M, BLOCK_DV, PAIRS)
+        else:
+            # Each chunk is a state of its own. They are added up in the order of the keys, here or by who merges: the same sum, whoever does it.
+            acc = whole(acc, BLOCK_M, BLOCK_DV, PAIRS)
+            for chunk in tl.range(at, at + here, num_stages=1):
+                chunk_acc, chunk_m, chunk_denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
+                for tile in tl.range(chunk * (CHUNK // BLOCK_N), tl.minimum((chunk + 1) * (CHUNK // BLOCK_N), tl.cdiv(kv_stop, BLOCK_N))):
+                    next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+                    chunk_acc, chunk_m, chunk_denom = attend_tile(
+                        chunk_acc, chunk_m, chunk_denom, q, kv, page, tile * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop,
+                        exponent_scale, scale, softcap, back, ahead,
+                        True, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
+                        PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
+                    )  # fmt: skip
+                    page = next_page
+                chunk_acc = whole(chunk_acc, BLOCK_M, BLOCK_DV, PAIRS)
+                if unit == block_unit:
+                    acc, m, denom = merge(acc, m, denom, chunk_acc, chunk_m, chunk_denom)
+                else:
+                    slot = block_unit + chunk - first
+                    leave_partial(scratch, chunk_acc, chunk_m, chunk_denom, slot * NUM_KV_HEADS + kv_head, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
 
         if DEPENDENT_LAUNCH:
-            if (unit + num_here == high) & (share <= SHORT_SHARE):
+            if (unit + here == high) & (share <= SHORT_SHARE):
                 gdc_launch_dependents()
-        if num_here == num_tiles:
+        if here == num_units:
             store_result(
                 out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, acc, m, denom, v_scale,
                 token, head, owned, offs_dv, HEAD_DIM_V,
             )  # fmt: skip
         else:
             first_share = block_unit // share
-            num_partials = (block_unit + num_tiles - 1) // share - first_share + 1
-            slot = 2 * share_id + (share_id == first_share).to(tl.int32)
-            leave_partial(scratch, acc, m, denom, slot * NUM_KV_HEADS + kv_head, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
-            if is_last(scratch, first_share * NUM_KV_HEADS + kv_head, num_partials):
+            num_shares_of_block = (block_unit + num_units - 1) // share - first_share + 1
+            if CHUNK == 0:
+                first_slot, next_slot, step, num_partials = 2 * first_share + 1, 2 * first_share + 2, 2, num_shares_of_block
+                slot = 2 * share_id + (share_id == first_share).to(tl.int32)
+            else:
+                first_slot, next_slot, step = block_unit, (first_share + 1) * share, 1
+                num_partials = 1 + block_unit + num_units - next_slot
+                slot = block_unit
+            if (CHUNK == 0) | (unit == block_unit):
+                leave_partial(scratch, acc, m, denom, slot * NUM_KV_HEADS + kv_head, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
+            if is_last(scratch, first_share * NUM_KV_HEADS + kv_head, num_shares_of_block):
                 kept = block * BLOCK_M + tl.arange(0, ROWS)
                 kept_token, kept_head = (q_start + kept // GROUP).to(tl.int64), kv_head * GROUP + kept % GROUP
                 # Some columns at a time, so that a merge needs fewer registers than the loop above.
@@ -187,14 +220,14 @@ def shares_kernel(
                 for first_column in tl.static_range(0, BLOCK_DV, COLUMNS):
                     columns = first_column + tl.arange(0, COLUMNS)
                     merged_acc, merged_m, merged_denom = merge_partials(
-                        scratch, first_share, num_partials, kv_head, columns, HEAD_DIM_V, COLUMNS, ROWS, NUM_KV_HEADS
+                        scratch, first_slot, next_slot, step, num_partials, kv_head, columns, CHUNK > 0, HEAD_DIM_V, COLUMNS, ROWS, NUM_KV_HEADS
                     )
                     store_result(
                         out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, merged_acc, merged_m, merged_denom, v_scale,
                         kept_token, kept_head, kept < q_len * GROUP, columns, HEAD_DIM_V,
                     )  # fmt: skip
-        unit += num_here
-        seq_ends = unit == seq_unit + num_tiles * num_blocks
+        unit += here
+        seq_ends = unit == seq_unit + num_units * num_blocks
         seq += seq_ends.to(tl.int32)
         seq_unit = tl.where(seq_ends, unit, seq_unit)
 
@@ -222,11 +255,11 @@ def is_last(scratch, counter, num_partials):
 
 @triton.jit
 def merge_partials(
-    scratch, first_share, num_partials, kv_head, offs_dv,
+    scratch, first_slot, next_slot, step, num_partials, kv_head, offs_dv, ONE_BY_ONE: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Merge columns `offs_dv` of a block's partial states in the order of their keys, as many states at a time as fit registers."""
-    WIDTH: tl.constexpr = max(1, min(8, 16384 // (ROWS * COLUMNS)))
+    """Merge columns `offs_dv` of a block's partial states in the order of their keys; they lie at `first_slot`, then from `next_slot` on by `step`."""
+    WIDTH: tl.constexpr = max(1, min(8, 8192 // (ROWS * COLUMNS)))  # as many states at a time as fit registers
     offs_r = tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -235,20 +268,24 @@ def merge_partials(
         accs, ms, denoms = (), (), ()
         for i in tl.static_range(WIDTH):  # all loads of a round are in flight together; past L1 (.cg), since other programs wrote
             present = (first + i + tl.zeros_like(offs_r)) < num_partials
-            slot = 2 * (first_share + first + i) + (first + i == 0)  # the first share left the block unfinished, the others began in its midst
+            slot = tl.where(first + i == 0, first_slot, next_slot + (first + i - 1) * step)
             rows = (slot * NUM_KV_HEADS + kv_head) * ROWS + offs_r
             ms = ms + (tl.load(scratch.m + rows, mask=present, other=float("-inf"), cache_modifier=".cg"),)
             denoms = denoms + (tl.load(scratch.denom + rows, mask=present, other=0.0, cache_modifier=".cg"),)
             ptrs = scratch.acc + rows.to(tl.int64)[:, None] * HEAD_DIM_V + offs_dv[None, :]
             accs = accs + (tl.load(ptrs, mask=present[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0, cache_modifier=".cg"),)
-        m_new = m
-        for i in tl.static_range(WIDTH):
-            m_new = tl.maximum(m_new, ms[i])
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m - shift)
-        acc, m, denom = acc * alpha[:, None], m_new, denom * alpha
-        for i in tl.static_range(WIDTH):
-            alpha = tl.exp2(ms[i] - shift)
-            acc += accs[i] * alpha[:, None]
-            denom += denoms[i] * alpha
+        if ONE_BY_ONE:
+            for i in tl.static_range(WIDTH):
+                acc, m, denom = merge(acc, m, denom, accs[i], ms[i], denoms[i])
+        else:
+            m_new = m
+            for i in tl.static_range(WIDTH):
+                m_new = tl.maximum(m_new, ms[i])
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha = tl.exp2(m - shift)
+            acc, m, denom = acc * alpha[:, None], m_new, denom * alpha
+            for i in tl.static_range(WIDTH):
+                alpha = tl.exp2(ms[i] - shift)
+                acc += accs[i] * alpha[:, None]
+                denom += denoms[i] * alpha
     return acc, m, denom

@@ -38,11 +38,12 @@ class PagedKV(NamedTuple):
 class Scratch(NamedTuple):
     """Partial states of blocks that are cut, and the counters by which the last program of each knows that it is the last.
 
-    A share has two slots: the first for the block in whose midst it begins, the second for the one that it leaves unfinished.
+    A share has two slots: the first for the block in whose midst it begins, the second for the one that it leaves unfinished. Where chunks are states of
+    their own, each chunk has one.
     """
 
-    acc: Any  # [2 * num_shares, num_kv_heads, rows, head_dim_v] float32, not normalised
-    m: Any  # [2 * num_shares, num_kv_heads, rows] float32, running maximum in base-2 exponents
+    acc: Any  # [num_slots, num_kv_heads, rows, head_dim_v] float32, not normalised
+    m: Any  # [num_slots, num_kv_heads, rows] float32, running maximum in base-2 exponents
     denom: Any  # same shape, sum of exponentials relative to m
     counter: Any  # [num_shares, num_kv_heads] int32, 0 between launches; a block counts at the share in which it begins
 

@@ -1,0 +1,61 @@
+"""What `batch_invariant=True` promises: a token's result depends on its own sequence alone, bit for bit."""
+
+import pytest
+import torch
+
+import quire
+from quire.testing import error_budget, make_problem
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SCALE = 8 if GPU else 1  # lengths that the interpreter bears
+HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64 if GPU else 16}
+FEATURES = [{}, {"sliding_window": 150 * SCALE}, {"sinks": True, "softcap": 20.0}, {"kv_dtype": torch.float8_e4m3fn, "head_dim": 64}, {"alibi": True}]
+
+
+def attend(spec, problem, lens, num_splits=None):
+    """Attend with the last `q_len` of each sequence's queries, at the lengths given; return the state."""
+    rows, starts = [], problem.batch.query_starts.tolist()
+    for seq, (q_len, kv_len) in enumerate(lens):
+        first = starts[seq] + kv_len - q_len - (problem.seq_lens[seq] - (starts[seq + 1] - starts[seq]))
+        rows += range(first, first + q_len)
+    device = problem.q.device
+    cu = torch.tensor([0, *(q for q, _ in lens)], device=device).cumsum(0).to(torch.int32)
+    lengths = torch.tensor([kv for _, kv in lens], dtype=torch.int32, device=device)
+    batch = quire.Batch(problem.batch.page_table[: len(lens)], lengths, cu)
+    bounds = {"max_query_len": max(q for q, _ in lens), "max_seq_len": max(kv for _, kv in lens)}
+    plan = quire.plan(spec, batch, **bounds, num_splits=num_splits, batch_invariant=True)
+    return quire.attention(problem.q[rows], problem.cache, plan, **problem.tables, return_lse=True)
+
+
+def equal(a, b):
+    return torch.equal(a.out, b.out) and torch.equal(a.lse, b.lse)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_the_rest_of_the_batch_and_the_cuts_change_nothing(features):
+    spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
+    length = 1300 * SCALE
+    problem = make_problem(spec, ((1, length), (1, 700), (1, 40), (1, 1100 * SCALE)), device=DEVICE)
+    alone = attend(spec, problem, ((1, length),))
+    assert equal(alone, attend(spec, problem, ((1, length),), num_splits=1))
+    assert equal(alone, attend(spec, problem, ((1, length),), num_splits=3))
+    for others in (((1, 700),), ((1, 700), (1, 40), (1, 1100 * SCALE))):
+        together = attend(spec, problem, ((1, length), *others))
+        assert equal(alone, quire.State(together.out[:1], together.lse[:1])), others
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_how_a_prompt_is_split_changes_nothing(features):
+    spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
+    length, queries = 1100 * SCALE, 13
+    problem = make_problem(spec, ((queries, length),), device=DEVICE)
+    whole = attend(spec, problem, ((queries, length),))
+    assert error_budget(problem, whole).passed
+    for sizes in ((1,) * queries, (5, 8), (12, 1)):
+        at, parts = length - queries, []
+        for size in sizes:
+            at += size
+            parts.append(attend(spec, problem, ((size, at),)))
+        joined = quire.State(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
+        assert equal(whole, joined), sizes

@@ -1,0 +1,108 @@
+"""What a server settles beforehand: scratch that is enough for every plan within bounds, and kernels that are all compiled."""
+
+import random
+
+import pytest
+import torch
+import triton
+
+import quire
+from quire.testing import error_budget, make_problem
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+TRITON_RUNS = GPU or triton.knobs.runtime.interpret
+SPEC = quire.AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=32, dtype=torch.float16)
+BOUNDS = {"max_num_seqs": 5, "max_num_tokens": 40, "max_seq_len": 900}
+
+
+def batches(count, seed=0):
+    """Draw lengths of batches within BOUNDS."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        num_seqs = draw.randint(1, BOUNDS["max_num_seqs"])
+        queries = [draw.choice((1, 1, 1, 2, 7)) for _ in range(num_seqs)]
+        yield tuple((q, max(q, draw.choice((3, 90, 600, BOUNDS["max_seq_len"])))) for q in queries)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_one_workspace_serves_every_plan_within_its_bounds(batch_invariant):
+    num_bytes = quire.workspace_size(SPEC, **BOUNDS, device=DEVICE, batch_invariant=batch_invariant)
+    assert num_bytes > 0 or not TRITON_RUNS
+    workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
+    for lens in batches(40 if GPU else 8):
+        problem = make_problem(SPEC, lens, device=DEVICE)
+        plan = quire.plan(SPEC, problem.batch, **problem.bounds, workspace=workspace, batch_invariant=batch_invariant)
+        assert error_budget(problem, quire.attention(problem.q, problem.cache, plan)).passed, lens
+
+
+@pytest.mark.skipif(not TRITON_RUNS, reason="PyTorch, which serves CPU tensors outside the interpreter, needs no scratch")
+def test_every_plan_within_bounds_needs_no_more_than_the_workspace():
+    from quire.plan import decide, scratch_bytes
+    from quire.tuning.traits import device_traits
+
+    draw, traits = random.Random(1), device_traits(torch.device(DEVICE))
+    for spec in (SPEC, quire.AttentionSpec(num_q_heads=32, num_kv_heads=1, head_dim=128, dtype=torch.float16)):
+        for invariant in (False, True):
+            for _ in range(20):
+                num_seqs, num_tokens, seq_len = draw.randint(1, 300), draw.randint(1, 3000), draw.randint(1, 70000)
+                bounds = {"max_num_seqs": num_seqs, "max_num_tokens": num_tokens, "max_seq_len": seq_len}
+                enough = quire.workspace_size(spec, **bounds, device=DEVICE, batch_invariant=invariant)
+                for _ in range(20):
+                    seqs, tokens = draw.randint(1, num_seqs), draw.randint(1, num_tokens)
+                    batch = quire.Batch(torch.zeros(seqs, 1, dtype=torch.int32), torch.zeros(seqs, dtype=torch.int32), torch.zeros(seqs + 1, dtype=torch.int32))
+                    plan = decide(spec, batch, traits, draw.randint(1, tokens), draw.randint(1, seq_len), tokens, batch_invariant=invariant)
+                    assert not plan.num_shares or scratch_bytes(plan)[0] <= enough, (bounds, plan)
+
+
+def test_scratch_does_not_grow_with_sequences_and_lengths():
+    def size(seqs, length):
+        return quire.workspace_size(SPEC, max_num_seqs=seqs, max_num_tokens=4096, max_seq_len=length, device=DEVICE)
+
+    assert size(1024, 1 << 20) == size(64, 1 << 14)
+
+
+@pytest.mark.skipif(not TRITON_RUNS, reason="PyTorch, which serves CPU tensors outside the interpreter, needs no scratch")
+def test_a_workspace_that_does_not_serve_is_refused():
+    problem = make_problem(SPEC, ((1, 900),), device=DEVICE)
+    for workspace in (torch.zeros(8, dtype=torch.uint8, device=DEVICE), torch.zeros(1 << 20, device=DEVICE)):
+        with pytest.raises(ValueError, match="workspace must be uint8"):
+            quire.plan(SPEC, problem.batch, **problem.bounds, workspace=workspace)
+
+
+@pytest.mark.parametrize("bounds", [{"max_num_seqs": 0}, {"max_num_tokens": 0}, {"max_seq_len": -1}])
+def test_bounds_are_checked(bounds):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        quire.workspace_size(SPEC, **BOUNDS | bounds, device=DEVICE)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        quire.warmup(SPEC, quire.PagedKVCache.empty(SPEC, 2, 16, device=DEVICE), **BOUNDS | bounds)
+
+
+def test_warmup_reads_and_writes_nothing_in_the_cache():
+    cache = quire.PagedKVCache.empty(SPEC, 2, 16, device=DEVICE)
+    cache.k.fill_(7), cache.v.fill_(7)
+    names, told = quire.warmup(SPEC, cache, **BOUNDS, progress=(told := []).append), told
+    assert names == told and len(set(names)) == len(names)
+    assert bool(names) == TRITON_RUNS
+    assert (cache.k == 7).all() and (cache.v == 7).all()
+
+
+@pytest.mark.skipif(not GPU, reason="nothing is compiled without a GPU")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_nothing_compiles_after_warmup(batch_invariant):
+    spec = quire.AttentionSpec(num_q_heads=12, num_kv_heads=2, head_dim=64, softcap=31.0 + batch_invariant)  # of no other test
+    bounds = {"max_num_seqs": 40, "max_num_tokens": 600, "max_seq_len": 5000}
+    problem = make_problem(spec, ((1, 3000), (1, 17), (4, 700)), device="cuda")
+    plan = quire.plan(spec, problem.batch, **problem.bounds, batch_invariant=batch_invariant)
+    with quire.no_compilation(), pytest.raises(RuntimeError, match="must not be compiled in service"):
+        quire.attention(problem.q, problem.cache, plan)
+    quire.warmup(spec, problem.cache, **bounds, batch_invariant=batch_invariant)
+    draw = random.Random(2)
+    with quire.no_compilation():
+        for _ in range(60):
+            num_seqs = draw.randint(1, 40)
+            queries = [1] * num_seqs if draw.random() < 0.4 else [draw.choice((1, 1, 3, 9, 15)) for _ in range(num_seqs)]
+            lens = tuple((q, draw.randint(q, draw.choice((100, 5000)))) for q in queries)
+            problem = make_problem(spec, lens, device="cuda", one_query=max(queries) == 1 and draw.random() < 0.5)
+            plan = quire.plan(spec, problem.batch, **problem.bounds, batch_invariant=batch_invariant)
+            quire.attention(problem.q, problem.cache, plan)
