@@ -107,7 +107,9 @@ CASES = (
 )
 
 
-def measure(case: Case, tile: Tile | None, num_splits: int | None, seconds: float = 0.3) -> tuple[float, quire.Plan]:
+def measure(
+    case: Case, tile: Tile | None, num_splits: int | None, seconds: float = 0.3, batch_invariant: bool = False
+) -> tuple[float, quire.Plan]:  # fmt: skip
     """Return the median time of one call in µs, and its plan."""
     spec, device = case.spec, torch.device("cuda")
     torch.manual_seed(0)
@@ -133,7 +135,8 @@ def measure(case: Case, tile: Tile | None, num_splits: int | None, seconds: floa
         for row, n in zip(table, pages_of, strict=True):
             row[:n] = order[begin : begin + n]
             begin += n
-        plans.append(quire.plan(spec, quire.Batch(table, seq_lens, None if bounds["max_query_len"] == 1 else cu), **bounds, num_splits=num_splits, tile=tile))
+        batch = quire.Batch(table, seq_lens, None if bounds["max_query_len"] == 1 else cu)
+        plans.append(quire.plan(spec, batch, **bounds, num_splits=num_splits, tile=tile, batch_invariant=batch_invariant))
     verify(case, q, cache, plans[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -175,6 +178,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure the cases whose name contains this")
     parser.add_argument("--tile", action="append", help="block_m,block_n,warps,stages,unmasked_loop,programs_per_sm; may be repeated")
     parser.add_argument("--splits", type=int, action="append", help="number of splits; may be repeated")
+    parser.add_argument("--invariant", action="store_true", help="measure batch-invariant plans")
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "quire", quire.__version__)
     print(f"{'case':32} {'floor':>8} {'µs':>9} {'of floor':>8}  tile")
@@ -188,7 +192,7 @@ def main() -> None:
                 tile = Tile(m, n, warps, stages, bool(unmasked), per_sm, padded(case.spec.head_dim), padded(case.spec.head_dim))
             for splits in args.splits or [None]:
                 try:
-                    micros, plan = measure(case, tile, splits)
+                    micros, plan = measure(case, tile, splits, batch_invariant=args.invariant)
                 except Exception as error:
                     print(f"{case.name:32} {text} {splits}: {type(error).__name__} {str(error)[:300]}")
                     continue

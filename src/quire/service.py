@@ -11,13 +11,15 @@ from dataclasses import replace
 import torch
 import triton
 
-from quire.api import attention, in_torch
+from quire.api import attention, in_torch, write_kv
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.plan import Plan, decide, scratch_bytes, with_scratch
 from quire.spec import AttentionSpec
 from quire.state import State
 from quire.tuning.traits import Traits, device_traits
+
+KERNELS = ("blocks_kernel", "shares_kernel", "write_kernel", "copy_kernel", "merge_kernel")
 
 
 def workspace_size(
@@ -66,7 +68,7 @@ def warmup(
     return_lse: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Compile every attention kernel that batches within the bounds can need, and load it.
+    """Compile every attention kernel that batches within the bounds can need, and the write of new tokens, and load them.
 
     Queries and outputs are taken to be contiguous, or strided in multiples of 16 elements as slices of a fused projection are, and tables to be rectangular
     and int32. Batches with and without `cu_seqlens_q` are both served.
@@ -91,6 +93,12 @@ def warmup(
     device, names = cache.device, []
     if in_torch(device):
         return names
+    if cache.layout != "THD":
+        names.append("write")
+        if progress:
+            progress(names[-1])
+        k, v = (torch.zeros(1, spec.num_kv_heads, dim, dtype=spec.dtype, device=device) for dim in (spec.head_dim, spec.head_dim_v))
+        write_kv(k, v, cache, torch.full((1,), -1, device=device))
     for plan in plans_within(spec, device_traits(device), max_num_seqs, max_num_tokens, max_seq_len, batch_invariant):
         if name(plan) in names:
             continue
@@ -103,21 +111,18 @@ def warmup(
 
 @contextlib.contextmanager
 def no_compilation() -> Iterator[None]:
-    """Raise RuntimeError when one of Quire's kernels would be compiled in this context: a server's guard after `warmup`."""
-    before = triton.knobs.runtime.jit_cache_hook
+    """Raise RuntimeError when one of Quire's kernels is compiled, or loaded from Triton's cache, in this context: a server's guard after `warmup`."""
+    hooks = triton.knobs.runtime.kernel_load_start_hook
 
-    def hook(*args, **kwargs):
-        if kwargs["fn"].module.startswith("quire."):
-            raise RuntimeError(
-                f"{kwargs['fn'].name} must not be compiled in service, got a launch that warmup did not cover: {kwargs['repr']}; widen its bounds"
-            )
-        return before(*args, **kwargs) if before else None
+    def refuse(module, function, name, metadata_group, hash):
+        if name in KERNELS:
+            raise RuntimeError(f"{name} must not be compiled in service, got a launch that warmup did not cover; widen its bounds")
 
-    triton.knobs.runtime.jit_cache_hook = hook
+    hooks.add(refuse)
     try:
         yield
     finally:
-        triton.knobs.runtime.jit_cache_hook = before
+        hooks.remove(refuse)
 
 
 def check_bounds(*bounds: int) -> None:

@@ -165,10 +165,10 @@ def finish(acc, m, denom):
     """Normalise a state: return (out, lse), 0 and -inf where no key was seen."""
     seen = denom > 0.0
     safe = tl.where(seen, denom, 1.0)
-    inverse = 1.0 / safe
-    inverse += inverse * (1.0 - safe * inverse)  # a Newton step, since `/` on a GPU is good to two units in the last place
+    inverse = 1.0 / safe  # and a Newton step, since `/` on a GPU is good to two units in the last place
+    inverse = tl.fma(inverse, tl.fma(-safe, inverse, tl.zeros_like(safe) + 1.0), inverse)
     out = acc * inverse[:, None]
-    lse = tl.where(seen, m * LN2 + tl.log(safe), float("-inf"))
+    lse = tl.where(seen, tl.fma(m, tl.zeros_like(m) + LN2, tl.log(safe)), float("-inf"))
     return out, lse
 
 

@@ -259,7 +259,7 @@ def merge_partials(
     HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Merge columns `offs_dv` of a block's partial states in the order of their keys; they lie at `first_slot`, then from `next_slot` on by `step`."""
-    WIDTH: tl.constexpr = max(1, min(8, 8192 // (ROWS * COLUMNS)))  # as many states at a time as fit registers
+    WIDTH: tl.constexpr = max(1, min(8, (16384 if ROWS <= 16 else 8192) // (ROWS * COLUMNS)))  # as many states at a time as fit registers
     offs_r = tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
