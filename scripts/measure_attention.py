@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import statistics
 import time
+from functools import partial
 
 import torch
 
@@ -107,10 +108,31 @@ CASES = (
 )
 
 
-def measure(
-    case: Case, tile: Tile | None, num_splits: int | None, seconds: float = 0.3, batch_invariant: bool = False
-) -> tuple[float, quire.Plan]:  # fmt: skip
-    """Return the median time of one call in µs, and its plan."""
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A case's tensors: one cache, and page tables that share no page, several times the L2 cache in all."""
+
+    case: Case
+    q: torch.Tensor
+    cache: quire.PagedKVCache
+    tables: tuple[torch.Tensor, ...]
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """What `quire.plan` wants to know."""
+        lens = self.case.lens
+        return {"max_query_len": max(q for q, _ in lens), "max_seq_len": max(s for _, s in lens), "num_tokens": sum(q for q, _ in lens)}
+
+    def plan(self, table: torch.Tensor, **options) -> quire.Plan:
+        """Plan for one of the tables."""
+        batch = quire.Batch(table, self.seq_lens, None if self.bounds["max_query_len"] == 1 else self.cu_seqlens_q)
+        return quire.plan(self.case.spec, batch, **self.bounds, **options)
+
+
+def lay_out(case: Case) -> Inputs:
+    """Fill a cache with random numbers and deal its pages out at random."""
     spec, device = case.spec, torch.device("cuda")
     torch.manual_seed(0)
     pages_of = [-(-s // case.page_size) for _, s in case.lens]
@@ -122,50 +144,69 @@ def measure(
         for part in tensor.split(max(1, num_pages // 16)):
             part.copy_(torch.randn(part.shape, device=device, dtype=torch.float16))
     order = torch.randperm(num_pages, device=device, dtype=torch.int64).to(torch.int32)
-    cu = torch.tensor([0, *(q for q, _ in case.lens)], device=device).cumsum(0).to(torch.int32)
-    seq_lens = torch.tensor([s for _, s in case.lens], device=device, dtype=torch.int32)
-    num_tokens = sum(q for q, _ in case.lens)
-    q = torch.randn(num_tokens, spec.num_q_heads, spec.head_dim, device=device, dtype=spec.dtype)
-    out = torch.empty_like(q)
-    bounds = {"max_query_len": max(q for q, _ in case.lens), "max_seq_len": max(s for _, s in case.lens), "num_tokens": num_tokens}
-    plans = []
+    tables = []
     for r in range(rotations):
         table = torch.zeros(len(case.lens), max(pages_of), dtype=torch.int32, device=device)
         begin = r * sum(pages_of)
         for row, n in zip(table, pages_of, strict=True):
             row[:n] = order[begin : begin + n]
             begin += n
-        batch = quire.Batch(table, seq_lens, None if bounds["max_query_len"] == 1 else cu)
-        plans.append(quire.plan(spec, batch, **bounds, num_splits=num_splits, tile=tile, batch_invariant=batch_invariant))
-    verify(case, q, cache, plans[0])
+        tables.append(table)
+    cu = torch.tensor([0, *(q for q, _ in case.lens)], device=device).cumsum(0).to(torch.int32)
+    seq_lens = torch.tensor([s for _, s in case.lens], device=device, dtype=torch.int32)
+    q = torch.randn(sum(q for q, _ in case.lens), spec.num_q_heads, spec.head_dim, device=device, dtype=spec.dtype)
+    return Inputs(case, q, cache, tuple(tables), seq_lens, cu)
+
+
+def capture(calls) -> torch.cuda.CUDAGraph:
+    """Capture calls, one after the other, as one graph, and replay it once."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for p in plans:
-            quire.attention(q, cache, p, out=out)
-    for _ in range(2):
-        graph.replay()
+        for call in calls:
+            call()
+    graph.replay()
     torch.cuda.synchronize()
+    return graph
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Return the time of one replay in µs."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e3
+
+
+def measure(
+    case: Case, tile: Tile | None, num_splits: int | None, seconds: float = 0.3, batch_invariant: bool = False
+) -> tuple[float, quire.Plan]:  # fmt: skip
+    """Return the median time of one call in µs, and its plan."""
+    inputs = lay_out(case)
+    plans = [inputs.plan(table, num_splits=num_splits, tile=tile, batch_invariant=batch_invariant) for table in inputs.tables]
+    out = torch.empty_like(inputs.q)
+    verify(case, inputs.q, inputs.cache, plans[0])
+    graph = capture([partial(quire.attention, inputs.q, inputs.cache, plan, out=out) for plan in plans])
     times, deadline = [], time.time() + seconds
     while time.time() < deadline or len(times) < 5:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / rotations)
+        times.append(replay(graph) / len(plans))
     return statistics.median(times), plans[0]
 
 
 def verify(case: Case, q: torch.Tensor, cache: quire.PagedKVCache, plan: quire.Plan) -> None:
     """Compare the last tokens of a few sequences with float32 attention; raise on a difference."""
-    spec, batch = case.spec, plan.batch
-    out = quire.attention(q, cache, plan).float()
-    end = 0
+    compare(case, q, cache, plan.batch.page_table, quire.attention(q, cache, plan))
+
+
+def compare(case: Case, q: torch.Tensor, cache: quire.PagedKVCache, table: torch.Tensor, out: torch.Tensor) -> None:
+    """Compare the last tokens of the first and the last sequence with float32 attention; raise on a difference."""
+    spec, out, end = case.spec, out.float(), 0
     for seq, (q_len, kv_len) in enumerate(case.lens):
         end += q_len
         if seq not in (0, len(case.lens) - 1):
             continue
-        pages = batch.page_table[seq, : -(-kv_len // case.page_size)].long()
+        pages = table[seq, : -(-kv_len // case.page_size)].long()
         k, v = (t[pages].flatten(0, 1)[:kv_len].float().repeat_interleave(spec.group_size, 1) for t in (cache.k, cache.v))
         low = max(0, kv_len - 1 - spec.window[0])
         scores = torch.einsum("hd,khd->hk", q[end - 1].float(), k[low:]) * spec.softmax_scale
