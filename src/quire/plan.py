@@ -21,7 +21,7 @@ from quire.tuning.traits import Traits, device_traits
 
 MERGE_COST = 0.29  # of one partial state, in tiles of keys (eight at once take 1.5 µs, a tile 0.65 µs; NVIDIA H200, 2026-11-20)
 COUNTERS_PER_SM = 16  # more programs than this are never planned for a multiprocessor
-CHUNK = 512  # keys between the borders of a batch-invariant sum
+CHUNK = 256  # keys between the borders of a batch-invariant sum
 MAX_SPLITS = 128  # of one sequence's keys, where the caller chooses
 
 
@@ -173,6 +173,8 @@ def decide(
     why = "tile given by the caller"
     if tile is None and batch_invariant:
         tile, why = select(spec, traits, _power_of_two(spec.group_size), 1, CHUNK)
+        if tile.block_dv > 128:  # two sums in registers, of the block and of the chunk
+            tile = replace(tile, block_n=max(16, tile.block_n // 2))
     elif tile is None:
         tile, why = select(spec, traits, _power_of_two(max_query_len * spec.group_size), _power_of_two(rows), _power_of_two(max_seq_len))
     whole = Plan(spec, batch, "triton", max_query_len, max_seq_len, num_tokens, traits, tile, 0, None, why)

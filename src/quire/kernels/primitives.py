@@ -150,14 +150,24 @@ def softmax_step(acc, m, denom, scores, v, v_scale, exponent_scale, PAIRS: tl.co
 
 
 @triton.jit
-def merge(acc, m, denom, other_acc, other_m, other_denom):
+def merge(acc, m, denom, other_acc, other_m, other_denom, PAIRS: tl.constexpr = False):
     """Join two states over disjoint keys: rescale both to the shared maximum and add."""
     m_new = tl.maximum(m, other_m)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha, beta = tl.exp2(m - shift), tl.exp2(other_m - shift)
     # Fused by hand, so that every kernel rounds alike, whatever the compiler makes of the rest.
-    alphas = alpha[:, None] + tl.zeros_like(acc)
-    return tl.fma(acc, alphas, other_acc * beta[:, None]), m_new, tl.fma(denom, alpha, other_denom * beta)
+    denom = tl.fma(denom, alpha, other_denom * beta)
+    if PAIRS:
+        even, odd = acc
+        other_even, other_odd = other_acc
+        return (weighted_sum(even, alpha, other_even, beta), weighted_sum(odd, alpha, other_odd, beta)), m_new, denom
+    else:
+        return weighted_sum(acc, alpha, other_acc, beta), m_new, denom
+
+
+@triton.jit
+def weighted_sum(acc, alpha, other, beta):
+    return tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), other * beta[:, None])
 
 
 @triton.jit

@@ -170,28 +170,29 @@ def shares_kernel(
                     PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
                 )  # fmt: skip
                 page = next_page
-            acc = whole(acc, BLOCK_M, BLOCK_DV, PAIRS)
         else:
             # Each chunk is a state of its own. They are added up in the order of the keys, here or by who merges: the same sum, whoever does it.
-            acc = whole(acc, BLOCK_M, BLOCK_DV, PAIRS)
-            for chunk in tl.range(at, at + here, num_stages=1):
-                chunk_acc, chunk_m, chunk_denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
-                for tile in tl.range(chunk * (CHUNK // BLOCK_N), tl.minimum((chunk + 1) * (CHUNK // BLOCK_N), tl.cdiv(kv_stop, BLOCK_N))):
-                    next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
-                    chunk_acc, chunk_m, chunk_denom = attend_tile(
-                        chunk_acc, chunk_m, chunk_denom, q, kv, page, tile * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop,
-                        exponent_scale, scale, softcap, back, ahead,
-                        True, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
-                        PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
-                    )  # fmt: skip
-                    page = next_page
-                chunk_acc = whole(chunk_acc, BLOCK_M, BLOCK_DV, PAIRS)
-                if unit == block_unit:
-                    acc, m, denom = merge(acc, m, denom, chunk_acc, chunk_m, chunk_denom)
-                else:
-                    slot = block_unit + chunk - first
-                    leave_partial(scratch, chunk_acc, chunk_m, chunk_denom, slot * NUM_KV_HEADS + kv_head, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
-
+            TILES: tl.constexpr = CHUNK // BLOCK_N
+            last = tl.minimum((at + here) * TILES, tl.cdiv(kv_stop, BLOCK_N)) - 1
+            chunk_acc, chunk_m, chunk_denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
+            for tile in tl.range(at * TILES, last + 1):
+                next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+                chunk_acc, chunk_m, chunk_denom = attend_tile(
+                    chunk_acc, chunk_m, chunk_denom, q, kv, page, tile * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop,
+                    exponent_scale, scale, softcap, back, ahead,
+                    True, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
+                    PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
+                )  # fmt: skip
+                page = next_page
+                if ((tile + 1) % TILES == 0) | (tile == last):
+                    if unit == block_unit:
+                        acc, m, denom = merge(acc, m, denom, chunk_acc, chunk_m, chunk_denom, PAIRS)
+                    else:
+                        slot = (block_unit + tile // TILES - first) * NUM_KV_HEADS + kv_head
+                        left = whole(chunk_acc, BLOCK_M, BLOCK_DV, PAIRS)
+                        leave_partial(scratch, left, chunk_m, chunk_denom, slot, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
+                    chunk_acc, chunk_m, chunk_denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
+        acc = whole(acc, BLOCK_M, BLOCK_DV, PAIRS)
         if DEPENDENT_LAUNCH:
             if (unit + here == high) & (share <= SHORT_SHARE):
                 gdc_launch_dependents()
@@ -241,12 +242,12 @@ def leave_partial(scratch, acc, m, denom, slot, HEAD_DIM_V: tl.constexpr, BLOCK_
     tl.store(scratch.denom + rows, denom, mask=offs_m < ROWS)
     ptrs = scratch.acc + rows.to(tl.int64)[:, None] * HEAD_DIM_V + offs_dv[None, :]
     tl.store(ptrs, acc, mask=(offs_m < ROWS)[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
-    tl.debug_barrier()  # every thread's stores come before the one thread's release
 
 
 @triton.jit
 def is_last(scratch, counter, num_partials):
     """Count this program's arrival at a block; return whether all of the block's partial states have now been written. The counter is left at 0."""
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
     last = tl.atomic_add(scratch.counter + counter, 1, sem="acq_rel") == num_partials - 1
     if last:
         tl.store(scratch.counter + counter, 0)
