@@ -11,21 +11,24 @@ import triton
 
 PACKAGE = Path(__file__).parent.parent / "src" / "quire"
 MUTATIONS = {
-    "causal mask dropped": ("attention.py", "(kv_pos[None, :] <= q_pos[:, None] + ahead)", "(kv_pos[None, :] < 1000000)"),
-    "window off by one": ("attention.py", "kv_pos[None, :] >= q_pos[:, None] - back", "kv_pos[None, :] > q_pos[:, None] - back"),
-    "values not masked": ("attention.py", "tl.load(ptrs, mask=keep[:, None], other=0.0)", "tl.load(ptrs)"),
+    "causal mask dropped": ("primitives.py", "(kv_pos[None, :] <= q_pos[:, None] + ahead)", "(kv_pos[None, :] < 1000000)"),
+    "window off by one": ("primitives.py", "kv_pos[None, :] >= q_pos[:, None] - back", "kv_pos[None, :] > q_pos[:, None] - back"),
+    "values not masked": ("primitives.py", "tl.load(ptrs, mask=keep[:, None], other=0.0)", "tl.load(ptrs)"),
     "rescale dropped": ("primitives.py", "acc * alpha[:, None], input_precision", "acc, input_precision"),
     "denominator not rescaled": ("primitives.py", "denom = denom * alpha + tl.sum(p, 1)", "denom = denom + tl.sum(p, 1)"),
-    "merge without weights": ("primitives.py", "acc * alpha[:, None] + other_acc * beta[:, None]", "acc + other_acc"),
-    "sink in every split": (
-        "attention.py",
-        "m = tl.where(split == 0, sink, m)\n        denom = tl.where(split == 0, 1.0, denom)",
-        "m = sink\n        denom += 1.0",
+    "chunks added without weights": ("primitives.py", "tl.fma(denom, alpha, other_denom * beta)", "denom + other_denom"),
+    "merge without weights": ("shares.py", "acc += accs[i] * alpha[:, None]", "acc += accs[i]"),
+    "first partial state from the wrong slot": (
+        "shares.py", "first_slot, next_slot, step, num_partials = 2 * first_share + 1,", "first_slot, next_slot, step, num_partials = 2 * first_share,",
     ),
-    "last tile forgotten": ("attention.py", "stop = tl.minimum(start + share, stop)", "stop = tl.minimum(start + share, stop - 1)"),
-    "page stride ignored": ("attention.py", "kv_head * kv.k_head + page * kv.k_page", "kv_head * kv.k_head + page * kv.k_slot"),
+    "a partial state forgotten": ("shares.py", "(block_unit + num_units - 1) // share - first_share + 1", "(block_unit + num_units - 1) // share - first_share"),
+    "share cut short": ("shares.py", "high = tl.minimum(low + share, total)", "high = tl.minimum(low + share, total - 1)"),
+    "sink forgotten": ("primitives.py", "tl.zeros_like(sink) + 1.0", "tl.zeros_like(sink)"),
+    "block's last tile forgotten": ("blocks.py", "range(1, 1 + num_left + stop - full_stop)", "range(1, num_left + stop - full_stop)"),
+    "odd numbers of pairs dropped": ("primitives.py", "tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))", "tl.dot(q_even, tl.trans(k_even))"),
+    "page stride ignored": ("primitives.py", "kv_head * kv.k_head + page * kv.k_page", "kv_head * kv.k_head + page * kv.k_slot"),
     "slots written elsewhere": ("write.py", "position // PAGE_SIZE, position % PAGE_SIZE", "position // PAGE_SIZE, (position + 1) % PAGE_SIZE"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="mutates Triton kernels, which run on this machine only in the interpreter")
@@ -37,7 +40,7 @@ def test_a_broken_kernel_is_noticed(name, tmp_path):
     source = (copy / "kernels" / file).read_text()
     assert source.count(right) == 1, "the place to break has moved"
     (copy / "kernels" / file).write_text(source.replace(right, wrong))
-    run = [sys.executable, "-m", "quire.cli", "check", "--json", "--dtype", "float32"]
+    run = [sys.executable, "-m", "quire.cli", "check", "--json", "--dtype", "float16" if "pairs" in name else "float32"]
     done = subprocess.run(run, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}, capture_output=True, text=True)
     assert done.returncode != 0
     assert '"passed": false' in done.stdout or "InterpreterError" in done.stderr, done.stderr[-2000:]

@@ -27,12 +27,12 @@ HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32}
 
 @dataclass(frozen=True)
 class Feature:
-    """A named problem: what to add to the spec, the lengths, and how the problem is laid out."""
+    """A named problem: what to add to the spec, the lengths, what to ask of the plan, and how the problem is laid out."""
 
     name: str
     spec: dict = field(default_factory=dict)
     lens: tuple = MIXED
-    num_splits: int | None = None
+    plan: dict = field(default_factory=dict)
     problem: dict = field(default_factory=dict)
 
 
@@ -43,14 +43,18 @@ FEATURES = (
     Feature("prefill", lens=((70, 70), (33, 33))),
     Feature("chunk on a context", lens=((33, 150), (20, 64))),
     Feature("mixed"),
-    Feature("split keys", lens=((1, 300), (1, 5), (1, 0)), num_splits=5),
+    Feature("split keys", lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}),
+    Feature("split keys, drafted tokens", lens=((3, 300), (1, 40), (0, 9), (2, 170)), plan={"num_splits": 3}),
+    Feature("split keys, several blocks", {"num_q_heads": 34}, lens=((9, 200), (1, 40)), plan={"num_splits": 2}),
+    Feature("split keys, sliding window", {"sliding_window": 90}, lens=((1, 300), (1, 5), (1, 200)), plan={"num_splits": 4}),
+    Feature("batch-invariant", lens=((1, 700), (1, 5), (1, 0), (3, 300)), plan={"batch_invariant": True}),
     Feature("bidirectional", {"causal": False}),
     Feature("sliding window", {"sliding_window": 9}),
     Feature("window on both sides", {"causal": False, "sliding_window": 9, "sliding_window_right": 4}),
     Feature("softcap", {"softcap": 3.0}),
     Feature("ALiBi", {"alibi": True}),
     Feature("sinks", {"sinks": True}),
-    Feature("sinks, split keys", {"sinks": True}, lens=((1, 300), (1, 5), (1, 0)), num_splits=5),
+    Feature("sinks, split keys", {"sinks": True}, lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}),
     Feature("all at once", {"softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 20}),
     Feature("values of another width", {"head_dim": 40, "head_dim_v": 24}),
     Feature("head_dim 256, MQA", {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 256}, lens=((1, 40), (5, 30))),
@@ -93,7 +97,7 @@ def rows(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[Row]
         for feature in FEATURES:
             spec = AttentionSpec(**HEADS | {"dtype": dtype} | feature.spec)
             problem = make_problem(spec, feature.lens, device=device, **feature.problem)
-            chosen = plan(spec, problem.batch, **problem.bounds, num_splits=feature.num_splits)
+            chosen = plan(spec, problem.batch, **problem.bounds, **feature.plan)
             verdict = error_budget(problem, attention(problem.q, problem.cache, chosen, **problem.tables, return_lse=True))
             yield row(f"attention ({chosen.kernel})", dtype, feature.name, verdict)
         problem = make_problem(AttentionSpec(**HEADS, dtype=dtype), ((5, 60), (1, 33)), device=device)

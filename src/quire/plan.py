@@ -174,7 +174,7 @@ def decide(
     if tile is None and batch_invariant:
         tile, why = select(spec, traits, _power_of_two(spec.group_size), 1, CHUNK)
         if tile.block_dv > 128:  # two sums in registers, of the block and of the chunk
-            tile = replace(tile, block_n=max(16, tile.block_n // 2))
+            tile = replace(tile, block_n=max(16, tile.block_n // 2), programs_per_sm=2)
     elif tile is None:
         tile, why = select(spec, traits, _power_of_two(max_query_len * spec.group_size), _power_of_two(rows), _power_of_two(max_seq_len))
     whole = Plan(spec, batch, "triton", max_query_len, max_seq_len, num_tokens, traits, tile, 0, None, why)
