@@ -4,6 +4,7 @@ A plan is made from host numbers only. Lengths and page tables stay on the devic
 bounds it was made for.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -233,7 +234,8 @@ def choose_shares(num_blocks: int, num_kv_heads: int, capacity: int, tiles: int,
     """
     if tiles <= FEW_TILES.value or num_blocks == 0 or (search and 2 * num_blocks * num_kv_heads > capacity):
         return 0
-    return min(max(1, capacity // num_kv_heads), num_blocks * tiles)
+    shortest = max(1, int(math.sqrt(tiles * MERGE_COST) + 0.5))  # as the kernel finds it; programs that would find no share need not be launched
+    return min(max(1, capacity // num_kv_heads), num_blocks * triton.cdiv(tiles, shortest))
 
 
 def _power_of_two(value: float) -> int:
