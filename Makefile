@@ -45,7 +45,7 @@ test-newest: $(VENV)/.ready
 
 test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/integrations tests/engines tests/test_api.py tests/test_mutations.py
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/integrations tests/engines tests/test_api.py tests/test_service.py tests/test_mutations.py
 
 test-old-triton: $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile ring"

@@ -54,7 +54,7 @@ FEATURES = {
 }
 
 
-def attend(batch: str, head_dim: int, features: str) -> quire.Plan:
+def attend(batch: str, head_dim: int, features: str, batch_invariant: bool = False) -> quire.Plan:
     """Launch attention; return its plan."""
     num_seqs, q_len, kv_len = BATCHES[batch]
     wanted = FEATURES[features]
@@ -66,7 +66,8 @@ def attend(batch: str, head_dim: int, features: str) -> quire.Plan:
     described = quire.Batch(table, cu_seqlens_q[1:], starts, cu_seqlens_q.clone() if wanted.flat_table else None)
     # On a CPU a plan refuses bfloat16, which Triton's interpreter gets wrong. float16 is as wide and leads to the same choices.
     wide = {"dtype": torch.float16, "kv_dtype": torch.float16 if spec.kv_dtype is torch.bfloat16 else spec.kv_dtype}
-    plan = quire.plan(replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec, described, max_query_len=q_len, max_seq_len=kv_len)
+    seen = replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec
+    plan = quire.plan(seen, described, max_query_len=q_len, max_seq_len=kv_len, batch_invariant=batch_invariant)
     plan = replace(plan, spec=spec)
     q = torch.empty(plan.num_tokens, spec.num_q_heads, head_dim, dtype=spec.dtype)
     row = torch.zeros(spec.num_q_heads)

@@ -55,6 +55,19 @@ def test_attention_compiles_fits_and_does_not_spill(target, features):
     assert not wrong, f"{len(wrong)} launches spill or do not fit {target}:\n" + "\n".join(wrong)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("features", ["plain", "e4m3"])
+@pytest.mark.parametrize("target", TUNED)
+def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, batch_invariant):
+    """Triton gives up its software pipeline for small reasons, and says nothing; the memory that it then lacks tells."""
+    for head_dim in launches.HEAD_DIMS:
+        with compiling(TARGETS[target]) as compiled:
+            plan = launches.attend("decode", head_dim, features, batch_invariant)
+        assert plan.num_shares and compiled[0].spills <= (BY_CHOICE if compiled[0].registers < REGISTERS else 0), compiled[0]
+        if target == "sm90":  # the keys and values of two tiles at least
+            assert compiled[0].shared >= 2 * plan.tile.block_n * 2 * head_dim * plan.spec.kv_dtype.itemsize, compiled[0]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_writes_copies_and_merges_compile_and_do_not_spill(target):
     with compiling(TARGETS[target]) as compiled:

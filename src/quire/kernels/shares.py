@@ -74,10 +74,10 @@ def find_share(
     mean = total.to(tl.float32) / num_seqs
     shortest = tl.where((mean <= FEW_TILES) & (merge_cost > 0), mean, tl.sqrt(mean * merge_cost))
     share = tl.maximum(tl.cdiv(total, num_shares), (shortest + 0.5).to(tl.int32))
-    # Where all sequences are alike, a share a little longer may end where they do, and nothing is left to merge.
-    if (longest * num_seqs == total) & (merge_cost > 0):
-        even = tl.where(share < longest, tl.cdiv(longest, tl.maximum(longest // share, 1)), tl.cdiv(share, longest) * longest)
-        share = tl.where(even <= share + FEW_TILES, even, share)
+    # Where all sequences are alike, a share a little longer may end where they do, and nothing is left to merge. (By selection: with a branch here,
+    # Triton 3.9.0 keeps no loads in flight in the loop over tiles.)
+    even = tl.where(share < longest, tl.cdiv(longest, tl.maximum(longest // share, 1)), tl.cdiv(share, longest) * longest)
+    share = tl.where((longest * num_seqs == total) & (merge_cost > 0) & (even <= share + FEW_TILES), even, share)
     low = share_id * share
     high = tl.minimum(low + share, total)
     seq, seq_unit = find_sequence(units, 0, low)
@@ -184,14 +184,16 @@ def shares_kernel(
                     PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
                 )  # fmt: skip
                 page = next_page
-                if ((tile + 1) % TILES == 0) | (tile == last):
-                    if unit == block_unit:
-                        acc, m, denom = merge(acc, m, denom, chunk_acc, chunk_m, chunk_denom, PAIRS)
-                    else:
-                        slot = (block_unit + tile // TILES - first) * NUM_KV_HEADS + kv_head
-                        left = whole(chunk_acc, BLOCK_M, BLOCK_DV, PAIRS)
-                        leave_partial(scratch, left, chunk_m, chunk_denom, slot, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
-                    chunk_acc, chunk_m, chunk_denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
+                # No branches: Triton would give up the loads in flight.
+                chunk_ends = ((tile + 1) % TILES == 0) | (tile == last)
+                sum_acc, sum_m, sum_denom = merge(acc, m, denom, chunk_acc, chunk_m, chunk_denom, PAIRS)
+                acc, m, denom = choose(chunk_ends & (unit == block_unit), sum_acc, sum_m, sum_denom, acc, m, denom, PAIRS)
+                slot = (block_unit + tile // TILES - first) * NUM_KV_HEADS + kv_head
+                leave_partial(
+                    scratch, chunk_acc, chunk_m, chunk_denom, slot, chunk_ends & (unit != block_unit), PAIRS, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS
+                )  # fmt: skip
+                none_acc, none_m, none_denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
+                chunk_acc, chunk_m, chunk_denom = choose(chunk_ends, none_acc, none_m, none_denom, chunk_acc, chunk_m, chunk_denom, PAIRS)
         acc = whole(acc, BLOCK_M, BLOCK_DV, PAIRS)
         if DEPENDENT_LAUNCH:
             if (unit + here == high) & (share <= SHORT_SHARE):
@@ -211,8 +213,8 @@ def shares_kernel(
                 first_slot, next_slot, step = block_unit, (first_share + 1) * share, 1
                 num_partials = 1 + block_unit + num_units - next_slot
                 slot = block_unit
-            if (CHUNK == 0) | (unit == block_unit):
-                leave_partial(scratch, acc, m, denom, slot * NUM_KV_HEADS + kv_head, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
+            begun = (CHUNK == 0) | (unit == block_unit)
+            leave_partial(scratch, acc, m, denom, slot * NUM_KV_HEADS + kv_head, begun, False, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
             if is_last(scratch, first_share * NUM_KV_HEADS + kv_head, num_shares_of_block):
                 kept = block * BLOCK_M + tl.arange(0, ROWS)
                 kept_token, kept_head = (q_start + kept // GROUP).to(tl.int64), kv_head * GROUP + kept % GROUP
@@ -234,14 +236,37 @@ def shares_kernel(
 
 
 @triton.jit
-def leave_partial(scratch, acc, m, denom, slot, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr):
-    """Write a partial state to its slot."""
-    offs_m, offs_dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+def choose(condition, acc, m, denom, other_acc, other_m, other_denom, PAIRS: tl.constexpr):
+    """Return the first state where the condition holds, else the other."""
+    if PAIRS:
+        even, odd = acc
+        other_even, other_odd = other_acc
+        chosen = tl.where(condition, even, other_even), tl.where(condition, odd, other_odd)
+    else:
+        chosen = tl.where(condition, acc, other_acc)
+    return chosen, tl.where(condition, m, other_m), tl.where(condition, denom, other_denom)
+
+
+@triton.jit
+def leave_partial(
+    scratch, acc, m, denom, slot, wanted, PAIRS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write a partial state to its slot, if it is wanted there."""
+    offs_m = tl.arange(0, BLOCK_M)
     rows = slot * ROWS + offs_m
-    tl.store(scratch.m + rows, m, mask=offs_m < ROWS)
-    tl.store(scratch.denom + rows, denom, mask=offs_m < ROWS)
-    ptrs = scratch.acc + rows.to(tl.int64)[:, None] * HEAD_DIM_V + offs_dv[None, :]
-    tl.store(ptrs, acc, mask=(offs_m < ROWS)[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+    kept = (offs_m < ROWS) & wanted
+    tl.store(scratch.m + rows, m, mask=kept)
+    tl.store(scratch.denom + rows, denom, mask=kept)
+    ptrs = scratch.acc + rows.to(tl.int64)[:, None] * HEAD_DIM_V
+    if PAIRS:
+        even, odd = acc
+        offs_dv = 2 * tl.arange(0, BLOCK_DV // 2)
+        tl.store(ptrs + offs_dv[None, :], even, mask=kept[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+        tl.store(ptrs + (offs_dv + 1)[None, :], odd, mask=kept[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+    else:
+        offs_dv = tl.arange(0, BLOCK_DV)
+        tl.store(ptrs + offs_dv[None, :], acc, mask=kept[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
 
 
 @triton.jit
