@@ -184,16 +184,13 @@ def shares_kernel(
                     PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
                 )  # fmt: skip
                 page = next_page
-                # No branches: Triton would give up the loads in flight.
-                chunk_ends = ((tile + 1) % TILES == 0) | (tile == last)
-                sum_acc, sum_m, sum_denom = merge(acc, m, denom, chunk_acc, chunk_m, chunk_denom, PAIRS)
-                acc, m, denom = choose(chunk_ends & (unit == block_unit), sum_acc, sum_m, sum_denom, acc, m, denom, PAIRS)
-                slot = (block_unit + tile // TILES - first) * NUM_KV_HEADS + kv_head
-                leave_partial(
-                    scratch, chunk_acc, chunk_m, chunk_denom, slot, chunk_ends & (unit != block_unit), PAIRS, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS
-                )  # fmt: skip
-                none_acc, none_m, none_denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
-                chunk_acc, chunk_m, chunk_denom = choose(chunk_ends, none_acc, none_m, none_denom, chunk_acc, chunk_m, chunk_denom, PAIRS)
+                if ((tile + 1) % TILES == 0) | (tile == last):
+                    if unit == block_unit:
+                        acc, m, denom = merge(acc, m, denom, chunk_acc, chunk_m, chunk_denom, PAIRS)
+                    else:
+                        slot = (block_unit + tile // TILES - first) * NUM_KV_HEADS + kv_head
+                        leave_partial(scratch, chunk_acc, chunk_m, chunk_denom, slot, True, PAIRS, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
+                    chunk_acc, chunk_m, chunk_denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
         acc = whole(acc, BLOCK_M, BLOCK_DV, PAIRS)
         if DEPENDENT_LAUNCH:
             if (unit + here == high) & (share <= SHORT_SHARE):
@@ -233,18 +230,6 @@ def shares_kernel(
         seq_ends = unit == seq_unit + num_units * num_blocks
         seq += seq_ends.to(tl.int32)
         seq_unit = tl.where(seq_ends, unit, seq_unit)
-
-
-@triton.jit
-def choose(condition, acc, m, denom, other_acc, other_m, other_denom, PAIRS: tl.constexpr):
-    """Return the first state where the condition holds, else the other."""
-    if PAIRS:
-        even, odd = acc
-        other_even, other_odd = other_acc
-        chosen = tl.where(condition, even, other_even), tl.where(condition, odd, other_odd)
-    else:
-        chosen = tl.where(condition, acc, other_acc)
-    return chosen, tl.where(condition, m, other_m), tl.where(condition, denom, other_denom)
 
 
 @triton.jit
