@@ -55,6 +55,13 @@ def test_splits_of_long_sequences(num_splits):
     assert_right(spec, ((1, 300), (1, 129), (1, 1), (1, 0)), num_splits)
 
 
+def test_more_sequences_than_a_program_looks_at_at_once():
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    lens = tuple((1, 400 if i in (3, 258, 299) else i % 7) for i in range(300))
+    p, state = solve(spec, lens, one_query=True)
+    assert error_budget(p, state).passed
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64])
 def test_group_sizes(group_size):
     spec = quire.AttentionSpec(num_q_heads=group_size, num_kv_heads=1, head_dim=16, dtype=torch.float32)

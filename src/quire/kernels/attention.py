@@ -41,7 +41,8 @@ def launch(
         return
     lse_at, sinks_at, slopes_at = (None if t is None else t.data_ptr() for t in (lse, sinks, alibi_slopes))
     q_at, out_at, cache_at = q.data_ptr(), out.data_ptr(), cache.addresses
-    key = cache.kind, q.stride(), out.stride(), None if lse is None else lse.stride(0)
+    per_head = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
+    key = cache.kind, q.stride(), out.stride(), None if lse is None else lse.stride(0), per_head
     aligned = (q_at | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | cache_at[0] | cache_at[1]) % 16 == 0
     prepared = plan.prepared.get(key) if aligned else None
     if prepared is not None and prepared.device == driver.active.get_current_device():
