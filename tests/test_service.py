@@ -25,7 +25,7 @@ def batches(count, seed=0):
         yield tuple((q, max(q, draw.choice((3, 90, 600, BOUNDS["max_seq_len"])))) for q in queries)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True] if TRITON_RUNS else [False])
 def test_one_workspace_serves_every_plan_within_its_bounds(batch_invariant):
     num_bytes = quire.workspace_size(SPEC, **BOUNDS, device=DEVICE, batch_invariant=batch_invariant)
     assert num_bytes > 0 or not TRITON_RUNS

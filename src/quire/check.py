@@ -94,7 +94,7 @@ class Row:
 def rows(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[Row]:
     """Check every feature in every dtype."""
     for dtype in dtypes:
-        for feature in FEATURES:
+        for feature in features(device):
             spec = AttentionSpec(**HEADS | {"dtype": dtype} | feature.spec)
             problem = make_problem(spec, feature.lens, device=device, **feature.problem)
             chosen = plan(spec, problem.batch, **problem.bounds, **feature.plan)
@@ -103,6 +103,12 @@ def rows(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[Row]
         problem = make_problem(AttentionSpec(**HEADS, dtype=dtype), ((5, 60), (1, 33)), device=device)
         yield row("write_kv", dtype, "written, then read", error_budget(problem, written(problem)))
         yield row("merge_states", dtype, "two halves of the keys", error_budget(problem, in_halves(problem)))
+
+
+def features(device: torch.device) -> list[Feature]:
+    """Return what is served on a device: PyTorch, which serves CPU tensors outside the interpreter, knows no batch-invariant plans."""
+    in_torch = device.type == "cpu" and not triton.knobs.runtime.interpret
+    return [feature for feature in FEATURES if not (in_torch and feature.plan.get("batch_invariant"))]
 
 
 def row(kernel: str, dtype: torch.dtype, feature: str, verdict: Verdict) -> Row:
@@ -144,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda" if gpu else "cpu")
     dtypes = tuple(getattr(torch, name) for name in args.dtype or ("float32", "float16") + (() if triton.knobs.runtime.interpret else ("bfloat16",)))
     begun, lines = time.perf_counter(), []
-    total = len(dtypes) * (len(FEATURES) + 2)
+    total = len(dtypes) * (len(features(device)) + 2)
     if args.json:
         lines = list(rows(device, dtypes))
         json.dump([asdict(line) for line in lines], sys.stdout, indent=2)

@@ -140,7 +140,7 @@ def plan(
 
     Raises:
         ValueError: a bound is negative, num_splits out of range, or the workspace too small.
-        UnsupportedError: bfloat16 under Triton's interpreter.
+        UnsupportedError: bfloat16 under Triton's interpreter, or batch_invariant for CPU tensors outside it.
         RuntimeError: the batch is on a device that has no kernel.
     """
     for name, value in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len), ("num_tokens", num_tokens or 0)):
@@ -153,7 +153,10 @@ def plan(
     if num_tokens is None:
         num_tokens = batch.num_seqs * max_query_len
     traits = device_traits(batch.device)
-    if batch.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    in_torch = batch.device.type == "cpu" and not triton.knobs.runtime.interpret
+    if in_torch and batch_invariant:
+        raise UnsupportedError("batch_invariant must be left out for CPU tensors, which PyTorch serves with no such promise; plan for a GPU")
+    if in_torch:
         why = "CPU tensors: vectorised PyTorch; Triton has no CPU driver"
         return Plan(spec, batch, "torch", max_query_len, max_seq_len, num_tokens, traits, None, 0, None, why)
     if batch.device.type == "cpu" and spec.dtype is torch.bfloat16:

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import triton
 
 import quire
 from quire.testing import error_budget, make_problem
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+TRITON_RUNS = GPU or triton.knobs.runtime.interpret
+triton_only = pytest.mark.skipif(not TRITON_RUNS, reason="PyTorch, which serves CPU tensors outside the interpreter, refuses such plans (tested below)")
 SCALE = 8 if GPU else 1  # lengths that the interpreter bears
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64 if GPU else 16}
 FEATURES = [{}, {"sliding_window": 150 * SCALE}, {"sinks": True, "softcap": 20.0}, {"kv_dtype": torch.float8_e4m3fn, "head_dim": 64}, {"alibi": True}]
@@ -32,6 +35,7 @@ def equal(a, b):
     return torch.equal(a.out, b.out) and torch.equal(a.lse, b.lse)
 
 
+@triton_only
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_the_rest_of_the_batch_and_the_cuts_change_nothing(features):
     spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
@@ -45,6 +49,7 @@ def test_the_rest_of_the_batch_and_the_cuts_change_nothing(features):
         assert equal(alone, quire.State(together.out[:1], together.lse[:1])), others
 
 
+@triton_only
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_how_a_prompt_is_split_changes_nothing(features):
     spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
@@ -59,3 +64,11 @@ def test_how_a_prompt_is_split_changes_nothing(features):
             parts.append(attend(spec, problem, ((size, at),)))
         joined = quire.State(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
         assert equal(whole, joined), sizes
+
+
+@pytest.mark.skipif(TRITON_RUNS, reason="Triton serves such plans")
+def test_pytorch_refuses_what_it_cannot_promise():
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float16)
+    problem = make_problem(spec, ((1, 20),), device=DEVICE)
+    with pytest.raises(quire.UnsupportedError, match="batch_invariant must be left out"):
+        quire.plan(spec, problem.batch, **problem.bounds, batch_invariant=True)
