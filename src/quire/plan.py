@@ -207,8 +207,10 @@ def scratch_bytes(decided: Plan) -> tuple[int, int]:
     """Return the bytes of scratch that a plan needs in all, and those of its counters, which come first and are 0 between launches."""
     spec = decided.spec
     num_slots = max_units(decided) if decided.chunk else 2 * decided.num_shares
-    counters = 4 * max(COUNTERS_PER_SM * decided.traits.num_sms, decided.num_shares * spec.num_kv_heads)
-    return counters + 4 * num_slots * spec.num_kv_heads * decided.partial_rows * (spec.head_dim_v + 2), counters
+    # Multiples of 16 bytes each, so that no batch's size decides what is compiled.
+    counters = 16 * triton.cdiv(max(COUNTERS_PER_SM * decided.traits.num_sms, decided.num_shares * spec.num_kv_heads), 4)
+    rows = 4 * triton.cdiv(num_slots * spec.num_kv_heads * decided.partial_rows, 4)
+    return counters + 4 * rows * (spec.head_dim_v + 2), counters
 
 
 def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
@@ -223,7 +225,7 @@ def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
             f"workspace must be uint8 [at least {num_bytes}] on {device}, got {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}; "
             "allocate torch.zeros of quire.workspace_size(...) bytes"
         )
-    elif counters > 4 * max(COUNTERS_PER_SM * decided.traits.num_sms, spec.num_kv_heads):
+    elif counters > 16 * triton.cdiv(max(COUNTERS_PER_SM * decided.traits.num_sms, spec.num_kv_heads), 4):
         raise ValueError(f"num_splits must leave at most {COUNTERS_PER_SM} programs per multiprocessor with a workspace, got {decided.num_shares} shares")
     rows = (num_bytes - counters) // (4 * (spec.head_dim_v + 2))
     counter, states = workspace[:counters].view(torch.int32), workspace[counters:num_bytes].view(torch.float32)
