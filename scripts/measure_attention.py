@@ -54,12 +54,24 @@ class Case:
 
 
 def decode(num_seqs: int, length: int, **kw) -> Case:
-    return Case(kw.pop("name", f"decode {num_seqs}x{length}"), ((1, length),) * num_seqs, **kw)
+    return Case(kw.pop("name", f"decode {num_seqs}x{length}"), decoding([length] * num_seqs), **kw)
 
 
-def mixed_lengths(num_seqs: int, low: int, high: int, seed: int) -> Case:
-    lengths = torch.randint(low, high + 1, (num_seqs,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return Case(f"decode {num_seqs} of {low} to {high}", tuple((1, length) for length in lengths))
+def decoding(lengths: list[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((1, length) for length in lengths)
+
+
+def prompts(lengths: list[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((length, length) for length in lengths)
+
+
+def at_random(num_seqs: int, low: int, high: int, seed: int) -> list[int]:
+    return torch.randint(low, high + 1, (num_seqs,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def mixed(num_decoding: int, num_prompts: int, seed: int) -> Case:
+    lens = decoding(at_random(num_decoding, 512, 4096, seed)) + prompts(at_random(num_prompts, 64, 1024, seed))
+    return Case(f"mixed {num_decoding} decoding + {num_prompts} prompts", lens)
 
 
 FP8 = {"kv_dtype": torch.float8_e4m3fn}
@@ -83,9 +95,9 @@ CASES = (
     decode(32, 2048, name="decode 32x2048 32/8/64", heads=(32, 8, 64)),
     decode(16, 2048, name="decode 16x2048 16/8/256", heads=(16, 8, 256)),
     decode(8, 8192, name="decode 8x8192 window 1024", options=(("sliding_window", 1024),)),
-    mixed_lengths(16, 64, 8192, seed=0),
-    mixed_lengths(64, 16, 4096, seed=1),
-    mixed_lengths(128, 16, 1024, seed=2),
+    Case("decode 16 of 64 to 8192", decoding(at_random(16, 64, 8192, seed=0))),
+    Case("decode 64 of 16 to 4096", decoding(at_random(64, 16, 4096, seed=1))),
+    Case("decode 128 of 16 to 1024", decoding(at_random(128, 16, 1024, seed=2))),
     Case("decode 1x131072 with 31x4096", ((1, 131072),) + ((1, 4096),) * 31),
     Case("drafts 16x4 on 2048", ((4, 2048),) * 16),
     Case("drafts 32x8 on 4096", ((8, 4096),) * 32),
@@ -93,18 +105,24 @@ CASES = (
     decode(128, 4096, name="decode 128x4096 fp8", **FP8),
     decode(1, 131072, name="decode 1x131072 fp8", **FP8),
     Case("drafts 32x8 on 4096 fp8", ((8, 4096),) * 32, **FP8),
-    Case("prefill 8192 fp8", ((8192, 8192),), **FP8),
-    Case("prefill 128", ((128, 128),)),
-    Case("prefill 512", ((512, 512),)),
-    Case("prefill 2048", ((2048, 2048),)),
-    Case("prefill 8192", ((8192, 8192),)),
-    Case("prefill 8x512", ((512, 512),) * 8),
-    Case("prefill 8x2048", ((2048, 2048),) * 8),
+    Case("prefill 128", prompts([128])),
+    Case("prefill 512", prompts([512])),
+    Case("prefill 2048", prompts([2048])),
+    Case("prefill 8192", prompts([8192])),
+    Case("prefill 16384", prompts([16384])),
+    Case("prefill 8x512", prompts([512] * 8)),
+    Case("prefill 8x2048", prompts([2048] * 8)),
+    Case("prefill 8 of 33 to 3000", prompts(at_random(8, 33, 3000, seed=14))),
+    Case("prefill 8192 28/4/128", prompts([8192]), heads=(28, 4, 128)),
+    Case("prefill 4096 32/8/64", prompts([4096]), heads=(32, 8, 64)),
+    Case("prefill 4096 16/8/256", prompts([4096]), heads=(16, 8, 256)),
+    Case("prefill 8192 fp8", prompts([8192]), **FP8),
     Case("chunk 64 on 16384", ((64, 16384),)),
     Case("chunk 512 on 16384", ((512, 16384),)),
-    Case("prefill 4096 dim 64", ((4096, 4096),), heads=(32, 8, 64)),
-    Case("prefill 4096 16/8/256", ((4096, 4096),), heads=(16, 8, 256)),
-    Case("mixed 32 decode + 2 prompts", ((1, 2048),) * 32 + ((512, 512), (1024, 1024))),
+    Case("chunk 2048 on 30720", ((2048, 30720),)),
+    mixed(32, 2, seed=15),
+    mixed(64, 4, seed=15),
+    mixed(8, 8, seed=15),
 )
 
 
