@@ -14,6 +14,7 @@ from quire.cache import PagedKVCache
 from quire.errors import UnsupportedError
 from quire.kernels import attention as gpu
 from quire.kernels import copy, cpu, merge, write
+from quire.kernels.hopper import attention as hopper
 from quire.plan import Plan
 from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES
 from quire.state import State
@@ -68,7 +69,7 @@ def attention(
         out = torch.empty(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=q.dtype, device=q.device)
     else:
         check_out("out", out, (q.shape[0], spec.num_q_heads, spec.head_dim_v), q.dtype, q.device)
-    launch = cpu.launch if plan.kernel == "torch" else gpu.launch
+    launch = {"torch": cpu.launch, "triton": gpu.launch, "hopper": hopper.launch}[plan.kernel]
     launch(q, cache, plan, out, lse, sinks, alibi_slopes)
     return out if lse is None else State(out, lse)
 

@@ -179,6 +179,12 @@ class PagedKVCache:
         return (0, 0, 0 if self.k_scale is None else self.k_scale.stride(0))
 
     @cached_property
+    def extents(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+        """Pages, slots of a page, heads and elements of a head, of k and of v; without pages, tokens and one slot."""
+        slots = 1 if self.layout == "THD" else self.page_size
+        return (self.num_pages, slots, self.num_kv_heads, self.head_dim), (self.v.shape[0], slots, self.num_kv_heads, self.head_dim_v)
+
+    @cached_property
     def kind(self) -> int:
         """A number that caches share which one compiled kernel serves."""
         offsets = self.k.storage_offset() % 2, self.v.storage_offset() % 2

@@ -12,7 +12,7 @@ from quire.cache import PagedKVCache
 from quire.plan import Plan, with_scratch
 from quire.spec import AttentionSpec
 from quire.state import State
-from quire.tuning.space import Tile
+from quire.tuning.space import FastTile, Tile
 from quire.tuning.traits import device_traits
 
 LIBRARY = torch.library.Library("quire", "DEF")
@@ -21,7 +21,7 @@ LIBRARY.define(
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, Tensor? alibi_slopes, "
     "Tensor(a!)? workspace, "
     "int head_dim_v, float softmax_scale, bool causal, int? sliding_window, int? sliding_window_right, float? softcap, bool allow_tf32, "
-    "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_shares, float merge_cost, int chunk, int[] tile) -> (Tensor, Tensor)"
+    "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_shares, float merge_cost, int chunk, int[] tile, int[] fast) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "
@@ -37,11 +37,12 @@ def attention(q, cache: PagedKVCache, plan: Plan, sinks, alibi_slopes) -> State:
     tile = [] if tile is None else [
         tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, int(tile.unmasked_loop), tile.programs_per_sm, tile.block_d, tile.block_dv,
     ]  # fmt: skip
+    fast = [] if plan.fast is None else [plan.fast.block_t, plan.fast.block_n, plan.fast.num_stages, plan.fast.num_blocks]
     out, lse = torch.ops.quire.attention(
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout,
         batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.cu_pages, batch.query_offsets, sinks, alibi_slopes, plan.workspace,
         spec.head_dim_v, spec.softmax_scale, spec.causal, spec.sliding_window, spec.sliding_window_right, spec.softcap, spec.allow_tf32,
-        plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, plan.num_shares, plan.merge_cost, plan.chunk, tile,
+        plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, plan.num_shares, plan.merge_cost, plan.chunk, tile, fast,
     )  # fmt: skip
     return State(out, lse)
 
@@ -69,7 +70,7 @@ def make_spec(*fields) -> AttentionSpec:
 def attention_impl(
     q, k, v, k_scale, v_scale, layout, page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, sinks, alibi_slopes, workspace,
     head_dim_v, softmax_scale, causal, sliding_window, sliding_window_right, softcap, allow_tf32,
-    kernel, max_query_len, max_seq_len, num_tokens, num_shares, merge_cost, chunk, tile,
+    kernel, max_query_len, max_seq_len, num_tokens, num_shares, merge_cost, chunk, tile, fast,
 ):  # fmt: skip
     """Put the nouns together and run the verb."""
     from quire import api
@@ -81,8 +82,11 @@ def attention_impl(
     )  # fmt: skip
     batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets)
     tile = Tile(*tile[:4], bool(tile[4]), *tile[5:]) if tile else None
-    plan = Plan(spec, batch, kernel, max_query_len, max_seq_len, num_tokens, device_traits(q.device), tile, num_shares, None, "compiled", merge_cost, chunk)
-    if num_shares:
+    fast = FastTile(*fast) if fast else None
+    plan = Plan(
+        spec, batch, kernel, max_query_len, max_seq_len, num_tokens, device_traits(q.device), tile, num_shares, None, "compiled", merge_cost, chunk, fast=fast
+    )
+    if plan.has_scratch:
         plan = with_scratch(plan, workspace)
     return tuple(api.attention(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=True))
 

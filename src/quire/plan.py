@@ -17,11 +17,12 @@ from quire.kernels.shares import FEW_TILES
 from quire.kernels.views import Scratch
 from quire.spec import AttentionSpec
 from quire.tuning.select import select
-from quire.tuning.space import Tile
+from quire.tuning.space import FastTile, Tile, fast_tile
 from quire.tuning.traits import Traits, device_traits
 
 MERGE_COST = 0.29  # of one partial state, in tiles of keys (eight at once take 1.5 µs, a tile 0.65 µs; NVIDIA H200, 2026-11-20)
 COUNTERS_PER_SM = 16  # more programs than this are never planned for a multiprocessor
+SHORT_PROMPT = 128  # queries of a sequence, for which blocks of 128 rows are too few to pay for what the Hopper kernel sets up
 CHUNK = 256  # keys between the borders of a batch-invariant sum
 MAX_SPLITS = 128  # of one sequence's keys, where the caller chooses
 
@@ -33,7 +34,7 @@ class Plan:
     Attributes:
         spec: what is computed.
         batch: the sequences, read on the device at launch.
-        kernel: "triton", or "torch" for CPU tensors outside Triton's interpreter.
+        kernel: "triton", "hopper" for prompts on such a GPU, or "torch" for CPU tensors outside Triton's interpreter.
         max_query_len: most queries of any sequence.
         max_seq_len: most keys of any sequence.
         num_tokens: most query tokens of the whole batch.
@@ -45,6 +46,7 @@ class Plan:
         merge_cost: what a partial state costs, in tiles of keys; 0 where the caller chose how many there are.
         chunk: keys of a state of its own, where results do not depend on the rest of the batch; else 0.
         workspace: the memory that `scratch` lies in.
+        fast: configuration of the Hopper kernel; None for other kernels.
         prepared: launches made so far, each ready to be made again with other tensors of the same strides.
     """
 
@@ -62,6 +64,7 @@ class Plan:
     merge_cost: float = MERGE_COST
     chunk: int = 0
     workspace: torch.Tensor | None = None
+    fast: FastTile | None = None
     prepared: dict[tuple, Any] = field(default_factory=dict)
 
     @property
@@ -73,6 +76,11 @@ class Plan:
     def partial_rows(self) -> int:
         """Rows of a partial state: one token's for decode, else a whole block, so that no step's length decides what is compiled."""
         return min(self.tile.block_m, _power_of_two(self.spec.group_size)) if self.max_query_len <= 1 else self.tile.block_m
+
+    @property
+    def has_scratch(self) -> bool:
+        """Whether a launch needs partial states or a counter."""
+        return self.num_shares > 0 or self.fast is not None
 
     @property
     def seqs_at_once(self) -> int:
@@ -93,11 +101,23 @@ class Plan:
             return num_seqs * triton.cdiv(self.spec.group_size, self.tile.block_m)
         return num_tokens * self.spec.group_size // self.tile.block_m + num_seqs
 
+    def num_items(self, num_tokens: int) -> int:
+        """Return how many blocks of the Hopper kernel `num_tokens` query tokens need at most, over all heads."""
+        heads = 128 // self.fast.block_t
+        return (num_tokens // self.fast.block_t + self.batch.num_seqs) * (self.spec.num_q_heads // heads) if num_tokens else 0
+
     def __repr__(self) -> str:
         shape = f"{self.batch.num_seqs} sequences, at most {self.max_query_len} queries and {self.max_seq_len} keys each"
         if self.tile is None:
             return f"Plan(kernel={self.kernel!r}: {shape}; {self.why})"
         t, heads = self.tile, self.spec.num_kv_heads
+        if self.fast is not None:
+            f = self.fast
+            return (
+                f"Plan(kernel={self.kernel!r}: {shape}; blocks of {f.block_t} queries × {128 // f.block_t} heads, tiles of {f.block_n} keys, "
+                f"{f.num_stages} stages, {self.num_items(self.num_tokens)} blocks; {self.why}; tensors that the copy engine cannot address: kernel 'triton', "
+                f"tile {t.block_m} rows × {t.block_n} keys)"
+            )
         parts = f"{self.num_shares} shares" if self.num_shares else f"{self.num_q_blocks(self.num_tokens)} blocks"
         return (
             f"Plan(kernel={self.kernel!r}: {shape}; tile {t.block_m} rows × {t.block_n} keys, {t.num_warps} warps, {t.num_stages} stages, "
@@ -116,6 +136,7 @@ def plan(
     tile: Tile | None = None,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
+    kernel: str | None = None,
 ) -> Plan:
     """Decide how `batch` is launched, from host numbers only.
 
@@ -134,13 +155,14 @@ def plan(
             into chunks, nor on the bounds given here. Decode pays some per cent, long prompts several times: they take the tile that decode takes.
         workspace: uint8 memory for the scratch, all 0 when it is first used, which plans that never run at the same time may share; of
             `quire.workspace_size` bytes, it serves every plan within those bounds. Allocated when not given.
+        kernel: "triton" for the portable kernels, "hopper" for the one for prompts on a Hopper GPU; chosen when not given.
 
     Returns:
         The plan, with its scratch memory.
 
     Raises:
         ValueError: a bound is negative, num_splits out of range, or the workspace too small.
-        UnsupportedError: bfloat16 under Triton's interpreter, or batch_invariant for CPU tensors outside it.
+        UnsupportedError: bfloat16 under Triton's interpreter, batch_invariant for CPU tensors outside it, or a kernel that does not serve the request.
         RuntimeError: the batch is on a device that has no kernel.
     """
     for name, value in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len), ("num_tokens", num_tokens or 0)):
@@ -164,17 +186,18 @@ def plan(
     if batch.device.type not in ("cuda", "cpu"):
         raise RuntimeError(f"batch must be on a device that Triton serves (cuda, or cpu), got {batch.device}; move it there")
 
-    decided = decide(spec, batch, traits, max_query_len, max_seq_len, num_tokens, num_splits, tile, batch_invariant)
-    return with_scratch(decided, workspace) if decided.num_shares else decided
+    decided = decide(spec, batch, traits, max_query_len, max_seq_len, num_tokens, num_splits, tile, batch_invariant, kernel)
+    return with_scratch(decided, workspace) if decided.has_scratch else decided
 
 
 def decide(
     spec: AttentionSpec, batch: Batch, traits: Traits, max_query_len: int, max_seq_len: int, num_tokens: int,
-    num_splits: int | None = None, tile: Tile | None = None, batch_invariant: bool = False,
+    num_splits: int | None = None, tile: Tile | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> Plan:  # fmt: skip
     """Decide all of a plan but its scratch, which it still lacks if it has shares."""
     rows = num_tokens * spec.group_size * spec.num_kv_heads / traits.num_sms
     why = "tile given by the caller"
+    asked = tile is not None or num_splits is not None or batch_invariant
     if tile is None and batch_invariant:
         tile, why = select(spec, traits, _power_of_two(spec.group_size), 1, CHUNK)
         if tile.block_dv > 128:  # two sums in registers, of the block and of the chunk
@@ -195,7 +218,15 @@ def decide(
         num_shares = num_splits * num_blocks if num_splits > 1 else 0
     if num_shares:
         why += f", {num_shares} shares for each of {spec.num_kv_heads} KV heads to fill {traits.num_sms} multiprocessors"
-    return replace(whole, num_shares=num_shares, why=why, merge_cost=merge_cost, chunk=CHUNK if batch_invariant else 0, prepared={})
+    decided = replace(whole, num_shares=num_shares, why=why, merge_cost=merge_cost, chunk=CHUNK if batch_invariant else 0, prepared={})
+    fast = "a tile, num_splits or batch_invariant of the caller's" if asked else fast_tile(spec, traits)
+    if isinstance(fast, str) or batch.cu_seqlens_q is None:
+        if kernel == "hopper":
+            raise UnsupportedError(f"kernel must be 'triton' or left out here, got 'hopper', which does not serve {fast}")
+        return decided
+    if kernel == "hopper" or (kernel is None and num_shares == 0 and max_query_len > SHORT_PROMPT):
+        return replace(decided, kernel="hopper", num_shares=0, fast=fast)
+    return decided
 
 
 def max_units(decided: Plan) -> int:

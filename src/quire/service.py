@@ -19,7 +19,7 @@ from quire.spec import AttentionSpec
 from quire.state import State
 from quire.tuning.traits import Traits, device_traits
 
-KERNELS = ("blocks_kernel", "shares_kernel", "write_kernel", "copy_kernel", "merge_kernel")
+KERNELS = ("blocks_kernel", "shares_kernel", "prefill_kernel", "write_kernel", "copy_kernel", "merge_kernel")
 
 
 def workspace_size(
@@ -54,7 +54,7 @@ def workspace_size(
         return 0
     bounds = max_num_seqs, max_num_tokens, max_seq_len
     plans = plans_within(spec, device_traits(device), *bounds, batch_invariant)
-    return max((scratch_bytes(plan)[0] for plan in plans if plan.num_shares), default=0)
+    return max((scratch_bytes(plan)[0] for plan in plans if plan.has_scratch), default=0)
 
 
 def warmup(
@@ -154,7 +154,9 @@ def powers(limit: int) -> list[int]:
 
 def name(plan: Plan) -> str:
     """Return what tells a plan's kernel from others."""
-    tile, batch = plan.tile, plan.batch
+    tile, batch, fast = plan.tile, plan.batch, plan.fast
+    if fast is not None:
+        return f"hopper {fast.block_t} × {fast.block_n}, {fast.num_stages} stages"
     words = [
         f"{'shares' if plan.num_shares else 'blocks'} {tile.block_m} × {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages",
         "one query each" if batch.cu_seqlens_q is None else "one query at most" if plan.max_query_len <= 1 else "queries",
@@ -174,7 +176,7 @@ def launch_on_nothing(plan: Plan, cache: PagedKVCache, return_lse: bool) -> None
     table = torch.zeros(1, triton.cdiv(plan.max_seq_len, cache.page_size), dtype=torch.int32, device=device).expand(num_seqs, -1)
     starts = None if plan.batch.cu_seqlens_q is None else torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
     plan = replace(plan, batch=Batch(table, torch.zeros(num_seqs, dtype=torch.int32, device=device), starts), prepared={})
-    if plan.num_shares:
+    if plan.has_scratch:
         plan = with_scratch(plan)
     q = torch.zeros(num_seqs if starts is None else 1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
     row = torch.zeros(spec.num_q_heads, device=device)

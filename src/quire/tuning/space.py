@@ -6,6 +6,41 @@ from quire.spec import AttentionSpec
 from quire.tuning.traits import Traits
 
 
+SMALLEST_BOX = 8  # rows of a page that the copy engine moves at once; it swizzles eight rows together
+
+
+@dataclass(frozen=True)
+class FastTile:
+    """One configuration of the Hopper kernel for prompts.
+
+    Attributes:
+        block_t: query tokens of a block, which has as many heads of one KV head as make 128 rows.
+        block_n: keys of one tile.
+        num_stages: tiles of keys, and of values, in flight or in use.
+        num_blocks: blocks whose queries are in shared memory at once.
+    """
+
+    block_t: int
+    block_n: int
+    num_stages: int
+    num_blocks: int
+
+
+FAST_TILES = {64: (128, 4, 2), 128: (128, 2, 2), 256: (64, 2, 1)}  # by head_dim: block_n, num_stages, num_blocks; what 227 KiB of shared memory hold
+
+
+def fast_tile(spec: AttentionSpec, traits: Traits) -> FastTile | str:
+    """Return the configuration of the Hopper kernel that serves a spec, or why none does."""
+    if not traits.warpgroups:
+        return "not a Hopper GPU"
+    if spec.dtype.itemsize != 2 or spec.kv_dtype is not spec.dtype:
+        return f"{spec.dtype} queries on a {spec.kv_dtype} cache"
+    if spec.head_dim != spec.head_dim_v or spec.head_dim not in FAST_TILES:
+        return f"head_dim {spec.head_dim}, {spec.head_dim_v}"
+    heads = min(spec.group_size & -spec.group_size, 16)  # of a block, a power of two
+    return FastTile(128 // heads, *FAST_TILES[spec.head_dim])
+
+
 @dataclass(frozen=True)
 class Tile:
     """One configuration of the attention kernel.

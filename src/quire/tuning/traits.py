@@ -17,6 +17,7 @@ class Traits:
         native_fp8: the compiler converts float8_e4m3fn and float8_e5m2 for this target; else they are decoded in software.
         native_pairs: PTX has an instruction that converts two float8_e4m3fn to two float16.
         native_tf32: TF32 matrix products exist.
+        warpgroups: four warps multiply together, from shared memory, which is Hopper's way alone.
         dependent_launch: a kernel may start while the one ahead of it in the stream drains, and wait for its results itself.
     """
 
@@ -25,6 +26,7 @@ class Traits:
     native_fp8: bool
     native_pairs: bool
     native_tf32: bool
+    warpgroups: bool
     dependent_launch: bool
 
 
@@ -32,7 +34,7 @@ class Traits:
 def device_traits(device: torch.device) -> Traits:
     """Read a device's traits, once per device. The CPU gives those under which Triton's interpreter runs the kernels."""
     if device.type != "cuda":
-        return Traits(num_sms=4, shared_memory=64 * 1024, native_fp8=False, native_pairs=False, native_tf32=False, dependent_launch=False)
+        return Traits(num_sms=4, shared_memory=64 * 1024, native_fp8=False, native_pairs=False, native_tf32=False, warpgroups=False, dependent_launch=False)
     properties = torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     with torch.cuda.device(device):
@@ -49,5 +51,6 @@ def traits_of(target, num_sms: int, shared_memory: int) -> Traits:
         native_fp8={"fp8e4nv", "fp8e5"} <= set(options.supported_fp8_dtypes),
         native_pairs=target.backend == "cuda" and "fp8e4nv" in options.supported_fp8_dtypes,
         native_tf32="tf32" in options.allowed_dot_input_precisions,
+        warpgroups=target.backend == "cuda" and target.arch == 90,
         dependent_launch=hasattr(options, "launch_pdl") and target.arch >= 90,
     )

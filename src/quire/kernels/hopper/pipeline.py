@@ -1,0 +1,87 @@
+"""Rings of shared-memory buffers, filled by the copy engine and used by warpgroups: the only place that touches barriers.
+
+A ring has SLOTS tiles and two barriers for each: `full`, which completes when all bytes of a copy have landed, and `empty`, at which every consumer
+arrives when it is done. The i-th use of a ring is of slot `i % SLOTS`, and waits for the phase of that slot's barriers that `i // SLOTS` says.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+# Renamed after Triton 3.6.
+copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+PANEL = gl.constexpr(64)  # 16-bit columns that the copy engine swizzles together, 128 bytes
+
+
+class Ring(NamedTuple):
+    """Tiles [SLOTS, rows, columns] and their barriers."""
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def make_ring(element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Allocate a ring of tiles of 16-bit elements, which as many warpgroups as CONSUMERS use."""
+    tiles = gl.allocate_shared_memory(element, [SLOTS, ROWS, COLUMNS], gl.NVMMASharedLayout(128, 16, 2))
+    return Ring(tiles, make_barriers(SLOTS + 1, 1), make_barriers(SLOTS, CONSUMERS))
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocate barriers that complete after so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def wait(barriers, slot, phase):
+    """Wait until a barrier has completed its phase-th phase."""
+    mbarrier.wait(barriers.index(slot), phase & 1)
+
+
+@gluon.jit
+def acquire(ring, i):
+    """Wait until the slot of the i-th use is free, and return it."""
+    SLOTS: gl.constexpr = ring.empty.shape[0]
+    wait(ring.empty, i % SLOTS, i // SLOTS + 1)  # the phase before the first counts as completed
+    return i % SLOTS
+
+
+@gluon.jit
+def expect(barriers, slot, BYTES: gl.constexpr):
+    """Let a barrier complete when so many bytes have been copied; at once if none are to come."""
+    if BYTES == 0:
+        mbarrier.arrive(barriers.index(slot), count=1)
+    else:
+        mbarrier.expect(barriers.index(slot), BYTES)
+
+
+@gluon.jit
+def copy_rows(desc, row, col, barrier, tile, FIRST: gl.constexpr, ROWS: gl.constexpr):
+    """Have ROWS rows of a tensor copied to rows from FIRST on of a tile, every panel of its columns on its own."""
+    PANELS: gl.constexpr = tile.shape[1] // PANEL
+    panels = reinterpret(tile, tile.dtype, [PANELS * tile.shape[0], PANEL], tile.layout)  # one below the other, as they lie
+    for panel in gl.static_range(PANELS):
+        copy_box(desc, [row, col + panel * PANEL], barrier, panels.slice(panel * tile.shape[0] + FIRST, ROWS))
+
+
+@gluon.jit
+def wait_full(ring, i):
+    """Wait until the i-th use has been filled, and return its slot."""
+    SLOTS: gl.constexpr = ring.empty.shape[0]
+    wait(ring.full, i % SLOTS, i // SLOTS)
+    return i % SLOTS
+
+
+@gluon.jit
+def release(ring, i):
+    """Say that this warpgroup is done with the i-th use."""
+    mbarrier.arrive(ring.empty.index(i % ring.empty.shape[0]), count=1)

@@ -1,0 +1,306 @@
+"""Attention for prompts on Hopper GPUs: warp-specialised, keys and values through the copy engine page by page.
+
+A program has two warpgroups that compute, 64 rows each, and a warp that fetches. It stays on its multiprocessor and draws one block of rows after the
+other, late ones first since they see the most keys. A block is BLOCK_T query tokens of a sequence times as many heads of one KV head as make 128 rows,
+a head's tokens side by side. The warp that fetches runs ahead, over the borders of blocks too; in a warpgroup the product of queries with the next tile of
+keys runs beside the softmax of this one, whichever block that is of.
+
+The shape is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
+
+from quire.kernels.hopper.pipeline import Ring, acquire, copy_rows, expect, make_ring, release, wait, wait_full
+from quire.kernels.primitives import LN2, LOG2E
+
+ROWS = gl.constexpr(64)  # of a warpgroup
+NOTE = gl.constexpr(8)  # numbers of a note, from the warp that fetches to those that compute
+
+
+@gluon.jit
+def span(q_len, first_pos, seq_len, token, back, ahead, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return the last tile of keys that any of the queries from `token` on sees, and how many there are, one at least."""
+    kv_start = gl.maximum(first_pos + token - back, 0)
+    kv_stop = gl.minimum(first_pos + gl.minimum(token + BLOCK_T, q_len) + ahead, seq_len)
+    start = kv_start // BLOCK_N
+    stop = gl.maximum((kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)
+    return stop - 1, stop - start
+
+
+@gluon.jit
+def find_block(cu_seqlens_q, num_seqs, block, BLOCK_T: gl.constexpr):
+    """Return the sequence that owns block `block`, and that sequence's first block: as in `blocks.py`, but all sequences at once."""
+    seqs = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+    seq = -1
+    for first in range(0, num_seqs, 128):
+        starts = gl.load(cu_seqlens_q + first + seqs, mask=first + seqs < num_seqs, other=0)
+        before = (starts // BLOCK_T + first + seqs <= block) & (first + seqs < num_seqs)
+        seq += gl.sum(before.to(gl.int32), 0)
+    return seq, gl.load(cu_seqlens_q + seq) // BLOCK_T + seq
+
+
+@gluon.jit
+def fetch(
+    q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, num_items, num_seqs, back, ahead, stride_table, stride_q_head,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """Draw blocks until there are none, and have their queries, keys and values copied."""
+    HEADS: gl.constexpr = 2 * ROWS // BLOCK_T
+    HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
+    BYTES: gl.constexpr = HEAD_DIM * 2  # of a row
+    SLOTS: gl.constexpr = v_ring.tiles.shape[0]
+    block_i = 0
+    tile_i = 0
+    edge_i = 0
+    k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the copy engine
+    item = gl.program_id(0)
+    while item < num_items:
+        block = (num_items - 1 - item) // HEAD_BLOCKS
+        head = item % HEAD_BLOCKS * HEADS
+        seq, first_block = find_block(cu_seqlens_q, num_seqs, block, BLOCK_T)
+        q_start = gl.load(cu_seqlens_q + seq)
+        q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
+        seq_len = gl.load(kv.seq_lens + seq)
+        token = (block - first_block) * BLOCK_T
+        if token < q_len:
+            if kv.query_offsets is None:
+                first_pos = seq_len - q_len
+            else:
+                first_pos = gl.load(kv.query_offsets + seq)
+            slot = acquire(q_ring, block_i)
+            write_note(notes, slot, head, token, q_start, q_len, first_pos, seq_len)
+            expect(q_ring.full, slot, 2 * ROWS * BYTES)
+            for first in gl.static_range(0, 2 * ROWS, Q_BOX):
+                copy_rows(q_desc, q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head, q_ring.full.index(slot), q_ring.tiles.index(slot), first, Q_BOX)
+
+            if kv.cu_pages is None:
+                row = kv.page_table + seq.to(gl.int64) * stride_table
+            else:
+                row = kv.page_table + gl.load(kv.cu_pages + seq)
+            # What the sequence as a whole does not see may be gone.
+            kv_low, kv_high = first_pos - back, gl.minimum(first_pos + q_len + ahead, seq_len)
+            offs_k, offs_v = head // GROUP * kv.k_head, head // GROUP * kv.v_head
+            tile, left = span(q_len, first_pos, seq_len, token, back, ahead, BLOCK_T, BLOCK_N)
+            while left > 0:
+                pages = ()
+                for first in gl.static_range(0, BLOCK_N, BOX):  # all on their way before the first is used
+                    pos = tile * BLOCK_N + first
+                    pages = pages + (gl.load(row + pos // PAGE_SIZE, mask=(pos + BOX > kv_low) & (pos < kv_high), other=0).to(gl.int32),)
+                slot = acquire(k_ring, tile_i)
+                expect(k_ring.full, slot, BLOCK_N * BYTES)
+                copy_tile(k_desc, k_ring, slot, k_ring.full.index(slot), pages, tile * BLOCK_N, k_page, offs_k // kv.k_slot, offs_k % kv.k_slot, PAGE_SIZE, BOX)
+                slot = acquire(v_ring, tile_i)
+                seen = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
+                barrier = gl.where(seen, slot, SLOTS)  # the spare one, where some rows must be zeroed before they are used
+                expect(v_ring.full, barrier, BLOCK_N * BYTES)
+                copy_tile(v_desc, v_ring, slot, v_ring.full.index(barrier), pages, tile * BLOCK_N, v_page, offs_v // kv.v_slot, offs_v % kv.v_slot, PAGE_SIZE, BOX)
+                if barrier == SLOTS:
+                    wait(v_ring.full, SLOTS, edge_i)
+                    zero_unseen(v_ring.tiles.index(slot), tile * BLOCK_N, kv_low, kv_high)
+                    fence_async_shared()
+                    expect(v_ring.full, slot, 0)
+                    edge_i += 1
+                tile_i += 1
+                tile -= 1
+                left -= 1
+            block_i += 1
+        item = gl.num_programs(0) + gl.atomic_add(counter, 1)  # no earlier: others may be done before this one
+    if item == num_items + gl.num_programs(0) - 1:  # the last draw of all: the counter is ready for the next launch
+        gl.store(counter, 0)
+    slot = acquire(q_ring, block_i)
+    write_note(notes, slot, 0, 0, 0, 0, 0, 0)
+    expect(q_ring.full, slot, 0)
+
+
+@gluon.jit
+def copy_tile(desc, ring, slot, barrier, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
+    """Have the keys or values from position `pos` on copied, BOX of a page at a time; a head of page 0 begins at (row, col)."""
+    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
+    for box in gl.static_range(BLOCK_N // BOX):
+        copy_rows(desc, pages[box] * page_rows + row + (pos + box * BOX) % PAGE_SIZE, col, barrier, ring.tiles.index(slot), box * BOX, BOX)
+
+
+@gluon.jit
+def zero_unseen(values, pos, kv_low, kv_high):
+    """Zero the rows of a tile of values, from position `pos` on, that no query of the sequence sees and that may hold anything: 0 * NaN is NaN."""
+    BLOCK_N: gl.constexpr = values.shape[0]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for first in gl.static_range(0, BLOCK_N, 8):
+        if (pos + first < kv_low) | (pos + first + 8 > kv_high):
+            some = values.slice(first, 8)
+            kv_pos = pos + first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+            some.store(gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None], some.load(LAYOUT), 0.0))
+
+
+@gluon.jit
+def write_note(notes, slot, head, token, q_start, q_len, first_pos, seq_len):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers = (head, token, q_start, q_len, first_pos, seq_len)
+    for i in gl.static_range(6):
+        notes.index(slot * NOTE + i).store(gl.full([1], numbers[i], gl.int32, LAYOUT))
+
+
+@gluon.jit
+def read_note(notes, slot):
+    """Return what `write_note` was given: head, token, q_start, q_len, first_pos, seq_len."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    numbers = ()
+    for i in gl.static_range(6):
+        numbers = numbers + (gl.max(notes.index(slot * NOTE + i).load(LAYOUT), 0),)
+    return numbers
+
+
+@gluon.jit
+def attend(
+    wg: gl.constexpr, q_ring, k_ring, v_ring, notes, out_ptr, lse_ptr, sinks_ptr, slopes_ptr, scale, softcap, back, ahead,
+    stride_out_token, stride_out_head, stride_lse, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+):  # fmt: skip
+    """Attend with one warpgroup to the tiles that are fetched, and write the results of each block."""
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    element: gl.constexpr = q_ring.tiles.dtype
+    exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
+    rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+
+    block_i = 0
+    tile_i = 0
+    slot = wait_full(q_ring, block_i)
+    head, token, q_start, q_len, first_pos, seq_len = read_note(notes, slot)
+    while q_len > 0:
+        tile, num_tiles = span(q_len, first_pos, seq_len, token, back, ahead, BLOCK_T, BLOCK_N)
+        low_pos, high_pos = first_pos + token, first_pos + gl.minimum(token + BLOCK_T, q_len) - 1
+        q_pos = low_pos + rows % BLOCK_T
+        slopes = None
+        if slopes_ptr is not None:
+            slopes = gl.load(slopes_ptr + head + rows // BLOCK_T).to(gl.float32)
+        q = q_ring.tiles.index(slot).slice(wg * ROWS, ROWS)
+        if HEAD_DIM <= 128:  # registers are nearer than shared memory, where they suffice
+            q = q.load(Q)
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+        denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
+
+        k = k_ring.tiles.index(wait_full(k_ring, tile_i))
+        scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        release(k_ring, tile_i)
+        p, m, denom, _ = softmax_step(
+            scores, m, denom, tile * BLOCK_N, cols, low_pos, high_pos, q_pos, seq_len, slopes, scale, exponent_scale, softcap, back, ahead, SCORE_MOD
+        )
+        p = gl.convert_layout(p.to(element), P)
+        for i in range(tile_i + 1, tile_i + num_tiles):
+            tile -= 1
+            k = k_ring.tiles.index(wait_full(k_ring, i))
+            scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            v = v_ring.tiles.index(wait_full(v_ring, i - 1))
+            acc = warpgroup_mma(p, v, acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            release(k_ring, i)
+            # The other warpgroup's softmax runs beside these two products. (One's own beside the second of them was slower.)
+            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+            release(v_ring, i - 1)
+            p, m, denom, alpha = softmax_step(
+                scores, m, denom, tile * BLOCK_N, cols, low_pos, high_pos, q_pos, seq_len, slopes, scale, exponent_scale, softcap, back, ahead, SCORE_MOD
+            )
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+            p = gl.convert_layout(p.to(element), P)
+        tile_i += num_tiles
+        v = v_ring.tiles.index(wait_full(v_ring, tile_i - 1))
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        release(v_ring, tile_i - 1)
+        finish(
+            wg, acc, m, denom, q_ring, block_i, rows, head, token, q_start, q_len, out_ptr, lse_ptr, sinks_ptr,
+            stride_out_token, stride_out_head, stride_lse, BLOCK_T,
+        )  # fmt: skip
+        block_i += 1
+        slot = wait_full(q_ring, block_i)
+        head, token, q_start, q_len, first_pos, seq_len = read_note(notes, slot)
+
+
+@gluon.jit
+def softmax_step(scores, m, denom, pos, cols, low_pos, high_pos, q_pos, seq_len, slopes, scale, exponent_scale, softcap, back, ahead, SCORE_MOD: gl.constexpr):
+    """Fold a tile of scores into the running maximum and denominator; return the probabilities too, and the factor for what was accumulated before."""
+    if SCORE_MOD is not None:
+        scores = SCORE_MOD(scores * scale, q_pos, pos + cols, slopes, softcap)
+    if (pos + scores.shape[1] > gl.minimum(low_pos + ahead + 1, seq_len)) | (pos < high_pos - back):  # else every row sees all of the tile
+        first_col, last_col = q_pos - back - pos, gl.minimum(q_pos + ahead, seq_len - 1) - pos
+        scores = gl.where((cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None]), scores, float("-inf"))
+    m_new = gl.maximum(m, gl.max(scores, 1) * exponent_scale)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
+    p = gl.exp2(scores * exponent_scale - shift[:, None])
+    alpha = gl.exp2(m - shift)
+    return p, m_new, denom * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def finish(
+    wg: gl.constexpr, acc, m, denom, q_ring, block_i, rows, head, token, q_start, q_len, out_ptr, lse_ptr, sinks_ptr,
+    stride_out_token, stride_out_head, stride_lse, BLOCK_T: gl.constexpr,
+):  # fmt: skip
+    """Normalise a block's results and write them, by way of the shared memory of its queries, which it then releases."""
+    element: gl.constexpr = q_ring.tiles.dtype
+    HEAD_DIM: gl.constexpr = q_ring.tiles.shape[2]
+    O: gl.constexpr = acc.type.layout
+    W: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if sinks_ptr is not None:  # one more key, of score sink[h] and value 0
+        sink = gl.load(sinks_ptr + head + rows // BLOCK_T).to(gl.float32) * LOG2E
+        m_new = gl.maximum(m, sink)
+        alpha = gl.exp2(m - m_new)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+        denom = denom * alpha + gl.exp2(sink - m_new)
+        m = m_new
+    seen = denom > 0.0
+    safe = gl.where(seen, denom, 1.0)
+    if lse_ptr is not None:
+        tokens = token + rows % BLOCK_T
+        lse = gl.where(seen, m * LN2 + gl.log(safe), float("-inf"))
+        gl.store(lse_ptr + (q_start + tokens).to(gl.int64) * stride_lse + head + rows // BLOCK_T, lse, mask=tokens < q_len)
+    staged = q_ring.tiles.index(block_i % q_ring.empty.shape[0]).slice(wg * ROWS, ROWS)
+    staged.store((acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, O))[:, None]).to(element))
+    result = staged.load(W)
+    fence_async_shared()
+    release(q_ring, block_i)
+    out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, W))
+    tokens = token + out_rows % BLOCK_T
+    offsets = (q_start + tokens).to(gl.int64) * stride_out_token + (head + out_rows // BLOCK_T) * stride_out_head
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, W))
+    gl.store(out_ptr + offsets[:, None] + offs_d[None, :], result, mask=(tokens < q_len)[:, None] & (offs_d < HEAD_DIM)[None, :])
+
+
+@gluon.jit(do_not_specialize=["num_seqs", "num_items", "stride_table", "back", "ahead"])
+def prefill_kernel(
+    out_ptr, lse_ptr, sinks_ptr, slopes_ptr, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter,
+    scale, softcap, back, ahead, num_seqs, num_items, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BOX: gl.constexpr, Q_BOX: gl.constexpr,
+):  # fmt: skip
+    gdc_wait()
+    q_ring = make_ring(q_desc.dtype, 2 * ROWS, HEAD_DIM, BLOCKS, 2)
+    k_ring = make_ring(k_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
+    v_ring = make_ring(v_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
+    notes = gl.allocate_shared_memory(gl.int32, [BLOCKS * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (attend, (0, q_ring, k_ring, v_ring, notes, out_ptr, lse_ptr, sinks_ptr, slopes_ptr, scale, softcap, back, ahead,
+                      stride_out_token, stride_out_head, stride_lse, BLOCK_T, SCORE_MOD)),
+            (attend, (1, q_ring, k_ring, v_ring, notes, out_ptr, lse_ptr, sinks_ptr, slopes_ptr, scale, softcap, back, ahead,
+                      stride_out_token, stride_out_head, stride_lse, BLOCK_T, SCORE_MOD)),
+            (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, num_items, num_seqs, back, ahead,
+                     stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
