@@ -37,7 +37,7 @@ def attention(q, cache: PagedKVCache, plan: Plan, sinks, alibi_slopes) -> State:
     tile = [] if tile is None else [
         tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, int(tile.unmasked_loop), tile.programs_per_sm, tile.block_d, tile.block_dv,
     ]  # fmt: skip
-    fast = [] if plan.fast is None else [plan.fast.block_t, plan.fast.block_n, plan.fast.num_stages, plan.fast.num_blocks]
+    fast = [] if plan.fast is None else [plan.fast.block_t, plan.fast.block_n, plan.fast.num_stages, plan.fast.num_blocks, plan.fast.registers]
     out, lse = torch.ops.quire.attention(
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout,
         batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.cu_pages, batch.query_offsets, sinks, alibi_slopes, plan.workspace,

@@ -185,7 +185,7 @@ def attend(
         if slopes_ptr is not None:
             slopes = gl.load(slopes_ptr + head + rows // BLOCK_T).to(gl.float32)
         q = q_ring.tiles.index(slot).slice(wg * ROWS, ROWS)
-        if HEAD_DIM <= 128:  # registers are nearer than shared memory, where they suffice
+        if HEAD_DIM <= 128 and SCORE_MOD is None:  # registers are nearer than shared memory, where they suffice
             q = q.load(Q)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
         denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
@@ -284,7 +284,8 @@ def prefill_kernel(
     out_ptr, lse_ptr, sinks_ptr, slopes_ptr, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter,
     scale, softcap, back, ahead, num_seqs, num_items, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr,
-    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BOX: gl.constexpr, Q_BOX: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, REGISTERS: gl.constexpr, BOX: gl.constexpr,
+    Q_BOX: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
     q_ring = make_ring(q_desc.dtype, 2 * ROWS, HEAD_DIM, BLOCKS, 2)
@@ -302,5 +303,5 @@ def prefill_kernel(
                      stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
         ],
         [4, 1],
-        [232, 40],
+        [REGISTERS, 504 - 2 * REGISTERS],
     )  # fmt: skip

@@ -1,0 +1,141 @@
+"""The Hopper kernel against the oracle, forced wherever it serves: every feature, ragged lengths, poisoned pages, captured graphs, repeated runs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quire
+from quire.testing import error_budget, make_problem
+from quire.tuning.traits import device_traits
+
+if not (torch.cuda.is_available() and device_traits(torch.device("cuda")).warpgroups):
+    pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
+
+LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50), (33, 33), (31, 129))
+
+
+def solve(spec, lens, kernel="hopper", **problem):
+    p = make_problem(spec, lens, device="cuda", **problem)
+    plan = quire.plan(spec, p.batch, **p.bounds, kernel=kernel)
+    assert plan.kernel == "hopper", plan
+    return p, plan, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+
+
+def assert_right(spec, lens, **problem):
+    p, plan, state = solve(spec, lens, **problem)
+    verdict = error_budget(p, state)
+    assert verdict.passed, (plan, verdict)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float16)])
+@pytest.mark.parametrize("extra", [
+    {}, {"sliding_window": 100}, {"sliding_window": 1}, {"causal": False}, {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
+    {"softcap": 20.0}, {"alibi": True}, {"sinks": True}, {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
+], ids=str)  # fmt: skip
+def test_features(extra, head_dim, dtype):
+    assert_right(quire.AttentionSpec(**LLAMA | extra | {"head_dim": head_dim, "dtype": dtype}), MIXED)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 1), (6, 2), (7, 1), (8, 1), (12, 1), (16, 1), (40, 1), (64, 2), (71, 1)])
+def test_group_sizes(heads):
+    assert_right(quire.AttentionSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64), MIXED)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 128, 256, 528, 1072])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages(page_size, layout):
+    assert_right(quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (130, 1003)), page_size=page_size, layout=layout)
+
+
+def test_a_flat_table():
+    assert_right(quire.AttentionSpec(**LLAMA), MIXED, flat_table=True)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_keys_and_values_in_one_tensor(layout):
+    """As engines keep them: side by side in every page, and side by side in every head."""
+    p, plan, expected = solve(quire.AttentionSpec(**LLAMA), MIXED, layout=layout)
+    for together in (torch.stack([p.cache.k, p.cache.v], 1).unbind(1), torch.cat([p.cache.k, p.cache.v], 3).split(128, 3)):
+        state = quire.attention(p.q, quire.PagedKVCache(*together, layout), plan, return_lse=True)
+        assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
+
+
+def test_what_the_copy_engine_cannot_address_goes_to_the_portable_kernel():
+    p, plan, expected = solve(quire.AttentionSpec(**LLAMA), ((200, 600), (3, 9)))
+    odd = torch.empty(*p.cache.k.shape[:3], 132, dtype=p.cache.k.dtype, device="cuda")[..., 4:]  # heads that do not begin at 16 bytes
+    cache = quire.PagedKVCache(odd.copy_(p.cache.k), p.cache.v)
+    assert error_budget(p, quire.attention(p.q, cache, plan, return_lse=True)).passed
+    assert "cannot address: kernel 'triton'" in repr(plan)
+
+
+def test_not_paged():
+    spec = quire.AttentionSpec(**LLAMA)
+    torch.manual_seed(0)
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32, device="cuda") for c in ((0, 300, 300, 437), (0, 400, 445, 900)))
+    q, k, v = (torch.randn(n, h, 128, dtype=torch.bfloat16, device="cuda") for n, h in ((437, 8), (900, 2), (900, 2)))
+    k[400:445] = v[400:445] = float("nan")  # of a sequence without queries
+    batch = quire.Batch.varlen(cu_q, cu_k)
+    bounds = {"max_query_len": 300, "max_seq_len": 455, "num_tokens": 437}
+    out, expected = (quire.varlen_attention(q, k, v, quire.plan(spec, batch, **bounds, kernel=kernel)) for kernel in ("hopper", "triton"))
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_query_offsets():
+    spec = quire.AttentionSpec(**LLAMA, sliding_window=200)
+    p = make_problem(spec, ((150, 700), (140, 140)), device="cuda")
+    batch = quire.Batch(p.batch.page_table, p.batch.seq_lens, p.batch.cu_seqlens_q, query_offsets=torch.tensor([500, 3], dtype=torch.int32, device="cuda"))
+    first, second = (quire.attention(p.q, p.cache, quire.plan(spec, batch, **p.bounds, kernel=kernel), return_lse=True) for kernel in ("hopper", "triton"))
+    torch.testing.assert_close(first.out, second.out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(first.lse, second.lse)
+
+
+def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds():
+    spec = quire.AttentionSpec(**LLAMA)
+    big = make_problem(spec, ((160, 2048),) * 3, device="cuda")
+    plan = quire.plan(spec, big.batch, **big.bounds, kernel="hopper")
+    state = quire.State(torch.empty_like(big.q), torch.empty(big.q.shape[:2], device="cuda"))
+    quire.attention(big.q, big.cache, plan, out=state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quire.attention(big.q, big.cache, plan, out=state)
+    table = big.batch.page_table.clone()
+    for lens in ((160, 161, 200), (0, 127, 2048), (128, 129, 0), (1000, 1024, 1025), (2048, 2047, 1)):
+        big.batch.seq_lens.copy_(torch.tensor(lens))
+        big.batch.page_table.copy_(table[torch.randperm(3)])
+        state.out.fill_(float("nan"))
+        graph.replay()
+        verdict = error_budget(big, state)
+        assert verdict.passed, (lens, verdict)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_runs_are_bitwise_equal(head_dim):
+    p, plan, first = solve(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED)
+    for _ in range(200):
+        again = quire.attention(p.q, p.cache, plan, return_lse=True)
+        assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
+
+
+@pytest.mark.parametrize(("options", "words"), [({"head_dim": 80}, "head_dim 80"), ({"dtype": torch.float32}, "float32"), ({"kv_dtype": torch.int8}, "int8")])
+def test_what_it_does_not_serve_is_named(options, words):
+    p = make_problem(quire.AttentionSpec(**LLAMA | options), ((200, 200),), device="cuda")
+    with pytest.raises(quire.UnsupportedError, match=words):
+        quire.plan(p.spec, p.batch, **p.bounds, kernel="hopper")
+    assert quire.plan(p.spec, p.batch, **p.bounds).kernel == "triton"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_whole_space(data):
+    draw = data.draw
+    kv_heads, group, causal = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.booleans())
+    spec = quire.AttentionSpec(
+        num_q_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=draw(st.sampled_from([64, 128])), causal=causal,
+        sliding_window=draw(st.none() | st.integers(1, 400)), sliding_window_right=None if causal else draw(st.none() | st.integers(0, 200)),
+        sinks=draw(st.booleans()),
+    )  # fmt: skip
+    lens = draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 900)), min_size=1, max_size=5))
+    page_size = 8 * draw(st.integers(1, 20))
+    assert_right(spec, lens, page_size=page_size, layout=draw(st.sampled_from(["NHD", "HND"])), flat_table=draw(st.booleans()), seed=draw(st.integers(0, 99)))
