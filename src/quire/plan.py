@@ -21,7 +21,7 @@ from quire.tuning.space import FastTile, Tile, fast_tile
 from quire.tuning.traits import Traits, device_traits
 
 MERGE_COST = 0.29  # of one partial state, in tiles of keys (eight at once take 1.5 µs, a tile 0.65 µs; NVIDIA H200, 2026-11-20)
-COUNTERS_PER_SM = 16  # more programs than this are never planned for a multiprocessor
+PROGRAMS_PER_SM = 16  # more programs than this are never planned for a multiprocessor
 SHORT_PROMPT = 128  # queries of a sequence, for which blocks of 128 rows are too few to pay for what the Hopper kernel sets up
 CHUNK = 256  # keys between the borders of a batch-invariant sum
 MAX_SPLITS = 128  # of one sequence's keys, where the caller chooses
@@ -73,9 +73,14 @@ class Plan:
         return self.tile is not None and self.max_query_len * self.spec.group_size > self.tile.block_m
 
     @property
+    def unmasked_loop(self) -> bool:
+        """Whether tiles that every row sees whole have a loop of their own; in shares only where a sequence is one block: short shares would pay for it."""
+        return self.tile.unmasked_loop and not (self.num_shares and self.search)
+
+    @property
     def partial_rows(self) -> int:
-        """Rows of a partial state: one token's for decode, else a whole block, so that no step's length decides what is compiled."""
-        return min(self.tile.block_m, _power_of_two(self.spec.group_size)) if self.max_query_len <= 1 else self.tile.block_m
+        """Rows of a partial state: as few as sequences have, rounded up, so that few lengths of steps decide what is compiled."""
+        return min(self.tile.block_m, _power_of_two(max(1, self.max_query_len) * self.spec.group_size))
 
     @property
     def has_scratch(self) -> bool:
@@ -238,8 +243,8 @@ def scratch_bytes(decided: Plan) -> tuple[int, int]:
     """Return the bytes of scratch that a plan needs in all, and those of its counters, which come first and are 0 between launches."""
     spec = decided.spec
     num_slots = max_units(decided) if decided.chunk else 2 * decided.num_shares
-    # Multiples of 16 bytes each, so that no batch's size decides what is compiled.
-    counters = 16 * triton.cdiv(max(COUNTERS_PER_SM * decided.traits.num_sms, decided.num_shares * spec.num_kv_heads), 4)
+    # Two counters for each program; multiples of 16 bytes each, so that no batch's size decides what is compiled.
+    counters = 16 * triton.cdiv(max(PROGRAMS_PER_SM * decided.traits.num_sms, decided.num_shares * spec.num_kv_heads), 2)
     rows = 4 * triton.cdiv(num_slots * spec.num_kv_heads * decided.partial_rows, 4)
     return counters + 4 * rows * (spec.head_dim_v + 2), counters
 
@@ -256,8 +261,8 @@ def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
             f"workspace must be uint8 [at least {num_bytes}] on {device}, got {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}; "
             "allocate torch.zeros of quire.workspace_size(...) bytes"
         )
-    elif counters > 16 * triton.cdiv(max(COUNTERS_PER_SM * decided.traits.num_sms, spec.num_kv_heads), 4):
-        raise ValueError(f"num_splits must leave at most {COUNTERS_PER_SM} programs per multiprocessor with a workspace, got {decided.num_shares} shares")
+    elif counters > 16 * triton.cdiv(max(PROGRAMS_PER_SM * decided.traits.num_sms, spec.num_kv_heads), 2):
+        raise ValueError(f"num_splits must leave at most {PROGRAMS_PER_SM} programs per multiprocessor with a workspace, got {decided.num_shares} shares")
     rows = (num_bytes - counters) // (4 * (spec.head_dim_v + 2))
     counter, states = workspace[:counters].view(torch.int32), workspace[counters:num_bytes].view(torch.float32)
     return replace(decided, workspace=workspace, scratch=Scratch(states[2 * rows :], states[:rows], states[rows : 2 * rows], counter), prepared={})

@@ -162,7 +162,7 @@ def name(plan: Plan) -> str:
         "one query each" if batch.cu_seqlens_q is None else "one query at most" if plan.max_query_len <= 1 else "queries",
         "several blocks" if plan.search else "one block",
     ]
-    if tile.unmasked_loop and not plan.num_shares:
+    if plan.unmasked_loop:
         words.append("two loops")
     if plan.num_shares:
         many = "more than" if batch.num_seqs > plan.seqs_at_once else "up to"

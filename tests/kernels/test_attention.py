@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire.testing import error_budget, make_problem
+from quire.tuning.space import Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17))
@@ -53,6 +54,19 @@ def test_features(feature, num_splits):
 def test_splits_of_long_sequences(num_splits):
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
     assert_right(spec, ((1, 300), (1, 129), (1, 1), (1, 0)), num_splits)
+
+
+@pytest.mark.parametrize("window", [None, 450])
+@pytest.mark.parametrize("num_splits", [2, 40])
+@pytest.mark.parametrize("block_m", [16, 32])
+def test_drafts_on_long_sequences(block_m, num_splits, window):
+    """Few splits are long enough for a loop without masks, many are merged in two steps."""
+    spec = quire.AttentionSpec(**HEADS, sliding_window=window, dtype=torch.float32)
+    p = make_problem(spec, ((5, 800), (0, 30), (4, 700)), device=DEVICE)
+    tile = Tile(block_m, block_n=16, num_warps=4, num_stages=2, unmasked_loop=True, programs_per_sm=2, block_d=16, block_dv=16)
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, tile=tile)
+    verdict = error_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+    assert verdict.passed, verdict
 
 
 def test_more_sequences_than_a_program_looks_at_at_once():

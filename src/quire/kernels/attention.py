@@ -84,13 +84,13 @@ def arguments(q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tenso
         "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv, "K_RUN": k_strides.run_length, "V_RUN": v_strides.run_length, "PAGE_SIZE": cache.page_size,
         "SCORE_MOD": mods.score_mod(spec), "DECODE": decode, "PAIRS": pairs, "TOKEN_SCALES": cache.scale_kind == "token",
         "INPUT_PRECISION": "tf32" if spec.allow_tf32 and traits.native_tf32 else "ieee",
-        "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "BAND": plan.max_query_len > 1, "SEARCH": plan.search,
+        "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "BAND": plan.max_query_len > 1, "SEARCH": plan.search, "UNMASKED_LOOP": plan.unmasked_loop,
         "DEPENDENT_LAUNCH": traits.dependent_launch, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     if traits.dependent_launch:
         meta["launch_pdl"] = True
     kv = views.paged_kv(cache, batch, element)
     if not plan.num_shares:
-        return blocks_kernel, kv, (batch.cu_seqlens_q, *numbers, *strides), meta | {"UNMASKED_LOOP": tile.unmasked_loop}
+        return blocks_kernel, kv, (batch.cu_seqlens_q, *numbers, *strides), meta
     meta |= {"ROWS": plan.partial_rows, "SEQS": plan.seqs_at_once, "MORE_SEQS": batch.num_seqs > plan.seqs_at_once, "CHUNK": plan.chunk}
     return shares_kernel, kv, (batch.cu_seqlens_q, plan.scratch, *numbers, plan.num_shares, plan.merge_cost, *strides), meta

@@ -3,8 +3,8 @@
 All tiles of keys of all sequences lie in one row: sequence after sequence, and in a sequence once for each of its blocks of rows. The row is cut into
 equal shares, wherever the cuts fall. The grid is [num_shares * num_kv_heads]: one program owns one share for one KV head and walks it block by block. Of
 a block that is cut, each program leaves a partial state in scratch, two at most (of a block it begins in the midst of, and of one it leaves unfinished),
-and the last of them to finish, by an atomic counter, merges them in the order of the keys, so that results do not depend on who that is. Every program
-computes the cuts for itself from the lengths on the device.
+and the last of them to finish, by an atomic counter, merges them in the order of the keys, so that results do not depend on who that is; where they are
+many and large, the last of each group of neighbours merges those first. Every program computes the cuts for itself from the lengths on the device.
 
 With CHUNK, for results that do not depend on the rest of the batch, shares are cut at multiples of CHUNK keys only, every chunk is attended to as a state
 of its own, and a block is the sum of its chunks one after the other, whoever adds them up.
@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.primitives import LOG2E, attend_tile, empty_state, find_pages, load_queries, merge, store_result, whole
 
+MANY_PARTIALS = tl.constexpr(8)  # of 16 rows and more: these are merged in two steps, fewer sooner by one program (NVIDIA H200, 2026-11-21)
 SHORT_SHARE = tl.constexpr(8)  # tiles; after longer ones, programs of the next kernel would crowd the multiprocessors that are done first
 FEW_TILES = tl.constexpr(4)  # a block of so few tiles is faster alone than cut and merged
 
@@ -117,7 +118,7 @@ def shares_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_RUN: tl.constexpr, V_RUN: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, ROWS: tl.constexpr,
-    SEARCH: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,
+    UNMASKED_LOOP: tl.constexpr, SEARCH: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,  # keys of a unit that is a state of its own, a multiple of BLOCK_N; 0 where units are tiles
 ):  # fmt: skip
     if DEPENDENT_LAUNCH:  # started before the kernel ahead of it in the stream was done
@@ -162,7 +163,21 @@ def shares_kernel(
             slopes = tl.load(slopes_ptr + head, mask=owned, other=0.0).to(tl.float32)
         acc, m, denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
         if CHUNK == 0:
-            for tile in tl.range(at, at + here):
+            masked = at  # the first tile of those with masks
+            if UNMASKED_LOOP:  # most tiles of a long share are seen whole by every row
+                low_pos = first_pos + block * BLOCK_M // GROUP
+                high_pos = first_pos + tl.minimum((block + 1) * BLOCK_M - 1, q_len * GROUP - 1) // GROUP
+                masked = tl.maximum(tl.minimum(tl.minimum(low_pos + ahead + 1, kv_stop) // BLOCK_N, at + here), at)
+                masked = tl.where((here > SHORT_SHARE) & (high_pos - back <= at * BLOCK_N), masked, at)
+                for tile in tl.range(at, masked):
+                    next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+                    acc, m, denom = attend_tile(
+                        acc, m, denom, q, kv, page, tile * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
+                        False, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
+                        PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
+                    )  # fmt: skip
+                    page = next_page
+            for tile in tl.range(masked, at + here):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 acc, m, denom = attend_tile(
                     acc, m, denom, q, kv, page, tile * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
@@ -212,15 +227,34 @@ def shares_kernel(
                 slot = block_unit
             begun = (CHUNK == 0) | (unit == block_unit)
             leave_partial(scratch, acc, m, denom, slot * NUM_KV_HEADS + kv_head, begun, False, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ROWS)
-            if is_last(scratch, first_share * NUM_KV_HEADS + kv_head, num_shares_of_block):
+            # Some columns at a time, so that a merge needs fewer registers than the loop above.
+            COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if ROWS > 16 else 4096 // ROWS)
+            counter, num_arrivals, arrives = 2 * first_share + 1, num_shares_of_block, num_shares_of_block > 0
+            if CHUNK == 0 and BAND and ROWS >= 16:
+                # Many large states are merged in two steps, by several programs: groups of neighbours, each by the last of its own, then what these left.
+                several = num_partials > MANY_PARTIALS
+                group = tl.where(several, (tl.sqrt(num_partials.to(tl.float32)) + 0.5).to(tl.int32), 1)
+                leader = (share_id - first_share) // group * group
+                leader_slot = tl.where(leader == 0, first_slot, next_slot + (leader - 1) * step)
+                members = tl.minimum(group, num_partials - leader)
+                is_merger = is_last(scratch, leader_slot * NUM_KV_HEADS + kv_head, members, several)
+                if is_merger:
+                    merge_group(
+                        scratch, leader_slot, tl.where(leader == 0, next_slot, leader_slot + step), step, members, kv_head, BAND,
+                        HEAD_DIM_V, BLOCK_DV, COLUMNS, ROWS, NUM_KV_HEADS,
+                    )  # fmt: skip
+                counter, arrives = tl.where(several, next_slot, counter), is_merger | (group == 1)
+                next_slot += (group - 1) * step
+                step *= group
+                num_partials = tl.cdiv(num_partials, group)
+                num_arrivals = num_partials
+            if is_last(scratch, counter * NUM_KV_HEADS + kv_head, num_arrivals, arrives):
                 kept = block * BLOCK_M + tl.arange(0, ROWS)
                 kept_token, kept_head = (q_start + kept // GROUP).to(tl.int64), kv_head * GROUP + kept % GROUP
-                # Some columns at a time, so that a merge needs fewer registers than the loop above.
-                COLUMNS: tl.constexpr = min(BLOCK_DV, max(32, 4096 // ROWS))
-                for first_column in tl.static_range(0, BLOCK_DV, COLUMNS):
-                    columns = first_column + tl.arange(0, COLUMNS)
+                for part in tl.range(BLOCK_DV // COLUMNS, num_stages=1):
+                    columns = part * COLUMNS + tl.arange(0, COLUMNS)
                     merged_acc, merged_m, merged_denom = merge_partials(
-                        scratch, first_slot, next_slot, step, num_partials, kv_head, columns, CHUNK > 0, HEAD_DIM_V, COLUMNS, ROWS, NUM_KV_HEADS
+                        scratch, first_slot, next_slot, step, num_partials, kv_head, columns, CHUNK > 0, BAND, HEAD_DIM_V, COLUMNS, ROWS, NUM_KV_HEADS
                     )
                     store_result(
                         out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, merged_acc, merged_m, merged_denom, v_scale,
@@ -255,36 +289,60 @@ def leave_partial(
 
 
 @triton.jit
-def is_last(scratch, counter, num_partials):
-    """Count this program's arrival at a block; return whether all of the block's partial states have now been written. The counter is left at 0."""
+def is_last(scratch, counter, num_arrivals, arrives):
+    """Count this program's arrival, if it arrives; return whether it is the last, so that all that was written before can be read. The counter ends at 0."""
     tl.debug_barrier()  # every thread's stores come before the one thread's release
-    last = tl.atomic_add(scratch.counter + counter, 1, sem="acq_rel") == num_partials - 1
+    last = arrives & (tl.atomic_add(scratch.counter + counter, 1, mask=arrives, sem="acq_rel") == num_arrivals - 1)
     if last:
         tl.store(scratch.counter + counter, 0)
     return last
 
 
 @triton.jit
+def merge_group(
+    scratch, first_slot, next_slot, step, num_partials, kv_head, BAND: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Merge some of a block's partial states into the first of them."""
+    rows = (first_slot * NUM_KV_HEADS + kv_head) * ROWS + tl.arange(0, ROWS)
+    for part in tl.range(BLOCK_DV // COLUMNS, num_stages=1):
+        columns = part * COLUMNS + tl.arange(0, COLUMNS)
+        acc, m, denom = merge_partials(
+            scratch, first_slot, next_slot, step, num_partials, kv_head, columns, False, BAND, HEAD_DIM_V, COLUMNS, ROWS, NUM_KV_HEADS
+        )
+        tl.debug_barrier()  # every thread has read what is now replaced
+        tl.store(scratch.acc + rows.to(tl.int64)[:, None] * HEAD_DIM_V + columns[None, :], acc, mask=(columns < HEAD_DIM_V)[None, :])
+        if part == BLOCK_DV // COLUMNS - 1:
+            tl.store(scratch.m + rows, m)
+            tl.store(scratch.denom + rows, denom)
+
+
+@triton.jit
 def merge_partials(
-    scratch, first_slot, next_slot, step, num_partials, kv_head, offs_dv, ONE_BY_ONE: tl.constexpr,
+    scratch, first_slot, next_slot, step, num_partials, kv_head, offs_dv, ONE_BY_ONE: tl.constexpr, BAND: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Merge columns `offs_dv` of a block's partial states in the order of their keys; they lie at `first_slot`, then from `next_slot` on by `step`."""
-    WIDTH: tl.constexpr = max(1, min(8, (16384 if ROWS <= 16 else 8192) // (ROWS * COLUMNS)))  # as many states at a time as fit registers
+    # As many states at a time as fit registers; with the band fewer do, or loads wait for one another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200,
+    # 2026-11-21).
+    WIDTH: tl.constexpr = max(1, min(8, (16384 if ROWS <= 16 else 8192) // (2 if BAND else 1) // (ROWS * COLUMNS)))
     offs_r = tl.arange(0, ROWS)
+    offs = offs_r[:, None] * HEAD_DIM_V + offs_dv[None, :]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     denom = tl.zeros([ROWS], tl.float32)
     for first in tl.range(0, num_partials, WIDTH, num_stages=1):
         accs, ms, denoms = (), (), ()
         for i in tl.static_range(WIDTH):  # all loads of a round are in flight together; past L1 (.cg), since other programs wrote
-            present = (first + i + tl.zeros_like(offs_r)) < num_partials
-            slot = tl.where(first + i == 0, first_slot, next_slot + (first + i - 1) * step)
-            rows = (slot * NUM_KV_HEADS + kv_head) * ROWS + offs_r
-            ms = ms + (tl.load(scratch.m + rows, mask=present, other=float("-inf"), cache_modifier=".cg"),)
-            denoms = denoms + (tl.load(scratch.denom + rows, mask=present, other=0.0, cache_modifier=".cg"),)
-            ptrs = scratch.acc + rows.to(tl.int64)[:, None] * HEAD_DIM_V + offs_dv[None, :]
-            accs = accs + (tl.load(ptrs, mask=present[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0, cache_modifier=".cg"),)
+            # A merger is alone and busy with instructions: addresses are one number and the same offsets in all states, and after the last state comes the
+            # last again, without weight, so that no load needs a mask.
+            index = tl.minimum(first + i, num_partials - 1)
+            slot = tl.where(index == 0, first_slot, next_slot + (index - 1) * step)
+            at = (slot * NUM_KV_HEADS + kv_head).to(tl.int64) * ROWS
+            other_m = tl.load(scratch.m + at + offs_r, cache_modifier=".cg")
+            ms = ms + (tl.where(first + i < num_partials, other_m, float("-inf")),)
+            denoms = denoms + (tl.load(scratch.denom + at + offs_r, cache_modifier=".cg"),)
+            accs = accs + (tl.load(scratch.acc + at * HEAD_DIM_V + offs, mask=(offs_dv < HEAD_DIM_V)[None, :], other=0.0, cache_modifier=".cg"),)
         if ONE_BY_ONE:
             for i in tl.static_range(WIDTH):
                 acc, m, denom = merge(acc, m, denom, accs[i], ms[i], denoms[i])

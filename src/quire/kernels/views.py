@@ -45,7 +45,7 @@ class Scratch(NamedTuple):
     acc: Any  # [num_slots, num_kv_heads, rows, head_dim_v] float32, not normalised
     m: Any  # [num_slots, num_kv_heads, rows] float32, running maximum in base-2 exponents
     denom: Any  # same shape, sum of exponentials relative to m
-    counter: Any  # [num_shares, num_kv_heads] int32, 0 between launches; a block counts at the share in which it begins
+    counter: Any  # [2 * num_shares, num_kv_heads] int32, 0 between launches; arrivals count at the slot of a partial state that is waited for
 
 
 def paged_kv(cache: PagedKVCache, batch: Batch, element: torch.dtype) -> PagedKV:
