@@ -3,6 +3,7 @@
 An operator takes tensors and numbers only, so the nouns are taken apart on the way in and put together again inside, where the ordinary verb runs.
 """
 
+from dataclasses import astuple, replace
 from functools import lru_cache
 
 import torch
@@ -21,7 +22,7 @@ LIBRARY.define(
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, Tensor? alibi_slopes, "
     "Tensor(a!)? workspace, "
     "int head_dim_v, float softmax_scale, bool causal, int? sliding_window, int? sliding_window_right, float? softcap, bool allow_tf32, "
-    "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_shares, float merge_cost, int chunk, int[] tile, int[] fast) -> (Tensor, Tensor)"
+    "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_shares, float merge_cost, int chunk, int[] tile, int[] fast, int[] beside) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "
@@ -33,18 +34,21 @@ LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
 def attention(q, cache: PagedKVCache, plan: Plan, sinks, alibi_slopes) -> State:
     """Call the operator `quire::attention`."""
     spec, batch = plan.spec, plan.batch
-    tile = plan.tile
-    tile = [] if tile is None else [
-        tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, int(tile.unmasked_loop), tile.programs_per_sm, tile.block_d, tile.block_dv,
-    ]  # fmt: skip
-    fast = [] if plan.fast is None else [plan.fast.block_t, plan.fast.block_n, plan.fast.num_stages, plan.fast.num_blocks, plan.fast.registers]
+    tile = [] if plan.tile is None else numbers(plan.tile)
+    fast = [] if plan.fast is None else numbers(plan.fast)
+    beside = [] if plan.beside is None else [plan.few, plan.beside.num_tokens, plan.beside.num_shares, *numbers(plan.beside.tile)]
     out, lse = torch.ops.quire.attention(
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout,
         batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.cu_pages, batch.query_offsets, sinks, alibi_slopes, plan.workspace,
         spec.head_dim_v, spec.softmax_scale, spec.causal, spec.sliding_window, spec.sliding_window_right, spec.softcap, spec.allow_tf32,
-        plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, plan.num_shares, plan.merge_cost, plan.chunk, tile, fast,
+        plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, plan.num_shares, plan.merge_cost, plan.chunk, tile, fast, beside,
     )  # fmt: skip
     return State(out, lse)
+
+
+def numbers(tile: Tile | FastTile) -> list[int]:
+    """Return a tile as an operator takes it."""
+    return [int(value) for value in astuple(tile)]
 
 
 def write_kv(k, v, cache: PagedKVCache, slot_mapping) -> None:
@@ -70,7 +74,7 @@ def make_spec(*fields) -> AttentionSpec:
 def attention_impl(
     q, k, v, k_scale, v_scale, layout, page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, sinks, alibi_slopes, workspace,
     head_dim_v, softmax_scale, causal, sliding_window, sliding_window_right, softcap, allow_tf32,
-    kernel, max_query_len, max_seq_len, num_tokens, num_shares, merge_cost, chunk, tile, fast,
+    kernel, max_query_len, max_seq_len, num_tokens, num_shares, merge_cost, chunk, tile, fast, beside,
 ):  # fmt: skip
     """Put the nouns together and run the verb."""
     from quire import api
@@ -82,10 +86,14 @@ def attention_impl(
     )  # fmt: skip
     batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets)
     tile = Tile(*tile[:4], bool(tile[4]), *tile[5:]) if tile else None
+    traits = device_traits(q.device)
     fast = FastTile(*fast) if fast else None
-    plan = Plan(
-        spec, batch, kernel, max_query_len, max_seq_len, num_tokens, device_traits(q.device), tile, num_shares, None, "compiled", merge_cost, chunk, fast=fast
-    )
+    plan = Plan(spec, batch, kernel, max_query_len, max_seq_len, num_tokens, traits, tile, num_shares, None, "compiled", merge_cost, chunk, fast=fast)
+    if beside:
+        few, few_tokens, num_shares, *tile = beside
+        tile = Tile(*tile[:4], bool(tile[4]), *tile[5:])
+        second = Plan(spec, batch, "triton", few, max_seq_len, few_tokens, traits, tile, num_shares, None, "compiled", few=few)
+        plan = replace(plan, beside=second, few=few)
     if plan.has_scratch:
         plan = with_scratch(plan, workspace)
     return tuple(api.attention(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=True))

@@ -23,6 +23,7 @@ from quire.tuning.traits import Traits, device_traits
 MERGE_COST = 0.29  # of one partial state, in tiles of keys (eight at once take 1.5 µs, a tile 0.65 µs; NVIDIA H200, 2026-11-20)
 PROGRAMS_PER_SM = 16  # more programs than this are never planned for a multiprocessor
 SHORT_PROMPT = 128  # queries of a sequence, for which blocks of 128 rows are too few to pay for what the Hopper kernel sets up
+BLOCK_COUNTER = 16  # bytes
 CHUNK = 256  # keys between the borders of a batch-invariant sum
 MAX_SPLITS = 128  # of one sequence's keys, where the caller chooses
 
@@ -47,6 +48,8 @@ class Plan:
         chunk: keys of a state of its own, where results do not depend on the rest of the batch; else 0.
         workspace: the memory that `scratch` lies in.
         fast: configuration of the Hopper kernel; None for other kernels.
+        beside: the plan of a second launch, which runs beside the Hopper kernel and serves the sequences of at most `few` queries; None where there is none.
+        few: as said; 0 where one launch serves all sequences.
         prepared: launches made so far, each ready to be made again with other tensors of the same strides.
     """
 
@@ -65,6 +68,8 @@ class Plan:
     chunk: int = 0
     workspace: torch.Tensor | None = None
     fast: FastTile | None = None
+    beside: "Plan | None" = None
+    few: int = 0
     prepared: dict[tuple, Any] = field(default_factory=dict)
 
     @property
@@ -118,10 +123,11 @@ class Plan:
         t, heads = self.tile, self.spec.num_kv_heads
         if self.fast is not None:
             f = self.fast
+            beside = "" if self.beside is None else f"; sequences of at most {self.few} queries beside it, by {self.beside!r}"
             return (
                 f"Plan(kernel={self.kernel!r}: {shape}; blocks of {f.block_t} queries × {128 // f.block_t} heads, tiles of {f.block_n} keys, "
                 f"{f.num_stages} stages, {self.num_items(self.num_tokens)} blocks; {self.why}; tensors that the copy engine cannot address: kernel 'triton', "
-                f"tile {t.block_m} rows × {t.block_n} keys)"
+                f"tile {t.block_m} rows × {t.block_n} keys{beside})"
             )
         parts = f"{self.num_shares} shares" if self.num_shares else f"{self.num_q_blocks(self.num_tokens)} blocks"
         return (
@@ -230,7 +236,13 @@ def decide(
             raise UnsupportedError(f"kernel must be 'triton' or left out here, got 'hopper', which does not serve {fast}")
         return decided
     if kernel == "hopper" or (kernel is None and num_shares == 0 and max_query_len > SHORT_PROMPT):
-        return replace(decided, kernel="hopper", num_shares=0, fast=fast)
+        decided = replace(decided, kernel="hopper", num_shares=0, fast=fast)
+        # Decoding sequences between prompts are read as if they were alone. Where all lengths can be alike, there are none.
+        few = max(1, 16 // spec.group_size)
+        if batch.num_seqs > 1 and num_tokens < batch.num_seqs * max_query_len and max_query_len > few:
+            beside = decide(spec, batch, traits, few, max_seq_len, min(num_tokens, batch.num_seqs * few), kernel="triton")
+            if beside.num_shares:
+                return replace(decided, beside=replace(beside, few=few), few=few)
     return decided
 
 
@@ -241,10 +253,12 @@ def max_units(decided: Plan) -> int:
 
 def scratch_bytes(decided: Plan) -> tuple[int, int]:
     """Return the bytes of scratch that a plan needs in all, and those of its counters, which come first and are 0 between launches."""
+    if decided.beside is not None:
+        return scratch_bytes(decided.beside)
     spec = decided.spec
     num_slots = max_units(decided) if decided.chunk else 2 * decided.num_shares
-    # Two counters for each program; multiples of 16 bytes each, so that no batch's size decides what is compiled.
-    counters = 16 * triton.cdiv(max(PROGRAMS_PER_SM * decided.traits.num_sms, decided.num_shares * spec.num_kv_heads), 2)
+    # One from which blocks are drawn, two for each program; multiples of 16 bytes each, so that no batch's size decides what is compiled.
+    counters = BLOCK_COUNTER + 16 * triton.cdiv(max(PROGRAMS_PER_SM * decided.traits.num_sms, decided.num_shares * spec.num_kv_heads), 2)
     rows = 4 * triton.cdiv(num_slots * spec.num_kv_heads * decided.partial_rows, 4)
     return counters + 4 * rows * (spec.head_dim_v + 2), counters
 
@@ -261,10 +275,14 @@ def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
             f"workspace must be uint8 [at least {num_bytes}] on {device}, got {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}; "
             "allocate torch.zeros of quire.workspace_size(...) bytes"
         )
-    elif counters > 16 * triton.cdiv(max(PROGRAMS_PER_SM * decided.traits.num_sms, spec.num_kv_heads), 2):
+    elif counters > BLOCK_COUNTER + 16 * triton.cdiv(max(PROGRAMS_PER_SM * decided.traits.num_sms, spec.num_kv_heads), 2):
         raise ValueError(f"num_splits must leave at most {PROGRAMS_PER_SM} programs per multiprocessor with a workspace, got {decided.num_shares} shares")
+    if decided.fast is not None:
+        drawn = Scratch(None, None, None, workspace[:BLOCK_COUNTER].view(torch.int32))
+        beside = decided.beside and with_scratch(decided.beside, workspace)
+        return replace(decided, workspace=workspace, scratch=drawn, beside=beside, prepared={})
     rows = (num_bytes - counters) // (4 * (spec.head_dim_v + 2))
-    counter, states = workspace[:counters].view(torch.int32), workspace[counters:num_bytes].view(torch.float32)
+    counter, states = workspace[BLOCK_COUNTER:counters].view(torch.int32), workspace[counters:num_bytes].view(torch.float32)
     return replace(decided, workspace=workspace, scratch=Scratch(states[2 * rows :], states[:rows], states[rows : 2 * rows], counter), prepared={})
 
 

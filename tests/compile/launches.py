@@ -6,7 +6,7 @@ import torch
 
 import quire
 
-BATCHES = {  # sequences, queries and keys of each
+BATCHES = {  # sequences, queries and keys of each; queries in all, where they are fewer than that
     "decode, short": (1, 1, 128),
     "decode": (128, 1, 2048),
     "decode, split": (1, 1, 16384),
@@ -14,6 +14,7 @@ BATCHES = {  # sequences, queries and keys of each
     "prompt": (1, 256, 256),
     "prefill": (4, 4096, 4096),
     "chunk, split": (1, 64, 16384),
+    "mixed": (34, 1024, 4096, 1600),
 }
 HEAD_DIMS = (64, 128, 256)
 ODD_HEAD_DIMS = (16, 40, 80, 96, 192)
@@ -56,7 +57,7 @@ FEATURES = {
 
 def attend(batch: str, head_dim: int, features: str, batch_invariant: bool = False) -> quire.Plan:
     """Launch attention; return its plan."""
-    num_seqs, q_len, kv_len = BATCHES[batch]
+    num_seqs, q_len, kv_len, *num_tokens = BATCHES[batch]
     wanted = FEATURES[features]
     spec = make_spec(head_dim, wanted)
     pages = -(-kv_len // wanted.page_size)
@@ -67,7 +68,7 @@ def attend(batch: str, head_dim: int, features: str, batch_invariant: bool = Fal
     # On a CPU a plan refuses bfloat16, which Triton's interpreter gets wrong. float16 is as wide and leads to the same choices.
     wide = {"dtype": torch.float16, "kv_dtype": torch.float16 if spec.kv_dtype is torch.bfloat16 else spec.kv_dtype}
     seen = replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec
-    plan = quire.plan(seen, described, max_query_len=q_len, max_seq_len=kv_len, batch_invariant=batch_invariant)
+    plan = quire.plan(seen, described, max_query_len=q_len, max_seq_len=kv_len, num_tokens=num_tokens[0] if num_tokens else None, batch_invariant=batch_invariant)
     plan = replace(plan, spec=spec)
     q = torch.empty(plan.num_tokens, spec.num_q_heads, head_dim, dtype=spec.dtype)
     row = torch.zeros(spec.num_q_heads)

@@ -83,7 +83,7 @@ def test_not_paged():
 
 
 def test_query_offsets():
-    spec = quire.AttentionSpec(**LLAMA, sliding_window=200)
+    spec = quire.AttentionSpec(**LLAMA)
     p = make_problem(spec, ((150, 700), (140, 140)), device="cuda")
     batch = quire.Batch(p.batch.page_table, p.batch.seq_lens, p.batch.cu_seqlens_q, query_offsets=torch.tensor([500, 3], dtype=torch.int32, device="cuda"))
     first, second = (quire.attention(p.q, p.cache, quire.plan(spec, batch, **p.bounds, kernel=kernel), return_lse=True) for kernel in ("hopper", "triton"))

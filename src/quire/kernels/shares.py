@@ -50,25 +50,29 @@ def sequence_span(kv, cu_seqlens_q, seq, back, ahead, GROUP: tl.constexpr, BLOCK
 
 @triton.jit
 def count_units(
-    kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr
+    kv, cu_seqlens_q, first, num_seqs, back, ahead,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Return how many units of work (times blocks) each of the SEQS sequences from `first` on has."""
+    """Return how many units of work (times blocks) each of the SEQS sequences from `first` on has; 0 for those of another kernel."""
     seqs = first + tl.arange(0, SEQS)
-    _, _, _, _, _, _, num_units, num_blocks = sequence_span(kv, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1), back, ahead, GROUP, BLOCK_M, UNIT)
-    return tl.where(seqs < num_seqs, num_units * num_blocks, 0)
+    _, q_len, _, _, _, _, num_units, num_blocks = sequence_span(kv, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1), back, ahead, GROUP, BLOCK_M, UNIT)
+    ours = seqs < num_seqs
+    if FEW > 0:
+        ours = ours & (q_len <= FEW)
+    return tl.where(ours, num_units * num_blocks, 0)
 
 
 @triton.jit
 def find_share(
     kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Return the units of a share, which end at `high`, their number in every share, the sequence of the first of them, and that sequence's first unit."""
-    units = count_units(kv, cu_seqlens_q, 0, num_seqs, back, ahead, GROUP, BLOCK_M, UNIT, SEQS)
+    units = count_units(kv, cu_seqlens_q, 0, num_seqs, back, ahead, GROUP, BLOCK_M, UNIT, SEQS, FEW)
     total, longest = tl.sum(units, 0), tl.max(units, 0)
     if MORE_SEQS:
         for first in tl.range(SEQS, num_seqs, SEQS, num_stages=1):
-            more = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, UNIT, SEQS)
+            more = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, UNIT, SEQS, FEW)
             total += tl.sum(more, 0)
             longest = tl.maximum(longest, tl.max(more, 0))
     # A cut costs a merge: s tiles one after the other and t / s partial states cost least together at the root of t * merge_cost.
@@ -85,7 +89,7 @@ def find_share(
     if MORE_SEQS:
         end = tl.sum(units, 0)
         for first in tl.range(SEQS, num_seqs, SEQS, num_stages=1):
-            units = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, UNIT, SEQS)
+            units = count_units(kv, cu_seqlens_q, first, num_seqs, back, ahead, GROUP, BLOCK_M, UNIT, SEQS, FEW)
             seqs_before, unit = find_sequence(units, end, low)
             seq += seqs_before
             seq_unit = tl.maximum(seq_unit, unit)
@@ -97,7 +101,7 @@ def find_share(
 def find_sequence(units, first_unit, unit):
     """Return how many of these sequences, whose units begin at `first_unit`, end at or before `unit`, and where the last of them ends; 0 if none does."""
     ends = first_unit + tl.cumsum(units, 0)
-    before = (ends <= unit) & (units > 0)
+    before = ends <= unit
     return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
 
 
@@ -119,15 +123,16 @@ def shares_kernel(
     SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, ROWS: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr, SEARCH: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,
+    FEW: tl.constexpr,  # sequences of more queries are left to the kernel ahead of this one in the stream; 0 where there is none
     CHUNK: tl.constexpr,  # keys of a unit that is a state of its own, a multiple of BLOCK_N; 0 where units are tiles
 ):  # fmt: skip
-    if DEPENDENT_LAUNCH:  # started before the kernel ahead of it in the stream was done
+    if DEPENDENT_LAUNCH and FEW == 0:  # started before the kernel ahead of it in the stream was done
         gdc_wait()
     UNIT: tl.constexpr = BLOCK_N if CHUNK == 0 else CHUNK
     share_id = tl.program_id(0) // NUM_KV_HEADS  # neighbours read the same pages, of other heads, at the same time
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     unit, high, share, seq, seq_unit = find_share(
-        kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead, GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS
+        kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead, GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS, FEW
     )
     v_scale = 1.0
     if kv.k_scale is not None and not TOKEN_SCALES:
@@ -137,6 +142,9 @@ def shares_kernel(
     offs_m, offs_dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
 
     while unit < high:  # a block, or the part of it that lies in this share
+        if FEW > 0:
+            while tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) > FEW:
+                seq += 1
         q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_blocks = sequence_span(
             kv, cu_seqlens_q, seq, back, ahead, GROUP, BLOCK_M, UNIT
         )
@@ -264,6 +272,8 @@ def shares_kernel(
         seq_ends = unit == seq_unit + num_units * num_blocks
         seq += seq_ends.to(tl.int32)
         seq_unit = tl.where(seq_ends, unit, seq_unit)
+    if DEPENDENT_LAUNCH and FEW > 0:  # beside the kernel ahead of it, which had waited itself; who comes next shall find both done
+        gdc_wait()
 
 
 @triton.jit

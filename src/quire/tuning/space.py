@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from quire.spec import AttentionSpec
 from quire.tuning.traits import Traits
 
-
 SMALLEST_BOX = 8  # rows of a page that the copy engine moves at once; it swizzles eight rows together
 
 
@@ -18,18 +17,15 @@ class FastTile:
         block_n: keys of one tile.
         num_stages: tiles of keys, and of values, in flight or in use.
         num_blocks: blocks whose queries are in shared memory at once.
-        registers: of each thread that computes; 256 do, and 128 share what they leave.
     """
 
     block_t: int
     block_n: int
     num_stages: int
     num_blocks: int
-    registers: int
 
 
-# By head_dim: block_n, num_stages, num_blocks, registers. What 227 KiB of shared memory hold, with the fewest spills.
-FAST_TILES = {64: (128, 4, 2, 232), 128: (128, 2, 2, 232), 256: (64, 2, 1, 224)}
+FAST_TILES = {64: (128, 4, 2), 128: (128, 2, 2), 256: (64, 2, 1)}  # by head_dim: block_n, num_stages, num_blocks; what 227 KiB of shared memory hold
 
 
 def fast_tile(spec: AttentionSpec, traits: Traits) -> FastTile | str:

@@ -1,7 +1,6 @@
 """Launch attention on a Hopper GPU as a plan says: queries, keys and values as rows that the copy engine addresses."""
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -23,7 +22,7 @@ def launch(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
 ) -> None:
-    """Launch `prefill_kernel`; or what the plan has for tensors that are no such rows. Arguments were checked by `quire.attention`."""
+    """Launch `prefill_kernel`, and beside it the one for sequences of few queries, if the plan says so; or what the plan has for tensors that are no such rows. Arguments were checked by `quire.attention`."""
     spec, batch, fast = plan.spec, plan.batch, plan.fast
     box = min(fast.block_n, cache.page_size & -cache.page_size)
     k_strides, v_strides = cache.strides
@@ -45,11 +44,13 @@ def launch(
     kv = views.paged_kv(cache, batch, cache.dtype)
     prefill_kernel[(min(num_items, plan.traits.num_sms), 1, 1)](
         out, lse, sinks, alibi_slopes, *descriptors, kv._replace(k=None, v=None, v_page=v_strides.page, v_slot=v_strides.slot, v_head=v_strides.head),
-        batch.cu_seqlens_q, plan.scratch.counter, spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs, num_items,
+        batch.cu_seqlens_q, plan.scratch.counter, spec.softmax_scale, spec.softcap or 0.0, *spec.window, plan.few, batch.num_seqs, num_items,
         batch.page_table.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, HEAD_DIM=spec.head_dim, PAGE_SIZE=cache.page_size, SCORE_MOD=mods.score_mod(spec),
-        BLOCK_T=fast.block_t, BLOCK_N=fast.block_n, STAGES=fast.num_stages, BLOCKS=fast.num_blocks, REGISTERS=fast.registers, BOX=box, Q_BOX=q_box, num_warps=4, launch_pdl=True,
+        BLOCK_T=fast.block_t, BLOCK_N=fast.block_n, STAGES=fast.num_stages, BLOCKS=fast.num_blocks, BOX=box, Q_BOX=q_box, num_warps=4, launch_pdl=True,
     )  # fmt: skip
+    if plan.beside is not None:
+        portable.launch(q, cache, plan.beside, out, lse, sinks, alibi_slopes)
 
 
 def rows(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> tuple[list[int], list[int]] | None:

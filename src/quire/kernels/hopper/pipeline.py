@@ -65,12 +65,17 @@ def expect(barriers, slot, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def panels(tile):
+    """Return a tile's panels of columns one below the other, as they lie in memory."""
+    return reinterpret(tile, tile.dtype, [tile.shape[0] * tile.shape[1] // PANEL, PANEL], tile.layout)
+
+
+@gluon.jit
 def copy_rows(desc, row, col, barrier, tile, FIRST: gl.constexpr, ROWS: gl.constexpr):
     """Have ROWS rows of a tensor copied to rows from FIRST on of a tile, every panel of its columns on its own."""
     PANELS: gl.constexpr = tile.shape[1] // PANEL
-    panels = reinterpret(tile, tile.dtype, [PANELS * tile.shape[0], PANEL], tile.layout)  # one below the other, as they lie
     for panel in gl.static_range(PANELS):
-        copy_box(desc, [row, col + panel * PANEL], barrier, panels.slice(panel * tile.shape[0] + FIRST, ROWS))
+        copy_box(desc, [row, col + panel * PANEL], barrier, panels(tile).slice(panel * tile.shape[0] + FIRST, ROWS))
 
 
 @gluon.jit

@@ -11,9 +11,9 @@ The shape is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.pipeline import Ring, acquire, copy_rows, expect, make_ring, release, wait, wait_full
+from quire.kernels.hopper.pipeline import PANEL, acquire, copy_rows, expect, make_ring, panels, release, wait, wait_full
 from quire.kernels.primitives import LN2, LOG2E
 
 ROWS = gl.constexpr(64)  # of a warpgroup
@@ -44,7 +44,7 @@ def find_block(cu_seqlens_q, num_seqs, block, BLOCK_T: gl.constexpr):
 
 @gluon.jit
 def fetch(
-    q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, num_items, num_seqs, back, ahead, stride_table, stride_q_head,
+    q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_items, num_seqs, back, ahead, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Draw blocks until there are none, and have their queries, keys and values copied."""
@@ -67,7 +67,7 @@ def fetch(
         q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
         seq_len = gl.load(kv.seq_lens + seq)
         token = (block - first_block) * BLOCK_T
-        if token < q_len:
+        if (token < q_len) & (q_len > few):
             if kv.query_offsets is None:
                 first_pos = seq_len - q_len
             else:
@@ -129,12 +129,15 @@ def copy_tile(desc, ring, slot, barrier, pages, pos, page_rows, row, col, PAGE_S
 def zero_unseen(values, pos, kv_low, kv_high):
     """Zero the rows of a tile of values, from position `pos` on, that no query of the sequence sees and that may hold anything: 0 * NaN is NaN."""
     BLOCK_N: gl.constexpr = values.shape[0]
+    PANELS: gl.constexpr = values.shape[1] // PANEL
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     for first in gl.static_range(0, BLOCK_N, 8):
         if (pos + first < kv_low) | (pos + first + 8 > kv_high):
-            some = values.slice(first, 8)
             kv_pos = pos + first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-            some.store(gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None], some.load(LAYOUT), 0.0))
+            seen = ((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]
+            for panel in gl.static_range(PANELS):
+                some = panels(values).slice(panel * BLOCK_N + first, 8)
+                some.store(gl.where(seen, some.load(LAYOUT), 0.0))
 
 
 @gluon.jit
@@ -166,7 +169,6 @@ def attend(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     element: gl.constexpr = q_ring.tiles.dtype
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
@@ -185,8 +187,6 @@ def attend(
         if slopes_ptr is not None:
             slopes = gl.load(slopes_ptr + head + rows // BLOCK_T).to(gl.float32)
         q = q_ring.tiles.index(slot).slice(wg * ROWS, ROWS)
-        if HEAD_DIM <= 128 and SCORE_MOD is None:  # registers are nearer than shared memory, where they suffice
-            q = q.load(Q)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
         denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
@@ -279,15 +279,16 @@ def finish(
     gl.store(out_ptr + offsets[:, None] + offs_d[None, :], result, mask=(tokens < q_len)[:, None] & (offs_d < HEAD_DIM)[None, :])
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "num_items", "stride_table", "back", "ahead"])
+@gluon.jit(do_not_specialize=["few", "num_seqs", "num_items", "stride_table", "back", "ahead"])
 def prefill_kernel(
     out_ptr, lse_ptr, sinks_ptr, slopes_ptr, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter,
-    scale, softcap, back, ahead, num_seqs, num_items, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
+    scale, softcap, back, ahead, few, num_seqs, num_items, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr,
-    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, REGISTERS: gl.constexpr, BOX: gl.constexpr,
-    Q_BOX: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BOX: gl.constexpr, Q_BOX: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
+    if few > 0:  # the kernel that serves sequences of so few queries may begin wherever there is room
+        gdc_launch_dependents()
     q_ring = make_ring(q_desc.dtype, 2 * ROWS, HEAD_DIM, BLOCKS, 2)
     k_ring = make_ring(k_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
     v_ring = make_ring(v_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
@@ -299,9 +300,9 @@ def prefill_kernel(
                       stride_out_token, stride_out_head, stride_lse, BLOCK_T, SCORE_MOD)),
             (attend, (1, q_ring, k_ring, v_ring, notes, out_ptr, lse_ptr, sinks_ptr, slopes_ptr, scale, softcap, back, ahead,
                       stride_out_token, stride_out_head, stride_lse, BLOCK_T, SCORE_MOD)),
-            (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, num_items, num_seqs, back, ahead,
-                     stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
+            (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_items, num_seqs, back,
+                     ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
         ],
         [4, 1],
-        [REGISTERS, 504 - 2 * REGISTERS],
+        [232, 40],  # registers of each thread of the second and of the third
     )  # fmt: skip
