@@ -139,3 +139,8 @@ def test_whole_space(data):
     lens = draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 900)), min_size=1, max_size=5))
     page_size = 8 * draw(st.integers(1, 20))
     assert_right(spec, lens, page_size=page_size, layout=draw(st.sampled_from(["NHD", "HND"])), flat_table=draw(st.booleans()), seed=draw(st.integers(0, 99)))
+
+
+def test_more_sequences_than_are_looked_at_at_once():
+    lens = tuple((200, 300) if i in (3, 127, 128, 290) else (i % 3, i % 40 + 3) for i in range(300))
+    assert_right(quire.AttentionSpec(**LLAMA), lens)

@@ -44,7 +44,7 @@ def launch(
     kv = views.paged_kv(cache, batch, cache.dtype)
     prefill_kernel[(min(num_items, plan.traits.num_sms), 1, 1)](
         out, lse, sinks, alibi_slopes, *descriptors, kv._replace(k=None, v=None, v_page=v_strides.page, v_slot=v_strides.slot, v_head=v_strides.head),
-        batch.cu_seqlens_q, plan.scratch.counter, spec.softmax_scale, spec.softcap or 0.0, *spec.window, plan.few, batch.num_seqs, num_items,
+        batch.cu_seqlens_q, plan.scratch.counter, spec.softmax_scale, spec.softcap or 0.0, *spec.window, plan.few, batch.num_seqs,
         batch.page_table.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, HEAD_DIM=spec.head_dim, PAGE_SIZE=cache.page_size, SCORE_MOD=mods.score_mod(spec),
         BLOCK_T=fast.block_t, BLOCK_N=fast.block_n, STAGES=fast.num_stages, BLOCKS=fast.num_blocks, BOX=box, Q_BOX=q_box, num_warps=4, launch_pdl=True,

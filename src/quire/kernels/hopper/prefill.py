@@ -17,6 +17,7 @@ from quire.kernels.hopper.pipeline import PANEL, acquire, copy_rows, expect, mak
 from quire.kernels.primitives import LN2, LOG2E
 
 ROWS = gl.constexpr(64)  # of a warpgroup
+SEQS = gl.constexpr(128)  # sequences looked at at once
 NOTE = gl.constexpr(8)  # numbers of a note, from the warp that fetches to those that compute
 
 
@@ -31,20 +32,45 @@ def span(q_len, first_pos, seq_len, token, back, ahead, BLOCK_T: gl.constexpr, B
 
 
 @gluon.jit
-def find_block(cu_seqlens_q, num_seqs, block, BLOCK_T: gl.constexpr):
-    """Return the sequence that owns block `block`, and that sequence's first block: as in `blocks.py`, but all sequences at once."""
-    seqs = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
-    seq = -1
-    for first in range(0, num_seqs, 128):
-        starts = gl.load(cu_seqlens_q + first + seqs, mask=first + seqs < num_seqs, other=0)
-        before = (starts // BLOCK_T + first + seqs <= block) & (first + seqs < num_seqs)
-        seq += gl.sum(before.to(gl.int32), 0)
-    return seq, gl.load(cu_seqlens_q + seq) // BLOCK_T + seq
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def block_ends(cu_seqlens_q, first, num_seqs, few, BLOCK_T: gl.constexpr):
+    """Return of SEQS sequences from `first` on where the blocks of each end, if they are laid side by side; sequences of at most `few` queries have none."""
+    seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
+    here = seqs < num_seqs
+    q_len = gl.load(cu_seqlens_q + seqs + 1, mask=here, other=0) - gl.load(cu_seqlens_q + seqs, mask=here, other=0)
+    return gl.associative_scan(gl.where(q_len > few, (q_len + BLOCK_T - 1) // BLOCK_T, 0), 0, add)
+
+
+@gluon.jit
+def count_blocks(ends, cu_seqlens_q, num_seqs, few, BLOCK_T: gl.constexpr):
+    """Return how many blocks the batch has; `ends` are the first SEQS sequences' block ends."""
+    number = gl.max(ends, 0)
+    for first in range(SEQS, num_seqs, SEQS):
+        number += gl.max(block_ends(cu_seqlens_q, first, num_seqs, few, BLOCK_T), 0)
+    return number
+
+
+@gluon.jit
+def find_block(ends, block, cu_seqlens_q, num_seqs, few, BLOCK_T: gl.constexpr):
+    """Return the sequence that owns block `block`, and that sequence's first block."""
+    seq = gl.sum((ends <= block).to(gl.int32), 0)
+    first_block = gl.max(gl.where(ends <= block, ends, 0), 0)
+    before = gl.max(ends, 0)
+    for first in range(SEQS, num_seqs, SEQS):
+        more = before + block_ends(cu_seqlens_q, first, num_seqs, few, BLOCK_T)
+        seq += gl.sum((more <= block).to(gl.int32), 0)
+        first_block = gl.maximum(first_block, gl.max(gl.where(more <= block, more, 0), 0))
+        before = gl.max(more, 0)
+    return seq, first_block
 
 
 @gluon.jit
 def fetch(
-    q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_items, num_seqs, back, ahead, stride_table, stride_q_head,
+    q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back, ahead, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Draw blocks until there are none, and have their queries, keys and values copied."""
@@ -54,62 +80,69 @@ def fetch(
     HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
     BYTES: gl.constexpr = HEAD_DIM * 2  # of a row
     SLOTS: gl.constexpr = v_ring.tiles.shape[0]
+    ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     block_i = 0
     tile_i = 0
     edge_i = 0
     k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the copy engine
+    lane = gl.arange(0, 32, ONE_WARP)
+    ends = block_ends(cu_seqlens_q, 0, num_seqs, few, BLOCK_T)
+    num_blocks = count_blocks(ends, cu_seqlens_q, num_seqs, few, BLOCK_T)
+    num_items = num_blocks * HEAD_BLOCKS
     item = gl.program_id(0)
     while item < num_items:
-        block = (num_items - 1 - item) // HEAD_BLOCKS
+        block = num_blocks - 1 - item // HEAD_BLOCKS
         head = item % HEAD_BLOCKS * HEADS
-        seq, first_block = find_block(cu_seqlens_q, num_seqs, block, BLOCK_T)
+        seq, first_block = find_block(ends, block, cu_seqlens_q, num_seqs, few, BLOCK_T)
         q_start = gl.load(cu_seqlens_q + seq)
         q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
         seq_len = gl.load(kv.seq_lens + seq)
         token = (block - first_block) * BLOCK_T
-        if (token < q_len) & (q_len > few):
-            if kv.query_offsets is None:
-                first_pos = seq_len - q_len
-            else:
-                first_pos = gl.load(kv.query_offsets + seq)
-            slot = acquire(q_ring, block_i)
-            write_note(notes, slot, head, token, q_start, q_len, first_pos, seq_len)
-            expect(q_ring.full, slot, 2 * ROWS * BYTES)
-            for first in gl.static_range(0, 2 * ROWS, Q_BOX):
-                copy_rows(q_desc, q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head, q_ring.full.index(slot), q_ring.tiles.index(slot), first, Q_BOX)
+        drawn = gl.zeros([32], gl.int32, ONE_WARP)
+        if kv.query_offsets is None:
+            first_pos = seq_len - q_len
+        else:
+            first_pos = gl.load(kv.query_offsets + seq)
+        slot = acquire(q_ring, block_i)
+        write_note(notes, slot, head, token, q_start, q_len, first_pos, seq_len)
+        expect(q_ring.full, slot, 2 * ROWS * BYTES)
+        for first in gl.static_range(0, 2 * ROWS, Q_BOX):
+            copy_rows(q_desc, q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head, q_ring.full.index(slot), q_ring.tiles.index(slot), first, Q_BOX)
 
-            if kv.cu_pages is None:
-                row = kv.page_table + seq.to(gl.int64) * stride_table
-            else:
-                row = kv.page_table + gl.load(kv.cu_pages + seq)
-            # What the sequence as a whole does not see may be gone.
-            kv_low, kv_high = first_pos - back, gl.minimum(first_pos + q_len + ahead, seq_len)
-            offs_k, offs_v = head // GROUP * kv.k_head, head // GROUP * kv.v_head
-            tile, left = span(q_len, first_pos, seq_len, token, back, ahead, BLOCK_T, BLOCK_N)
-            while left > 0:
-                pages = ()
-                for first in gl.static_range(0, BLOCK_N, BOX):  # all on their way before the first is used
-                    pos = tile * BLOCK_N + first
-                    pages = pages + (gl.load(row + pos // PAGE_SIZE, mask=(pos + BOX > kv_low) & (pos < kv_high), other=0).to(gl.int32),)
-                slot = acquire(k_ring, tile_i)
-                expect(k_ring.full, slot, BLOCK_N * BYTES)
-                copy_tile(k_desc, k_ring, slot, k_ring.full.index(slot), pages, tile * BLOCK_N, k_page, offs_k // kv.k_slot, offs_k % kv.k_slot, PAGE_SIZE, BOX)
-                slot = acquire(v_ring, tile_i)
-                seen = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
-                barrier = gl.where(seen, slot, SLOTS)  # the spare one, where some rows must be zeroed before they are used
-                expect(v_ring.full, barrier, BLOCK_N * BYTES)
-                copy_tile(v_desc, v_ring, slot, v_ring.full.index(barrier), pages, tile * BLOCK_N, v_page, offs_v // kv.v_slot, offs_v % kv.v_slot, PAGE_SIZE, BOX)
-                if barrier == SLOTS:
-                    wait(v_ring.full, SLOTS, edge_i)
-                    zero_unseen(v_ring.tiles.index(slot), tile * BLOCK_N, kv_low, kv_high)
-                    fence_async_shared()
-                    expect(v_ring.full, slot, 0)
-                    edge_i += 1
-                tile_i += 1
-                tile -= 1
-                left -= 1
-            block_i += 1
-        item = gl.num_programs(0) + gl.atomic_add(counter, 1)  # no earlier: others may be done before this one
+        if kv.cu_pages is None:
+            row = kv.page_table + seq.to(gl.int64) * stride_table
+        else:
+            row = kv.page_table + gl.load(kv.cu_pages + seq)
+        # What the sequence as a whole does not see may be gone.
+        kv_low, kv_high = first_pos - back, gl.minimum(first_pos + q_len + ahead, seq_len)
+        offs_k, offs_v = head // GROUP * kv.k_head, head // GROUP * kv.v_head
+        tile, left = span(q_len, first_pos, seq_len, token, back, ahead, BLOCK_T, BLOCK_N)
+        while left > 0:
+            pages = ()
+            for first in gl.static_range(0, BLOCK_N, BOX):  # all on their way before the first is used
+                pos = tile * BLOCK_N + first
+                pages = pages + (gl.load(row + pos // PAGE_SIZE, mask=(pos + BOX > kv_low) & (pos < kv_high), other=0).to(gl.int32),)
+            # The next block is drawn behind the last tile's page numbers: no sooner, since other programs may be done before this one.
+            drawn = gl.atomic_add(counter + lane, gl.full([32], 1, gl.int32, ONE_WARP), mask=(lane == 0) & (left == 1))
+            slot = acquire(k_ring, tile_i)
+            expect(k_ring.full, slot, BLOCK_N * BYTES)
+            copy_tile(k_desc, k_ring, slot, k_ring.full.index(slot), pages, tile * BLOCK_N, k_page, offs_k // kv.k_slot, offs_k % kv.k_slot, PAGE_SIZE, BOX)
+            slot = acquire(v_ring, tile_i)
+            seen = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
+            barrier = gl.where(seen, slot, SLOTS)  # the spare one, where some rows must be zeroed before they are used
+            expect(v_ring.full, barrier, BLOCK_N * BYTES)
+            copy_tile(v_desc, v_ring, slot, v_ring.full.index(barrier), pages, tile * BLOCK_N, v_page, offs_v // kv.v_slot, offs_v % kv.v_slot, PAGE_SIZE, BOX)
+            if barrier == SLOTS:
+                wait(v_ring.full, SLOTS, edge_i)
+                zero_unseen(v_ring.tiles.index(slot), tile * BLOCK_N, kv_low, kv_high)
+                fence_async_shared()
+                expect(v_ring.full, slot, 0)
+                edge_i += 1
+            tile_i += 1
+            tile -= 1
+            left -= 1
+        block_i += 1
+        item = gl.num_programs(0) + gl.sum(gl.where(lane == 0, drawn, 0), 0)
     if item == num_items + gl.num_programs(0) - 1:  # the last draw of all: the counter is ready for the next launch
         gl.store(counter, 0)
     slot = acquire(q_ring, block_i)
@@ -279,10 +312,10 @@ def finish(
     gl.store(out_ptr + offsets[:, None] + offs_d[None, :], result, mask=(tokens < q_len)[:, None] & (offs_d < HEAD_DIM)[None, :])
 
 
-@gluon.jit(do_not_specialize=["few", "num_seqs", "num_items", "stride_table", "back", "ahead"])
+@gluon.jit(do_not_specialize=["few", "num_seqs", "stride_table", "back", "ahead"])
 def prefill_kernel(
     out_ptr, lse_ptr, sinks_ptr, slopes_ptr, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter,
-    scale, softcap, back, ahead, few, num_seqs, num_items, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
+    scale, softcap, back, ahead, few, num_seqs, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr,
     BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BOX: gl.constexpr, Q_BOX: gl.constexpr,
 ):  # fmt: skip
@@ -300,7 +333,7 @@ def prefill_kernel(
                       stride_out_token, stride_out_head, stride_lse, BLOCK_T, SCORE_MOD)),
             (attend, (1, q_ring, k_ring, v_ring, notes, out_ptr, lse_ptr, sinks_ptr, slopes_ptr, scale, softcap, back, ahead,
                       stride_out_token, stride_out_head, stride_lse, BLOCK_T, SCORE_MOD)),
-            (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_items, num_seqs, back,
+            (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
                      ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
         ],
         [4, 1],
