@@ -57,9 +57,15 @@ FEATURES = {
 
 def attend(batch: str, head_dim: int, features: str, batch_invariant: bool = False) -> quire.Plan:
     """Launch attention; return its plan."""
-    num_seqs, q_len, kv_len, *num_tokens = BATCHES[batch]
     wanted = FEATURES[features]
-    spec = make_spec(head_dim, wanted)
+    plan = plan_of(batch, make_spec(head_dim, wanted), wanted, batch_invariant)
+    quire.attention(**make_inputs(plan, wanted), plan=plan)
+    return plan
+
+
+def plan_of(batch: str, spec: quire.AttentionSpec, wanted: Features, batch_invariant: bool = False) -> quire.Plan:
+    """Plan for one of BATCHES."""
+    num_seqs, q_len, kv_len, *num_tokens = BATCHES[batch]
     pages = -(-kv_len // wanted.page_size)
     cu_seqlens_q = torch.zeros(num_seqs + 1, dtype=torch.int32)
     table = torch.zeros((num_seqs * pages,) if wanted.flat_table else (num_seqs, pages), dtype=torch.int32)
@@ -68,12 +74,19 @@ def attend(batch: str, head_dim: int, features: str, batch_invariant: bool = Fal
     # On a CPU a plan refuses bfloat16, which Triton's interpreter gets wrong. float16 is as wide and leads to the same choices.
     wide = {"dtype": torch.float16, "kv_dtype": torch.float16 if spec.kv_dtype is torch.bfloat16 else spec.kv_dtype}
     seen = replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec
-    plan = quire.plan(seen, described, max_query_len=q_len, max_seq_len=kv_len, num_tokens=num_tokens[0] if num_tokens else None, batch_invariant=batch_invariant)
-    plan = replace(plan, spec=spec)
-    q = torch.empty(plan.num_tokens, spec.num_q_heads, head_dim, dtype=spec.dtype)
+    num_tokens = num_tokens[0] if num_tokens else None
+    plan = quire.plan(seen, described, max_query_len=q_len, max_seq_len=kv_len, num_tokens=num_tokens, batch_invariant=batch_invariant)
+    return replace(plan, spec=spec, beside=plan.beside and replace(plan.beside, spec=spec))
+
+
+def make_inputs(plan: quire.Plan, wanted: Features) -> dict:
+    """Return what `quire.attention` takes beside the plan."""
+    spec = plan.spec
     row = torch.zeros(spec.num_q_heads)
-    quire.attention(q, make_cache(spec, wanted), plan, sinks=row if spec.sinks else None, alibi_slopes=row if spec.alibi else None, return_lse=wanted.lse)
-    return plan
+    return {
+        "q": torch.empty(plan.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype), "cache": make_cache(spec, wanted),
+        "sinks": row if spec.sinks else None, "alibi_slopes": row if spec.alibi else None, "return_lse": wanted.lse,
+    }  # fmt: skip
 
 
 def write(head_dim: int, features: str) -> None:
