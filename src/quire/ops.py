@@ -22,7 +22,8 @@ LIBRARY.define(
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, Tensor? alibi_slopes, "
     "Tensor(a!)? workspace, "
     "int head_dim_v, float softmax_scale, bool causal, int? sliding_window, int? sliding_window_right, float? softcap, bool allow_tf32, "
-    "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_shares, float merge_cost, int chunk, int[] tile, int[] fast, int[] beside) -> (Tensor, Tensor)"
+    "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_shares, float merge_cost, int chunk, "
+    "int[] tile, int[] fast, int[] beside) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "

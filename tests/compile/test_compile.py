@@ -21,6 +21,8 @@ TUNED = ("sm90", "gfx942")  # default configurations must not spill here
 MAY_SPILL = ("vLLM's original", "float32, e4m3")
 # Bytes that ptxas parks in places by its own choice, for one more program per multiprocessor: only where it used fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
+# The three parts of a warp-specialised kernel have registers of their own, but one stack, where they keep a few numbers of the whole block.
+ON_THE_STACK = {"prefill_kernel": 64}
 
 
 def selection(target: str, features: str) -> list[tuple[str, int]]:
@@ -49,7 +51,8 @@ def test_attention_compiles_fits_and_does_not_spill(target, features):
         for kernel in compiled:
             told = f"{batch}, head_dim {head_dim}: {kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared, {kernel.tile}"
             print(f"{target:7} {features:18} {kernel.kernel:15} {told}")
-            spilled = kernel.spills > (BY_CHOICE if kernel.registers < REGISTERS else 0) and target in TUNED and features not in MAY_SPILL
+            allowed = ON_THE_STACK.get(kernel.kernel, BY_CHOICE if kernel.registers < REGISTERS else 0)
+            spilled = kernel.spills > allowed and target in TUNED and features not in MAY_SPILL
             if spilled or kernel.shared > limits.shared_memory or kernel.occupancy < 1:
                 wrong.append(told)
     assert not wrong, f"{len(wrong)} launches spill or do not fit {target}:\n" + "\n".join(wrong)

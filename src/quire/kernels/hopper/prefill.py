@@ -107,7 +107,8 @@ def fetch(
         write_note(notes, slot, head, token, q_start, q_len, first_pos, seq_len)
         expect(q_ring.full, slot, 2 * ROWS * BYTES)
         for first in gl.static_range(0, 2 * ROWS, Q_BOX):
-            copy_rows(q_desc, q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head, q_ring.full.index(slot), q_ring.tiles.index(slot), first, Q_BOX)
+            at, col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
+            copy_rows(q_desc, at, col, q_ring.full.index(slot), q_ring.tiles.index(slot), first, Q_BOX)
 
         if kv.cu_pages is None:
             row = kv.page_table + seq.to(gl.int64) * stride_table
@@ -126,12 +127,14 @@ def fetch(
             drawn = gl.atomic_add(counter + lane, gl.full([32], 1, gl.int32, ONE_WARP), mask=(lane == 0) & (left == 1))
             slot = acquire(k_ring, tile_i)
             expect(k_ring.full, slot, BLOCK_N * BYTES)
-            copy_tile(k_desc, k_ring, slot, k_ring.full.index(slot), pages, tile * BLOCK_N, k_page, offs_k // kv.k_slot, offs_k % kv.k_slot, PAGE_SIZE, BOX)
+            k_row, k_col = offs_k // kv.k_slot, offs_k % kv.k_slot
+            copy_tile(k_desc, k_ring, slot, k_ring.full.index(slot), pages, tile * BLOCK_N, k_page, k_row, k_col, PAGE_SIZE, BOX)
             slot = acquire(v_ring, tile_i)
             seen = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
             barrier = gl.where(seen, slot, SLOTS)  # the spare one, where some rows must be zeroed before they are used
             expect(v_ring.full, barrier, BLOCK_N * BYTES)
-            copy_tile(v_desc, v_ring, slot, v_ring.full.index(barrier), pages, tile * BLOCK_N, v_page, offs_v // kv.v_slot, offs_v % kv.v_slot, PAGE_SIZE, BOX)
+            v_row, v_col = offs_v // kv.v_slot, offs_v % kv.v_slot
+            copy_tile(v_desc, v_ring, slot, v_ring.full.index(barrier), pages, tile * BLOCK_N, v_page, v_row, v_col, PAGE_SIZE, BOX)
             if barrier == SLOTS:
                 wait(v_ring.full, SLOTS, edge_i)
                 zero_unseen(v_ring.tiles.index(slot), tile * BLOCK_N, kv_low, kv_high)
@@ -199,14 +202,14 @@ def attend(
     """Attend with one warpgroup to the tiles that are fetched, and write the results of each block."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
     element: gl.constexpr = q_ring.tiles.dtype
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
-    rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
 
     block_i = 0
     tile_i = 0
@@ -220,9 +223,9 @@ def attend(
         if slopes_ptr is not None:
             slopes = gl.load(slopes_ptr + head + rows // BLOCK_T).to(gl.float32)
         q = q_ring.tiles.index(slot).slice(wg * ROWS, ROWS)
-        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-        denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
+        denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OF_OUT)
 
         k = k_ring.tiles.index(wait_full(k_ring, tile_i))
         scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -231,7 +234,7 @@ def attend(
         p, m, denom, _ = softmax_step(
             scores, m, denom, tile * BLOCK_N, cols, low_pos, high_pos, q_pos, seq_len, slopes, scale, exponent_scale, softcap, back, ahead, SCORE_MOD
         )
-        p = gl.convert_layout(p.to(element), P)
+        p = gl.convert_layout(p.to(element), OF_P)
         for i in range(tile_i + 1, tile_i + num_tiles):
             tile -= 1
             k = k_ring.tiles.index(wait_full(k_ring, i))
@@ -246,8 +249,8 @@ def attend(
             p, m, denom, alpha = softmax_step(
                 scores, m, denom, tile * BLOCK_N, cols, low_pos, high_pos, q_pos, seq_len, slopes, scale, exponent_scale, softcap, back, ahead, SCORE_MOD
             )
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-            p = gl.convert_layout(p.to(element), P)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
+            p = gl.convert_layout(p.to(element), OF_P)
         tile_i += num_tiles
         v = v_ring.tiles.index(wait_full(v_ring, tile_i - 1))
         acc = warpgroup_mma(p, v, acc, is_async=True)
@@ -263,7 +266,9 @@ def attend(
 
 
 @gluon.jit
-def softmax_step(scores, m, denom, pos, cols, low_pos, high_pos, q_pos, seq_len, slopes, scale, exponent_scale, softcap, back, ahead, SCORE_MOD: gl.constexpr):
+def softmax_step(
+    scores, m, denom, pos, cols, low_pos, high_pos, q_pos, seq_len, slopes, scale, exponent_scale, softcap, back, ahead, SCORE_MOD: gl.constexpr
+):  # fmt: skip
     """Fold a tile of scores into the running maximum and denominator; return the probabilities too, and the factor for what was accumulated before."""
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores * scale, q_pos, pos + cols, slopes, softcap)
@@ -285,13 +290,13 @@ def finish(
     """Normalise a block's results and write them, by way of the shared memory of its queries, which it then releases."""
     element: gl.constexpr = q_ring.tiles.dtype
     HEAD_DIM: gl.constexpr = q_ring.tiles.shape[2]
-    O: gl.constexpr = acc.type.layout
-    W: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    OF_OUT: gl.constexpr = acc.type.layout
+    IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if sinks_ptr is not None:  # one more key, of score sink[h] and value 0
         sink = gl.load(sinks_ptr + head + rows // BLOCK_T).to(gl.float32) * LOG2E
         m_new = gl.maximum(m, sink)
         alpha = gl.exp2(m - m_new)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
         denom = denom * alpha + gl.exp2(sink - m_new)
         m = m_new
     seen = denom > 0.0
@@ -301,14 +306,14 @@ def finish(
         lse = gl.where(seen, m * LN2 + gl.log(safe), float("-inf"))
         gl.store(lse_ptr + (q_start + tokens).to(gl.int64) * stride_lse + head + rows // BLOCK_T, lse, mask=tokens < q_len)
     staged = q_ring.tiles.index(block_i % q_ring.empty.shape[0]).slice(wg * ROWS, ROWS)
-    staged.store((acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, O))[:, None]).to(element))
-    result = staged.load(W)
+    staged.store((acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OF_OUT))[:, None]).to(element))
+    result = staged.load(IN_ROWS)
     fence_async_shared()
     release(q_ring, block_i)
-    out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, W))
+    out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IN_ROWS))
     tokens = token + out_rows % BLOCK_T
     offsets = (q_start + tokens).to(gl.int64) * stride_out_token + (head + out_rows // BLOCK_T) * stride_out_head
-    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, W))
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, IN_ROWS))
     gl.store(out_ptr + offsets[:, None] + offs_d[None, :], result, mask=(tokens < q_len)[:, None] & (offs_d < HEAD_DIM)[None, :])
 
 
