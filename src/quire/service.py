@@ -156,7 +156,8 @@ def name(plan: Plan) -> str:
     """Return what tells a plan's kernel from others."""
     tile, batch, fast = plan.tile, plan.batch, plan.fast
     if fast is not None:
-        return f"hopper {fast.block_t} × {fast.block_n}, {fast.num_stages} stages"
+        beside = "" if plan.beside is None else f"; beside it {name(plan.beside)}"
+        return f"hopper {fast.block_t} × {fast.block_n}, {fast.num_stages} stages{beside}"
     words = [
         f"{'shares' if plan.num_shares else 'blocks'} {tile.block_m} × {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages",
         "one query each" if batch.cu_seqlens_q is None else "one query at most" if plan.max_query_len <= 1 else "queries",
@@ -164,6 +165,8 @@ def name(plan: Plan) -> str:
     ]
     if plan.unmasked_loop:
         words.append("two loops")
+    if plan.few:
+        words.append(f"sequences of up to {plan.few} queries")
     if plan.num_shares:
         many = "more than" if batch.num_seqs > plan.seqs_at_once else "up to"
         words.append(f"partial states of {plan.partial_rows} rows, {many} {plan.seqs_at_once} sequences")
@@ -175,7 +178,8 @@ def launch_on_nothing(plan: Plan, cache: PagedKVCache, return_lse: bool) -> None
     spec, device, num_seqs = plan.spec, cache.device, plan.batch.num_seqs
     table = torch.zeros(1, triton.cdiv(plan.max_seq_len, cache.page_size), dtype=torch.int32, device=device).expand(num_seqs, -1)
     starts = None if plan.batch.cu_seqlens_q is None else torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
-    plan = replace(plan, batch=Batch(table, torch.zeros(num_seqs, dtype=torch.int32, device=device), starts), prepared={})
+    batch = Batch(table, torch.zeros(num_seqs, dtype=torch.int32, device=device), starts)
+    plan = replace(plan, batch=batch, beside=plan.beside and replace(plan.beside, batch=batch, prepared={}), prepared={})
     if plan.has_scratch:
         plan = with_scratch(plan)
     q = torch.zeros(num_seqs if starts is None else 1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)

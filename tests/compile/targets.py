@@ -114,6 +114,7 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
             mock.patch.object(JITFunction, "run", compile_only),
             mock.patch("quire.plan.device_traits", lambda device: target.traits),
             mock.patch("quire.kernels.write.device_traits", lambda device: target.traits),
+            mock.patch("quire.service.device_traits", lambda device: target.traits),
             triton.knobs.runtime.scope(),
         ):
             triton.knobs.runtime.interpret = True  # only after all kernels were made: plans for CPU tensors then choose Triton

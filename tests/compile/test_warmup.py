@@ -1,0 +1,35 @@
+"""What `quire.warmup` compiles is all that batches within its bounds need, on GPUs that are not here too."""
+
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from tests.compile.targets import TARGETS, compiling
+from triton.runtime.jit import JITFunction
+
+import quire
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
+
+SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=64, dtype=torch.float16)
+BOUNDS = {"max_num_seqs": 3, "max_num_tokens": 400, "max_seq_len": 2000}
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_nothing_compiles_after_warmup(target):
+    cache = quire.PagedKVCache.empty(SPEC, 2, 16)
+    with compiling(TARGETS[target]) as compiled:
+        names = quire.warmup(SPEC, cache, **BOUNDS)
+        kernels = {c.kernel for c in compiled}
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            for lens in (((1, 5),), ((1, 1999), (1, 3)), ((300, 300),), ((130, 130), (1, 1500), (2, 700)), ((133, 2000), (133, 2000), (133, 133)), ((7, 90),)):
+                starts = torch.tensor([0, *(q for q, _ in lens)]).cumsum(0).to(torch.int32)
+                table = torch.zeros(len(lens), 125, dtype=torch.int32)
+                batch = quire.Batch(table, torch.tensor([s for _, s in lens], dtype=torch.int32), starts)
+                q_lens = [q for q, _ in lens]
+                plan = quire.plan(SPEC, batch, max_query_len=max(q_lens), max_seq_len=max(s for _, s in lens), num_tokens=sum(q_lens))
+                quire.attention(torch.empty(sum(q_lens), 32, 64, dtype=torch.float16), cache, plan)
+    assert ("prefill_kernel" in kernels) == (target == "sm90") and {"blocks_kernel", "shares_kernel"} <= kernels
+    assert any("beside it" in name for name in names) == (target == "sm90")
