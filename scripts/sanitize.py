@@ -8,19 +8,24 @@ import torch
 
 import quire
 from quire.testing import error_budget, make_problem
+from quire.tuning.traits import device_traits
 
 HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 CASES = (
-    ({}, ((1, 300), (1, 40), (1, 0)), 4),
-    ({"head_dim": 80, "sinks": True, "softcap": 20.0}, ((1, 200), (3, 70)), 3),
-    ({}, ((200, 300), (1, 90)), 1),
-    ({"kv_dtype": torch.float8_e4m3fn, "sliding_window": 60}, ((1, 150), (5, 33)), 2),
-    ({"dtype": torch.float32}, ((1, 90), (20, 40)), 2),
+    ({}, ((1, 300), (1, 40), (1, 0)), {"num_splits": 4}),
+    ({"head_dim": 80, "sinks": True, "softcap": 20.0}, ((1, 200), (3, 70)), {"num_splits": 3}),
+    ({}, ((200, 300), (1, 90)), {"num_splits": 1}),
+    ({"kv_dtype": torch.float8_e4m3fn, "sliding_window": 60}, ((1, 150), (5, 33)), {"num_splits": 2}),
+    ({"dtype": torch.float32}, ((1, 90), (20, 40)), {"num_splits": 2}),
+    ({}, ((150, 300), (1, 90), (1, 0), (33, 33)), {"kernel": "hopper"}),
+    ({"head_dim": 256, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
 )
-for extra, lens, num_splits in CASES:
+for extra, lens, options in CASES:
+    if options.get("kernel") == "hopper" and not device_traits(torch.device("cuda")).warpgroups:
+        continue
     spec = quire.AttentionSpec(**HEADS | extra)
     problem = make_problem(spec, lens, device="cuda")
-    plan = quire.plan(spec, problem.batch, **problem.bounds, num_splits=num_splits)
+    plan = quire.plan(spec, problem.batch, **problem.bounds, **options)
     state = quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True)
     verdict = error_budget(problem, state)
     print(plan, verdict, flush=True)

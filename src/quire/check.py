@@ -20,6 +20,7 @@ from quire.cache import PagedKVCache
 from quire.plan import plan
 from quire.spec import QUERY_DTYPES, AttentionSpec
 from quire.testing import Problem, Verdict, error_budget, make_problem
+from quire.tuning.traits import device_traits
 
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17), (33, 70))
 HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32}
@@ -65,6 +66,14 @@ FEATURES = (
     Feature("fp8 e5m2 cache, scales per token", {"kv_dtype": torch.float8_e5m2}, problem={"scales": "token"}),
     Feature("int8 cache, one scale", {"kv_dtype": torch.int8}, problem={"scales": "tensor"}),
 )
+ON_HOPPER = tuple(
+    Feature(name, {"head_dim": 64} | extra, lens=((150, 150), (33, 300), (1, 0), (1, 70), (130, 131)), plan={"kernel": "hopper"}, problem=problem)
+    for name, extra, problem in (
+        ("prompts on Hopper", {}, {}),
+        ("prompts on Hopper, all at once", {"head_dim": 128, "softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 90}, {"layout": "HND"}),
+        ("prompts on Hopper, both sides", {"head_dim": 256, "causal": False, "sliding_window": 90, "sliding_window_right": 40}, {"page_size": 24}),
+    )
+)
 
 
 def add_parser(subparsers) -> None:
@@ -94,7 +103,7 @@ class Row:
 def rows(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[Row]:
     """Check every feature in every dtype."""
     for dtype in dtypes:
-        for feature in features(device):
+        for feature in features(device, dtype):
             spec = AttentionSpec(**HEADS | {"dtype": dtype} | feature.spec)
             problem = make_problem(spec, feature.lens, device=device, **feature.problem)
             chosen = plan(spec, problem.batch, **problem.bounds, **feature.plan)
@@ -105,10 +114,11 @@ def rows(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[Row]
         yield row("merge_states", dtype, "two halves of the keys", error_budget(problem, in_halves(problem)))
 
 
-def features(device: torch.device) -> list[Feature]:
+def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:
     """Return what is served on a device: PyTorch, which serves CPU tensors outside the interpreter, knows no batch-invariant plans."""
     in_torch = device.type == "cpu" and not triton.knobs.runtime.interpret
-    return [feature for feature in FEATURES if not (in_torch and feature.plan.get("batch_invariant"))]
+    served = [feature for feature in FEATURES if not (in_torch and feature.plan.get("batch_invariant"))]
+    return served + list(ON_HOPPER) if device_traits(device).warpgroups and dtype.itemsize == 2 else served
 
 
 def row(kernel: str, dtype: torch.dtype, feature: str, verdict: Verdict) -> Row:
@@ -150,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda" if gpu else "cpu")
     dtypes = tuple(getattr(torch, name) for name in args.dtype or ("float32", "float16") + (() if triton.knobs.runtime.interpret else ("bfloat16",)))
     begun, lines = time.perf_counter(), []
-    total = len(dtypes) * (len(features(device)) + 2)
+    total = sum(len(features(device, dtype)) + 2 for dtype in dtypes)
     if args.json:
         lines = list(rows(device, dtypes))
         json.dump([asdict(line) for line in lines], sys.stdout, indent=2)
