@@ -3,12 +3,16 @@
 On a GPU the Triton kernel runs there. Elsewhere it runs in the interpreter with TRITON_INTERPRET=1, and without it the PyTorch path for CPU tensors does.
 """
 
+import dataclasses
+
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
+from quire.kernels import attention as portable
 from quire.testing import error_budget, make_problem
 from quire.tuning.space import Tile
 
@@ -219,3 +223,22 @@ def test_whole_space(data):
         spec, lens, draw(st.none() | st.integers(1, 6)), page_size=draw(st.integers(1, 40)), layout=layout, flat_table=draw(st.booleans()),
         scales=draw(st.sampled_from(["tensor", "head", "token"])), seed=draw(st.integers(0, 99)),
     )  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and not triton.knobs.runtime.interpret, reason="PyTorch serves CPU tensors here, all sequences in one go")
+@pytest.mark.parametrize("lens", [((1, 400), (30, 60), (40, 40), (2, 300), (1, 0), (9, 9), (1, 5)), ((30, 60), (40, 40)), ((3, 700), (20, 30))])
+def test_shares_of_sequences_of_few_queries_leave_the_others_alone(lens):
+    """What runs beside the kernel for prompts, here without it."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    p = make_problem(spec, lens, device=DEVICE)
+    plan = quire.plan(spec, p.batch, max_query_len=3, max_seq_len=700, num_tokens=3 * len(lens), num_splits=3)
+    plan = dataclasses.replace(plan, few=3)
+    out, lse = torch.full_like(p.q, 7.0), torch.full(p.q.shape[:2], 7.0, device=DEVICE)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()  # such a launch waits for nothing before its end
+    portable.launch(p.q, p.cache, plan, out, lse, None, None)
+    whole = quire.attention(p.q, p.cache, quire.plan(spec, p.batch, **p.bounds), return_lse=True)
+    served = torch.cat([torch.full((q,), q <= 3) for q, _ in lens]).to(DEVICE)
+    torch.testing.assert_close(out[served], whole.out[served])
+    torch.testing.assert_close(lse[served], whole.lse[served])
+    assert (out[~served] == 7).all() and (lse[~served] == 7).all()

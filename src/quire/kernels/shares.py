@@ -79,6 +79,8 @@ def find_share(
     mean = total.to(tl.float32) / num_seqs
     shortest = tl.where((mean <= FEW_TILES) & (merge_cost > 0), mean, tl.sqrt(mean * merge_cost))
     share = tl.maximum(tl.cdiv(total, num_shares), (shortest + 0.5).to(tl.int32))
+    if FEW > 0:  # there may be none
+        share, longest = tl.maximum(share, 1), tl.maximum(longest, 1)
     # Where all sequences are alike, a share a little longer may end where they do, and nothing is left to merge. (By selection: with a branch here,
     # Triton 3.9.0 keeps no loads in flight in the loop over tiles.)
     even = tl.where(share < longest, tl.cdiv(longest, tl.maximum(longest // share, 1)), tl.cdiv(share, longest) * longest)
