@@ -2,11 +2,13 @@
 
 A program has two warpgroups that compute, 64 rows each, and a warp that fetches. It stays on its multiprocessor and draws one block of rows after the
 other, late ones first since they see the most keys. A block is BLOCK_T query tokens of a sequence times as many heads of one KV head as make 128 rows,
-a head's tokens side by side. The warp that fetches runs ahead, over the borders of blocks too; in a warpgroup the product of queries with the next tile of
-keys runs beside the softmax of this one, whichever block that is of.
+a head's tokens side by side. The warp that fetches runs ahead, over the borders of blocks too; the warpgroups take the matrix unit in turns, one's softmax
+beside the other's products.
 
 The shape is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2).
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,14 +20,46 @@ from quire.kernels.primitives import LN2, LOG2E
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 SEQS = gl.constexpr(128)  # sequences looked at at once
-NOTE = gl.constexpr(8)  # numbers of a note, from the warp that fetches to those that compute
+NUMBERS, NOTE = gl.constexpr(6), gl.constexpr(8)  # of a block, and the words of shared memory that they are given
+
+
+class Block(NamedTuple):
+    """What the warp that fetches tells those that compute of a block; without queries it is the end."""
+
+    head: Any  # its first
+    token: Any  # its first, of the sequence
+    q_start: Any  # the sequence's first token, of the batch
+    q_len: Any  # the sequence's queries
+    first_pos: Any  # of the sequence's first query among its keys
+    seq_len: Any  # the sequence's keys
+
+
+class Scoring(NamedTuple):
+    """How products become scores, and which are seen."""
+
+    scale: Any
+    softcap: Any
+    back: Any
+    ahead: Any
+    slopes_ptr: Any
+
+
+class Outputs(NamedTuple):
+    """Where results go."""
+
+    out_ptr: Any
+    lse_ptr: Any
+    sinks_ptr: Any
+    stride_out_token: Any
+    stride_out_head: Any
+    stride_lse: Any
 
 
 @gluon.jit
-def span(q_len, first_pos, seq_len, token, back, ahead, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return the last tile of keys that any of the queries from `token` on sees, and how many there are, one at least."""
-    kv_start = gl.maximum(first_pos + token - back, 0)
-    kv_stop = gl.minimum(first_pos + gl.minimum(token + BLOCK_T, q_len) + ahead, seq_len)
+def span(block, back, ahead, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return the last tile of keys that any query of the block sees, and how many there are, one at least."""
+    kv_start = gl.maximum(block.first_pos + block.token - back, 0)
+    kv_stop = gl.minimum(block.first_pos + gl.minimum(block.token + BLOCK_T, block.q_len) + ahead, block.seq_len)
     start = kv_start // BLOCK_N
     stop = gl.maximum((kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)
     return stop - 1, stop - start
@@ -55,15 +89,15 @@ def count_blocks(ends, cu_seqlens_q, num_seqs, few, BLOCK_T: gl.constexpr):
 
 
 @gluon.jit
-def find_block(ends, block, cu_seqlens_q, num_seqs, few, BLOCK_T: gl.constexpr):
-    """Return the sequence that owns block `block`, and that sequence's first block."""
-    seq = gl.sum((ends <= block).to(gl.int32), 0)
-    first_block = gl.max(gl.where(ends <= block, ends, 0), 0)
+def find_block(ends, number, cu_seqlens_q, num_seqs, few, BLOCK_T: gl.constexpr):
+    """Return the sequence that owns a block, by the block's number in the batch, and that sequence's first block."""
+    seq = gl.sum((ends <= number).to(gl.int32), 0)
+    first_block = gl.max(gl.where(ends <= number, ends, 0), 0)
     before = gl.max(ends, 0)
     for first in range(SEQS, num_seqs, SEQS):
         more = before + block_ends(cu_seqlens_q, first, num_seqs, few, BLOCK_T)
-        seq += gl.sum((more <= block).to(gl.int32), 0)
-        first_block = gl.maximum(first_block, gl.max(gl.where(more <= block, more, 0), 0))
+        seq += gl.sum((more <= number).to(gl.int32), 0)
+        first_block = gl.maximum(first_block, gl.max(gl.where(more <= number, more, 0), 0))
         before = gl.max(more, 0)
     return seq, first_block
 
@@ -91,20 +125,21 @@ def fetch(
     num_items = num_blocks * HEAD_BLOCKS
     item = gl.program_id(0)
     while item < num_items:
-        block = num_blocks - 1 - item // HEAD_BLOCKS
+        number = num_blocks - 1 - item // HEAD_BLOCKS
         head = item % HEAD_BLOCKS * HEADS
-        seq, first_block = find_block(ends, block, cu_seqlens_q, num_seqs, few, BLOCK_T)
+        seq, first_block = find_block(ends, number, cu_seqlens_q, num_seqs, few, BLOCK_T)
         q_start = gl.load(cu_seqlens_q + seq)
         q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
         seq_len = gl.load(kv.seq_lens + seq)
-        token = (block - first_block) * BLOCK_T
+        token = (number - first_block) * BLOCK_T
         drawn = gl.zeros([32], gl.int32, ONE_WARP)
         if kv.query_offsets is None:
             first_pos = seq_len - q_len
         else:
             first_pos = gl.load(kv.query_offsets + seq)
+        block = Block(head, token, q_start, q_len, first_pos, seq_len)
         slot = acquire(q_ring, block_i)
-        write_note(notes, slot, head, token, q_start, q_len, first_pos, seq_len)
+        write_note(notes, slot, block)
         expect(q_ring.full, slot, 2 * ROWS * BYTES)
         for first in gl.static_range(0, 2 * ROWS, Q_BOX):
             at, col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
@@ -117,7 +152,7 @@ def fetch(
         # What the sequence as a whole does not see may be gone.
         kv_low, kv_high = first_pos - back, gl.minimum(first_pos + q_len + ahead, seq_len)
         offs_k, offs_v = head // GROUP * kv.k_head, head // GROUP * kv.v_head
-        tile, left = span(q_len, first_pos, seq_len, token, back, ahead, BLOCK_T, BLOCK_N)
+        tile, left = span(block, back, ahead, BLOCK_T, BLOCK_N)
         while left > 0:
             pages = ()
             for first in gl.static_range(0, BLOCK_N, BOX):  # all on their way before the first is used
@@ -149,7 +184,7 @@ def fetch(
     if item == num_items + gl.num_programs(0) - 1:  # the last draw of all: the counter is ready for the next launch
         gl.store(counter, 0)
     slot = acquire(q_ring, block_i)
-    write_note(notes, slot, 0, 0, 0, 0, 0, 0)
+    write_note(notes, slot, Block(0, 0, 0, 0, 0, 0))
     expect(q_ring.full, slot, 0)
 
 
@@ -177,28 +212,25 @@ def zero_unseen(values, pos, kv_low, kv_high):
 
 
 @gluon.jit
-def write_note(notes, slot, head, token, q_start, q_len, first_pos, seq_len):
+def write_note(notes, slot, block):
+    """Leave a block's numbers in shared memory."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers = (head, token, q_start, q_len, first_pos, seq_len)
-    for i in gl.static_range(6):
-        notes.index(slot * NOTE + i).store(gl.full([1], numbers[i], gl.int32, LAYOUT))
+    for i in gl.static_range(NUMBERS):
+        notes.index(slot * NOTE + i).store(gl.full([1], block[i], gl.int32, LAYOUT))
 
 
 @gluon.jit
 def read_note(notes, slot):
-    """Return what `write_note` was given: head, token, q_start, q_len, first_pos, seq_len."""
+    """Return the block that `write_note` was given."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     numbers = ()
-    for i in gl.static_range(6):
+    for i in gl.static_range(NUMBERS):
         numbers = numbers + (gl.max(notes.index(slot * NOTE + i).load(LAYOUT), 0),)
-    return numbers
+    return Block(*numbers)
 
 
 @gluon.jit
-def attend(
-    wg: gl.constexpr, q_ring, k_ring, v_ring, notes, out_ptr, lse_ptr, sinks_ptr, slopes_ptr, scale, softcap, back, ahead,
-    stride_out_token, stride_out_head, stride_lse, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
-):  # fmt: skip
+def attend(wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
     """Attend with one warpgroup to the tiles that are fetched, and write the results of each block."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
@@ -206,7 +238,6 @@ def attend(
     OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
     element: gl.constexpr = q_ring.tiles.dtype
-    exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
@@ -214,14 +245,12 @@ def attend(
     block_i = 0
     tile_i = 0
     slot = wait_full(q_ring, block_i)
-    head, token, q_start, q_len, first_pos, seq_len = read_note(notes, slot)
-    while q_len > 0:
-        tile, num_tiles = span(q_len, first_pos, seq_len, token, back, ahead, BLOCK_T, BLOCK_N)
-        low_pos, high_pos = first_pos + token, first_pos + gl.minimum(token + BLOCK_T, q_len) - 1
-        q_pos = low_pos + rows % BLOCK_T
+    block = read_note(notes, slot)
+    while block.q_len > 0:
+        tile, num_tiles = span(block, scoring.back, scoring.ahead, BLOCK_T, BLOCK_N)
         slopes = None
-        if slopes_ptr is not None:
-            slopes = gl.load(slopes_ptr + head + rows // BLOCK_T).to(gl.float32)
+        if scoring.slopes_ptr is not None:
+            slopes = gl.load(scoring.slopes_ptr + block.head + rows // BLOCK_T).to(gl.float32)
         q = q_ring.tiles.index(slot).slice(wg * ROWS, ROWS)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
         denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
@@ -231,9 +260,7 @@ def attend(
         scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         release(k_ring, tile_i)
-        p, m, denom, _ = softmax_step(
-            scores, m, denom, tile * BLOCK_N, cols, low_pos, high_pos, q_pos, seq_len, slopes, scale, exponent_scale, softcap, back, ahead, SCORE_MOD
-        )
+        p, m, denom, _ = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scoring, BLOCK_T, SCORE_MOD)
         p = gl.convert_layout(p.to(element), OF_P)
         for i in range(tile_i + 1, tile_i + num_tiles):
             tile -= 1
@@ -246,9 +273,7 @@ def attend(
             # The other warpgroup's softmax runs beside these two products. (One's own beside the second of them was slower.)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
             release(v_ring, i - 1)
-            p, m, denom, alpha = softmax_step(
-                scores, m, denom, tile * BLOCK_N, cols, low_pos, high_pos, q_pos, seq_len, slopes, scale, exponent_scale, softcap, back, ahead, SCORE_MOD
-            )
+            p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scoring, BLOCK_T, SCORE_MOD)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
             p = gl.convert_layout(p.to(element), OF_P)
         tile_i += num_tiles
@@ -256,24 +281,26 @@ def attend(
         acc = warpgroup_mma(p, v, acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         release(v_ring, tile_i - 1)
-        finish(
-            wg, acc, m, denom, q_ring, block_i, rows, head, token, q_start, q_len, out_ptr, lse_ptr, sinks_ptr,
-            stride_out_token, stride_out_head, stride_lse, BLOCK_T,
-        )  # fmt: skip
+        finish(wg, acc, m, denom, q_ring, block_i, block, rows, outputs, BLOCK_T)
         block_i += 1
         slot = wait_full(q_ring, block_i)
-        head, token, q_start, q_len, first_pos, seq_len = read_note(notes, slot)
+        block = read_note(notes, slot)
 
 
 @gluon.jit
-def softmax_step(
-    scores, m, denom, pos, cols, low_pos, high_pos, q_pos, seq_len, slopes, scale, exponent_scale, softcap, back, ahead, SCORE_MOD: gl.constexpr
-):  # fmt: skip
-    """Fold a tile of scores into the running maximum and denominator; return the probabilities too, and the factor for what was accumulated before."""
+def softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scoring, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
+    """Fold a tile of scores, of the keys from `pos` on, into the running maximum and denominator; return the probabilities first, and last the factor for
+    what was accumulated before.
+    """
+    low_pos, high_pos = block.first_pos + block.token, block.first_pos + gl.minimum(block.token + BLOCK_T, block.q_len) - 1
+    q_pos = low_pos + rows % BLOCK_T
+    exponent_scale = scoring.scale * LOG2E
     if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores * scale, q_pos, pos + cols, slopes, softcap)
-    if (pos + scores.shape[1] > gl.minimum(low_pos + ahead + 1, seq_len)) | (pos < high_pos - back):  # else every row sees all of the tile
-        first_col, last_col = q_pos - back - pos, gl.minimum(q_pos + ahead, seq_len - 1) - pos
+        exponent_scale = LOG2E
+        scores = SCORE_MOD(scores * scoring.scale, q_pos, pos + cols, slopes, scoring.softcap)
+    # Else every row sees all of the tile.
+    if (pos + scores.shape[1] > gl.minimum(low_pos + scoring.ahead + 1, block.seq_len)) | (pos < high_pos - scoring.back):
+        first_col, last_col = q_pos - scoring.back - pos, gl.minimum(q_pos + scoring.ahead, block.seq_len - 1) - pos
         scores = gl.where((cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None]), scores, float("-inf"))
     m_new = gl.maximum(m, gl.max(scores, 1) * exponent_scale)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
@@ -283,17 +310,14 @@ def softmax_step(
 
 
 @gluon.jit
-def finish(
-    wg: gl.constexpr, acc, m, denom, q_ring, block_i, rows, head, token, q_start, q_len, out_ptr, lse_ptr, sinks_ptr,
-    stride_out_token, stride_out_head, stride_lse, BLOCK_T: gl.constexpr,
-):  # fmt: skip
+def finish(wg: gl.constexpr, acc, m, denom, q_ring, block_i, block, rows, outputs, BLOCK_T: gl.constexpr):
     """Normalise a block's results and write them, by way of the shared memory of its queries, which it then releases."""
     element: gl.constexpr = q_ring.tiles.dtype
     HEAD_DIM: gl.constexpr = q_ring.tiles.shape[2]
     OF_OUT: gl.constexpr = acc.type.layout
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if sinks_ptr is not None:  # one more key, of score sink[h] and value 0
-        sink = gl.load(sinks_ptr + head + rows // BLOCK_T).to(gl.float32) * LOG2E
+    if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
+        sink = gl.load(outputs.sinks_ptr + block.head + rows // BLOCK_T).to(gl.float32) * LOG2E
         m_new = gl.maximum(m, sink)
         alpha = gl.exp2(m - m_new)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
@@ -301,20 +325,21 @@ def finish(
         m = m_new
     seen = denom > 0.0
     safe = gl.where(seen, denom, 1.0)
-    if lse_ptr is not None:
-        tokens = token + rows % BLOCK_T
+    if outputs.lse_ptr is not None:
+        tokens = block.token + rows % BLOCK_T
         lse = gl.where(seen, m * LN2 + gl.log(safe), float("-inf"))
-        gl.store(lse_ptr + (q_start + tokens).to(gl.int64) * stride_lse + head + rows // BLOCK_T, lse, mask=tokens < q_len)
+        at = (block.q_start + tokens).to(gl.int64) * outputs.stride_lse + block.head + rows // BLOCK_T
+        gl.store(outputs.lse_ptr + at, lse, mask=tokens < block.q_len)
     staged = q_ring.tiles.index(block_i % q_ring.empty.shape[0]).slice(wg * ROWS, ROWS)
     staged.store((acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OF_OUT))[:, None]).to(element))
     result = staged.load(IN_ROWS)
     fence_async_shared()
     release(q_ring, block_i)
     out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IN_ROWS))
-    tokens = token + out_rows % BLOCK_T
-    offsets = (q_start + tokens).to(gl.int64) * stride_out_token + (head + out_rows // BLOCK_T) * stride_out_head
+    tokens = block.token + out_rows % BLOCK_T
+    offsets = (block.q_start + tokens).to(gl.int64) * outputs.stride_out_token + (block.head + out_rows // BLOCK_T) * outputs.stride_out_head
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, IN_ROWS))
-    gl.store(out_ptr + offsets[:, None] + offs_d[None, :], result, mask=(tokens < q_len)[:, None] & (offs_d < HEAD_DIM)[None, :])
+    gl.store(outputs.out_ptr + offsets[:, None] + offs_d[None, :], result, mask=(tokens < block.q_len)[:, None] & (offs_d < HEAD_DIM)[None, :])
 
 
 @gluon.jit(do_not_specialize=["few", "num_seqs", "stride_table", "back", "ahead"])
@@ -332,12 +357,12 @@ def prefill_kernel(
     v_ring = make_ring(v_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
     notes = gl.allocate_shared_memory(gl.int32, [BLOCKS * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
+    scoring = Scoring(scale, softcap, back, ahead, slopes_ptr)
+    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
     gl.warp_specialize(
         [
-            (attend, (0, q_ring, k_ring, v_ring, notes, out_ptr, lse_ptr, sinks_ptr, slopes_ptr, scale, softcap, back, ahead,
-                      stride_out_token, stride_out_head, stride_lse, BLOCK_T, SCORE_MOD)),
-            (attend, (1, q_ring, k_ring, v_ring, notes, out_ptr, lse_ptr, sinks_ptr, slopes_ptr, scale, softcap, back, ahead,
-                      stride_out_token, stride_out_head, stride_lse, BLOCK_T, SCORE_MOD)),
+            (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T, SCORE_MOD)),
+            (attend, (1, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T, SCORE_MOD)),
             (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
                      ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
         ],
