@@ -17,10 +17,9 @@ SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=64, dtype=to
 BOUNDS = {"max_num_seqs": 3, "max_num_tokens": 400, "max_seq_len": 2000}
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm90"])
-def test_nothing_compiles_after_warmup(target):
+def test_nothing_compiles_after_warmup():
     cache = quire.PagedKVCache.empty(SPEC, 2, 16)
-    with compiling(TARGETS[target]) as compiled:
+    with compiling(TARGETS["sm90"]) as compiled:
         names = quire.warmup(SPEC, cache, **BOUNDS)
         kernels = {c.kernel for c in compiled}
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
@@ -31,5 +30,5 @@ def test_nothing_compiles_after_warmup(target):
                 q_lens = [q for q, _ in lens]
                 plan = quire.plan(SPEC, batch, max_query_len=max(q_lens), max_seq_len=max(s for _, s in lens), num_tokens=sum(q_lens))
                 quire.attention(torch.empty(sum(q_lens), 32, 64, dtype=torch.float16), cache, plan)
-    assert ("prefill_kernel" in kernels) == (target == "sm90") and {"blocks_kernel", "shares_kernel"} <= kernels
-    assert any("beside it" in name for name in names) == (target == "sm90")
+    assert {"blocks_kernel", "shares_kernel", "prefill_kernel"} <= kernels
+    assert any("beside it" in name for name in names)

@@ -335,9 +335,9 @@ def merge_partials(
     HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Merge columns `offs_dv` of a block's partial states in the order of their keys; they lie at `first_slot`, then from `next_slot` on by `step`."""
-    # As many states at a time as fit registers; with the band fewer do, or loads wait for one another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200,
-    # 2026-11-21).
-    WIDTH: tl.constexpr = max(1, min(8, (16384 if ROWS <= 16 else 8192) // (2 if BAND else 1) // (ROWS * COLUMNS)))
+    # As many states at a time as fit registers; with the band or many rows fewer do, or loads wait for one another (1 x 4,096, 4 drafts: 15.0 µs, not
+    # 18.4; NVIDIA H200, 2026-11-21).
+    WIDTH: tl.constexpr = max(1, min(8, (16384 if ROWS <= 16 else 8192) // (2 if BAND or ROWS > 16 else 1) // (ROWS * COLUMNS)))
     offs_r = tl.arange(0, ROWS)
     offs = offs_r[:, None] * HEAD_DIM_V + offs_dv[None, :]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
