@@ -25,7 +25,7 @@ MANY_SHARES = 64  # of each KV head
 NEVER = 1 << 30  # tiles
 PROGRAMS_PER_SM = 16  # more programs than this are never planned for a multiprocessor
 SHORT_CONTEXT = 1024  # keys, up to which the Hopper kernel has programs of one warpgroup (NVIDIA H200, 2026-11-21)
-BLOCK_COUNTER = 16  # bytes
+BLOCK_COUNTER = 128  # bytes, a line of the cache: what follows begins at one
 CHUNK = 256  # keys between the borders of a batch-invariant sum
 MAX_SPLITS = 128  # of one sequence's keys, where the caller chooses
 
@@ -277,10 +277,15 @@ def scratch_bytes(decided: Plan) -> tuple[int, int]:
         return scratch_bytes(decided.beside)
     spec = decided.spec
     num_slots = max_units(decided) if decided.chunk else 2 * decided.num_shares
-    # One from which blocks are drawn, two for each program; multiples of 16 bytes each, so that no batch's size decides what is compiled.
-    counters = BLOCK_COUNTER + 16 * triton.cdiv(max(PROGRAMS_PER_SM * decided.traits.num_sms, decided.num_shares * spec.num_kv_heads), 2)
-    rows = 4 * triton.cdiv(num_slots * spec.num_kv_heads * decided.partial_rows, 4)
+    # One from which blocks are drawn, two for each program. All parts are whole lines, and no batch's size decides what is compiled.
+    counters = counter_bytes(decided.traits, decided.num_shares * spec.num_kv_heads)
+    rows = 32 * triton.cdiv(num_slots * spec.num_kv_heads * decided.partial_rows, 32)
     return counters + 4 * rows * (spec.head_dim_v + 2), counters
+
+
+def counter_bytes(traits: Traits, num_programs: int) -> int:
+    """Return the bytes of counters for so many programs of shares, or for the most that are ever planned, if these are more."""
+    return BLOCK_COUNTER + 128 * triton.cdiv(max(PROGRAMS_PER_SM * traits.num_sms, num_programs), 16)
 
 
 def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
@@ -295,7 +300,7 @@ def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
             f"workspace must be uint8 [at least {num_bytes}] on {device}, got {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}; "
             "allocate torch.zeros of quire.workspace_size(...) bytes"
         )
-    elif counters > BLOCK_COUNTER + 16 * triton.cdiv(max(PROGRAMS_PER_SM * decided.traits.num_sms, spec.num_kv_heads), 2):
+    elif counters > counter_bytes(decided.traits, spec.num_kv_heads):
         raise ValueError(f"num_splits must leave at most {PROGRAMS_PER_SM} programs per multiprocessor with a workspace, got {decided.num_shares} shares")
     if decided.fast is not None:
         drawn = Scratch(None, None, None, workspace[:BLOCK_COUNTER].view(torch.int32))
