@@ -1,0 +1,235 @@
+"""How things are measured: side by side, correctness first, CUDA-graph replays that rotate over distinct pages, medians; host cost apart.
+
+All peers get the same tensors. Nobody's time is told before a sample of its results has met the error budget of the float64 oracle. Each is captured as one
+graph of many calls, every call with a page table of its own that shares no page with the others', so that neither launch gaps nor a warm L2 cache flatter
+anyone. The graphs are replayed in turn, so that a clock that changes changes for all.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import quire
+from quire.bench.cases import Case
+from quire.testing import Problem, Verdict, error_budget
+
+MOST_TABLES = 256
+SAMPLE = 16  # queries at either end of a sequence that are held against the oracle
+Call = Callable[[], torch.Tensor | None]
+
+
+class NotServed(Exception):
+    """What a library lacks for a case."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A case's tensors: one cache, and page tables that share no page, several times the L2 cache in all.
+
+    Attributes:
+        case: what they are for.
+        q: queries, [num_tokens, num_q_heads, head_dim].
+        cache: pages in NHD layout, filled with normal numbers; scales are 1.
+        tables: page tables, each [num_seqs, max_pages_per_seq] int32.
+        seq_lens: [num_seqs] int32.
+        cu_seqlens_q: [num_seqs + 1] int32.
+        sinks: [num_q_heads], or None.
+    """
+
+    case: Case
+    q: torch.Tensor
+    cache: quire.PagedKVCache
+    tables: tuple[torch.Tensor, ...]
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    sinks: torch.Tensor | None
+
+    def batch(self, table: torch.Tensor) -> quire.Batch:
+        """The sequences, with one of the tables."""
+        return quire.Batch(table, self.seq_lens, None if self.case.bounds["max_query_len"] == 1 else self.cu_seqlens_q)
+
+    def plan(self, table: torch.Tensor, **options) -> quire.Plan:
+        """Plan for one of the tables."""
+        return quire.plan(self.case.spec, self.batch(table), **self.case.bounds | options)
+
+
+def lay_out(case: Case, device: torch.device | str = "cuda", most_tables: int = MOST_TABLES, table_len: int = 0) -> Inputs:
+    """Fill a cache with random numbers and deal its pages out at random.
+
+    Args:
+        case: the batch.
+        device: where.
+        most_tables: make no more page tables than this.
+        table_len: keys that a table shall have room for, if more than the case has.
+    """
+    spec, device = case.spec, torch.device(device)
+    generator = torch.Generator(device).manual_seed(0)
+    pages_of = [-(-s // case.page_size) for _, s in case.lens]
+    bytes_per_call = sum(pages_of) * case.page_size * spec.num_kv_heads * 2 * spec.head_dim * spec.kv_dtype.itemsize
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    rotations = min(most_tables, max(2, math.ceil(6 * l2 / bytes_per_call)))
+    num_pages = rotations * sum(pages_of)
+    cache = quire.PagedKVCache.empty(spec, num_pages, case.page_size, device=device)
+    unit = 40.0 if spec.kv_dtype is torch.int8 else 1.0
+    for tensor in (cache.k, cache.v):
+        for part in tensor.split(max(1, num_pages // 16)):
+            part.copy_((unit * torch.randn(part.shape, device=device, generator=generator)).clamp(-127, 127))
+    if spec.kv_dtype is torch.int8:
+        cache = quire.PagedKVCache(cache.k, cache.v, "NHD", 1 / unit, 1 / unit)
+    order = torch.randperm(num_pages, device=device, generator=generator).to(torch.int32)
+    width, tables = max(*pages_of, -(-table_len // case.page_size)), []
+    for r in range(rotations):
+        table = torch.zeros(len(case.lens), width, dtype=torch.int32, device=device)
+        begin = r * sum(pages_of)
+        for row, n in zip(table, pages_of, strict=True):
+            row[:n] = order[begin : begin + n]
+            begin += n
+        tables.append(table)
+    cu = torch.tensor([0, *(q for q, _ in case.lens)]).cumsum(0).to(torch.int32).to(device)
+    seq_lens = torch.tensor([s for _, s in case.lens], dtype=torch.int32, device=device)
+    q = torch.randn(case.num_tokens, spec.num_q_heads, spec.head_dim, device=device, generator=generator).to(spec.dtype)
+    sinks = torch.randn(spec.num_q_heads, device=device, generator=generator).to(spec.dtype) if spec.sinks else None
+    return Inputs(case, q, cache, tuple(tables), seq_lens, cu, sinks)
+
+
+def verify(inputs: Inputs, table: torch.Tensor, out: torch.Tensor) -> Verdict:
+    """Hold the first and the last queries of the first, the last and the longest sequence against the oracle; all of the output must be finite."""
+    case, seqs, rows, lens, offsets = inputs.case, [], [], [], []
+    longest = max(range(len(case.lens)), key=lambda i: case.lens[i][1])
+    starts = inputs.cu_seqlens_q.tolist()
+    for seq in sorted({0, longest, len(case.lens) - 1}):
+        q_len, seq_len = case.lens[seq]
+        for first in sorted({0, max(0, q_len - SAMPLE)}):
+            last = min(q_len, first + SAMPLE)
+            seqs.append(seq)
+            rows.append(torch.arange(starts[seq] + first, starts[seq] + last, device=out.device))
+            lens.append((last - first, seq_len))
+            offsets.append(seq_len - q_len + first)
+    picked = torch.cat(rows)
+    cu = torch.tensor([0, *(q for q, _ in lens)], device=out.device).cumsum(0).to(torch.int32)
+    batch = quire.Batch(table[seqs], inputs.seq_lens[seqs], cu, query_offsets=torch.tensor(offsets, dtype=torch.int32, device=out.device))
+    problem = Problem(case.spec, batch, inputs.cache, inputs.q[picked], tuple(q for q, _ in lens), tuple(s for _, s in lens), inputs.sinks, None)
+    verdict = error_budget(problem, out[picked])
+    return verdict if bool(out.isfinite().all()) else Verdict(float("inf"), None, float("inf"))
+
+
+def capture(calls: list[Call]) -> torch.cuda.CUDAGraph:
+    """Capture calls, one after the other, as one graph, and replay it once."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Return the time of one replay in µs."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e3
+
+
+def in_turn(timers: dict[str, Callable[[], float]], seconds: float, least: int = 7) -> dict[str, list[float]]:
+    """Call timers in turn for so long, each at least `least` times; return what each returned."""
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    deadline = time.perf_counter() + seconds
+    while timers and (time.perf_counter() < deadline or min(map(len, times.values())) < least):
+        for name, timer in timers.items():
+            times[name].append(timer())
+    return times
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Return the median in µs and the range that holds four fifths of the replays."""
+    ordered = sorted(times)
+    cut = len(ordered) // 10
+    return {"micros": statistics.median(ordered), "low": ordered[cut], "high": ordered[-1 - cut], "replays": len(ordered)}
+
+
+def host_micros(call: Callable[[], object], synchronise: Callable[[], None], times: int = 20) -> float:
+    """Return what a call costs the host in µs: the median over single calls, the GPU idle before each few of them."""
+    taken = []
+    for _ in range(3):
+        synchronise()
+        for _ in range(times):
+            begun = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begun)
+    synchronise()
+    return 1e6 * statistics.median(taken)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A peer that has passed: its graph, and what was found on the way."""
+
+    graph: torch.cuda.CUDAGraph
+    keep: list
+    found: dict
+
+
+def prepare(peer, inputs: Inputs) -> Prepared:
+    """Make a peer's calls, check one, and capture all.
+
+    Raises:
+        NotServed: the library lacks what the case asks for, or its result is wrong.
+        Exception: whatever the library raises.
+    """
+    device, table = inputs.q.device, inputs.tables[0]
+    out = torch.full_like(inputs.q, float("nan"))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    plan = peer.prepare(inputs, out)
+    call = plan(table)
+    result = call()
+    torch.cuda.synchronize()
+    scratch = torch.cuda.max_memory_allocated(device) - before
+    result = out if result is None else result.reshape(out.shape)
+    verdict = verify(inputs, table, result)
+    del result
+    if not verdict.passed:
+        raise NotServed(f"wrong: error {verdict.error:.2g}, {verdict.out:.1f} times its budget")
+    found = {"error": verdict.error, "of_budget": verdict.out, "scratch_bytes": scratch}
+    found["host_micros"] = host_micros(call, torch.cuda.synchronize)
+    found["plan_micros"] = host_micros(lambda: plan(table), torch.cuda.synchronize, times=3) if peer.plans else None
+    calls = [plan(t) for t in inputs.tables]
+    for each in calls[:2]:
+        each()
+    return Prepared(capture(calls), calls, found)
+
+
+def compare(case: Case, peers: list, seconds: float = 0.4, device: torch.device | str = "cuda") -> dict[str, dict]:
+    """Measure a case with every peer, in turn.
+
+    Returns:
+        For each peer its `summary` with `host_micros`, `plan_micros`, `scratch_bytes`, `error` and `of_budget`; or `why` there is no time.
+    """
+    inputs = lay_out(case, device)
+    ready, results = {}, {}
+    for peer in peers:
+        try:
+            ready[peer.name] = prepare(peer, inputs)
+        except Exception as error:  # libraries raise what they like
+            results[peer.name] = {"why": told(error)}
+            torch.cuda.synchronize()  # raises where the device is lost to this process
+    timers = {name: (lambda graph=p.graph: replay(graph) / len(inputs.tables)) for name, p in ready.items()}
+    times = in_turn(timers, seconds)
+    results |= {name: summary(times[name]) | ready[name].found for name in ready}
+    del ready, timers
+    return {peer.name: results[peer.name] for peer in peers}
+
+
+def told(error: BaseException) -> str:
+    """Return an exception in one line."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return first[:160] if isinstance(error, NotServed) else f"{type(error).__name__}: {first[:160]}"
