@@ -212,6 +212,11 @@ QUICK = (
 )  # fmt: skip
 
 
+def sets_of(case: Case) -> list[str]:
+    """Return the sets that a batch belongs to, under whatever name."""
+    return [name for name in SETS if any((c.lens, c.spec, c.page_size) == (case.lens, case.spec, case.page_size) for c in SETS[name])]
+
+
 def cases(sets: list[str] | None = None, only: str = "") -> list[Case]:
     """Return the cases of some sets (all, when none is named; "quick" for a few of each kind) whose name contains `only`, each batch once."""
     named = {case.name: case for name in SETS for case in SETS[name]}

@@ -97,11 +97,11 @@ def lay_out(case: Case, device: torch.device | str = "cuda", most_tables: int = 
 
 
 def verify(inputs: Inputs, table: torch.Tensor, out: torch.Tensor) -> Verdict:
-    """Hold the first and the last queries of the first, the last and the longest sequence against the oracle; all of the output must be finite."""
+    """Hold queries at both ends of some sequences against the oracle: the first, the last, the longest, that of most queries; all of out must be finite."""
     case, seqs, rows, lens, offsets = inputs.case, [], [], [], []
-    longest = max(range(len(case.lens)), key=lambda i: case.lens[i][1])
+    every = range(len(case.lens))
     starts = inputs.cu_seqlens_q.tolist()
-    for seq in sorted({0, longest, len(case.lens) - 1}):
+    for seq in sorted({0, every[-1], max(every, key=lambda i: case.lens[i][0]), max(every, key=lambda i: case.lens[i][1])}):
         q_len, seq_len = case.lens[seq]
         for first in sorted({0, max(0, q_len - SAMPLE)}):
             last = min(q_len, first + SAMPLE)
@@ -208,13 +208,14 @@ def prepare(peer, inputs: Inputs) -> Prepared:
     return Prepared(capture(calls), calls, found)
 
 
-def compare(case: Case, peers: list, seconds: float = 0.4, device: torch.device | str = "cuda") -> dict[str, dict]:
-    """Measure a case with every peer, in turn.
+def compare(case: Case, peers: list, seconds: float = 0.4, table_len: int = 0) -> dict[str, dict]:
+    """Measure a case with every peer, in turn, on the current GPU; page tables have room for `table_len` keys.
 
     Returns:
-        For each peer its `summary` with `host_micros`, `plan_micros`, `scratch_bytes`, `error` and `of_budget`; or `why` there is no time.
+        For each peer its `summary` with `bytes_per_second`, `flops_per_second`, `host_micros`, `plan_micros`, `scratch_bytes`, `error` and `of_budget`;
+        or `why` there is no time.
     """
-    inputs = lay_out(case, device)
+    inputs = lay_out(case, table_len=table_len)
     ready, results = {}, {}
     for peer in peers:
         try:
@@ -224,7 +225,9 @@ def compare(case: Case, peers: list, seconds: float = 0.4, device: torch.device 
             torch.cuda.synchronize()  # raises where the device is lost to this process
     timers = {name: (lambda graph=p.graph: replay(graph) / len(inputs.tables)) for name, p in ready.items()}
     times = in_turn(timers, seconds)
-    results |= {name: summary(times[name]) | ready[name].found for name in ready}
+    for name, p in ready.items():
+        found = summary(times[name]) | p.found
+        results[name] = found | {"bytes_per_second": case.nbytes / found["micros"] * 1e6, "flops_per_second": case.flops / found["micros"] * 1e6}
     del ready, timers
     return {peer.name: results[peer.name] for peer in peers}
 

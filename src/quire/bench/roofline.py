@@ -80,7 +80,6 @@ def measure_ceilings() -> Ceilings:
     x, sums = torch.ones(per_program * num, device=device), torch.empty(num, device=device)
     read = best(lambda: read_kernel[(num,)](x, sums, PER_PROGRAM=per_program, BLOCK=4096, num_warps=8))
     nbytes = x.numel() * x.element_size()
-    del x
     a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
     product = best(lambda: torch.mm(a, b))
     return Ceilings(torch.cuda.get_device_name(), nbytes / read * 1e6, 2 * 8192**3 / product * 1e6, "measured")
