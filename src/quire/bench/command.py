@@ -31,7 +31,9 @@ EXAMPLES = """examples:
 """
 RANGES = ((1, 131072), (8, 32768), (32, 16384), (128, 8192))  # sequences, and the keys that a graph is captured for
 
-VITAL = ("µs", "floor", "Quire", "Quire / best other", "of ceiling", "bound", "floor µs", "registers", "spilled B", "occupancy", "ratio", "best other")  # in any terminal
+VITAL = (  # columns of any terminal
+    "µs", "floor", "Quire", "Quire / best other", "of ceiling", "bound", "floor µs", "registers", "spilled B", "occupancy", "ratio", "best other",
+)  # fmt: skip
 
 
 def add_parser(subparsers) -> None:
