@@ -51,16 +51,16 @@ def test_a_sample_is_held_against_the_oracle():
     case = Case("small", "mixed", ((1, 70), (40, 90), (3, 200)), model="gpt-oss-120b, local", dtype="float32")
     inputs = measure.lay_out(case, "cpu")
     assert len({int(page) for table in inputs.tables for row in table for page in row if page}) > 0
-    table = inputs.tables[1]
+    table, sample = inputs.tables[1], measure.Sample(inputs, inputs.tables[1])
     out = quire.attention(inputs.q, inputs.cache, inputs.plan(table), sinks=inputs.sinks)
-    assert measure.verify(inputs, table, out).passed
-    assert not measure.verify(inputs, inputs.tables[0], out).passed
+    assert sample.judge(out).passed
+    assert not measure.Sample(inputs, inputs.tables[0]).judge(out).passed
     for token in (0, 1, 40, 41, 43):  # ends of sequences
         wrong = out.clone()
         wrong[token] *= 1.001
-        assert not measure.verify(inputs, table, wrong).passed
+        assert not sample.judge(wrong).passed
     out[20] = float("nan")
-    assert not measure.verify(inputs, table, out).passed
+    assert not sample.judge(out).passed
 
 
 def test_tables_share_no_page():

@@ -10,12 +10,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 import quire
 from quire.bench.cases import Case
-from quire.testing import Problem, Verdict, error_budget
+from quire.testing import Oracle, Problem, Verdict
 
 MOST_TABLES = 256
 SAMPLE = 16  # queries at either end of a sequence that are held against the oracle
@@ -89,32 +90,42 @@ def lay_out(case: Case, device: torch.device | str = "cuda", most_tables: int = 
             row[:n] = order[begin : begin + n]
             begin += n
         tables.append(table)
-    cu = torch.tensor([0, *(q for q, _ in case.lens)]).cumsum(0).to(torch.int32).to(device)
+    cu = torch.tensor([0, *accumulate(q for q, _ in case.lens)], dtype=torch.int32, device=device)
     seq_lens = torch.tensor([s for _, s in case.lens], dtype=torch.int32, device=device)
     q = torch.randn(case.num_tokens, spec.num_q_heads, spec.head_dim, device=device, generator=generator).to(spec.dtype)
     sinks = torch.randn(spec.num_q_heads, device=device, generator=generator).to(spec.dtype) if spec.sinks else None
     return Inputs(case, q, cache, tuple(tables), seq_lens, cu, sinks)
 
 
-def verify(inputs: Inputs, table: torch.Tensor, out: torch.Tensor) -> Verdict:
-    """Hold queries at both ends of some sequences against the oracle: the first, the last, the longest, that of most queries; all of out must be finite."""
-    case, seqs, rows, lens, offsets = inputs.case, [], [], [], []
-    every = range(len(case.lens))
-    starts = inputs.cu_seqlens_q.tolist()
-    for seq in sorted({0, every[-1], max(every, key=lambda i: case.lens[i][0]), max(every, key=lambda i: case.lens[i][1])}):
-        q_len, seq_len = case.lens[seq]
-        for first in sorted({0, max(0, q_len - SAMPLE)}):
-            last = min(q_len, first + SAMPLE)
-            seqs.append(seq)
-            rows.append(torch.arange(starts[seq] + first, starts[seq] + last, device=out.device))
-            lens.append((last - first, seq_len))
-            offsets.append(seq_len - q_len + first)
-    picked = torch.cat(rows)
-    cu = torch.tensor([0, *(q for q, _ in lens)], device=out.device).cumsum(0).to(torch.int32)
-    batch = quire.Batch(table[seqs], inputs.seq_lens[seqs], cu, query_offsets=torch.tensor(offsets, dtype=torch.int32, device=out.device))
-    problem = Problem(case.spec, batch, inputs.cache, inputs.q[picked], tuple(q for q, _ in lens), tuple(s for _, s in lens), inputs.sinks, None)
-    verdict = error_budget(problem, out[picked])
-    return verdict if bool(out.isfinite().all()) else Verdict(float("inf"), None, float("inf"))
+class Sample:
+    """What queries at both ends of some sequences should come out as: of the first, the last, the longest, and that of most queries.
+
+    Args:
+        inputs: of the case.
+        table: the page table that results are made with.
+    """
+
+    def __init__(self, inputs: Inputs, table: torch.Tensor) -> None:
+        case, device = inputs.case, inputs.q.device
+        every, starts = range(len(case.lens)), [0, *accumulate(q for q, _ in case.lens)]
+        seqs, rows, lens = [], [], []
+        for seq in sorted({0, every[-1], max(every, key=lambda i: case.lens[i][0]), max(every, key=lambda i: case.lens[i][1])}):
+            q_len, seq_len = case.lens[seq]
+            for first in sorted({0, max(0, q_len - SAMPLE)}):
+                last = min(q_len, first + SAMPLE)
+                seqs.append(seq)
+                rows.append(torch.arange(starts[seq] + first, starts[seq] + last, device=device))
+                lens.append((last - first, seq_len, seq_len - q_len + first))
+        self.rows = torch.cat(rows)
+        q_lens, seq_lens, offsets = zip(*lens, strict=True)
+        numbers = torch.tensor([[0, *accumulate(q_lens)], [*offsets, 0]], dtype=torch.int32, device=device)
+        batch = quire.Batch(table[seqs], inputs.seq_lens[seqs], numbers[0], query_offsets=numbers[1, :-1])
+        self.oracle = Oracle(Problem(case.spec, batch, inputs.cache, inputs.q[self.rows], q_lens, seq_lens, inputs.sinks, None))
+
+    def judge(self, out: torch.Tensor) -> Verdict:
+        """Judge a result: the sample by its error budget, all of it by being finite."""
+        verdict = self.oracle.judge(out[self.rows])
+        return verdict if bool(out.isfinite().all()) else Verdict(float("inf"), None, float("inf"))
 
 
 def capture(calls: list[Call]) -> torch.cuda.CUDAGraph:
@@ -177,7 +188,7 @@ class Prepared:
     found: dict
 
 
-def prepare(peer, inputs: Inputs) -> Prepared:
+def prepare(peer, inputs: Inputs, sample: Sample) -> Prepared:
     """Make a peer's calls, check one, and capture all.
 
     Raises:
@@ -195,7 +206,7 @@ def prepare(peer, inputs: Inputs) -> Prepared:
     torch.cuda.synchronize()
     scratch = torch.cuda.max_memory_allocated(device) - before
     result = out if result is None else result.reshape(out.shape)
-    verdict = verify(inputs, table, result)
+    verdict = sample.judge(result)
     del result
     if not verdict.passed:
         raise NotServed(f"wrong: error {verdict.error:.2g}, {verdict.out:.1f} times its budget")
@@ -216,10 +227,10 @@ def compare(case: Case, peers: list, seconds: float = 0.4, table_len: int = 0) -
         or `why` there is no time.
     """
     inputs = lay_out(case, table_len=table_len)
-    ready, results = {}, {}
+    sample, ready, results = Sample(inputs, inputs.tables[0]), {}, {}
     for peer in peers:
         try:
-            ready[peer.name] = prepare(peer, inputs)
+            ready[peer.name] = prepare(peer, inputs, sample)
         except Exception as error:  # libraries raise what they like
             results[peer.name] = {"why": told(error)}
             torch.cuda.synchronize()  # raises where the device is lost to this process
