@@ -150,12 +150,15 @@ def replay(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def in_turn(timers: dict[str, Callable[[], float]], seconds: float, least: int = 7) -> dict[str, list[float]]:
-    """Call timers in turn for so long, each at least `least` times; return what each returned."""
+    """Call timers in turn for so long, each at least `least` times, but for those so slow that three calls take longer; return what each returned."""
     times: dict[str, list[float]] = {name: [] for name in timers}
+    taken = dict.fromkeys(timers, 0.0)
     deadline = time.perf_counter() + seconds
-    while timers and (time.perf_counter() < deadline or min(map(len, times.values())) < least):
-        for name, timer in timers.items():
-            times[name].append(timer())
+    while waiting := [name for name in timers if len(times[name]) < 3 or (len(times[name]) < least and taken[name] < seconds) or time.perf_counter() < deadline]:
+        for name in waiting:
+            begun = time.perf_counter()
+            times[name].append(timers[name]())
+            taken[name] += time.perf_counter() - begun
     return times
 
 
@@ -166,9 +169,14 @@ def summary(times: list[float]) -> dict[str, float]:
     return {"micros": statistics.median(ordered), "low": ordered[cut], "high": ordered[-1 - cut], "replays": len(ordered)}
 
 
-def host_micros(call: Callable[[], object], synchronise: Callable[[], None], times: int = 20) -> float:
-    """Return what a call costs the host in µs: the median over single calls, the GPU idle before each few of them."""
+def host_micros(call: Callable[[], object], synchronise: Callable[[], None]) -> float:
+    """Return what a call costs the host in µs: the median over calls, the GPU idle before each few of them."""
     taken = []
+    synchronise()
+    begun = time.perf_counter()
+    call()
+    synchronise()
+    times = max(2, min(20, int(0.005 / (time.perf_counter() - begun))))
     for _ in range(3):
         synchronise()
         for _ in range(times):
@@ -212,7 +220,7 @@ def prepare(peer, inputs: Inputs, sample: Sample) -> Prepared:
         raise NotServed(f"wrong: error {verdict.error:.2g}, {verdict.out:.1f} times its budget")
     found = {"error": verdict.error, "of_budget": verdict.out, "scratch_bytes": scratch}
     found["host_micros"] = host_micros(call, torch.cuda.synchronize)
-    found["plan_micros"] = host_micros(lambda: plan(table), torch.cuda.synchronize, times=3) if peer.plans else None
+    found["plan_micros"] = host_micros(lambda: plan(table), torch.cuda.synchronize) if peer.plans else None
     calls = [plan(t) for t in inputs.tables]
     for each in calls[:2]:
         each()

@@ -18,6 +18,7 @@ from quire.bench.measure import Call, Inputs, NotServed
 from quire.bench.naive import naive_attention, owners
 
 FLASHINFER_WORKSPACE = 256 << 20  # bytes
+PATIENCE = 5e10  # operations, for which the naive kernel takes 20 ms (NVIDIA H200, 2026-11-21)
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def quire_calls(inputs: Inputs, out: torch.Tensor, **options) -> Callable[[torch
 
 def naive_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
     spec, case = inputs.case.spec, inputs.case
+    serves(case.flops > PATIENCE, "too slow to wait for")
     serves(spec.sinks or spec.sliding_window is not None or spec.kv_dtype != spec.dtype, "knows causal attention alone")
     seq_of, pos_of = owners([q for q, _ in case.lens], [s for _, s in case.lens], inputs.q.device)
     return lambda table: partial(naive_attention, inputs.q, inputs.cache, table, seq_of, pos_of, spec.softmax_scale, out)
