@@ -20,7 +20,7 @@ LAYERS = (  # a module imports from its own layer or from those above it in this
     ("quire.service",),
     ("quire",),
     ("quire.integrations", "quire.bench", "quire.distributed"),
-    ("quire.check", "quire.env", "quire.generate"),
+    ("quire.check", "quire.env", "quire.generate", "quire.tuning.sweep", "quire.tuning.fit", "quire.tuning.command"),
     ("quire.cli",),
 )
 BESIDE = {  # what these may import, and nothing else

@@ -154,7 +154,12 @@ def in_turn(timers: dict[str, Callable[[], float]], seconds: float, least: int =
     times: dict[str, list[float]] = {name: [] for name in timers}
     taken = dict.fromkeys(timers, 0.0)
     deadline = time.perf_counter() + seconds
-    while waiting := [name for name in timers if len(times[name]) < 3 or (len(times[name]) < least and taken[name] < seconds) or time.perf_counter() < deadline]:
+
+    def wants(name: str) -> bool:
+        count = len(times[name])
+        return count < 3 or (count < least and taken[name] < seconds) or time.perf_counter() < deadline
+
+    while waiting := [name for name in timers if wants(name)]:
         for name in waiting:
             begun = time.perf_counter()
             times[name].append(timers[name]())

@@ -68,7 +68,7 @@ def load(path: Path) -> dict:
     path = path / "results.json" if path.is_dir() else path
     try:
         report = json.loads(path.read_text())
-        report["rows"], report["provenance"]
+        _ = report["rows"], report["provenance"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} must be a results.json of `quire bench`, got {type(error).__name__}: {error}; give the file or its folder") from None
     return report

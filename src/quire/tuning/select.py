@@ -99,7 +99,7 @@ def choose_tree(spec: AttentionSpec, traits: Traits, part: str) -> tuple[str, ob
     """Return the name and the part ("attention" or "hopper") of the tree that serves a spec on a device."""
     features = features_of(spec, traits, 1, 1, 1, 1)
     for name, tree in fitted_trees(traits):
-        if part in tree and all(features[feature] in values for feature, values in tree["covers"].items()):
+        if part in tree and any(all(features[feature] == value for feature, value in kind.items()) for kind in tree["covers"]):
             return name, tree[part]
     return "generic", load_tree("generic")[part]
 
