@@ -348,7 +348,8 @@ def prove(
         measured, distinct = session(job.case), list(dict.fromkeys(configs.values()))
         wrong = {config: why for config in distinct if (why := measured.check(config))}
         if configs["tuned"] in wrong:
-            raise RuntimeError(f"{job.case.name}: what the tree chooses must be right, got {wrong[configs['tuned']]}; add a case like it to `jobs` and tune again")
+            why = wrong[configs["tuned"]]
+            raise RuntimeError(f"{job.case.name}: what the tree chooses must be right, got {why}; add a case like it to `jobs` and tune again")
         right = [config for config in distinct if config not in wrong]
         micros = dict(zip(right, measured.time(right, replays), strict=True))
         row = {"case": job.case.name, "held_out": job.held_out, "tile": key_of(leaf_of(configs["tuned"]))}
