@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -222,7 +223,7 @@ def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[La
 
     What was compiled is left in Triton's cache.
     """
-    with ProcessPoolExecutor(min(len(launches), os.cpu_count() or 1) or 1, multiprocessing.get_context("spawn"), _one_thread) as pool:
+    with ProcessPoolExecutor(min(len(launches), os.cpu_count() or 1) or 1, multiprocessing.get_context("spawn"), _prepare_process) as pool:
         try:
             waiting = {pool.submit(_compile, launch, target): launch for launch in launches}
             for done in as_completed(waiting):
@@ -231,8 +232,9 @@ def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[La
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _one_thread() -> None:
+def _prepare_process() -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it stops it
 
 
 def _compile(launch: Launch, target: Target) -> tuple[str, list[Compiled]]:

@@ -153,6 +153,14 @@ def test_without_a_gpu_it_tells_what_kernels_need(tmp_path):
     assert "shares" in row["plan"] and str(compiled["registers"]) in (tmp_path / "report.html").read_text()
 
 
+def test_fields_of_a_tile_are_named():
+    assert command.fields("block_n=128,num_warps=8") == {"block_n": 128, "num_warps": 8}
+    for text in ("block_k=3", "block_n", "block_n=many"):
+        with pytest.raises(SystemExit) as leaving:
+            main(["bench", "--tile", text])
+        assert leaving.value.code == 2
+
+
 @pytest.mark.parametrize("arguments", [["--only", "no such case"], ["--trace", "/nowhere"]])
 def test_bad_arguments_are_told(arguments, capsys):
     assert main(["bench", *arguments]) == 2

@@ -6,9 +6,9 @@ rotating pages. Without a GPU, or with --device, it tells what each case needs o
 
 import argparse
 import math
-import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from quire.bench import cases as workloads
 from quire.bench.cases import Case
 from quire.bench.measure import compare
-from quire.bench.peers import PEERS, Peer, quire_calls
+from quire.bench.peers import PEERS, Peer, quire_calls, quire_with_tile
 from quire.bench.roofline import DATA_SHEETS, from_data_sheet, measure_ceilings
 from quire.targets import TARGETS, Launch, compile_all, here
 
@@ -24,11 +24,13 @@ EXAMPLES = """examples:
   quire bench --quick                                    # a dozen cases beside every library that is installed, a minute or two
   quire bench --output results/                          # all cases: results.json, plots, report.html
   quire bench --set decode --only 32x --peers Quire,FlashInfer
+  quire bench --only "decode 1x4096" --peers Quire --tile block_n=128 --tile block_n=32,num_stages=4
   quire bench --trace requests.csv                       # rows of prompt tokens, output tokens
   quire bench --graphs                                   # what graphs captured for a range of lengths lose
   quire bench --compare before/ after/                   # exits with 1 if anything became slower
   quire bench --device MI300X --set decode               # no GPU: roofline, registers, spills, shared memory, occupancy
 """
+TILE = ("block_m", "block_n", "num_warps", "num_stages", "unmasked_loop", "programs_per_sm")
 RANGES = ((1, 131072), (8, 32768), (32, 16384), (128, 8192))  # sequences, and the keys that a graph is captured for
 
 VITAL = (  # columns of any terminal
@@ -48,6 +50,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="cases from a CSV file of prompt and output tokens, instead of the named ones")
     parser.add_argument("--model", choices=workloads.MODELS, default="Llama-3-8B", metavar="NAME", help="whose heads --trace has (default: %(default)s)")
     parser.add_argument("--peers", metavar="NAMES", help="only libraries whose name begins with one of these, separated by commas")
+    parser.add_argument("--tile", action="append", type=fields, metavar="FIELD=N,...", help="also time the portable kernels with this tile; may be repeated")
     parser.add_argument("--seconds", type=float, help="time each case for so long (default: 0.4, with --quick 0.15)")
     parser.add_argument("--graphs", action="store_true", help="measure graphs captured for a range of lengths, instead of cases")
     parser.add_argument("--device", choices=DATA_SHEETS, help="measure nothing: from its data sheet and compiled kernels")
@@ -57,6 +60,14 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="compare two results.json, or their folders")
     parser.add_argument("--list", action="store_true", help="list the cases and leave")
     parser.set_defaults(run=run)
+
+
+def fields(text: str) -> dict[str, int]:
+    """Read what --tile is given."""
+    pairs = dict(pair.split("=") for pair in text.split(","))
+    if unknown := set(pairs) - set(TILE):
+        raise argparse.ArgumentTypeError(f"fields must be among {', '.join(TILE)}, got {', '.join(sorted(unknown))}")
+    return {name: bool(int(value)) if name == "unmasked_loop" else int(value) for name, value in pairs.items()}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,14 +104,16 @@ def run(args: argparse.Namespace) -> int:
             return 2
         if not args.device:
             console.print("no GPU here: what each case needs of an H200 (--device names another)", style="dim")
-        found = analyse(chosen, args.device or "H200", not args.no_compile, commit_of(args), console)
+        found = analyse(chosen, args.device or "H200", not args.no_compile, args.commit, console)
     else:
         peers = [peer for peer in PEERS if not args.peers or peer.name.startswith(tuple(name.strip() for name in args.peers.split(",")))]
+        own = [Peer(f"Quire {told_fields(some)}", "quire", partial(quire_with_tile, **some), plans=True) for some in args.tile or ()]
+        peers = peers[:1] + own + peers[1:]
         if not peers:
             print(f"--peers must begin the names of some of {', '.join(p.name for p in PEERS)}, got {args.peers!r}", file=sys.stderr)
             return 2
         seconds = args.seconds or (0.15 if args.quick else 0.4)
-        found = measure([] if args.graphs else chosen, peers, seconds, args.graphs, commit_of(args), args.output or Path("quire-bench"), console)
+        found = measure([] if args.graphs else chosen, peers, seconds, args.graphs, args.commit, args.output or Path("quire-bench"), console)
     written = report.write(found, args.output or Path("quire-bench"))
     tell(found, console)
     console.print(f"{written[0]} and beside it {', '.join(path.name for path in written[1:])}", style="dim")
@@ -110,12 +123,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def commit_of(args: argparse.Namespace) -> str | None:
-    """Return the commit that is measured, if anyone knows it."""
-    if args.commit:
-        return args.commit
-    done = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or None
+def told_fields(some: dict[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in some.items())
 
 
 def bar(console):

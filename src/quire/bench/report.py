@@ -5,6 +5,7 @@ import html
 import json
 import math
 import statistics
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -24,10 +25,23 @@ Row = dict  # one case: what it is, what it needs, and `results` by peer
 
 def provenance(device: str, commit: str | None) -> dict[str, str]:
     """Return what the numbers belong to."""
-    facts = {"device": device, "quire": quire.__version__, "commit": commit or "not said", "torch": torch.__version__, "triton": triton.__version__}
+    facts = {"device": device, "quire": quire.__version__, "commit": commit or commit_here(), "torch": torch.__version__, "triton": triton.__version__}
     if torch.cuda.is_available():
         facts |= {"cuda": torch.version.cuda or f"hip {torch.version.hip}", "driver": driver()}
     return facts | {"date": time.strftime("%Y-%m-%d")}
+
+
+def commit_here() -> str:
+    """Return the commit that this package is checked out at."""
+    def git(*words: str) -> str:
+        try:
+            done = subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True)
+        except OSError:
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    tracked = git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed package may lie in a repository of someone else's
+    return (tracked and git("rev-parse", "--short", "HEAD")) or "not known"
 
 
 def driver() -> str:
@@ -81,7 +95,7 @@ def times_of(row: Row) -> dict[str, float]:
 
 def best_other(row: Row) -> tuple[str, float] | None:
     """Return the fastest library that is not Quire's and reads the same pages."""
-    others = {name: t for name, t in times_of(row).items() if name != QUIRE and name not in BASELINES}
+    others = {name: t for name, t in times_of(row).items() if not name.startswith(QUIRE) and name not in BASELINES}
     return min(others.items(), key=lambda item: item[1]) if others else None
 
 
@@ -342,7 +356,7 @@ def plot_ratios(rows: list[Row]):
     rows = [r for r in rows if best_other(r) and QUIRE in times_of(r)]
     if not rows:
         return None
-    tints = {p: c for p, c in colours(peers_in(rows)).items() if p != QUIRE and p not in BASELINES}
+    tints = {p: c for p, c in colours(peers_in(rows)).items() if not p.startswith(QUIRE) and p not in BASELINES}
     figure, (axis,) = panels(1, max(2.5, 0.19 * len(rows) + 1.2))
     rows = sorted(rows, key=lambda r: times_of(r)[QUIRE] / best_other(r)[1], reverse=True)
     for peer, tint in tints.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import triton
 
+from quire.bench.report import commit_here
 from quire.tuning import select
 from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves
 from quire.tuning.select import load_tree
@@ -53,7 +54,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer cases and the usual winners only")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the tree there; a file of its own where plans look when not given")
     parser.add_argument("--records", type=Path, metavar="FILE", help="what was measured, line by line (default: beside the tree, in .jsonl)")
-    parser.add_argument("--commit", default="not said", help="say that this commit was measured")
+    parser.add_argument("--commit", help="say that this commit was measured; asked of git when not given")
     parser.add_argument("--explain", nargs="?", const="", metavar="FILE", help="print a tree as text and leave: that in use here, when no file is given")
     parser.set_defaults(run=run)
 
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     traits, chosen = device_traits(device), jobs(args.quick)
     place = args.output or select.USER_TREES / f"{'_'.join(name.lower().split())}.json"
     path = args.records or place.with_suffix(".quick.jsonl" if args.quick else ".jsonl")
-    facts = {"torch": torch.__version__, "triton": triton.__version__, "commit": args.commit, "date": time.strftime("%Y-%m-%d")}
+    facts = {"torch": torch.__version__, "triton": triton.__version__, "commit": args.commit or commit_here(), "date": time.strftime("%Y-%m-%d")}
     try:
         records = Records(path, header(name, traits, args.quick, chosen, facts))
     except ValueError as error:
