@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import triton
+from rich.console import Console
 
 import quire
 from quire.bench import command, measure, report
@@ -159,6 +160,24 @@ def test_fields_of_a_tile_are_named():
         with pytest.raises(SystemExit) as leaving:
             main(["bench", "--tile", text])
         assert leaving.value.code == 2
+
+
+def test_graphs_for_a_range_are_measured_beside_graphs_for_each_length(monkeypatch):
+    asked = []
+
+    def compare(case, peers, seconds, table_len):
+        asked.append((case.name, table_len))
+        return {"own": result(10.0), "range": result(10.4)}
+
+    monkeypatch.setattr(command, "compare", compare)
+    console = Console(quiet=True)
+    with command.bar(console) as progress:
+        rows = list(command.capture_ranges(0.1, progress, console))
+    assert ("decode 32x2048", 16384) in asked and all(row["seq_len"] <= row["captured_for"] for row in rows)
+    assert report.range_line(rows).startswith("Graphs captured for a range of lengths take 1.040 of the time")
+    monkeypatch.setattr(command, "compare", lambda *args, **kwargs: {"own": result(10.0), "range": {"why": "wrong"}})
+    with command.bar(console) as progress, pytest.raises(RuntimeError, match="must be right to be timed"):
+        next(command.capture_ranges(0.1, progress, console))
 
 
 @pytest.mark.parametrize("arguments", [["--only", "no such case"], ["--trace", "/nowhere"]])
