@@ -87,9 +87,11 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"{name}: {len(chosen)} cases; what is measured goes to {path}", style="dim", highlight=False)
     try:
         out = compile_beforehand([job for job in chosen if job.case.name not in records.done], traits, args.quick, here(), console)
+        begun = time.perf_counter()
         with bar(console) as progress:
             task = progress.add_task("measuring", total=sum(len(configurations(job.case, traits, args.quick)) for job in chosen))
             sweep(chosen, records, traits, args.quick, OnGpu, out, lambda case, n: progress.update(task, advance=n, description=case))
+        console.print(f"measured in {time.perf_counter() - begun:.0f} s: {len(records.wrong)} wrong or ruled out", style="dim", highlight=False)
         tree = fitted(chosen, records, traits)
         with bar(console) as progress:
             task = progress.add_task("proving", total=len(chosen))
@@ -118,7 +120,7 @@ def compile_beforehand(chosen: list[Job], traits: Traits, quick: bool, target, c
     """Fill Triton's cache with all cores; return the (case, configuration) names that spill too much, or do not compile."""
     from quire.targets import compile_all
 
-    stands_for, out = launches(chosen, traits, quick), set()
+    begun, stands_for, out = time.perf_counter(), launches(chosen, traits, quick), set()
     if not stands_for:
         return frozenset()
     with bar(console) as progress:
@@ -128,7 +130,8 @@ def compile_beforehand(chosen: list[Job], traits: Traits, quick: bool, target, c
             if not compiled or (not hopper and max(kernel.spills for kernel in compiled) > MOST_SPILLS):
                 out |= set(stands_for[launch])
             progress.advance(task)
-    console.print(f"{len(stands_for)} kernels compiled; {len(out)} configurations of cases ruled out by what they compile to", style="dim", highlight=False)
+    words = f"{len(stands_for)} kernels compiled in {time.perf_counter() - begun:.0f} s; {len(out)} configurations of cases ruled out by what they compile to"
+    console.print(words, style="dim", highlight=False)
     return frozenset(out)
 
 

@@ -33,7 +33,7 @@ ROUNDS = (3, 7, 15)  # replays of each
 WITHIN = (1.5, 1.15)  # of the best: who goes on to the second round, and to the third
 AT_MOST = (24, 8)
 MOST_SPILLS = 128  # bytes per thread; more has never won
-TABLES = 64  # page tables of a case, at most
+TABLES = 32  # page tables of a case, at most
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,24 @@ class Job:
 
 def jobs(quick: bool) -> list[Job]:
     """Return the cases of a sweep: those to fit to, and others with other lengths, seeds and heads to judge by."""
-    trained = ("Llama-3-8B", "Llama-3.2-1B", "Gemma-3-12B", *(() if quick else ("MQA", "Qwen2.5-7B", "Qwen2.5-1.5B")))
+    trained = ("Llama-3-8B", "Llama-3.2-1B", "Gemma-3-12B", "Qwen2.5-7B", *(() if quick else ("MQA", "Qwen2.5-1.5B")))
     other = ("Llama-3-70B", "Qwen3-30B-A3B")
+    if quick:
+        contexts = (1, 512), (1, 8192), (2, 4096), (8, 1024), (32, 2048), (64, 512), (128, 1024)
+        drafts = (8, 4, 2048), (16, 8, 2048), (1, 8, 8192)
+        lengths = [64], [128], [512], [1024], [4096]
+        chunks = (32, 4096), (128, 8192)
+    else:
+        contexts = *product((1, 4, 16, 64, 256), (256, 1024, 4096)), (1, 65536)
+        drafts = (1, 4, 4096), (1, 8, 8192), (8, 4, 2048), (16, 8, 2048), (48, 4, 1024), (16, 16, 4096)
+        lengths = [64], [128], [256], [512], [1024], [4096], [512] * 8, log_normal(8, 512, 6)
+        chunks = (32, 4096), (64, 4096), (128, 8192), (256, 16384), (1024, 16384)
     found = []
     for model in trained:
-        shapes = ((1, 512), (1, 8192), (8, 1024), (32, 2048), (128, 1024)) if quick else tuple(product((1, 4, 16, 64, 256), (256, 1024, 4096))) + ((1, 65536),)
-        found += [Job(decode(n, length, f" {model}", model=model)) for n, length in shapes]
+        found += [Job(decode(n, length, f" {model}", model=model)) for n, length in contexts]
         found.append(Job(decoding(f"decode 32 log-normal 1024 {model}", log_normal(32, 1024, 5), model=model)))
-        drafts = ((8, 4, 2048),) if quick else ((1, 4, 4096), (8, 4, 2048), (32, 8, 1024))
         found += [Job(Case(f"drafts {n}x{q} on {s} {model}", "drafts", ((q, s),) * n, model)) for n, q, s in drafts]
-        lengths = ([128], [1024], [4096]) if quick else ([64], [256], [1024], [4096], [512] * 8, log_normal(8, 512, 6))
         found += [Job(prompts(f"prefill {len(ns)} of {max(ns)} {model}", ns, model=model)) for ns in lengths]
-        chunks = ((128, 8192),) if quick else ((64, 4096), (256, 16384), (1024, 16384))
         found += [Job(Case(f"chunk {q} on {s} {model}", "chunk", ((q, s),), model)) for q, s in chunks]
     if not quick:
         fp8 = tuple(product((1, 16, 128), (1024, 4096)))
