@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 
 import quire
+from quire import targets
+from quire.cli import main
 from quire.targets import TARGETS
-from quire.tuning import command
+from quire.tuning import command, select
 from quire.tuning.fit import explain
 from quire.tuning.select import load_tree
 from quire.tuning.space import Tile, tiles
@@ -161,3 +164,30 @@ def test_launches_that_compile_alike_are_compiled_once():
     found = launches(some, TRAITS, True)
     names = [name for stands_for in found.values() for name in stands_for]
     assert len(names) == len(set(names)) == sum(len(configurations(job.case, TRAITS, True)) for job in some) > 2 * len(found)
+
+
+def test_the_command_stops_and_goes_on_and_writes_a_tree(tmp_path, session, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Made-Up Device")
+    monkeypatch.setattr(targets, "here", lambda: TARGETS["sm90"])
+    for name, stand_in in {"device_traits": lambda device: TRAITS, "OnGpu": session, "compile_beforehand": lambda *args: frozenset()}.items():
+        monkeypatch.setattr(command, name, stand_in)
+    monkeypatch.setattr(command, "jobs", lambda quick: FEW)
+    monkeypatch.setattr(select, "USER_TREES", tmp_path / "trees")
+    session.stop_after = 100
+    assert main(["tune", "--quick"]) == 130
+    assert "the same command goes on from" in capsys.readouterr().err
+    session.stop_after = None
+    assert main(["tune", "--quick"]) == 0
+    text = capsys.readouterr().out
+    assert "plans use it from now on" in text and "held out: regret 1.0" in text and "held out: decode 2x3000" in text
+    (place,) = (tmp_path / "trees").glob("a_made-up_device.json")
+    tree = json.loads(place.read_text())
+    assert tree["fitted_on"]["regret"]["held_out"]["mean"] < 1.05 and tree["fitted_on"]["commit"]
+    assert main(["tune", "--explain", str(place)]) == 0
+    assert "regret, held out" in capsys.readouterr().out
+    assert main(["tune", "--quick", "--records", str(place.with_suffix(".quick.jsonl"))]) == 0  # nothing is measured twice but for the proof
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    assert main(["tune", "--quick", "--records", str(place.with_suffix(".quick.jsonl"))]) == 2
+    assert "must be of the same sweep" in capsys.readouterr().err

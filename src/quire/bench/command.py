@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         found = measure([] if args.graphs else chosen, peers, seconds, args.graphs, args.commit, args.output or Path("quire-bench"), console)
     written = report.write(found, args.output or Path("quire-bench"))
     tell(found, console)
-    console.print(f"{written[0]} and beside it {', '.join(path.name for path in written[1:])}", style="dim")
+    console.print(f"{written[0]} and beside it {', '.join(path.name for path in written[1:])}", style="dim", soft_wrap=True)
     wrong = [row for row in found["rows"] if "why" in row["results"].get("Quire", {})]
     for row in wrong:
         console.print(f"Quire has no time for {row['case']}: {row['results']['Quire']['why']}", highlight=False)

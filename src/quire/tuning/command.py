@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    console.print(f"{name}: {len(chosen)} cases; what is measured goes to {path}", style="dim", highlight=False)
+    console.print(f"{name}: {len(chosen)} cases; what is measured goes to {path}", style="dim", highlight=False, soft_wrap=True)
     try:
         out = compile_beforehand([job for job in chosen if job.case.name not in records.done], traits, args.quick, here(), console)
         begun = time.perf_counter()
@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     place.write_text(written(tree))
     place.with_suffix(".cases.json").write_text(json.dumps(rows, indent=1))
     tell_rows(rows, console)
-    console.print(f"{place}: {'plans use it from now on' if place.parent == select.USER_TREES else 'a tree that no plan uses yet'}", highlight=False)
+    used = "plans use it from now on" if place.parent == select.USER_TREES else "a tree that no plan uses yet"
+    console.print(f"{place}: {used}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -196,11 +197,15 @@ def tell_rows(rows: list[dict], console) -> None:
     """Print tuned against default and best, case by case."""
     from rich.table import Table
 
-    made = Table("case", "tile", "default µs", "tuned µs", "best µs", "tuned / default", "regret", header_style="bold")
+    wide = console.width >= 120
+    made = Table(header_style="bold")
+    made.add_column("case", no_wrap=True)
+    for head in (*["tile"] * wide, "default µs", "tuned µs", "best µs", *["tuned / default"] * wide, "regret"):
+        made.add_column(head, justify="right")
     for r in sorted(rows, key=lambda r: r["held_out"]):
         numbers = [f"{r[name]:.1f}" if r[name] else "–" for name in ("default", "tuned", "best")]
-        numbers += [f"{r['tuned'] / r['default']:.3f}" if r["default"] else "–", f"{r['regret']:.3f}"]
-        made.add_row(f"{'held out: ' * r['held_out']}{r['case']}", r["tile"], *numbers)
+        ratio = f"{r['tuned'] / r['default']:.3f}" if r["default"] else "–"
+        made.add_row(f"{'held out: ' * r['held_out']}{r['case']}", *[r["tile"]] * wide, *numbers, *[ratio] * wide, f"{r['regret']:.3f}")
     console.print(made)
     for name, some in summed_up(rows).items():
         words = f"regret {some['mean']:.3f} in geometric mean, {some['worst']:.2f} at worst; {some['over_default']:.3f} of the default's time"
