@@ -16,7 +16,7 @@ help:
 	@echo "make demo      continue a few prompts with the embedded model (sets everything up first; no GPU needed)"
 	@echo "make test      run the test suite: interpreter, compile and engine rings, on either end of the supported versions"
 	@echo "make check     ruff and pyright"
-	@echo "make sanitize  watch each kernel with compute-sanitizer's memcheck and racecheck (a GPU)"
+	@echo "make sanitize  watch each kernel with compute-sanitizer's memcheck, synccheck and racecheck (a GPU)"
 	@echo "make test-gpu  run the GPU ring; PY=python3 takes an environment of yours, with torch, triton, pytest and hypothesis"
 
 $(VENV)/.ready: pyproject.toml
@@ -64,8 +64,11 @@ PY ?= $(BIN)/python
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 	PYTHONPATH=src $(PY) -m pytest tests/gpu tests/kernels
 
+SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --error-exitcode 1
 sanitize: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
-	for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) scripts/sanitize.py || exit 1; done
+	$(SANITIZE) --tool memcheck $(PY) scripts/sanitize.py
+	$(SANITIZE) --tool synccheck $(PY) scripts/sanitize.py
+	$(SANITIZE) --tool racecheck $(PY) scripts/sanitize.py --portable
 
 clean:
 	rm -rf $(VENV) .overlays .pytest_cache .hypothesis .ruff_cache

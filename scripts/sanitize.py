@@ -1,8 +1,14 @@
 """Launch each kernel on a few small problems, for compute-sanitizer to watch: `make sanitize`.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python scripts/sanitize.py
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 python scripts/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool synccheck --error-exitcode 1 python scripts/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 python scripts/sanitize.py --portable
+
+racecheck does not follow barriers in shared memory from one warp to another: it reports a race of a kernel that does nothing but hand a number over
+through one (docs/notes/hopper.md). The Hopper kernel is built of such barriers, so it is left to the other tools and to tests of repeated runs.
 """
+
+import sys
 
 import torch
 
@@ -18,14 +24,15 @@ CASES = (
     ({"kv_dtype": torch.float8_e4m3fn, "sliding_window": 60}, ((1, 150), (5, 33)), {"num_splits": 2}),
     ({"dtype": torch.float32}, ((1, 90), (20, 40)), {"num_splits": 2}),
     ({}, ((150, 300), (1, 90), (1, 0), (33, 33)), {"kernel": "hopper"}),
+    ({}, ((150, 300), (1, 4100)), {"kernel": "hopper"}),
     ({"head_dim": 256, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
 )
 for extra, lens, options in CASES:
-    if options.get("kernel") == "hopper" and not device_traits(torch.device("cuda")).warpgroups:
+    if options.get("kernel") == "hopper" and ("--portable" in sys.argv or not device_traits(torch.device("cuda")).warpgroups):
         continue
     spec = quire.AttentionSpec(**HEADS | extra)
     problem = make_problem(spec, lens, device="cuda")
-    plan = quire.plan(spec, problem.batch, **problem.bounds, **options)
+    plan = quire.plan(spec, problem.batch, **problem.bounds | options)
     state = quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True)
     verdict = error_budget(problem, state)
     print(plan, verdict, flush=True)

@@ -21,7 +21,10 @@ from quire.tuning.space import FastTile, Tile, fast_tile
 from quire.tuning.traits import Traits, device_traits
 
 MERGE_COST = 0.29  # of one partial state, in tiles of keys (eight at once take 1.5 µs, a tile 0.65 µs; NVIDIA H200, 2026-11-20)
+MANY_SHARES = 64  # of each KV head
+NEVER = 1 << 30  # tiles
 PROGRAMS_PER_SM = 16  # more programs than this are never planned for a multiprocessor
+SHORT_CONTEXT = 1024  # keys, up to which the Hopper kernel has programs of one warpgroup (NVIDIA H200, 2026-11-21)
 BLOCK_COUNTER = 16  # bytes
 CHUNK = 256  # keys between the borders of a batch-invariant sum
 MAX_SPLITS = 128  # of one sequence's keys, where the caller chooses
@@ -87,6 +90,23 @@ class Plan:
         return min(self.tile.block_m, power_of_two(max(1, self.max_query_len) * self.spec.group_size))
 
     @property
+    def two_steps(self) -> bool:
+        """Whether partial states that are many are merged in two steps: large ones, and those of single queries where they may be many."""
+        if self.chunk or self.max_query_len > 1:
+            return not self.chunk and self.partial_rows >= 16
+        return triton.cdiv(self.max_seq_len, self.tile.block_n) > self._long
+
+    @property
+    def long(self) -> int:
+        """Tiles of keys beyond which sequences are cut into more shares, since two steps merge their states."""
+        return self._long if self.two_steps else NEVER
+
+    @property
+    def _long(self) -> int:
+        room = self.traits.num_sms * self.tile.programs_per_sm // self.spec.num_kv_heads
+        return NEVER if room < MANY_SHARES else 48 if room >= 2 * MANY_SHARES and self.partial_rows < 16 else 96
+
+    @property
     def has_scratch(self) -> bool:
         """Whether a launch needs partial states or a counter."""
         return self.num_shares > 0 or self.fast is not None
@@ -112,8 +132,7 @@ class Plan:
 
     def num_items(self, num_tokens: int) -> int:
         """Return how many blocks of the Hopper kernel `num_tokens` query tokens need at most, over all heads."""
-        heads = 128 // self.fast.block_t
-        return (num_tokens // self.fast.block_t + self.batch.num_seqs) * (self.spec.num_q_heads // heads) if num_tokens else 0
+        return (num_tokens // self.fast.block_t + self.batch.num_seqs) * (self.spec.num_q_heads // self.fast.heads) if num_tokens else 0
 
     def __repr__(self) -> str:
         shape = f"{self.batch.num_seqs} sequences, at most {self.max_query_len} queries and {self.max_seq_len} keys each"
@@ -124,7 +143,7 @@ class Plan:
             f = self.fast
             beside = "" if self.beside is None else f"; sequences of at most {self.few} queries beside it, by {self.beside!r}"
             return (
-                f"Plan(kernel={self.kernel!r}: {shape}; blocks of {f.block_t} queries × {128 // f.block_t} heads, tiles of {f.block_n} keys, "
+                f"Plan(kernel={self.kernel!r}: {shape}; blocks of {f.block_t} queries × {f.heads} heads, tiles of {f.block_n} keys, "
                 f"{f.num_stages} stages, {self.num_items(self.num_tokens)} blocks; {self.why}; tensors that the copy engine cannot address: kernel 'triton', "
                 f"tile {t.block_m} rows × {t.block_n} keys{beside})"
             )
@@ -223,13 +242,14 @@ def decide(
     elif batch_invariant:
         num_shares = min(num_splits * num_blocks if num_splits else max(1, capacity // spec.num_kv_heads), max_units(whole))
     elif num_splits is None:
-        num_shares = choose_shares(num_blocks, spec.num_kv_heads, capacity, triton.cdiv(max_seq_len, tile.block_n), whole.search)
+        num_shares = choose_shares(whole, num_blocks, capacity)
     else:
         num_shares = num_splits * num_blocks if num_splits > 1 else 0
     if num_shares:
         why += f", {num_shares} shares for each of {spec.num_kv_heads} KV heads to fill {traits.num_sms} multiprocessors"
     decided = replace(whole, num_shares=num_shares, why=why, merge_cost=merge_cost, chunk=CHUNK if batch_invariant else 0, prepared={})
-    fast = "a tile, num_splits or batch_invariant of the caller's" if asked else fast_tile(spec, traits)
+    short = max_seq_len <= SHORT_CONTEXT
+    fast = "a tile, num_splits or batch_invariant of the caller's" if asked else fast_tile(spec, traits, short)
     if isinstance(fast, str) or batch.cu_seqlens_q is None:
         if kernel == "hopper":
             raise UnsupportedError(f"kernel must be 'triton' or left out here, got 'hopper', which does not serve {fast}")
@@ -241,7 +261,8 @@ def decide(
         if batch.num_seqs > 1 and num_tokens < batch.num_seqs * max_query_len and max_query_len > few:
             beside = decide(spec, batch, traits, few, max_seq_len, min(num_tokens, batch.num_seqs * few), kernel="triton")
             if beside.num_shares:
-                return replace(decided, beside=replace(beside, few=few), few=few)
+                short = max_query_len <= SHORT_CONTEXT and max_seq_len <= 4 * SHORT_CONTEXT  # they may have the longest
+                return replace(decided, fast=fast_tile(spec, traits, short), beside=replace(beside, few=few), few=few)
     return decided
 
 
@@ -285,12 +306,14 @@ def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
     return replace(decided, workspace=workspace, scratch=Scratch(states[2 * rows :], states[:rows], states[rows : 2 * rows], counter), prepared={})
 
 
-def choose_shares(num_blocks: int, num_kv_heads: int, capacity: int, tiles: int, search: bool) -> int:
+def choose_shares(whole: Plan, num_blocks: int, capacity: int) -> int:
     """Return into how many shares a batch is best cut, per KV head, on a device that holds `capacity` programs; 0 to leave blocks of rows whole.
 
     A sequence of several blocks is cut only where blocks alone would leave half of the device idle: uncut, each reads no more keys than it sees.
     """
-    if tiles <= FEW_TILES.value or num_blocks == 0 or (search and 2 * num_blocks * num_kv_heads > capacity):
+    num_kv_heads, tiles = whole.spec.num_kv_heads, triton.cdiv(whole.max_seq_len, whole.tile.block_n)
+    if tiles <= FEW_TILES.value or num_blocks == 0 or (whole.search and 2 * num_blocks * num_kv_heads > capacity):
         return 0
-    shortest = max(1, int(math.sqrt(tiles * MERGE_COST) + 0.5))  # as the kernel finds it; programs that would find no share need not be launched
+    # As the kernel finds it; programs that would find no share need not be launched.
+    shortest = max(1, int(math.sqrt(tiles * (MERGE_COST / 10 if tiles > whole.long else MERGE_COST)) + 0.5))
     return min(max(1, capacity // num_kv_heads), num_blocks * triton.cdiv(tiles, shortest))

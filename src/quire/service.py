@@ -157,7 +157,7 @@ def name(plan: Plan) -> str:
     tile, batch, fast = plan.tile, plan.batch, plan.fast
     if fast is not None:
         beside = "" if plan.beside is None else f"; beside it {name(plan.beside)}"
-        return f"hopper {fast.block_t} × {fast.block_n}, {fast.num_stages} stages{beside}"
+        return f"hopper {fast.block_t} × {fast.block_n}, {fast.num_warpgroups} warpgroups, {fast.num_stages} stages{beside}"
     words = [
         f"{'shares' if plan.num_shares else 'blocks'} {tile.block_m} × {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages",
         "one query each" if batch.cu_seqlens_q is None else "one query at most" if plan.max_query_len <= 1 else "queries",
@@ -169,7 +169,7 @@ def name(plan: Plan) -> str:
         words.append(f"sequences of up to {plan.few} queries")
     if plan.num_shares:
         many = "more than" if batch.num_seqs > plan.seqs_at_once else "up to"
-        words.append(f"partial states of {plan.partial_rows} rows, {many} {plan.seqs_at_once} sequences")
+        words.append(f"partial states of {plan.partial_rows} rows{', merged in two steps' * plan.two_steps}, {many} {plan.seqs_at_once} sequences")
     return ", ".join(words)
 
 

@@ -13,7 +13,7 @@ from quire.targets import TARGETS, compiling
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
 
-SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=64, dtype=torch.float16)
+SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.float16)
 BOUNDS = {"max_num_seqs": 3, "max_num_tokens": 400, "max_seq_len": 2000}
 
 
@@ -29,6 +29,6 @@ def test_nothing_compiles_after_warmup():
                 batch = quire.Batch(table, torch.tensor([s for _, s in lens], dtype=torch.int32), starts)
                 q_lens = [q for q, _ in lens]
                 plan = quire.plan(SPEC, batch, max_query_len=max(q_lens), max_seq_len=max(s for _, s in lens), num_tokens=sum(q_lens))
-                quire.attention(torch.empty(sum(q_lens), 32, 64, dtype=torch.float16), cache, plan)
+                quire.attention(torch.empty(sum(q_lens), 32, 128, dtype=torch.float16), cache, plan)
     assert {"blocks_kernel", "shares_kernel", "prefill_kernel"} <= kernels
     assert any("beside it" in name for name in names)

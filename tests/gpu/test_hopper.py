@@ -1,5 +1,7 @@
 """The Hopper kernel against the oracle, forced wherever it serves: every feature, ragged lengths, poisoned pages, captured graphs, repeated runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,17 +18,27 @@ LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50), (33, 33), (31, 129))
 
 
-def solve(spec, lens, kernel="hopper", **problem):
+LONG = 5000  # keys, a bound for which programs have two warpgroups
+
+
+def solve(spec, lens, max_seq_len=None, **problem):
     p = make_problem(spec, lens, device="cuda", **problem)
-    plan = quire.plan(spec, p.batch, **p.bounds, kernel=kernel)
+    batch, bounds = p.batch, p.bounds
+    if max_seq_len:  # keys that no sequence has
+        bounds |= {"max_seq_len": max_seq_len}
+        if batch.cu_pages is None:
+            batch = replace(batch, page_table=torch.nn.functional.pad(batch.page_table, (0, max_seq_len // p.cache.page_size + 1)))
+    plan = quire.plan(spec, batch, **bounds, kernel="hopper")
     assert plan.kernel == "hopper", plan
     return p, plan, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
 
 
 def assert_right(spec, lens, **problem):
-    p, plan, state = solve(spec, lens, **problem)
-    verdict = error_budget(p, state)
-    assert verdict.passed, (plan, verdict)
+    for max_seq_len in (None, LONG):
+        p, plan, state = solve(spec, lens, max_seq_len, **problem)
+        verdict = error_budget(p, state)
+        assert verdict.passed, (plan, verdict)
+    assert plan.fast.num_warpgroups == 2
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float16)])
@@ -36,6 +48,13 @@ def assert_right(spec, lens, **problem):
 ], ids=str)  # fmt: skip
 def test_features(extra, head_dim, dtype):
     assert_right(quire.AttentionSpec(**LLAMA | extra | {"head_dim": head_dim, "dtype": dtype}), MIXED)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_both_numbers_of_warpgroups(head_dim):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim})
+    assert [solve(spec, MIXED, bound)[1].fast.num_warpgroups for bound in (None, LONG)] == [1, 2]
+    assert [solve(spec, ((200, 700),), bound)[1].fast.num_warpgroups for bound in (None, LONG)] == [1, 2]
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 1), (6, 2), (7, 1), (8, 1), (12, 1), (16, 1), (40, 1), (64, 2), (71, 1)])
@@ -91,9 +110,10 @@ def test_query_offsets():
     torch.testing.assert_close(first.lse, second.lse)
 
 
-def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds():
+@pytest.mark.parametrize("most", [1000, 2048])
+def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(most):
     spec = quire.AttentionSpec(**LLAMA)
-    big = make_problem(spec, ((160, 2048),) * 3, device="cuda")
+    big = make_problem(spec, ((160, most),) * 3, device="cuda")
     plan = quire.plan(spec, big.batch, **big.bounds, kernel="hopper")
     state = quire.State(torch.empty_like(big.q), torch.empty(big.q.shape[:2], device="cuda"))
     quire.attention(big.q, big.cache, plan, out=state)
@@ -101,8 +121,9 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds():
     with torch.cuda.graph(graph):
         quire.attention(big.q, big.cache, plan, out=state)
     table = big.batch.page_table.clone()
+    assert plan.fast.num_warpgroups == (1 if most == 1000 else 2)
     for lens in ((160, 161, 200), (0, 127, 2048), (128, 129, 0), (1000, 1024, 1025), (2048, 2047, 1)):
-        big.batch.seq_lens.copy_(torch.tensor(lens))
+        big.batch.seq_lens.copy_(torch.tensor(lens).clamp(max=most))
         big.batch.page_table.copy_(table[torch.randperm(3)])
         state.out.fill_(float("nan"))
         graph.replay()
@@ -110,9 +131,9 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds():
         assert verdict.passed, (lens, verdict)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_runs_are_bitwise_equal(head_dim):
-    p, plan, first = solve(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED)
+@pytest.mark.parametrize(("head_dim", "bound"), [(64, None), (64, LONG), (128, None), (128, LONG), (256, None)])
+def test_runs_are_bitwise_equal(head_dim, bound):
+    p, plan, first = solve(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED, bound)
     for _ in range(200):
         again = quire.attention(p.q, p.cache, plan, return_lse=True)
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)

@@ -60,6 +60,20 @@ def test_splits_of_long_sequences(num_splits):
     assert_right(spec, ((1, 300), (1, 129), (1, 1), (1, 0)), num_splits)
 
 
+@pytest.mark.parametrize("num_splits", [None, 30])
+@pytest.mark.parametrize("lens", [((1, 900),), ((1, 800), (1, 5), (1, 0), (1, 850))])
+def test_many_states_of_single_queries(lens, num_splits):
+    """With room for many programs, states are many and merged in two steps."""
+    spec = quire.AttentionSpec(**HEADS, sinks=True, dtype=torch.float32)
+    p = make_problem(spec, lens, device=DEVICE, one_query=True)
+    tile = Tile(16, block_n=16, num_warps=4, num_stages=2, unmasked_loop=False, programs_per_sm=64, block_d=16, block_dv=16)
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, tile=tile)
+    assert plan.kernel == "torch" or plan.two_steps
+    for _ in range(2):  # the counters are left as they were
+        verdict = error_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
+        assert verdict.passed, verdict
+
+
 @pytest.mark.parametrize("window", [None, 450])
 @pytest.mark.parametrize("num_splits", [2, 40])
 @pytest.mark.parametrize("block_m", [16, 32])

@@ -68,7 +68,7 @@ def test_unknown_devices_have_the_generic_tree():
 
 def test_the_choice_of_the_hopper_kernel_is_the_tree_s():
     unknown = replace(TRAITS, num_sms=77)
-    assert [prefers_hopper(SPEC, unknown, *rounded(SPEC, unknown, q, 4096, q)) for q in (1, 128, 129, 4096)] == [False, False, True, True]
+    assert [prefers_hopper(SPEC, unknown, *rounded(SPEC, unknown, q, 4096, q)) for q in (1, 32, 33, 4096)] == [False, False, True, True]
 
 
 def test_features_are_bounds_rounded_up():

@@ -92,5 +92,6 @@ def arguments(q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tenso
     kv = views.paged_kv(cache, batch, element)
     if not plan.num_shares:
         return blocks_kernel, kv, (batch.cu_seqlens_q, *numbers, *strides), meta
-    meta |= {"ROWS": plan.partial_rows, "SEQS": plan.seqs_at_once, "MORE_SEQS": batch.num_seqs > plan.seqs_at_once, "FEW": plan.few, "CHUNK": plan.chunk}
+    meta |= {"ROWS": plan.partial_rows, "SEQS": plan.seqs_at_once, "MORE_SEQS": batch.num_seqs > plan.seqs_at_once, "FEW": plan.few}
+    meta |= {"TWO_STEPS": plan.two_steps, "LONG": plan.long, "CHUNK": plan.chunk}
     return shares_kernel, kv, (batch.cu_seqlens_q, plan.scratch, *numbers, plan.num_shares, plan.merge_cost, *strides), meta

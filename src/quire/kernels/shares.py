@@ -18,7 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.primitives import LOG2E, attend_tile, empty_state, find_pages, load_queries, merge, store_result, whole
 
-MANY_PARTIALS = tl.constexpr(8)  # of 16 rows and more: these are merged in two steps, fewer sooner by one program (NVIDIA H200, 2026-11-21)
+# Of drafts, and twice as many of single queries, are merged in two steps: fewer are merged sooner by one program (NVIDIA H200, 2026-11-21).
+MANY_PARTIALS = tl.constexpr(8)
 SHORT_SHARE = tl.constexpr(8)  # tiles; after longer ones, programs of the next kernel would crowd the multiprocessors that are done first
 FEW_TILES = tl.constexpr(4)  # a block of so few tiles is faster alone than cut and merged
 
@@ -65,7 +66,7 @@ def count_units(
 @triton.jit
 def find_share(
     kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, FEW: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, FEW: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Return the units of a share, which end at `high`, their number in every share, the sequence of the first of them, and that sequence's first unit."""
     units = count_units(kv, cu_seqlens_q, 0, num_seqs, back, ahead, GROUP, BLOCK_M, UNIT, SEQS, FEW)
@@ -77,7 +78,8 @@ def find_share(
             longest = tl.maximum(longest, tl.max(more, 0))
     # A cut costs a merge: s tiles one after the other and t / s partial states cost least together at the root of t * merge_cost.
     mean = total.to(tl.float32) / num_seqs
-    shortest = tl.where((mean <= FEW_TILES) & (merge_cost > 0), mean, tl.sqrt(mean * merge_cost))
+    cost = tl.where(mean > LONG, 0.1 * merge_cost, merge_cost)  # merged in two steps, many cost little
+    shortest = tl.where((mean <= FEW_TILES) & (merge_cost > 0), mean, tl.sqrt(mean * cost))
     share = tl.maximum(tl.cdiv(total, num_shares), (shortest + 0.5).to(tl.int32))
     if FEW > 0:  # there may be none
         share, longest = tl.maximum(share, 1), tl.maximum(longest, 1)
@@ -126,6 +128,7 @@ def shares_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, ROWS: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr, SEARCH: tl.constexpr, SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,
     FEW: tl.constexpr,  # sequences of more queries are left to the kernel ahead of this one in the stream; 0 where there is none
+    TWO_STEPS: tl.constexpr, LONG: tl.constexpr,  # partial states that are many are merged in two steps; the tiles beyond which they are meant to be
     CHUNK: tl.constexpr,  # keys of a unit that is a state of its own, a multiple of BLOCK_N; 0 where units are tiles
 ):  # fmt: skip
     if DEPENDENT_LAUNCH and FEW == 0:  # started before the kernel ahead of it in the stream was done
@@ -134,7 +137,7 @@ def shares_kernel(
     share_id = tl.program_id(0) // NUM_KV_HEADS  # neighbours read the same pages, of other heads, at the same time
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     unit, high, share, seq, seq_unit = find_share(
-        kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead, GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS, FEW
+        kv, cu_seqlens_q, num_seqs, share_id, num_shares, merge_cost, back, ahead, GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS, FEW, LONG
     )
     v_scale = 1.0
     if kv.k_scale is not None and not TOKEN_SCALES:
@@ -240,24 +243,24 @@ def shares_kernel(
             # Some columns at a time, so that a merge needs fewer registers than the loop above.
             COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if ROWS > 16 else 4096 // ROWS)
             counter, num_arrivals, arrives = 2 * first_share + 1, num_shares_of_block, num_shares_of_block > 0
-            if CHUNK == 0 and BAND and ROWS >= 16:
-                # Many large states are merged in two steps, by several programs: groups of neighbours, each by the last of its own, then what these left.
-                several = num_partials > MANY_PARTIALS
-                group = tl.where(several, (tl.sqrt(num_partials.to(tl.float32)) + 0.5).to(tl.int32), 1)
-                leader = (share_id - first_share) // group * group
-                leader_slot = tl.where(leader == 0, first_slot, next_slot + (leader - 1) * step)
-                members = tl.minimum(group, num_partials - leader)
-                is_merger = is_last(scratch, leader_slot * NUM_KV_HEADS + kv_head, members, several)
-                if is_merger:
-                    merge_group(
-                        scratch, leader_slot, tl.where(leader == 0, next_slot, leader_slot + step), step, members, kv_head, BAND,
-                        HEAD_DIM_V, BLOCK_DV, COLUMNS, ROWS, NUM_KV_HEADS,
-                    )  # fmt: skip
-                counter, arrives = tl.where(several, next_slot, counter), is_merger | (group == 1)
-                next_slot += (group - 1) * step
-                step *= group
-                num_partials = tl.cdiv(num_partials, group)
-                num_arrivals = num_partials
+            if TWO_STEPS:
+                # Many states are merged in two steps, by several programs: groups of neighbours, each by the last of its own, then what these left.
+                if num_partials > (MANY_PARTIALS if BAND else 2 * MANY_PARTIALS):
+                    group = (tl.sqrt(num_partials.to(tl.float32)) + 0.5).to(tl.int32)
+                    leader = (share_id - first_share) // group * group
+                    leader_slot = tl.where(leader == 0, first_slot, next_slot + (leader - 1) * step)
+                    members = tl.minimum(group, num_partials - leader)
+                    arrives = is_last(scratch, leader_slot * NUM_KV_HEADS + kv_head, members, num_arrivals > 0)
+                    if arrives:
+                        merge_group(
+                            scratch, leader_slot, tl.where(leader == 0, next_slot, leader_slot + step), step, members, kv_head, BAND,
+                            HEAD_DIM_V, BLOCK_DV, COLUMNS, ROWS, NUM_KV_HEADS,
+                        )  # fmt: skip
+                    counter = next_slot
+                    next_slot += (group - 1) * step
+                    step *= group
+                    num_partials = tl.cdiv(num_partials, group)
+                    num_arrivals = num_partials
             if is_last(scratch, counter * NUM_KV_HEADS + kv_head, num_arrivals, arrives):
                 kept = block * BLOCK_M + tl.arange(0, ROWS)
                 kept_token, kept_head = (q_start + kept // GROUP).to(tl.int64), kv_head * GROUP + kept % GROUP

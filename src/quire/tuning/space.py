@@ -15,31 +15,49 @@ class FastTile:
     """One configuration of the Hopper kernel for prompts.
 
     Attributes:
-        block_t: query tokens of a block, which has as many heads of one KV head as make 128 rows.
+        num_warpgroups: warpgroups of a program that compute, 64 rows of a block each.
+        block_t: query tokens of a block, which has as many heads of one KV head as fill its rows.
         block_n: keys of one tile.
         num_stages: tiles of keys, and of values, in flight or in use.
         num_blocks: blocks whose queries are in shared memory at once.
     """
 
+    num_warpgroups: int
     block_t: int
     block_n: int
     num_stages: int
     num_blocks: int
 
+    @property
+    def heads(self) -> int:
+        """Heads of a block."""
+        return 64 * self.num_warpgroups // self.block_t
 
-FAST_TILES = {64: (128, 4, 2), 128: (128, 2, 2), 256: (64, 2, 1)}  # by head_dim: block_n, num_stages, num_blocks; what 227 KiB of shared memory hold
+    @property
+    def programs_per_sm(self) -> int:
+        """Programs that a multiprocessor holds at once."""
+        return 3 - self.num_warpgroups
 
 
-def fast_tile(spec: AttentionSpec, traits: Traits) -> FastTile | str:
-    """Return the configuration of the Hopper kernel that serves a spec, or why none does."""
+# By head_dim: block_n, num_stages, num_blocks. Two warpgroups have all 227 KiB of shared memory, one has half of it.
+FAST_TILES = {64: (128, 4, 2), 128: (128, 2, 2), 256: (64, 2, 1)}
+SHORT_TILES = {64: (64, 4, 2), 128: (64, 2, 2)}
+
+
+def fast_tile(spec: AttentionSpec, traits: Traits, short: bool) -> FastTile | str:
+    """Return the configuration of the Hopper kernel that serves a spec, or why none does.
+
+    For `short` contexts programs are of one warpgroup: less is left idle where blocks begin and end, and more bytes are copied.
+    """
     if not traits.warpgroups:
         return "not a Hopper GPU"
     if spec.dtype.itemsize != 2 or spec.kv_dtype is not spec.dtype:
         return f"{spec.dtype} queries on a {spec.kv_dtype} cache"
     if spec.head_dim != spec.head_dim_v or spec.head_dim not in FAST_TILES:
         return f"head_dim {spec.head_dim}, {spec.head_dim_v}"
-    heads = min(spec.group_size & -spec.group_size, 16)  # of a block, a power of two
-    return FastTile(128 // heads, *FAST_TILES[spec.head_dim])
+    num_warpgroups, tiles = (1, SHORT_TILES) if short and spec.head_dim in SHORT_TILES else (2, FAST_TILES)
+    heads = min(spec.group_size & -spec.group_size, 8 * num_warpgroups)  # of a block, a power of two
+    return FastTile(num_warpgroups, 64 * num_warpgroups // heads, *tiles[spec.head_dim])
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def configurations(case: Case, traits: Traits, quick: bool) -> list[Config]:
     spec = case.spec
     some = tiles(spec, traits, features(case, traits)["rows_per_seq"], padded(spec.head_dim), padded(spec.head_dim_v), quick)
     found: list[Config] = list(dict.fromkeys([default(case, traits), *some]))
-    if case.bounds["max_query_len"] > 1 and not isinstance(fast_tile(spec, traits), str):
+    if case.bounds["max_query_len"] > 1 and not isinstance(fast_tile(spec, traits, short=False), str):
         found.append(HOPPER)
     return found
 
@@ -333,7 +333,7 @@ def choice(case: Case, tree: dict, traits: Traits) -> Config:
     """Return the configuration that plans would have for a case with a tree."""
     seen, lens, bounds = features(case, traits), torch.zeros(len(case.lens) + 1, dtype=torch.int32), case.bounds
     tile = tile_of(walk(tree["attention"], seen), case, traits)
-    if bounds["max_query_len"] == 1 or isinstance(fast_tile(case.spec, traits), str) or not walk(tree["hopper"], seen):
+    if bounds["max_query_len"] == 1 or isinstance(fast_tile(case.spec, traits, short=False), str) or not walk(tree["hopper"], seen):
         return tile
     batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], lens)
     plan = decide(case.spec, batch, traits, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"], tile=tile)

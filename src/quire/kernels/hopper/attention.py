@@ -40,7 +40,7 @@ def launch(
     num_items = plan.num_items(q.shape[0])
     if num_items == 0:
         return
-    grid = (min(num_items, plan.traits.num_sms), 1, 1)
+    grid = (min(num_items, plan.traits.num_sms * fast.programs_per_sm), 1, 1)
     descriptors = (
         TensorDescriptor(q, *q_rows, [q_box, PANEL.value], SWIZZLED),
         TensorDescriptor(cache.k, *k_rows, [box, PANEL.value], SWIZZLED),
@@ -57,7 +57,8 @@ def launch(
     else:
         rest, meta = arguments(q, cache, plan, out, lse)
         meta |= {"BOX": box, "Q_BOX": q_box}
-        compiled = prefill_kernel[grid](out, lse, sinks, alibi_slopes, *descriptors, *rest, **meta, num_warps=4, launch_pdl=True)
+        options = {"num_warps": 4, "launch_pdl": True} | ({"maxnreg": 128} if fast.num_warpgroups == 1 else {})  # two programs fit a multiprocessor
+        compiled = prefill_kernel[grid](out, lse, sinks, alibi_slopes, *descriptors, *rest, **meta, **options)
         if aligned:
             constants = tuple(meta[name] for name in prefill_kernel.arg_names[7 + len(rest) :])
             plan.prepared[key] = portable.Prepared(compiled, driver.active.get_current_device(), (), portable.address_of(rest) + constants)
@@ -73,7 +74,8 @@ def arguments(q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tenso
     numbers = (spec.softmax_scale, spec.softcap or 0.0, *spec.window, plan.few, batch.num_seqs)
     return (kv, batch.cu_seqlens_q, plan.scratch.counter, *numbers, *strides), {
         "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim, "PAGE_SIZE": cache.page_size,
-        "SCORE_MOD": mods.score_mod(spec), "BLOCK_T": fast.block_t, "BLOCK_N": fast.block_n, "STAGES": fast.num_stages, "BLOCKS": fast.num_blocks,
+        "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": fast.num_warpgroups, "BLOCK_T": fast.block_t, "BLOCK_N": fast.block_n,
+        "STAGES": fast.num_stages, "BLOCKS": fast.num_blocks,
     }  # fmt: skip
 
 

@@ -108,7 +108,8 @@ def fetch(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Draw blocks until there are none, and have their queries, keys and values copied."""
-    HEADS: gl.constexpr = 2 * ROWS // BLOCK_T
+    BLOCK_ROWS: gl.constexpr = q_ring.tiles.shape[1]
+    HEADS: gl.constexpr = BLOCK_ROWS // BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
@@ -140,8 +141,8 @@ def fetch(
         block = Block(head, token, q_start, q_len, first_pos, seq_len)
         slot = acquire(q_ring, block_i)
         write_note(notes, slot, block)
-        expect(q_ring.full, slot, 2 * ROWS * BYTES)
-        for first in gl.static_range(0, 2 * ROWS, Q_BOX):
+        expect(q_ring.full, slot, BLOCK_ROWS * BYTES)
+        for first in gl.static_range(0, BLOCK_ROWS, Q_BOX):
             at, col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
             copy_rows(q_desc, at, col, q_ring.full.index(slot), q_ring.tiles.index(slot), first, Q_BOX)
 
@@ -347,25 +348,37 @@ def prefill_kernel(
     out_ptr, lse_ptr, sinks_ptr, slopes_ptr, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter,
     scale, softcap, back, ahead, few, num_seqs, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr,
-    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BOX: gl.constexpr, Q_BOX: gl.constexpr,
+    WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BOX: gl.constexpr,
+    Q_BOX: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
     if few > 0:  # the kernel that serves sequences of so few queries may begin wherever there is room
         gdc_launch_dependents()
-    q_ring = make_ring(q_desc.dtype, 2 * ROWS, HEAD_DIM, BLOCKS, 2)
-    k_ring = make_ring(k_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
-    v_ring = make_ring(v_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
+    q_ring = make_ring(q_desc.dtype, WARPGROUPS * ROWS, HEAD_DIM, BLOCKS, WARPGROUPS)
+    k_ring = make_ring(k_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
+    v_ring = make_ring(v_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
     notes = gl.allocate_shared_memory(gl.int32, [BLOCKS * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     scoring = Scoring(scale, softcap, back, ahead, slopes_ptr)
     outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
-    gl.warp_specialize(
-        [
-            (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T, SCORE_MOD)),
-            (attend, (1, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T, SCORE_MOD)),
-            (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
-                     ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
-        ],
-        [4, 1],
-        [232, 40],  # registers of each thread of the second and of the third
-    )  # fmt: skip
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T, SCORE_MOD)),
+                (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
+                         ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
+            ],
+            [1],
+            [40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T, SCORE_MOD)),
+                (attend, (1, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T, SCORE_MOD)),
+                (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
+                         ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
+            ],
+            [4, 1],
+            [232, 40],  # registers of each thread of the second and of the third
+        )  # fmt: skip
