@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,6 +64,18 @@ def test_a_sample_is_held_against_the_oracle():
         assert not sample.judge(wrong).passed
     out[20] = float("nan")
     assert not sample.judge(out).passed
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter has no bfloat16")
+def test_every_kind_of_case_is_laid_out_and_judged():
+    kinds = {(c.dtype, c.kv_dtype, c.spec.sinks, c.spec.sliding_window, c.page_size): c for c in sorted(cases(), key=lambda c: -c.spec.num_q_heads)}
+    assert len(kinds) > 10
+    for case in kinds.values():
+        small = replace(case, lens=((2, 150),))
+        inputs = measure.lay_out(small, "cpu")
+        out = quire.attention(inputs.q, inputs.cache, inputs.plan(inputs.tables[0]), sinks=inputs.sinks)
+        sample = measure.Sample(inputs, inputs.tables[0])
+        assert sample.judge(out).passed and not sample.judge(out * 1.2).passed, case
 
 
 def test_tables_share_no_page():

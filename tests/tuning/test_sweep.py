@@ -135,6 +135,19 @@ def test_wrong_results_are_never_timed_and_few_are_timed_long(tmp_path, session)
         assert min(records.of(job.case.name).items(), key=lambda item: item[1][max(item[1])])[0] == key_of(leaf_of(best))
 
 
+def test_cases_too_large_for_a_gpu_are_left_out(tmp_path, session):
+    class Small(MadeUp):
+        def __init__(self, case) -> None:
+            if len(case.lens) >= 64:
+                raise torch.cuda.OutOfMemoryError
+            super().__init__(case)
+
+    records = start(tmp_path / "records.jsonl")
+    sweep(FEW, records, TRAITS, True, Small)
+    rows = prove(FEW, records, command.fitted(FEW, records, TRAITS), TRAITS, Small, 25)
+    assert {job.case.name for job in FEW} - {row["case"] for row in rows} == {job.case.name for job in FEW if len(job.case.lens) >= 64} != set()
+
+
 def test_what_compiles_badly_is_out_but_for_the_default(tmp_path, session):
     records, job = start(tmp_path / "records.jsonl"), FEW[0]
     bad = frozenset((job.case.name, key_of(leaf_of(c))) for c in configurations(job.case, TRAITS, True)[:4])

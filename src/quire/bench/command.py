@@ -166,10 +166,17 @@ def measure(cases: list[Case], peers: list[Peer], seconds: float, graphs: bool, 
         task = progress.add_task("measuring", total=len(cases))
         for case in cases:
             progress.update(task, description=case.name)
-            found["rows"].append(report.row_of(case, ceilings, compare(case, present, seconds)))
+            try:
+                found["rows"].append(report.row_of(case, ceilings, compare(case, present, seconds)))
+            except torch.cuda.OutOfMemoryError:
+                console.print(f"left out: {case.name}, for which this GPU has too little memory", style="dim", highlight=False)
+            except KeyboardInterrupt:
+                console.print(f"stopped: this is the report of {len(found['rows'])} of {len(cases)} cases", style="bold", highlight=False)
+                break
+            else:
+                report.save(found, folder)
+                tell_row(found["rows"][-1], console)
             torch.cuda.empty_cache()
-            report.save(found, folder)
-            tell_row(found["rows"][-1], console)
             progress.advance(task)
     return found
 

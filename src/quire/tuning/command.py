@@ -142,7 +142,7 @@ def measured_rows(chosen: list[Job], records: Records, traits: Traits, hopper: b
     for job in chosen:
         times = {key: rounds[max(rounds)] for key, rounds in records.of(job.case.name).items()}
         fast = times.pop(HOPPER, None)
-        if hopper and (fast is None or not times):
+        if not times or (hopper and fast is None):
             continue
         if hopper:
             times = {"portable": min(times.values()), HOPPER: fast}
