@@ -198,6 +198,10 @@ def test_the_command_stops_and_goes_on_and_writes_a_tree(tmp_path, session, monk
     (place,) = (tmp_path / "trees").glob("a_made-up_device.json")
     tree = json.loads(place.read_text())
     assert tree["fitted_on"]["regret"]["held_out"]["mean"] < 1.05 and tree["fitted_on"]["commit"]
+    assert "| decode 2x3000 Llama-3-70B | yes |" in place.with_suffix(".md").read_text()
+    select.fitted_trees.cache_clear()
+    assert select.fitted_trees(TRAITS)[0] == (str(place), tree)  # nothing beside it is taken for a tree
+    select.fitted_trees.cache_clear()
     assert main(["tune", "--explain", str(place)]) == 0
     assert "regret, held out" in capsys.readouterr().out
     assert main(["tune", "--quick", "--records", str(place.with_suffix(".quick.jsonl"))]) == 0  # nothing is measured twice but for the proof

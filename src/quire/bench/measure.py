@@ -34,7 +34,7 @@ class Inputs:
     Attributes:
         case: what they are for.
         q: queries, [num_tokens, num_q_heads, head_dim].
-        cache: pages in NHD layout, filled with normal numbers; scales are 1.
+        cache: pages in NHD layout, filled with normal numbers; scales are 1, of int8 1/40.
         tables: page tables, each [num_seqs, max_pages_per_seq] int32.
         seq_lens: [num_seqs] int32.
         cu_seqlens_q: [num_seqs + 1] int32.
@@ -71,7 +71,7 @@ def lay_out(case: Case, device: torch.device | str = "cuda", most_tables: int = 
     generator = torch.Generator(device).manual_seed(0)
     pages_of = [-(-s // case.page_size) for _, s in case.lens]
     bytes_per_call = sum(pages_of) * case.page_size * spec.num_kv_heads * 2 * spec.head_dim * spec.kv_dtype.itemsize
-    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20) if device.type == "cuda" else 0
     rotations = min(most_tables, max(2, math.ceil(6 * l2 / bytes_per_call)))
     num_pages = rotations * sum(pages_of)
     cache = quire.PagedKVCache.empty(spec, num_pages, case.page_size, device=device)

@@ -18,20 +18,7 @@ from quire.bench.report import commit_here
 from quire.tuning import select
 from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves
 from quire.tuning.select import load_tree
-from quire.tuning.sweep import (
-    HOPPER,
-    MOST_SPILLS,
-    Job,
-    OnGpu,
-    Records,
-    configurations,
-    features,
-    header,
-    jobs,
-    launches,
-    prove,
-    sweep,
-)  # fmt: skip
+from quire.tuning.sweep import HOPPER, MOST_SPILLS, Job, OnGpu, Records, configurations, features, header, jobs, launches, prove, sweep
 from quire.tuning.traits import Traits, device_traits
 
 EXAMPLES = """examples:
@@ -102,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     tree["fitted_on"] |= {"regret": summed_up(rows)}
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(written(tree))
-    place.with_suffix(".cases.json").write_text(json.dumps(rows, indent=1))
+    place.with_suffix(".md").write_text(markdown(rows, tree["fitted_on"]))
     tell_rows(rows, console)
     used = "plans use it from now on" if place.parent == select.USER_TREES else "a tree that no plan uses yet"
     console.print(f"{place}: {used}", highlight=False, soft_wrap=True)
@@ -193,6 +180,28 @@ def written(tree: dict) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def markdown(rows: list[dict], facts: dict) -> str:
+    """Return tuned against default and best, case by case, as a Markdown table."""
+    def micros(value: float | None) -> str:
+        return f"{value:.1f}" if value else "–"
+
+    lines = [f"# `quire tune` on {facts['device']}", "", ", ".join(f"{k} {v}" for k, v in facts.items() if not isinstance(v, dict)) + "; µs.", ""]
+    lines += ["| case | held out | choice | default | tuned | best | regret |", "| --- |" + " --- |" * 6]
+    for r in rows:
+        numbers = " | ".join(micros(r[name]) for name in ("default", "tuned", "best"))
+        lines.append(f"| {r['case']} | {'yes' if r['held_out'] else ''} | {r['tile']} | {numbers} | {r['regret']:.3f} |")
+    return "\n".join([*lines, "", *sentences(rows)]) + "\n"
+
+
+def sentences(rows: list[dict]) -> list[str]:
+    """Return what a tree is worth, in words."""
+    return [
+        f"{name.replace('_', ' ')}: regret {some['mean']:.3f} in geometric mean, {some['worst']:.2f} at worst; {some['over_default']:.3f} of the default's time, "
+        f"whose regret is {some['default_mean']:.3f}"
+        for name, some in summed_up(rows).items()
+    ]
+
+
 def tell_rows(rows: list[dict], console) -> None:
     """Print tuned against default and best, case by case."""
     from rich.table import Table
@@ -207,9 +216,8 @@ def tell_rows(rows: list[dict], console) -> None:
         ratio = f"{r['tuned'] / r['default']:.3f}" if r["default"] else "–"
         made.add_row(f"{'held out: ' * r['held_out']}{r['case']}", *[r["tile"]] * wide, *numbers, *[ratio] * wide, f"{r['regret']:.3f}")
     console.print(made)
-    for name, some in summed_up(rows).items():
-        words = f"regret {some['mean']:.3f} in geometric mean, {some['worst']:.2f} at worst; {some['over_default']:.3f} of the default's time"
-        console.print(f"{name.replace('_', ' ')}: {words}, whose regret is {some['default_mean']:.3f}", highlight=False)
+    for line in sentences(rows):
+        console.print(line, highlight=False)
 
 
 def tell_tree(file: str) -> int:

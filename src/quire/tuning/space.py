@@ -119,7 +119,7 @@ def tiles(spec: AttentionSpec, traits: Traits, rows_per_seq: int, block_d: int, 
         keys, warps, stages, programs = KEYS[1:4], WARPS[1:], STAGES[1:3], PROGRAMS[:3] if decoding else PROGRAMS[:1]
     elif decoding:
         keys, warps, stages, programs = KEYS, WARPS, STAGES, PROGRAMS
-    else:  # arithmetic is the limit: more programs than two, or tiles at the ends of the range, never won
+    else:  # arithmetic is the limit: more programs would only share it
         stages = STAGES if traits.shared_memory < 128 * 1024 else STAGES[1:]
         keys, warps, programs = KEYS[1:4], WARPS[1:], PROGRAMS[:2]
     for block_m, block_n, num_warps, num_stages, unmasked, per_sm in product(ROWS, keys, warps, stages, (False, True), programs):

@@ -32,7 +32,7 @@ Config = Tile | str
 ROUNDS = (3, 7, 15)  # replays of each
 WITHIN = (1.5, 1.15)  # of the best: who goes on to the second round, and to the third
 AT_MOST = (24, 8)
-MOST_SPILLS = 128  # bytes per thread; more has never won
+MOST_SPILLS = 128  # bytes per thread, beyond which a configuration is not worth timing
 TABLES = 32  # page tables of a case, at most
 
 
@@ -211,7 +211,7 @@ class Records:
 
     def of(self, case: str) -> dict[str, dict[int, float]]:
         """Return the times of a case by configuration and round."""
-        return {key: rounds for (name, key), rounds in self.times.items() if name == case}
+        return {key: rounds for (name, key), rounds in self.times.items() if name == case and rounds}
 
 
 def read_lines(path: Path) -> list[dict]:
