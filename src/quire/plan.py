@@ -228,7 +228,8 @@ def decide(
     why = "tile given by the caller"
     asked = tile is not None or num_splits is not None or batch_invariant
     if tile is None and batch_invariant:
-        tile, why = select(spec, traits, power_of_two(spec.group_size), 1, CHUNK, 1)
+        # By the generic tree: one tile serves all batches, and those that trees are fitted to have one each.
+        tile, why = select(spec, traits, power_of_two(spec.group_size), 1, CHUNK, 1, fitted=False)
         if tile.block_dv > 128:  # two sums in registers, of the block and of the chunk
             tile = replace(tile, block_n=max(16, tile.block_n // 2), programs_per_sm=2)
     elif tile is None:

@@ -45,6 +45,15 @@ def test_regret_counts_and_not_who_wins():
     assert fit_tree(near + far) == "large"
 
 
+def test_what_was_not_seen_to_gain_is_left_to_the_generic_tree():
+    """Long sequences gain by another tile; short ones do not, and keep what the generic tree says, whatever that is for each."""
+    rows = [Measured({"keys_per_seq": 128}, {"small": 10.0 + i % 2, "middle": 10.0 + (i + 1) % 2, "generic": 10.0}) for i in range(4)]
+    rows += [Measured({"keys_per_seq": 8192}, {"small": 20.0, "middle": 10.0, "generic": 20.0}) for _ in range(4)]
+    assert fit_tree(rows) == ["keys_per_seq", 1024, "generic", "middle"]
+    assert fit_tree([Measured({"keys_per_seq": 1}, {"small": 10.0, "generic": 10.1})] * 3) == "small"
+    assert fit_tree([Measured({"keys_per_seq": 1}, {"small": 10.0, "generic": 10.1})]) == "generic"
+
+
 def test_noise_is_not_worth_a_leaf():
     rng = random.Random(0)
     rows = [Measured({"rows_per_seq": r, "keys_per_seq": k}, {c: 10 + 0.03 * rng.random() for c in CONFIGS}) for r, k in GRID]

@@ -11,6 +11,7 @@ import torch
 
 import quire
 from quire.cli import main
+from quire.plan import decide
 from quire.targets import TARGETS
 from quire.tuning import select as trees
 from quire.tuning.select import features_of, load_tree, prefers_hopper, rounded, select, walk
@@ -35,8 +36,8 @@ def user_trees(tmp_path, monkeypatch):
     forget()
 
 
-def own_tree(folder: Path, traits=TRAITS, name: str = "mine") -> None:
-    tree = {"fitted_on": {"device": "here"}, "traits": asdict(traits), "covers": COVERS, "attention": LEAF, "hopper": False}
+def own_tree(folder: Path, traits=TRAITS, name: str = "mine", **parts) -> None:
+    tree = {"fitted_on": {"device": "here"}, "traits": asdict(traits), "covers": COVERS, "attention": LEAF, "hopper": False} | parts
     (folder / f"{name}.json").write_text(json.dumps(tree))
 
 
@@ -52,6 +53,21 @@ def test_a_user_s_own_tree_comes_first_where_it_was_fitted(user_trees):
     assert "mine.json" not in select(SPEC, other, *seen)[1]  # another device
     wide = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=80)
     assert "mine.json" not in select(wide, TRAITS, *seen)[1]  # a head dim it was not fitted for
+
+
+def test_a_leaf_may_leave_it_to_the_generic_tree_and_batch_invariant_plans_always_do(user_trees):
+    seen, few = rounded(SPEC, TRAITS, 1, 2048, 32), rounded(SPEC, TRAITS, 1, 64, 32)
+    generic = [select(SPEC, TRAITS, *s)[0] for s in (seen, few)]
+    batch = quire.Batch(torch.zeros(32, 1, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))
+    invariant = decide(SPEC, batch, TRAITS, 1, 2048, 32, batch_invariant=True).tile
+    own_tree(user_trees, attention=["keys_per_seq", 100, LEAF, "generic"], hopper="generic")
+    for function in (trees.fitted_trees, trees.choose_tree, select, prefers_hopper):
+        function.cache_clear()
+    assert select(SPEC, TRAITS, *seen)[0] == generic[0] and "mine.json" in select(SPEC, TRAITS, *seen)[1]
+    assert select(SPEC, TRAITS, *few)[0].leaf == LEAF != generic[1].leaf
+    assert prefers_hopper(SPEC, TRAITS, *rounded(SPEC, TRAITS, 4096, 4096, 4096))
+    assert decide(SPEC, batch, TRAITS, 1, 64, 32).tile.leaf == LEAF
+    assert decide(SPEC, batch, TRAITS, 1, 64, 32, batch_invariant=True).tile == invariant
 
 
 def test_a_broken_tree_of_the_user_s_is_told(user_trees):

@@ -166,7 +166,7 @@ def test_a_fitted_tree_chooses_what_is_best_also_where_it_was_not_fitted(tmp_pat
     summary = command.summed_up(rows)
     assert summary["training"]["mean"] < 1.02 and summary["held_out"]["mean"] < 1.05 and summary["held_out"]["over_default"] < 1
     prompt = next(job.case for job in FEW if job.case.name.startswith("prefill 1 of 4096"))
-    assert choice(prompt, tree, TRAITS) == HOPPER and "Hopper" in explain(tree["hopper"])
+    assert choice(prompt, tree, TRAITS) == HOPPER and "the portable kernels" in explain(tree["hopper"])
     assert choice(prompt, {**tree, "hopper": False}, TRAITS) != HOPPER
     assert all(features(job.case, TRAITS)["head_dim"] == 128 for job in FEW) and [kind["head_dim"] for kind in tree["covers"]] == [128]
     assert choice(FEW[0].case, load_tree("generic"), TRAITS) == default(FEW[0].case, TRAITS)

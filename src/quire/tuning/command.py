@@ -17,8 +17,8 @@ import triton
 from quire.bench.report import commit_here
 from quire.tuning import select
 from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves
-from quire.tuning.select import load_tree
-from quire.tuning.sweep import HOPPER, MOST_SPILLS, Job, OnGpu, Records, configurations, features, header, jobs, launches, prove, sweep
+from quire.tuning.select import GENERIC, load_tree, walk
+from quire.tuning.sweep import HOPPER, MOST_SPILLS, Job, OnGpu, Records, configurations, default, features, header, jobs, key_of, launches, prove, sweep
 from quire.tuning.traits import Traits, device_traits
 
 EXAMPLES = """examples:
@@ -131,9 +131,15 @@ def measured_rows(chosen: list[Job], records: Records, traits: Traits, hopper: b
         fast = times.pop(HOPPER, None)
         if not times or (hopper and fast is None):
             continue
+        seen = features(job.case, traits)
         if hopper:
             times = {"portable": min(times.values()), HOPPER: fast}
-        rows.append(Measured(features(job.case, traits), times))
+            generic = HOPPER if walk(load_tree(GENERIC)["hopper"], seen) else "portable"
+        else:
+            generic = key_of(default(job.case, traits).leaf)
+        if generic in times:
+            times[GENERIC] = times[generic]
+        rows.append(Measured(seen, times))
     return rows
 
 
@@ -146,8 +152,8 @@ def fitted(chosen: list[Job], records: Records, traits: Traits) -> dict:
     kept = {key: records.header[key] for key in ("device", "torch", "triton", "commit", "date", "quick") if key in records.header}
     facts = kept | {"cases": len(train), "held_out": len(held_out), "tiles_alone": regrets(rows, tiles)}
     return {
-        "fitted_on": facts, "traits": records.header["traits"], "covers": covered(rows), "attention": with_leaves(tiles, records.leaves),
-        "hopper": with_leaves(fit_tree(choices, 3), {HOPPER: True, "portable": False}) if choices else load_tree("generic")["hopper"],
+        "fitted_on": facts, "traits": records.header["traits"], "covers": covered(rows), "attention": with_leaves(tiles, records.leaves | {GENERIC: GENERIC}),
+        "hopper": with_leaves(fit_tree(choices, 3), {HOPPER: True, "portable": False, GENERIC: GENERIC}) if choices else GENERIC,
     }  # fmt: skip
 
 
@@ -196,8 +202,8 @@ def markdown(rows: list[dict], facts: dict) -> str:
 def sentences(rows: list[dict]) -> list[str]:
     """Return what a tree is worth, in words."""
     return [
-        f"{name.replace('_', ' ')}: regret {some['mean']:.3f} in geometric mean, {some['worst']:.2f} at worst; {some['over_default']:.3f} of the default's time, "
-        f"whose regret is {some['default_mean']:.3f}"
+        f"{name.replace('_', ' ')}: regret {some['mean']:.3f} in geometric mean, {some['worst']:.2f} at worst; {some['over_default']:.3f} of the "
+        f"default's time, whose regret is {some['default_mean']:.3f}"
         for name, some in summed_up(rows).items()
     ]
 

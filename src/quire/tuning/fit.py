@@ -2,6 +2,7 @@
 
 Of two configurations that take nearly the same time either will do, and a tree that minimises regret knows that. The search is greedy but for looking ahead:
 at the upper levels the best few splits are each grown to the end, and the best of these trees is kept. A leaf has its price, below which a gain is noise.
+A leaf may leave the choice to the generic tree, which costs nothing: what was not seen to gain stays as it was.
 """
 
 import math
@@ -12,11 +13,11 @@ from itertools import pairwise
 
 import torch
 
-from quire.tuning.select import walk
+from quire.tuning.select import GENERIC, walk
 
 MOST_LEVELS = 6
 FEWEST_CASES = 2  # of a leaf
-PRICE = 0.02  # of a leaf, in logarithms of regret summed over cases: 2 % on one case
+PRICE = 0.02  # of a leaf that is not the generic tree, in logarithms of regret summed over cases: 2 % on one case
 BEAM = (1, 1, 1, 2, 3, 4)  # splits that are grown to the end, by the levels left below them
 BEARABLE = math.log(1.1)  # what a case loses beyond this counts more
 STRESS = 2.0
@@ -48,13 +49,14 @@ class Table:
         self.configs = sorted({config for row in rows for config in row.times})
         regrets = torch.tensor([[row.regret(config) for config in self.configs] for row in rows], dtype=torch.float64).log()
         self.costs = regrets + STRESS * (regrets - BEARABLE).clamp(min=0)
+        self.prices = torch.tensor([0.0 if config == GENERIC else PRICE for config in self.configs], dtype=torch.float64)
         names = sorted(rows[0].features)
         self.values = {name: torch.tensor([row.features[name] for row in rows]) for name in names}
 
     def leaf(self, cases: torch.Tensor) -> tuple[float, str]:
         """Return the configuration that costs least over some cases, and its cost."""
-        cost, at = self.costs[cases].sum(0).min(0)
-        return float(cost) + PRICE, self.configs[int(at)]
+        cost, at = (self.costs[cases].sum(0) + self.prices).min(0)
+        return float(cost), self.configs[int(at)]
 
     def splits(self, cases: torch.Tensor) -> list[tuple[float, str, int, torch.Tensor, torch.Tensor]]:
         """Return all splits of some cases, the cheapest first, with what they cost if both sides were leaves."""
@@ -72,7 +74,7 @@ class Table:
     def grow(self, cases: torch.Tensor, levels: int) -> tuple[float, list | str]:
         """Return the cheapest tree over some cases that was found, and its cost."""
         best = self.leaf(cases)
-        if levels == 0 or best[0] <= 2 * PRICE:
+        if levels == 0 or best[0] <= PRICE:
             return best
         for _, name, threshold, below, above in self.splits(cases)[: BEAM[levels - 1]]:
             (left_cost, left), (right_cost, right) = self.grow(below, levels - 1), self.grow(above, levels - 1)
@@ -130,6 +132,8 @@ def explain(tree, indent: str = "") -> str:
 
 def leaf_in_words(leaf) -> str:
     """Return what a leaf decides."""
+    if leaf == GENERIC:
+        return "as the generic tree says"
     if isinstance(leaf, bool):
         return "the Hopper kernel" if leaf else "the portable kernels"
     loops = ", a loop without masks" if leaf["unmasked_loop"] else ""

@@ -15,6 +15,7 @@ from quire.spec import AttentionSpec
 from quire.tuning.space import Tile, fit
 from quire.tuning.traits import Traits
 
+GENERIC = "generic"  # a leaf of a fitted tree that leaves the choice to the generic one
 USER_TREES = Path.home() / ".config" / "quire" / "trees"
 
 
@@ -101,19 +102,36 @@ def choose_tree(spec: AttentionSpec, traits: Traits, part: str) -> tuple[str, ob
     for name, tree in fitted_trees(traits):
         if part in tree and any(all(features[feature] == value for feature, value in kind.items()) for kind in tree["covers"]):
             return name, tree[part]
-    return "generic", load_tree("generic")[part]
+    return GENERIC, load_tree(GENERIC)[part]
+
+
+def decision(tree, features: dict[str, int], part: str):
+    """Return what a fitted tree decides, or the generic one where that leaves it to it."""
+    leaf = walk(tree, features)
+    return walk(load_tree(GENERIC)[part], features) if leaf == GENERIC else leaf
 
 
 @cache
-def select(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: int, keys_per_seq: int, queries_per_seq: int) -> tuple[Tile, str]:
-    """Choose a tile; the arguments are those of `features_of`.
+def select(
+    spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: int, keys_per_seq: int, queries_per_seq: int, fitted: bool = True
+) -> tuple[Tile, str]:  # fmt: skip
+    """Choose a tile.
+
+    Args:
+        spec: what is computed.
+        traits: of the device.
+        rows_per_seq: as for `features_of`, and so the next three.
+        rows_per_sm: see there.
+        keys_per_seq: see there.
+        queries_per_seq: see there.
+        fitted: whether a fitted tree may choose; else the generic one does.
 
     Returns:
         The tile, and the tree's name and features as words.
     """
-    name, tree = choose_tree(spec, traits, "attention")
+    name, tree = choose_tree(spec, traits, "attention") if fitted else (GENERIC, load_tree(GENERIC)["attention"])
     features = features_of(spec, traits, rows_per_seq, rows_per_sm, keys_per_seq, queries_per_seq)
-    leaf = walk(tree, features)
+    leaf = decision(tree, features, "attention")
     tile = fit(Tile(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v)), spec, traits)
     return tile, f"{name} tree at " + ", ".join(f"{name} {value}" for name, value in features.items())
 
@@ -122,7 +140,7 @@ def select(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: 
 def prefers_hopper(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: int, keys_per_seq: int, queries_per_seq: int) -> bool:
     """Whether the Hopper kernel is the faster one, where it serves; the arguments are those of `features_of`."""
     _, tree = choose_tree(spec, traits, "hopper")
-    return walk(tree, features_of(spec, traits, rows_per_seq, rows_per_sm, keys_per_seq, queries_per_seq))
+    return decision(tree, features_of(spec, traits, rows_per_seq, rows_per_sm, keys_per_seq, queries_per_seq), "hopper")
 
 
 def padded(dim: int) -> int:

@@ -23,7 +23,7 @@ from quire.bench.peers import quire_calls
 from quire.plan import decide
 from quire.service import name as name_of_kernel
 from quire.targets import Launch
-from quire.tuning.select import features_of, load_tree, padded, rounded, walk
+from quire.tuning.select import decision, features_of, load_tree, padded, rounded
 from quire.tuning.space import Tile, fast_tile, fit, tiles
 from quire.tuning.traits import Traits
 
@@ -92,7 +92,7 @@ def features(case: Case, traits: Traits) -> dict[str, int]:
 
 def default(case: Case, traits: Traits) -> Tile:
     """Return what the generic tree chooses, fitted to the device."""
-    return tile_of(walk(load_tree("generic")["attention"], features(case, traits)), case, traits)
+    return tile_of(decision(load_tree("generic")["attention"], features(case, traits), "attention"), case, traits)
 
 
 def tile_of(leaf: dict, case: Case, traits: Traits) -> Tile:
@@ -337,8 +337,8 @@ def header(device: str, traits: Traits, quick: bool, chosen: Sequence[Job], fact
 def choice(case: Case, tree: dict, traits: Traits) -> Config:
     """Return the configuration that plans would have for a case with a tree."""
     seen, lens, bounds = features(case, traits), torch.zeros(len(case.lens) + 1, dtype=torch.int32), case.bounds
-    tile = tile_of(walk(tree["attention"], seen), case, traits)
-    if bounds["max_query_len"] == 1 or isinstance(fast_tile(case.spec, traits, short=False), str) or not walk(tree["hopper"], seen):
+    tile = tile_of(decision(tree["attention"], seen, "attention"), case, traits)
+    if bounds["max_query_len"] == 1 or isinstance(fast_tile(case.spec, traits, short=False), str) or not decision(tree["hopper"], seen, "hopper"):
         return tile
     batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], lens)
     plan = decide(case.spec, batch, traits, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"], tile=tile)
