@@ -33,7 +33,7 @@ EXAMPLES = """examples:
 TILE = ("block_m", "block_n", "num_warps", "num_stages", "unmasked_loop", "programs_per_sm")
 RANGES = ((1, 131072), (8, 32768), (32, 16384), (128, 8192))  # sequences, and the keys that a graph is captured for
 VITAL = (  # columns of any terminal
-    "µs", "floor", "Quire", "Quire / best other", "of ceiling", "bound", "floor µs", "registers", "spilled B", "occupancy", "ratio", "best other",
+    "µs", "floor", "Quire", "Quire / best other", "of ceiling", "floor µs", "registers", "spilled B", "occupancy", "ratio", "best other",
 )  # fmt: skip
 
 

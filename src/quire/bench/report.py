@@ -270,7 +270,7 @@ def plot_roofline(report: dict):
         if others:
             axis.scatter(*zip(*others, strict=True), s=34, facecolors="none", edgecolors=KIND_COLOURS[kind], linewidths=0.8)
         points = ours or [(r["intensity"], r["flops"] / r["floor_micros"] / 1e6) for r in some]
-        axis.scatter(*zip(*points, strict=True), s=16, color=KIND_COLOURS[kind], label=kind)
+        axis.scatter(*zip(*points, strict=True), s=16, color=KIND_COLOURS[kind], label=kind, zorder=3)
     axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
     axis.set_title("Roofline: Quire (filled), the best other (rings)" if measured else "Roofline: where each case could be at best")
     axis.legend(loc="lower right")
