@@ -23,7 +23,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable ".[transformers,dev]"
+	$(BIN)/pip install --quiet --editable ".[transformers,bench,dev]"
 	@touch $@
 
 $(OLD_TRITON)/.ready: $(VENV)/.ready
@@ -45,7 +45,7 @@ test-newest: $(VENV)/.ready
 
 test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/integrations tests/engines tests/test_api.py tests/test_service.py tests/test_mutations.py
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/bench tests/integrations tests/engines tests/test_api.py tests/test_service.py tests/test_mutations.py
 
 test-old-triton: $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile ring"

@@ -13,7 +13,7 @@ from quire import check
 from quire.cli import main
 from quire.testing import Verdict
 
-COMMANDS = ("generate", "check", "env")
+COMMANDS = ("generate", "check", "bench", "tune", "env")
 
 
 def test_help_names_every_command_and_shows_examples(capsys):

@@ -16,8 +16,8 @@ from quire.errors import UnsupportedError
 from quire.kernels.shares import FEW_TILES
 from quire.kernels.views import Scratch
 from quire.spec import AttentionSpec
-from quire.tuning.select import select
-from quire.tuning.space import FastTile, Tile, fast_pays, fast_tile
+from quire.tuning.select import power_of_two, prefers_hopper, rounded, select
+from quire.tuning.space import FastTile, Tile, fast_tile
 from quire.tuning.traits import Traits, device_traits
 
 MERGE_COST = 0.29  # of one partial state, in tiles of keys (eight at once take 1.5 µs, a tile 0.65 µs; NVIDIA H200, 2026-11-20)
@@ -87,7 +87,7 @@ class Plan:
     @property
     def partial_rows(self) -> int:
         """Rows of a partial state: as few as sequences have, rounded up, so that few lengths of steps decide what is compiled."""
-        return min(self.tile.block_m, _power_of_two(max(1, self.max_query_len) * self.spec.group_size))
+        return min(self.tile.block_m, power_of_two(max(1, self.max_query_len) * self.spec.group_size))
 
     @property
     def two_steps(self) -> bool:
@@ -224,15 +224,16 @@ def decide(
     num_splits: int | None = None, tile: Tile | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> Plan:  # fmt: skip
     """Decide all of a plan but its scratch, which it still lacks if it has shares."""
-    rows = num_tokens * spec.group_size * spec.num_kv_heads / traits.num_sms
+    seen = rounded(spec, traits, max_query_len, max_seq_len, num_tokens)
     why = "tile given by the caller"
     asked = tile is not None or num_splits is not None or batch_invariant
     if tile is None and batch_invariant:
-        tile, why = select(spec, traits, _power_of_two(spec.group_size), 1, CHUNK)
+        # By the generic tree: one tile serves all batches, and those that trees are fitted to have one each.
+        tile, why = select(spec, traits, power_of_two(spec.group_size), 1, CHUNK, 1, fitted=False)
         if tile.block_dv > 128:  # two sums in registers, of the block and of the chunk
             tile = replace(tile, block_n=max(16, tile.block_n // 2), programs_per_sm=2)
     elif tile is None:
-        tile, why = select(spec, traits, _power_of_two(max_query_len * spec.group_size), _power_of_two(rows), _power_of_two(max_seq_len))
+        tile, why = select(spec, traits, *seen)
     whole = Plan(spec, batch, "triton", max_query_len, max_seq_len, num_tokens, traits, tile, 0, None, why)
     num_blocks = whole.num_q_blocks(num_tokens)
     capacity = traits.num_sms * tile.programs_per_sm
@@ -254,7 +255,7 @@ def decide(
         if kernel == "hopper":
             raise UnsupportedError(f"kernel must be 'triton' or left out here, got 'hopper', which does not serve {fast}")
         return decided
-    if kernel == "hopper" or (kernel is None and num_shares == 0 and fast_pays(spec, traits, max_query_len, num_tokens)):
+    if kernel == "hopper" or (kernel is None and num_shares == 0 and prefers_hopper(spec, traits, *seen)):
         decided = replace(decided, kernel="hopper", num_shares=0, fast=fast)
         # Decoding sequences between prompts are read as if they were alone. Where all lengths can be alike, there are none.
         few = max(1, 16 // spec.group_size)
@@ -322,7 +323,3 @@ def choose_shares(whole: Plan, num_blocks: int, capacity: int) -> int:
     # As the kernel finds it; programs that would find no share need not be launched.
     shortest = max(1, int(math.sqrt(tiles * (MERGE_COST / 10 if tiles > whole.long else MERGE_COST)) + 0.5))
     return min(max(1, capacity // num_kv_heads), num_blocks * triton.cdiv(tiles, shortest))
-
-
-def _power_of_two(value: float) -> int:
-    return 1 << max(0, int(-(-value // 1)) - 1).bit_length()

@@ -185,35 +185,58 @@ class Verdict:
         return self.out <= 1 and (self.lse is None or self.lse <= 1)
 
 
+class Oracle:
+    """What a problem's result should be, and how far from it a result may lie: computed once, for any number of results.
+
+    The budget comes from the data itself: error ≤ 2 · (error of the same mathematics in torch at the input dtype + eps · max|ref|), both against float64.
+
+    Args:
+        problem: what is computed.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.exact = self._reference(torch.float64)
+        self.budget = 0.0
+        if self.exact.out.numel():
+            naive = self._reference(problem.spec.dtype)
+            eps = torch.finfo(problem.spec.dtype).eps
+            self.budget = 2 * ((naive.out.double() - self.exact.out).abs().max().item() + eps * self.exact.out.abs().max().item())
+
+    def judge(self, result: torch.Tensor | State) -> Verdict:
+        """Judge a result: out, or a state."""
+        out, lse = result if isinstance(result, State) else (result, None)
+        if out.numel() == 0:
+            return Verdict(0.0, None if lse is None else 0.0, 0.0)
+        worst = (out.double() - self.exact.out).abs().max().item()
+        over = worst / self.budget if self.budget else (0.0 if worst == 0 else float("inf"))
+        return Verdict(over, None if lse is None else self._judge_lse(lse), worst)
+
+    def _judge_lse(self, lse: torch.Tensor) -> float:
+        # lse is float32 and computed in it whatever the inputs are; empty rows are -inf on both sides.
+        exact = self.exact.lse
+        finite = exact.isfinite()
+        if not torch.equal(finite, lse.isfinite()) or not torch.equal(exact[~finite], lse[~finite].double()):
+            return float("inf")
+        if not finite.any():
+            return 0.0
+        single, eps = self._reference(torch.float32).lse, torch.finfo(torch.float32).eps
+        budget = 2 * ((single.double() - exact)[finite].abs().max().item() + eps * max(1.0, exact[finite].abs().max().item()))
+        return (lse.double() - exact)[finite].abs().max().item() / budget
+
+    def _reference(self, dtype: torch.dtype) -> State:
+        p = self.problem
+        return reference.attention(p.q, p.cache, p.batch, p.spec, **p.tables, dtype=dtype)
+
+
 def error_budget(problem: Problem, result: torch.Tensor | State) -> Verdict:
-    """Judge a result by the data itself: error ≤ 2 · (error of the same mathematics in torch at the input dtype + eps · max|ref|), both against float64.
+    """Judge a result against the `Oracle` of its problem.
 
     Args:
         problem: what was computed.
         result: what came out: out, or a state.
     """
-    out, lse = result if isinstance(result, State) else (result, None)
-    if out.numel() == 0:
-        return Verdict(0.0, None if lse is None else 0.0, 0.0)
-    arguments = (problem.q, problem.cache, problem.batch, problem.spec)
-    exact = reference.attention(*arguments, **problem.tables)
-    naive = reference.attention(*arguments, **problem.tables, dtype=problem.spec.dtype)
-    eps = torch.finfo(problem.spec.dtype).eps
-    worst = (out.double() - exact.out).abs().max().item()
-    budget = 2 * ((naive.out.double() - exact.out).abs().max().item() + eps * exact.out.abs().max().item())
-    over = worst / budget if budget else (0.0 if worst == 0 else float("inf"))
-    if lse is None:
-        return Verdict(over, None, worst)
-    # lse is float32 and computed in it whatever the inputs are; empty rows are -inf on both sides.
-    single = reference.attention(*arguments, **problem.tables, dtype=torch.float32)
-    finite = exact.lse.isfinite()
-    if not torch.equal(finite, lse.isfinite()) or not torch.equal(exact.lse[~finite], lse[~finite].double()):
-        return Verdict(over, float("inf"), worst)
-    if not finite.any():
-        return Verdict(over, 0.0, worst)
-    eps = torch.finfo(torch.float32).eps
-    budget = 2 * ((single.lse.double() - exact.lse)[finite].abs().max().item() + eps * max(1.0, exact.lse[finite].abs().max().item()))
-    return Verdict(over, (lse.double() - exact.lse)[finite].abs().max().item() / budget, worst)
+    return Oracle(problem).judge(result)
 
 
 def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True) -> None:

@@ -9,7 +9,8 @@ import argparse
 import time
 
 from tests.compile import launches
-from tests.compile.targets import TARGETS, compiling
+
+from quire.targets import TARGETS, compiling
 
 
 def main() -> None:

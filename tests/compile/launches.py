@@ -1,10 +1,11 @@
 """The launches of the compile ring: kinds of batches × head dims × feature sets, called as a user calls them."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 import quire
+from quire.targets import plan_as_for_a_gpu
 
 BATCHES = {  # sequences, queries and keys of each; queries in all, where they are fewer than that
     "decode, short": (1, 1, 128),
@@ -71,12 +72,9 @@ def plan_of(batch: str, spec: quire.AttentionSpec, wanted: Features, batch_invar
     table = torch.zeros((num_seqs * pages,) if wanted.flat_table else (num_seqs, pages), dtype=torch.int32)
     starts = None if batch in ("decode", "decode, split") else cu_seqlens_q
     described = quire.Batch(table, cu_seqlens_q[1:], starts, cu_seqlens_q.clone() if wanted.flat_table else None)
-    # On a CPU a plan refuses bfloat16, which Triton's interpreter gets wrong. float16 is as wide and leads to the same choices.
-    wide = {"dtype": torch.float16, "kv_dtype": torch.float16 if spec.kv_dtype is torch.bfloat16 else spec.kv_dtype}
-    seen = replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec
     num_tokens = num_tokens[0] if num_tokens else None
-    plan = quire.plan(seen, described, max_query_len=q_len, max_seq_len=kv_len, num_tokens=num_tokens, batch_invariant=batch_invariant)
-    return replace(plan, spec=spec, beside=plan.beside and replace(plan.beside, spec=spec))
+    bounds = {"max_query_len": q_len, "max_seq_len": kv_len, "num_tokens": num_tokens}
+    return plan_as_for_a_gpu(spec, described, **bounds, batch_invariant=batch_invariant)
 
 
 def make_inputs(plan: quire.Plan, wanted: Features) -> dict:

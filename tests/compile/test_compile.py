@@ -9,8 +9,8 @@ import sys
 import pytest
 import triton
 from tests.compile import launches
-from tests.compile.targets import TARGETS, compiling
 
+from quire.targets import TARGETS, compiling
 from quire.tuning.space import Tile
 
 if triton.knobs.runtime.interpret:

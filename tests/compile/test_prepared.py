@@ -7,11 +7,11 @@ import pytest
 import torch
 import triton
 from tests.compile import launches
-from tests.compile.targets import TARGETS, StubDriver
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import quire
+from quire.targets import TARGETS, StubDriver
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)

@@ -5,10 +5,10 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from tests.compile.targets import TARGETS, compiling
 from triton.runtime.jit import JITFunction
 
 import quire
+from quire.targets import TARGETS, compiling
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)

@@ -1,6 +1,8 @@
 """`Tile`: the legal configurations of a launch, stated once, with what they cost in shared memory."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 
 from quire.spec import AttentionSpec
 from quire.tuning.traits import Traits
@@ -58,13 +60,6 @@ def fast_tile(spec: AttentionSpec, traits: Traits, short: bool) -> FastTile | st
     return FastTile(num_warpgroups, 64 * num_warpgroups // heads, *tiles[spec.head_dim])
 
 
-def fast_pays(spec: AttentionSpec, traits: Traits, max_query_len: int, num_tokens: int) -> bool:
-    """Return whether the Hopper kernel is worth what it takes to set up (measured on an H200, 2026-11-21)."""
-    if spec.head_dim == 64:
-        return num_tokens * spec.num_q_heads > 128 * traits.num_sms
-    return max_query_len > (32 if spec.head_dim == 128 else 128)
-
-
 @dataclass(frozen=True)
 class Tile:
     """One configuration of the attention kernel.
@@ -90,10 +85,49 @@ class Tile:
     block_d: int
     block_dv: int
 
+    @property
+    def leaf(self) -> dict:
+        """What a decision tree says of it: all but what the spec decides."""
+        return {name: value for name, value in asdict(self).items() if name not in ("block_d", "block_dv")}
+
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Return an upper bound of the bytes of shared memory this tile needs: the queries, and K and V tiles in flight."""
         kv_tile = self.block_n * (self.block_d * spec.kv_dtype.itemsize + self.block_dv * spec.kv_dtype.itemsize)
         return self.block_m * self.block_d * spec.dtype.itemsize + self.num_stages * kv_tile
+
+
+ROWS, KEYS, WARPS, STAGES, PROGRAMS = (16, 32, 64, 128), (16, 32, 64, 128, 256), (2, 4, 8), (1, 2, 3, 4), (1, 2, 3, 4)
+NUMBERS_PER_THREAD = 160  # of accumulators and scores, beside which 255 registers leave room for the rest
+
+
+def tiles(spec: AttentionSpec, traits: Traits, rows_per_seq: int, block_d: int, block_dv: int, quick: bool = False) -> Iterator[Tile]:
+    """Go through the configurations that are legal for a spec on a device, for batches whose sequences have up to `rows_per_seq` rows.
+
+    A block has no more rows than a sequence; what is in flight fits the shared memory, of all programs that a multiprocessor is expected to hold at once;
+    and a thread's part of the accumulators and scores fits its registers. What a compiler makes of it is seen only afterwards.
+
+    Args:
+        spec: what is computed.
+        traits: of the device.
+        rows_per_seq: most rows of any sequence.
+        block_d: head_dim, padded.
+        block_dv: head_dim_v, padded.
+        quick: only those that are usual winners.
+    """
+    decoding = rows_per_seq <= 16
+    if quick:
+        keys, warps, stages, programs = KEYS[1:4], WARPS[1:], STAGES[1:3], PROGRAMS[:3] if decoding else PROGRAMS[:1]
+    elif decoding:
+        keys, warps, stages, programs = KEYS, WARPS, STAGES, PROGRAMS
+    else:  # arithmetic is the limit: more programs would only share it
+        stages = STAGES if traits.shared_memory < 128 * 1024 else STAGES[1:]
+        keys, warps, programs = KEYS[1:4], WARPS[1:], PROGRAMS[:2]
+    for block_m, block_n, num_warps, num_stages, unmasked, per_sm in product(ROWS, keys, warps, stages, (False, True), programs):
+        tile = Tile(block_m, block_n, num_warps, num_stages, unmasked, per_sm, block_d, block_dv)
+        fits = tile.shared_memory(spec) * per_sm <= traits.shared_memory
+        held = block_m * (block_dv + block_n) // (32 * num_warps) <= NUMBERS_PER_THREAD
+        if fits and held and block_m <= max(16, rows_per_seq) and not (unmasked and decoding) and (not quick or (num_warps == 8) == (block_m == 128)):
+            yield tile
 
 
 def fit(tile: Tile, spec: AttentionSpec, traits: Traits) -> Tile:

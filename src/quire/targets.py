@@ -1,23 +1,30 @@
-"""Compile Quire's own launches for GPUs that are not here, and read what they need from what was compiled.
+"""GPUs that are not here: what they hold, and what Quire's launches need there, read from what was compiled. No GPU needed.
 
 `compiling(target)` puts a stub driver in place that names the target, gives plans that target's traits, and lets every launch stop after compilation. The
-verbs are called as a user calls them, on small CPU tensors: arguments, specialisation and tiles are those of a real launch.
+verbs are called as a user calls them, on small CPU tensors: arguments, specialisation and tiles are those of a real launch. What is compiled so lies in
+Triton's cache, where a real launch on such a GPU finds it: `compile_all` fills it with all cores before anything is timed.
 """
 
 import contextlib
+import multiprocessing
+import os
 import re
+import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+import quire
 from quire.tuning.traits import Traits, traits_of
 
 KB = 1024
@@ -53,6 +60,15 @@ TARGETS = {
         Target("gfx950", GPUTarget("hip", "gfx950", 64), 256, 160 * KB),  # MI355X
     )
 }
+
+
+def here() -> Target:
+    """Describe the GPU that is here as a target."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    gpu = driver.active.get_current_target()
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+    max_warps = properties.max_threads_per_multi_processor // gpu.warp_size
+    return Target(f"{properties.name}, here", gpu, properties.multi_processor_count, shared_memory, max_warps, 32)
 
 
 @dataclass(frozen=True)
@@ -153,3 +169,77 @@ def inspect_amd(kernel, target: Target) -> tuple[int, int, int, int]:
 
     # The private segment is no measure: parking scalar registers in vector lanes reserves 36 bytes of it that nothing touches.
     return number(r"; TotalNumVgprs"), 4 * number(r"\.vgpr_spill_count"), number(r"\.sgpr_spill_count"), number(r"; Occupancy")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of `quire.attention` to compile.
+
+    Attributes:
+        spec: what is computed.
+        num_seqs: sequences.
+        max_query_len: most queries of any; 1 where every sequence has one.
+        max_seq_len: most keys of any.
+        num_tokens: query tokens of the batch.
+        page_size: tokens per page.
+        options: further arguments of `quire.plan`.
+    """
+
+    spec: quire.AttentionSpec
+    num_seqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_tokens: int
+    page_size: int = 16
+    options: tuple[tuple[str, object], ...] = ()
+
+    def compile(self, target: Target) -> tuple[quire.Plan, list[Compiled]]:
+        """Compile it, and return its plan and what was compiled."""
+        with compiling(target) as compiled:
+            starts = None if self.max_query_len == 1 else torch.zeros(self.num_seqs + 1, dtype=torch.int32)
+            table = torch.zeros(self.num_seqs, -(-self.max_seq_len // self.page_size), dtype=torch.int32)
+            batch = quire.Batch(table, torch.zeros(self.num_seqs, dtype=torch.int32), starts)
+            plan = plan_as_for_a_gpu(
+                self.spec, batch, max_query_len=self.max_query_len, max_seq_len=self.max_seq_len, num_tokens=self.num_tokens, **dict(self.options)
+            )
+            q = torch.empty(self.num_tokens, self.spec.num_q_heads, self.spec.head_dim, dtype=self.spec.dtype)
+            sinks = torch.zeros(self.spec.num_q_heads, dtype=self.spec.dtype) if self.spec.sinks else None
+            quire.attention(q, quire.PagedKVCache.empty(self.spec, 4, self.page_size), plan, sinks=sinks, out=torch.empty_like(q))
+        return replace(plan, prepared={}), compiled
+
+
+def plan_as_for_a_gpu(spec: quire.AttentionSpec, batch: quire.Batch, **bounds) -> quire.Plan:
+    """Plan for CPU tensors that stand in for a GPU's, within `compiling`.
+
+    On a CPU a plan refuses bfloat16, which Triton's interpreter gets wrong. float16 is as wide and leads to the same choices.
+    """
+    wide = {"dtype": torch.float16, "kv_dtype": torch.float16 if spec.kv_dtype is torch.bfloat16 else spec.kv_dtype}
+    plan = quire.plan(replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec, batch, **bounds)
+    return replace(plan, spec=spec, beside=plan.beside and replace(plan.beside, spec=spec))
+
+
+def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[Launch, str, list[Compiled]]]:
+    """Compile launches in processes of their own, as many as there are cores; yield each when it is done, with its plan in words, or why it failed.
+
+    What was compiled is left in Triton's cache.
+    """
+    with ProcessPoolExecutor(min(len(launches), os.cpu_count() or 1) or 1, multiprocessing.get_context("spawn"), _prepare_process) as pool:
+        try:
+            waiting = {pool.submit(_compile, launch, target): launch for launch in launches}
+            for done in as_completed(waiting):
+                yield waiting[done], *done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _prepare_process() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it stops it
+
+
+def _compile(launch: Launch, target: Target) -> tuple[str, list[Compiled]]:
+    try:
+        plan, compiled = launch.compile(target)
+    except Exception as error:  # Triton's compiler raises many kinds
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}", []
+    return repr(plan), compiled

@@ -1,0 +1,94 @@
+"""The first Triton kernel that anyone writes for paged attention: one program per query token and head. Kept to learn from, and as a lower bound.
+
+The grid is [num_tokens, num_q_heads]. A program loads its one query, walks over all the keys that it sees in tiles of BLOCK_N, finds each key's page, and
+keeps a running softmax. What is wrong with it, and what Quire's kernels do about it:
+
+* The heads of a group read the same keys one program after the other: `blocks.py` gives a program the rows of all of them.
+* One row is a product of a vector and a matrix, so the matrix units are idle: 16 rows and more feed them.
+* A long sequence is one long loop in one program: `shares.py` cuts the keys of the batch into equal parts.
+* The page of a key is loaded right before the key: `find_pages` is one tile ahead.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+import quire
+
+
+@triton.jit
+def naive_kernel(
+    q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
+    k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]
+    v_ptr,  # same
+    out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
+    page_table,  # [num_seqs, stride_table] int32
+    seq_of,  # [num_tokens] int32, which sequence owns the token
+    pos_of,  # [num_tokens] int32, the token's position among the keys of its sequence
+    scale, stride_table,
+    NUM_Q_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs_d = tl.arange(0, BLOCK_D)
+    inside = offs_d < HEAD_DIM
+    at = (token * NUM_Q_HEADS + head) * HEAD_DIM + offs_d
+    q = tl.load(q_ptr + at, mask=inside, other=0.0).to(tl.float32) * scale
+    row = page_table + tl.load(seq_of + token).to(tl.int64) * stride_table
+    pos = tl.load(pos_of + token)
+    m = float("-inf")
+    denom = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for tile in range(0, pos + 1, BLOCK_N):
+        kv_pos = tile + tl.arange(0, BLOCK_N)
+        seen = kv_pos <= pos
+        page = tl.load(row + kv_pos // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
+        offs = ((page * PAGE_SIZE + kv_pos % PAGE_SIZE) * (NUM_Q_HEADS // GROUP) + head // GROUP) * HEAD_DIM
+        keep = seen[:, None] & inside[None, :]
+        k = tl.load(k_ptr + offs[:, None] + offs_d[None, :], mask=keep, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + offs[:, None] + offs_d[None, :], mask=keep, other=0.0).to(tl.float32)
+        scores = tl.where(seen, tl.sum(k * q[None, :], 1), float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 0))
+        p = tl.exp(scores - m_new)
+        alpha = tl.exp(m - m_new)
+        denom = denom * alpha + tl.sum(p, 0)
+        acc = acc * alpha + tl.sum(p[:, None] * v, 0)
+        m = m_new
+    tl.store(out_ptr + at, (acc / denom).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def naive_attention(
+    q: torch.Tensor,  # [num_tokens, num_q_heads, head_dim]
+    cache: quire.PagedKVCache,
+    page_table: torch.Tensor,  # [num_seqs, max_pages_per_seq] int32
+    seq_of: torch.Tensor,  # [num_tokens] int32
+    pos_of: torch.Tensor,  # [num_tokens] int32
+    scale: float,
+    out: torch.Tensor,  # like q
+) -> torch.Tensor:
+    """Attend causally with the naive kernel; q, out and an NHD cache all contiguous.
+
+    Args:
+        q: queries, [num_tokens, num_q_heads, head_dim].
+        cache: the pages.
+        page_table: [num_seqs, max_pages_per_seq] int32.
+        seq_of: [num_tokens] int32, the sequence of each token.
+        pos_of: [num_tokens] int32, its position there; it sees the keys up to that.
+        scale: on the scores.
+        out: written, like q.
+
+    Returns:
+        out.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    naive_kernel[(num_tokens, num_q_heads)](
+        q, cache.k, cache.v, out, page_table, seq_of, pos_of, scale, page_table.stride(0), NUM_Q_HEADS=num_q_heads, GROUP=num_q_heads // cache.num_kv_heads,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PAGE_SIZE=cache.page_size, BLOCK_N=32,
+    )  # fmt: skip
+    return out
+
+
+def owners(query_lens: list[int], seq_lens: list[int], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which sequence owns each query token, and its position there: two [num_tokens] int32."""
+    seqs = [seq for seq, n in enumerate(query_lens) for _ in range(n)]
+    positions = [s - q + i for q, s in zip(query_lens, seq_lens, strict=True) for i in range(q)]
+    return torch.tensor(seqs, dtype=torch.int32, device=device), torch.tensor(positions, dtype=torch.int32, device=device)

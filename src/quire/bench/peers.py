@@ -1,0 +1,273 @@
+"""The libraries that are measured beside Quire, each one small adapter: used when installed, reported absent when not.
+
+An adapter is a function of a case's inputs and the output tensor. It returns `plan(page_table) -> call`: what a server does once per step, and what it does
+once per layer. A call writes `out`, or returns its result in an order of tokens like that of `out`. Libraries whose keys are not paged are given contiguous
+copies, made beforehand, which flatters them.
+"""
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+import quire
+from quire.bench.measure import Call, Inputs, NotServed
+from quire.bench.naive import naive_attention, owners
+
+FLASHINFER_WORKSPACE = 256 << 20  # bytes
+PATIENCE = 5e10  # operations, for which the naive kernel takes 20 ms (NVIDIA H200, 2026-11-21)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library to measure.
+
+    Attributes:
+        name: in tables and plots; Quire's own begin with "Quire".
+        module: what must be importable.
+        prepare: the adapter.
+        plans: there is host work per step, to be timed on its own.
+        package: whose version is told.
+    """
+
+    name: str
+    module: str
+    prepare: Callable[[Inputs, torch.Tensor], Callable[[torch.Tensor], Call]]
+    plans: bool = False
+    package: str = ""
+
+    def absent(self) -> str | None:
+        """Return why it cannot be used here; None if it can."""
+        try:
+            importlib.import_module(self.module)
+        except Exception as error:  # a library built for another machine raises what it likes
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else self.module}"
+        return None
+
+    def version(self) -> str:
+        """Return what is installed."""
+        try:
+            return importlib.metadata.version(self.package or self.module.split(".")[0])
+        except importlib.metadata.PackageNotFoundError:
+            return str(getattr(importlib.import_module(self.module.split(".")[0]), "__version__", "present"))
+
+
+def serves(wrong: bool, what: str) -> None:
+    """Raise unless a library has what a case needs."""
+    if wrong:
+        raise NotServed(what)
+
+
+def plain(inputs: Inputs) -> None:
+    """Raise unless the case is ordinary causal attention in 16 bits."""
+    spec = inputs.case.spec
+    serves(spec.dtype.itemsize != 2 or spec.kv_dtype != spec.dtype, f"does not serve {spec.dtype} on {spec.kv_dtype}".replace("torch.", ""))
+    serves(spec.sinks, "does not serve sinks")
+
+
+def window_of(spec: quire.AttentionSpec) -> tuple[int, int]:
+    return (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
+
+
+def quire_calls(inputs: Inputs, out: torch.Tensor, **options) -> Callable[[torch.Tensor], Call]:
+    workspace: list = []  # of the first plan; the others never run at the same time
+
+    def plan(table: torch.Tensor) -> Call:
+        made = inputs.plan(table, workspace=workspace[0] if workspace else None, **options)
+        if made.workspace is not None and not workspace:
+            workspace.append(made.workspace)
+        return partial(quire.attention, inputs.q, inputs.cache, made, sinks=inputs.sinks, out=out)
+
+    return plan
+
+
+def quire_with_tile(inputs: Inputs, out: torch.Tensor, **fields: int) -> Callable[[torch.Tensor], Call]:
+    """As `quire_calls`, with some fields of the tile that a plan would choose replaced; never the Hopper kernel."""
+    return quire_calls(inputs, out, tile=replace(inputs.plan(inputs.tables[0]).tile, **fields))
+
+
+def naive_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
+    spec, case = inputs.case.spec, inputs.case
+    serves(case.flops > PATIENCE, "too slow to wait for")
+    serves(spec.sinks or spec.sliding_window is not None or spec.kv_dtype != spec.dtype, "knows causal attention alone")
+    seq_of, pos_of = owners([q for q, _ in case.lens], [s for _, s in case.lens], inputs.q.device)
+    return lambda table: partial(naive_attention, inputs.q, inputs.cache, table, seq_of, pos_of, spec.softmax_scale, out)
+
+
+def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Callable[[torch.Tensor], Call]:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata  # pyright: ignore[reportMissingImports]
+
+    spec, case, bounds = inputs.case.spec, inputs.case, inputs.case.bounds
+    serves(spec.kv_dtype != spec.dtype, "fp8 caches only with fp8 queries")
+    serves(spec.sinks and version < 3, "does not serve sinks")
+    metadata = None
+
+    def plan(table: torch.Tensor) -> Call:
+        nonlocal metadata
+        if version == 3:
+            metadata = get_scheduler_metadata(
+                batch_size=len(case.lens), max_seqlen_q=bounds["max_query_len"], max_seqlen_k=bounds["max_seq_len"], num_heads_q=spec.num_q_heads,
+                num_heads_kv=spec.num_kv_heads, headdim=spec.head_dim, cache_seqlens=inputs.seq_lens, qkv_dtype=spec.dtype,
+                cu_seqlens_q=inputs.cu_seqlens_q, page_size=case.page_size, causal=True, window_size=window_of(spec), num_splits=0,
+            )  # fmt: skip
+        return partial(
+            flash_attn_varlen_func, inputs.q, inputs.cache.k, inputs.cache.v, max_seqlen_q=bounds["max_query_len"], cu_seqlens_q=inputs.cu_seqlens_q,
+            max_seqlen_k=bounds["max_seq_len"], seqused_k=inputs.seq_lens, softmax_scale=spec.softmax_scale, causal=True,
+            window_size=list(window_of(spec)), block_table=table, out=out, scheduler_metadata=metadata, num_splits=0, fa_version=version, s_aux=inputs.sinks,
+        )  # fmt: skip
+
+    return plan
+
+
+def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Callable[[torch.Tensor], Call]:
+    import flashinfer  # pyright: ignore[reportMissingImports]
+
+    spec, case = inputs.case.spec, inputs.case
+    serves(spec.sinks, "sinks only through a variant compiled at run time")
+    serves(backend == "fa3" and (case.bounds["max_query_len"] == 1 or spec.kv_dtype != spec.dtype), "its fa3 kernels are for prefill in 16 bits")
+    pages = [-(-s // case.page_size) for _, s in case.lens]
+    indptr = torch.tensor([0, *pages]).cumsum(0).to(torch.int32)
+    last = torch.tensor([(s - 1) % case.page_size + 1 for _, s in case.lens], dtype=torch.int32)
+    starts = inputs.cu_seqlens_q.cpu()
+    heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, case.page_size)
+    options = {"window_left": window_of(spec)[0], "q_data_type": spec.dtype, "kv_data_type": spec.kv_dtype, "sm_scale": spec.softmax_scale}
+    shared = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=inputs.q.device)
+
+    def plan(table: torch.Tensor) -> Call:
+        indices = torch.cat([row[:n] for row, n in zip(table, pages, strict=True)])
+        if case.bounds["max_query_len"] == 1:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(shared, "NHD", use_tensor_cores=spec.group_size > 1, backend=backend)
+            wrapper.plan(indptr, indices, last, *heads, **options)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(shared, "NHD", backend=backend)
+            wrapper.plan(starts, indptr, indices, last, *heads, causal=True, **options)
+        return partial(wrapper.run, inputs.q, (inputs.cache.k, inputs.cache.v), out=out)
+
+    return plan
+
+
+def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention  # pyright: ignore[reportMissingImports]
+
+    spec, bounds = inputs.case.spec, inputs.case.bounds
+    serves(spec.kv_dtype is torch.int8, "its int8 caches have scales per token")
+    shape = (inputs.q.shape[0], spec.num_q_heads, 16)
+    scratch = {"dtype": torch.float32, "device": inputs.q.device}
+    segments = torch.empty(*shape, spec.head_dim, **scratch), torch.empty(shape, **scratch), torch.empty(shape, **scratch)
+    return lambda table: partial(
+        unified_attention, inputs.q, inputs.cache.k, inputs.cache.v, out, inputs.cu_seqlens_q, bounds["max_query_len"], inputs.seq_lens,
+        bounds["max_seq_len"], spec.softmax_scale, True, window_of(spec), table, 0, None, None, None,
+        seq_threshold_3D=128 // spec.num_kv_heads, num_par_softmax_segments=16, sinks=inputs.sinks,
+        softmax_segm_output=segments[0], softmax_segm_max=segments[1], softmax_segm_expsum=segments[2],
+    )  # fmt: skip
+
+
+def cudnn_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
+    import cudnn  # pyright: ignore[reportMissingImports]
+
+    plain(inputs)
+    spec, case = inputs.case.spec, inputs.case
+    q_len = case.lens[0][0]
+    serves(any(q != q_len for q, _ in case.lens), "one query length per batch")
+    serves(q_len > 1 and any(q != s for q, s in case.lens), "queries of several tokens only where they are the whole sequence")
+    serves(spec.sliding_window is not None, "no window beside a page table here")
+    num_seqs, device = len(case.lens), inputs.q.device
+    kind = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[spec.dtype]
+    graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT)
+    q, o = (x.view(num_seqs, q_len, spec.num_q_heads, spec.head_dim).transpose(1, 2) for x in (inputs.q, out))
+    k, v = inputs.cache.k.transpose(1, 2), inputs.cache.v.transpose(1, 2)
+    lens = torch.full((num_seqs, 1, 1, 1), q_len, dtype=torch.int32, device=device), inputs.seq_lens.view(num_seqs, 1, 1, 1)
+    table = inputs.tables[0][:, None, :, None]
+    names = [graph.tensor_like(x) for x in (q, k, v, table, table, *lens)]
+    result, _ = graph.sdpa(
+        name="sdpa", q=names[0], k=names[1], v=names[2], is_inference=True, attn_scale=spec.softmax_scale, use_causal_mask=q_len > 1,
+        use_padding_mask=True, seq_len_q=names[5], seq_len_kv=names[6], paged_attention_k_table=names[3], paged_attention_v_table=names[4],
+        paged_attention_max_seq_len_kv=case.bounds["max_seq_len"],
+    )  # fmt: skip
+    result.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
+    handle = cudnn.create_handle()
+
+    def run(tensors: dict) -> None:
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        graph.execute(tensors, workspace, handle=handle)
+
+    def plan(table: torch.Tensor) -> Call:
+        paged = table[:, None, :, None]
+        return partial(run, dict(zip([*names, result], [q, k, v, paged, paged, *lens, o], strict=True)))
+
+    return plan
+
+
+def contiguous(inputs: Inputs, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of sequences that are all alike, [num_seqs, num_kv_heads, seq_len, head_dim] each."""
+    seq_len = inputs.case.lens[0][1]
+    return tuple(cache[table.long()].flatten(1, 2)[:, :seq_len].transpose(1, 2).contiguous() for cache in (inputs.cache.k, inputs.cache.v))
+
+
+def alike(inputs: Inputs) -> tuple[torch.Tensor, int, int]:
+    """Return the queries of sequences that are all alike, [num_seqs, num_q_heads, query_len, head_dim], and both lengths."""
+    plain(inputs)
+    serves(not inputs.case.uniform, "one length per batch, keys not paged")
+    q_len, seq_len = inputs.case.lens[0]
+    return inputs.q.view(-1, q_len, *inputs.q.shape[1:]).transpose(1, 2), q_len, seq_len
+
+
+def sdpa_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.functional import scaled_dot_product_attention
+
+    q, q_len, seq_len = alike(inputs)
+    spec = inputs.case.spec
+    serves(spec.sliding_window is not None, "does not serve windows")
+    options = {"scale": spec.softmax_scale, "enable_gqa": True}
+    if q_len == seq_len:
+        options["is_causal"] = True
+    elif q_len > 1:
+        options["attn_mask"] = causal_lower_right(q_len, seq_len)
+
+    def plan(table: torch.Tensor) -> Call:
+        k, v = contiguous(inputs, table)
+        return lambda: scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+    return plan
+
+
+def flex_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, q_len, seq_len = alike(inputs)
+    spec = inputs.case.spec
+    before, window = seq_len - q_len, spec.sliding_window or seq_len
+
+    def visible(batch, head, q_index, kv_index):
+        return (kv_index <= q_index + before) & (kv_index > q_index + before - window)
+
+    mask = None if q_len == 1 and window >= seq_len else create_block_mask(visible, None, None, q_len, seq_len, device=inputs.q.device.type)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def plan(table: torch.Tensor) -> Call:
+        k, v = contiguous(inputs, table)
+        return lambda: compiled(q, k, v, block_mask=mask, scale=spec.softmax_scale, enable_gqa=True).transpose(1, 2)
+
+    return plan
+
+
+PEERS = (
+    Peer("Quire", "quire", quire_calls, plans=True),
+    Peer("Quire, batch-invariant", "quire", partial(quire_calls, batch_invariant=True), plans=True),
+    Peer("FlashAttention 3", "vllm.vllm_flash_attn._vllm_fa3_C", partial(flash_attention_calls, version=3), plans=True),
+    Peer("FlashAttention 2", "vllm.vllm_flash_attn._vllm_fa2_C", partial(flash_attention_calls, version=2)),
+    Peer("FlashInfer fa2", "flashinfer", partial(flashinfer_calls, backend="fa2"), plans=True, package="flashinfer-python"),
+    Peer("FlashInfer fa3", "flashinfer", partial(flashinfer_calls, backend="fa3"), plans=True, package="flashinfer-python"),
+    Peer("vLLM Triton", "vllm.v1.attention.ops.triton_unified_attention", vllm_triton_calls),
+    Peer("cuDNN", "cudnn", cudnn_calls, package="nvidia-cudnn-frontend"),
+    Peer("SDPA, not paged", "torch", sdpa_calls),
+    Peer("FlexAttention, not paged", "torch", flex_calls),
+    Peer("Quire, naive", "quire", naive_calls),
+)
+BASELINES = ("SDPA, not paged", "FlexAttention, not paged")  # which read no pages: never "the best other", nor are Quire's own variants

@@ -1,0 +1,249 @@
+"""`quire tune`: measure this GPU and fit a decision tree that plans then walk: once per kind of GPU, offline.
+
+Every legal configuration is checked, then timed, on cases that span what is served; a small tree is fitted that loses least against the best of them; and it
+is timed beside the default, on other cases too. The tree goes where plans look for it. A sweep that was stopped goes on where it was.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import triton
+
+from quire.bench.report import commit_here
+from quire.tuning import select
+from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves
+from quire.tuning.select import GENERIC, load_tree, walk
+from quire.tuning.sweep import HOPPER, MOST_SPILLS, Job, OnGpu, Records, configurations, default, features, header, jobs, key_of, launches, prove, sweep
+from quire.tuning.traits import Traits, device_traits
+
+EXAMPLES = """examples:
+  quire tune --quick                      # some minutes; the tree is used by every plan from then on
+  quire tune                              # all cases and configurations; stop it with Ctrl-C, and the next call goes on
+  quire tune --output mine.json           # a tree somewhere else, which no plan uses
+  quire tune --explain                    # the tree that plans use here, as text
+  quire tune --explain mine.json
+"""
+PROOF = 25  # replays
+
+
+def add_parser(subparsers) -> None:
+    """Add the command to the `quire` parser."""
+    parser = subparsers.add_parser(
+        "tune", help="measure this GPU and fit a decision tree for plans", description=__doc__,
+        epilog=f"{EXAMPLES}\nplans look for trees in {select.USER_TREES}, by what a device holds and can do, not by its name",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="fewer cases and the usual winners only")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the tree there; a file of its own where plans look when not given")
+    parser.add_argument("--records", type=Path, metavar="FILE", help="what was measured, line by line (default: beside the tree, in .jsonl)")
+    parser.add_argument("--commit", help="say that this commit was measured; asked of git when not given")
+    parser.add_argument("--explain", nargs="?", const="", metavar="FILE", help="print a tree as text and leave: that in use here, when no file is given")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if args.explain is not None:
+        return tell_tree(args.explain)
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        print(f"quire tune needs {error.name}, which is not installed; pip install 'quire[bench]'", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("quire tune must have a GPU to measure, got none; trees that were fitted elsewhere can be told with --explain", file=sys.stderr)
+        return 2
+    from quire.targets import here
+
+    console = Console()
+    device, name = torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_name()
+    traits, chosen = device_traits(device), jobs(args.quick)
+    place = args.output or select.USER_TREES / f"{'_'.join(name.lower().split())}.json"
+    path = args.records or place.with_suffix(".quick.jsonl" if args.quick else ".jsonl")
+    facts = {"torch": torch.__version__, "triton": triton.__version__, "commit": args.commit or commit_here(), "date": time.strftime("%Y-%m-%d")}
+    try:
+        records = Records(path, header(name, traits, args.quick, chosen, facts))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    console.print(f"{name}: {len(chosen)} cases; what is measured goes to {path}", style="dim", highlight=False, soft_wrap=True)
+    try:
+        out = compile_beforehand([job for job in chosen if job.case.name not in records.done], traits, args.quick, here(), console)
+        begun = time.perf_counter()
+        with bar(console) as progress:
+            task = progress.add_task("measuring", total=sum(len(configurations(job.case, traits, args.quick)) for job in chosen))
+            sweep(chosen, records, traits, args.quick, OnGpu, out, lambda case, n: progress.update(task, advance=n, description=case))
+        console.print(f"measured in {time.perf_counter() - begun:.0f} s: {len(records.wrong)} wrong or ruled out", style="dim", highlight=False)
+        tree = fitted(chosen, records, traits)
+        with bar(console) as progress:
+            task = progress.add_task("proving", total=len(chosen))
+            rows = prove(chosen, records, tree, traits, OnGpu, PROOF, lambda case, n: progress.update(task, advance=n, description=case))
+    except KeyboardInterrupt:
+        print(f"stopped; the same command goes on from {path}", file=sys.stderr)
+        return 130
+    tree["fitted_on"] |= {"regret": summed_up(rows)}
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(written(tree))
+    place.with_suffix(".md").write_text(markdown(rows, tree["fitted_on"]))
+    tell_rows(rows, console)
+    used = "plans use it from now on" if place.parent == select.USER_TREES else "a tree that no plan uses yet"
+    console.print(f"{place}: {used}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def bar(console):
+    """Return a progress bar that tells the time left."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    return Progress(*columns, console=console, transient=True)
+
+
+def compile_beforehand(chosen: list[Job], traits: Traits, quick: bool, target, console) -> frozenset[tuple[str, str]]:
+    """Fill Triton's cache with all cores; return the (case, configuration) names that spill too much, or do not compile."""
+    from quire.targets import compile_all
+
+    begun, stands_for, out = time.perf_counter(), launches(chosen, traits, quick), set()
+    if not stands_for:
+        return frozenset()
+    with bar(console) as progress:
+        task = progress.add_task("compiling", total=len(stands_for))
+        for launch, _, compiled in compile_all(list(stands_for), target):
+            hopper = any(kernel.kernel == "prefill_kernel" for kernel in compiled)  # its parts keep some numbers on the stack
+            if not compiled or (not hopper and max(kernel.spills for kernel in compiled) > MOST_SPILLS):
+                out |= set(stands_for[launch])
+            progress.advance(task)
+    words = f"{len(stands_for)} kernels compiled in {time.perf_counter() - begun:.0f} s; {len(out)} configurations of cases ruled out by what they compile to"
+    console.print(words, style="dim", highlight=False)
+    return frozenset(out)
+
+
+def measured_rows(chosen: list[Job], records: Records, traits: Traits, hopper: bool = False) -> list[Measured]:
+    """Return what was measured, as `fit_tree` takes it: of all tiles, or, with `hopper`, of the Hopper kernel against the best tile."""
+    rows = []
+    for job in chosen:
+        times = {key: rounds[max(rounds)] for key, rounds in records.of(job.case.name).items()}
+        fast = times.pop(HOPPER, None)
+        if not times or (hopper and fast is None):
+            continue
+        seen = features(job.case, traits)
+        if hopper:
+            times = {"portable": min(times.values()), HOPPER: fast}
+            generic = HOPPER if walk(load_tree(GENERIC)["hopper"], seen) else "portable"
+        else:
+            generic = key_of(default(job.case, traits).leaf)
+        if generic in times:
+            times[GENERIC] = times[generic]
+        rows.append(Measured(seen, times))
+    return rows
+
+
+def fitted(chosen: list[Job], records: Records, traits: Traits) -> dict:
+    """Return the tree that fits the records, with its provenance, as plans read it."""
+    train, held_out = [job for job in chosen if not job.held_out], [job for job in chosen if job.held_out]
+    rows = measured_rows(train, records, traits)
+    tiles = fit_tree(rows)
+    choices = measured_rows(train, records, traits, hopper=True)
+    kept = {key: records.header[key] for key in ("device", "torch", "triton", "commit", "date", "quick") if key in records.header}
+    facts = kept | {"cases": len(train), "held_out": len(held_out), "tiles_alone": regrets(rows, tiles)}
+    return {
+        "fitted_on": facts, "traits": records.header["traits"], "covers": covered(rows), "attention": with_leaves(tiles, records.leaves | {GENERIC: GENERIC}),
+        "hopper": with_leaves(fit_tree(choices, 3), {HOPPER: True, "portable": False, GENERIC: GENERIC}) if choices else GENERIC,
+    }  # fmt: skip
+
+
+def summed_up(rows: list[dict]) -> dict:
+    """Return geometric means and worst cases: of the tree's regret on the cases it was fitted to and on others, and of its time over the default's."""
+    found = {}
+    for name, some in (("training", [r for r in rows if not r["held_out"]]), ("held_out", [r for r in rows if r["held_out"]])):
+        if some:
+            over = [r["tuned"] / r["default"] for r in some if r["default"]]
+            each = [r["regret"] for r in some]
+            found[name] = {"mean": round(statistics.geometric_mean(each), 4), "worst": round(max(each), 4)}
+            found[name] |= {"over_default": round(statistics.geometric_mean(over), 4), "default_mean": round(default_regret(some), 4)}
+    return found
+
+
+def default_regret(rows: list[dict]) -> float:
+    """Return the regret of the default, in geometric mean."""
+    return statistics.geometric_mean(r["default"] / min(r["default"], r["tuned"], r["best"] or r["tuned"]) for r in rows if r["default"])
+
+
+def written(tree: dict) -> str:
+    """Return a tree as JSON with a line for each part and node."""
+    def node(part, indent: str) -> str:
+        if not isinstance(part, list):
+            return json.dumps(part)
+        inner = indent + "  "
+        return f"[{json.dumps(part[0])}, {part[1]},\n{inner}{node(part[2], inner)},\n{inner}{node(part[3], inner)}]"
+
+    lines = [f'  "{name}": {node(part, "  ") if name in ("attention", "hopper") else json.dumps(part)}' for name, part in tree.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def markdown(rows: list[dict], facts: dict) -> str:
+    """Return tuned against default and best, case by case, as a Markdown table."""
+    def micros(value: float | None) -> str:
+        return f"{value:.1f}" if value else "–"
+
+    lines = [f"# `quire tune` on {facts['device']}", "", ", ".join(f"{k} {v}" for k, v in facts.items() if not isinstance(v, dict)) + "; µs.", ""]
+    lines += ["| case | held out | choice | default | tuned | best | regret |", "| --- |" + " --- |" * 6]
+    for r in rows:
+        numbers = " | ".join(micros(r[name]) for name in ("default", "tuned", "best"))
+        lines.append(f"| {r['case']} | {'yes' if r['held_out'] else ''} | {r['tile']} | {numbers} | {r['regret']:.3f} |")
+    return "\n".join([*lines, "", *sentences(rows)]) + "\n"
+
+
+def sentences(rows: list[dict]) -> list[str]:
+    """Return what a tree is worth, in words."""
+    return [
+        f"{name.replace('_', ' ')}: regret {some['mean']:.3f} in geometric mean, {some['worst']:.2f} at worst; {some['over_default']:.3f} of the "
+        f"default's time, whose regret is {some['default_mean']:.3f}"
+        for name, some in summed_up(rows).items()
+    ]
+
+
+def tell_rows(rows: list[dict], console) -> None:
+    """Print tuned against default and best, case by case."""
+    from rich.table import Table
+
+    wide = console.width >= 120
+    made = Table(header_style="bold")
+    made.add_column("case", no_wrap=True)
+    for head in (*["tile"] * wide, "default µs", "tuned µs", "best µs", *["tuned / default"] * wide, "regret"):
+        made.add_column(head, justify="right")
+    for r in sorted(rows, key=lambda r: r["held_out"]):
+        numbers = [f"{r[name]:.1f}" if r[name] else "–" for name in ("default", "tuned", "best")]
+        ratio = f"{r['tuned'] / r['default']:.3f}" if r["default"] else "–"
+        made.add_row(f"{'held out: ' * r['held_out']}{r['case']}", *[r["tile"]] * wide, *numbers, *[ratio] * wide, f"{r['regret']:.3f}")
+    console.print(made)
+    for line in sentences(rows):
+        console.print(line, highlight=False)
+
+
+def tell_tree(file: str) -> int:
+    """Print a tree as text."""
+    name, tree = "generic", load_tree("generic")
+    if file:
+        try:
+            name, tree = file, json.loads(Path(file).read_text())
+            tree["attention"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"--explain must name a tree that `quire tune` wrote, got {file!r}: {type(error).__name__} {error}", file=sys.stderr)
+            return 2
+    elif torch.cuda.is_available():
+        found = select.fitted_trees(device_traits(torch.device("cuda", torch.cuda.current_device())))
+        name, tree = found[0] if found else (name, tree)
+    facts = ", ".join(f"{key} {value}" for key, value in tree["fitted_on"].items() if not isinstance(value, dict))
+    print(f"{name}: {facts}")
+    for part, some in tree["fitted_on"].get("regret", {}).items():
+        print(f"regret, {part.replace('_', ' ')}: {some['mean']:.3f} in geometric mean, {some['worst']:.3f} at worst")
+    if "covers" in tree:
+        print("serves " + "; ".join(", ".join(f"{k} {v}" for k, v in kind.items()) for kind in tree["covers"]) + "; the generic tree serves the rest")
+    print(f"\nkernel of prompts, where the Hopper one serves:\n{explain(tree['hopper'], '  ')}\ntile:\n{explain(tree['attention'], '  ')}", end="")
+    return 0

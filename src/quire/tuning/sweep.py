@@ -1,0 +1,374 @@
+"""Measure every legal configuration on every case, successively fewer of them for longer, and write each number down as soon as it is known.
+
+A case begins with all configurations of the space that are legal for it. Those whose results are wrong are out before anything is timed. The rest are timed
+in rounds: after each, those that cannot win are dropped, and the next measures longer. What the default tree chooses stays to the end, so that
+a tree can be compared with it. Records are lines of JSON in one file, only ever appended to: a sweep that is stopped goes on where it was.
+"""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from quire.batch import Batch
+from quire.bench.cases import Case, decode, decoding, log_normal, prompts
+from quire.bench.measure import Inputs, Sample, capture, lay_out, replay, told
+from quire.bench.peers import quire_calls
+from quire.plan import decide
+from quire.service import name as name_of_kernel
+from quire.targets import Launch
+from quire.tuning.select import decision, features_of, load_tree, padded, rounded
+from quire.tuning.space import Tile, fast_tile, fit, tiles
+from quire.tuning.traits import Traits
+
+HOPPER = "hopper"  # the configuration that is a kernel of its own
+Config = Tile | str
+ROUNDS = (3, 7, 15)  # replays of each
+WITHIN = (1.5, 1.15)  # of the best: who goes on to the second round, and to the third
+AT_MOST = (24, 8)
+MOST_SPILLS = 128  # bytes per thread, beyond which a configuration is not worth timing
+TABLES = 32  # page tables of a case, at most
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case to tune for.
+
+    Attributes:
+        case: the batch.
+        held_out: to judge a tree by, not to fit it to.
+    """
+
+    case: Case
+    held_out: bool = False
+
+
+def jobs(quick: bool) -> list[Job]:
+    """Return the cases of a sweep: those to fit to, and others with other lengths, seeds and heads to judge by."""
+    trained = ("Llama-3-8B", "Llama-3.2-1B", "Gemma-3-12B", "Qwen2.5-7B", *(() if quick else ("MQA", "Qwen2.5-1.5B")))
+    other = ("Llama-3-70B", "Qwen3-30B-A3B")
+    if quick:
+        contexts = (1, 512), (1, 8192), (2, 4096), (8, 1024), (32, 2048), (64, 512), (128, 1024)
+        drafts = (8, 4, 2048), (16, 8, 2048), (1, 8, 8192)
+        lengths = [64], [128], [512], [1024], [4096]
+        chunks = (32, 4096), (128, 8192)
+    else:
+        contexts = *product((1, 4, 16, 64, 256), (256, 1024, 4096)), (1, 65536)
+        drafts = (1, 4, 4096), (1, 8, 8192), (8, 4, 2048), (16, 8, 2048), (48, 4, 1024), (16, 16, 4096)
+        lengths = [64], [128], [256], [512], [1024], [4096], [512] * 8, log_normal(8, 512, 6)
+        chunks = (32, 4096), (64, 4096), (128, 8192), (256, 16384), (1024, 16384)
+    found = []
+    for model in trained:
+        found += [Job(decode(n, length, f" {model}", model=model)) for n, length in contexts]
+        found.append(Job(decoding(f"decode 32 log-normal 1024 {model}", log_normal(32, 1024, 5), model=model)))
+        found += [Job(Case(f"drafts {n}x{q} on {s} {model}", "drafts", ((q, s),) * n, model)) for n, q, s in drafts]
+        found += [Job(prompts(f"prefill {len(ns)} of {max(ns)} {model}", ns, model=model)) for ns in lengths]
+        found += [Job(Case(f"chunk {q} on {s} {model}", "chunk", ((q, s),), model)) for q, s in chunks]
+    if not quick:
+        fp8 = tuple(product((1, 16, 128), (1024, 4096)))
+        found += [Job(decode(n, length, " fp8", kv_dtype="float8_e4m3fn")) for n, length in fp8]
+        found += [Job(prompts(f"prefill {n} fp8", [n], kv_dtype="float8_e4m3fn")) for n in (256, 2048)]
+    for model in (*trained[:2], *other):
+        some = [decode(2, 3000, f" {model}", model=model), decode(48, 1500, f" {model}", model=model), prompts(f"prefill 700 {model}", [700], model=model)]
+        some.append(decoding(f"decode 20 log-normal 3000 {model}", log_normal(20, 3000, 11), model=model))
+        some.append(Case(f"drafts 12x5 on 1500 {model}", "drafts", ((5, 1500),) * 12, model))
+        if not quick:
+            some.append(prompts(f"prefill 6 log-normal 900 {model}", log_normal(6, 900, 12), model=model))
+            some.append(Case(f"chunk 200 on 6000 {model}", "chunk", ((200, 6000),), model))
+        found += [Job(case, held_out=True) for case in some]
+    return found
+
+
+def features(case: Case, traits: Traits) -> dict[str, int]:
+    """Return what a tree sees of a case."""
+    return features_of(case.spec, traits, *rounded(case.spec, traits, **case.bounds))
+
+
+def default(case: Case, traits: Traits) -> Tile:
+    """Return what the generic tree chooses, fitted to the device."""
+    return tile_of(decision(load_tree("generic")["attention"], features(case, traits), "attention"), case, traits)
+
+
+def tile_of(leaf: dict, case: Case, traits: Traits) -> Tile:
+    """Return the tile that a tree's leaf means for a case."""
+    spec = case.spec
+    return fit(Tile(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v)), spec, traits)
+
+
+def configurations(case: Case, traits: Traits, quick: bool) -> list[Config]:
+    """Return what is legal for a case: the default first, then the space, and the Hopper kernel where it serves."""
+    spec = case.spec
+    some = tiles(spec, traits, features(case, traits)["rows_per_seq"], padded(spec.head_dim), padded(spec.head_dim_v), quick)
+    found: list[Config] = list(dict.fromkeys([default(case, traits), *some]))
+    if case.bounds["max_query_len"] > 1 and not isinstance(fast_tile(spec, traits, short=False), str):
+        found.append(HOPPER)
+    return found
+
+
+def leaf_of(config: Config) -> dict | str:
+    """Return a configuration as it stands in records and trees."""
+    return config if isinstance(config, str) else config.leaf
+
+
+def key_of(leaf: dict | str) -> str:
+    """Return a name of what stands in records: of a tile, "rows x keys, warps, stages, u for the loop without masks, programs"."""
+    if isinstance(leaf, str):
+        return leaf
+    unmasked = "u" if leaf["unmasked_loop"] else ""
+    return f"{leaf['block_m']}x{leaf['block_n']} w{leaf['num_warps']} s{leaf['num_stages']}{unmasked} p{leaf['programs_per_sm']}"
+
+
+def options_of(config: Config) -> dict:
+    """Return what `quire.plan` is given."""
+    return {"kernel": HOPPER} if isinstance(config, str) else {"tile": config}
+
+
+# Compilation
+
+
+def launches(chosen: Sequence[Job], traits: Traits, quick: bool) -> dict[Launch, list[tuple[str, str]]]:
+    """Return the launches that differ in what is compiled, each with the (case, configuration) names that it stands for."""
+    found: dict[tuple, Launch] = {}
+    stands_for: dict[Launch, list[tuple[str, str]]] = defaultdict(list)
+    for job in chosen:
+        case = job.case
+        lens = torch.zeros(len(case.lens) + 1, dtype=torch.int32)
+        starts = None if case.bounds["max_query_len"] == 1 else lens
+        batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], starts)
+        for config in configurations(case, traits, quick):
+            bounds = case.bounds
+            plan = decide(case.spec, batch, traits, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"], **options_of(config))
+            kind = case.spec, case.page_size, name_of_kernel(plan)
+            if kind not in found:
+                found[kind] = Launch(case.spec, len(case.lens), **bounds, page_size=case.page_size, options=tuple(options_of(config).items()))
+            stands_for[found[kind]].append((case.name, key_of(leaf_of(config))))
+    return stands_for
+
+
+# Records
+
+
+class Records:
+    """A sweep's file: a header, then one line for each thing found.
+
+    Args:
+        path: read if it exists, and appended to.
+        header: what the numbers belong to; "traits" and others that must be those of the file.
+
+    Raises:
+        ValueError: the file is of another device, software or kind of sweep.
+    """
+
+    def __init__(self, path: Path, header: dict) -> None:
+        self.wrong: dict[tuple[str, str], str] = {}
+        self.times: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+        self.leaves: dict[str, dict | str] = {}
+        self.done: set[str] = set()
+        lines = read_lines(path) if path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("r+" if lines else "w")
+        if lines:
+            differ = [name for name in ("device", "traits", "triton", "quick", "jobs") if lines[0].get(name) != header.get(name)]
+            if differ:
+                told = "; ".join(f"{name} {lines[0].get(name)!r} there, {header.get(name)!r} here" for name in differ)
+                raise ValueError(f"{path} must be of the same sweep, got {told}; name another file with --records")
+            self.header = lines[0]
+            for line in lines[1:]:
+                self._take(line)
+            self.file.seek(0)
+            self.file.truncate()  # a last line that was cut off goes
+            self.file.writelines(json.dumps(line) + "\n" for line in lines)
+            self.file.flush()
+        else:
+            self.header = header
+            self._write(header)
+
+    def add(self, **line) -> None:
+        """Write a line down and take note of it."""
+        self._take(line)
+        self._write(line)
+
+    def _write(self, line: dict) -> None:
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+
+    def _take(self, line: dict) -> None:
+        if "done" in line:
+            self.done.add(line["done"])
+            return
+        key = key_of(line["config"])
+        self.leaves[key] = line["config"]
+        if "wrong" in line:
+            self.wrong[line["case"], key] = line["wrong"]
+        else:
+            self.times[line["case"], key][line["round"]] = line["micros"]
+
+    def of(self, case: str) -> dict[str, dict[int, float]]:
+        """Return the times of a case by configuration and round."""
+        return {key: rounds for (name, key), rounds in self.times.items() if name == case and rounds}
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Read the whole lines of a file of records."""
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break  # the sweep was stopped while it wrote this one
+    return found
+
+
+# The sweep
+
+
+class Session(Protocol):
+    """What measures the configurations of one case."""
+
+    def check(self, config: Config) -> str | None:
+        """Make a configuration ready to be timed; return what is wrong with its result, or None."""
+        ...
+
+    def time(self, configs: Sequence[Config], replays: int) -> list[float]:
+        """Return the median time of each in µs, measured in turn."""
+        ...
+
+
+class OnGpu:
+    """Measures on the current GPU, as the bench does."""
+
+    def __init__(self, case: Case) -> None:
+        self.inputs: Inputs = lay_out(case, most_tables=TABLES)
+        self.sample = Sample(self.inputs, self.inputs.tables[0])
+        self.ready: dict[Config, tuple[torch.cuda.CUDAGraph, list]] = {}
+
+    def check(self, config: Config) -> str | None:
+        out = torch.full_like(self.inputs.q, float("nan"))
+        try:
+            plan = quire_calls(self.inputs, out, **options_of(config))
+            calls = [plan(table) for table in self.inputs.tables]
+            calls[0]()
+            verdict = self.sample.judge(out)
+            if not verdict.passed:
+                return f"error {verdict.error:.2g}, {verdict.out:.1f} times its budget"
+            self.ready[config] = capture(calls), calls
+        except Exception as error:  # Triton's compiler raises many kinds
+            torch.cuda.synchronize()  # raises where the device is lost to this process
+            return told(error)
+        return None
+
+    def time(self, configs: Sequence[Config], replays: int) -> list[float]:
+        times: list[list[float]] = [[] for _ in configs]
+        for _ in range(replays):
+            for config, some in zip(configs, times, strict=True):
+                some.append(replay(self.ready[config][0]) / len(self.inputs.tables))
+        return [statistics.median(some) for some in times]
+
+
+def sweep(
+    chosen: Sequence[Job], records: Records, traits: Traits, quick: bool, session: Callable[[Case], Session], out: frozenset[tuple[str, str]] = frozenset(),
+    advance: Callable[[str, int], None] = lambda name, count: None,
+) -> None:  # fmt: skip
+    """Measure what the records lack.
+
+    Args:
+        chosen: the cases.
+        records: read and added to.
+        traits: of the device.
+        quick: measure the usual winners only.
+        session: makes what measures a case.
+        out: (case, configuration) names that compilation has ruled out.
+        advance: is told the case and how many configurations were finished.
+    """
+    for job in chosen:
+        case = job.case
+        configs = configurations(case, traits, quick)
+        if case.name in records.done:
+            advance(case.name, len(configs))
+            continue
+        try:
+            measured = session(case)
+        except torch.cuda.OutOfMemoryError:  # a smaller GPU than the largest cases were made for
+            records.add(done=case.name)
+            advance(case.name, len(configs))
+            continue
+        stays, alive = configs[0], []
+        for config in configs:
+            key = case.name, key_of(leaf_of(config))
+            why = records.wrong.get(key) or ("ruled out by what it compiles to" if key in out and config is not stays else None) or measured.check(config)
+            if why is None:
+                alive.append(config)
+            elif key not in records.wrong:
+                records.add(case=case.name, config=leaf_of(config), wrong=why)
+            advance(case.name, 1)
+        for turn, replays in enumerate(ROUNDS):
+            known = {c: records.times[case.name, key_of(leaf_of(c))] for c in alive}
+            missing = [c for c in alive if turn not in known[c]]
+            for config, micros in zip(missing, measured.time(missing, replays) if missing else [], strict=True):
+                records.add(case=case.name, config=leaf_of(config), round=turn, micros=micros)
+            if turn + 1 < len(ROUNDS):
+                alive = survivors(alive, {c: known[c][turn] for c in alive}, WITHIN[turn], AT_MOST[turn], stays)
+        records.add(done=case.name)
+        del measured
+
+
+def survivors(alive: list[Config], times: dict[Config, float], within: float, at_most: int, stays: Config) -> list[Config]:
+    """Return who goes on: those near the best, the fastest if there are many; the default always, and the Hopper kernel beside the portable ones."""
+    best = min(times.values(), default=0.0)
+    near = sorted((c for c in alive if times[c] <= within * best or c == HOPPER), key=lambda c: times[c])[:at_most]
+    portable = min((c for c in alive if c != HOPPER), key=lambda c: times[c], default=None)
+    return [c for c in alive if c in near or c in (stays, HOPPER, portable)]
+
+
+def header(device: str, traits: Traits, quick: bool, chosen: Sequence[Job], facts: dict) -> dict:
+    """Return the first line of a file of records."""
+    return {"device": device, "traits": asdict(traits), "quick": quick, "jobs": [job.case.name for job in chosen], **facts}
+
+
+# What a tree would choose
+
+
+def choice(case: Case, tree: dict, traits: Traits) -> Config:
+    """Return the configuration that plans would have for a case with a tree."""
+    seen, lens, bounds = features(case, traits), torch.zeros(len(case.lens) + 1, dtype=torch.int32), case.bounds
+    tile = tile_of(decision(tree["attention"], seen, "attention"), case, traits)
+    if bounds["max_query_len"] == 1 or isinstance(fast_tile(case.spec, traits, short=False), str) or not decision(tree["hopper"], seen, "hopper"):
+        return tile
+    batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], lens)
+    plan = decide(case.spec, batch, traits, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"], tile=tile)
+    return tile if plan.num_shares else HOPPER
+
+
+def prove(
+    chosen: Sequence[Job], records: Records, tree: dict, traits: Traits, session: Callable[[Case], Session], replays: int,
+    advance: Callable[[str, int], None] = lambda name, count: None,
+) -> list[dict]:  # fmt: skip
+    """Time what a tree chooses beside the default and the best that the sweep has found, in turn; return these times in µs, case by case."""
+    found = []
+    for job in chosen:
+        times = {key: rounds[max(rounds)] for key, rounds in records.of(job.case.name).items()}
+        if not times:
+            advance(job.case.name, 1)
+            continue
+        best = records.leaves[min(times, key=lambda key: times[key])]
+        best = best if isinstance(best, str) else tile_of(best, job.case, traits)
+        configs = {"default": choice(job.case, load_tree("generic"), traits), "tuned": choice(job.case, tree, traits), "best": best}
+        measured, distinct = session(job.case), list(dict.fromkeys(configs.values()))
+        wrong = {config: why for config in distinct if (why := measured.check(config))}
+        if configs["tuned"] in wrong:
+            why = wrong[configs["tuned"]]
+            raise RuntimeError(f"{job.case.name}: what the tree chooses must be right, got {why}; add a case like it to `jobs` and tune again")
+        right = [config for config in distinct if config not in wrong]
+        micros = dict(zip(right, measured.time(right, replays), strict=True))
+        row = {"case": job.case.name, "held_out": job.held_out, "tile": key_of(leaf_of(configs["tuned"]))}
+        row |= {name: micros.get(config) for name, config in configs.items()}
+        found.append(row | {"regret": row["tuned"] / min(micros.values())})
+        advance(job.case.name, 1)
+        del measured
+    return found

@@ -1,0 +1,64 @@
+"""The workloads: names, what they need, and traces."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.bench import cases as workloads
+from quire.bench.cases import MODELS, SETS, Case, cases, log_normal, replay, visible_pairs
+
+
+def test_names_are_unique_and_every_set_and_model_is_there():
+    every = cases()
+    assert len({c.name for c in every}) == len(every) > 100
+    assert {name for case in every for name in workloads.sets_of(case)} == set(SETS)
+    assert {case.model for case in every} == set(MODELS)
+    assert {case.kind for case in every} == set(workloads.KINDS)
+    assert all(case.spec.head_dim and case.nbytes and case.flops for case in every)
+
+
+def test_sets_and_parts_of_names_choose():
+    assert [c.name for c in cases(["decode"], "fp8")] == ["decode 32x2048 fp8", "decode 128x4096 fp8", "decode 1x131072 fp8", "drafts 32x8 on 4096 fp8"]
+    assert [c.name for c in cases(["quick"])] == list(workloads.QUICK)
+    assert {c.decode_share for c in cases(["share"])} == {0, 0.5, 1}
+
+
+@given(q_len=st.integers(1, 40), before=st.integers(0, 60), window=st.integers(1, 120))
+def test_pairs_are_those_that_one_counts(q_len, before, window):
+    seq_len = before + q_len
+    assert visible_pairs(q_len, seq_len, window) == sum(min(before + i + 1, window) for i in range(q_len))
+
+
+def test_bytes_are_keys_values_queries_and_outputs():
+    case = Case("a chunk", "chunk", ((4, 100), (1, 30)), page_size=16)
+    assert case.nbytes == 2 * (130 * 8 * 256 + 5 * 32 * 256)
+    windowed = Case("local", "decode", ((1, 5000),), model="Gemma-3-12B, local")
+    assert windowed.nbytes == 2 * (1024 * 8 * 512 + 16 * 512)
+    assert Case("fp8", "decode", ((1, 64),), kv_dtype="float8_e4m3fn").nbytes == 64 * 8 * 256 + 2 * 32 * 256
+
+
+def test_lengths_are_drawn_alike_from_one_seed():
+    lengths = log_normal(2000, 512, seed=1)
+    assert lengths == log_normal(2000, 512, seed=1) != log_normal(2000, 512, seed=2)
+    assert 460 < sorted(lengths)[1000] < 570 and min(lengths) >= 32 and max(lengths) <= 512 * 16 and max(lengths) > 2048
+
+
+def test_a_trace_becomes_cases(tmp_path):
+    trace, rng = tmp_path / "served.csv", random.Random(0)
+    pairs = [(rng.randint(10, 900), rng.randint(1, 200)) for _ in range(50)]
+    trace.write_text("ContextTokens,GeneratedTokens\n" + "".join(f"{p},{o}\n" for p, o in pairs))
+    found = replay(trace, seed=4)
+    assert found == replay(trace, seed=4)
+    assert [c.kind for c in found] == ["decode", "mixed"] * 3 and {len(c.lens) for c in found} == {8, 32, 128}
+    assert max(s for c in found for _, s in c.lens) <= max(p + o + 1 for p, o in pairs)
+    assert found[3].decode_share == 30 / 32
+
+
+@pytest.mark.parametrize("text", ["", "prompt,output\n", "12,30\nmany,few\n"])
+def test_what_is_no_trace_is_refused(tmp_path, text):
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="must hold `prompt tokens,output tokens`"):
+        replay(path)

@@ -1,0 +1,35 @@
+"""The naive kernel is slow, not wrong: against the oracle, and compiled for every vendor."""
+
+import pytest
+import torch
+import triton
+
+import quire
+from quire.bench.naive import naive_attention, owners
+from quire.targets import TARGETS, compiling
+from quire.testing import error_budget, make_problem
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RUNS = torch.cuda.is_available() or triton.knobs.runtime.interpret
+
+
+@pytest.mark.skipif(not RUNS, reason="Triton has no CPU driver: this runs in the interpreter and on a GPU")
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_it_agrees_with_the_oracle(page_size, dtype):
+    spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=24, dtype=dtype)
+    problem = make_problem(spec, ((1, 50), (3, 3), (7, 40), (2, 17), (1, 33)), page_size=page_size, device=DEVICE)
+    seq_of, pos_of = owners(list(problem.query_lens), list(problem.seq_lens), DEVICE)
+    out = torch.full_like(problem.q, float("nan"))
+    naive_attention(problem.q, problem.cache, problem.batch.page_table, seq_of, pos_of, spec.softmax_scale, out)
+    assert error_budget(problem, out).passed
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
+def test_it_compiles(target):
+    spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    cache, q, index = quire.PagedKVCache.empty(spec, 2, 16), torch.empty(4, 32, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+    with compiling(TARGETS[target]) as compiled:
+        naive_attention(q, cache, torch.zeros(1, 2, dtype=torch.int32), index, index, 0.1, torch.empty_like(q))
+    assert compiled[0].kernel == "naive_kernel" and compiled[0].spills == 0 and compiled[0].registers > 0
