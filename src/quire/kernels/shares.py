@@ -350,15 +350,19 @@ def merge_partials(
         accs, ms, denoms = (), (), ()
         for i in tl.static_range(WIDTH):  # all loads of a round are in flight together; past L1 (.cg), since other programs wrote
             # A merger is alone and busy with instructions: addresses are one number and the same offsets in all states, and after the last state comes the
-            # last again, so that large loads need no mask. It has no weight: by a mask, since a selection afterwards is made, and waited for, before the
-            # loads behind it are issued.
+            # last again, without weight, so that large loads need no mask. For single queries a mask takes its weight: a selection is made, and waited for,
+            # before the loads behind it are issued, and a round takes two latencies. (For drafts the mask takes registers that there are not.)
             index = tl.minimum(first + i, num_partials - 1)
             slot = tl.where(index == 0, first_slot, next_slot + (index - 1) * step)
             at = (slot * NUM_KV_HEADS + kv_head).to(tl.int64) * ROWS
-            accs = accs + (tl.load(scratch.acc + at * HEAD_DIM_V + offs, mask=(offs_dv < HEAD_DIM_V)[None, :], other=0.0, cache_modifier=".cg"),)
-            present = (first + i + 0 * offs_r) < num_partials
-            ms = ms + (tl.load(scratch.m + at + offs_r, mask=present, other=float("-inf"), cache_modifier=".cg"),)
+            if BAND:
+                other_m = tl.where(first + i < num_partials, tl.load(scratch.m + at + offs_r, cache_modifier=".cg"), float("-inf"))
+            else:
+                present = (first + i + 0 * offs_r) < num_partials
+                other_m = tl.load(scratch.m + at + offs_r, mask=present, other=float("-inf"), cache_modifier=".cg")
+            ms = ms + (other_m,)
             denoms = denoms + (tl.load(scratch.denom + at + offs_r, cache_modifier=".cg"),)
+            accs = accs + (tl.load(scratch.acc + at * HEAD_DIM_V + offs, mask=(offs_dv < HEAD_DIM_V)[None, :], other=0.0, cache_modifier=".cg"),)
         if ONE_BY_ONE:
             for i in tl.static_range(WIDTH):
                 acc, m, denom = merge(acc, m, denom, accs[i], ms[i], denoms[i])
