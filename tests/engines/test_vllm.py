@@ -1,0 +1,328 @@
+"""The plug-in under the real vLLM, of either end of the supported range: its classes against vLLM's abstract ones, its metadata and cache views against the
+oracle, and the engine end to end on a CPU against the same model in Transformers with eager attention, token for token.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
+sys.path.insert(0, str(Path(__file__).parent / "vllm_cpu"))
+
+import pytest
+import torch
+
+vllm = pytest.importorskip("vllm", reason="vLLM is tested by `make test-vllm`")
+if not hasattr(vllm, "__version__"):
+    pytest.skip("no vLLM, but a folder of that name", allow_module_level=True)
+
+import transformers
+from packaging.version import Version
+from transformers import GenerationConfig
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.scheduler import Scheduler
+
+import quire
+from quire.integrations.vllm import contract, register
+from quire.testing import error_budget, make_problem
+
+register()
+
+from quire.integrations.vllm.backend import QuireBackend, QuireImpl, QuireMetadataBuilder
+
+NAME = contract.backend_name()
+
+
+def test_vllm_finds_the_plug_in_and_takes_it_twice():
+    assert [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "quire"] == ["quire.integrations.vllm:register"]
+    register()
+    assert AttentionBackendEnum[NAME].get_class() is QuireBackend and QuireBackend.get_name() == NAME
+    assert NAME == ("CUSTOM" if Version(vllm.__version__) < Version("0.21") else "QUIRE")
+
+
+def test_the_classes_satisfy_vllm_s_abstract_ones():
+    for made in (QuireBackend, QuireImpl, QuireMetadataBuilder):
+        assert not made.__abstractmethods__, f"{made.__name__} lacks {sorted(made.__abstractmethods__)}"
+    assert issubclass(QuireBackend, AttentionBackend)
+    assert QuireBackend.get_impl_cls() is QuireImpl and QuireBackend.get_builder_cls() is QuireMetadataBuilder
+    assert QuireMetadataBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
+    assert all(QuireBackend.supports_block_size(size) for size in (None, 1, 8, 16, 32, 64, 128, 256, 544))
+    assert [dim for dim in (8, 16, 64, 80, 96, 100, 128, 192, 256, 264) if QuireBackend.supports_head_size(dim)] == [16, 64, 80, 96, 128, 192, 256]
+
+
+def wanted(**changes) -> dict:
+    """Return what vLLM asks `validate_configuration`."""
+    asked = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, use_mla=False, has_sink=True, use_sparse=False, use_mm_prefix=False)
+    asked |= dict(use_per_head_quant_scales=False, device_capability=SimpleNamespace(major=9, minor=0), attn_type=AttentionType.DECODER, use_non_causal=True)
+    return asked | changes
+
+
+def test_what_is_served_and_what_is_refused_by_name():
+    for served in ({}, {"kv_cache_dtype": "fp8_e5m2"}, {"dtype": torch.float32}, {"kv_cache_dtype": "bfloat16"}, {"use_batch_invariant": True}):
+        assert not QuireBackend.validate_configuration(**wanted(**served))
+    for refused, reason in (
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"), ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type"),
+        ({"use_mla": True}, "MLA"), ({"use_mm_prefix": True}, "multimodal"), ({"head_size": 576}, "head_size"), ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype must be auto or fp8"), ({"device_capability": SimpleNamespace(major=7, minor=5)}, "compute capability"),
+    ):  # fmt: skip
+        assert any(reason in given for given in QuireBackend.validate_configuration(**wanted(**refused))), refused
+    with pytest.raises(quire.UnsupportedError, match="attn_type must be decoder, got encoder_only"):
+        QuireImpl(4, 16, 0.25, attn_type=AttentionType.ENCODER_ONLY)
+    with pytest.raises(quire.UnsupportedError, match="chunk_lookback must be left out, got 2"):
+        QuireImpl(4, 16, 0.25, chunk_lookback=2)
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.34.0"])
+def test_versions_outside_the_range_are_refused(version, monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(quire.UnsupportedError, match=r"0\.20 to before 0\.34, got " + version):
+        contract.check_version()
+    monkeypatch.delitem(sys.modules, "quire.integrations.vllm.backend")
+    with pytest.raises(quire.UnsupportedError):
+        AttentionBackendEnum[NAME].get_class()
+
+
+def test_a_backend_of_another_plug_in_stays(monkeypatch, caplog):
+    if contract.takes_names():
+        return  # there each has a name of its own
+    monkeypatch.setattr(AttentionBackendEnum, "is_overridden", lambda self: True)
+    monkeypatch.setattr(AttentionBackendEnum, "get_path", lambda self: "other.Backend")
+    monkeypatch.setattr(contract.logger, "propagate", True)
+    register()
+    assert "VLLM_PLUGINS=quire" in caplog.text
+
+
+# A layer by itself: vLLM's metadata in, cache views of both contracts, results against the oracle.
+
+SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+BATCHES = {
+    "decode": ((1, 9), (1, 40), (1, 1)),
+    "mixed": ((1, 9), (7, 40), (1, 1), (20, 20)),
+    "drafts": ((4, 9), (4, 40), (4, 4)),
+}
+
+
+class Layer(SimpleNamespace):
+    """What of a vLLM layer the backend looks at."""
+
+
+def vllm_cache(cache: quire.PagedKVCache, kind: str) -> torch.Tensor:
+    """Return the same pages as a vLLM of `kind` would keep them, fp8 as bytes."""
+    k, v = cache.k, cache.v  # NHD
+    if k.dtype.itemsize == 1:
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    if kind == "NHD":
+        return torch.stack([k, v], 1)
+    if kind == "HND":
+        return torch.stack([k, v], 1).transpose(2, 3).contiguous().transpose(2, 3)
+    rows = torch.cat([k, v], -1).transpose(1, 2)  # as from 0.21 on, heads inside
+    return rows if kind == "rows" else rows.contiguous()
+
+
+def step_of(problem, pad: int, width: int) -> tuple[CommonAttentionMetadata, torch.Tensor, int]:
+    """Return vLLM's metadata for a problem, with `pad` empty sequences and tokens after it and a table wider than needed; padded queries; the tokens."""
+    num_seqs, num_tokens = len(problem.seq_lens), problem.q.shape[0]
+    table = torch.zeros(num_seqs + pad, width, dtype=torch.int32)
+    table[:num_seqs, : problem.batch.page_table.shape[1]] = problem.batch.page_table.clamp(min=0)
+    starts = torch.nn.functional.pad(problem.batch.query_starts, (0, pad), value=num_tokens)
+    seq_lens = torch.nn.functional.pad(problem.batch.seq_lens, (0, pad))
+    query = torch.nn.functional.pad(problem.q, (0, 0, 0, 0, 0, pad), value=float("nan"))
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=seq_lens, num_reqs=num_seqs + pad, num_actual_tokens=num_tokens + pad,
+        max_query_len=max(problem.query_lens), max_seq_len=max(problem.seq_lens), block_table_tensor=table,
+        slot_mapping=torch.full((num_tokens + pad,), -1),
+    )  # fmt: skip
+    return common, query, num_tokens
+
+
+def make_layer(problem, kv_cache_dtype: str = "auto") -> tuple[Layer, QuireMetadataBuilder]:
+    spec = problem.spec
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(spec.dtype)
+    try:
+        impl = QuireImpl(
+            spec.num_q_heads, spec.head_dim, spec.softmax_scale, spec.num_kv_heads, None if problem.alibi_slopes is None else problem.alibi_slopes.tolist(),
+            spec.sliding_window, kv_cache_dtype, spec.softcap, AttentionType.DECODER, None, **({"sinks": problem.sinks} if spec.sinks else {}),
+        )  # fmt: skip
+    finally:
+        torch.set_default_dtype(before)
+    layer = Layer(impl=impl, _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    if problem.cache.k_scale is not None:
+        layer._k_scale, layer._v_scale = problem.cache.k_scale[0].clone(), problem.cache.v_scale[0].clone()
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=64),
+        model_config=SimpleNamespace(max_model_len=128),
+    )
+    return layer, QuireMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+
+
+def attend(layer: Layer, builder, problem, kv_cache: torch.Tensor, pad: int = 0, width: int = 9) -> torch.Tensor:
+    common, query, num_tokens = step_of(problem, pad, width)
+    output = torch.full_like(query, 7.0)
+    result = layer.impl.forward(layer, query, None, None, kv_cache, builder.build(0, common), output)
+    assert result is output
+    return output[:num_tokens]
+
+
+@pytest.mark.parametrize("kind", ["NHD", "HND", "rows", "rows, heads outside"])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("page_size", [16, 544])
+def test_a_step_in_every_cache_contract(kind, batch, page_size):
+    problem = make_problem(SPEC, BATCHES[batch], page_size=page_size)
+    layer, builder = make_layer(problem)
+    out = attend(layer, builder, problem, vllm_cache(problem.cache, kind), pad=3)
+    assert error_budget(problem, out).passed
+
+
+@pytest.mark.parametrize("features", [{"sliding_window": 5}, {"softcap": 3.0}, {"alibi": True}, {"sinks": True}, {"softmax_scale": 0.1}])
+@pytest.mark.parametrize("kind", ["NHD", "rows"])
+def test_features_of_a_layer(features, kind):
+    problem = make_problem(replace(SPEC, **features), BATCHES["mixed"])
+    layer, builder = make_layer(problem)
+    assert layer.impl.spec == problem.spec
+    assert error_budget(problem, attend(layer, builder, problem, vllm_cache(problem.cache, kind))).passed
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("kind", ["NHD", "rows"])
+def test_fp8_caches_with_the_layer_s_scales(dtype, kind):
+    spec = replace(SPEC, kv_dtype=torch.float8_e5m2 if dtype == "fp8_e5m2" else torch.float8_e4m3fn)
+    problem = make_problem(spec, BATCHES["mixed"], scales="tensor")
+    layer, builder = make_layer(problem, dtype)
+    kv_cache = vllm_cache(problem.cache, kind)
+    assert kv_cache.dtype is torch.uint8
+    assert error_budget(problem, attend(layer, builder, problem, kv_cache)).passed
+
+
+@pytest.mark.parametrize("kind", ["NHD", "HND", "rows"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_the_write_skips_padding(kind, dtype):
+    spec = replace(SPEC, kv_dtype=torch.float8_e4m3fn if dtype == "fp8" else None)
+    problem = make_problem(spec, BATCHES["decode"], scales="tensor")
+    layer, _ = make_layer(problem, dtype)
+    kv_cache = torch.zeros_like(vllm_cache(problem.cache, kind))
+    fused = torch.randn(5, 3, 2, 16)  # keys and values as strided views of one projection
+    slots = torch.tensor([33, -1, 5, -1, 70])
+    layer.impl.do_kv_cache_update(layer, fused[:, 1], fused[:, 2], kv_cache, slots)
+    pages = layer.impl.pages
+    at = (lambda t: t.float()) if pages.layout == "NHD" else (lambda t: t.float().transpose(1, 2))
+    for stored, new, scale in ((pages.k, fused[:, 1], layer._k_scale), (pages.v, fused[:, 2], layer._v_scale)):
+        flat = at(stored).flatten(0, 1)
+        kept = (new / scale).to(stored.dtype).float() if dtype == "fp8" else new
+        assert torch.equal(flat[slots[slots >= 0]], kept[slots >= 0])
+        assert flat.count_nonzero() == kept[slots >= 0].count_nonzero()
+
+
+def test_plans_are_made_once_for_all_layers_and_kept_over_steps():
+    problem = make_problem(SPEC, BATCHES["decode"])
+    layer, builder = make_layer(problem)
+    common, query, _ = step_of(problem, pad=0, width=9)
+    first = builder.build(0, common).plan(layer.impl.spec, query.shape[0], 16)
+    assert first.batch.cu_seqlens_q is None and (first.max_seq_len, first.max_query_len) == (64, 1)
+    common.seq_lens += 1  # as between the replays of a graph: the same memory
+    assert builder.build(0, common.replace(max_seq_len=41)).plan(layer.impl.spec, query.shape[0], 16) is first
+    longer = builder.build(0, common.replace(max_seq_len=65)).plan(layer.impl.spec, query.shape[0], 16)
+    assert longer.max_seq_len == 128
+    assert builder.build(0, common.replace(max_seq_len=1000)).plan(layer.impl.spec, query.shape[0], 16).max_seq_len == 9 * 16  # the table's width
+    other = builder.update_block_table(builder.build(0, common), common.block_table_tensor.clone(), common.slot_mapping)
+    assert other.plan(layer.impl.spec, query.shape[0], 16).batch.page_table is other.block_table
+    padded = builder.build(0, common.replace(num_actual_tokens=5)).plan(layer.impl.spec, 5, 16)
+    assert padded.batch.cu_seqlens_q is not None  # tokens and sequences differ in number: vLLM's cumulative counts tell
+
+
+def test_steps_that_are_not_causal():
+    problem = make_problem(replace(SPEC, causal=False), BATCHES["mixed"])
+    layer, builder = make_layer(problem)
+    common, query, _ = step_of(problem, pad=0, width=9)
+    out = layer.impl.forward(layer, query, None, None, vllm_cache(problem.cache, "NHD"), builder.build(0, common.replace(causal=False)), torch.empty_like(query))
+    assert error_budget(problem, out).passed
+    with pytest.raises(quire.UnsupportedError, match="causal must be one for the whole batch"):
+        builder.build(0, common.replace(causal=torch.ones(4, dtype=torch.bool)))
+
+
+def test_memory_profiling_and_fused_quantisation():
+    problem = make_problem(SPEC, BATCHES["decode"])
+    layer, _ = make_layer(problem)
+    output = torch.full_like(problem.q, 7.0)
+    assert layer.impl.forward(layer, problem.q, None, None, torch.tensor([]), None, output).count_nonzero() == 0
+    with pytest.raises(quire.UnsupportedError, match="output_scale must be None"):
+        layer.impl.forward(layer, problem.q, None, None, torch.tensor([]), None, output, output_scale=torch.ones(1))
+
+
+# The engine end to end.
+
+SMALL = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+MODELS = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4, "n_layer": 2}),
+}
+NEW_TOKENS = 12
+
+
+def make_model(name: str, folder: Path) -> transformers.PreTrainedModel:
+    config, model, extra = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model)(getattr(transformers, config)(**SMALL | extra)).eval()
+    for parameter in model.parameters():  # enough spread that the next token is no coin toss
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of unequal lengths, two of which begin alike."""
+    generator = torch.Generator().manual_seed(1)
+    unequal = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (5, 40, 1, 70, 33, 64, 17)]
+    return [*unequal, unequal[3][:50] + [9, 8, 7]]
+
+
+def greedy(model, prompt: list[int]) -> list[int]:
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    return model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+
+
+def serve(folder: Path, rounds: int = 1, **options) -> tuple[list[list[list[int]]], int]:
+    """Return what vLLM generates through Quire, `rounds` times over, and how many prompt tokens the last round found in the cache."""
+    llm = vllm.LLM(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", attention_backend=NAME, max_model_len=128, block_size=16, max_num_seqs=8,
+        enforce_eager=True, compilation_config={"custom_ops": ["none"]}, **options,
+    )  # fmt: skip
+    sampling = vllm.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    generated = []
+    for _ in range(rounds):
+        results = llm.generate([{"prompt_token_ids": p} for p in prompts()], sampling, use_tqdm=False)
+        generated.append([list(r.outputs[0].token_ids) for r in results])
+    return generated, sum(r.num_cached_tokens or 0 for r in results)
+
+
+def test_chunked_prefill_prefix_caching_and_preemption_write_the_tokens_of_eager_attention(tmp_path, monkeypatch):
+    preempted = []
+    original = Scheduler._preempt_request
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda self, request, *args: (preempted.append(request.request_id), original(self, request, *args))[1])
+    model = make_model("llama", tmp_path)
+    expected = [greedy(model, p) for p in prompts()]
+    # 24 pages are too few for eight sequences of up to 82 tokens; prompts go in chunks of 32 tokens.
+    generated, cached = serve(tmp_path, rounds=2, max_num_batched_tokens=32, num_gpu_blocks_override=16, enable_prefix_caching=True)
+    assert generated == [expected, expected]
+    assert cached >= 48  # tokens that were not computed again
+    assert preempted
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bloom"])
+def test_sliding_windows_softcap_and_alibi_write_the_tokens_of_eager_attention(name, tmp_path):
+    model = make_model(name, tmp_path)
+    generated, _ = serve(tmp_path, max_num_batched_tokens=64)
+    assert generated == [[greedy(model, p) for p in prompts()]]

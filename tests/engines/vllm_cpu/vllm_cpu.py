@@ -1,0 +1,64 @@
+"""A platform plug-in with which vLLM runs on a CPU with no compiled operators and with the attention backend that was asked for.
+
+vLLM finds it by the `dist-info` folder beside it, when this folder is on `sys.path`. Its own CPU platform takes one attention backend only, and calls three
+operators of a CPU build, which stand here in PyTorch.
+"""
+
+import torch
+
+
+def platform() -> str:
+    """Return the platform's class; called by vLLM."""
+    return "vllm_cpu.PlainCpu"
+
+
+def slots_of_tokens(starts: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, page_size: int) -> None:
+    """Write into `slots` where each token's key goes, -1 past the last token."""
+    seqs = torch.arange(starts.shape[0] - 1).repeat_interleave(starts.diff().long())
+    at = positions[: seqs.shape[0]]
+    slots.fill_(-1)
+    slots[: seqs.shape[0]] = table[seqs, at // page_size] * page_size + at % page_size
+
+
+OPERATORS = {
+    "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int page_size) -> ()": slots_of_tokens,
+    "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
+    "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
+}
+
+
+def __getattr__(name: str):
+    """Make the class when it is asked for: vLLM is still looking for its platform when this module is imported."""
+    if name != "PlainCpu":
+        raise AttributeError(name)
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.interface import DeviceCapability, PlatformEnum
+
+    class PlainCpu(CpuPlatform):
+        _enum = PlatformEnum.CPU
+        library = None
+
+        @classmethod
+        def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None) -> str:
+            wanted = attn_selector_config._asdict()
+            reasons = selected_backend.get_class().validate_configuration(device_capability=DeviceCapability(8, 0), **wanted)
+            if reasons:
+                raise ValueError(f"{selected_backend.name} cannot serve this model: {', '.join(reasons)}")
+            return selected_backend.get_path()
+
+        @classmethod
+        def import_kernels(cls) -> None:
+            if cls.library is None:
+                cls.library = torch.library.Library("_C", "FRAGMENT")
+                for schema, function in OPERATORS.items():
+                    cls.library.define(schema)
+                    cls.library.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config) -> None:
+            executor = vllm_config.parallel_config.distributed_executor_backend
+            super().check_and_update_config(vllm_config)
+            vllm_config.parallel_config.distributed_executor_backend = executor or "uni"  # one process, which a test can look into
+
+    globals()[name] = PlainCpu
+    return PlainCpu
