@@ -1,7 +1,7 @@
 """A platform plug-in with which vLLM runs on a CPU with no compiled operators and with the attention backend that was asked for.
 
-vLLM finds it by the `dist-info` folder beside it, when this folder is on `sys.path`. Its own CPU platform takes one attention backend only, and calls three
-operators of a CPU build, which stand here in PyTorch.
+vLLM finds it by the `dist-info` folder beside it, when this folder is on `sys.path`. Its own CPU platform takes one attention backend only, and looks up some
+operators of a compiled build, which stand here in PyTorch.
 """
 
 import torch
@@ -20,9 +20,16 @@ def slots_of_tokens(starts: torch.Tensor, positions: torch.Tensor, table: torch.
     slots[: seqs.shape[0]] = table[seqs, at // page_size] * page_size + at % page_size
 
 
+def gated_gelu(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Write gelu(first half of x) · second half."""
+    gate, up = x.chunk(2, -1)
+    out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
 OPERATORS = {
     "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int page_size) -> ()": slots_of_tokens,
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
+    "gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()": gated_gelu,
     "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
 }
 
