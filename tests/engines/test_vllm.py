@@ -1,6 +1,9 @@
 """The plug-in under the real vLLM, of either end of the supported range: its classes against vLLM's abstract ones, its metadata and cache views against the
-oracle, and the engine end to end on a CPU against the same model in Transformers with eager attention, token for token.
+oracle, and the engine end to end against the same model in Transformers with eager attention, token for token.
+
+On a GPU the engine replays all its steps from CUDA graphs; on a CPU it runs through the platform in `vllm_cpu/`.
 """
+# ruff: noqa: E402
 
 import os
 import sys
@@ -17,8 +20,6 @@ import pytest
 import torch
 
 vllm = pytest.importorskip("vllm", reason="vLLM is tested by `make test-vllm`")
-if not hasattr(vllm, "__version__"):
-    pytest.skip("no vLLM, but a folder of that name", allow_module_level=True)
 
 import transformers
 from packaging.version import Version
@@ -36,13 +37,14 @@ register()
 from quire.integrations.vllm.backend import QuireBackend, QuireImpl, QuireMetadataBuilder
 
 NAME = contract.backend_name()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_vllm_finds_the_plug_in_and_takes_it_twice():
     assert [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "quire"] == ["quire.integrations.vllm:register"]
     register()
     assert AttentionBackendEnum[NAME].get_class() is QuireBackend and QuireBackend.get_name() == NAME
-    assert NAME == ("CUSTOM" if Version(vllm.__version__) < Version("0.21") else "QUIRE")
+    assert contract.takes_names() == (NAME == "QUIRE") == (Version(vllm.__version__) >= Version("0.21"))
 
 
 def test_the_classes_satisfy_vllm_s_abstract_ones():
@@ -127,7 +129,7 @@ def vllm_cache(cache: quire.PagedKVCache, kind: str) -> torch.Tensor:
 def step_of(problem, pad: int, width: int) -> tuple[CommonAttentionMetadata, torch.Tensor, int]:
     """Return vLLM's metadata for a problem, with `pad` empty sequences and tokens after it and a table wider than needed; padded queries; the tokens."""
     num_seqs, num_tokens = len(problem.seq_lens), problem.q.shape[0]
-    table = torch.zeros(num_seqs + pad, width, dtype=torch.int32)
+    table = torch.zeros(num_seqs + pad, width, dtype=torch.int32, device=DEVICE)
     table[:num_seqs, : problem.batch.page_table.shape[1]] = problem.batch.page_table.clamp(min=0)
     starts = torch.nn.functional.pad(problem.batch.query_starts, (0, pad), value=num_tokens)
     seq_lens = torch.nn.functional.pad(problem.batch.seq_lens, (0, pad))
@@ -135,7 +137,7 @@ def step_of(problem, pad: int, width: int) -> tuple[CommonAttentionMetadata, tor
     common = CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=seq_lens, num_reqs=num_seqs + pad, num_actual_tokens=num_tokens + pad,
         max_query_len=max(problem.query_lens), max_seq_len=max(problem.seq_lens), block_table_tensor=table,
-        slot_mapping=torch.full((num_tokens + pad,), -1),
+        slot_mapping=torch.full((num_tokens + pad,), -1, device=DEVICE),
     )  # fmt: skip
     return common, query, num_tokens
 
@@ -151,7 +153,7 @@ def make_layer(problem, kv_cache_dtype: str = "auto") -> tuple[Layer, QuireMetad
         )  # fmt: skip
     finally:
         torch.set_default_dtype(before)
-    layer = Layer(impl=impl, _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    layer = Layer(impl=impl, _k_scale=torch.tensor(1.0, device=DEVICE), _v_scale=torch.tensor(1.0, device=DEVICE))
     if problem.cache.k_scale is not None:
         layer._k_scale, layer._v_scale = problem.cache.k_scale[0].clone(), problem.cache.v_scale[0].clone()
     config = SimpleNamespace(
@@ -159,7 +161,7 @@ def make_layer(problem, kv_cache_dtype: str = "auto") -> tuple[Layer, QuireMetad
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=64),
         model_config=SimpleNamespace(max_model_len=128),
     )
-    return layer, QuireMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    return layer, QuireMetadataBuilder(None, ["layer"], config, torch.device(DEVICE))
 
 
 def attend(layer: Layer, builder, problem, kv_cache: torch.Tensor, pad: int = 0, width: int = 9) -> torch.Tensor:
@@ -174,7 +176,7 @@ def attend(layer: Layer, builder, problem, kv_cache: torch.Tensor, pad: int = 0,
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("page_size", [16, 544])
 def test_a_step_in_every_cache_contract(kind, batch, page_size):
-    problem = make_problem(SPEC, BATCHES[batch], page_size=page_size)
+    problem = make_problem(SPEC, BATCHES[batch], page_size=page_size, device=DEVICE)
     layer, builder = make_layer(problem)
     out = attend(layer, builder, problem, vllm_cache(problem.cache, kind), pad=3)
     assert error_budget(problem, out).passed
@@ -183,7 +185,7 @@ def test_a_step_in_every_cache_contract(kind, batch, page_size):
 @pytest.mark.parametrize("features", [{"sliding_window": 5}, {"softcap": 3.0}, {"alibi": True}, {"sinks": True}, {"softmax_scale": 0.1}])
 @pytest.mark.parametrize("kind", ["NHD", "rows"])
 def test_features_of_a_layer(features, kind):
-    problem = make_problem(replace(SPEC, **features), BATCHES["mixed"])
+    problem = make_problem(replace(SPEC, **features), BATCHES["mixed"], device=DEVICE)
     layer, builder = make_layer(problem)
     assert layer.impl.spec == problem.spec
     assert error_budget(problem, attend(layer, builder, problem, vllm_cache(problem.cache, kind))).passed
@@ -193,7 +195,7 @@ def test_features_of_a_layer(features, kind):
 @pytest.mark.parametrize("kind", ["NHD", "rows"])
 def test_fp8_caches_with_the_layer_s_scales(dtype, kind):
     spec = replace(SPEC, kv_dtype=torch.float8_e5m2 if dtype == "fp8_e5m2" else torch.float8_e4m3fn)
-    problem = make_problem(spec, BATCHES["mixed"], scales="tensor")
+    problem = make_problem(spec, BATCHES["mixed"], scales="tensor", device=DEVICE)
     layer, builder = make_layer(problem, dtype)
     kv_cache = vllm_cache(problem.cache, kind)
     assert kv_cache.dtype is torch.uint8
@@ -204,11 +206,11 @@ def test_fp8_caches_with_the_layer_s_scales(dtype, kind):
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_the_write_skips_padding(kind, dtype):
     spec = replace(SPEC, kv_dtype=torch.float8_e4m3fn if dtype == "fp8" else None)
-    problem = make_problem(spec, BATCHES["decode"], scales="tensor")
+    problem = make_problem(spec, BATCHES["decode"], scales="tensor", device=DEVICE)
     layer, _ = make_layer(problem, dtype)
     kv_cache = torch.zeros_like(vllm_cache(problem.cache, kind))
-    fused = torch.randn(5, 3, 2, 16)  # keys and values as strided views of one projection
-    slots = torch.tensor([33, -1, 5, -1, 70])
+    fused = torch.randn(5, 3, 2, 16, device=DEVICE)  # keys and values as strided views of one projection
+    slots = torch.tensor([33, -1, 5, -1, 70], device=DEVICE)
     layer.impl.do_kv_cache_update(layer, fused[:, 1], fused[:, 2], kv_cache, slots)
     pages = layer.impl.pages
     at = (lambda t: t.float()) if pages.layout == "NHD" else (lambda t: t.float().transpose(1, 2))
@@ -220,7 +222,7 @@ def test_the_write_skips_padding(kind, dtype):
 
 
 def test_plans_are_made_once_for_all_layers_and_kept_over_steps():
-    problem = make_problem(SPEC, BATCHES["decode"])
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
     layer, builder = make_layer(problem)
     common, query, _ = step_of(problem, pad=0, width=9)
     first = builder.build(0, common).plan(layer.impl.spec, query.shape[0], 16)
@@ -237,7 +239,7 @@ def test_plans_are_made_once_for_all_layers_and_kept_over_steps():
 
 
 def test_steps_that_are_not_causal():
-    problem = make_problem(replace(SPEC, causal=False), BATCHES["mixed"])
+    problem = make_problem(replace(SPEC, causal=False), BATCHES["mixed"], device=DEVICE)
     layer, builder = make_layer(problem)
     common, query, _ = step_of(problem, pad=0, width=9)
     out = layer.impl.forward(layer, query, None, None, vllm_cache(problem.cache, "NHD"), builder.build(0, common.replace(causal=False)), torch.empty_like(query))
@@ -247,7 +249,7 @@ def test_steps_that_are_not_causal():
 
 
 def test_memory_profiling_and_fused_quantisation():
-    problem = make_problem(SPEC, BATCHES["decode"])
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
     layer, _ = make_layer(problem)
     output = torch.full_like(problem.q, 7.0)
     assert layer.impl.forward(layer, problem.q, None, None, torch.tensor([]), None, output).count_nonzero() == 0
@@ -279,7 +281,7 @@ def make_model(name: str, folder: Path) -> transformers.PreTrainedModel:
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     model.set_attn_implementation("eager")
-    return model
+    return model.to(DEVICE)
 
 
 def prompts() -> list[list[int]]:
@@ -291,14 +293,16 @@ def prompts() -> list[list[int]]:
 
 def greedy(model, prompt: list[int]) -> list[int]:
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    return model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+    return model.generate(torch.tensor([prompt], device=DEVICE), generation_config=config)[0, len(prompt) :].tolist()
 
 
 def serve(folder: Path, rounds: int = 1, **options) -> tuple[list[list[list[int]]], int]:
     """Return what vLLM generates through Quire, `rounds` times over, and how many prompt tokens the last round found in the cache."""
+    graphs = {} if DEVICE == "cpu" else {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+    options.setdefault("num_gpu_blocks_override", 64)
     llm = vllm.LLM(
         model=str(folder), skip_tokenizer_init=True, dtype="float32", attention_backend=NAME, max_model_len=128, block_size=16, max_num_seqs=8,
-        enforce_eager=True, compilation_config={"custom_ops": ["none"]}, **options,
+        enforce_eager=DEVICE == "cpu", compilation_config={"mode": 0, "custom_ops": ["none"], **graphs}, gpu_memory_utilization=0.1, **options,
     )  # fmt: skip
     sampling = vllm.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
     generated = []

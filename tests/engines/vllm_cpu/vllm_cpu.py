@@ -7,9 +7,9 @@ operators of a compiled build, which stand here in PyTorch.
 import torch
 
 
-def platform() -> str:
-    """Return the platform's class; called by vLLM."""
-    return "vllm_cpu.PlainCpu"
+def platform() -> str | None:
+    """Return the platform's class, or None to leave a machine with a GPU to vLLM; called by vLLM."""
+    return None if torch.cuda.is_available() else "vllm_cpu.PlainCpu"
 
 
 def slots_of_tokens(starts: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, page_size: int) -> None:

@@ -7,7 +7,7 @@ they read, which vLLM reuses from step to step. All that varies is read on the d
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -261,7 +261,7 @@ class QuireImpl(AttentionImpl):
         return self.pages
 
 
-@lru_cache(maxsize=None)
+@cache
 def layer_spec(q_heads, kv_heads, dim, dtype, kv_dtype, scale, window, softcap, alibi, sinks, causal) -> AttentionSpec:
     """Return the spec of a kind of layer, the same object for all of them."""
     return AttentionSpec(
@@ -270,7 +270,7 @@ def layer_spec(q_heads, kv_heads, dim, dtype, kv_dtype, scale, window, softcap, 
     )  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def bidirectional(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of the same layer in a step that is not causal."""
     if spec.sliding_window is not None:
