@@ -133,12 +133,13 @@ def markdown(about: dict, results: list[dict]) -> str:
     first = results[0]
     lines = [f"# vLLM {first['vllm']} end to end", ""]
     lines += [f"{first['device']}, driver {about['driver']}, torch {first['torch']}, Triton {about['triton']}, Quire {about['commit']}, {about['date']}."]
-    lines += [f"{about['model']}, {about['layers']} layers, random weights in bfloat16, KV cache {about['kv_cache_dtype']}, compilation: {about['compilation']}."]
+    lines += [f"{about['model']}, {about['layers']} layers, random bfloat16 weights, KV cache {about['kv_cache_dtype']}; compilation: {about['compilation']}."]
     lines += ["CUSTOM is Quire. In brackets: speed relative to the first column.", ""]
     titles = {
-        "latency": f"one request, {PROMPT} tokens; seconds until output number", "load": "requests at once, 64 to 1,024 tokens in and out each; output tokens per second",
+        "latency": f"one request, {PROMPT} tokens; seconds until output number",
+        "load": "requests at once, 64 to 1,024 tokens in and out each; output tokens per second",
         "prompt": "one prompt of so many tokens, 8 outputs; seconds",
-    }  # fmt: skip
+    }
     for name, title in titles.items():
         if not first.get(name):
             continue

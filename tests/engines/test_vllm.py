@@ -272,14 +272,14 @@ MODELS = {
 NEW_TOKENS = 40
 
 
-def make_model(name: str, folder: Path) -> transformers.PreTrainedModel:
+def make_model(name: str, folder: Path, sizes: dict | None = None, std: float = 0.2, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     config, model, extra = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, model)(getattr(transformers, config)(**SMALL | extra)).eval()
+    model = getattr(transformers, model)(getattr(transformers, config)(**SMALL | extra | (sizes or {}))).eval()
     for parameter in model.parameters():  # enough spread that the next token is no coin toss
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
+            torch.nn.init.normal_(parameter, std=std)
+    model.to(dtype).save_pretrained(folder)
     model.set_attn_implementation("eager")
     return model.to(DEVICE)
 
@@ -296,14 +296,18 @@ def greedy(model, prompt: list[int]) -> list[int]:
     return model.generate(torch.tensor([prompt], device=DEVICE), generation_config=config)[0, len(prompt) :].tolist()
 
 
+def engine(folder: Path, **options) -> "vllm.LLM":
+    """Start vLLM with Quire, unless the options say otherwise."""
+    graphs = {} if DEVICE == "cpu" else {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+    return vllm.LLM(**dict(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", attention_backend=NAME, max_model_len=128, block_size=16, max_num_seqs=8,
+        enforce_eager=DEVICE == "cpu", compilation_config={"mode": 0, "custom_ops": ["none"], **graphs}, gpu_memory_utilization=0.1, num_gpu_blocks_override=64,
+    ) | options)  # fmt: skip
+
+
 def serve(folder: Path, rounds: int = 1, **options) -> tuple[list[list[list[int]]], int]:
     """Return what vLLM generates through Quire, `rounds` times over, and how many prompt tokens the last round found in the cache."""
-    graphs = {} if DEVICE == "cpu" else {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
-    options.setdefault("num_gpu_blocks_override", 64)
-    llm = vllm.LLM(
-        model=str(folder), skip_tokenizer_init=True, dtype="float32", attention_backend=NAME, max_model_len=128, block_size=16, max_num_seqs=8,
-        enforce_eager=DEVICE == "cpu", compilation_config={"mode": 0, "custom_ops": ["none"], **graphs}, gpu_memory_utilization=0.1, **options,
-    )  # fmt: skip
+    llm = engine(folder, **options)
     sampling = vllm.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
     generated = []
     for _ in range(rounds):
@@ -334,3 +338,32 @@ def test_sliding_windows_softcap_and_alibi_write_the_tokens_of_eager_attention(n
     model = make_model(name, tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=64)
     assert generated == [[greedy(model, p) for p in prompts()]]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="compares with a backend of vLLM's own, which needs a GPU")
+def test_bfloat16_is_as_close_to_float32_as_vllm_s_own_backend(tmp_path):
+    make_model("llama", tmp_path, {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128}, std=0.05, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").to(DEVICE)
+    generator = torch.Generator().manual_seed(2)
+    inputs = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (5, 300, 1, 450, 130, 128, 257)]
+
+    def error(backend: str) -> float:
+        """Return the largest error of a log probability of prompts and outputs."""
+        options = dict(max_model_len=512, max_num_batched_tokens=512, num_gpu_blocks_override=300)
+        results = engine(tmp_path, attention_backend=backend, dtype="bfloat16", **options).generate(
+            [{"prompt_token_ids": p} for p in inputs],
+            vllm.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0), use_tqdm=False,
+        )  # fmt: skip
+        worst = 0.0
+        for result in results:
+            tokens = [*result.prompt_token_ids, *result.outputs[0].token_ids]
+            given = [entry[token].logprob for token, entry in zip(tokens[1:], [*result.prompt_logprobs[1:], *result.outputs[0].logprobs], strict=True)]
+            with torch.no_grad():
+                exact = model(torch.tensor([tokens], device=DEVICE)).logits[0, :-1].log_softmax(-1)
+            exact = exact[torch.arange(len(given)), torch.tensor(tokens[1:])]
+            worst = max(worst, (torch.tensor(given, device=DEVICE) - exact).abs().max().item())
+        return worst
+
+    own, quires = error("FLASH_ATTN"), error(NAME)
+    print(f"largest error of a log probability: FLASH_ATTN {own:.4f}, Quire {quires:.4f}")
+    assert 0 < quires <= 2 * own
