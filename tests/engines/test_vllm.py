@@ -5,6 +5,7 @@ On a GPU the engine replays all its steps from CUDA graphs; on a CPU it runs thr
 """
 # ruff: noqa: E402
 
+import gc
 import os
 import sys
 from dataclasses import replace
@@ -298,6 +299,8 @@ def greedy(model, prompt: list[int]) -> list[int]:
 
 def engine(folder: Path, **options) -> "vllm.LLM":
     """Start vLLM with Quire, unless the options say otherwise."""
+    gc.collect()  # the last engine: vLLM measures what memory is free
+    torch.cuda.empty_cache()
     graphs = {} if DEVICE == "cpu" else {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
     return vllm.LLM(**dict(
         model=str(folder), skip_tokenizer_init=True, dtype="float32", attention_backend=NAME, max_model_len=128, block_size=16, max_num_seqs=8,
