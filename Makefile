@@ -43,7 +43,7 @@ $(VLLM_NEEDS)/.ready: $(VENV)/.ready tests/engines/vllm_cpu/requirements.txt
 .PRECIOUS: .overlays/vllm-%/.ready
 # vLLM without its compiled operators, which its setup calls "empty": 33 MB of source in place of wheels of several hundred.
 .overlays/vllm-%/.ready: $(VLLM_NEEDS)/.ready
-	PYTHONPATH=$(VLLM_NEEDS) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
+	PYTHONPATH=$(CURDIR)/$(VLLM_NEEDS) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
 		$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-binary vllm --upgrade --target .overlays/vllm-$* vllm==$*
 	@touch $@
 

@@ -9,6 +9,7 @@ Three experiments, each with every backend in a process of its own, one after th
     python scripts/measure_vllm.py                                                       # all of it, FLASH_ATTN, TRITON_ATTN and Quire
     python scripts/measure_vllm.py --backends FLASH_ATTN CUSTOM --latency 100 1600       # two backends, only this
     python scripts/measure_vllm.py --model qwen2.5-7b --load 8 32 128 256 --out docs/results/vllm_qwen_h200
+    python scripts/measure_vllm.py --join fa.json quire.json --out docs/results/vllm_h200  # runs of single backends, one after the other on one machine
     python scripts/measure_vllm.py --layers 4 --latency 100 --prompt 4096                # a first look: four layers of the model
 
 Needs vLLM with `quire` beside it (CUSTOM is Quire in 0.20; later versions call it QUIRE).
@@ -156,6 +157,16 @@ def markdown(about: dict, results: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def join(results: list[dict], more: list[dict]) -> list[dict]:
+    """Return results with those of other runs, experiment by experiment, backend by backend."""
+    by_name = {r["backend"]: r for r in results}
+    for r in more:
+        known = by_name.setdefault(r["backend"], r)
+        for name in ("latency", "load", "prompt"):
+            known[name] = known.get(name, {}) | r.get(name, {})
+    return list(by_name.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
@@ -168,6 +179,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="no torch.compile: starts faster, but is not what is served")
     parser.add_argument("--out", help="path of the results without its ending; .json and .md are written")
     parser.add_argument("--commit", help="Quire's commit, where there is no repository to ask")
+    parser.add_argument("--join", nargs="+", help="measure nothing; make one result of these .json files, which are one backend's each")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.latency is None and args.load is None and args.prompt is None:
@@ -177,8 +189,12 @@ def main() -> None:
     if args.worker:
         print(MARK + json.dumps(measure(args)), flush=True)
         return
-    about, results = provenance(args), []
-    for backend in args.backends:
+    about, results = ({}, []) if args.join else (provenance(args), [])
+    for path in args.join or []:
+        part = json.loads(Path(path).read_text())
+        about = part["about"]
+        results = join(results, part["results"])
+    for backend in [] if args.join else args.backends:
         process = subprocess.run([sys.executable, *sys.argv, "--worker", backend], stdout=subprocess.PIPE, text=True)
         lines = [line.removeprefix(MARK) for line in process.stdout.splitlines() if line.startswith(MARK)]
         if process.returncode or not lines:

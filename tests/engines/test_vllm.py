@@ -45,7 +45,7 @@ def test_vllm_finds_the_plug_in_and_takes_it_twice():
     assert [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "quire"] == ["quire.integrations.vllm:register"]
     register()
     assert AttentionBackendEnum[NAME].get_class() is QuireBackend and QuireBackend.get_name() == NAME
-    assert contract.takes_names() == (NAME == "QUIRE") == (Version(vllm.__version__) >= Version("0.21"))
+    assert (NAME == "QUIRE") == (Version(vllm.__version__) >= Version("0.32"))
 
 
 def test_the_classes_satisfy_vllm_s_abstract_ones():
@@ -341,6 +341,34 @@ def test_sliding_windows_softcap_and_alibi_write_the_tokens_of_eager_attention(n
     model = make_model(name, tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=64)
     assert generated == [[greedy(model, p) for p in prompts()]]
+
+
+def test_many_requests_of_random_lengths_leave_nothing_behind(tmp_path):
+    model = make_model("llama", tmp_path)
+    llm = engine(tmp_path, max_num_seqs=32, max_num_batched_tokens=64, num_gpu_blocks_override=40)
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    free, count = pool.get_num_free_blocks(), 100 if DEVICE == "cpu" else 1000
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 64, (count, 2), generator=draw).tolist()
+    inputs = [torch.randint(3, 97, (n,), generator=draw).tolist() for n, _ in lengths]
+    sampling = [vllm.SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False) for _, n in lengths]
+    results = llm.generate([{"prompt_token_ids": p} for p in inputs], sampling, use_tqdm=False)
+    assert [len(r.outputs[0].token_ids) for r in results] == [n for _, n in lengths]
+    assert pool.get_num_free_blocks() == free
+    for i in range(0, count, count // 10):
+        n = min(lengths[i][1], NEW_TOKENS)
+        assert list(results[i].outputs[0].token_ids)[:n] == greedy(model, inputs[i])[:n]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="vLLM's rejection sampler needs its compiled operators, or a GPU")
+def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, monkeypatch):
+    lengths, original = [], QuireMetadataBuilder.build
+    monkeypatch.setattr(QuireMetadataBuilder, "build", lambda *args, **options: (lengths.append(args[2].max_query_len), original(*args, **options))[1])
+    model = make_model("llama", tmp_path)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    generated, _ = serve(tmp_path, max_num_batched_tokens=64, speculative_config=drafts)
+    assert generated == [[greedy(model, p) for p in prompts()]]
+    assert lengths.count(4) > 10  # one token and three drafts
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="compares with a backend of vLLM's own, which needs a GPU")

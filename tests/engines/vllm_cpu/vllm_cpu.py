@@ -26,10 +26,17 @@ def gated_gelu(out: torch.Tensor, x: torch.Tensor) -> None:
     out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
+def gated_silu(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Write silu(first half of x) · second half."""
+    gate, up = x.chunk(2, -1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
 OPERATORS = {
     "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int page_size) -> ()": slots_of_tokens,
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()": gated_gelu,
+    "silu_and_mul(Tensor(a!) out, Tensor x) -> ()": gated_silu,
     "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
 }
 

@@ -1,8 +1,9 @@
 """What differs between the versions of vLLM that Quire serves, in one place: the backend's name, and how a layer's cache is laid out.
 
-In 0.20 there is one name for backends from outside, CUSTOM, and a backend says how its cache is shaped: here pages of keys, then values,
-[num_pages, 2, page_size, num_kv_heads, head_dim]. Later versions take a backend under a name of its own and shape the cache themselves:
-[num_pages, num_kv_heads, page_size, head_dim + head_dim_v], a key and its value in one row, in any of six physical orders.
+Up to 0.31 there is one name for backends from outside, CUSTOM; from 0.32 on each has a name of its own. Up to 0.28 a backend says how its cache is shaped:
+here a page's keys, then its values, [num_pages, 2, page_size, num_kv_heads, head_dim]. From 0.29 on vLLM shapes it,
+[num_pages, num_kv_heads, page_size, head_dim + head_dim_v], a key and its value in one row, in any of six physical orders. Both are told by what vLLM has,
+not by its number.
 """
 # pyright: reportMissingImports=false
 
@@ -61,7 +62,7 @@ def takes_names() -> bool:
 
 
 class CacheShape:
-    """How a backend says the shape of its cache, which vLLM asks in 0.20."""
+    """How a backend says the shape of its cache, which vLLM asks up to 0.28."""
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto") -> tuple[int, ...]:
