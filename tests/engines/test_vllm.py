@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
@@ -307,12 +307,11 @@ def greedy(model, prompt: list[int]) -> list[int]:
 
 def engine(folder: Path, **options) -> "vllm.LLM":
     """Start vLLM with Quire, unless the options say otherwise."""
-    gc.collect()  # the last engine: vLLM measures what memory is free
-    torch.cuda.empty_cache()
+    gc.collect()  # the last engine
     graphs = {} if DEVICE == "cpu" else {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
     return vllm.LLM(**dict(
         model=str(folder), skip_tokenizer_init=True, dtype="float32", attention_backend=NAME, max_model_len=128, block_size=16, max_num_seqs=8,
-        enforce_eager=DEVICE == "cpu", compilation_config={"mode": 0, "custom_ops": ["none"], **graphs}, gpu_memory_utilization=0.1, num_gpu_blocks_override=64,
+        enforce_eager=DEVICE == "cpu", compilation_config={"mode": 0, "custom_ops": ["none"], **graphs}, kv_cache_memory_bytes=1 << 30, num_gpu_blocks_override=64,
     ) | options)  # fmt: skip
 
 
@@ -368,10 +367,37 @@ def test_many_requests_of_random_lengths_leave_nothing_behind(tmp_path):
         assert list(results[i].outputs[0].token_ids)[:n] == greedy(model, inputs[i])[:n]
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="vLLM's rejection sampler needs its compiled operators, or a GPU")
-def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, monkeypatch):
+def accept(draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, *others, **options):
+    """Keep drafts up to the first that the model would not have chosen, as vLLM's compiled sampler does for greedy requests."""
+    chosen, start = target_logits.argmax(-1), 0
+    out = torch.full((len(num_draft_tokens), max_spec_len + 1), -1, dtype=torch.int32)
+    for row, count in enumerate(num_draft_tokens):
+        own = chosen[start : start + count]
+        kept = 1 + int((draft_token_ids[start : start + count] == own).long().cumprod(0).sum())
+        out[row, :kept] = torch.cat([own, bonus_token_ids[row]])[:kept]
+        start += count
+    return out
+
+
+@pytest.fixture
+def drafts_on_cpu(monkeypatch):
+    """Have vLLM draft and verify without numba and its compiled operators, where there is no GPU."""
+    if DEVICE == "cpu":
+        numba = ModuleType("numba")
+        numba.jit = numba.njit = lambda *args, **options: lambda function: function
+        numba.prange, numba.get_num_threads, numba.set_num_threads = range, lambda: 1, lambda count: None
+        monkeypatch.setitem(sys.modules, "numba", numba)
+        monkeypatch.setattr("vllm.v1.sample.rejection_sampler.rejection_sample", accept)
+
+
+def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, monkeypatch, drafts_on_cpu):
     lengths, original = [], QuireMetadataBuilder.build
-    monkeypatch.setattr(QuireMetadataBuilder, "build", lambda *args, **options: (lengths.append(args[2].max_query_len), original(*args, **options))[1])
+
+    def build(self, common_prefix_len, common_attn_metadata, **options):
+        lengths.append(common_attn_metadata.max_query_len)
+        return original(self, common_prefix_len, common_attn_metadata, **options)
+
+    monkeypatch.setattr(QuireMetadataBuilder, "build", build)
     model = make_model("llama", tmp_path)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     generated, _ = serve(tmp_path, max_num_batched_tokens=64, speculative_config=drafts)

@@ -32,8 +32,15 @@ def gated_silu(out: torch.Tensor, x: torch.Tensor) -> None:
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
+def expand(out: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_from: int, replace_to: int) -> None:
+    """Write each sequence's value once for each of its tokens, which end at `ends`."""
+    spread = values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
+    out[: spread.shape[0]] = spread.where(spread != replace_from, replace_to)
+
+
 OPERATORS = {
     "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int page_size) -> ()": slots_of_tokens,
+    "expand_kernel_impl(Tensor(a!) out, Tensor values, Tensor ends, int replace_from, int replace_to) -> ()": expand,
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()": gated_gelu,
     "silu_and_mul(Tensor(a!) out, Tensor x) -> ()": gated_silu,
