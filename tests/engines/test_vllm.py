@@ -145,7 +145,7 @@ def step_of(problem, pad: int, width: int) -> tuple[CommonAttentionMetadata, tor
     return common, query, num_tokens
 
 
-def make_layer(problem, kv_cache_dtype: str = "auto") -> tuple[Layer, QuireMetadataBuilder]:
+def make_layer(problem, kv_cache_dtype: str = "auto", additional: dict | None = None) -> tuple[Layer, QuireMetadataBuilder]:
     spec = problem.spec
     before = torch.get_default_dtype()
     torch.set_default_dtype(spec.dtype)
@@ -162,7 +162,7 @@ def make_layer(problem, kv_cache_dtype: str = "auto") -> tuple[Layer, QuireMetad
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=64),
-        model_config=SimpleNamespace(max_model_len=128),
+        model_config=SimpleNamespace(max_model_len=128), additional_config=additional or {},
     )
     return layer, QuireMetadataBuilder(None, ["layer"], config, torch.device(DEVICE))
 
@@ -239,6 +239,25 @@ def test_plans_are_made_once_for_all_layers_and_kept_over_steps():
     assert other.plan(layer.impl.spec, query.shape[0], 16).batch.page_table is other.block_table
     padded = builder.build(0, common.replace(num_actual_tokens=5)).plan(layer.impl.spec, 5, 16)
     assert padded.batch.cu_seqlens_q is not None  # tokens and sequences differ in number: vLLM's cumulative counts tell
+
+
+@pytest.mark.parametrize("additional", [{}, {"quire_warmup": False}])
+def test_kernels_are_compiled_before_the_first_capture(additional, monkeypatch):
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
+    layer, builder = make_layer(problem, additional=additional)
+    layer.kv_cache = vllm_cache(problem.cache, "NHD")
+    before, warmed, original = layer.kv_cache.clone(), [], quire.warmup
+    monkeypatch.setattr(quire, "warmup", lambda spec, pages, **bounds: (warmed.append((spec, pages, bounds)), original(spec, pages, **bounds))[1])
+    common, query, _ = step_of(problem, pad=0, width=9)
+    for _ in range(2):
+        metadata = builder.build_for_cudagraph_capture(common)
+    if additional:
+        assert not warmed
+    else:
+        assert warmed == [(layer.impl.spec, layer.impl.pages, builder.bounds)]
+        assert torch.equal(layer.kv_cache.nan_to_num(9.0), before.nan_to_num(9.0))
+    out = layer.impl.forward(layer, query, None, None, layer.kv_cache, metadata, torch.empty_like(query))
+    assert error_budget(problem, out).passed
 
 
 def test_steps_that_are_not_causal():

@@ -5,6 +5,7 @@ they read, which vLLM reuses from step to step. All that varies is read on the d
 """
 # pyright: reportMissingImports=false
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -142,6 +143,21 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         num_bytes = max(quire.workspace_size(spec, **self.bounds, device=device) for spec in self.layers)
         self.workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
         self.plans: OrderedDict[tuple, Plan] = OrderedDict()
+        extra = vllm_config.additional_config
+        self.warm = isinstance(extra, dict) and not extra.get("quire_warmup", True)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> QuireMetadata:
+        """Take a step that is about to be captured; before the first, compile what any step can need, so that no request waits for a compiler.
+
+        Where graphs are off, or with `additional_config={"quire_warmup": False}`, kernels are compiled when they are first launched.
+        """
+        if not self.warm:
+            self.warm = True
+            began = time.perf_counter()
+            names = [quire.warmup(spec, layer.impl.bind(layer, layer.kv_cache), **self.bounds) for spec, layer in self.layers.items()]
+            if any(names):
+                contract.logger.info("Quire has %d kernels ready after %.1f s", sum(map(len, names)), time.perf_counter() - began)
+        return self.build(0, common_attn_metadata)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> QuireMetadata:
         """Take a step's metadata as it is."""
