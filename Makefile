@@ -72,7 +72,7 @@ test-old-transformers: $(OLD_TRANSFORMERS)/.ready
 test-vllm: $(VLLM:%=test-vllm-%)
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts
