@@ -27,6 +27,7 @@ import triton
 from packaging.version import Version
 from transformers import GenerationConfig
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -332,7 +333,8 @@ def engine(folder: Path, **options) -> "vllm.LLM":
     graphs = {} if DEVICE == "cpu" else {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
     return vllm.LLM(**dict(
         model=str(folder), skip_tokenizer_init=True, dtype="float32", attention_backend=NAME, max_model_len=128, block_size=16, max_num_seqs=8,
-        enforce_eager=DEVICE == "cpu", compilation_config={"mode": 0, "custom_ops": ["none"], **graphs}, kv_cache_memory_bytes=1 << 30, num_gpu_blocks_override=64,
+        enforce_eager=DEVICE == "cpu", compilation_config={"mode": 0, "custom_ops": ["none"], **graphs}, num_gpu_blocks_override=64,
+        kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.1,
     ) | options)  # fmt: skip
 
 
@@ -364,11 +366,19 @@ def test_preempted_sequences_write_the_tokens_of_eager_attention(tmp_path, monke
     assert preempted or INTERPRETED  # there outputs are too short
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "bloom"])
-def test_sliding_windows_softcap_and_alibi_write_the_tokens_of_eager_attention(name, tmp_path):
+@pytest.mark.parametrize(("name", "page_size", "layout"), [("mistral", 48, "NHD"), ("gemma2", 16, "HND"), ("bloom", 544, "HND")])
+def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_attention(name, page_size, layout, tmp_path, monkeypatch):
+    if hasattr(utils, "set_kv_cache_layout"):  # up to 0.28
+        utils.set_kv_cache_layout(layout)
+    elif name == "gemma2":
+        layout = "BHLNC"  # all layers' keys of a page and a head together
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    pages, bind = [], QuireImpl.bind
+    monkeypatch.setattr(QuireImpl, "bind", lambda *args: (pages.append(bind(*args)), pages[-1])[1])
     model = make_model(name, tmp_path)
-    generated, _ = serve(tmp_path, max_num_batched_tokens=64)
+    generated, _ = serve(tmp_path, max_num_batched_tokens=64, block_size=page_size)
     assert generated == [[greedy(model, p) for p in prompts()]]
+    assert all(p.page_size == page_size and (p.strides[0].slot < p.strides[0].head) == (layout != "NHD") for p in pages) and pages
 
 
 def test_many_requests_of_random_lengths_leave_nothing_behind(tmp_path):
