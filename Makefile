@@ -69,7 +69,8 @@ test-old-transformers: $(OLD_TRANSFORMERS)/.ready
 	@echo "== Transformers 5.17.0"
 	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) -n 2 tests/engines
 
-test-vllm: $(VLLM:%=test-vllm-%)
+test-vllm: $(VENV)/.ready
+	$(MAKE) --jobs 2 --output-sync $(VLLM:%=test-vllm-%)
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
 	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py
