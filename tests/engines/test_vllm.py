@@ -79,8 +79,10 @@ def test_what_is_served_and_what_is_refused_by_name():
         assert any(reason in given for given in QuireBackend.validate_configuration(**wanted(**refused))), refused
     with pytest.raises(quire.UnsupportedError, match="attn_type must be decoder, got encoder_only"):
         QuireImpl(4, 16, 0.25, attn_type=AttentionType.ENCODER_ONLY)
-    with pytest.raises(quire.UnsupportedError, match="chunk_lookback must be left out, got 2"):
-        QuireImpl(4, 16, 0.25, chunk_lookback=2)
+    for value in (2, torch.ones(4)):
+        with pytest.raises(quire.UnsupportedError, match="chunk_lookback must be left out, got"):
+            QuireImpl(4, 16, 0.25, chunk_lookback=value)
+    assert QuireImpl(4, 16, 0.25, chunk_lookback=-1, use_alibi_sqrt=False, something=None).spec.num_kv_heads == 4
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.34.0"])

@@ -217,8 +217,8 @@ class QuireImpl(AttentionImpl):
     ) -> None:
         if attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"attn_type must be decoder, got {AttentionType(attn_type).value}; leave --attention-backend out for this model")
-        for name, value in others.items():
-            if value not in (None, False, -1):
+        for name, value in others.items():  # what a model of vLLM's passes on to backends that know it
+            if not (value is None or value is False or (isinstance(value, int) and value == -1)):
                 raise UnsupportedError(f"{name} must be left out, got {value}; leave --attention-backend out for this model")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads or num_heads
         self.sliding_window, self.kv_cache_dtype, self.logits_soft_cap = sliding_window, kv_cache_dtype, logits_soft_cap
