@@ -6,12 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLD_TRITON := .overlays/triton-3.6.0
 OLD_TRANSFORMERS := .overlays/transformers-5.17.0
+VLLM_NEEDS := .overlays/vllm-needs
+VLLM := 0.20.2 0.33.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
 # Without a GPU the CPU build of torch, whose version is pinned: plain `torch` would bring gigabytes of CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test test-newest test-interpreter test-old-triton test-old-transformers check test-gpu sanitize clean
+.PHONY: help demo test test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the embedded model (sets everything up first; no GPU needed)"
 	@echo "make test      run the test suite: interpreter, compile and engine rings, on either end of the supported versions"
@@ -34,10 +36,21 @@ $(OLD_TRANSFORMERS)/.ready: $(VENV)/.ready
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OLD_TRANSFORMERS) transformers==5.17.0
 	@touch $@
 
+$(VLLM_NEEDS)/.ready: $(VENV)/.ready tests/engines/vllm_cpu/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VLLM_NEEDS) -r tests/engines/vllm_cpu/requirements.txt
+	@touch $@
+
+.PRECIOUS: .overlays/vllm-%/.ready
+# vLLM without its compiled operators, which its setup calls "empty": 33 MB of source in place of wheels of several hundred.
+.overlays/vllm-%/.ready: $(VLLM_NEEDS)/.ready
+	PYTHONPATH=$(CURDIR)/$(VLLM_NEEDS) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
+		$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-binary vllm --upgrade --target .overlays/vllm-$* vllm==$*
+	@touch $@
+
 demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
-test: test-newest test-interpreter test-old-triton test-old-transformers
+test: test-newest test-interpreter test-old-triton test-old-transformers test-vllm
 
 test-newest: $(VENV)/.ready
 	@echo "== PyTorch path, compile ring, commands, engines: newest Triton and Transformers"
@@ -55,6 +68,12 @@ test-old-triton: $(OLD_TRITON)/.ready
 test-old-transformers: $(OLD_TRANSFORMERS)/.ready
 	@echo "== Transformers 5.17.0"
 	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) -n 2 tests/engines
+
+test-vllm: $(VENV)/.ready
+	$(MAKE) --jobs 2 --output-sync $(VLLM:%=test-vllm-%)
+test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
+	@echo "== vLLM $*"
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts

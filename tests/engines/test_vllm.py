@@ -1,0 +1,467 @@
+"""The plug-in under the real vLLM, of either end of the supported range: its classes against vLLM's abstract ones, its metadata and cache views against the
+oracle, and the engine end to end against the same model in Transformers with eager attention, token for token.
+
+On a GPU the engine replays all its steps from CUDA graphs; on a CPU it runs through the platform in `vllm_cpu/`.
+"""
+# ruff: noqa: E402
+
+import gc
+import os
+import sys
+from dataclasses import replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
+sys.path.insert(0, str(Path(__file__).parent / "vllm_cpu"))
+
+import pytest
+import torch
+
+vllm = pytest.importorskip("vllm", reason="vLLM is tested by `make test-vllm`")
+
+import transformers
+import triton
+from packaging.version import Version
+from transformers import GenerationConfig
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends import utils
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.scheduler import Scheduler
+
+import quire
+from quire.integrations.vllm import contract, register
+from quire.testing import error_budget, make_problem
+
+register()
+
+from quire.integrations.vllm.backend import QuireBackend, QuireImpl, QuireMetadataBuilder
+
+NAME = contract.backend_name()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+def test_vllm_finds_the_plug_in_and_takes_it_twice():
+    assert [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "quire"] == ["quire.integrations.vllm:register"]
+    register()
+    assert AttentionBackendEnum[NAME].get_class() is QuireBackend and QuireBackend.get_name() == NAME
+    assert (NAME == "QUIRE") == (Version(vllm.__version__) >= Version("0.32"))
+
+
+def test_the_classes_satisfy_vllm_s_abstract_ones():
+    for made in (QuireBackend, QuireImpl, QuireMetadataBuilder):
+        assert not made.__abstractmethods__, f"{made.__name__} lacks {sorted(made.__abstractmethods__)}"
+    assert issubclass(QuireBackend, AttentionBackend)
+    assert QuireBackend.get_impl_cls() is QuireImpl and QuireBackend.get_builder_cls() is QuireMetadataBuilder
+    assert QuireMetadataBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
+    assert all(QuireBackend.supports_block_size(size) for size in (None, 1, 8, 16, 32, 64, 128, 256, 544))
+    assert [dim for dim in (8, 16, 64, 80, 96, 100, 128, 192, 256, 264) if QuireBackend.supports_head_size(dim)] == [16, 64, 80, 96, 128, 192, 256]
+
+
+def wanted(**changes) -> dict:
+    """Return what vLLM asks `validate_configuration`."""
+    asked = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, use_mla=False, has_sink=True, use_sparse=False, use_mm_prefix=False)
+    asked |= dict(use_per_head_quant_scales=False, device_capability=SimpleNamespace(major=9, minor=0), attn_type=AttentionType.DECODER, use_non_causal=True)
+    return asked | changes
+
+
+def test_what_is_served_and_what_is_refused_by_name():
+    for served in ({}, {"kv_cache_dtype": "fp8_e5m2"}, {"dtype": torch.float32}, {"kv_cache_dtype": "bfloat16"}, {"use_batch_invariant": True}):
+        assert not QuireBackend.validate_configuration(**wanted(**served))
+    for refused, reason in (
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"), ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type"),
+        ({"use_mla": True}, "MLA"), ({"use_mm_prefix": True}, "multimodal"), ({"head_size": 576}, "head_size"), ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype must be auto or fp8"), ({"device_capability": SimpleNamespace(major=7, minor=5)}, "compute capability"),
+    ):  # fmt: skip
+        assert any(reason in given for given in QuireBackend.validate_configuration(**wanted(**refused))), refused
+    with pytest.raises(quire.UnsupportedError, match="attn_type must be decoder, got encoder_only"):
+        QuireImpl(4, 16, 0.25, attn_type=AttentionType.ENCODER_ONLY)
+    for value in (2, torch.ones(4)):
+        with pytest.raises(quire.UnsupportedError, match="chunk_lookback must be left out, got"):
+            QuireImpl(4, 16, 0.25, chunk_lookback=value)
+    assert QuireImpl(4, 16, 0.25, chunk_lookback=-1, use_alibi_sqrt=False, something=None).spec.num_kv_heads == 4
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.34.0"])
+def test_versions_outside_the_range_are_refused(version, monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(quire.UnsupportedError, match=r"0\.20 to before 0\.34, got " + version):
+        contract.check_version()
+    monkeypatch.delitem(sys.modules, "quire.integrations.vllm.backend")
+    with pytest.raises(quire.UnsupportedError):
+        AttentionBackendEnum[NAME].get_class()
+
+
+def test_a_backend_of_another_plug_in_stays(monkeypatch, caplog):
+    if contract.takes_names():
+        return  # there each has a name of its own
+    monkeypatch.setattr(AttentionBackendEnum, "is_overridden", lambda self: True)
+    monkeypatch.setattr(AttentionBackendEnum, "get_path", lambda self: "other.Backend")
+    monkeypatch.setattr(contract.logger, "propagate", True)
+    register()
+    assert "VLLM_PLUGINS=quire" in caplog.text
+
+
+# A layer by itself: vLLM's metadata in, cache views of both contracts, results against the oracle.
+
+SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+BATCHES = {
+    "decode": ((1, 9), (1, 40), (1, 1)),
+    "mixed": ((1, 9), (7, 40), (1, 1), (20, 20)),
+    "drafts": ((4, 9), (4, 40), (4, 4)),
+}
+
+
+class Layer(SimpleNamespace):
+    """What of a vLLM layer the backend looks at."""
+
+
+def vllm_cache(cache: quire.PagedKVCache, kind: str) -> torch.Tensor:
+    """Return the same pages as a vLLM of `kind` would keep them, fp8 as bytes."""
+    k, v = cache.k, cache.v  # NHD
+    if k.dtype.itemsize == 1:
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    if kind == "NHD":
+        return torch.stack([k, v], 1)
+    if kind == "HND":
+        return torch.stack([k, v], 1).transpose(2, 3).contiguous().transpose(2, 3)
+    rows = torch.cat([k, v], -1).transpose(1, 2)  # as from 0.21 on, heads inside
+    return rows if kind == "rows" else rows.contiguous()
+
+
+def step_of(problem, pad: int, width: int) -> tuple[CommonAttentionMetadata, torch.Tensor, int]:
+    """Return vLLM's metadata for a problem, with `pad` empty sequences and tokens after it and a table wider than needed; padded queries; the tokens."""
+    num_seqs, num_tokens = len(problem.seq_lens), problem.q.shape[0]
+    table = torch.zeros(num_seqs + pad, width, dtype=torch.int32, device=DEVICE)
+    table[:num_seqs, : problem.batch.page_table.shape[1]] = problem.batch.page_table.clamp(min=0)
+    starts = torch.nn.functional.pad(problem.batch.query_starts, (0, pad), value=num_tokens)
+    seq_lens = torch.nn.functional.pad(problem.batch.seq_lens, (0, pad))
+    query = torch.nn.functional.pad(problem.q, (0, 0, 0, 0, 0, pad), value=float("nan"))
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=seq_lens, num_reqs=num_seqs + pad, num_actual_tokens=num_tokens + pad,
+        max_query_len=max(problem.query_lens), max_seq_len=max(problem.seq_lens), block_table_tensor=table,
+        slot_mapping=torch.full((num_tokens + pad,), -1, device=DEVICE),
+    )  # fmt: skip
+    return common, query, num_tokens
+
+
+def make_layer(problem, kv_cache_dtype: str = "auto", additional: dict | None = None) -> tuple[Layer, QuireMetadataBuilder]:
+    spec = problem.spec
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(spec.dtype)
+    try:
+        impl = QuireImpl(
+            spec.num_q_heads, spec.head_dim, spec.softmax_scale, spec.num_kv_heads, None if problem.alibi_slopes is None else problem.alibi_slopes.tolist(),
+            spec.sliding_window, kv_cache_dtype, spec.softcap, AttentionType.DECODER, None, **({"sinks": problem.sinks} if spec.sinks else {}),
+        )  # fmt: skip
+    finally:
+        torch.set_default_dtype(before)
+    layer = Layer(impl=impl, _k_scale=torch.tensor(1.0, device=DEVICE), _v_scale=torch.tensor(1.0, device=DEVICE))
+    if problem.cache.k_scale is not None:
+        layer._k_scale, layer._v_scale = problem.cache.k_scale[0].clone(), problem.cache.v_scale[0].clone()
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=64),
+        model_config=SimpleNamespace(max_model_len=128), additional_config=additional or {},
+    )
+    return layer, QuireMetadataBuilder(None, ["layer"], config, torch.device(DEVICE))
+
+
+def attend(layer: Layer, builder, problem, kv_cache: torch.Tensor, pad: int = 0, width: int = 9) -> torch.Tensor:
+    common, query, num_tokens = step_of(problem, pad, width)
+    output = torch.full_like(query, 7.0)
+    result = layer.impl.forward(layer, query, None, None, kv_cache, builder.build(0, common), output)
+    assert result is output
+    return output[:num_tokens]
+
+
+@pytest.mark.parametrize("kind", ["NHD", "HND", "rows", "rows, heads outside"])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("page_size", [16, 544])
+def test_a_step_in_every_cache_contract(kind, batch, page_size):
+    problem = make_problem(SPEC, BATCHES[batch], page_size=page_size, device=DEVICE)
+    layer, builder = make_layer(problem)
+    out = attend(layer, builder, problem, vllm_cache(problem.cache, kind), pad=3)
+    assert error_budget(problem, out).passed
+
+
+@pytest.mark.parametrize("features", [{"sliding_window": 5}, {"softcap": 3.0}, {"alibi": True}, {"sinks": True}, {"softmax_scale": 0.1}])
+@pytest.mark.parametrize("kind", ["NHD", "rows"])
+def test_features_of_a_layer(features, kind):
+    problem = make_problem(replace(SPEC, **features), BATCHES["mixed"], device=DEVICE)
+    layer, builder = make_layer(problem)
+    assert layer.impl.spec == problem.spec
+    assert error_budget(problem, attend(layer, builder, problem, vllm_cache(problem.cache, kind))).passed
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("kind", ["NHD", "rows"])
+def test_fp8_caches_with_the_layer_s_scales(dtype, kind):
+    spec = replace(SPEC, kv_dtype=torch.float8_e5m2 if dtype == "fp8_e5m2" else torch.float8_e4m3fn)
+    problem = make_problem(spec, BATCHES["mixed"], scales="tensor", device=DEVICE)
+    layer, builder = make_layer(problem, dtype)
+    kv_cache = vllm_cache(problem.cache, kind)
+    assert kv_cache.dtype is torch.uint8
+    assert error_budget(problem, attend(layer, builder, problem, kv_cache)).passed
+
+
+@pytest.mark.parametrize("kind", ["NHD", "HND", "rows"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_the_write_skips_padding(kind, dtype):
+    spec = replace(SPEC, kv_dtype=torch.float8_e4m3fn if dtype == "fp8" else None)
+    problem = make_problem(spec, BATCHES["decode"], scales="tensor", device=DEVICE)
+    layer, _ = make_layer(problem, dtype)
+    kv_cache = torch.zeros_like(vllm_cache(problem.cache, kind))
+    fused = torch.randn(5, 3, 2, 16, device=DEVICE)  # keys and values as strided views of one projection
+    slots = torch.tensor([33, -1, 5, -1, 70], device=DEVICE)
+    layer.impl.do_kv_cache_update(layer, fused[:, 1], fused[:, 2], kv_cache, slots)
+    pages = layer.impl.pages
+    at = (lambda t: t.float()) if pages.layout == "NHD" else (lambda t: t.float().transpose(1, 2))
+    for stored, new, scale in ((pages.k, fused[:, 1], layer._k_scale), (pages.v, fused[:, 2], layer._v_scale)):
+        flat = at(stored).flatten(0, 1)
+        kept = (new / scale).to(stored.dtype).float() if dtype == "fp8" else new
+        assert torch.equal(flat[slots[slots >= 0]], kept[slots >= 0])
+        assert flat.count_nonzero() == kept[slots >= 0].count_nonzero()
+
+
+def test_plans_are_made_once_for_all_layers_and_kept_over_steps():
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
+    layer, builder = make_layer(problem)
+    common, query, _ = step_of(problem, pad=0, width=9)
+    first = builder.build(0, common).plan(layer.impl.spec, query.shape[0], 16)
+    assert first.batch.cu_seqlens_q is None and (first.max_seq_len, first.max_query_len) == (64, 1)
+    common.seq_lens += 1  # as between the replays of a graph: the same memory
+    assert builder.build(0, common.replace(max_seq_len=41)).plan(layer.impl.spec, query.shape[0], 16) is first
+    longer = builder.build(0, common.replace(max_seq_len=65)).plan(layer.impl.spec, query.shape[0], 16)
+    assert longer.max_seq_len == 128
+    assert builder.build(0, common.replace(max_seq_len=1000)).plan(layer.impl.spec, query.shape[0], 16).max_seq_len == 9 * 16  # the table's width
+    other = builder.update_block_table(builder.build(0, common), common.block_table_tensor.clone(), common.slot_mapping)
+    assert other.plan(layer.impl.spec, query.shape[0], 16).batch.page_table is other.block_table
+    padded = builder.build(0, common.replace(num_actual_tokens=5)).plan(layer.impl.spec, 5, 16)
+    assert padded.batch.cu_seqlens_q is not None  # tokens and sequences differ in number: vLLM's cumulative counts tell
+
+
+@pytest.mark.parametrize("additional", [{}, {"quire_warmup": False}])
+def test_kernels_are_compiled_before_the_first_capture(additional, monkeypatch):
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
+    layer, builder = make_layer(problem, additional=additional)
+    layer.kv_cache = vllm_cache(problem.cache, "NHD")
+    before, warmed, original = layer.kv_cache.clone(), [], quire.warmup
+    monkeypatch.setattr(quire, "warmup", lambda spec, pages, **bounds: (warmed.append((spec, pages, bounds)), original(spec, pages, **bounds))[1])
+    common, query, _ = step_of(problem, pad=0, width=9)
+    for _ in range(2):
+        metadata = builder.build_for_cudagraph_capture(common)
+    if additional:
+        assert not warmed
+    else:
+        assert warmed == [(layer.impl.spec, layer.impl.pages, builder.bounds)]
+        assert torch.equal(layer.kv_cache.nan_to_num(9.0), before.nan_to_num(9.0))
+    out = layer.impl.forward(layer, query, None, None, layer.kv_cache, metadata, torch.empty_like(query))
+    assert error_budget(problem, out).passed
+
+
+def test_steps_that_are_not_causal():
+    problem = make_problem(replace(SPEC, causal=False), BATCHES["mixed"], device=DEVICE)
+    layer, builder = make_layer(problem)
+    common, query, _ = step_of(problem, pad=0, width=9)
+    out = layer.impl.forward(layer, query, None, None, vllm_cache(problem.cache, "NHD"), builder.build(0, common.replace(causal=False)), torch.empty_like(query))
+    assert error_budget(problem, out).passed
+    with pytest.raises(quire.UnsupportedError, match="causal must be one for the whole batch"):
+        builder.build(0, common.replace(causal=torch.ones(4, dtype=torch.bool)))
+
+
+def test_memory_profiling_and_fused_quantisation():
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
+    layer, _ = make_layer(problem)
+    output = torch.full_like(problem.q, 7.0)
+    assert layer.impl.forward(layer, problem.q, None, None, torch.tensor([]), None, output).count_nonzero() == 0
+    with pytest.raises(quire.UnsupportedError, match="output_scale must be None"):
+        layer.impl.forward(layer, problem.q, None, None, torch.tensor([]), None, output, output_scale=torch.ones(1))
+
+
+# The engine end to end.
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """Have vLLM look at a model's class in this process, not in one of its own, which takes 8 s to start."""
+    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda function: function())
+
+
+SMALL = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+MODELS = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4, "n_layer": 2}),
+}
+NEW_TOKENS = 6 if INTERPRETED else 40
+
+
+def make_model(name: str, folder: Path, sizes: dict | None = None, std: float = 0.2, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    config, model, extra = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model)(getattr(transformers, config)(**SMALL | extra | (sizes or {}))).eval()
+    for parameter in model.parameters():  # enough spread that the next token is no coin toss
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    model.to(dtype).save_pretrained(folder)
+    model.set_attn_implementation("eager")
+    return model.to(DEVICE)
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of unequal lengths, two of which begin alike."""
+    generator = torch.Generator().manual_seed(1)
+    unequal = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (5, 40, 1, 70, 33, 64, 17)]
+    return [*unequal, unequal[3][:50] + [9, 8, 7]]
+
+
+def greedy(model, prompt: list[int]) -> list[int]:
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    return model.generate(torch.tensor([prompt], device=DEVICE), generation_config=config)[0, len(prompt) :].tolist()
+
+
+def engine(folder: Path, **options) -> "vllm.LLM":
+    """Start vLLM with Quire, unless the options say otherwise."""
+    gc.collect()  # the last engine
+    graphs = {} if DEVICE == "cpu" else {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+    return vllm.LLM(**dict(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", attention_backend=NAME, max_model_len=128, block_size=16, max_num_seqs=8,
+        enforce_eager=DEVICE == "cpu", compilation_config={"mode": 0, "custom_ops": ["none"], **graphs}, num_gpu_blocks_override=64,
+        kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.1,
+    ) | options)  # fmt: skip
+
+
+def serve(folder: Path, rounds: int = 1, **options) -> tuple[list[list[list[int]]], int]:
+    """Return what vLLM generates through Quire, `rounds` times over, and how many prompt tokens the last round found in the cache."""
+    llm = engine(folder, **options)
+    sampling = vllm.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    generated = []
+    for _ in range(rounds):
+        results = llm.generate([{"prompt_token_ids": p} for p in prompts()], sampling, use_tqdm=False)
+        generated.append([list(r.outputs[0].token_ids) for r in results])
+    return generated, sum(r.num_cached_tokens or 0 for r in results)
+
+
+def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attention(tmp_path):
+    model = make_model("llama", tmp_path)
+    expected = [greedy(model, p) for p in prompts()]
+    generated, cached = serve(tmp_path, rounds=2, max_num_batched_tokens=32, enable_prefix_caching=True)
+    assert generated == [expected, expected]
+    assert cached >= 2 * 64  # tokens that were not computed again
+
+
+def test_preempted_sequences_write_the_tokens_of_eager_attention(tmp_path, monkeypatch):
+    preempted, original = [], Scheduler._preempt_request
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *args, **options: (preempted.append(args[1]), original(*args, **options))[1])
+    model = make_model("llama", tmp_path)
+    generated, _ = serve(tmp_path, max_num_batched_tokens=32, num_gpu_blocks_override=10)  # too few for eight sequences that end up with 3 to 7 pages
+    assert generated == [[greedy(model, p) for p in prompts()]]
+    assert preempted or INTERPRETED  # there outputs are too short
+
+
+@pytest.mark.parametrize(("name", "page_size", "layout"), [("mistral", 48, "NHD"), ("gemma2", 16, "HND"), ("bloom", 544, "HND")])
+def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_attention(name, page_size, layout, tmp_path, monkeypatch):
+    if hasattr(utils, "set_kv_cache_layout"):  # up to 0.28
+        utils.set_kv_cache_layout(layout)
+    elif name == "gemma2":
+        layout = "BHLNC"  # all layers' keys of a page and a head together
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    pages, bind = [], QuireImpl.bind
+    monkeypatch.setattr(QuireImpl, "bind", lambda *args: (pages.append(bind(*args)), pages[-1])[1])
+    model = make_model(name, tmp_path)
+    generated, _ = serve(tmp_path, max_num_batched_tokens=64, block_size=page_size)
+    assert generated == [[greedy(model, p) for p in prompts()]]
+    assert all(p.page_size == page_size and (p.strides[0].slot < p.strides[0].head) == (layout != "NHD") for p in pages) and pages
+
+
+def test_many_requests_of_random_lengths_leave_nothing_behind(tmp_path):
+    model = make_model("llama", tmp_path)
+    llm = engine(tmp_path, max_num_seqs=32, max_num_batched_tokens=64, num_gpu_blocks_override=40)
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    free, count = pool.get_num_free_blocks(), 10 if INTERPRETED else 100 if DEVICE == "cpu" else 1000
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 64, (count, 2), generator=draw).tolist()
+    inputs = [torch.randint(3, 97, (n,), generator=draw).tolist() for n, _ in lengths]
+    sampling = [vllm.SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False) for _, n in lengths]
+    results = llm.generate([{"prompt_token_ids": p} for p in inputs], sampling, use_tqdm=False)
+    assert [len(r.outputs[0].token_ids) for r in results] == [n for _, n in lengths]
+    assert pool.get_num_free_blocks() == free
+    for i in range(0, count, count // 10):
+        n = min(lengths[i][1], NEW_TOKENS)
+        assert list(results[i].outputs[0].token_ids)[:n] == greedy(model, inputs[i])[:n]
+
+
+def accept(draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, *others, **options):
+    """Keep drafts up to the first that the model would not have chosen, as vLLM's compiled sampler does for greedy requests."""
+    chosen, start = target_logits.argmax(-1), 0
+    out = torch.full((len(num_draft_tokens), max_spec_len + 1), -1, dtype=torch.int32)
+    for row, count in enumerate(num_draft_tokens):
+        own = chosen[start : start + count]
+        kept = 1 + int((draft_token_ids[start : start + count] == own).long().cumprod(0).sum())
+        out[row, :kept] = torch.cat([own, bonus_token_ids[row]])[:kept]
+        start += count
+    return out
+
+
+@pytest.fixture
+def drafts_on_cpu(monkeypatch):
+    """Have vLLM draft and verify without numba and its compiled operators, where there is no GPU."""
+    if DEVICE == "cpu":
+        numba = ModuleType("numba")
+        numba.jit = numba.njit = lambda *args, **options: lambda function: function
+        numba.prange, numba.get_num_threads, numba.set_num_threads = range, lambda: 1, lambda count: None
+        monkeypatch.setitem(sys.modules, "numba", numba)
+        monkeypatch.setattr("vllm.v1.sample.rejection_sampler.rejection_sample", accept)
+
+
+def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, monkeypatch, drafts_on_cpu):
+    lengths, original = [], QuireMetadataBuilder.build
+
+    def build(self, common_prefix_len, common_attn_metadata, **options):
+        lengths.append(common_attn_metadata.max_query_len)
+        return original(self, common_prefix_len, common_attn_metadata, **options)
+
+    monkeypatch.setattr(QuireMetadataBuilder, "build", build)
+    model = make_model("llama", tmp_path)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    generated, _ = serve(tmp_path, max_num_batched_tokens=64, speculative_config=drafts)
+    assert generated == [[greedy(model, p) for p in prompts()]]
+    assert lengths.count(4) > (0 if INTERPRETED else 10)  # one token and three drafts
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="compares with a backend of vLLM's own, which needs a GPU")
+def test_bfloat16_is_as_close_to_float32_as_vllm_s_own_backend(tmp_path):
+    make_model("llama", tmp_path, {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128}, std=0.05, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").to(DEVICE)
+    generator = torch.Generator().manual_seed(2)
+    inputs = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (5, 300, 1, 450, 130, 128, 257)]
+
+    def error(backend: str) -> float:
+        """Return the largest error of a log probability of prompts and outputs."""
+        options = dict(max_model_len=512, max_num_batched_tokens=512, num_gpu_blocks_override=300)
+        results = engine(tmp_path, attention_backend=backend, dtype="bfloat16", **options).generate(
+            [{"prompt_token_ids": p} for p in inputs],
+            vllm.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0), use_tqdm=False,
+        )  # fmt: skip
+        worst = 0.0
+        for result in results:
+            tokens = [*result.prompt_token_ids, *result.outputs[0].token_ids]
+            given = [entry[token].logprob for token, entry in zip(tokens[1:], [*result.prompt_logprobs[1:], *result.outputs[0].logprobs], strict=True)]
+            with torch.no_grad():
+                exact = model(torch.tensor([tokens], device=DEVICE)).logits[0, :-1].log_softmax(-1)
+            exact = exact[torch.arange(len(given)), torch.tensor(tokens[1:])]
+            worst = max(worst, (torch.tensor(given, device=DEVICE) - exact).abs().max().item())
+        return worst
+
+    own, quires = error("FLASH_ATTN"), error(NAME)
+    print(f"largest error of a log probability: FLASH_ATTN {own:.4f}, Quire {quires:.4f}")
+    assert 0 < quires <= 2 * own
