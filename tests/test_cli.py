@@ -80,6 +80,9 @@ def test_check_fails_with_1_when_a_result_is_wrong(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "FAIL" in text and "failed" in text
     assert main(["check", "--json", "--dtype", "float32"]) == 1
+    assert len(json.loads(capsys.readouterr().out)) > 1
+    assert main(["check", "--json", "--fail-fast", "--dtype", "float32"]) == 1
+    assert len(json.loads(capsys.readouterr().out)) == 1
 
 
 def test_check_sees_a_kernel_that_forgets_to_scale(monkeypatch):

@@ -40,7 +40,7 @@ def test_a_broken_kernel_is_noticed(name, tmp_path):
     source = (copy / "kernels" / file).read_text()
     assert source.count(right) == 1, "the place to break has moved"
     (copy / "kernels" / file).write_text(source.replace(right, wrong))
-    run = [sys.executable, "-m", "quire.cli", "check", "--json", "--dtype", "float16" if "pairs" in name else "float32"]
+    run = [sys.executable, "-m", "quire.cli", "check", "--json", "--fail-fast", "--dtype", "float16" if "pairs" in name else "float32"]
     done = subprocess.run(run, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}, capture_output=True, text=True)
     assert done.returncode != 0
     assert '"passed": false' in done.stdout or "InterpreterError" in done.stderr, done.stderr[-2000:]

@@ -85,6 +85,7 @@ def add_parser(subparsers) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--dtype", choices=[str(d).removeprefix("torch.") for d in QUERY_DTYPES], action="append", help="check only this; may be repeated")
+    parser.add_argument("--fail-fast", action="store_true", help="stop at the first line that fails")
     parser.set_defaults(run=run)
 
 
@@ -103,15 +104,23 @@ class Row:
 def rows(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[Row]:
     """Check every feature in every dtype."""
     for dtype in dtypes:
+        problem = make_problem(AttentionSpec(**HEADS, dtype=dtype), ((5, 60), (1, 33)), device=device)
+        yield row("write_kv", dtype, "written, then read", error_budget(problem, written(problem)))
+        yield row("merge_states", dtype, "two halves of the keys", error_budget(problem, in_halves(problem)))
         for feature in features(device, dtype):
             spec = AttentionSpec(**HEADS | {"dtype": dtype} | feature.spec)
             problem = make_problem(spec, feature.lens, device=device, **feature.problem)
             chosen = plan(spec, problem.batch, **problem.bounds, **feature.plan)
             verdict = error_budget(problem, attention(problem.q, problem.cache, chosen, **problem.tables, return_lse=True))
             yield row(f"attention ({chosen.kernel})", dtype, feature.name, verdict)
-        problem = make_problem(AttentionSpec(**HEADS, dtype=dtype), ((5, 60), (1, 33)), device=device)
-        yield row("write_kv", dtype, "written, then read", error_budget(problem, written(problem)))
-        yield row("merge_states", dtype, "two halves of the keys", error_budget(problem, in_halves(problem)))
+
+
+def until_failure(lines: Iterator[Row]) -> Iterator[Row]:
+    """Pass lines on, up to the first that failed."""
+    for line in lines:
+        yield line
+        if not line.passed:
+            return
 
 
 def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:
@@ -160,15 +169,18 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda" if gpu else "cpu")
     dtypes = tuple(getattr(torch, name) for name in args.dtype or ("float32", "float16") + (() if triton.knobs.runtime.interpret else ("bfloat16",)))
     begun, lines = time.perf_counter(), []
+    checked = rows(device, dtypes)
+    if args.fail_fast:
+        checked = until_failure(checked)
     total = sum(len(features(device, dtype)) + 2 for dtype in dtypes)
     if args.json:
-        lines = list(rows(device, dtypes))
+        lines = list(checked)
         json.dump([asdict(line) for line in lines], sys.stdout, indent=2)
         print()
         return 0 if all(line.passed for line in lines) else 1
     print(f"{torch.cuda.get_device_name() if gpu else 'CPU'}{', Triton interpreter' if triton.knobs.runtime.interpret else ''}")
     print(f"{'kernel':20} {'dtype':9} {'feature':34} {'error':>9} {'of budget':>9}")
-    for line in rows(device, dtypes):
+    for line in checked:
         lines.append(line)
         verdict = "pass" if line.passed else "FAIL"
         print(f"{line.kernel:20} {line.dtype:9} {line.feature:34} {line.error:9.1e} {line.over_budget:9.0%}  {verdict}", flush=True)
