@@ -92,8 +92,10 @@ class Plan:
     @property
     def two_steps(self) -> bool:
         """Whether partial states that are many are merged in two steps: large ones, and those of single queries where they may be many."""
-        if self.chunk or self.max_query_len > 1:
-            return not self.chunk and self.partial_rows >= 16
+        if self.chunk:
+            return False
+        if self.max_query_len > 1:
+            return self.partial_rows >= 16
         return triton.cdiv(self.max_seq_len, self.tile.block_n) > self._long
 
     @property

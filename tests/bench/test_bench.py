@@ -13,6 +13,7 @@ from rich.console import Console
 import quire
 from quire.bench import command, measure, report
 from quire.bench.cases import Case, cases
+from quire.bench.page import write
 from quire.bench.peers import PEERS, Peer
 from quire.bench.roofline import DATA_SHEETS, Ceilings, from_data_sheet
 from quire.cli import main
@@ -101,7 +102,7 @@ def test_peers_are_reported_absent_with_the_reason():
 
 def test_a_report_is_files_that_hold_the_numbers(tmp_path):
     found = made_up()
-    written = report.write(found, tmp_path)
+    written = write(found, tmp_path)
     names = {path.name for path in written}
     assert {"report.html", "results.json", "results.md", "roofline.png", "ratios.png", "shares.png", "length.png", "batch.png", "graph_range.png"} == names
     assert all(path.stat().st_size > 1000 for path in written)

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         print(f"quire bench needs {error.name}, which is not installed; pip install 'quire[bench]'", file=sys.stderr)
         return 2
-    from quire.bench import report
+    from quire.bench import page, report
 
     console = Console()
     if args.compare:
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
             return 2
         seconds = args.seconds or (0.15 if args.quick else 0.4)
         found = measure([] if args.graphs else chosen, peers, seconds, args.graphs, args.commit, args.output or Path("quire-bench"), console)
-    written = report.write(found, args.output or Path("quire-bench"))
+    written = page.write(found, args.output or Path("quire-bench"))
     tell(found, console)
     console.print(f"{written[0]} and beside it {', '.join(path.name for path in written[1:])}", style="dim", soft_wrap=True)
     wrong = [row for row in found["rows"] if "why" in row["results"].get("Quire", {})]

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import triton
 
+from quire.bench.command import bar
 from quire.bench.report import commit_here
 from quire.tuning import select
 from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves
@@ -94,14 +95,6 @@ def run(args: argparse.Namespace) -> int:
     used = "plans use it from now on" if place.parent == select.USER_TREES else "a tree that no plan uses yet"
     console.print(f"{place}: {used}", highlight=False, soft_wrap=True)
     return 0
-
-
-def bar(console):
-    """Return a progress bar that tells the time left."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
-    return Progress(*columns, console=console, transient=True)
 
 
 def compile_beforehand(chosen: list[Job], traits: Traits, quick: bool, target, console) -> frozenset[tuple[str, str]]:
