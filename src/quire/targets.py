@@ -141,7 +141,7 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
 
 def inspect(name: str, kernel, target: Target, options: dict) -> Compiled:
     """Read a compiled kernel's needs."""
-    names = {"BLOCK_M": "m", "BLOCK_N": "n", "num_warps": "warps ", "num_stages": "stages ", "SPLIT_ROWS": "split rows "}
+    names = {"BLOCK_M": "m", "BLOCK_N": "n", "num_warps": "warps ", "num_stages": "stages ", "WARPGROUPS": "warpgroups "}
     tile = ", ".join(f"{short}{options[name]}" for name, short in names.items() if options.get(name)) + ", two loops" * options.get("UNMASKED_LOOP", False)
     read = inspect_nvidia if target.gpu.backend == "cuda" else inspect_amd
     registers, spills, scalar_spills, occupancy = read(kernel, target)
