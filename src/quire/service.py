@@ -165,6 +165,7 @@ def name(plan: Plan) -> str:
     ]
     if plan.unmasked_loop:
         words.append("two loops")
+    words += [f"{hint} {value}" for hint, value in tile.hints.items()]
     if plan.few:
         words.append(f"sequences of up to {plan.few} queries")
     if plan.num_shares:

@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   quire bench --compare before/ after/                   # exits with 1 if anything became slower
   quire bench --device MI300X --set decode               # no GPU: roofline, registers, spills, shared memory, occupancy
 """
-TILE = ("block_m", "block_n", "num_warps", "num_stages", "unmasked_loop", "programs_per_sm")
+TILE = ("block_m", "block_n", "num_warps", "num_stages", "unmasked_loop", "programs_per_sm", "waves_per_eu", "matrix_instr_nonkdim")
 RANGES = ((1, 131072), (8, 32768), (32, 16384), (128, 8192))  # sequences, and the keys that a graph is captured for
 VITAL = (  # columns of any terminal
     "µs", "floor", "Quire", "Quire / best other", "of ceiling", "floor µs", "registers", "spilled B", "occupancy", "ratio", "best other",

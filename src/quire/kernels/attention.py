@@ -86,7 +86,7 @@ def arguments(q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tenso
         "INPUT_PRECISION": "tf32" if spec.allow_tf32 and traits.native_tf32 else "ieee",
         "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "BAND": plan.max_query_len > 1, "SEARCH": plan.search, "UNMASKED_LOOP": plan.unmasked_loop,
         "DEPENDENT_LAUNCH": traits.dependent_launch, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-    }  # fmt: skip
+    } | tile.hints  # fmt: skip
     if traits.dependent_launch:
         meta["launch_pdl"] = True
     kv = views.paged_kv(cache, batch, element)

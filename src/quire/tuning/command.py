@@ -14,12 +14,30 @@ from pathlib import Path
 import torch
 import triton
 
+from quire.bench.cases import Case
 from quire.bench.command import bar
 from quire.bench.report import commit_here
 from quire.tuning import select
 from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves
 from quire.tuning.select import GENERIC, load_tree, walk
-from quire.tuning.sweep import HOPPER, MOST_SPILLS, Job, OnGpu, Records, configurations, default, features, header, jobs, key_of, launches, prove, sweep
+from quire.tuning.sweep import (
+    HOPPER,
+    MOST_SPILLS,
+    Config,
+    Job,
+    OnGpu,
+    Records,
+    configurations,
+    contenders,
+    default,
+    features,
+    header,
+    jobs,
+    key_of,
+    launches,
+    prove,
+    sweep,
+)
 from quire.tuning.traits import Traits, device_traits
 
 EXAMPLES = """examples:
@@ -74,13 +92,17 @@ def run(args: argparse.Namespace) -> int:
         return 2
     console.print(f"{name}: {len(chosen)} cases; what is measured goes to {path}", style="dim", highlight=False, soft_wrap=True)
     try:
-        out = compile_beforehand([job for job in chosen if job.case.name not in records.done], traits, args.quick, here(), console)
+        begun_before = bool(records.done)
+        left = [job.case for job in chosen if job.case.name not in records.done]
+        out = compile_beforehand([(case, configurations(case, traits, args.quick)) for case in left], traits, here(), console)
         begun = time.perf_counter()
         with bar(console) as progress:
             task = progress.add_task("measuring", total=sum(len(configurations(job.case, traits, args.quick)) for job in chosen))
             sweep(chosen, records, traits, args.quick, OnGpu, out, lambda case, n: progress.update(task, advance=n, description=case))
         console.print(f"measured in {time.perf_counter() - begun:.0f} s: {len(records.wrong)} wrong or ruled out", style="dim", highlight=False)
         tree = fitted(chosen, records, traits)
+        if begun_before:  # in another process, and perhaps on a machine that had compiled what this one has not
+            compile_beforehand([(job.case, list(contenders(job.case, records, tree, traits).values())) for job in chosen], traits, here(), console)
         with bar(console) as progress:
             task = progress.add_task("proving", total=len(chosen))
             rows = prove(chosen, records, tree, traits, OnGpu, PROOF, lambda case, n: progress.update(task, advance=n, description=case))
@@ -97,11 +119,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def compile_beforehand(chosen: list[Job], traits: Traits, quick: bool, target, console) -> frozenset[tuple[str, str]]:
+def compile_beforehand(wanted: list[tuple[Case, list[Config]]], traits: Traits, target, console) -> frozenset[tuple[str, str]]:
     """Fill Triton's cache with all cores; return the (case, configuration) names that spill too much, or do not compile."""
     from quire.targets import compile_all
 
-    begun, stands_for, out = time.perf_counter(), launches(chosen, traits, quick), set()
+    begun, stands_for, out = time.perf_counter(), launches(wanted, traits), set()
     if not stands_for:
         return frozenset()
     with bar(console) as progress:

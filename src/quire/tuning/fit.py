@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 
 from quire.tuning.select import GENERIC, walk
+from quire.tuning.space import HINTS
 
 MOST_LEVELS = 6
 FEWEST_CASES = 2  # of a leaf
@@ -138,5 +139,6 @@ def leaf_in_words(leaf) -> str:
         return "the Hopper kernel" if leaf else "the portable kernels"
     loops = ", a loop without masks" if leaf["unmasked_loop"] else ""
     per_sm = leaf["programs_per_sm"]
-    words = f"{leaf['block_m']} rows × {leaf['block_n']} keys, {leaf['num_warps']} warps, {leaf['num_stages']} stages{loops}"
+    hints = "".join(f", {hint} {leaf[hint]}" for hint in HINTS if leaf.get(hint))
+    words = f"{leaf['block_m']} rows × {leaf['block_n']} keys, {leaf['num_warps']} warps, {leaf['num_stages']} stages{loops}{hints}"
     return f"{words}, split for {per_sm} program{'s' * (per_sm != 1)} per multiprocessor"

@@ -7,6 +7,7 @@ from itertools import product
 from quire.spec import AttentionSpec
 from quire.tuning.traits import Traits
 
+HINTS = "waves_per_eu", "matrix_instr_nonkdim"
 SMALLEST_BOX = 8  # rows of a page that the copy engine moves at once; it swizzles eight rows together
 
 
@@ -74,6 +75,8 @@ class Tile:
         programs_per_sm: programs that one multiprocessor is expected to hold at once; how many the keys are split for.
         block_d: head_dim, padded to a power of two.
         block_dv: head_dim_v, padded to a power of two.
+        waves_per_eu: AMD: waves that a SIMD shall hold at once, for which the compiler saves registers; 0 leaves it to the compiler, as does the next.
+        matrix_instr_nonkdim: AMD: rows and columns of a matrix instruction, 16 or 32.
     """
 
     block_m: int
@@ -84,11 +87,18 @@ class Tile:
     programs_per_sm: int
     block_d: int
     block_dv: int
+    waves_per_eu: int = 0
+    matrix_instr_nonkdim: int = 0
 
     @property
     def leaf(self) -> dict:
-        """What a decision tree says of it: all but what the spec decides."""
-        return {name: value for name, value in asdict(self).items() if name not in ("block_d", "block_dv")}
+        """What a decision tree says of it: all but what the spec decides, or is left to the compiler."""
+        return {name: value for name, value in asdict(self).items() if name not in ("block_d", "block_dv") and (value or name not in HINTS)}
+
+    @property
+    def hints(self) -> dict[str, int]:
+        """What the compiler of one target is told by name, and no other knows."""
+        return {name: getattr(self, name) for name in HINTS if getattr(self, name)}
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Return an upper bound of the bytes of shared memory this tile needs: the queries, and K and V tiles in flight."""
@@ -98,6 +108,7 @@ class Tile:
 
 ROWS, KEYS, WARPS, STAGES, PROGRAMS = (16, 32, 64, 128), (16, 32, 64, 128, 256), (2, 4, 8), (1, 2, 3, 4), (1, 2, 3, 4)
 NUMBERS_PER_THREAD = 160  # of accumulators and scores, beside which 255 registers leave room for the rest
+SIMDS = 4  # of AMD's compute units
 
 
 def tiles(spec: AttentionSpec, traits: Traits, rows_per_seq: int, block_d: int, block_dv: int, quick: bool = False) -> Iterator[Tile]:
@@ -112,7 +123,7 @@ def tiles(spec: AttentionSpec, traits: Traits, rows_per_seq: int, block_d: int, 
         rows_per_seq: most rows of any sequence.
         block_d: head_dim, padded.
         block_dv: head_dim_v, padded.
-        quick: only those that are usual winners.
+        quick: only those that are usual winners, AMD's hints left to the compiler.
     """
     decoding = rows_per_seq <= 16
     if quick:
@@ -125,9 +136,21 @@ def tiles(spec: AttentionSpec, traits: Traits, rows_per_seq: int, block_d: int, 
     for block_m, block_n, num_warps, num_stages, unmasked, per_sm in product(ROWS, keys, warps, stages, (False, True), programs):
         tile = Tile(block_m, block_n, num_warps, num_stages, unmasked, per_sm, block_d, block_dv)
         fits = tile.shared_memory(spec) * per_sm <= traits.shared_memory
-        held = block_m * (block_dv + block_n) // (32 * num_warps) <= NUMBERS_PER_THREAD
+        held = block_m * (block_dv + block_n) // ((64 if traits.mfma else 32) * num_warps) <= NUMBERS_PER_THREAD
         if fits and held and block_m <= max(16, rows_per_seq) and not (unmasked and decoding) and (not quick or (num_warps == 8) == (block_m == 128)):
-            yield tile
+            yield from [tile] if quick else hinted(tile, traits)
+
+
+def hinted(tile: Tile, traits: Traits) -> Iterator[Tile]:
+    """Go through what the target's compiler may be told about a tile: nothing; on AMD also to have as many waves on a SIMD as the programs that are expected
+    come to, or to take smaller matrix instructions than the largest that fit, which are its own choice.
+    """
+    waves, rest = divmod(tile.num_warps * tile.programs_per_sm, SIMDS)
+    yield tile
+    if traits.mfma and waves and not rest:
+        yield replace(tile, waves_per_eu=waves)
+    if traits.mfma and tile.block_m > 16:
+        yield replace(tile, matrix_instr_nonkdim=16)
 
 
 def fit(tile: Tile, spec: AttentionSpec, traits: Traits) -> Tile:

@@ -8,7 +8,7 @@ a tree can be compared with it. Records are lines of JSON in one file, only ever
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -17,14 +17,14 @@ from typing import Protocol
 import torch
 
 from quire.batch import Batch
-from quire.bench.cases import Case, decode, decoding, log_normal, prompts
+from quire.bench.cases import Case, decode, decoding, log_normal, prompts, share
 from quire.bench.measure import Inputs, Sample, capture, lay_out, replay, told
 from quire.bench.peers import quire_calls
 from quire.plan import decide
 from quire.service import name as name_of_kernel
 from quire.targets import Launch
 from quire.tuning.select import decision, features_of, load_tree, padded, rounded
-from quire.tuning.space import Tile, fast_tile, fit, tiles
+from quire.tuning.space import HINTS, Tile, fast_tile, fit, tiles
 from quire.tuning.traits import Traits
 
 HOPPER = "hopper"  # the configuration that is a kernel of its own
@@ -57,7 +57,7 @@ def jobs(quick: bool) -> list[Job]:
         contexts = (1, 512), (1, 8192), (2, 4096), (8, 1024), (32, 2048), (64, 512), (128, 1024)
         drafts = (8, 4, 2048), (16, 8, 2048), (1, 8, 8192)
         lengths = [64], [128], [512], [1024], [4096]
-        chunks = (32, 4096), (128, 8192)
+        chunks = (32, 4096), (128, 8192), (256, 4096)
     else:
         contexts = *product((1, 4, 16, 64, 256), (256, 1024, 4096)), (1, 65536)
         drafts = (1, 4, 4096), (1, 8, 8192), (8, 4, 2048), (16, 8, 2048), (48, 4, 1024), (16, 16, 4096)
@@ -70,6 +70,7 @@ def jobs(quick: bool) -> list[Job]:
         found += [Job(Case(f"drafts {n}x{q} on {s} {model}", "drafts", ((q, s),) * n, model)) for n, q, s in drafts]
         found += [Job(prompts(f"prefill {len(ns)} of {max(ns)} {model}", ns, model=model)) for ns in lengths]
         found += [Job(Case(f"chunk {q} on {s} {model}", "chunk", ((q, s),), model)) for q, s in chunks]
+        found.append(Job(share(8, 50, unequal=True, model=model)))
     if not quick:
         fp8 = tuple(product((1, 16, 128), (1024, 4096)))
         found += [Job(decode(n, length, " fp8", kv_dtype="float8_e4m3fn")) for n, length in fp8]
@@ -78,9 +79,9 @@ def jobs(quick: bool) -> list[Job]:
         some = [decode(2, 3000, f" {model}", model=model), decode(48, 1500, f" {model}", model=model), prompts(f"prefill 700 {model}", [700], model=model)]
         some.append(decoding(f"decode 20 log-normal 3000 {model}", log_normal(20, 3000, 11), model=model))
         some.append(Case(f"drafts 12x5 on 1500 {model}", "drafts", ((5, 1500),) * 12, model))
-        if not quick:
-            some.append(prompts(f"prefill 6 log-normal 900 {model}", log_normal(6, 900, 12), model=model))
-            some.append(Case(f"chunk 200 on 6000 {model}", "chunk", ((200, 6000),), model))
+        some.append(prompts(f"prefill 6 log-normal 900 {model}", log_normal(6, 900, 12), model=model))
+        some.append(Case(f"chunk 200 on 6000 {model}", "chunk", ((200, 6000),), model))
+        some.append(share(12, 50, unequal=True, seed=13, model=model))
         found += [Job(case, held_out=True) for case in some]
     return found
 
@@ -117,11 +118,12 @@ def leaf_of(config: Config) -> dict | str:
 
 
 def key_of(leaf: dict | str) -> str:
-    """Return a name of what stands in records: of a tile, "rows x keys, warps, stages, u for the loop without masks, programs"."""
+    """Return a name of what stands in records: of a tile, "rows x keys, warps, stages, u for the loop without masks, programs", AMD's hints."""
     if isinstance(leaf, str):
         return leaf
     unmasked = "u" if leaf["unmasked_loop"] else ""
-    return f"{leaf['block_m']}x{leaf['block_n']} w{leaf['num_warps']} s{leaf['num_stages']}{unmasked} p{leaf['programs_per_sm']}"
+    hints = "".join(f" {hint} {leaf[hint]}" for hint in HINTS if leaf.get(hint))
+    return f"{leaf['block_m']}x{leaf['block_n']} w{leaf['num_warps']} s{leaf['num_stages']}{unmasked} p{leaf['programs_per_sm']}{hints}"
 
 
 def options_of(config: Config) -> dict:
@@ -132,16 +134,15 @@ def options_of(config: Config) -> dict:
 # Compilation
 
 
-def launches(chosen: Sequence[Job], traits: Traits, quick: bool) -> dict[Launch, list[tuple[str, str]]]:
+def launches(wanted: Iterable[tuple[Case, Sequence[Config]]], traits: Traits) -> dict[Launch, list[tuple[str, str]]]:
     """Return the launches that differ in what is compiled, each with the (case, configuration) names that it stands for."""
     found: dict[tuple, Launch] = {}
     stands_for: dict[Launch, list[tuple[str, str]]] = defaultdict(list)
-    for job in chosen:
-        case = job.case
+    for case, configs in wanted:
         lens = torch.zeros(len(case.lens) + 1, dtype=torch.int32)
         starts = None if case.bounds["max_query_len"] == 1 else lens
         batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], starts)
-        for config in configurations(case, traits, quick):
+        for config in configs:
             bounds = case.bounds
             plan = decide(case.spec, batch, traits, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"], **options_of(config))
             kind = case.spec, case.page_size, name_of_kernel(plan)
@@ -345,6 +346,16 @@ def choice(case: Case, tree: dict, traits: Traits) -> Config:
     return tile if plan.num_shares else HOPPER
 
 
+def contenders(case: Case, records: Records, tree: dict, traits: Traits) -> dict[str, Config]:
+    """Return what the generic tree chooses, what this one does, and the best that the sweep has found; nothing where it has found none."""
+    times = {key: rounds[max(rounds)] for key, rounds in records.of(case.name).items()}
+    if not times:
+        return {}
+    best = records.leaves[min(times, key=lambda key: times[key])]
+    best = best if isinstance(best, str) else tile_of(best, case, traits)
+    return {"default": choice(case, load_tree("generic"), traits), "tuned": choice(case, tree, traits), "best": best}
+
+
 def prove(
     chosen: Sequence[Job], records: Records, tree: dict, traits: Traits, session: Callable[[Case], Session], replays: int,
     advance: Callable[[str, int], None] = lambda name, count: None,
@@ -352,13 +363,10 @@ def prove(
     """Time what a tree chooses beside the default and the best that the sweep has found, in turn; return these times in µs, case by case."""
     found = []
     for job in chosen:
-        times = {key: rounds[max(rounds)] for key, rounds in records.of(job.case.name).items()}
-        if not times:
+        configs = contenders(job.case, records, tree, traits)
+        if not configs:
             advance(job.case.name, 1)
             continue
-        best = records.leaves[min(times, key=lambda key: times[key])]
-        best = best if isinstance(best, str) else tile_of(best, job.case, traits)
-        configs = {"default": choice(job.case, load_tree("generic"), traits), "tuned": choice(job.case, tree, traits), "best": best}
         measured, distinct = session(job.case), list(dict.fromkeys(configs.values()))
         wrong = {config: why for config in distinct if (why := measured.check(config))}
         if configs["tuned"] in wrong:

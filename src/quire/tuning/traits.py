@@ -19,6 +19,7 @@ class Traits:
         native_tf32: TF32 matrix products exist.
         warpgroups: four warps multiply together, from shared memory, which is Hopper's way alone.
         dependent_launch: a kernel may start while the one ahead of it in the stream drains, and wait for its results itself.
+        mfma: AMD's matrix instructions; the compiler takes their size, and how many waves registers are shared by, as hints.
     """
 
     num_sms: int
@@ -28,13 +29,16 @@ class Traits:
     native_tf32: bool
     warpgroups: bool
     dependent_launch: bool
+    mfma: bool
 
 
 @cache
 def device_traits(device: torch.device) -> Traits:
     """Read a device's traits, once per device. The CPU gives those under which Triton's interpreter runs the kernels."""
     if device.type != "cuda":
-        return Traits(num_sms=4, shared_memory=64 * 1024, native_fp8=False, native_pairs=False, native_tf32=False, warpgroups=False, dependent_launch=False)
+        return Traits(
+            num_sms=4, shared_memory=64 * 1024, native_fp8=False, native_pairs=False, native_tf32=False, warpgroups=False, dependent_launch=False, mfma=False
+        )  # fmt: skip
     properties = torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     with torch.cuda.device(device):
@@ -53,4 +57,5 @@ def traits_of(target, num_sms: int, shared_memory: int) -> Traits:
         native_tf32="tf32" in options.allowed_dot_input_precisions,
         warpgroups=target.backend == "cuda" and target.arch == 90,
         dependent_launch=hasattr(options, "launch_pdl") and target.arch >= 90,
+        mfma=target.backend == "hip" and target.warp_size == 64,
     )
