@@ -119,6 +119,52 @@ def test_a_report_is_files_that_hold_the_numbers(tmp_path):
     assert "graph_range" in found and report.geometric_means(found["rows"])["FlashAttention 3"][0] == pytest.approx(0.5)
 
 
+def test_a_report_is_written_again_from_its_numbers(tmp_path, capsys):
+    report.save(made_up(), tmp_path / "a")
+    assert main(["bench", "--report", str(tmp_path / "a" / "results.json"), "--output", str(tmp_path / "b")]) == 0
+    assert "report.html" in capsys.readouterr().out and (tmp_path / "b" / "ratios.png").exists() and not (tmp_path / "a" / "report.html").exists()
+    assert main(["bench", "--report", str(tmp_path / "a")]) == 0 and (tmp_path / "a" / "report.html").exists()
+    assert report.load(tmp_path / "a") == report.load(tmp_path / "b")
+
+
+def as_with_a_gpu(monkeypatch, compare) -> None:
+    """Let the command measure by `compare`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(report, "driver", lambda: "none")
+    for name, stand_in in {"compare": compare, "measure_ceilings": lambda: CEILINGS, "compile_all": lambda *args: (), "here": lambda: None}.items():
+        monkeypatch.setattr(command, name, stand_in)
+
+
+def test_slow_peers_take_part_where_it_is_quick_or_they_are_named(tmp_path, monkeypatch):
+    asked = {}
+
+    def compare(case, peers, seconds):
+        asked[case.name] = [peer.name for peer in peers]
+        return {peer.name: result(10.0) for peer in peers}
+
+    as_with_a_gpu(monkeypatch, compare)
+    arguments = ["bench", "--set", "decode", "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    flex, slow = "FlexAttention, not paged", [peer.name for peer in PEERS if peer.slow]
+    assert slow == [flex] and flex in asked["decode 1x4096"] and flex not in asked["decode 1x1024"] and "SDPA, not paged" in asked["decode 1x1024"]
+    rows = {row["case"]: row["results"] for row in report.load(tmp_path)["rows"]}
+    assert "micros" in rows["decode 1x4096"][flex] and "some cases only" in rows["decode 1x1024"][flex]["why"]
+    assert main([*arguments, "--peers", "Quire,Flex"]) == 0 and flex in asked["decode 1x1024"]
+
+
+def test_a_bench_that_is_stopped_reports_what_it_has(tmp_path, monkeypatch, capsys):
+    def compare(case, peers, seconds):
+        if case.name == "decode 8x128":
+            raise KeyboardInterrupt
+        return {peer.name: result(10.0) for peer in peers}
+
+    as_with_a_gpu(monkeypatch, compare)
+    assert main(["bench", "--set", "decode", "--output", str(tmp_path)]) == 0
+    assert "this is the report of 7 of 29 cases" in capsys.readouterr().out
+    assert len(report.load(tmp_path)["rows"]) == 7 and (tmp_path / "report.html").exists()
+
+
 def test_the_naive_kernel_is_no_other_library():
     row = report.row_of(cases(["decode"])[0], CEILINGS, {"Quire": result(9.0), "Quire, naive": result(2.0), "SDPA, not paged": result(1.0)})
     assert report.best_other(row) is None

@@ -7,7 +7,7 @@ rotating pages. Without a GPU, or with --device, it tells what each case needs o
 import argparse
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   quire bench --trace requests.csv                       # rows of prompt tokens, output tokens
   quire bench --graphs                                   # what graphs captured for a range of lengths lose
   quire bench --compare before/ after/                   # exits with 1 if anything became slower
+  quire bench --report results/                          # the plots and pages of a results.json again
   quire bench --device MI300X --set decode               # no GPU: roofline, registers, spills, shared memory, occupancy
 """
 TILE = ("block_m", "block_n", "num_warps", "num_stages", "unmasked_loop", "programs_per_sm", "waves_per_eu", "matrix_instr_nonkdim")
@@ -56,6 +57,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--no-compile", action="store_true", help="with --device: the roofline alone")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where the report and its plots go (default: quire-bench)")
     parser.add_argument("--commit", help="say that this commit was measured; asked of git when not given")
+    parser.add_argument("--report", type=Path, metavar="A", help="write the report of a results.json, or its folder, again; measure nothing")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="compare two results.json, or their folders")
     parser.add_argument("--list", action="store_true", help="list the cases and leave")
     parser.set_defaults(run=run)
@@ -80,14 +82,15 @@ def run(args: argparse.Namespace) -> int:
     from quire.bench import page, report
 
     console = Console()
-    if args.compare:
-        try:
-            before, after = (report.load(path) for path in args.compare)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
-        return tell_changes(before, after, console)
     try:
+        if args.compare:
+            before, after = (report.load(path) for path in args.compare)
+            return tell_changes(before, after, console)
+        if args.report:
+            found = report.load(args.report)
+            written = page.write(found, args.output or (args.report if args.report.is_dir() else args.report.parent))
+            tell(found, console)
+            return tell_files(written, console)
         chosen = workloads.replay(args.trace, model=args.model) if args.trace else workloads.cases(["quick"] if args.quick else args.set, args.only)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -105,7 +108,10 @@ def run(args: argparse.Namespace) -> int:
             console.print("no GPU here: what each case needs of an H200 (--device names another)", style="dim")
         found = analyse(chosen, args.device or "H200", not args.no_compile, args.commit, console)
     else:
-        peers = [peer for peer in PEERS if not args.peers or peer.name.startswith(tuple(name.strip() for name in args.peers.split(",")))]
+        peers = list(PEERS)
+        if args.peers:
+            names = tuple(name.strip() for name in args.peers.split(","))
+            peers = [replace(peer, slow=False) for peer in PEERS if peer.name.startswith(names)]
         own = [Peer(f"Quire {told_fields(some)}", "quire", partial(quire_with_tile, **some), plans=True) for some in args.tile or ()]
         peers = peers[:1] + own + peers[1:]
         if not peers:
@@ -115,11 +121,17 @@ def run(args: argparse.Namespace) -> int:
         found = measure([] if args.graphs else chosen, peers, seconds, args.graphs, args.commit, args.output or Path("quire-bench"), console)
     written = page.write(found, args.output or Path("quire-bench"))
     tell(found, console)
-    console.print(f"{written[0]} and beside it {', '.join(path.name for path in written[1:])}", style="dim", soft_wrap=True)
+    tell_files(written, console)
     wrong = [row for row in found["rows"] if "why" in row["results"].get("Quire", {})]
     for row in wrong:
         console.print(f"Quire has no time for {row['case']}: {row['results']['Quire']['why']}", highlight=False)
     return 1 if wrong else 0
+
+
+def tell_files(written: list[Path], console) -> int:
+    """Print what was written."""
+    console.print(f"{written[0]} and beside it {', '.join(path.name for path in written[1:])}", style="dim", soft_wrap=True)
+    return 0
 
 
 def told_fields(some: dict[str, int]) -> str:
@@ -165,8 +177,10 @@ def measure(cases: list[Case], peers: list[Peer], seconds: float, graphs: bool, 
         task = progress.add_task("measuring", total=len(cases))
         for case in cases:
             progress.update(task, description=case.name)
+            some = [peer for peer in present if not peer.slow or case.name in workloads.QUICK]
+            late = {peer.name: {"why": "compiles for seconds: measured on some cases only"} for peer in present if peer not in some}
             try:
-                found["rows"].append(report.row_of(case, ceilings, compare(case, present, seconds)))
+                found["rows"].append(report.row_of(case, ceilings, compare(case, some, seconds) | late))
             except torch.cuda.OutOfMemoryError:
                 console.print(f"left out: {case.name}, for which this GPU has too little memory", style="dim", highlight=False)
             except KeyboardInterrupt:

@@ -31,6 +31,7 @@ class Peer:
         prepare: the adapter.
         plans: there is host work per step, to be timed on its own.
         package: whose version is told.
+        slow: it compiles for seconds per case, so it is measured on the cases of --quick alone, unless it is named.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Peer:
     prepare: Callable[[Inputs, torch.Tensor], Callable[[torch.Tensor], Call]]
     plans: bool = False
     package: str = ""
+    slow: bool = False
 
     def absent(self) -> str | None:
         """Return why it cannot be used here; None if it can."""
@@ -257,6 +259,7 @@ def flex_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Ca
     return plan
 
 
+NAIVE = "Quire, naive"
 PEERS = (
     Peer("Quire", "quire", quire_calls, plans=True),
     Peer("Quire, batch-invariant", "quire", partial(quire_calls, batch_invariant=True), plans=True),
@@ -267,7 +270,7 @@ PEERS = (
     Peer("vLLM Triton", "vllm.v1.attention.ops.triton_unified_attention", vllm_triton_calls),
     Peer("cuDNN", "cudnn", cudnn_calls, package="nvidia-cudnn-frontend"),
     Peer("SDPA, not paged", "torch", sdpa_calls),
-    Peer("FlexAttention, not paged", "torch", flex_calls),
-    Peer("Quire, naive", "quire", naive_calls),
+    Peer("FlexAttention, not paged", "torch", flex_calls, slow=True),
+    Peer(NAIVE, "quire", naive_calls),
 )
 BASELINES = ("SDPA, not paged", "FlexAttention, not paged")  # which read no pages: never "the best other", nor are Quire's own variants
