@@ -10,8 +10,9 @@ import pytest
 import triton
 from tests.compile import launches
 
-from quire.targets import TARGETS, compiling
-from quire.tuning.space import Tile
+import quire
+from quire.targets import TARGETS, Launch, compiling
+from quire.tuning.space import Tile, hinted
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -81,6 +82,19 @@ def test_writes_copies_and_merges_compile_and_do_not_spill(target):
         launches.merge(256, "plain")
     assert {c.kernel for c in compiled} == {"write_kernel", "copy_kernel", "merge_kernel"}
     assert not [c for c in compiled if c.spills or c.shared > TARGETS[target].shared_memory]
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_amd_s_hints_reach_its_compiler(target):
+    """What the space asks for is what comes out: as many waves on a SIMD, and fewer registers for smaller matrix instructions."""
+    spec, tile = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128), Tile(64, 32, 4, 1, False, 1, 128, 128)
+    found = {}
+    for each in hinted(tile, TARGETS[target].traits):
+        _, (compiled,) = Launch(spec, 4, 64, 4096, 256, options=(("tile", each),)).compile(TARGETS[target])
+        assert not compiled.spills and compiled.shared <= TARGETS[target].shared_memory
+        found[tuple(each.hints)] = compiled
+    assert len(found) == 3 and found["waves_per_eu",].occupancy == 1 < found[()].occupancy
+    assert found["matrix_instr_nonkdim",].registers < found[()].registers
 
 
 @pytest.mark.parametrize("target", TUNED)

@@ -7,13 +7,14 @@ import torch
 
 import quire
 from quire import targets
+from quire.bench.cases import Case
 from quire.cli import main
 from quire.targets import TARGETS
 from quire.tuning import command, select
 from quire.tuning.fit import explain
 from quire.tuning.select import load_tree
-from quire.tuning.space import Tile, tiles
-from quire.tuning.sweep import HOPPER, Records, choice, configurations, default, features, header, jobs, key_of, launches, leaf_of, prove, sweep
+from quire.tuning.space import HINTS, Tile, tiles
+from quire.tuning.sweep import HOPPER, Records, choice, configurations, default, features, header, jobs, key_of, launches, leaf_of, prove, sweep, tile_of
 
 TRAITS = TARGETS["sm90"].traits
 FEW = [job for job in jobs(quick=True) if "Llama-3-8B" in job.case.name or "70B" in job.case.name]
@@ -85,6 +86,21 @@ def test_the_space_is_legal_and_holds_the_default(target):
     spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
     every = list(tiles(spec, traits, 4, 128, 128))
     assert {t.block_m for t in every} == {16} and set(tiles(spec, traits, 4, 128, 128, quick=True)) < set(every)
+
+
+def test_only_amd_s_compiler_is_given_hints():
+    spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    every = {target: list(tiles(spec, TARGETS[target].traits, 1024, 128, 128)) for target in TARGETS}
+    assert {target for target, some in every.items() if any(tile.hints for tile in some)} == {"gfx90a", "gfx942", "gfx950"}
+    for target in ("gfx942", "gfx950"):
+        waves, sizes = ([tile for tile in every[target] if tile.hints.keys() == {name}] for name in HINTS)
+        assert waves and all(4 * tile.waves_per_eu == tile.num_warps * tile.programs_per_sm for tile in waves)
+        assert sizes and all(tile.block_m >= 32 and tile.matrix_instr_nonkdim == 16 for tile in sizes)
+        assert len(set(map(key_of, (tile.leaf for tile in every[target])))) == len(every[target])
+        assert not any(tile.hints for tile in tiles(spec, TARGETS[target].traits, 1024, 128, 128, quick=True))
+        case = Case("p", "prefill", ((256, 256),))
+        assert tile_of(json.loads(json.dumps(waves[0].leaf)), case, TARGETS[target].traits) == waves[0]
+    assert "waves_per_eu" not in every["sm90"][0].leaf and ", waves_per_eu 2" in explain(Tile(64, 32, 4, 1, True, 2, 128, 128, 2).leaf)
 
 
 def test_a_sweep_that_was_stopped_goes_on_with_nothing_lost(tmp_path, session):
