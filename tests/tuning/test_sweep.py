@@ -70,7 +70,7 @@ def test_jobs_have_names_of_their_own_and_held_out_ones_share_no_shape():
         train = {(job.case.spec, job.case.lens) for job in chosen if not job.held_out}
         assert not train & {(job.case.spec, job.case.lens) for job in chosen if job.held_out}
         assert {job.case.model for job in chosen if job.held_out} - {job.case.model for job in chosen if not job.held_out}
-    assert len(jobs(True)) < 150 < len(jobs(False))
+    assert len(jobs(True)) < 200 < len(jobs(False))
 
 
 @pytest.mark.parametrize("target", ["sm90", "sm86", "gfx942"])

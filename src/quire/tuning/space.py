@@ -108,6 +108,7 @@ class Tile:
 
 ROWS, KEYS, WARPS, STAGES, PROGRAMS = (16, 32, 64, 128), (16, 32, 64, 128, 256), (2, 4, 8), (1, 2, 3, 4), (1, 2, 3, 4)
 NUMBERS_PER_THREAD = 160  # of accumulators and scores, beside which 255 registers leave room for the rest
+FEW_ROWS = 64  # of decode and drafts, whose keys are split between programs
 SIMDS = 4  # of AMD's compute units
 
 
@@ -125,20 +126,30 @@ def tiles(spec: AttentionSpec, traits: Traits, rows_per_seq: int, block_d: int, 
         block_dv: head_dim_v, padded.
         quick: only those that are usual winners, AMD's hints left to the compiler.
     """
-    decoding = rows_per_seq <= 16
+    few, roomy = rows_per_seq <= FEW_ROWS, traits.shared_memory >= 128 * 1024
     if quick:
-        keys, warps, stages, programs = KEYS[1:4], WARPS[1:], STAGES[1:3], PROGRAMS[:3] if decoding else PROGRAMS[:1]
-    elif decoding:
-        keys, warps, stages, programs = KEYS, WARPS, STAGES, PROGRAMS
-    else:  # arithmetic is the limit: more programs would only share it
-        stages = STAGES if traits.shared_memory < 128 * 1024 else STAGES[1:]
-        keys, warps, programs = KEYS[1:4], WARPS[1:], PROGRAMS[:2]
+        keys, warps, stages, programs = KEYS[1:4], WARPS[1:], STAGES[1:3], PROGRAMS[:3] if few else PROGRAMS[:1]
+    else:
+        stages = STAGES[1:] if roomy else STAGES
+        if few:
+            keys, warps, programs = KEYS[1:] if roomy else KEYS, WARPS, PROGRAMS if rows_per_seq <= 16 else PROGRAMS[:3]
+        else:  # arithmetic is the limit: more programs would only share it
+            keys, warps, programs = KEYS[1:4], WARPS[1:], PROGRAMS[:2]
     for block_m, block_n, num_warps, num_stages, unmasked, per_sm in product(ROWS, keys, warps, stages, (False, True), programs):
         tile = Tile(block_m, block_n, num_warps, num_stages, unmasked, per_sm, block_d, block_dv)
         fits = tile.shared_memory(spec) * per_sm <= traits.shared_memory
         held = block_m * (block_dv + block_n) // ((64 if traits.mfma else 32) * num_warps) <= NUMBERS_PER_THREAD
-        if fits and held and block_m <= max(16, rows_per_seq) and not (unmasked and decoding) and (not quick or (num_warps == 8) == (block_m == 128)):
-            yield from [tile] if quick else hinted(tile, traits)
+        if not (fits and held and block_m <= max(16, rows_per_seq)) or (unmasked and few):
+            continue
+        if not quick:
+            yield from hinted(tile, traits)
+        elif (num_warps == 8) == (block_m == 128) and (few or unmasked == (num_stages == deepest(tile, spec, traits))):
+            yield tile
+
+
+def deepest(tile: Tile, spec: AttentionSpec, traits: Traits) -> int:
+    """Return how many stages of a tile fit, up to three."""
+    return next((n for n in (3, 2) if replace(tile, num_stages=n).shared_memory(spec) * tile.programs_per_sm <= traits.shared_memory), 1)
 
 
 def hinted(tile: Tile, traits: Traits) -> Iterator[Tile]:

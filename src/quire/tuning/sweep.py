@@ -53,14 +53,15 @@ def jobs(quick: bool) -> list[Job]:
     """Return the cases of a sweep: those to fit to, and others with other lengths, seeds and heads to judge by."""
     trained = ("Llama-3-8B", "Llama-3.2-1B", "Gemma-3-12B", "Qwen2.5-7B", *(() if quick else ("MQA", "Qwen2.5-1.5B")))
     other = ("Llama-3-70B", "Qwen3-30B-A3B")
+    few = (1, 1500), (1, 8192), (3, 2500), (8, 1024), (24, 900), (40, 1800), (128, 1024)
     if quick:
-        contexts = (1, 512), (1, 8192), (2, 4096), (8, 1024), (32, 2048), (64, 512), (128, 1024)
-        drafts = (8, 4, 2048), (16, 8, 2048), (1, 8, 8192)
+        contexts = (1, 512), *few, (1, 3500), (1, 30000), (2, 4096), (4, 6000), (12, 3000), (32, 2048), (64, 512), (100, 700)
+        drafts = (8, 4, 2048), (16, 8, 2048), (1, 8, 8192), (6, 5, 1200), (24, 3, 3000)
         lengths = [64], [128], [512], [1024], [4096]
         chunks = (32, 4096), (128, 8192), (256, 4096)
     else:
-        contexts = *product((1, 4, 16, 64, 256), (256, 1024, 4096)), (1, 65536)
-        drafts = (1, 4, 4096), (1, 8, 8192), (8, 4, 2048), (16, 8, 2048), (48, 4, 1024), (16, 16, 4096)
+        contexts = *product((1, 16, 256), (256, 4096)), (1, 65536), *few, (4, 6000), (100, 700)
+        drafts = (1, 4, 4096), (1, 8, 8192), (8, 4, 2048), (16, 8, 2048), (6, 5, 1200), (24, 3, 3000)
         lengths = [64], [128], [256], [512], [1024], [4096], [512] * 8, log_normal(8, 512, 6)
         chunks = (32, 4096), (64, 4096), (128, 8192), (256, 16384), (1024, 16384)
     found = []
@@ -71,12 +72,15 @@ def jobs(quick: bool) -> list[Job]:
         found += [Job(prompts(f"prefill {len(ns)} of {max(ns)} {model}", ns, model=model)) for ns in lengths]
         found += [Job(Case(f"chunk {q} on {s} {model}", "chunk", ((q, s),), model)) for q, s in chunks]
         found.append(Job(share(8, 50, unequal=True, model=model)))
-    if not quick:
+    if quick:
+        found += [Job(decode(n, length, f" {model}", model=model)) for model in ("MQA", "Qwen2.5-1.5B") for n, length in few]
+    else:
         fp8 = tuple(product((1, 16, 128), (1024, 4096)))
         found += [Job(decode(n, length, " fp8", kv_dtype="float8_e4m3fn")) for n, length in fp8]
         found += [Job(prompts(f"prefill {n} fp8", [n], kv_dtype="float8_e4m3fn")) for n in (256, 2048)]
     for model in (*trained[:2], *other):
-        some = [decode(2, 3000, f" {model}", model=model), decode(48, 1500, f" {model}", model=model), prompts(f"prefill 700 {model}", [700], model=model)]
+        some = [decode(n, length, f" {model}", model=model) for n, length in ((2, 3000), (1, 5500), (48, 1500), (90, 600))]
+        some.append(prompts(f"prefill 700 {model}", [700], model=model))
         some.append(decoding(f"decode 20 log-normal 3000 {model}", log_normal(20, 3000, 11), model=model))
         some.append(Case(f"drafts 12x5 on 1500 {model}", "drafts", ((5, 1500),) * 12, model))
         some.append(prompts(f"prefill 6 log-normal 900 {model}", log_normal(6, 900, 12), model=model))
