@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from quire.tuning.sweep import (
     Job,
     OnGpu,
     Records,
+    Remembered,
     configurations,
     contenders,
     default,
@@ -36,6 +38,7 @@ from quire.tuning.sweep import (
     key_of,
     launches,
     prove,
+    read_lines,
     sweep,
 )
 from quire.tuning.traits import Traits, device_traits
@@ -46,8 +49,12 @@ EXAMPLES = """examples:
   quire tune --output mine.json           # a tree somewhere else, which no plan uses
   quire tune --explain                    # the tree that plans use here, as text
   quire tune --explain mine.json
+  quire tune --fit mine.jsonl --output mine.json   # the tree again from what was measured, without a GPU
 """
 PROOF = 25  # replays
+PORTABLE = "portable"
+KERNEL_LEVELS = 3
+SELDOM = 0.1  # of the weight of others
 
 
 def add_parser(subparsers) -> None:
@@ -61,6 +68,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the tree there; a file of its own where plans look when not given")
     parser.add_argument("--records", type=Path, metavar="FILE", help="what was measured, line by line (default: beside the tree, in .jsonl)")
     parser.add_argument("--commit", help="say that this commit was measured; asked of git when not given")
+    parser.add_argument("--fit", type=Path, metavar="RECORDS", help="measure nothing: fit a tree to these records and judge it by their times")
     parser.add_argument("--explain", nargs="?", const="", metavar="FILE", help="print a tree as text and leave: that in use here, when no file is given")
     parser.set_defaults(run=run)
 
@@ -69,11 +77,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.explain is not None:
         return tell_tree(args.explain)
+    if args.fit and not args.output:
+        print("--output must name the tree that --fit writes, got none; give a file", file=sys.stderr)
+        return 2
     try:
         from rich.console import Console
     except ImportError as error:
         print(f"quire tune needs {error.name}, which is not installed; pip install 'quire[bench]'", file=sys.stderr)
         return 2
+    if args.fit:
+        return refit(args.fit, args.output, Console())
     if not torch.cuda.is_available():
         print("quire tune must have a GPU to measure, got none; trees that were fitted elsewhere can be told with --explain", file=sys.stderr)
         return 2
@@ -109,6 +122,26 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from {path}", file=sys.stderr)
         return 130
+    keep(tree, rows, place, console)
+    return 0
+
+
+def refit(path: Path, place: Path, console) -> int:
+    """Fit a tree to records alone, with no GPU."""
+    lines = read_lines(path) if path.exists() else []
+    if not lines or not {"traits", "jobs", "quick"} <= lines[0].keys():
+        print(f"--fit must name the records of a sweep, got {path}; they lie beside the tree that quire tune wrote, in .jsonl", file=sys.stderr)
+        return 2
+    records, traits = Records(path, lines[0]), Traits(**lines[0]["traits"])
+    chosen = [job for job in jobs(lines[0]["quick"]) if job.case.name in lines[0]["jobs"]]
+    tree = fitted(chosen, records, traits)
+    tree["fitted_on"] |= {"judged": "by the sweep's own times"}
+    keep(tree, prove(chosen, records, tree, traits, partial(Remembered, records), 0), place, console)
+    return 0
+
+
+def keep(tree: dict, rows: list[dict], place: Path, console) -> None:
+    """Write a tree with its regret, and a table beside it, and tell both."""
     tree["fitted_on"] |= {"regret": summed_up(rows)}
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(written(tree))
@@ -116,7 +149,6 @@ def run(args: argparse.Namespace) -> int:
     tell_rows(rows, console)
     used = "plans use it from now on" if place.parent == select.USER_TREES else "a tree that no plan uses yet"
     console.print(f"{place}: {used}", highlight=False, soft_wrap=True)
-    return 0
 
 
 def compile_beforehand(wanted: list[tuple[Case, list[Config]]], traits: Traits, target, console) -> frozenset[tuple[str, str]]:
@@ -138,37 +170,52 @@ def compile_beforehand(wanted: list[tuple[Case, list[Config]]], traits: Traits, 
     return frozenset(out)
 
 
-def measured_rows(chosen: list[Job], records: Records, traits: Traits, hopper: bool = False) -> list[Measured]:
-    """Return what was measured, as `fit_tree` takes it: of all tiles, or, with `hopper`, of the Hopper kernel against the best tile."""
+def tile_rows(chosen: list[Job], records: Records, traits: Traits, kernels: list | str = GENERIC) -> list[Measured]:
+    """Return what was measured of tiles, as `fit_tree` takes it. Where `kernels` (a tree) has the Hopper kernel, a tile serves only caches that the copy
+    engine cannot address, and its regret counts less.
+    """
     rows = []
     for job in chosen:
-        times = {key: rounds[max(rounds)] for key, rounds in records.of(job.case.name).items()}
+        times = records.last(job.case.name)
         fast = times.pop(HOPPER, None)
-        if not times or (hopper and fast is None):
-            continue
-        seen = features(job.case, traits)
-        if hopper:
-            times = {"portable": min(times.values()), HOPPER: fast}
-            generic = HOPPER if walk(load_tree(GENERIC)["hopper"], seen) else "portable"
-        else:
-            generic = key_of(default(job.case, traits).leaf)
+        seen, generic = features(job.case, traits), key_of(default(job.case, traits).leaf)
         if generic in times:
             times[GENERIC] = times[generic]
-        rows.append(Measured(seen, times))
+        rows.append(Measured(seen, times, SELDOM if fast and kernel_of(kernels, seen) == HOPPER else 1.0))
     return rows
+
+
+def kernel_rows(chosen: list[Job], records: Records, traits: Traits, tiles: list | str | None = None) -> list[Measured]:
+    """Return what was measured of the Hopper kernel, against the best tile, or against that which `tiles` (a tree) chooses."""
+    rows = []
+    for job, row in zip(chosen, tile_rows(chosen, records, traits), strict=True):
+        fast = records.last(job.case.name).get(HOPPER)
+        if fast is not None:
+            best = min(row.times.values())
+            times = {PORTABLE: best if tiles is None else row.times.get(walk(tiles, row.features), best), HOPPER: fast}
+            rows.append(Measured(row.features, times | {GENERIC: times[kernel_of(GENERIC, row.features)]}))
+    return rows
+
+
+def kernel_of(tree: list | str, seen: dict[str, float]) -> str:
+    """Return the kernel that a tree of kernels chooses, or the generic one where it leaves it to that."""
+    leaf = walk(tree, seen)
+    return leaf if leaf != GENERIC else HOPPER if walk(load_tree(GENERIC)["hopper"], seen) else PORTABLE
 
 
 def fitted(chosen: list[Job], records: Records, traits: Traits) -> dict:
     """Return the tree that fits the records, with its provenance, as plans read it."""
-    train, held_out = [job for job in chosen if not job.held_out], [job for job in chosen if job.held_out]
-    rows = measured_rows(train, records, traits)
+    measured = [job for job in chosen if records.last(job.case.name).keys() - {HOPPER}]
+    train = [job for job in measured if not job.held_out]
+    choices = kernel_rows(train, records, traits)
+    rows = tile_rows(train, records, traits, fit_tree(choices, KERNEL_LEVELS) if choices else GENERIC)
     tiles = fit_tree(rows)
-    choices = measured_rows(train, records, traits, hopper=True)
+    kernels = fit_tree(kernel_rows(train, records, traits, tiles), KERNEL_LEVELS) if choices else GENERIC
     kept = {key: records.header[key] for key in ("device", "torch", "triton", "commit", "date", "quick") if key in records.header}
-    facts = kept | {"cases": len(train), "held_out": len(held_out), "tiles_alone": regrets(rows, tiles)}
+    facts = kept | {"cases": len(train), "held_out": len(measured) - len(train), "tiles_alone": regrets(rows, tiles)}
     return {
         "fitted_on": facts, "traits": records.header["traits"], "covers": covered(rows), "attention": with_leaves(tiles, records.leaves | {GENERIC: GENERIC}),
-        "hopper": with_leaves(fit_tree(choices, 3), {HOPPER: True, "portable": False, GENERIC: GENERIC}) if choices else GENERIC,
+        "hopper": with_leaves(kernels, {HOPPER: True, PORTABLE: False, GENERIC: GENERIC}),
     }  # fmt: skip
 
 
@@ -229,9 +276,9 @@ def tell_rows(rows: list[dict], console) -> None:
 
     wide = console.width >= 120
     made = Table(header_style="bold")
-    made.add_column("case", no_wrap=True)
+    made.add_column("case", overflow="fold")
     for head in (*["tile"] * wide, "default µs", "tuned µs", "best µs", *["tuned / default"] * wide, "regret"):
-        made.add_column(head, justify="right")
+        made.add_column(head, justify="right", no_wrap=True)
     for r in sorted(rows, key=lambda r: r["held_out"]):
         numbers = [f"{r[name]:.1f}" if r[name] else "–" for name in ("default", "tuned", "best")]
         ratio = f"{r['tuned'] / r['default']:.3f}" if r["default"] else "–"

@@ -32,10 +32,12 @@ class Measured:
     Attributes:
         features: what a tree may ask.
         times: µs of each configuration that was right, by name.
+        weight: what its regret counts.
     """
 
-    features: dict[str, int]
+    features: dict[str, float]
     times: dict[str, float]
+    weight: float = 1.0
 
     def regret(self, config: str) -> float:
         """Return the time of a configuration over that of the best; infinite where it was not measured."""
@@ -49,7 +51,8 @@ class Table:
         self.rows = rows
         self.configs = sorted({config for row in rows for config in row.times})
         regrets = torch.tensor([[row.regret(config) for config in self.configs] for row in rows], dtype=torch.float64).log()
-        self.costs = regrets + STRESS * (regrets - BEARABLE).clamp(min=0)
+        weights = torch.tensor([[row.weight] for row in rows], dtype=torch.float64)
+        self.costs = weights * (regrets + STRESS * (regrets - BEARABLE).clamp(min=0))
         self.prices = torch.tensor([0.0 if config == GENERIC else PRICE for config in self.configs], dtype=torch.float64)
         names = sorted(rows[0].features)
         self.values = {name: torch.tensor([row.features[name] for row in rows]) for name in names}
@@ -59,14 +62,14 @@ class Table:
         cost, at = (self.costs[cases].sum(0) + self.prices).min(0)
         return float(cost), self.configs[int(at)]
 
-    def splits(self, cases: torch.Tensor) -> list[tuple[float, str, int, torch.Tensor, torch.Tensor]]:
+    def splits(self, cases: torch.Tensor) -> list[tuple[float, str, float, torch.Tensor, torch.Tensor]]:
         """Return all splits of some cases, the cheapest first, with what they cost if both sides were leaves."""
         found = []
         for name, values in self.values.items():
             here = values[cases]
             distinct = sorted(set(here.tolist()))
             for low, high in pairwise(distinct):
-                threshold = max(low, math.isqrt(low * high))  # features are mostly powers of two
+                threshold = max(low, math.isqrt(int(low * high)))  # features are mostly powers of two
                 below, above = cases[here <= threshold], cases[here > threshold]
                 if min(len(below), len(above)) >= FEWEST_CASES:
                     found.append((self.leaf(below)[0] + self.leaf(above)[0], name, threshold, below, above))
@@ -117,7 +120,7 @@ def with_leaves(tree: list | str, leaves: dict) -> list | dict | str | bool:
     return leaves[tree]
 
 
-def covered(rows: Sequence[Measured]) -> list[dict[str, int]]:
+def covered(rows: Sequence[Measured]) -> list[dict[str, float]]:
     """Return the dtypes and head dims that the cases have, together."""
     return [dict(kind) for kind in dict.fromkeys(tuple((name, row.features[name]) for name in COVERED) for row in rows)]
 

@@ -16,6 +16,7 @@ from quire.tuning.space import Tile, fit
 from quire.tuning.traits import Traits
 
 GENERIC = "generic"  # a leaf of a fitted tree that leaves the choice to the generic one
+FINEST = 64  # rows_per_sm begins at its reciprocal
 USER_TREES = Path.home() / ".config" / "quire" / "trees"
 
 
@@ -63,20 +64,20 @@ def power_of_two(value: float) -> int:
     return 1 << max(0, int(-(-value // 1)) - 1).bit_length()
 
 
-def rounded(spec: AttentionSpec, traits: Traits, max_query_len: int, max_seq_len: int, num_tokens: int) -> tuple[int, int, int, int]:
+def rounded(spec: AttentionSpec, traits: Traits, max_query_len: int, max_seq_len: int, num_tokens: int) -> tuple[int, float, int, int]:
     """Return what of a batch a tree may look at, rounded up to powers of two so that plans are few: the last four arguments of `features_of`."""
-    rows_per_sm = num_tokens * spec.num_q_heads / traits.num_sms
-    return power_of_two(max_query_len * spec.group_size), power_of_two(rows_per_sm), power_of_two(max_seq_len), power_of_two(max_query_len)
+    rows_per_sm = power_of_two(FINEST * num_tokens * spec.num_q_heads / traits.num_sms) / FINEST
+    return power_of_two(max_query_len * spec.group_size), rows_per_sm, power_of_two(max_seq_len), power_of_two(max_query_len)
 
 
-def features_of(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: int, keys_per_seq: int, queries_per_seq: int) -> dict[str, int]:
+def features_of(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: float, keys_per_seq: int, queries_per_seq: int) -> dict[str, float]:
     """Return the features that trees may ask for.
 
     Args:
         spec: what is computed.
         traits: of the device.
         rows_per_seq: most (query token, query head of one KV head) rows of any sequence, rounded up to a power of two, as are the next three.
-        rows_per_sm: rows of the whole batch over all KV heads, per multiprocessor.
+        rows_per_sm: rows of the whole batch over all KV heads, per multiprocessor; of few sequences, a fraction.
         keys_per_seq: most keys of any sequence.
         queries_per_seq: most queries of any sequence.
     """
@@ -87,6 +88,7 @@ def features_of(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per
         "keys_per_seq": keys_per_seq,
         "queries_per_seq": queries_per_seq,
         "group_size": spec.group_size,
+        "num_kv_heads": spec.num_kv_heads,
         "head_dim": max(block_d, block_dv),
         "head_padding": block_d - spec.head_dim + block_dv - spec.head_dim_v,
         "shared_kib": traits.shared_memory // 1024,
@@ -105,7 +107,7 @@ def choose_tree(spec: AttentionSpec, traits: Traits, part: str) -> tuple[str, ob
     return GENERIC, load_tree(GENERIC)[part]
 
 
-def decision(tree, features: dict[str, int], part: str):
+def decision(tree, features: dict[str, float], part: str):
     """Return what a fitted tree decides, or the generic one where that leaves it to it."""
     leaf = walk(tree, features)
     return walk(load_tree(GENERIC)[part], features) if leaf == GENERIC else leaf
@@ -113,7 +115,7 @@ def decision(tree, features: dict[str, int], part: str):
 
 @cache
 def select(
-    spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: int, keys_per_seq: int, queries_per_seq: int, fitted: bool = True
+    spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: float, keys_per_seq: int, queries_per_seq: int, fitted: bool = True
 ) -> tuple[Tile, str]:  # fmt: skip
     """Choose a tile.
 
@@ -133,11 +135,11 @@ def select(
     features = features_of(spec, traits, rows_per_seq, rows_per_sm, keys_per_seq, queries_per_seq)
     leaf = decision(tree, features, "attention")
     tile = fit(Tile(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v)), spec, traits)
-    return tile, f"{name} tree at " + ", ".join(f"{name} {value}" for name, value in features.items())
+    return tile, f"{name} tree at " + ", ".join(f"{name} {value:g}" for name, value in features.items())
 
 
 @cache
-def prefers_hopper(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: int, keys_per_seq: int, queries_per_seq: int) -> bool:
+def prefers_hopper(spec: AttentionSpec, traits: Traits, rows_per_seq: int, rows_per_sm: float, keys_per_seq: int, queries_per_seq: int) -> bool:
     """Whether the Hopper kernel is the faster one, where it serves; the arguments are those of `features_of`."""
     _, tree = choose_tree(spec, traits, "hopper")
     return decision(tree, features_of(spec, traits, rows_per_seq, rows_per_sm, keys_per_seq, queries_per_seq), "hopper")

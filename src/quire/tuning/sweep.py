@@ -90,7 +90,7 @@ def jobs(quick: bool) -> list[Job]:
     return found
 
 
-def features(case: Case, traits: Traits) -> dict[str, int]:
+def features(case: Case, traits: Traits) -> dict[str, float]:
     """Return what a tree sees of a case."""
     return features_of(case.spec, traits, *rounded(case.spec, traits, **case.bounds))
 
@@ -218,6 +218,10 @@ class Records:
         """Return the times of a case by configuration and round."""
         return {key: rounds for (name, key), rounds in self.times.items() if name == case and rounds}
 
+    def last(self, case: str) -> dict[str, float]:
+        """Return the µs of a case by configuration, each of the last round that it came to."""
+        return {key: rounds[max(rounds)] for key, rounds in self.of(case).items()}
+
 
 def read_lines(path: Path) -> list[dict]:
     """Read the whole lines of a file of records."""
@@ -274,6 +278,19 @@ class OnGpu:
             for config, some in zip(configs, times, strict=True):
                 some.append(replay(self.ready[config][0]) / len(self.inputs.tables))
         return [statistics.median(some) for some in times]
+
+
+class Remembered:
+    """Measures nothing: tells what records hold, of the last round that each configuration came to."""
+
+    def __init__(self, records: Records, case: Case) -> None:
+        self.times = records.last(case.name)
+
+    def check(self, config: Config) -> str | None:
+        return None if key_of(leaf_of(config)) in self.times else "no time in the records"
+
+    def time(self, configs: Sequence[Config], replays: int) -> list[float]:
+        return [self.times[key_of(leaf_of(config))] for config in configs]
 
 
 def sweep(
@@ -352,7 +369,7 @@ def choice(case: Case, tree: dict, traits: Traits) -> Config:
 
 def contenders(case: Case, records: Records, tree: dict, traits: Traits) -> dict[str, Config]:
     """Return what the generic tree chooses, what this one does, and the best that the sweep has found; nothing where it has found none."""
-    times = {key: rounds[max(rounds)] for key, rounds in records.of(case.name).items()}
+    times = records.last(case.name)
     if not times:
         return {}
     best = records.leaves[min(times, key=lambda key: times[key])]
