@@ -12,7 +12,9 @@ from tests.compile import launches
 
 import quire
 from quire.targets import TARGETS, Launch, compiling
+from quire.tuning.select import GENERIC, choose_tree
 from quire.tuning.space import Tile, hinted
+from quire.tuning.sweep import MOST_SPILLS
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -48,11 +50,12 @@ def test_attention_compiles_fits_and_does_not_spill(target, features):
     limits, wrong = TARGETS[target], []
     for batch, head_dim in selection(target, features):
         with compiling(limits) as compiled:
-            launches.attend(batch, head_dim, features)
+            plan = launches.attend(batch, head_dim, features)
+        measured = choose_tree(plan.spec, limits.traits, "attention")[0] != GENERIC  # to be faster all the same, on the device that a tree was fitted on
         for kernel in compiled:
             told = f"{batch}, head_dim {head_dim}: {kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared, {kernel.tile}"
             print(f"{target:7} {features:18} {kernel.kernel:15} {told}")
-            allowed = ON_THE_STACK.get(kernel.kernel, BY_CHOICE if kernel.registers < REGISTERS else 0)
+            allowed = ON_THE_STACK.get(kernel.kernel, MOST_SPILLS if measured else BY_CHOICE if kernel.registers < REGISTERS else 0)
             spilled = kernel.spills > allowed and target in TUNED and features not in MAY_SPILL
             if spilled or kernel.shared > limits.shared_memory or kernel.occupancy < 1:
                 wrong.append(told)

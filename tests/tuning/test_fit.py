@@ -50,8 +50,14 @@ def test_what_was_not_seen_to_gain_is_left_to_the_generic_tree():
     rows = [Measured({"keys_per_seq": 128}, {"small": 10.0 + i % 2, "middle": 10.0 + (i + 1) % 2, "generic": 10.0}) for i in range(4)]
     rows += [Measured({"keys_per_seq": 8192}, {"small": 20.0, "middle": 10.0, "generic": 20.0}) for _ in range(4)]
     assert fit_tree(rows) == ["keys_per_seq", 1024, "generic", "middle"]
-    assert fit_tree([Measured({"keys_per_seq": 1}, {"small": 10.0, "generic": 10.1})] * 3) == "small"
-    assert fit_tree([Measured({"keys_per_seq": 1}, {"small": 10.0, "generic": 10.1})]) == "generic"
+    assert fit_tree([Measured({"keys_per_seq": 1}, {"small": 10.0, "generic": 10.5})] * 3) == "small"
+    assert fit_tree([Measured({"keys_per_seq": 1}, {"small": 10.0, "generic": 10.5})]) == "generic"
+
+
+def test_what_seldom_counts_gives_way():
+    """One tile for all of them: the case that another kernel serves bears the loss."""
+    rows = [Measured({"keys_per_seq": 1}, {"small": 10.0, "large": 11.0}), Measured({"keys_per_seq": 1}, {"small": 13.0, "large": 10.0}, weight=0.1)]
+    assert fit_tree(rows) == "small" and fit_tree([rows[0], Measured(rows[1].features, rows[1].times)]) == "large"
 
 
 def test_noise_is_not_worth_a_leaf():

@@ -188,6 +188,20 @@ def test_a_fitted_tree_chooses_what_is_best_also_where_it_was_not_fitted(tmp_pat
     assert choice(FEW[0].case, load_tree("generic"), TRAITS) == default(FEW[0].case, TRAITS)
 
 
+def test_a_tree_is_fitted_again_from_records_alone(tmp_path, session, capsys):
+    path, place = tmp_path / "mine.jsonl", tmp_path / "mine.json"
+    records = start(path)
+    sweep(FEW, records, TRAITS, True, session)
+    measured = len(session.calls)
+    assert main(["tune", "--fit", str(path), "--output", str(place)]) == 0 and len(session.calls) == measured
+    tree, text = json.loads(place.read_text()), capsys.readouterr().out
+    assert tree["attention"] == json.loads(command.written(command.fitted(FEW, records, TRAITS)))["attention"]
+    assert tree["fitted_on"]["judged"] == "by the sweep's own times" and tree["fitted_on"]["regret"]["held_out"]["mean"] < 1.05
+    assert "held out: regret 1.0" in text and "a tree that no plan uses yet" in text
+    assert main(["tune", "--fit", str(tmp_path / "none.jsonl"), "--output", str(place)]) == 2
+    assert main(["tune", "--fit", str(path)]) == 2
+
+
 def test_launches_that_compile_alike_are_compiled_once():
     some = [job.case for job in FEW[:3]]
     found = launches([(case, configurations(case, TRAITS, True)) for case in some], TRAITS)

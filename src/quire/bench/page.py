@@ -26,7 +26,7 @@ STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 1rem; color: #212529; background: #fff; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
-img { max-width: 100%; height: auto; display: block; margin: 0.5rem auto; }
+img { max-width: min(100%, 38rem); height: auto; display: block; margin: 0.5rem auto; }
 .wide { overflow-x: auto; -webkit-overflow-scrolling: touch; border: 1px solid #dee2e6; border-radius: 6px; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.3rem 0.6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e9ecef; }
@@ -38,7 +38,7 @@ td.best { font-weight: 700; } .dim { color: #5c677d; font-size: 0.9rem; }
 PALETTE = 96  # colours of a plot
 CAPTIONS = {  # title, and what there is to see
     "roofline": ("Roofline", "Every case under the two ceilings. Left of the ridge memory is the limit, right of it arithmetic."),
-    "ratios": ("Case by case", "Quire's time over each other library's, the worst cases at the bottom."),
+    "ratios": ("Case by case", "Quire's time over each other library's: left of the line Quire is faster. The worst cases are at the bottom."),
     "shares": ("By composition", "Batches that prefill, mix and decode: it is there that libraries differ, more than by length."),
     "length": ("By length", "Against the keys of each sequence."),
     "batch": ("By batch", "Against the number of sequences."),

@@ -149,7 +149,7 @@ def plot_ratios(rows: list[Row]):
         if points:
             axis.scatter(*zip(*points, strict=True), s=14, color=tint, label=peer, zorder=3)
     axis.axvline(1, color="black", lw=1)
-    axis.set(xscale="log", xlabel="Quire's time over theirs (left of the line: Quire is faster)", ylim=(-1, len(rows)))
+    axis.set(xscale="log", xlabel="Quire's time over theirs", ylim=(-1, len(rows)))
     axis.set_yticks(range(len(rows)), [r["case"] for r in rows], fontsize=7)
     axis.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
     axis.xaxis.set_minor_formatter(lambda v, _: f"{v:g}" if str(v).lstrip("0.")[:1] in "25" else "")

@@ -17,9 +17,10 @@ from quire.tuning.select import GENERIC, walk
 from quire.tuning.space import HINTS
 
 MOST_LEVELS = 6
-FEWEST_CASES = 2  # of a leaf
-PRICE = 0.02  # of a leaf that is not the generic tree, in logarithms of regret summed over cases: 2 % on one case
-BEAM = (1, 1, 1, 2, 3, 4)  # splits that are grown to the end, by the levels left below them
+FEWEST_CASES = 3  # of a leaf
+PRICE = 0.1  # of a leaf that is not the generic tree, in logarithms of regret summed over cases: 10 % on one case
+BEAM = (1, 2, 2, 3, 4, 6)  # splits that are grown to the end, by the levels left below them
+NOT_ASKED = {"group_size"}  # tells the few models that were measured from one another, and others nothing; rows have it in them
 BEARABLE = math.log(1.1)  # what a case loses beyond this counts more
 STRESS = 2.0
 COVERED = ("query_bytes", "kv_bytes", "head_dim", "head_padding")
@@ -54,7 +55,7 @@ class Table:
         weights = torch.tensor([[row.weight] for row in rows], dtype=torch.float64)
         self.costs = weights * (regrets + STRESS * (regrets - BEARABLE).clamp(min=0))
         self.prices = torch.tensor([0.0 if config == GENERIC else PRICE for config in self.configs], dtype=torch.float64)
-        names = sorted(rows[0].features)
+        names = sorted(rows[0].features.keys() - NOT_ASKED)
         self.values = {name: torch.tensor([row.features[name] for row in rows]) for name in names}
 
     def leaf(self, cases: torch.Tensor) -> tuple[float, str]:
