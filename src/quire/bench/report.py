@@ -115,14 +115,14 @@ def geometric_means(rows: list[Row]) -> dict[str, tuple[float, int]]:
 
 
 def times_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells: µs of every peer side by side, the floor, and Quire's time over the best other's."""
+    """Return heads and cells: Quire's time over the best other's, where a phone shows it, the floor, and µs of every peer side by side."""
     peers = peers_in(rows)
     cells = []
     for row in rows:
         times, best = times_of(row), best_other(row)
         ratio = f"{times[QUIRE] / best[1]:.2f}" if best and QUIRE in times else "–"
-        cells.append([row["case"], f"{row['floor_micros']:.1f}", *(f"{times[p]:.1f}" if p in times else "–" for p in peers), ratio])
-    return ["case", "floor", *peers, "Quire / best other"], cells
+        cells.append([row["case"], ratio, f"{row['floor_micros']:.1f}", *(f"{times[p]:.1f}" if p in times else "–" for p in peers)])
+    return ["case", "Quire / best other", "floor", *peers], cells
 
 
 def detail_table(rows: list[Row], peer: str = QUIRE) -> tuple[list[str], list[list[str]]]:

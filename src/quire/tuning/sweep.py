@@ -62,8 +62,8 @@ def jobs(quick: bool) -> list[Job]:
     else:
         contexts = *product((1, 16, 256), (256, 4096)), (1, 65536), *few, (4, 6000), (100, 700)
         drafts = (1, 4, 4096), (1, 8, 8192), (8, 4, 2048), (16, 8, 2048), (6, 5, 1200), (24, 3, 3000)
-        lengths = [64], [128], [256], [512], [1024], [4096], [512] * 8, log_normal(8, 512, 6)
-        chunks = (32, 4096), (64, 4096), (128, 8192), (256, 16384), (1024, 16384)
+        lengths = [64], [128], [300], [512], [1024], [4096], log_normal(8, 512, 6)
+        chunks = (32, 4096), (128, 8192), (256, 4096), (1024, 16384)
     found = []
     for model in trained:
         found += [Job(decode(n, length, f" {model}", model=model)) for n, length in contexts]
