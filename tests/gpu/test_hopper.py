@@ -68,6 +68,19 @@ def test_pages(page_size, layout):
     assert_right(quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (130, 1003)), page_size=page_size, layout=layout)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quantised_caches(dtype, kv_dtype, head_dim):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "dtype": dtype, "kv_dtype": kv_dtype})
+    assert_right(spec, MIXED, scales="tensor")
+    assert_right(replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300), MIXED, scales="head", layout="HND", page_size=24)
+
+
+def test_scales_of_tokens_go_to_the_portable_kernel():
+    assert_right(quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn), MIXED, scales="token")
+
+
 def test_a_flat_table():
     assert_right(quire.AttentionSpec(**LLAMA), MIXED, flat_table=True)
 

@@ -5,6 +5,8 @@ other, late ones first since they see the most keys. A block is BLOCK_T query to
 a head's tokens side by side. The warp that fetches runs ahead, over the borders of blocks too; the warpgroups take the matrix unit in turns, one's softmax
 beside the other's products.
 
+The matrix unit takes nothing narrower than the queries beside them, so tiles of a quantised cache arrive as bytes, and a third warpgroup converts them.
+
 The shape is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2).
 """
 
@@ -15,11 +17,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.pipeline import PANEL, acquire, copy_rows, expect, make_ring, panels, release, wait, wait_full
+from quire.kernels.hopper.pipeline import acquire, copy_rows, expect, fill, make_ring, panels, release, wait, wait_full
 from quire.kernels.primitives import LN2, LOG2E
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 SEQS = gl.constexpr(128)  # sequences looked at at once
+EACH = gl.constexpr(32)  # elements that a thread converts at once
 NUMBERS, NOTE = gl.constexpr(6), gl.constexpr(8)  # of a block, and the words of shared memory that they are given
 
 
@@ -38,6 +41,7 @@ class Scoring(NamedTuple):
     """How products become scores, and which are seen."""
 
     scale: Any
+    k_scale_ptr: Any  # of a quantised cache, by head
     softcap: Any
     back: Any
     ahead: Any
@@ -50,6 +54,7 @@ class Outputs(NamedTuple):
     out_ptr: Any
     lse_ptr: Any
     sinks_ptr: Any
+    v_scale_ptr: Any
     stride_out_token: Any
     stride_out_head: Any
     stride_lse: Any
@@ -63,6 +68,12 @@ def span(block, back, ahead, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr):
     start = kv_start // BLOCK_N
     stop = gl.maximum((kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)
     return stop - 1, stop - start
+
+
+@gluon.jit
+def keys_of(block, back, ahead):
+    """Return the first key that any query of the block's sequence sees, and the one after the last: what else there is may be gone."""
+    return block.first_pos - back, gl.minimum(block.first_pos + block.q_len + ahead, block.seq_len)
 
 
 @gluon.jit
@@ -107,13 +118,15 @@ def fetch(
     q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back, ahead, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """Draw blocks until there are none, and have their queries, keys and values copied."""
+    """Draw blocks until there are none, and have their queries, keys and values copied: to the rings of their bytes, where they are to be converted."""
     BLOCK_ROWS: gl.constexpr = q_ring.tiles.shape[1]
     HEADS: gl.constexpr = BLOCK_ROWS // BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
-    BYTES: gl.constexpr = HEAD_DIM * 2  # of a row
+    Q_BYTES: gl.constexpr = HEAD_DIM * 2  # of a row
+    BYTES: gl.constexpr = HEAD_DIM * k_ring.tiles.dtype.primitive_bitwidth // 8
+    CONVERTED: gl.constexpr = k_ring.tiles.dtype != q_ring.tiles.dtype
     SLOTS: gl.constexpr = v_ring.tiles.shape[0]
     ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     block_i = 0
@@ -141,7 +154,7 @@ def fetch(
         block = Block(head, token, q_start, q_len, first_pos, seq_len)
         slot = acquire(q_ring, block_i)
         write_note(notes, slot, block)
-        expect(q_ring.full, slot, BLOCK_ROWS * BYTES)
+        expect(q_ring.full, slot, BLOCK_ROWS * Q_BYTES)
         for first in gl.static_range(0, BLOCK_ROWS, Q_BOX):
             at, col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
             copy_rows(q_desc, at, col, q_ring.full.index(slot), q_ring.tiles.index(slot), first, Q_BOX)
@@ -150,8 +163,7 @@ def fetch(
             row = kv.page_table + seq.to(gl.int64) * stride_table
         else:
             row = kv.page_table + gl.load(kv.cu_pages + seq)
-        # What the sequence as a whole does not see may be gone.
-        kv_low, kv_high = first_pos - back, gl.minimum(first_pos + q_len + ahead, seq_len)
+        kv_low, kv_high = keys_of(block, back, ahead)
         offs_k, offs_v = head // GROUP * kv.k_head, head // GROUP * kv.v_head
         tile, left = span(block, back, ahead, BLOCK_T, BLOCK_N)
         while left > 0:
@@ -166,12 +178,14 @@ def fetch(
             k_row, k_col = offs_k // kv.k_slot, offs_k % kv.k_slot
             copy_tile(k_desc, k_ring, slot, k_ring.full.index(slot), pages, tile * BLOCK_N, k_page, k_row, k_col, PAGE_SIZE, BOX)
             slot = acquire(v_ring, tile_i)
-            seen = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
-            barrier = gl.where(seen, slot, SLOTS)  # the spare one, where some rows must be zeroed before they are used
+            barrier = slot
+            if not CONVERTED:
+                seen = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
+                barrier = gl.where(seen, slot, SLOTS)  # the spare one, where some rows must be zeroed before they are used
             expect(v_ring.full, barrier, BLOCK_N * BYTES)
             v_row, v_col = offs_v // kv.v_slot, offs_v % kv.v_slot
             copy_tile(v_desc, v_ring, slot, v_ring.full.index(barrier), pages, tile * BLOCK_N, v_page, v_row, v_col, PAGE_SIZE, BOX)
-            if barrier == SLOTS:
+            if not CONVERTED and barrier == SLOTS:
                 wait(v_ring.full, SLOTS, edge_i)
                 zero_unseen(v_ring.tiles.index(slot), tile * BLOCK_N, kv_low, kv_high)
                 fence_async_shared()
@@ -201,7 +215,7 @@ def copy_tile(desc, ring, slot, barrier, pages, pos, page_rows, row, col, PAGE_S
 def zero_unseen(values, pos, kv_low, kv_high):
     """Zero the rows of a tile of values, from position `pos` on, that no query of the sequence sees and that may hold anything: 0 * NaN is NaN."""
     BLOCK_N: gl.constexpr = values.shape[0]
-    PANELS: gl.constexpr = values.shape[1] // PANEL
+    PANELS: gl.constexpr = values.shape[1] // panels(values).shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     for first in gl.static_range(0, BLOCK_N, 8):
         if (pos + first < kv_low) | (pos + first + 8 > kv_high):
@@ -210,6 +224,49 @@ def zero_unseen(values, pos, kv_low, kv_high):
             for panel in gl.static_range(PANELS):
                 some = panels(values).slice(panel * BLOCK_N + first, 8)
                 some.store(gl.where(seen, some.load(LAYOUT), 0.0))
+
+
+@gluon.jit
+def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_T: gl.constexpr):
+    """Turn the tiles of bytes that are fetched into tiles of the queries' elements, with one warpgroup."""
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    block_i = 0
+    tile_i = 0
+    block = read_note(notes, wait_full(q_ring, block_i))
+    while block.q_len > 0:
+        kv_low, kv_high = keys_of(block, back, ahead)
+        tile, num_tiles = span(block, back, ahead, BLOCK_T, BLOCK_N)
+        for i in range(tile_i, tile_i + num_tiles):
+            pos = tile * BLOCK_N
+            convert_tile(k_bytes, k_ring, i, pos, kv_low, kv_high, False)  # scores are masked
+            if (pos >= kv_low) & (pos + BLOCK_N <= kv_high):
+                convert_tile(v_bytes, v_ring, i, pos, kv_low, kv_high, False)
+            else:
+                convert_tile(v_bytes, v_ring, i, pos, kv_low, kv_high, True)
+            tile -= 1
+        tile_i += num_tiles
+        block_i += 1
+        block = read_note(notes, wait_full(q_ring, block_i))
+
+
+@gluon.jit
+def convert_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexpr):
+    """Convert the i-th tile, of the keys from position `pos` on; zero the rows outside `kv_low` to `kv_high` if asked: 0 * NaN is NaN."""
+    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
+    HEAD_DIM: gl.constexpr = ring.tiles.shape[2]
+    STEP: gl.constexpr = EACH * 128 // HEAD_DIM  # rows at once
+    LANES: gl.constexpr = HEAD_DIM // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    from_slot = wait_full(stored, i)
+    slot = acquire(ring, i)
+    for first in gl.static_range(0, BLOCK_N, STEP):
+        numbers = stored.tiles.index(from_slot).slice(first, STEP).load(LAYOUT).to(ring.tiles.dtype)
+        if ZERO_UNSEEN:
+            kv_pos = pos + first + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
+            numbers = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None], numbers, 0.0)
+        ring.tiles.index(slot).slice(first, STEP).store(numbers)
+    fill(ring, i)
+    release(stored, i)
 
 
 @gluon.jit
@@ -231,7 +288,10 @@ def read_note(notes, slot):
 
 
 @gluon.jit
-def attend(wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
+def attend(
+    wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, stride_scale,
+    GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+):  # fmt: skip
     """Attend with one warpgroup to the tiles that are fetched, and write the results of each block."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
@@ -252,6 +312,9 @@ def attend(wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, BL
         slopes = None
         if scoring.slopes_ptr is not None:
             slopes = gl.load(scoring.slopes_ptr + block.head + rows // BLOCK_T).to(gl.float32)
+        scale = scoring.scale
+        if scoring.k_scale_ptr is not None:
+            scale *= gl.load(scoring.k_scale_ptr + block.head // GROUP * stride_scale)
         q = q_ring.tiles.index(slot).slice(wg * ROWS, ROWS)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
         denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
@@ -261,7 +324,7 @@ def attend(wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, BL
         scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         release(k_ring, tile_i)
-        p, m, denom, _ = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scoring, BLOCK_T, SCORE_MOD)
+        p, m, denom, _ = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, BLOCK_T, SCORE_MOD)
         p = gl.convert_layout(p.to(element), OF_P)
         for i in range(tile_i + 1, tile_i + num_tiles):
             tile -= 1
@@ -274,7 +337,7 @@ def attend(wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, BL
             # The other warpgroup's softmax runs beside these two products. (One's own beside the second of them was slower.)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
             release(v_ring, i - 1)
-            p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scoring, BLOCK_T, SCORE_MOD)
+            p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, BLOCK_T, SCORE_MOD)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
             p = gl.convert_layout(p.to(element), OF_P)
         tile_i += num_tiles
@@ -282,6 +345,8 @@ def attend(wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, BL
         acc = warpgroup_mma(p, v, acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         release(v_ring, tile_i - 1)
+        if outputs.v_scale_ptr is not None:
+            acc = acc * gl.load(outputs.v_scale_ptr + block.head // GROUP * stride_scale)
         finish(wg, acc, m, denom, q_ring, block_i, block, rows, outputs, BLOCK_T)
         block_i += 1
         slot = wait_full(q_ring, block_i)
@@ -289,16 +354,16 @@ def attend(wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, BL
 
 
 @gluon.jit
-def softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scoring, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
+def softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scale, scoring, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
     """Fold a tile of scores, of the keys from `pos` on, into the running maximum and denominator; return the probabilities first, and last the factor for
     what was accumulated before.
     """
     low_pos, high_pos = block.first_pos + block.token, block.first_pos + gl.minimum(block.token + BLOCK_T, block.q_len) - 1
     q_pos = low_pos + rows % BLOCK_T
-    exponent_scale = scoring.scale * LOG2E
+    exponent_scale = scale * LOG2E
     if SCORE_MOD is not None:
         exponent_scale = LOG2E
-        scores = SCORE_MOD(scores * scoring.scale, q_pos, pos + cols, slopes, scoring.softcap)
+        scores = SCORE_MOD(scores * scale, q_pos, pos + cols, slopes, scoring.softcap)
     # Else every row sees all of the tile.
     if (pos + scores.shape[1] > gl.minimum(low_pos + scoring.ahead + 1, block.seq_len)) | (pos < high_pos - scoring.back):
         first_col, last_col = q_pos - scoring.back - pos, gl.minimum(q_pos + scoring.ahead, block.seq_len - 1) - pos
@@ -345,40 +410,56 @@ def finish(wg: gl.constexpr, acc, m, denom, q_ring, block_i, block, rows, output
 
 @gluon.jit(do_not_specialize=["few", "num_seqs", "stride_table", "back", "ahead"])
 def prefill_kernel(
-    out_ptr, lse_ptr, sinks_ptr, slopes_ptr, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter,
+    out_ptr, lse_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter,
     scale, softcap, back, ahead, few, num_seqs, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr,
-    WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BOX: gl.constexpr,
-    Q_BOX: gl.constexpr,
+    WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BYTE_STAGES: gl.constexpr,
+    BOX: gl.constexpr, Q_BOX: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
     if few > 0:  # the kernel that serves sequences of so few queries may begin wherever there is room
         gdc_launch_dependents()
     q_ring = make_ring(q_desc.dtype, WARPGROUPS * ROWS, HEAD_DIM, BLOCKS, WARPGROUPS)
-    k_ring = make_ring(k_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
-    v_ring = make_ring(v_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
+    k_ring = make_ring(q_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
+    v_ring = make_ring(q_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
     notes = gl.allocate_shared_memory(gl.int32, [BLOCKS * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    fence_async_shared()
-    scoring = Scoring(scale, softcap, back, ahead, slopes_ptr)
-    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+    scoring = Scoring(scale, k_scale_ptr, softcap, back, ahead, slopes_ptr)
+    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse)
     if WARPGROUPS == 1:
+        fence_async_shared()
         gl.warp_specialize(
             [
-                (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T, SCORE_MOD)),
+                (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
                 (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
                          ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
             ],
             [1],
             [40],
         )  # fmt: skip
-    else:
+    elif BYTE_STAGES == 0:
+        fence_async_shared()
         gl.warp_specialize(
             [
-                (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T, SCORE_MOD)),
-                (attend, (1, q_ring, k_ring, v_ring, notes, scoring, outputs, BLOCK_T, SCORE_MOD)),
+                (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                (attend, (1, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
                 (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
                          ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
             ],
             [4, 1],
             [232, 40],  # registers of each thread of the second and of the third
+        )  # fmt: skip
+    else:
+        k_bytes = make_ring(k_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
+        v_bytes = make_ring(v_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                (attend, (1, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                (convert, (k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_T)),
+                (fetch, (q_ring, k_bytes, v_bytes, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
+                         ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
+            ],
+            [4, 4, 1],
+            [208, 56, 40],
         )  # fmt: skip
