@@ -152,7 +152,7 @@ def test_runs_are_bitwise_equal(head_dim, bound):
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
-@pytest.mark.parametrize(("options", "words"), [({"head_dim": 80}, "head_dim 80"), ({"dtype": torch.float32}, "float32"), ({"kv_dtype": torch.int8}, "int8")])
+@pytest.mark.parametrize(("options", "words"), [({"head_dim": 80}, "head_dim 80"), ({"dtype": torch.float32}, "float32"), ({"head_dim": 256, "kv_dtype": torch.int8}, "int8")])
 def test_what_it_does_not_serve_is_named(options, words):
     p = make_problem(quire.AttentionSpec(**LLAMA | options), ((200, 200),), device="cuda")
     with pytest.raises(quire.UnsupportedError, match=words):

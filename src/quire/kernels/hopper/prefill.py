@@ -5,7 +5,8 @@ other, late ones first since they see the most keys. A block is BLOCK_T query to
 a head's tokens side by side. The warp that fetches runs ahead, over the borders of blocks too; the warpgroups take the matrix unit in turns, one's softmax
 beside the other's products.
 
-The matrix unit takes nothing narrower than the queries beside them, so tiles of a quantised cache arrive as bytes, and a third warpgroup converts them.
+A quantised cache's tiles arrive as bytes. A third warpgroup turns them into float16, which holds every fp8 and int8 number and takes one instruction for
+two; bfloat16 queries are turned into float16 too, times a power of two for each row.
 
 The shape is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2).
 """
@@ -17,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.pipeline import acquire, copy_rows, expect, fill, make_ring, panels, release, wait, wait_full
+from quire.kernels.hopper.pipeline import acquire, copy_rows, expect, fill, make_ring, panels, reinterpret, release, wait, wait_full
 from quire.kernels.primitives import LN2, LOG2E
 
 ROWS = gl.constexpr(64)  # of a warpgroup
@@ -228,7 +229,7 @@ def zero_unseen(values, pos, kv_low, kv_high):
 
 @gluon.jit
 def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_T: gl.constexpr):
-    """Turn the tiles of bytes that are fetched into tiles of the queries' elements, with one warpgroup."""
+    """Turn the tiles of bytes that are fetched into tiles of numbers, with one warpgroup."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     block_i = 0
     tile_i = 0
@@ -298,7 +299,7 @@ def attend(
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
-    element: gl.constexpr = q_ring.tiles.dtype
+    element: gl.constexpr = k_ring.tiles.dtype
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
@@ -315,7 +316,11 @@ def attend(
         scale = scoring.scale
         if scoring.k_scale_ptr is not None:
             scale *= gl.load(scoring.k_scale_ptr + block.head // GROUP * stride_scale)
-        q = q_ring.tiles.index(slot).slice(wg * ROWS, ROWS)
+        q = q_ring.tiles.index(slot)
+        if element != q.dtype:
+            q, shrunk = to_float16(q, wg * ROWS, OF_SCORES)
+            scale *= shrunk
+        q = q.slice(wg * ROWS, ROWS)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
         denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OF_OUT)
@@ -354,6 +359,31 @@ def attend(
 
 
 @gluon.jit
+def to_float16(q, FIRST: gl.constexpr, OF_SCORES: gl.constexpr):
+    """Turn a warpgroup's queries, in the rows of a tile from FIRST on, into float16 where they lie, each row times the power of two that brings its largest
+    to 2^14; return the tile as float16, and one over those powers.
+    """
+    IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    numbers = q.slice(FIRST, ROWS).load(IN_ROWS).to(gl.float32)
+    peak = gl.max(gl.abs(numbers), 1)
+    exponent = gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, 15)  # biased by 127
+    grown = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    shrunk = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+    halves = reinterpret(q, gl.float16, q.shape, q.layout)
+    halves.slice(FIRST, ROWS).store((numbers * grown[:, None]).to(gl.float16))
+    fence_async_shared()
+    return halves, gl.convert_layout(shrunk, gl.SliceLayout(1, OF_SCORES))
+
+
+@gluon.jit
+def by_row(factor):
+    """Return a factor of a tile's rows, or one of all of them."""
+    if isinstance(factor, gl.tensor) and len(factor.shape) == 1:
+        factor = factor[:, None]
+    return factor
+
+
+@gluon.jit
 def softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scale, scoring, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
     """Fold a tile of scores, of the keys from `pos` on, into the running maximum and denominator; return the probabilities first, and last the factor for
     what was accumulated before.
@@ -363,14 +393,14 @@ def softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scale, scorin
     exponent_scale = scale * LOG2E
     if SCORE_MOD is not None:
         exponent_scale = LOG2E
-        scores = SCORE_MOD(scores * scale, q_pos, pos + cols, slopes, scoring.softcap)
+        scores = SCORE_MOD(scores * by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
     # Else every row sees all of the tile.
     if (pos + scores.shape[1] > gl.minimum(low_pos + scoring.ahead + 1, block.seq_len)) | (pos < high_pos - scoring.back):
         first_col, last_col = q_pos - scoring.back - pos, gl.minimum(q_pos + scoring.ahead, block.seq_len - 1) - pos
         scores = gl.where((cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None]), scores, float("-inf"))
     m_new = gl.maximum(m, gl.max(scores, 1) * exponent_scale)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
-    p = gl.exp2(scores * exponent_scale - shift[:, None])
+    p = gl.exp2(scores * by_row(exponent_scale) - shift[:, None])
     alpha = gl.exp2(m - shift)
     return p, m_new, denom * alpha + gl.sum(p, 1), alpha
 
@@ -419,9 +449,10 @@ def prefill_kernel(
     gdc_wait()
     if few > 0:  # the kernel that serves sequences of so few queries may begin wherever there is room
         gdc_launch_dependents()
+    NUMBER: gl.constexpr = q_desc.dtype if BYTE_STAGES == 0 else gl.float16
     q_ring = make_ring(q_desc.dtype, WARPGROUPS * ROWS, HEAD_DIM, BLOCKS, WARPGROUPS)
-    k_ring = make_ring(q_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
-    v_ring = make_ring(q_desc.dtype, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
+    k_ring = make_ring(NUMBER, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
+    v_ring = make_ring(NUMBER, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
     notes = gl.allocate_shared_memory(gl.int32, [BLOCKS * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     scoring = Scoring(scale, k_scale_ptr, softcap, back, ahead, slopes_ptr)
     outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse)
