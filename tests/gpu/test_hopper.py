@@ -77,6 +77,29 @@ def test_quantised_caches(dtype, kv_dtype, head_dim):
     assert_right(replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300), MIXED, scales="head", layout="HND", page_size=24)
 
 
+@pytest.mark.parametrize("extra", [
+    {}, {"sliding_window": 100}, {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
+    {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, {"dtype": torch.float16, "num_q_heads": 14},
+], ids=str)  # fmt: skip
+def test_products_in_fp8(extra):
+    spec = quire.AttentionSpec(**LLAMA | {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True} | extra)
+    for lens in MIXED, ((700, 5000), (3, 3)):
+        p, plan, state = solve(spec, lens, page_size=24)
+        verdict = error_budget(p, state)
+        assert plan.fast.in_fp8 and verdict.passed, (plan, verdict)
+        exact = quire.attention(p.q, p.cache, quire.plan(replace(spec, allow_fp8=False), p.batch, **p.bounds, kernel="hopper"), **p.tables, return_lse=True)
+        assert not torch.equal(state.out, exact.out)
+
+
+def test_sums_of_products_in_fp8_are_float32():
+    """Of values that are all alike, the average over many keys is that value: the matrix unit's own sums would fall short of it."""
+    spec = quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn, allow_fp8=True)
+    p = make_problem(spec, ((64, 30000),), device="cuda")
+    p.cache.v.fill_(1.0)
+    out = quire.attention(p.q * 0, p.cache, quire.plan(spec, p.batch, **p.bounds, kernel="hopper"))
+    torch.testing.assert_close(out, p.cache.v_scale.to(out.dtype).repeat_interleave(spec.group_size)[None, :, None].expand_as(out), atol=0, rtol=8e-3)
+
+
 def test_scales_of_tokens_go_to_the_portable_kernel():
     assert_right(quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn), MIXED, scales="token")
 

@@ -69,7 +69,7 @@ def arguments(q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tenso
     return (kv, batch.cu_seqlens_q, plan.scratch.counter, *numbers, *strides), {
         "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim, "PAGE_SIZE": cache.page_size,
         "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": fast.num_warpgroups, "BLOCK_T": fast.block_t, "BLOCK_N": fast.block_n,
-        "STAGES": fast.num_stages, "BLOCKS": fast.num_blocks, "BYTE_STAGES": fast.num_byte_stages,
+        "STAGES": fast.num_stages, "BLOCKS": fast.num_blocks, "BYTE_STAGES": fast.num_byte_stages, "IN_FP8": bool(fast.in_fp8),
     }  # fmt: skip
 
 

@@ -6,7 +6,8 @@ a head's tokens side by side. The warp that fetches runs ahead, over the borders
 beside the other's products.
 
 A quantised cache's tiles arrive as bytes. A third warpgroup turns them into float16, which holds every fp8 and int8 number and takes one instruction for
-two; bfloat16 queries are turned into float16 too, times a power of two for each row.
+two; bfloat16 queries are turned into float16 too, times a power of two for each row. Where products in fp8 are allowed, queries and probabilities are
+rounded to fp8, keys are used as they come, and the third warpgroup only turns tiles of values on their side, as the matrix unit wants bytes.
 
 The shape is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2).
 """
@@ -229,8 +230,9 @@ def zero_unseen(values, pos, kv_low, kv_high):
 
 @gluon.jit
 def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_T: gl.constexpr):
-    """Turn the tiles of bytes that are fetched into tiles of numbers, with one warpgroup."""
+    """Turn the tiles of bytes that are fetched into what the matrix unit is given, with one warpgroup."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    IN_FP8: gl.constexpr = k_ring.tiles.dtype == k_bytes.tiles.dtype
     block_i = 0
     tile_i = 0
     block = read_note(notes, wait_full(q_ring, block_i))
@@ -239,11 +241,14 @@ def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_
         tile, num_tiles = span(block, back, ahead, BLOCK_T, BLOCK_N)
         for i in range(tile_i, tile_i + num_tiles):
             pos = tile * BLOCK_N
-            convert_tile(k_bytes, k_ring, i, pos, kv_low, kv_high, False)  # scores are masked
-            if (pos >= kv_low) & (pos + BLOCK_N <= kv_high):
-                convert_tile(v_bytes, v_ring, i, pos, kv_low, kv_high, False)
+            if IN_FP8:
+                turn_tile(v_bytes, v_ring, i, pos, kv_low, kv_high)
             else:
-                convert_tile(v_bytes, v_ring, i, pos, kv_low, kv_high, True)
+                convert_tile(k_bytes, k_ring, i, pos, kv_low, kv_high, False)  # scores are masked
+                if (pos >= kv_low) & (pos + BLOCK_N <= kv_high):
+                    convert_tile(v_bytes, v_ring, i, pos, kv_low, kv_high, False)
+                else:
+                    convert_tile(v_bytes, v_ring, i, pos, kv_low, kv_high, True)
             tile -= 1
         tile_i += num_tiles
         block_i += 1
@@ -266,6 +271,26 @@ def convert_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexp
             kv_pos = pos + first + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
             numbers = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None], numbers, 0.0)
         ring.tiles.index(slot).slice(first, STEP).store(numbers)
+    fill(ring, i)
+    release(stored, i)
+
+
+@gluon.jit
+def turn_tile(stored, ring, i, pos, kv_low, kv_high):
+    """Turn the i-th tile of values in fp8, of the keys from position `pos` on, on its side: a row for each column of the values, with keys `in_fours`."""
+    BLOCK_N: gl.constexpr = stored.tiles.shape[1]
+    HEAD_DIM: gl.constexpr = stored.tiles.shape[2]
+    # Two columns side by side are one 16-bit element, which the shared memory's own transposition serves: a thread has keys 2n and 2n + 1 of it.
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    from_slot = wait_full(stored, i)
+    slot = acquire(ring, i)
+    pairs = reinterpret(stored.tiles.index(from_slot), gl.int16, [BLOCK_N, HEAD_DIM // 2], gl.NVMMASharedLayout(HEAD_DIM, 16, 2))
+    both = pairs.permute((1, 0)).load(LAYOUT)
+    kv_pos = pos + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    both = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[None, :], both, 0)
+    even, odd = in_fours(both.to(gl.int8)), in_fours((both >> 8).to(gl.int8))
+    turned = gl.join(even, odd).permute((0, 2, 1)).reshape([HEAD_DIM, BLOCK_N]).to(ring.tiles.dtype, bitcast=True)
+    ring.tiles.index(slot).store(turned)
     fill(ring, i)
     release(stored, i)
 
@@ -316,11 +341,11 @@ def attend(
         scale = scoring.scale
         if scoring.k_scale_ptr is not None:
             scale *= gl.load(scoring.k_scale_ptr + block.head // GROUP * stride_scale)
-        q = q_ring.tiles.index(slot)
-        if element != q.dtype:
-            q, shrunk = to_float16(q, wg * ROWS, OF_SCORES)
+        if element == q_ring.tiles.dtype:
+            q = q_ring.tiles.index(slot).slice(wg * ROWS, ROWS)
+        else:
+            q, shrunk = narrow(q_ring.tiles.index(slot), element, wg * ROWS, 14, OF_SCORES)
             scale *= shrunk
-        q = q.slice(wg * ROWS, ROWS)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
         denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OF_OUT)
@@ -329,7 +354,7 @@ def attend(
         scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         release(k_ring, tile_i)
-        p, m, denom, _ = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, BLOCK_T, SCORE_MOD)
+        p, m, denom, _ = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD)
         p = gl.convert_layout(p.to(element), OF_P)
         for i in range(tile_i + 1, tile_i + num_tiles):
             tile -= 1
@@ -342,7 +367,7 @@ def attend(
             # The other warpgroup's softmax runs beside these two products. (One's own beside the second of them was slower.)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
             release(v_ring, i - 1)
-            p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, BLOCK_T, SCORE_MOD)
+            p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
             p = gl.convert_layout(p.to(element), OF_P)
         tile_i += num_tiles
@@ -359,20 +384,88 @@ def attend(
 
 
 @gluon.jit
-def to_float16(q, FIRST: gl.constexpr, OF_SCORES: gl.constexpr):
-    """Turn a warpgroup's queries, in the rows of a tile from FIRST on, into float16 where they lie, each row times the power of two that brings its largest
-    to 2^14; return the tile as float16, and one over those powers.
+def attend_in_fp8(
+    wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, stride_scale,
+    GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+):  # fmt: skip
+    """Attend as `attend` does, to keys and turned values in fp8, with products in fp8.
+
+    The matrix unit adds fp8 products up with 14 bits or so: a tile's are added to the others in float32. Products are short beside the softmax, and
+    accumulators of three kinds would not fit the registers: one's own products run one after the other, the other warpgroup's softmax beside them.
     """
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
+    element: gl.constexpr = k_ring.tiles.dtype
+    rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    no_out = gl.zeros([ROWS, HEAD_DIM], gl.float32, OF_OUT)
+
+    block_i = 0
+    tile_i = 0
+    slot = wait_full(q_ring, block_i)
+    block = read_note(notes, slot)
+    while block.q_len > 0:
+        tile, num_tiles = span(block, scoring.back, scoring.ahead, BLOCK_T, BLOCK_N)
+        slopes = None
+        if scoring.slopes_ptr is not None:
+            slopes = gl.load(scoring.slopes_ptr + block.head + rows // BLOCK_T).to(gl.float32)
+        q, scale = narrow(q_ring.tiles.index(slot), element, wg * ROWS, 7, OF_SCORES)
+        scale *= scoring.scale
+        if scoring.k_scale_ptr is not None:
+            scale *= gl.load(scoring.k_scale_ptr + block.head // GROUP * stride_scale)
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
+        denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+        acc = no_out
+        for i in range(tile_i, tile_i + num_tiles):
+            k = k_ring.tiles.index(wait_full(k_ring, i))
+            scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            release(k_ring, i)
+            p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, 8.0, BLOCK_T, SCORE_MOD)
+            p = gl.convert_layout(in_fours(p.to(element)), OF_P)
+            v = v_ring.tiles.index(wait_full(v_ring, i))
+            part = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part])
+            release(v_ring, i)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + part
+            tile -= 1
+        tile_i += num_tiles
+        if outputs.v_scale_ptr is not None:
+            acc = acc * gl.load(outputs.v_scale_ptr + block.head // GROUP * stride_scale)
+        finish(wg, acc, m - 8.0, denom, q_ring, block_i, block, rows, outputs, BLOCK_T)
+        block_i += 1
+        slot = wait_full(q_ring, block_i)
+        block = read_note(notes, slot)
+
+
+@gluon.jit
+def in_fours(x):
+    """Reorder columns by 16, so that the four that a thread has of them in an accumulator, two and two, are the four side by side of an operand in bytes."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    return x.reshape([ROWS, COLUMNS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def narrow(q, element: gl.constexpr, FIRST: gl.constexpr, PEAK: gl.constexpr, OF_SCORES: gl.constexpr):
+    """Turn a warpgroup's queries, in the rows of a tile from FIRST on, into another element where they lie, each row times the power of two that brings its
+    largest number to 2^PEAK or above, below twice that; return the tile, and one over those powers.
+    """
+    COLUMNS: gl.constexpr = q.shape[1]
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(128, element.primitive_bitwidth, 2)
     numbers = q.slice(FIRST, ROWS).load(IN_ROWS).to(gl.float32)
-    peak = gl.max(gl.abs(numbers), 1)
-    exponent = gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, 15)  # biased by 127
-    grown = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
-    shrunk = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
-    halves = reinterpret(q, gl.float16, q.shape, q.layout)
-    halves.slice(FIRST, ROWS).store((numbers * grown[:, None]).to(gl.float16))
+    exponent = gl.maximum(gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True) >> 23, PEAK + 1)  # biased by 127
+    grown = ((254 + PEAK - exponent) << 23).to(gl.float32, bitcast=True)
+    shrunk = ((exponent - PEAK) << 23).to(gl.float32, bitcast=True)
+    tile = reinterpret(q, element, [q.shape[0] * 16 // element.primitive_bitwidth, COLUMNS], NARROW)
+    tile.slice(FIRST, ROWS).store((numbers * grown[:, None]).to(element))
     fence_async_shared()
-    return halves, gl.convert_layout(shrunk, gl.SliceLayout(1, OF_SCORES))
+    return tile.slice(FIRST, ROWS), gl.convert_layout(shrunk, gl.SliceLayout(1, OF_SCORES))
 
 
 @gluon.jit
@@ -384,9 +477,9 @@ def by_row(factor):
 
 
 @gluon.jit
-def softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scale, scoring, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
-    """Fold a tile of scores, of the keys from `pos` on, into the running maximum and denominator; return the probabilities first, and last the factor for
-    what was accumulated before.
+def softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scale, scoring, LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
+    """Fold a tile of scores, of the keys from `pos` on, into the running maximum and denominator; return the probabilities times 2^LIFT first, and last the
+    factor for what was accumulated before.
     """
     low_pos, high_pos = block.first_pos + block.token, block.first_pos + gl.minimum(block.token + BLOCK_T, block.q_len) - 1
     q_pos = low_pos + rows % BLOCK_T
@@ -400,7 +493,7 @@ def softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scale, scorin
         scores = gl.where((cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None]), scores, float("-inf"))
     m_new = gl.maximum(m, gl.max(scores, 1) * exponent_scale)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
-    p = gl.exp2(scores * by_row(exponent_scale) - shift[:, None])
+    p = gl.exp2(scores * by_row(exponent_scale) - (shift - LIFT)[:, None])
     alpha = gl.exp2(m - shift)
     return p, m_new, denom * alpha + gl.sum(p, 1), alpha
 
@@ -444,15 +537,18 @@ def prefill_kernel(
     scale, softcap, back, ahead, few, num_seqs, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr,
     WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BYTE_STAGES: gl.constexpr,
-    BOX: gl.constexpr, Q_BOX: gl.constexpr,
+    IN_FP8: gl.constexpr, BOX: gl.constexpr, Q_BOX: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
     if few > 0:  # the kernel that serves sequences of so few queries may begin wherever there is room
         gdc_launch_dependents()
-    NUMBER: gl.constexpr = q_desc.dtype if BYTE_STAGES == 0 else gl.float16
     q_ring = make_ring(q_desc.dtype, WARPGROUPS * ROWS, HEAD_DIM, BLOCKS, WARPGROUPS)
+    NUMBER: gl.constexpr = k_desc.dtype if BYTE_STAGES == 0 or IN_FP8 else gl.float16
     k_ring = make_ring(NUMBER, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
-    v_ring = make_ring(NUMBER, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
+    if IN_FP8:
+        v_ring = make_ring(NUMBER, HEAD_DIM, BLOCK_N, STAGES, WARPGROUPS)
+    else:
+        v_ring = make_ring(NUMBER, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
     notes = gl.allocate_shared_memory(gl.int32, [BLOCKS * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     scoring = Scoring(scale, k_scale_ptr, softcap, back, ahead, slopes_ptr)
     outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse)
@@ -478,6 +574,20 @@ def prefill_kernel(
             ],
             [4, 1],
             [232, 40],  # registers of each thread of the second and of the third
+        )  # fmt: skip
+    elif IN_FP8:
+        v_bytes = make_ring(v_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (attend_in_fp8, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                (attend_in_fp8, (1, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                (convert, (k_ring, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_T)),
+                (fetch, (q_ring, k_ring, v_bytes, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
+                         ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
+            ],
+            [4, 4, 1],
+            [208, 56, 40],
         )  # fmt: skip
     else:
         k_bytes = make_ring(k_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
