@@ -72,9 +72,11 @@ def attention(
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
     """Round to float8_e4m3fn, each row times the power of two that brings its largest number to 2^7 or above, below 2^8."""
-    peaks = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x[..., :0]
-    grown = torch.exp2(7 - torch.floor(torch.log2(peaks.clamp(min=torch.finfo(x.dtype).tiny))))
-    return (x * grown).to(torch.float8_e4m3fn).to(x.dtype) / grown
+    if x.numel() == 0:
+        return x
+    _, exponents = torch.frexp(x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30))
+    grown = torch.exp2(8.0 - exponents)
+    return ((x.float() * grown).to(torch.float8_e4m3fn).float() / grown).to(x.dtype)
 
 
 def visible_keys(q_pos: torch.Tensor, kv_len: int, spec: AttentionSpec) -> torch.Tensor:

@@ -241,18 +241,24 @@ def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_
         tile, num_tiles = span(block, back, ahead, BLOCK_T, BLOCK_N)
         for i in range(tile_i, tile_i + num_tiles):
             pos = tile * BLOCK_N
-            if IN_FP8:
-                turn_tile(v_bytes, v_ring, i, pos, kv_low, kv_high)
-            else:
+            if not IN_FP8:
                 convert_tile(k_bytes, k_ring, i, pos, kv_low, kv_high, False)  # scores are masked
-                if (pos >= kv_low) & (pos + BLOCK_N <= kv_high):
-                    convert_tile(v_bytes, v_ring, i, pos, kv_low, kv_high, False)
-                else:
-                    convert_tile(v_bytes, v_ring, i, pos, kv_low, kv_high, True)
+            if (pos >= kv_low) & (pos + BLOCK_N <= kv_high):
+                convert_values(v_bytes, v_ring, i, pos, kv_low, kv_high, IN_FP8, False)
+            else:
+                convert_values(v_bytes, v_ring, i, pos, kv_low, kv_high, IN_FP8, True)
             tile -= 1
         tile_i += num_tiles
         block_i += 1
         block = read_note(notes, wait_full(q_ring, block_i))
+
+
+@gluon.jit
+def convert_values(stored, ring, i, pos, kv_low, kv_high, IN_FP8: gl.constexpr, ZERO_UNSEEN: gl.constexpr):
+    if IN_FP8:
+        turn_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN)
+    else:
+        convert_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN)
 
 
 @gluon.jit
@@ -276,8 +282,8 @@ def convert_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexp
 
 
 @gluon.jit
-def turn_tile(stored, ring, i, pos, kv_low, kv_high):
-    """Turn the i-th tile of values in fp8, of the keys from position `pos` on, on its side: a row for each column of the values, with keys `in_fours`."""
+def turn_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexpr):
+    """Turn the i-th tile of values in fp8 on its side: a row for each column of the values, with keys `in_fours`; else as `convert_tile`."""
     BLOCK_N: gl.constexpr = stored.tiles.shape[1]
     HEAD_DIM: gl.constexpr = stored.tiles.shape[2]
     # Two columns side by side are one 16-bit element, which the shared memory's own transposition serves: a thread has keys 2n and 2n + 1 of it.
@@ -286,9 +292,11 @@ def turn_tile(stored, ring, i, pos, kv_low, kv_high):
     slot = acquire(ring, i)
     pairs = reinterpret(stored.tiles.index(from_slot), gl.int16, [BLOCK_N, HEAD_DIM // 2], gl.NVMMASharedLayout(HEAD_DIM, 16, 2))
     both = pairs.permute((1, 0)).load(LAYOUT)
-    kv_pos = pos + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    both = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[None, :], both, 0)
-    even, odd = in_fours(both.to(gl.int8)), in_fours((both >> 8).to(gl.int8))
+    if ZERO_UNSEEN:
+        kv_pos = pos + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        both = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[None, :], both, 0)
+    split: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"  # low bytes of four elements, and high ones
+    even, odd = gl.inline_asm_elementwise(split, "=r,=r,r,r", [in_fours(both)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
     turned = gl.join(even, odd).permute((0, 2, 1)).reshape([HEAD_DIM, BLOCK_N]).to(ring.tiles.dtype, bitcast=True)
     ring.tiles.index(slot).store(turned)
     fill(ring, i)
@@ -587,7 +595,7 @@ def prefill_kernel(
                          ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
             ],
             [4, 4, 1],
-            [208, 56, 40],
+            [200, 72, 40],
         )  # fmt: skip
     else:
         k_bytes = make_ring(k_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
