@@ -1,5 +1,7 @@
 """Launch attention on a Hopper GPU as a plan says: queries, keys and values as rows that the copy engine addresses."""
 
+from functools import cache, lru_cache
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -76,18 +78,28 @@ def arguments(q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tenso
 def boxes(tensor: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
     """Describe a matrix of `rows` to the copy engine: boxes of so many rows, as wide as a head or as a line, which it swizzles for the matrix unit."""
     columns = min(box[1], LINE.value // tensor.itemsize)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=columns * tensor.itemsize, element_bitwidth=8 * tensor.itemsize, rank=2)
-    return TensorDescriptor(tensor, shape, strides, [box[0], columns], layout)
+    return TensorDescriptor(tensor, shape, strides, [box[0], columns], swizzled(columns * tensor.itemsize, 8 * tensor.itemsize))
+
+
+@cache
+def swizzled(num_bytes: int, num_bits: int) -> gl.NVMMASharedLayout:
+    """Return the layout of tiles whose lines are so long."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=num_bytes, element_bitwidth=num_bits, rank=2)
 
 
 def rows(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> tuple[list[int], list[int]] | None:
     """Return the shape and strides of a matrix in which element (page, slot, head, dim) lies at row and column
     `divmod(page * page_stride + slot * slot_stride + head * head_stride, slot_stride)`, dim further on; None where the copy engine cannot have it so.
     """
+    return None if tensor.data_ptr() % 16 else rows_of(tensor.itemsize, extents, strides)
+
+
+@lru_cache(maxsize=4096)
+def rows_of(itemsize: int, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> tuple[list[int], list[int]] | None:
     (num_pages, page_size, num_heads, dim), (page, slot, head) = extents, strides
     if num_heads == 1:
         head = 0
-    if tensor.data_ptr() % 16 or slot == 0 or slot * tensor.itemsize % 16 or num_pages * page_size * num_heads == 0:
+    if slot == 0 or slot * itemsize % 16 or num_pages * page_size * num_heads == 0:
         return None
     if page % slot or (head > slot and head % slot) or (head < slot and (num_heads - 1) * head + dim > slot):
         return None
