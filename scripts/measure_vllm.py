@@ -73,7 +73,7 @@ class Run:
         """Return what a cache needs so that nobody is preempted, with a tenth to spare."""
         _, (_, _, layers, _, kv_heads, _) = MODELS[self.model]
         most = [max(sum(n + t for n, end in lengths(count) if end > t) for t in range(1024)) for count in self.load]
-        return int(1.1 * max(self.longest, *most, 0)) * (self.layers or layers) * 2 * kv_heads * 128 * 2 // self.tensor_parallel
+        return int(1.1 * max([self.longest, *most])) * (self.layers or layers) * 2 * kv_heads * 128 * 2 // self.tensor_parallel
 
 
 def lengths(count: int) -> list[tuple[int, int]]:
@@ -109,7 +109,7 @@ def start(run: Run):
         write_config(folder, run.model, run.layers)
         return LLM(
             model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", attention_backend=run.backend, max_model_len=run.longest,
-            max_num_seqs=max(*run.load, 8, 8), enable_prefix_caching=False, kv_cache_dtype=run.kv_cache_dtype, seed=0,
+            max_num_seqs=max([*run.load, 8]), enable_prefix_caching=False, kv_cache_dtype=run.kv_cache_dtype, seed=0,
             tensor_parallel_size=run.tensor_parallel,
             compilation_config={"cudagraph_capture_sizes": graphs} | ({} if run.compiled else {"mode": 0, "cudagraph_mode": "FULL"}), **memory,
         )  # fmt: skip
@@ -198,12 +198,12 @@ class Process:
 
 def measure_all(runs: list[Run]) -> list[dict]:
     """Return the results of all runs that succeed, timed one at a time; those that are together start at the same time and wait for their turn."""
-    together = {run: Process(run) for run in runs if run.together}
-    for process in together.values():
+    started = [Process(run) if run.together else None for run in runs]
+    for process in filter(None, started):
         process.until(READY)
     results = []
-    for run in runs:
-        result = (together.get(run) or Process(run)).result()
+    for run, process in zip(runs, started, strict=True):
+        result = (process or Process(run)).result()
         if result:
             results.append(result)
             print(json.dumps(result), flush=True)
@@ -231,8 +231,9 @@ def groups_of(results: list[dict]) -> dict[str, list[dict]]:
     groups = {}
     for r in results:
         gpus = f", {r['tensor_parallel']} GPUs" if r["tensor_parallel"] > 1 else ""
+        kept = f", {r['kv_cache_dtype']} cache" if r["kv_cache_dtype"] != "auto" else ""
         how = "" if r["compiled"] else ", not compiled"
-        groups.setdefault(f"{r['model']}, {r['layers'] or MODELS[r['model']][1][2]} layers, KV cache {r['kv_cache_dtype']}{how}{gpus}", []).append(r)
+        groups.setdefault(f"{r['model']}, {r['layers'] or MODELS[r['model']][1][2]} layers{kept}{how}{gpus}", []).append(r)
     return groups
 
 
@@ -246,9 +247,10 @@ def markdown(about: dict, results: list[dict], plot: str | None = None) -> str:
     first = results[0]
     lines = [f"# vLLM {first['vllm']} end to end", ""]
     lines += [f"{first['device']}, driver {about['driver']}, torch {first['torch']}, Triton {about['triton']}, Quire {about['commit']}, {about['date']}."]
-    lines += ["Random bfloat16 weights, vLLM's default compilation and graphs unless said, no prefix caching. CUSTOM is Quire. In brackets: speed relative to"]
-    lines += ["the first column. Latencies are of one run, load of the second of two, a single prompt the median of three. Each backend has a process of its"]
-    lines += ["own; those of a table ran on one machine, " + ("started together and " if first["together"] else "") + "timed one after the other.", ""]
+    lines += ["Random bfloat16 weights and a bfloat16 cache unless said, vLLM's default compilation and graphs, no prefix caching. CUSTOM is Quire. In"]
+    lines += ["brackets: speed relative to the first column. Latencies are of one run, load of the second of two, a single prompt the median of three. Each"]
+    how = "started together and timed one after the other" if first["together"] else "one after the other"
+    lines += [f"backend has a process of its own; those of a table ran on one machine, {how}.", ""]
     lines += [f"![Speed against length and load]({plot})", ""] if plot else []
     for title, group in groups_of(results).items():
         lines += [f"## {title}", ""]
@@ -279,7 +281,7 @@ def draw(results: list[dict]):
         wanted += [(title, "load", measured)] if (measured := [r for r in group if r.get("load")]) else []
     if not wanted:
         return None
-    others = sorted({r["backend"] for r in results if r["backend"] not in QUIRE})
+    others = dict.fromkeys(r["backend"] for r in results if r["backend"] not in QUIRE)
     tints = dict(zip(others, COLOURS[1:], strict=False)) | dict.fromkeys(QUIRE, COLOURS[0])
     figure, axes = panels(len(wanted), 3.0)
     for axis, (title, name, measured) in zip(axes, wanted, strict=True):
@@ -294,12 +296,15 @@ def draw(results: list[dict]):
             axis.minorticks_off()
         else:
             width = 0.8 / len(measured)
-            for i, r in enumerate(measured):
-                at = [list(base).index(p) + (i - (len(measured) - 1) / 2) * width for p in r[name]]
+            beside = {p: [r["backend"] for r in measured if p in r[name]] for p in base}
+            for r in measured:
+                at = [i + width * (some.index(r["backend"]) - (len(some) - 1) / 2) for i, (p, some) in enumerate(beside.items()) if p in r[name]]
                 bars = axis.bar(at, list(r[name].values()), width, color=tints[r["backend"]], label=label(r["backend"]))
-                if i:
-                    axis.bar_label(bars, [f"{100 * speed(name, v, base[p]):.1f} %" for p, v in r[name].items()], fontsize=7, padding=1)
-            axis.set(xlabel="requests at once, 64 to 1,024 tokens in and out", ylabel="output tokens per second")
+                if r is not measured[0]:
+                    axis.bar_label(bars, [f"{100 * speed(name, v, base[p]):.1f}" for p, v in r[name].items()], fontsize=7, padding=1)
+            said = f" (above bars: % of {measured[0]['backend']})" if len(measured) > 1 else ""
+            axis.set(xlabel=f"requests at once, 64 to 1,024 tokens in and out{said}", ylabel="output tokens per second")
+            axis.set_axisbelow(True)
             axis.set_xticks(range(len(base)), list(base))
             axis.grid(axis="x", visible=False)
             axis.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
