@@ -251,6 +251,7 @@ def markdown(about: dict, results: list[dict], plot: str | None = None) -> str:
     lines += ["brackets: speed relative to the first column. Latencies are of one run, load of the second of two, a single prompt the median of three. Each"]
     how = "started together and timed one after the other" if first["together"] else "one after the other"
     lines += [f"backend has a process of its own; those of a table ran on one machine, {how}.", ""]
+    lines += [f"{note}\n" for note in about.get("notes", [])]
     lines += [f"![Speed against length and load]({plot})", ""] if plot else []
     for title, group in groups_of(results).items():
         lines += [f"## {title}", ""]
@@ -278,7 +279,8 @@ def draw(results: list[dict]):
     for title, group in groups_of(results).items():
         measured = [r for r in group if len(r.get("latency", {})) > 1]
         wanted += [(title, "latency", measured)] if len(measured) > 1 else []
-        wanted += [(title, "load", measured)] if (measured := [r for r in group if r.get("load")]) else []
+        measured = [r for r in group if r.get("load")]
+        wanted += [(title, "load", measured)] if measured and len(measured[0]["load"]) > 1 else []
     if not wanted:
         return None
     others = dict.fromkeys(r["backend"] for r in results if r["backend"] not in QUIRE)
@@ -343,6 +345,7 @@ def main() -> None:
     parser.add_argument("--together", action="store_true", help="start all at the same time on one GPU, which has to hold them all; they are timed one by one")
     parser.add_argument("--out", help="path of the results without its ending; .json, .md and .png are written")
     parser.add_argument("--commit", help="Quire's commit, where there is no repository to ask")
+    parser.add_argument("--note", action="append", default=[], help="a paragraph to be kept with the results")
     parser.add_argument("--join", nargs="+", help="measure nothing; make one result of these .json files")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -366,6 +369,7 @@ def main() -> None:
         about, results = provenance(args.commit), measure_all(runs)
         if not results:
             sys.exit("no backend could be measured; their output is above")
+    about["notes"] = about.get("notes", []) + args.note
     figure = draw(results) if args.out else None
     text = markdown(about, results, figure and f"{Path(args.out).name}.png")
     print(text)
