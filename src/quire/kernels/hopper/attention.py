@@ -10,8 +10,9 @@ from triton.runtime.driver import driver
 from quire.cache import PagedKVCache
 from quire.kernels import attention as portable
 from quire.kernels import mods, views
+from quire.kernels.hopper.block import ROWS
 from quire.kernels.hopper.pipeline import LINE
-from quire.kernels.hopper.prefill import ROWS, prefill_kernel
+from quire.kernels.hopper.prefill import prefill_kernel
 from quire.plan import Plan
 from quire.tuning.space import SMALLEST_BOX
 
