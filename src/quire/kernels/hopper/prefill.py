@@ -51,6 +51,18 @@ def attend(
     GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
     """Attend with one warpgroup to the tiles that are fetched, and write the results of each block."""
+    if k_ring.tiles.dtype.primitive_bitwidth == 8:
+        attend_in_fp8(wg, q_ring, k_ring, v_ring, notes, scoring, outputs, stride_scale, GROUP, BLOCK_T, SCORE_MOD)
+    else:
+        attend_in_16_bits(wg, q_ring, k_ring, v_ring, notes, scoring, outputs, stride_scale, GROUP, BLOCK_T, SCORE_MOD)
+
+
+@gluon.jit
+def attend_in_16_bits(
+    wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, stride_scale,
+    GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+):  # fmt: skip
+    """Attend with products in float16 or bfloat16."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -120,7 +132,7 @@ def attend_in_fp8(
     wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
-    """Attend as `attend` does, to keys and turned values in fp8, with products in fp8.
+    """Attend with products in fp8, to tiles of keys as they come and of values on their side.
 
     The matrix unit adds fp8 products up with 14 bits or so: a tile's are added to the others in float32. Products are short beside the softmax, and
     accumulators of three kinds would not fit the registers: one's own products run one after the other, the other warpgroup's softmax beside them.
@@ -281,22 +293,10 @@ def prefill_kernel(
             [4, 1],
             [232, 40],  # registers of each thread of the second and of the third
         )  # fmt: skip
-    elif IN_FP8:
-        v_bytes = make_ring(v_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (attend_in_fp8, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (attend_in_fp8, (1, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (convert, (k_ring, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_T)),
-                (fetch, (q_ring, k_ring, v_bytes, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
-                         ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
-            ],
-            [4, 4, 1],
-            [200, 72, 40],
-        )  # fmt: skip
     else:
-        k_bytes = make_ring(k_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
+        k_bytes = k_ring
+        if not IN_FP8:
+            k_bytes = make_ring(k_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
         v_bytes = make_ring(v_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
         fence_async_shared()
         gl.warp_specialize(
@@ -308,5 +308,5 @@ def prefill_kernel(
                          ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
             ],
             [4, 4, 1],
-            [208, 56, 40],
+            [200, 72, 40] if IN_FP8 else [208, 56, 40],
         )  # fmt: skip
