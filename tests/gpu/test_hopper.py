@@ -167,9 +167,15 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(most):
         assert verdict.passed, (lens, verdict)
 
 
-@pytest.mark.parametrize(("head_dim", "bound"), [(64, None), (64, LONG), (128, None), (128, LONG), (256, None)])
-def test_runs_are_bitwise_equal(head_dim, bound):
-    p, plan, first = solve(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED, bound)
+E4M3 = {"kv_dtype": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize(("extra", "bound"), [
+    ({"head_dim": 64}, None), ({"head_dim": 64}, LONG), ({}, None), ({}, LONG), ({"head_dim": 256}, None),
+    (E4M3 | {"head_dim": 64}, None), (E4M3, None), (E4M3 | {"allow_fp8": True}, None),
+], ids=str)  # fmt: skip
+def test_runs_are_bitwise_equal(extra, bound):
+    p, plan, first = solve(quire.AttentionSpec(**LLAMA | extra), MIXED, bound)
     for _ in range(200):
         again = quire.attention(p.q, p.cache, plan, return_lse=True)
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
