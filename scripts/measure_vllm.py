@@ -1,18 +1,20 @@
-"""Time vLLM end to end with several attention backends on one GPU: random weights in a real model's geometry, vLLM's own compilation and CUDA graphs.
+"""Time vLLM end to end with several attention backends: random weights in a real model's geometry, vLLM's own compilation and CUDA graphs.
 
-Three experiments, each with every backend in a process of its own, one after the other:
+Three experiments, each backend in a process of its own:
 
-* latency: one request of 500 tokens; seconds until its 100th, 1,600th, ... output (section 7.4 of arXiv 2511.11581);
-* load: so many requests at once, prompts and outputs of unequal lengths; output tokens per second of the second of two runs;
+* latency: one request of 500 tokens; seconds until its 100th, 200th, ... output (section 7.4 of arXiv 2511.11581);
+* load: so many requests at once, prompts and outputs of unequal lengths; output tokens per second of the second of two runs, and seconds for all the
+  prompts with one output each;
 * prompt: one long prompt with 8 outputs; seconds, the median of three.
 
     python scripts/measure_vllm.py                                                       # all of it, FLASH_ATTN, TRITON_ATTN and Quire
     python scripts/measure_vllm.py --backends FLASH_ATTN CUSTOM --latency 100 1600       # two backends, only this
-    python scripts/measure_vllm.py --model qwen2.5-7b --load 8 32 128 256 --out docs/results/vllm_qwen_h200
-    python scripts/measure_vllm.py --join fa.json quire.json --out docs/results/vllm_h200  # runs of single backends, one after the other on one machine
+    python scripts/measure_vllm.py --models qwen2.5-7b qwen2.5-1.5b --load 8 32 128 256 --together --out qwen_h200
+    python scripts/measure_vllm.py --tensor-parallel 2 --latency 100 1600                # every backend on two GPUs
+    python scripts/measure_vllm.py --join llama.json qwen.json --out docs/results/vllm_h200
     python scripts/measure_vllm.py --layers 4 --latency 100 --prompt 4096                # a first look: four layers of the model
 
-Needs vLLM with `quire` beside it (CUSTOM is Quire in 0.20; later versions call it QUIRE).
+Needs vLLM with `quire` beside it (CUSTOM is Quire in 0.20; later versions call it QUIRE), and matplotlib for the plot. A backend that fails is left out.
 """
 
 import argparse
@@ -25,17 +27,59 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "head_dim": 128, "max_position_embeddings": 131072}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1000000.0, "max_position_embeddings": 32768}
-MODELS = {  # hidden size, feed-forward size, layers, query heads, KV heads, vocabulary
+MODELS = {  # hidden size, feed-forward size, layers, query heads, KV heads, vocabulary; the heads of all have 128 dimensions
     "llama-3.1-8b": (LLAMA, (4096, 14336, 32, 32, 8, 128256)),
     "qwen2.5-7b": (QWEN, (3584, 18944, 28, 28, 4, 152064)),
     "qwen2.5-1.5b": (QWEN, (1536, 8960, 28, 12, 2, 151936)),
 }
 PROMPT = 500  # tokens of the latency experiment's prompt
-MARK = "measured: "
+LATENCY = [100, 200, 400, 800, 1600, 3200, 6400, 12800]
+READY, MEASURED = "ready to measure", "measured: "
+QUIRE = ("CUSTOM", "QUIRE")
+EXPERIMENTS = {  # titles of tables
+    "latency": f"one request, {PROMPT} tokens; seconds until output number",
+    "load": "requests at once, 64 to 1,024 tokens in and out each; output tokens per second",
+    "prompts": "requests at once, one output each; seconds",
+    "prompt": "one prompt of so many tokens, 8 outputs; seconds",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process measures."""
+
+    model: str
+    backend: str
+    latency: tuple[int, ...] = ()
+    load: tuple[int, ...] = ()
+    prompt: int = 0
+    layers: int | None = None
+    kv_cache_dtype: str = "auto"
+    tensor_parallel: int = 1
+    compiled: bool = True
+    together: bool = False  # with others on the same GPU, so that it may take no more memory than it needs
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(PROMPT + max(self.latency, default=0), self.prompt + 8, 2048) + 16
+
+    def cache_bytes(self) -> int:
+        """Return what a cache needs so that nobody is preempted, with a tenth to spare."""
+        _, (_, _, layers, _, kv_heads, _) = MODELS[self.model]
+        most = [max(sum(n + t for n, end in lengths(count) if end > t) for t in range(1024)) for count in self.load]
+        return int(1.1 * max([self.longest, *most])) * (self.layers or layers) * 2 * kv_heads * 128 * 2 // self.tensor_parallel
+
+
+def lengths(count: int) -> list[tuple[int, int]]:
+    """Return tokens in and out of so many requests."""
+    draw = random.Random(count)
+    return [(draw.randint(64, 1024), draw.randint(64, 1024)) for _ in range(count)]
 
 
 def write_config(folder: str, name: str, layers: int | None) -> None:
@@ -55,62 +99,118 @@ def tokens(count: int, seed: int) -> dict:
     return {"prompt_token_ids": [draw.randrange(10, 30000) for _ in range(count)]}
 
 
-def measure(args: argparse.Namespace) -> dict:
-    """Run the experiments with one backend, in this process."""
-    import torch
-    import vllm
-    from vllm import LLM, SamplingParams
+def start(run: Run):
+    """Return a vLLM that is ready for a run's experiments."""
+    from vllm import LLM
 
-    longest = max([PROMPT + max(args.latency, default=0), args.prompt + 8, 2048]) + 16
-    graphs = sorted({1, 2, 4, 8, *(n for most in args.load for n in range(16, most + 1, 16)), *args.load})
-    began = time.perf_counter()
+    graphs = sorted({1, 2, 4, 8, *(n for most in run.load for n in range(16, most + 1, 16)), *run.load})
+    memory = {"kv_cache_memory_bytes": run.cache_bytes(), "gpu_memory_utilization": 0.05} if run.together else {}
     with tempfile.TemporaryDirectory() as folder:
-        write_config(folder, args.model, args.layers)
-        llm = LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", attention_backend=args.worker, max_model_len=longest,
-            max_num_seqs=max([*args.load, 8]), enable_prefix_caching=False, kv_cache_dtype=args.kv_cache_dtype, seed=0,
-            compilation_config={"cudagraph_capture_sizes": graphs} | ({"mode": 0, "cudagraph_mode": "FULL"} if args.no_compile else {}),
+        write_config(folder, run.model, run.layers)
+        return LLM(
+            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", attention_backend=run.backend, max_model_len=run.longest,
+            max_num_seqs=max([*run.load, 8]), enable_prefix_caching=False, kv_cache_dtype=run.kv_cache_dtype, seed=0,
+            tensor_parallel_size=run.tensor_parallel,
+            compilation_config={"cudagraph_capture_sizes": graphs} | ({} if run.compiled else {"mode": 0, "cudagraph_mode": "FULL"}), **memory,
         )  # fmt: skip
-    result = {"backend": args.worker, "start": time.perf_counter() - began, "vllm": vllm.__version__, "torch": torch.__version__}
-    result["device"] = torch.cuda.get_device_name()
 
-    def sampling(count: int) -> SamplingParams:
-        return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
 
-    llm.generate([tokens(PROMPT, 1)], sampling(16), use_tqdm=False)
-    if args.latency:
-        engine, marks = llm.llm_engine, {}
+def measure(run: Run, llm) -> dict:
+    """Run the experiments."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    def sampling(count: int, **options) -> SamplingParams:
+        return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False, **options)
+
+    def seconds(prompts: list[dict], counts: list[int]) -> float:
         began = time.perf_counter()
-        engine.add_request("latency", tokens(PROMPT, 2), sampling(max(args.latency)))
+        llm.generate(prompts, [sampling(n) for n in counts], use_tqdm=False)
+        return time.perf_counter() - began
+
+    result = {}
+    seconds([tokens(PROMPT, 1)], [16])
+    if run.latency:
+        engine, marks, done = llm.llm_engine, {}, 0
+        began = time.perf_counter()
+        engine.add_request("latency", tokens(PROMPT, 2), sampling(max(run.latency), output_kind=RequestOutputKind.DELTA))
         while engine.has_unfinished_requests():
             for output in engine.step():
-                done = len(output.outputs[0].token_ids)
-                for point in args.latency:
-                    if done >= point and point not in marks:
-                        marks[point] = time.perf_counter() - began
+                done += len(output.outputs[0].token_ids)
+                marks |= {str(point): time.perf_counter() - began for point in run.latency if done >= point and str(point) not in marks}
         result["latency"] = marks
-    if args.load:
-        result["load"] = {}
-        for count in args.load:
-            draw = random.Random(count)
-            lengths = [(draw.randint(64, 1024), draw.randint(64, 1024)) for _ in range(count)]
-            prompts, samplings = [tokens(n, i) for i, (n, _) in enumerate(lengths)], [sampling(n) for _, n in lengths]
-            for _ in range(2):
-                began = time.perf_counter()
-                llm.generate(prompts, samplings, use_tqdm=False)
-                seconds = time.perf_counter() - began
-            result["load"][count] = sum(n for _, n in lengths) / seconds
-    if args.prompt:
-        times = []
-        for i in range(4):
-            began = time.perf_counter()
-            llm.generate([tokens(args.prompt, i)], sampling(8), use_tqdm=False)
-            times.append(time.perf_counter() - began)
-        result["prompt"] = {args.prompt: statistics.median(times[1:])}
+    for count in run.load:
+        outputs = [n for _, n in lengths(count)]
+        prompts = [tokens(n, i) for i, (n, _) in enumerate(lengths(count))]
+        times = [seconds(prompts, outputs) for _ in range(2)]
+        result.setdefault("load", {})[str(count)] = sum(outputs) / times[1]
+        result.setdefault("prompts", {})[str(count)] = seconds(prompts, [1] * count)
+    if run.prompt:
+        result["prompt"] = {str(run.prompt): statistics.median([seconds([tokens(run.prompt, i)], [8]) for i in range(4)][1:])}
     return result
 
 
-def provenance(args: argparse.Namespace) -> dict:
+def work(run: Run) -> None:
+    """Be the process of one run: start, say so, and measure when told to."""
+    began = time.perf_counter()
+    llm = start(run)
+    print(READY, flush=True)
+    began = time.perf_counter() - began
+    sys.stdin.readline()
+    import torch
+    import vllm
+
+    about = {"start": began, "vllm": vllm.__version__, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    what = {name: value for name, value in asdict(run).items() if name not in EXPERIMENTS}
+    print(MEASURED + json.dumps(what | about | measure(run, llm)), flush=True)
+
+
+class Process:
+    """A run's process, and what it wrote."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.lines = run, []
+        command = [sys.executable, __file__, "--worker", json.dumps(asdict(run))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def until(self, mark: str) -> str | None:
+        """Return the rest of the next line that begins with the mark, None if the process ends before."""
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if line.startswith(mark):
+                return line.removeprefix(mark)
+        return None
+
+    def result(self) -> dict | None:
+        """Have it measure, and wait for its end."""
+        try:
+            self.process.stdin.write("\n")
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass
+        line = self.until(MEASURED)
+        self.until("the end")
+        self.process.wait()
+        if line is None:
+            print("".join(self.lines)[-4000:], f"{self.run.backend} failed with {self.run.model}; its output is above", sep="\n", file=sys.stderr)
+        return None if line is None else json.loads(line)
+
+
+def measure_all(runs: list[Run]) -> list[dict]:
+    """Return the results of all runs that succeed, timed one at a time; those that are together start at the same time and wait for their turn."""
+    started = [Process(run) if run.together else None for run in runs]
+    for process in filter(None, started):
+        process.until(READY)
+    results = []
+    for run, process in zip(runs, started, strict=True):
+        result = (process or Process(run)).result()
+        if result:
+            results.append(result)
+            print(json.dumps(result), flush=True)
+    return results
+
+
+def provenance(commit: str | None) -> dict:
     """Return what a reader needs to run the same again."""
 
     def said(*command: str) -> str:
@@ -121,93 +221,163 @@ def provenance(args: argparse.Namespace) -> dict:
 
     from importlib.metadata import version
 
-    return {
-        "date": time.strftime("%Y-%m-%d"), "commit": args.commit or said("git", "rev-parse", "--short", "HEAD"), "python": platform.python_version(),
-        "triton": version("triton"), "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-        "model": args.model, "layers": args.layers or MODELS[args.model][1][2], "kv_cache_dtype": args.kv_cache_dtype,
-        "compilation": "none" if args.no_compile else "vLLM's default",
-    }  # fmt: skip
+    driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+    commit = commit or said("git", "rev-parse", "--short", "HEAD")
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "python": platform.python_version(), "triton": version("triton"), "driver": driver}
 
 
-def markdown(about: dict, results: list[dict]) -> str:
+def groups_of(results: list[dict]) -> dict[str, list[dict]]:
+    """Return results that stand side by side, by what they share."""
+    groups = {}
+    for r in results:
+        gpus = f", {r['tensor_parallel']} GPUs" if r["tensor_parallel"] > 1 else ""
+        kept = f", {r['kv_cache_dtype']} cache" if r["kv_cache_dtype"] != "auto" else ""
+        how = "" if r["compiled"] else ", not compiled"
+        groups.setdefault(f"{r['model']}, {r['layers'] or MODELS[r['model']][1][2]} layers{kept}{how}{gpus}", []).append(r)
+    return groups
+
+
+def speed(experiment: str, value: float, base: float) -> float:
+    """Return how fast a value is, relative to another."""
+    return value / base if experiment == "load" else base / value
+
+
+def markdown(about: dict, results: list[dict], plot: str | None = None) -> str:
     """Return the results as tables; in brackets the speed relative to the first backend."""
     first = results[0]
     lines = [f"# vLLM {first['vllm']} end to end", ""]
     lines += [f"{first['device']}, driver {about['driver']}, torch {first['torch']}, Triton {about['triton']}, Quire {about['commit']}, {about['date']}."]
-    lines += [f"{about['model']}, {about['layers']} layers, random bfloat16 weights, KV cache {about['kv_cache_dtype']}; compilation: {about['compilation']}."]
-    lines += ["CUSTOM is Quire. In brackets: speed relative to the first column. Latencies are of one run, load of the second of two, prompts the median of"]
-    lines += ["three; each backend in a process of its own, one after the other on one machine.", ""]
-    titles = {
-        "latency": f"one request, {PROMPT} tokens; seconds until output number",
-        "load": "requests at once, 64 to 1,024 tokens in and out each; output tokens per second",
-        "prompt": "one prompt of so many tokens, 8 outputs; seconds",
-    }
-    for name, title in titles.items():
-        if not first.get(name):
-            continue
-        lines += [f"| {title} | " + " | ".join(r["backend"] for r in results) + " |", "| --- |" + " --- |" * len(results)]
-        for point in first[name]:
-            cells = []
-            for r in results:
-                value, base = r[name][point], first[name][point]
-                speed = value / base if name == "load" else base / value
-                cells.append(f"{value:,.0f}" if name == "load" else f"{value:.3f}")
-                cells[-1] += "" if r is first else f" ({100 * speed:.1f} %)"
-            lines.append(f"| {int(point):,} | " + " | ".join(cells) + " |")
-        lines.append("")
+    lines += ["Random bfloat16 weights and a bfloat16 cache unless said, vLLM's default compilation and graphs, no prefix caching. CUSTOM is Quire. In"]
+    lines += ["brackets: speed relative to the first column. Latencies are of one run, load of the second of two, a single prompt the median of three. Each"]
+    how = "started together and timed one after the other" if first["together"] else "one after the other"
+    lines += [f"backend has a process of its own; those of a table ran on one machine, {how}.", ""]
+    lines += [f"{note}\n" for note in about.get("notes", [])]
+    lines += [f"![Speed against length and load]({plot})", ""] if plot else []
+    for title, group in groups_of(results).items():
+        lines += [f"## {title}", ""]
+        for name, what in EXPERIMENTS.items():
+            measured = [r for r in group if r.get(name)]
+            if not measured:
+                continue
+            lines += [f"| {what} | " + " | ".join(r["backend"] for r in measured) + " |", "| --- |" + " --- |" * len(measured)]
+            for point, base in measured[0][name].items():
+                cells = []
+                for r in measured:
+                    value = r[name].get(point)
+                    cells.append("" if value is None else f"{value:,.0f}" if name == "load" else f"{value:.3f}")
+                    cells[-1] += "" if r is measured[0] or value is None else f" ({100 * speed(name, value, base):.1f} %)"
+                lines.append(f"| {int(point):,} | " + " | ".join(cells) + " |")
+            lines.append("")
     return "\n".join(lines)
 
 
-def join(results: list[dict], more: list[dict]) -> list[dict]:
-    """Return results with those of other runs, experiment by experiment, backend by backend."""
-    by_name = {r["backend"]: r for r in results}
-    for r in more:
-        known = by_name.setdefault(r["backend"], r)
-        for name in ("latency", "load", "prompt"):
-            known[name] = known.get(name, {}) | r.get(name, {})
+def draw(results: list[dict]):
+    """Return a figure: of each model, speed against the output's length relative to the first backend, and tokens per second against load."""
+    from quire.bench.plots import COLOURS, name_lines, panels
+
+    wanted = []
+    for title, group in groups_of(results).items():
+        measured = [r for r in group if len(r.get("latency", {})) > 1]
+        wanted += [(title, "latency", measured)] if len(measured) > 1 else []
+        measured = [r for r in group if r.get("load")]
+        wanted += [(title, "load", measured)] if measured and len(measured[0]["load"]) > 1 else []
+    if not wanted:
+        return None
+    others = dict.fromkeys(r["backend"] for r in results if r["backend"] not in QUIRE)
+    tints = dict(zip(others, COLOURS[1:], strict=False)) | dict.fromkeys(QUIRE, COLOURS[0])
+    figure, axes = panels(len(wanted), 3.0)
+    for axis, (title, name, measured) in zip(axes, wanted, strict=True):
+        base = measured[0][name]
+        if name == "latency":
+            for r in measured:
+                points = [(int(p), 100 * speed(name, v, base[p])) for p, v in r[name].items()]
+                ours = r["backend"] in QUIRE
+                axis.plot(*zip(*points, strict=True), color=tints[r["backend"]], marker="o", ms=3.5, lw=2.2 if ours else 1.1, label=label(r["backend"]))
+            axis.set(xscale="log", xlabel=f"outputs of one request of {PROMPT} tokens", ylabel=f"% of {measured[0]['backend']}'s speed")
+            axis.set_xticks([int(p) for p in base], [f"{int(p):,}" for p in base])
+            axis.minorticks_off()
+        else:
+            width = 0.8 / len(measured)
+            beside = {p: [r["backend"] for r in measured if p in r[name]] for p in base}
+            for r in measured:
+                at = [i + width * (some.index(r["backend"]) - (len(some) - 1) / 2) for i, (p, some) in enumerate(beside.items()) if p in r[name]]
+                bars = axis.bar(at, list(r[name].values()), width, color=tints[r["backend"]], label=label(r["backend"]))
+                if r is not measured[0]:
+                    axis.bar_label(bars, [f"{100 * speed(name, v, base[p]):.1f}" for p, v in r[name].items()], fontsize=7, padding=1)
+            said = f" (above bars: % of {measured[0]['backend']})" if len(measured) > 1 else ""
+            axis.set(xlabel=f"requests at once, 64 to 1,024 tokens in and out{said}", ylabel="output tokens per second")
+            axis.set_axisbelow(True)
+            axis.set_xticks(range(len(base)), list(base))
+            axis.grid(axis="x", visible=False)
+            axis.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
+        axis.set_title(title)
+    name_lines(figure)
+    return figure
+
+
+def label(backend: str) -> str:
+    """Return a backend's name in a legend."""
+    return "Quire" if backend in QUIRE else backend
+
+
+def join(results: list[dict]) -> list[dict]:
+    """Return results of several invocations, experiment by experiment, a run's parts together."""
+    by_name = {}
+    for r in results:
+        known = by_name.setdefault((r["model"], r["layers"], r["kv_cache_dtype"], r["tensor_parallel"], r["compiled"], r["backend"]), r)
+        for name in EXPERIMENTS:
+            if name in r:
+                known[name] = known.get(name, {}) | r[name]
     return list(by_name.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3.1-8b"])
     parser.add_argument("--layers", type=int, help="only so many of the model's layers")
     parser.add_argument("--backends", nargs="+", default=["FLASH_ATTN", "TRITON_ATTN", "CUSTOM"])
-    parser.add_argument("--latency", nargs="*", type=int, help="output numbers to time; default 100 1600 12800 if no experiment is named")
-    parser.add_argument("--load", nargs="*", type=int, help="requests at once; default 32")
+    parser.add_argument("--latency", nargs="*", type=int, help="output numbers to time; default 100, 200, 400, ... 12800 if no experiment is named")
+    parser.add_argument("--load", nargs="*", type=int, help="requests at once; default 8 32 128 256")
     parser.add_argument("--prompt", type=int, help="tokens of the long prompt; default 15000")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each model")
     parser.add_argument("--no-compile", action="store_true", help="no torch.compile: starts faster, but is not what is served")
-    parser.add_argument("--out", help="path of the results without its ending; .json and .md are written")
+    parser.add_argument("--together", action="store_true", help="start all at the same time on one GPU, which has to hold them all; they are timed one by one")
+    parser.add_argument("--out", help="path of the results without its ending; .json, .md and .png are written")
     parser.add_argument("--commit", help="Quire's commit, where there is no repository to ask")
-    parser.add_argument("--join", nargs="+", help="measure nothing; make one result of these .json files, which are one backend's each")
+    parser.add_argument("--note", action="append", default=[], help="a paragraph to be kept with the results")
+    parser.add_argument("--join", nargs="+", help="measure nothing; make one result of these .json files")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.latency is None and args.load is None and args.prompt is None:
-        args.latency, args.load, args.prompt = [100, 1600, 12800], [32], 15000
-    args.latency, args.load, args.prompt = args.latency or [], args.load or [], args.prompt or 0
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if args.worker:
-        print(MARK + json.dumps(measure(args)), flush=True)
+        work(Run(**json.loads(args.worker)))
         return
-    about, results = ({}, []) if args.join else (provenance(args), [])
-    for path in args.join or []:
-        part = json.loads(Path(path).read_text())
-        about = part["about"]
-        results = join(results, part["results"])
-    for backend in [] if args.join else args.backends:
-        process = subprocess.run([sys.executable, *sys.argv, "--worker", backend], stdout=subprocess.PIPE, text=True)
-        lines = [line.removeprefix(MARK) for line in process.stdout.splitlines() if line.startswith(MARK)]
-        if process.returncode or not lines:
-            print(process.stdout[-4000:])
-            sys.exit(f"{backend} failed; its output is above")
-        results.append(json.loads(lines[-1]))
-        print(json.dumps(results[-1]), flush=True)
-    text = markdown(about, results)
+    if args.latency is None and args.load is None and args.prompt is None:
+        args.latency, args.load, args.prompt = LATENCY, [8, 32, 128, 256], 15000
+    if args.join:
+        parts = [json.loads(Path(path).read_text()) for path in args.join]
+        about, results = parts[0]["about"], join([r for part in parts for r in part["results"]])
+    else:
+        runs = [
+            Run(
+                model, backend, tuple(args.latency or ()), tuple(args.load or ()), args.prompt or 0, args.layers, args.kv_cache_dtype, args.tensor_parallel,
+                not args.no_compile, args.together,
+            )
+            for model in args.models for backend in args.backends
+        ]  # fmt: skip
+        about, results = provenance(args.commit), measure_all(runs)
+        if not results:
+            sys.exit("no backend could be measured; their output is above")
+    about["notes"] = about.get("notes", []) + args.note
+    figure = draw(results) if args.out else None
+    text = markdown(about, results, figure and f"{Path(args.out).name}.png")
     print(text)
     if args.out:
         Path(f"{args.out}.json").write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
         Path(f"{args.out}.md").write_text(text + "\n")
+        if figure:
+            figure.savefig(f"{args.out}.png", dpi=150)
 
 
 if __name__ == "__main__":

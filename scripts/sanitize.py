@@ -26,6 +26,8 @@ CASES = (
     ({}, ((150, 300), (1, 90), (1, 0), (33, 33)), {"kernel": "hopper"}),
     ({}, ((150, 300), (1, 4100)), {"kernel": "hopper"}),
     ({"head_dim": 256, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
+    ({"kv_dtype": torch.float8_e4m3fn, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
+    ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
 )
 for extra, lens, options in CASES:
     if options.get("kernel") == "hopper" and ("--portable" in sys.argv or not device_traits(torch.device("cuda")).warpgroups):

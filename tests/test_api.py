@@ -7,7 +7,8 @@ import torch
 import triton
 
 import quire
-from quire.testing import check_batch, make_problem
+from quire import reference
+from quire.testing import Oracle, check_batch, make_problem
 
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 
@@ -112,6 +113,23 @@ def test_batches_without_query_counts_have_one_query_each():
         quire.plan(SPEC, p.batch, max_query_len=2, max_seq_len=20)
     with pytest.raises(ValueError, match="q must have a token for each of 2 sequences, got 1"):
         quire.attention(p.q[:1], p.cache, quire.plan(SPEC, p.batch, **p.bounds))
+
+
+def test_allow_fp8_is_a_permission():
+    """Kernels without such products leave it alone; the budget widens by what they would round, and not where the cache is another one."""
+    for dtype, widens in ((torch.float8_e4m3fn, True), (torch.int8, False)):
+        strict = make_problem(dataclasses.replace(SPEC, kv_dtype=dtype), ((5, 60), (1, 9)))
+        allowed = dataclasses.replace(strict, spec=dataclasses.replace(strict.spec, allow_fp8=True))
+        budgets = [Oracle(p).budget for p in (strict, allowed)]
+        outs = [quire.attention(p.q, p.cache, quire.plan(p.spec, p.batch, **p.bounds)) for p in (strict, allowed)]
+        assert torch.equal(*outs) and (budgets[1] > 100 * budgets[0] if widens else budgets[1] == budgets[0])
+
+
+def test_rounding_to_fp8_keeps_three_bits_of_any_magnitude():
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.logspace(-8, 8, 64, dtype=torch.float64)[:, None]
+    x[7] = 0
+    peaks = x.abs().amax(1, keepdim=True)
+    assert ((reference.to_fp8(x) - x).abs() <= x.abs() / 16 + peaks * 2.0**-17).all()  # half of the last of four bits; of small ones, half of the smallest step
 
 
 def test_plan_bounds():

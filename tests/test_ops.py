@@ -60,7 +60,7 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.quire.attention.default,
         (p.q, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q, None, None, p.sinks, None, None,
-         SPEC.head_dim_v, SPEC.softmax_scale, True, None, None, None, False, "torch", plan.max_query_len, plan.max_seq_len, plan.num_tokens, 0, 0.0, 0, [], [], []),
+         SPEC.head_dim_v, SPEC.softmax_scale, True, None, None, None, False, False, "torch", plan.max_query_len, plan.max_seq_len, plan.num_tokens, 0, 0.0, 0, [], [], []),
     )  # fmt: skip
     torch.library.opcheck(torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots))
     torch.library.opcheck(torch.ops.quire.merge_states.default, ([p.q, p.q * 2], [torch.zeros(3, 4), torch.ones(3, 4)]))

@@ -21,7 +21,7 @@ LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, str layout, "
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, Tensor? alibi_slopes, "
     "Tensor(a!)? workspace, "
-    "int head_dim_v, float softmax_scale, bool causal, int? sliding_window, int? sliding_window_right, float? softcap, bool allow_tf32, "
+    "int head_dim_v, float softmax_scale, bool causal, int? sliding_window, int? sliding_window_right, float? softcap, bool allow_tf32, bool allow_fp8, "
     "str kernel, int max_query_len, int max_seq_len, int num_tokens, int num_shares, float merge_cost, int chunk, "
     "int[] tile, int[] fast, int[] beside) -> (Tensor, Tensor)"
 )
@@ -41,7 +41,7 @@ def attention(q, cache: PagedKVCache, plan: Plan, sinks, alibi_slopes) -> State:
     out, lse = torch.ops.quire.attention(
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout,
         batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.cu_pages, batch.query_offsets, sinks, alibi_slopes, plan.workspace,
-        spec.head_dim_v, spec.softmax_scale, spec.causal, spec.sliding_window, spec.sliding_window_right, spec.softcap, spec.allow_tf32,
+        spec.head_dim_v, spec.softmax_scale, spec.causal, spec.sliding_window, spec.sliding_window_right, spec.softcap, spec.allow_tf32, spec.allow_fp8,
         plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, plan.num_shares, plan.merge_cost, plan.chunk, tile, fast, beside,
     )  # fmt: skip
     return State(out, lse)
@@ -68,13 +68,13 @@ def merge_states(states) -> State:
 def make_spec(*fields) -> AttentionSpec:
     """Return the spec of an operator's arguments, checked once."""
     names = ("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "dtype", "kv_dtype", "softmax_scale", "causal", "sliding_window",
-             "sliding_window_right", "softcap", "alibi", "sinks", "allow_tf32")  # fmt: skip
+             "sliding_window_right", "softcap", "alibi", "sinks", "allow_tf32", "allow_fp8")  # fmt: skip
     return AttentionSpec(**dict(zip(names, fields, strict=True)))
 
 
 def attention_impl(
     q, k, v, k_scale, v_scale, layout, page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, sinks, alibi_slopes, workspace,
-    head_dim_v, softmax_scale, causal, sliding_window, sliding_window_right, softcap, allow_tf32,
+    head_dim_v, softmax_scale, causal, sliding_window, sliding_window_right, softcap, allow_tf32, allow_fp8,
     kernel, max_query_len, max_seq_len, num_tokens, num_shares, merge_cost, chunk, tile, fast, beside,
 ):  # fmt: skip
     """Put the nouns together and run the verb."""
@@ -83,7 +83,7 @@ def attention_impl(
     cache = PagedKVCache(k, v, layout, k_scale, v_scale)
     spec = make_spec(
         q.shape[1], cache.num_kv_heads, q.shape[2], head_dim_v, q.dtype, k.dtype, softmax_scale, causal, sliding_window, sliding_window_right,
-        softcap, alibi_slopes is not None, sinks is not None, allow_tf32,
+        softcap, alibi_slopes is not None, sinks is not None, allow_tf32, allow_fp8,
     )  # fmt: skip
     batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets)
     tile = Tile(*tile[:4], bool(tile[4]), *tile[5:]) if tile else None

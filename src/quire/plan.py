@@ -146,8 +146,8 @@ class Plan:
             beside = "" if self.beside is None else f"; sequences of at most {self.few} queries beside it, by {self.beside!r}"
             return (
                 f"Plan(kernel={self.kernel!r}: {shape}; blocks of {f.block_t} queries × {f.heads} heads, tiles of {f.block_n} keys, "
-                f"{f.num_stages} stages, {self.num_items(self.num_tokens)} blocks; {self.why}; tensors that the copy engine cannot address: kernel 'triton', "
-                f"tile {t.block_m} rows × {t.block_n} keys{beside})"
+                f"{f.num_stages} stages{', products in fp8' * f.in_fp8}, {self.num_items(self.num_tokens)} blocks; {self.why}; tensors that the copy engine "
+                f"cannot address: kernel 'triton', tile {t.block_m} rows × {t.block_n} keys{beside})"
             )
         parts = f"{self.num_shares} shares" if self.num_shares else f"{self.num_q_blocks(self.num_tokens)} blocks"
         return (

@@ -21,6 +21,7 @@ def attention(
     sinks: torch.Tensor | None = None,  # [num_q_heads]
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
     dtype: torch.dtype = torch.float64,
+    in_fp8: bool = False,
 ) -> State:
     """Attend over the paged cache; rows of `q` that no sequence owns come out as 0 with lse -inf.
 
@@ -32,6 +33,7 @@ def attention(
         sinks: [num_q_heads], natural-log logits, where `spec.sinks`.
         alibi_slopes: [num_q_heads], where `spec.alibi`.
         dtype: of the arithmetic; float64 is the oracle, the input dtype shows what that precision can do.
+        in_fp8: round queries and probabilities as matrix products in float8_e4m3fn take them.
 
     Returns:
         `State` with out [num_tokens, num_q_heads, head_dim_v] and lse [num_tokens, num_q_heads], both of `dtype`.
@@ -52,7 +54,8 @@ def attention(
         visible = visible[:, needed]
         for head in range(spec.num_q_heads):
             keys, values = k[:, head // spec.group_size], v[:, head // spec.group_size]
-            scores = spec.softmax_scale * (q[rows, head].to(dtype) @ keys.T)
+            queries = q[rows, head].to(dtype)
+            scores = spec.softmax_scale * ((to_fp8(queries) if in_fp8 else queries) @ keys.T)
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
             if spec.alibi:
@@ -63,8 +66,17 @@ def attention(
                 values = torch.cat([values, values.new_zeros(1, spec.head_dim_v)])
             lse[rows, head] = torch.logsumexp(scores, 1) if scores.shape[1] else float("-inf")
             probabilities = torch.exp(scores - lse[rows, head, None]).nan_to_num(0.0)  # -inf - -inf where a row sees no key
-            out[rows, head] = probabilities @ values
+            out[rows, head] = (to_fp8(probabilities) if in_fp8 else probabilities) @ values
     return State(out, lse)
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Round to float8_e4m3fn, each row times the power of two that brings its largest number to 2^7 or above, below 2^8."""
+    if x.numel() == 0:
+        return x
+    _, exponents = torch.frexp(x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30))
+    grown = torch.exp2(8.0 - exponents)
+    return ((x.float() * grown).to(torch.float8_e4m3fn).float() / grown).to(x.dtype)
 
 
 def visible_keys(q_pos: torch.Tensor, kv_len: int, spec: AttentionSpec) -> torch.Tensor:

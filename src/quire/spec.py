@@ -35,6 +35,8 @@ class AttentionSpec:
         alibi: add `-slope[h] * |query position - key position|` to the scores (ALiBi, arXiv 2108.12409); slopes go to `attention`.
         sinks: add `exp(sink[h])` to each softmax denominator, as gpt-oss does; sinks go to `attention`.
         allow_tf32: compute float32 inputs with TF32 matrix products (10-bit mantissa) instead of float32.
+        allow_fp8: where the cache is float8_e4m3fn, matrix products may be in it too: queries and probabilities are rounded to 3-bit mantissas. Faster on
+            long prompts where a kernel has such products (`plan.fast.in_fp8`); the others leave this alone.
 
     Raises:
         ValueError: a field breaks its contract.
@@ -55,6 +57,7 @@ class AttentionSpec:
     alibi: bool = False
     sinks: bool = False
     allow_tf32: bool = False
+    allow_fp8: bool = False
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:

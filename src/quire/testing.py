@@ -188,7 +188,8 @@ class Verdict:
 class Oracle:
     """What a problem's result should be, and how far from it a result may lie: computed once, for any number of results.
 
-    The budget comes from the data itself: error ≤ 2 · (error of the same mathematics in torch at the input dtype + eps · max|ref|), both against float64.
+    The budget comes from the data itself: error ≤ 2 · (error of the same mathematics in torch at the input dtype + eps · max|ref|), both against float64;
+    where products in fp8 are allowed, the same mathematics rounds as they do.
 
     Args:
         problem: what is computed.
@@ -226,7 +227,8 @@ class Oracle:
 
     def _reference(self, dtype: torch.dtype) -> State:
         p = self.problem
-        return reference.attention(p.q, p.cache, p.batch, p.spec, **p.tables, dtype=dtype)
+        in_fp8 = p.spec.allow_fp8 and p.spec.kv_dtype is torch.float8_e4m3fn and dtype is not torch.float64
+        return reference.attention(p.q, p.cache, p.batch, p.spec, **p.tables, dtype=dtype, in_fp8=in_fp8)
 
 
 def error_budget(problem: Problem, result: torch.Tensor | State) -> Verdict:

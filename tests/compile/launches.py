@@ -44,6 +44,7 @@ FEATURES = {
     "float32": Features({"dtype": torch.float32}),
     "tf32": Features({"dtype": torch.float32, "allow_tf32": True}),
     "e4m3": Features({"kv_dtype": torch.float8_e4m3fn}),
+    "fp8 products": Features({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}),
     "e5m2 per token": Features({"kv_dtype": torch.float8_e5m2}, scales="token"),
     "int8 per token": Features({"kv_dtype": torch.int8}, scales="token"),
     "float32, e4m3": Features({"dtype": torch.float32, "kv_dtype": torch.float8_e4m3fn}),

@@ -30,7 +30,7 @@ def plain(value):
 
 @pytest.mark.parametrize("batch", ["decode", "drafts", "prompt", "mixed"])
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
-@pytest.mark.parametrize("features", ["plain", "many, with lse"])
+@pytest.mark.parametrize("features", ["plain", "many, with lse", "e4m3", "fp8 products"])
 def test_prepared_launches_pass_what_the_binder_passes(target, batch, features, monkeypatch):
     passed = []
 

@@ -68,6 +68,42 @@ def test_pages(page_size, layout):
     assert_right(quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (130, 1003)), page_size=page_size, layout=layout)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quantised_caches(dtype, kv_dtype, head_dim):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "dtype": dtype, "kv_dtype": kv_dtype})
+    assert_right(spec, MIXED, scales="tensor")
+    assert_right(replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300), MIXED, scales="head", layout="HND", page_size=24)
+
+
+@pytest.mark.parametrize("extra", [
+    {}, {"sliding_window": 100}, {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
+    {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, {"dtype": torch.float16, "num_q_heads": 14},
+], ids=str)  # fmt: skip
+def test_products_in_fp8(extra):
+    spec = quire.AttentionSpec(**LLAMA | {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True} | extra)
+    for lens in MIXED, ((700, 5000), (3, 3)):
+        p, plan, state = solve(spec, lens, page_size=24)
+        verdict = error_budget(p, state)
+        assert plan.fast.in_fp8 and verdict.passed, (plan, verdict)
+        exact = quire.attention(p.q, p.cache, quire.plan(replace(spec, allow_fp8=False), p.batch, **p.bounds, kernel="hopper"), **p.tables, return_lse=True)
+        assert not torch.equal(state.out, exact.out)
+
+
+def test_sums_of_products_in_fp8_are_float32():
+    """Of values that are all alike, the average over many keys is that value: the matrix unit's own sums would fall short of it."""
+    spec = quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn, allow_fp8=True)
+    p = make_problem(spec, ((64, 30000),), device="cuda")
+    p.cache.v.fill_(1.0)
+    out = quire.attention(p.q * 0, p.cache, quire.plan(spec, p.batch, **p.bounds, kernel="hopper"))
+    torch.testing.assert_close(out, p.cache.v_scale.to(out.dtype).repeat_interleave(spec.group_size)[None, :, None].expand_as(out), atol=0, rtol=8e-3)
+
+
+def test_scales_of_tokens_go_to_the_portable_kernel():
+    assert_right(quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn), MIXED, scales="token")
+
+
 def test_a_flat_table():
     assert_right(quire.AttentionSpec(**LLAMA), MIXED, flat_table=True)
 
@@ -131,15 +167,21 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(most):
         assert verdict.passed, (lens, verdict)
 
 
-@pytest.mark.parametrize(("head_dim", "bound"), [(64, None), (64, LONG), (128, None), (128, LONG), (256, None)])
-def test_runs_are_bitwise_equal(head_dim, bound):
-    p, plan, first = solve(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED, bound)
+E4M3 = {"kv_dtype": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize(("extra", "bound"), [
+    ({"head_dim": 64}, None), ({"head_dim": 64}, LONG), ({}, None), ({}, LONG), ({"head_dim": 256}, None),
+    (E4M3 | {"head_dim": 64}, None), (E4M3, None), (E4M3 | {"allow_fp8": True}, None),
+], ids=str)  # fmt: skip
+def test_runs_are_bitwise_equal(extra, bound):
+    p, plan, first = solve(quire.AttentionSpec(**LLAMA | extra), MIXED, bound)
     for _ in range(200):
         again = quire.attention(p.q, p.cache, plan, return_lse=True)
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
-@pytest.mark.parametrize(("options", "words"), [({"head_dim": 80}, "head_dim 80"), ({"dtype": torch.float32}, "float32"), ({"kv_dtype": torch.int8}, "int8")])
+@pytest.mark.parametrize(("options", "words"), [({"head_dim": 80}, "head_dim 80"), ({"dtype": torch.float32}, "float32"), ({"head_dim": 256, "kv_dtype": torch.int8}, "int8")])
 def test_what_it_does_not_serve_is_named(options, words):
     p = make_problem(quire.AttentionSpec(**LLAMA | options), ((200, 200),), device="cuda")
     with pytest.raises(quire.UnsupportedError, match=words):

@@ -15,6 +15,7 @@ from quire.plan import decide
 from quire.targets import TARGETS
 from quire.tuning import select as trees
 from quire.tuning.select import features_of, load_tree, prefers_hopper, rounded, select, walk
+from quire.tuning.space import fast_tile
 
 SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 TRAITS = replace(TARGETS["sm90"].traits, num_sms=120)  # of no device that a tree is shipped for
@@ -139,8 +140,10 @@ def test_a_tree_is_told_in_words(user_trees, capsys):
     assert main(["tune", "--explain", str(user_trees / "mine.json")]) == 0
     text = capsys.readouterr().out
     assert "device here" in text and "16 rows × 32 keys, 8 warps, 2 stages" in text and "head_dim 128" in text
+    (user_trees / "mine.json").unlink()
     assert main(["tune", "--explain"]) == 0
-    assert "rows_per_seq up to 16" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "mine" not in text and "up to" in text and " rows × " in text
     (user_trees / "none.json").write_text("[]")
     assert main(["tune", "--explain", str(user_trees / "none.json")]) == 2
 
@@ -151,3 +154,19 @@ def test_without_a_gpu_there_is_nothing_to_tune(capsys):
     assert main(["tune", "--quick"]) == 2
     assert "must have a GPU" in capsys.readouterr().err
     assert "quire.tuning.sweep" in sys.modules
+
+
+def test_which_configuration_of_the_hopper_kernel_serves_a_spec():
+    def tile(traits=TRAITS, short=False, **changes):
+        return fast_tile(replace(SPEC, **changes), traits, short)
+
+    assert (tile().num_warpgroups, tile(short=True).num_warpgroups) == (2, 1)
+    fp8 = {"kv_dtype": torch.float8_e4m3fn}
+    assert tile(**fp8).num_byte_stages and not tile(**fp8).in_fp8 and tile(short=True, **fp8).num_warpgroups == 2
+    assert tile(**fp8, allow_fp8=True).in_fp8 and not tile(allow_fp8=True).in_fp8
+    assert not tile(kv_dtype=torch.int8, allow_fp8=True).in_fp8  # nothing but e4m3 has such products
+    for reason, changes in (
+        ("not a Hopper GPU", {"traits": TARGETS["sm80"].traits}), ("float32 queries", {"dtype": torch.float32, "kv_dtype": torch.float32}),
+        ("head_dim 256, 256 of a float8_e4m3fn cache", {"head_dim": 256, "head_dim_v": 256, **fp8}), ("head_dim 80", {"head_dim": 80, "head_dim_v": 80}),
+    ):  # fmt: skip
+        assert reason in tile(**changes), tile(**changes)

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
+import torch
+
 from quire.spec import AttentionSpec
 from quire.tuning.traits import Traits
 
@@ -21,6 +23,8 @@ class FastTile:
         block_n: keys of one tile.
         num_stages: tiles of keys, and of values, in flight or in use.
         num_blocks: blocks whose queries are in shared memory at once.
+        num_byte_stages: tiles of a quantised cache's keys, and of its values, that are in shared memory before they are converted; else 0.
+        in_fp8: whether products are in fp8: the keys' tiles are used as they are.
     """
 
     num_warpgroups: int
@@ -28,6 +32,8 @@ class FastTile:
     block_n: int
     num_stages: int
     num_blocks: int
+    num_byte_stages: int = 0
+    in_fp8: bool = False
 
     @property
     def heads(self) -> int:
@@ -43,6 +49,8 @@ class FastTile:
 # By head_dim: block_n, num_stages, num_blocks. Two warpgroups have all 227 KiB of shared memory, one has half of it.
 FAST_TILES = {64: (128, 4, 2), 128: (128, 2, 2), 256: (64, 2, 1)}
 SHORT_TILES = {64: (64, 4, 2), 128: (64, 2, 2)}
+FP8_TILES = {128: (128, 3, 2, 2)}  # of products in fp8
+BYTE_TILES = {64: (128, 3, 2, 2), 128: (128, 2, 2, 1)}  # of quantised caches, with num_byte_stages last
 
 
 def fast_tile(spec: AttentionSpec, traits: Traits, short: bool) -> FastTile | str:
@@ -52,13 +60,16 @@ def fast_tile(spec: AttentionSpec, traits: Traits, short: bool) -> FastTile | st
     """
     if not traits.warpgroups:
         return "not a Hopper GPU"
-    if spec.dtype.itemsize != 2 or spec.kv_dtype is not spec.dtype:
-        return f"{spec.dtype} queries on a {spec.kv_dtype} cache"
-    if spec.head_dim != spec.head_dim_v or spec.head_dim not in FAST_TILES:
-        return f"head_dim {spec.head_dim}, {spec.head_dim_v}"
-    num_warpgroups, tiles = (1, SHORT_TILES) if short and spec.head_dim in SHORT_TILES else (2, FAST_TILES)
+    if spec.dtype.itemsize != 2:
+        return f"{spec.dtype} queries"
+    quantised = spec.kv_dtype is not spec.dtype
+    if spec.head_dim != spec.head_dim_v or spec.head_dim not in (BYTE_TILES if quantised else FAST_TILES):
+        return f"head_dim {spec.head_dim}, {spec.head_dim_v} of a {spec.kv_dtype} cache".replace("torch.", "")
+    in_fp8 = spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and spec.head_dim in FP8_TILES
+    tiles = FP8_TILES if in_fp8 else BYTE_TILES if quantised else SHORT_TILES if short and spec.head_dim in SHORT_TILES else FAST_TILES
+    num_warpgroups = 1 if tiles is SHORT_TILES else 2
     heads = min(spec.group_size & -spec.group_size, 8 * num_warpgroups)  # of a block, a power of two
-    return FastTile(num_warpgroups, 64 * num_warpgroups // heads, *tiles[spec.head_dim])
+    return replace(FastTile(num_warpgroups, 64 * num_warpgroups // heads, *tiles[spec.head_dim]), in_fp8=in_fp8)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,15 @@ def register() -> None:
         register_backend(custom, BACKEND)
     elif name not in AttentionBackendEnum.__members__:
         register_backend(name, BACKEND)
+        AttentionBackendEnum[name].__reduce_ex__ = lambda protocol: (registered, ())  # by value it would be looked up before there is one
+
+
+def registered():
+    """Return the name as vLLM keeps it; called where vLLM hands its configuration to a process that begins anew, in which no plug-in is loaded yet."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()
+    return AttentionBackendEnum[backend_name()]
 
 
 def backend_name() -> str:

@@ -1,5 +1,7 @@
 """Launch attention on a Hopper GPU as a plan says: queries, keys and values as rows that the copy engine addresses."""
 
+from functools import cache, lru_cache
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -8,12 +10,11 @@ from triton.runtime.driver import driver
 from quire.cache import PagedKVCache
 from quire.kernels import attention as portable
 from quire.kernels import mods, views
-from quire.kernels.hopper.pipeline import PANEL
-from quire.kernels.hopper.prefill import ROWS, prefill_kernel
+from quire.kernels.hopper.block import ROWS
+from quire.kernels.hopper.pipeline import LINE
+from quire.kernels.hopper.prefill import prefill_kernel
 from quire.plan import Plan
 from quire.tuning.space import SMALLEST_BOX
-
-SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def launch(
@@ -34,18 +35,14 @@ def launch(
     q_rows = rows(q, (1, *q.shape[:2], spec.head_dim), (0, *q.stride()[:2])) if q.stride(1) < q.stride(0) or q.shape[1] == 1 else None
     k_rows = rows(cache.k, cache.extents[0], k_strides[:3]) if k_strides.run_length == spec.head_dim else None
     v_rows = rows(cache.v, cache.extents[1], v_strides[:3]) if v_strides.run_length == spec.head_dim else None
-    if box < SMALLEST_BOX or q_rows is None or k_rows is None or v_rows is None:
+    if box < SMALLEST_BOX or cache.scale_kind == "token" or q_rows is None or k_rows is None or v_rows is None:
         portable.launch(q, cache, plan, out, lse, sinks, alibi_slopes)
         return
     num_items = plan.num_items(q.shape[0])
     if num_items == 0:
         return
     grid = (min(num_items, plan.traits.num_sms * fast.programs_per_sm), 1, 1)
-    descriptors = (
-        TensorDescriptor(q, *q_rows, [q_box, PANEL.value], SWIZZLED),
-        TensorDescriptor(cache.k, *k_rows, [box, PANEL.value], SWIZZLED),
-        TensorDescriptor(cache.v, *v_rows, [box, PANEL.value], SWIZZLED),
-    )
+    descriptors = tuple(boxes(t, *matrix, [n, spec.head_dim]) for t, matrix, n in ((q, q_rows, q_box), (cache.k, k_rows, box), (cache.v, v_rows, box)))
     addresses = tuple(None if t is None else t.data_ptr() for t in (out, lse, sinks, alibi_slopes))
     aligned = not any((at or 0) % 16 for at in addresses)
     per_head = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
@@ -53,14 +50,14 @@ def launch(
     prepared = plan.prepared.get(key) if aligned else None
     if prepared is not None and prepared.device == driver.active.get_current_device():
         stream = driver.active.get_current_stream(prepared.device)
-        prepared.kernel[grid](*addresses, *descriptors, *prepared.rest, stream=stream)
+        prepared.kernel[grid](*addresses, *cache.addresses[2:], *descriptors, *prepared.rest, stream=stream)
     else:
         rest, meta = arguments(q, cache, plan, out, lse)
         meta |= {"BOX": box, "Q_BOX": q_box}
         options = {"num_warps": 4, "launch_pdl": True} | ({"maxnreg": 128} if fast.num_warpgroups == 1 else {})  # two programs fit a multiprocessor
-        compiled = prefill_kernel[grid](out, lse, sinks, alibi_slopes, *descriptors, *rest, **meta, **options)
+        compiled = prefill_kernel[grid](out, lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale, *descriptors, *rest, **meta, **options)
         if aligned:
-            constants = tuple(meta[name] for name in prefill_kernel.arg_names[7 + len(rest) :])
+            constants = tuple(meta[name] for name in prefill_kernel.arg_names[9 + len(rest) :])
             plan.prepared[key] = portable.Prepared(compiled, driver.active.get_current_device(), (), portable.address_of(rest) + constants)
     if plan.beside is not None:
         portable.launch(q, cache, plan.beside, out, lse, sinks, alibi_slopes)
@@ -69,24 +66,41 @@ def launch(
 def arguments(q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tensor, lse: torch.Tensor | None) -> tuple:
     """Return the positional arguments after the descriptors, and those given by name."""
     spec, batch, fast, v = plan.spec, plan.batch, plan.fast, cache.strides[1]
-    kv = views.paged_kv(cache, batch, cache.dtype)._replace(k=None, v=None, v_page=v.page, v_slot=v.slot, v_head=v.head)
+    kv = views.paged_kv(cache, batch, cache.dtype)._replace(k=None, v=None, k_scale=None, v_scale=None, v_page=v.page, v_slot=v.slot, v_head=v.head)
     strides = (batch.page_table.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0))
     numbers = (spec.softmax_scale, spec.softcap or 0.0, *spec.window, plan.few, batch.num_seqs)
     return (kv, batch.cu_seqlens_q, plan.scratch.counter, *numbers, *strides), {
         "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim, "PAGE_SIZE": cache.page_size,
         "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": fast.num_warpgroups, "BLOCK_T": fast.block_t, "BLOCK_N": fast.block_n,
-        "STAGES": fast.num_stages, "BLOCKS": fast.num_blocks,
+        "STAGES": fast.num_stages, "BLOCKS": fast.num_blocks, "BYTE_STAGES": fast.num_byte_stages, "IN_FP8": bool(fast.in_fp8),
     }  # fmt: skip
+
+
+def boxes(tensor: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
+    """Describe a matrix of `rows` to the copy engine: boxes of so many rows, as wide as a head or as a line, which it swizzles for the matrix unit."""
+    columns = min(box[1], LINE.value // tensor.itemsize)
+    return TensorDescriptor(tensor, shape, strides, [box[0], columns], swizzled(columns * tensor.itemsize, 8 * tensor.itemsize))
+
+
+@cache
+def swizzled(num_bytes: int, num_bits: int) -> gl.NVMMASharedLayout:
+    """Return the layout of tiles whose lines are so long."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=num_bytes, element_bitwidth=num_bits, rank=2)
 
 
 def rows(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> tuple[list[int], list[int]] | None:
     """Return the shape and strides of a matrix in which element (page, slot, head, dim) lies at row and column
     `divmod(page * page_stride + slot * slot_stride + head * head_stride, slot_stride)`, dim further on; None where the copy engine cannot have it so.
     """
+    return None if tensor.data_ptr() % 16 else rows_of(tensor.itemsize, extents, strides)
+
+
+@lru_cache(maxsize=4096)
+def rows_of(itemsize: int, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> tuple[list[int], list[int]] | None:
     (num_pages, page_size, num_heads, dim), (page, slot, head) = extents, strides
     if num_heads == 1:
         head = 0
-    if tensor.data_ptr() % 16 or slot == 0 or slot * tensor.itemsize % 16 or num_pages * page_size * num_heads == 0:
+    if slot == 0 or slot * itemsize % 16 or num_pages * page_size * num_heads == 0:
         return None
     if page % slot or (head > slot and head % slot) or (head < slot and (num_heads - 1) * head + dim > slot):
         return None

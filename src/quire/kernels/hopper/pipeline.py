@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # Renamed after Triton 3.6.
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
-PANEL = gl.constexpr(64)  # 16-bit columns that the copy engine swizzles together, 128 bytes
+LINE = gl.constexpr(128)  # bytes of a row that the copy engine swizzles together, at most
 
 
 class Ring(NamedTuple):
@@ -27,8 +27,9 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def make_ring(element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Allocate a ring of tiles of 16-bit elements, which as many warpgroups as CONSUMERS use."""
-    tiles = gl.allocate_shared_memory(element, [SLOTS, ROWS, COLUMNS], gl.NVMMASharedLayout(128, 16, 2))
+    """Allocate a ring of tiles, which as many warpgroups as CONSUMERS use."""
+    BITS: gl.constexpr = element.primitive_bitwidth
+    tiles = gl.allocate_shared_memory(element, [SLOTS, ROWS, COLUMNS], gl.NVMMASharedLayout(min(LINE.value, COLUMNS * BITS // 8), BITS, 2))
     return Ring(tiles, make_barriers(SLOTS + 1, 1), make_barriers(SLOTS, CONSUMERS))
 
 
@@ -66,16 +67,17 @@ def expect(barriers, slot, BYTES: gl.constexpr):
 
 @gluon.jit
 def panels(tile):
-    """Return a tile's panels of columns one below the other, as they lie in memory."""
-    return reinterpret(tile, tile.dtype, [tile.shape[0] * tile.shape[1] // PANEL, PANEL], tile.layout)
+    """Return a tile's panels of columns, a line wide, one below the other, as they lie in memory."""
+    COLUMNS: gl.constexpr = min(tile.shape[1], LINE * 8 // tile.dtype.primitive_bitwidth)
+    return reinterpret(tile, tile.dtype, [tile.shape[0] * tile.shape[1] // COLUMNS, COLUMNS], tile.layout)
 
 
 @gluon.jit
 def copy_rows(desc, row, col, barrier, tile, FIRST: gl.constexpr, ROWS: gl.constexpr):
     """Have ROWS rows of a tensor copied to rows from FIRST on of a tile, every panel of its columns on its own."""
-    PANELS: gl.constexpr = tile.shape[1] // PANEL
-    for panel in gl.static_range(PANELS):
-        copy_box(desc, [row, col + panel * PANEL], barrier, panels(tile).slice(panel * tile.shape[0] + FIRST, ROWS))
+    COLUMNS: gl.constexpr = panels(tile).shape[1]
+    for panel in gl.static_range(tile.shape[1] // COLUMNS):
+        copy_box(desc, [row, col + panel * COLUMNS], barrier, panels(tile).slice(panel * tile.shape[0] + FIRST, ROWS))
 
 
 @gluon.jit
@@ -84,6 +86,13 @@ def wait_full(ring, i):
     SLOTS: gl.constexpr = ring.empty.shape[0]
     wait(ring.full, i % SLOTS, i // SLOTS)
     return i % SLOTS
+
+
+@gluon.jit
+def fill(ring, i):
+    """Say that the i-th use has been filled, by stores of this warpgroup."""
+    fence_async_shared()  # the matrix unit reads past the path that stores take
+    mbarrier.arrive(ring.full.index(i % ring.empty.shape[0]), count=1)
 
 
 @gluon.jit

@@ -1,0 +1,116 @@
+"""Tiles and queries turned into what the matrix unit is given, where a cache is quantised.
+
+A tile of bytes becomes one of float16, which holds every fp8 and int8 number and takes one instruction for two; bfloat16 queries become float16 too, times a
+power of two for each row. Where products in fp8 are allowed, queries are rounded to fp8, keys are used as they come, and tiles of values are only turned on
+their side, as the matrix unit wants bytes.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from quire.kernels.hopper.block import ROWS, keys_of, read_note, span
+from quire.kernels.hopper.pipeline import acquire, fill, reinterpret, release, wait_full
+
+EACH = gl.constexpr(32)  # elements that a thread converts at once
+
+
+@gluon.jit
+def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_T: gl.constexpr):
+    """Turn the tiles of bytes that are fetched into what the matrix unit is given, with one warpgroup."""
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    IN_FP8: gl.constexpr = k_ring.tiles.dtype == k_bytes.tiles.dtype
+    block_i = 0
+    tile_i = 0
+    block = read_note(notes, wait_full(q_ring, block_i))
+    while block.q_len > 0:
+        kv_low, kv_high = keys_of(block, back, ahead)
+        tile, num_tiles = span(block, back, ahead, BLOCK_T, BLOCK_N)
+        for i in range(tile_i, tile_i + num_tiles):
+            pos = tile * BLOCK_N
+            if not IN_FP8:
+                convert_tile(k_bytes, k_ring, i, pos, kv_low, kv_high, False)  # scores are masked
+            if (pos >= kv_low) & (pos + BLOCK_N <= kv_high):
+                convert_values(v_bytes, v_ring, i, pos, kv_low, kv_high, IN_FP8, False)
+            else:
+                convert_values(v_bytes, v_ring, i, pos, kv_low, kv_high, IN_FP8, True)
+            tile -= 1
+        tile_i += num_tiles
+        block_i += 1
+        block = read_note(notes, wait_full(q_ring, block_i))
+
+
+@gluon.jit
+def convert_values(stored, ring, i, pos, kv_low, kv_high, IN_FP8: gl.constexpr, ZERO_UNSEEN: gl.constexpr):
+    if IN_FP8:
+        turn_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN)
+    else:
+        convert_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN)
+
+
+@gluon.jit
+def convert_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexpr):
+    """Convert the i-th tile, of the keys from position `pos` on; zero the rows outside `kv_low` to `kv_high` if asked: 0 * NaN is NaN."""
+    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
+    HEAD_DIM: gl.constexpr = ring.tiles.shape[2]
+    STEP: gl.constexpr = EACH * 128 // HEAD_DIM  # rows at once
+    LANES: gl.constexpr = HEAD_DIM // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    from_slot = wait_full(stored, i)
+    slot = acquire(ring, i)
+    for first in gl.static_range(0, BLOCK_N, STEP):
+        numbers = stored.tiles.index(from_slot).slice(first, STEP).load(LAYOUT).to(ring.tiles.dtype)
+        if ZERO_UNSEEN:
+            kv_pos = pos + first + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
+            numbers = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None], numbers, 0.0)
+        ring.tiles.index(slot).slice(first, STEP).store(numbers)
+    fill(ring, i)
+    release(stored, i)
+
+
+@gluon.jit
+def turn_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexpr):
+    """Turn the i-th tile of values in fp8 on its side: a row for each column of the values, with keys `in_fours`; else as `convert_tile`."""
+    BLOCK_N: gl.constexpr = stored.tiles.shape[1]
+    HEAD_DIM: gl.constexpr = stored.tiles.shape[2]
+    # Two columns side by side are one 16-bit element, which the shared memory's own transposition serves: a thread has keys 2n and 2n + 1 of it.
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    from_slot = wait_full(stored, i)
+    slot = acquire(ring, i)
+    pairs = reinterpret(stored.tiles.index(from_slot), gl.int16, [BLOCK_N, HEAD_DIM // 2], gl.NVMMASharedLayout(HEAD_DIM, 16, 2))
+    both = pairs.permute((1, 0)).load(LAYOUT)
+    if ZERO_UNSEEN:
+        kv_pos = pos + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        both = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[None, :], both, 0)
+    split: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"  # low bytes of four elements, and high ones
+    even, odd = gl.inline_asm_elementwise(split, "=r,=r,r,r", [in_fours(both)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+    turned = gl.join(even, odd).permute((0, 2, 1)).reshape([HEAD_DIM, BLOCK_N]).to(ring.tiles.dtype, bitcast=True)
+    ring.tiles.index(slot).store(turned)
+    fill(ring, i)
+    release(stored, i)
+
+
+@gluon.jit
+def in_fours(x):
+    """Reorder columns by 16, so that the four that a thread has of them in an accumulator, two and two, are the four side by side of an operand in bytes."""
+    HEIGHT: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    return x.reshape([HEIGHT, COLUMNS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([HEIGHT, COLUMNS])
+
+
+@gluon.jit
+def narrow(q, element: gl.constexpr, FIRST: gl.constexpr, PEAK: gl.constexpr, OF_SCORES: gl.constexpr):
+    """Turn a warpgroup's queries, in the rows of a tile from FIRST on, into another element where they lie, each row times the power of two that brings its
+    largest number to 2^PEAK or above, below twice that; return the tile, and one over those powers.
+    """
+    COLUMNS: gl.constexpr = q.shape[1]
+    IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(128, element.primitive_bitwidth, 2)
+    numbers = q.slice(FIRST, ROWS).load(IN_ROWS).to(gl.float32)
+    exponent = gl.maximum(gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True) >> 23, PEAK + 1)  # biased by 127
+    grown = ((254 + PEAK - exponent) << 23).to(gl.float32, bitcast=True)
+    shrunk = ((exponent - PEAK) << 23).to(gl.float32, bitcast=True)
+    tile = reinterpret(q, element, [q.shape[0] * 16 // element.primitive_bitwidth, COLUMNS], NARROW)
+    tile.slice(FIRST, ROWS).store((numbers * grown[:, None]).to(element))
+    fence_async_shared()
+    return tile.slice(FIRST, ROWS), gl.convert_layout(shrunk, gl.SliceLayout(1, OF_SCORES))
