@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves
+from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves, within_what_was_seen
 from quire.tuning.select import walk
 
 CONFIGS = ("small", "middle", "large")
@@ -99,3 +99,14 @@ def test_what_a_tree_covers_and_says():
     tree = with_leaves(["keys_per_seq", 512, "hopper", "portable"], {"hopper": True, "portable": False})
     assert tree == ["keys_per_seq", 512, True, False]
     assert explain(tree) == "keys_per_seq up to 512:\n  the Hopper kernel\nkeys_per_seq above 512:\n  the portable kernels\n"
+
+
+def test_what_was_seen_of_one_kind_of_batch_serves_no_other():
+    decoding, prompts = (case(16, 64, "a", queries_per_seq=1),) * 3, (case(256, 64, "b", queries_per_seq=64),) * 3
+    assert within_what_was_seen("a", decoding + prompts) == "a"
+    assert within_what_was_seen("a", decoding) == ["queries_per_seq", 1, "a", "generic"]
+    assert within_what_was_seen("b", prompts) == ["queries_per_seq", 1, "generic", "b"]
+    told = ["queries_per_seq", 8, "a", "b"]
+    assert within_what_was_seen(told, decoding + prompts) == ["queries_per_seq", 8, ["queries_per_seq", 1, "a", "generic"], "b"]
+    assert within_what_was_seen(told, decoding + prompts, levels=1) == ["queries_per_seq", 8, "generic", "b"]
+    assert within_what_was_seen(["rows_per_seq", 64, "generic", "generic"], decoding + prompts) == "generic"

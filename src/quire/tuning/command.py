@@ -19,7 +19,7 @@ from quire.bench.cases import Case
 from quire.bench.command import bar
 from quire.bench.report import commit_here
 from quire.tuning import select
-from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves
+from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves, within_what_was_seen
 from quire.tuning.select import GENERIC, load_tree, walk
 from quire.tuning.sweep import (
     HOPPER,
@@ -209,7 +209,7 @@ def fitted(chosen: list[Job], records: Records, traits: Traits) -> dict:
     train = [job for job in measured if not job.held_out]
     choices = kernel_rows(train, records, traits)
     rows = tile_rows(train, records, traits, fit_tree(choices, KERNEL_LEVELS) if choices else GENERIC)
-    tiles = fit_tree(rows)
+    tiles = within_what_was_seen(fit_tree(rows), rows)
     kernels = fit_tree(kernel_rows(train, records, traits, tiles), KERNEL_LEVELS) if choices else GENERIC
     kept = {key: records.header[key] for key in ("device", "torch", "triton", "commit", "date", "quick") if key in records.header}
     facts = kept | {"cases": len(train), "held_out": len(measured) - len(train), "tiles_alone": regrets(rows, tiles)}

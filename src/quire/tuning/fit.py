@@ -107,6 +107,34 @@ def fit_tree(rows: Sequence[Measured], levels: int = MOST_LEVELS) -> list | str:
     return tree
 
 
+def within_what_was_seen(
+    tree: list | str, rows: Sequence[Measured], levels: int = MOST_LEVELS, least: float = 0, most: float = math.inf
+) -> list | str:  # fmt: skip
+    """Return a tree whose leaves leave it to the generic tree to serve single queries where they were fitted to none, and more queries where to single ones
+    alone: what is good for prompts of 128 tokens says nothing of decoding on 128 keys.
+
+    Args:
+        tree: of `fit_tree`.
+        rows: the cases it was fitted to.
+        levels: questions asked at most; a leaf that would need one more becomes the generic tree's.
+        least: queries of a sequence, above which all are that reach the tree.
+        most: the most they can be.
+    """
+    if isinstance(tree, list):
+        name, threshold, below, above = tree
+        parts = [row for row in rows if row.features[name] <= threshold], [row for row in rows if row.features[name] > threshold]
+        asked = name == "queries_per_seq"
+        below = within_what_was_seen(below, parts[0], levels - 1, least, min(most, threshold) if asked else most)
+        above = within_what_was_seen(above, parts[1], levels - 1, max(least, threshold) if asked else least, most)
+        return below if below == above else [name, threshold, below, above]
+    single = {row.features["queries_per_seq"] == 1 for row in rows}
+    if tree == GENERIC or len(single) == 2 or most == 1 or least >= 1:
+        return tree
+    if levels == 0:
+        return GENERIC
+    return ["queries_per_seq", 1, tree, GENERIC] if single == {True} else ["queries_per_seq", 1, GENERIC, tree]
+
+
 def regrets(rows: Sequence[Measured], tree: list | str) -> dict[str, float]:
     """Return the regret of a tree over some cases: geometric mean and worst."""
     each = [row.regret(walk(tree, row.features)) for row in rows]
