@@ -47,7 +47,7 @@ def test_bad_arguments_leave_with_2(arguments, capsys):
 
 
 def test_the_command_is_installed():
-    done = subprocess.run([sys.executable, "-m", "quire.cli", "env", "--json"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "quire", "env", "--json"], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["versions"]["torch"] == torch.__version__
 
 

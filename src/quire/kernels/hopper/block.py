@@ -1,5 +1,4 @@
-"""A block of rows: what it is, which tiles of keys it sees, and how the warp that fetches tells the warpgroups, by a note in shared memory.
-"""
+"""A block of rows: what it is, which tiles of keys it sees, and how the warp that fetches tells the warpgroups, by a note in shared memory."""
 
 from typing import Any, NamedTuple
 

@@ -42,6 +42,7 @@ def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_
 
 @gluon.jit
 def convert_values(stored, ring, i, pos, kv_low, kv_high, IN_FP8: gl.constexpr, ZERO_UNSEEN: gl.constexpr):
+    """Convert the i-th tile of values, the one way or the other."""
     if IN_FP8:
         turn_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN)
     else:
