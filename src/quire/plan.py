@@ -146,8 +146,8 @@ class Plan:
             beside = "" if self.beside is None else f"; sequences of at most {self.few} queries beside it, by {self.beside!r}"
             return (
                 f"Plan(kernel={self.kernel!r}: {shape}; blocks of {f.block_t} queries × {f.heads} heads, tiles of {f.block_n} keys, "
-                f"{f.num_stages} stages{', products in fp8' * f.in_fp8}, {self.num_items(self.num_tokens)} blocks; {self.why}; tensors that the copy engine "
-                f"cannot address: kernel 'triton', tile {t.block_m} rows × {t.block_n} keys{beside})"
+                f"{f.num_stages} stages{', products in fp8' * f.in_fp8}, {self.num_items(self.num_tokens)} blocks; {self.why}; "
+                f"scales per token and tensors that the copy engine cannot address: kernel 'triton', tile {t.block_m} rows × {t.block_n} keys{beside})"
             )
         parts = f"{self.num_shares} shares" if self.num_shares else f"{self.num_q_blocks(self.num_tokens)} blocks"
         return (
@@ -186,14 +186,16 @@ def plan(
             into chunks, nor on the bounds given here. Decode pays some per cent, long prompts several times: they take the tile that decode takes.
         workspace: uint8 memory for the scratch, all 0 when it is first used, which plans that never run at the same time may share; of
             `quire.workspace_size` bytes, it serves every plan within those bounds. Allocated when not given.
-        kernel: "triton" for the portable kernels, "hopper" for the one for prompts on a Hopper GPU; chosen when not given.
+        kernel: "triton" for the portable kernels, "hopper" for the one for prompts on a Hopper GPU; chosen when not given. Caches come later: one with
+            pages, strides or scales that "hopper" does not serve is served by the portable tile that the plan names.
 
     Returns:
         The plan, with its scratch memory.
 
     Raises:
         ValueError: a bound is negative, num_splits out of range, or the workspace too small.
-        UnsupportedError: bfloat16 under Triton's interpreter, batch_invariant for CPU tensors outside it, or a kernel that does not serve the request.
+        UnsupportedError: bfloat16 under Triton's interpreter, batch_invariant for CPU tensors outside it, a tile with hints for another target, or a kernel
+            that does not serve the request.
         RuntimeError: the batch is on a device that has no kernel.
     """
     for name, value in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len), ("num_tokens", num_tokens or 0)):
@@ -206,6 +208,8 @@ def plan(
     if num_tokens is None:
         num_tokens = batch.num_seqs * max_query_len
     traits = device_traits(batch.device)
+    if tile is not None and (tile.waves_per_eu or tile.matrix_instr_nonkdim) and not traits.mfma:
+        raise UnsupportedError("tile must leave waves_per_eu and matrix_instr_nonkdim at 0 here, got hints for the compiler of AMD's GPUs; leave them out")
     in_torch = batch.device.type == "cpu" and not triton.knobs.runtime.interpret
     if in_torch and batch_invariant:
         raise UnsupportedError("batch_invariant must be left out for CPU tensors, which PyTorch serves with no such promise; plan for a GPU")

@@ -14,6 +14,7 @@ import triton
 from quire.api import attention, in_torch, write_kv
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.kernels.hopper.attention import rows_of_cache
 from quire.plan import Plan, decide, scratch_bytes, with_scratch
 from quire.spec import AttentionSpec
 from quire.state import State
@@ -100,6 +101,8 @@ def warmup(
         k, v = (torch.zeros(1, spec.num_kv_heads, dim, dtype=spec.dtype, device=device) for dim in (spec.head_dim, spec.head_dim_v))
         write_kv(k, v, cache, torch.full((1,), -1, device=device))
     for plan in plans_within(spec, device_traits(device), max_num_seqs, max_num_tokens, max_seq_len, batch_invariant):
+        if plan.fast is not None and rows_of_cache(cache) is None:  # what the plan has for such caches
+            plan = replace(plan, kernel="triton", fast=None, beside=None, few=0)
         if name(plan) in names:
             continue
         names.append(name(plan))

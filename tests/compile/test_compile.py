@@ -12,7 +12,7 @@ from tests.compile import launches
 
 import quire
 from quire.targets import TARGETS, Launch, compiling
-from quire.tuning.select import GENERIC, choose_tree
+from quire.tuning.select import GENERIC, choose_tree, features_of, load_tree, rounded, walk
 from quire.tuning.space import Tile, hinted
 from quire.tuning.sweep import MOST_SPILLS
 
@@ -46,6 +46,13 @@ def selection(target: str, features: str) -> list[tuple[str, int]]:
     return [(("decode", "decode, split", "decode", "decode, split", "prefill")[at % 5], dims[at % 3])]
 
 
+def fitted(plan) -> bool:
+    """Whether a fitted tree chose the tile, which was measured then."""
+    _, tree = choose_tree(plan.spec, plan.traits, "attention")
+    seen = rounded(plan.spec, plan.traits, plan.max_query_len, plan.max_seq_len, plan.num_tokens)
+    return tree is not load_tree(GENERIC)["attention"] and walk(tree, features_of(plan.spec, plan.traits, *seen)) != GENERIC
+
+
 @pytest.mark.parametrize("features", launches.FEATURES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_attention_compiles_fits_and_does_not_spill(target, features):
@@ -53,11 +60,10 @@ def test_attention_compiles_fits_and_does_not_spill(target, features):
     for batch, head_dim in selection(target, features):
         with compiling(limits) as compiled:
             plan = launches.attend(batch, head_dim, features)
-        measured = choose_tree(plan.spec, limits.traits, "attention")[0] != GENERIC
         for kernel in compiled:
             told = f"{batch}, head_dim {head_dim}: {kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared, {kernel.tile}"
             print(f"{target:7} {features:18} {kernel.kernel:15} {told}")
-            allowed = ON_THE_STACK.get(kernel.kernel, FITTED_MAY_SPILL if measured else BY_CHOICE if kernel.registers < REGISTERS else 0)
+            allowed = ON_THE_STACK.get(kernel.kernel, FITTED_MAY_SPILL if fitted(plan) else BY_CHOICE if kernel.registers < REGISTERS else 0)
             spilled = kernel.spills > allowed and target in TUNED and features not in MAY_SPILL
             if spilled or kernel.shared > limits.shared_memory or kernel.occupancy < 1:
                 wrong.append(told)

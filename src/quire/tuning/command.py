@@ -132,8 +132,14 @@ def refit(path: Path, place: Path, console) -> int:
     if not lines or not {"traits", "jobs", "quick"} <= lines[0].keys():
         print(f"--fit must name the records of a sweep, got {path}; they lie beside the tree that quire tune wrote, in .jsonl", file=sys.stderr)
         return 2
-    records, traits = Records(path, lines[0]), Traits(**lines[0]["traits"])
+    try:
+        records, traits = Records.reread(lines), Traits(**lines[0]["traits"])
+    except TypeError as error:
+        print(f"--fit must have records that this version knows, got {path}: {error}; sweep again", file=sys.stderr)
+        return 2
     chosen = [job for job in jobs(lines[0]["quick"]) if job.case.name in lines[0]["jobs"]]
+    if gone := set(lines[0]["jobs"]) - {job.case.name for job in chosen}:
+        console.print(f"left out, since the sweep has no such cases any more: {', '.join(sorted(gone))}", highlight=False)
     tree = fitted(chosen, records, traits)
     tree["fitted_on"] |= {"judged": "by the sweep's own times"}
     keep(tree, prove(chosen, records, tree, traits, partial(Remembered, records), 0), place, console)
@@ -307,5 +313,5 @@ def tell_tree(file: str) -> int:
         print(f"regret, {part.replace('_', ' ')}: {some['mean']:.3f} in geometric mean, {some['worst']:.3f} at worst")
     if "covers" in tree:
         print("serves " + "; ".join(", ".join(f"{k} {v}" for k, v in kind.items()) for kind in tree["covers"]) + "; the generic tree serves the rest")
-    print(f"\nkernel of prompts, where the Hopper one serves:\n{explain(tree['hopper'], '  ')}\ntile:\n{explain(tree['attention'], '  ')}", end="")
+    print(f"\nkernel of prompts, where the Hopper one serves:\n{explain(tree.get('hopper', GENERIC), '  ')}\ntile:\n{explain(tree['attention'], '  ')}", end="")
     return 0

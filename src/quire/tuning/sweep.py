@@ -171,10 +171,6 @@ class Records:
     """
 
     def __init__(self, path: Path, header: dict) -> None:
-        self.wrong: dict[tuple[str, str], str] = {}
-        self.times: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-        self.leaves: dict[str, dict | str] = {}
-        self.done: set[str] = set()
         lines = read_lines(path) if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("r+" if lines else "w")
@@ -183,16 +179,30 @@ class Records:
             if differ:
                 told = "; ".join(f"{name} {lines[0].get(name)!r} there, {header.get(name)!r} here" for name in differ)
                 raise ValueError(f"{path} must be of the same sweep, got {told}; name another file with --records")
-            self.header = lines[0]
-            for line in lines[1:]:
-                self._take(line)
+            self._begin(*lines)
             self.file.seek(0)
             self.file.truncate()  # a last line that was cut off goes
             self.file.writelines(json.dumps(line) + "\n" for line in lines)
             self.file.flush()
         else:
-            self.header = header
+            self._begin(header)
             self._write(header)
+
+    @classmethod
+    def reread(cls, lines: list[dict]) -> "Records":
+        """Make records of lines alone, to which nothing is added."""
+        found = cls.__new__(cls)
+        found._begin(*lines)
+        return found
+
+    def _begin(self, header: dict, *lines: dict) -> None:
+        self.header = header
+        self.wrong: dict[tuple[str, str], str] = {}
+        self.times: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+        self.leaves: dict[str, dict | str] = {}
+        self.done: set[str] = set()
+        for line in lines:
+            self._take(line)
 
     def add(self, **line) -> None:
         """Write a line down and take note of it."""
@@ -390,6 +400,8 @@ def prove(
             continue
         measured, distinct = session(job.case), list(dict.fromkeys(configs.values()))
         wrong = {config: why for config in distinct if (why := measured.check(config))}
+        if configs["tuned"] in wrong and isinstance(measured, Remembered):
+            continue  # nothing to judge it by
         if configs["tuned"] in wrong:
             why = wrong[configs["tuned"]]
             raise RuntimeError(f"{job.case.name}: what the tree chooses must be right, got {why}; add a case like it to `jobs` and tune again")

@@ -30,19 +30,17 @@ def launch(
     such rows. Arguments were checked by `quire.attention`.
     """
     fast, spec = plan.fast, plan.spec
-    box, q_box = min(fast.block_n, cache.page_size & -cache.page_size), min(fast.block_t, ROWS.value)
-    k_strides, v_strides = cache.strides
     q_rows = rows(q, (1, *q.shape[:2], spec.head_dim), (0, *q.stride()[:2])) if q.stride(1) < q.stride(0) or q.shape[1] == 1 else None
-    k_rows = rows(cache.k, cache.extents[0], k_strides[:3]) if k_strides.run_length == spec.head_dim else None
-    v_rows = rows(cache.v, cache.extents[1], v_strides[:3]) if v_strides.run_length == spec.head_dim else None
-    if box < SMALLEST_BOX or cache.scale_kind == "token" or q_rows is None or k_rows is None or v_rows is None:
+    kv_rows = rows_of_cache(cache)
+    if q_rows is None or kv_rows is None:
         portable.launch(q, cache, plan, out, lse, sinks, alibi_slopes)
         return
     num_items = plan.num_items(q.shape[0])
     if num_items == 0:
         return
     grid = (min(num_items, plan.traits.num_sms * fast.programs_per_sm), 1, 1)
-    descriptors = tuple(boxes(t, *matrix, [n, spec.head_dim]) for t, matrix, n in ((q, q_rows, q_box), (cache.k, k_rows, box), (cache.v, v_rows, box)))
+    box, q_box = min(fast.block_n, page_box(cache)), min(fast.block_t, ROWS.value)
+    descriptors = tuple(boxes(t, *matrix, [n, spec.head_dim]) for t, matrix, n in ((q, q_rows, q_box), (cache.k, kv_rows[0], box), (cache.v, kv_rows[1], box)))
     addresses = tuple(None if t is None else t.data_ptr() for t in (out, lse, sinks, alibi_slopes))
     aligned = not any((at or 0) % 16 for at in addresses)
     per_head = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
@@ -86,6 +84,20 @@ def boxes(tensor: torch.Tensor, shape: list[int], strides: list[int], box: list[
 def swizzled(num_bytes: int, num_bits: int) -> gl.NVMMASharedLayout:
     """Return the layout of tiles whose lines are so long."""
     return gl.NVMMASharedLayout(swizzle_byte_width=num_bytes, element_bitwidth=num_bits, rank=2)
+
+
+def rows_of_cache(cache: PagedKVCache) -> tuple | None:
+    """Return a cache's keys and values as `rows`; None where the kernel cannot have them so: scales per token, pages or strides that do not divide."""
+    found = tuple(
+        rows(tensor, extents, strides[:3]) if strides.run_length == extents[3] else None
+        for tensor, extents, strides in zip((cache.k, cache.v), cache.extents, cache.strides, strict=True)
+    )
+    return None if cache.scale_kind == "token" or page_box(cache) < SMALLEST_BOX or None in found else found
+
+
+def page_box(cache: PagedKVCache) -> int:
+    """Return the largest power of two that divides the page size."""
+    return cache.page_size & -cache.page_size
 
 
 def rows(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> tuple[list[int], list[int]] | None:

@@ -108,7 +108,8 @@ def narrow(q, element: gl.constexpr, FIRST: gl.constexpr, PEAK: gl.constexpr, OF
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.NVMMASharedLayout(128, element.primitive_bitwidth, 2)
     numbers = q.slice(FIRST, ROWS).load(IN_ROWS).to(gl.float32)
-    exponent = gl.maximum(gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True) >> 23, PEAK + 1)  # biased by 127
+    # Biased by 127; a row of zeros has one too, and far enough from 0 that no scale makes `shrunk` vanish: -inf * 0 is NaN.
+    exponent = gl.maximum(gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True) >> 23, 64)
     grown = ((254 + PEAK - exponent) << 23).to(gl.float32, bitcast=True)
     shrunk = ((exponent - PEAK) << 23).to(gl.float32, bitcast=True)
     tile = reinterpret(q, element, [q.shape[0] * 16 // element.primitive_bitwidth, COLUMNS], NARROW)
