@@ -71,7 +71,14 @@ def attention(
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Round to float8_e4m3fn, each row times the power of two that brings its largest number to 2^7 or above, below 2^8."""
+    """Round to float8_e4m3fn, each row times the power of two that brings its largest number to 2^7 or above, below 2^8.
+
+    Args:
+        x: [..., columns], of any floating dtype.
+
+    Returns:
+        The rounded numbers, of x's shape and dtype.
+    """
     if x.numel() == 0:
         return x
     _, exponents = torch.frexp(x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30))

@@ -36,7 +36,7 @@ class AttentionSpec:
         sinks: add `exp(sink[h])` to each softmax denominator, as gpt-oss does; sinks go to `attention`.
         allow_tf32: compute float32 inputs with TF32 matrix products (10-bit mantissa) instead of float32.
         allow_fp8: where the cache is float8_e4m3fn, matrix products may be in it too: queries and probabilities are rounded to 3-bit mantissas. Faster on
-            long prompts where a kernel has such products (`plan.fast.in_fp8`); the others leave this alone.
+            long prompts where a kernel has such products (`print(plan)` says so: the Hopper kernel, for head_dim 128); the others leave this alone.
 
     Raises:
         ValueError: a field breaks its contract.

@@ -2,6 +2,7 @@
 
 A program has two warpgroups that compute, 64 rows each, and a warp that fetches (`fetch.py`). It stays on its multiprocessor and draws one block of rows
 after the other. A block (`block.py`) is BLOCK_T query tokens of a sequence times as many heads of one KV head as make 128 rows, a head's tokens side by side.
+For short contexts a program has one warpgroup and half of the rows.
 The warpgroups take the matrix unit in turns, one's softmax beside the other's products. For a quantised cache, a third warpgroup stands between the warp that
 fetches and those that compute (`convert.py`).
 
