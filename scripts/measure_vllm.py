@@ -14,7 +14,8 @@ Three experiments, each backend in a process of its own:
     python scripts/measure_vllm.py --join llama.json qwen.json --out docs/results/vllm_h200
     python scripts/measure_vllm.py --layers 4 --latency 100 --prompt 4096                # a first look: four layers of the model
 
-Needs vLLM with `quire` beside it (CUSTOM is Quire up to vLLM 0.31; from 0.32 on name QUIRE in --backends), and matplotlib for the plot. A backend that fails is left out.
+Needs vLLM with `quire` beside it (CUSTOM is Quire up to vLLM 0.31; from 0.32 on name QUIRE in --backends), and matplotlib for the plot.
+A backend that fails is left out.
 """
 
 import argparse

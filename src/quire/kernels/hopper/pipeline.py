@@ -1,7 +1,8 @@
 """Rings of shared-memory buffers, filled by the copy engine or a warpgroup and used by warpgroups: the only place that touches barriers.
 
 A ring has SLOTS tiles and two barriers for each: `full`, which completes when all bytes of a copy have landed (or with `fill`), and `empty`, at which every
-consumer arrives when it is done. One more `full` is spare, for a copy that somebody has to look at before it is handed on. The i-th use of a ring is of slot `i % SLOTS`, and waits for the phase of that slot's barriers that `i // SLOTS` says.
+consumer arrives when it is done. One more `full` is spare, for a copy that somebody has to look at before it is handed on. The i-th use of a ring is of slot
+`i % SLOTS`, and waits for the phase of that slot's barriers that `i // SLOTS` says.
 """
 
 from typing import Any, NamedTuple
