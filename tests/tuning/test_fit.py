@@ -101,12 +101,18 @@ def test_what_a_tree_covers_and_says():
     assert explain(tree) == "keys_per_seq up to 512:\n  the Hopper kernel\nkeys_per_seq above 512:\n  the portable kernels\n"
 
 
-def test_what_was_seen_of_one_kind_of_batch_serves_no_other():
-    decoding, prompts = (case(16, 64, "a", queries_per_seq=1),) * 3, (case(256, 64, "b", queries_per_seq=64),) * 3
-    assert within_what_was_seen("a", decoding + prompts) == "a"
-    assert within_what_was_seen("a", decoding) == ["queries_per_seq", 1, "a", "generic"]
-    assert within_what_was_seen("b", prompts) == ["queries_per_seq", 1, "generic", "b"]
-    told = ["queries_per_seq", 8, "a", "b"]
-    assert within_what_was_seen(told, decoding + prompts) == ["queries_per_seq", 8, ["queries_per_seq", 1, "a", "generic"], "b"]
-    assert within_what_was_seen(told, decoding + prompts, levels=1) == ["queries_per_seq", 8, "generic", "b"]
+def test_a_leaf_serves_what_is_like_the_cases_it_was_fitted_to():
+    def cases(queries, *rows_per_sm, head_dim=128):
+        return [case(16, 64, "a", queries_per_seq=queries, rows_per_sm=n, head_dim=head_dim) for n in rows_per_sm]
+
+    decoding, prompts = cases(1, 1, 4), cases(64, 1, 4)
+    few = "rows_per_sm", 12
+    assert within_what_was_seen("a", decoding + prompts) == [*few, "a", "generic"]
+    assert within_what_was_seen("a", decoding) == [*few, ["queries_per_seq", 1, "a", "generic"], "generic"]
+    assert within_what_was_seen("a", prompts) == [*few, ["queries_per_seq", 1, "generic", "a"], "generic"]
+    assert within_what_was_seen("a", decoding + prompts + cases(1, 1, head_dim=64)) == ["rows_per_sm", 3, "a", "generic"]
+    assert within_what_was_seen("a", decoding, levels=1) == "generic"
+    told = ["rows_per_sm", 8, ["queries_per_seq", 8, "a", "b"], "generic"]
+    kept = ["rows_per_sm", 8, ["queries_per_seq", 8, ["queries_per_seq", 1, "a", "generic"], "b"], "generic"]
+    assert within_what_was_seen(told, decoding + prompts) == kept
     assert within_what_was_seen(["rows_per_seq", 64, "generic", "generic"], decoding + prompts) == "generic"

@@ -108,31 +108,43 @@ def fit_tree(rows: Sequence[Measured], levels: int = MOST_LEVELS) -> list | str:
 
 
 def within_what_was_seen(
-    tree: list | str, rows: Sequence[Measured], levels: int = MOST_LEVELS, least: float = 0, most: float = math.inf
+    tree: list | str, rows: Sequence[Measured], levels: int = MOST_LEVELS, bounds: dict[str, tuple[float, float]] | None = None
 ) -> list | str:  # fmt: skip
-    """Return a tree whose leaves leave it to the generic tree to serve single queries where they were fitted to none, and more queries where to single ones
-    alone: what is good for prompts of 128 tokens says nothing of decoding on 128 keys.
+    """Return a tree whose leaves serve batches like those they were fitted to, and leave the others that reach them to the generic tree.
+
+    What is good for prompts of 128 tokens says nothing of decoding on 128 keys, nor what is good for one sequence of what is good for 32: a leaf serves single
+    queries, or more, only if it was fitted to some, and per multiprocessor at most twice the rows that cases of every head_dim had.
 
     Args:
         tree: of `fit_tree`.
         rows: the cases it was fitted to.
-        levels: questions asked at most; a leaf that would need one more becomes the generic tree's.
-        least: queries of a sequence, above which all are that reach the tree.
-        most: the most they can be.
+        levels: questions asked at most; a leaf that would need more becomes the generic tree's.
+        bounds: of features, by the questions on the way to the tree: above the first, up to the second.
     """
+    bounds = bounds or {}
     if isinstance(tree, list):
         name, threshold, below, above = tree
+        low, high = bounds.get(name, (0, math.inf))
         parts = [row for row in rows if row.features[name] <= threshold], [row for row in rows if row.features[name] > threshold]
-        asked = name == "queries_per_seq"
-        below = within_what_was_seen(below, parts[0], levels - 1, least, min(most, threshold) if asked else most)
-        above = within_what_was_seen(above, parts[1], levels - 1, max(least, threshold) if asked else least, most)
+        below = within_what_was_seen(below, parts[0], levels - 1, bounds | {name: (low, min(high, threshold))})
+        above = within_what_was_seen(above, parts[1], levels - 1, bounds | {name: (max(low, threshold), high)})
         return below if below == above else [name, threshold, below, above]
-    single = {row.features["queries_per_seq"] == 1 for row in rows}
-    if tree == GENERIC or len(single) == 2 or most == 1 or least >= 1:
+    if tree == GENERIC:
         return tree
-    if levels == 0:
+    questions = []  # what to ask before the leaf, and on which side it is
+    single = {row.features["queries_per_seq"] == 1 for row in rows}
+    low, high = bounds.get("queries_per_seq", (0, math.inf))
+    if len(single) == 1 and low < 1 < high:
+        questions.append(("queries_per_seq", 1, single == {True}))
+    by_dim = [[row.features["rows_per_sm"] for row in rows if row.features["head_dim"] == dim] for dim in {row.features["head_dim"] for row in rows}]
+    most = 3 * min(map(max, by_dim))  # powers of two: anything between two and four
+    if most < bounds.get("rows_per_sm", (0, math.inf))[1]:
+        questions.append(("rows_per_sm", most, True))
+    if len(questions) > levels:
         return GENERIC
-    return ["queries_per_seq", 1, tree, GENERIC] if single == {True} else ["queries_per_seq", 1, GENERIC, tree]
+    for name, threshold, at_or_below in questions:
+        tree = [name, threshold, tree, GENERIC] if at_or_below else [name, threshold, GENERIC, tree]
+    return tree
 
 
 def regrets(rows: Sequence[Measured], tree: list | str) -> dict[str, float]:
