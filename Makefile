@@ -19,7 +19,7 @@ help:
 	@echo "make test      run the test suite: interpreter, compile and engine rings, on either end of the supported versions"
 	@echo "make check     ruff and pyright"
 	@echo "make sanitize  watch each kernel with compute-sanitizer's memcheck, synccheck and racecheck (a GPU)"
-	@echo "make test-gpu  run the GPU ring; PY=python3 takes an environment of yours, with torch, triton, pytest and hypothesis"
+	@echo "make test-gpu  run the GPU ring; PY=python3 takes an environment of yours, with torch, triton, pytest, pytest-xdist and hypothesis"
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -82,8 +82,9 @@ check: $(VENV)/.ready
 	$(BIN)/pyright
 
 PY ?= $(BIN)/python
+GPU_JOBS ?= 8
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
-	PYTHONPATH=src $(PY) -m pytest tests/gpu tests/kernels
+	PYTHONPATH=src $(PY) -m pytest -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/integrations
 
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --error-exitcode 1
 sanitize: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
