@@ -19,9 +19,10 @@ LAYERS = (  # a module imports from its own layer or from those above it in this
     ("quire.api", "quire.ops"),
     ("quire.service",),
     ("quire",),
-    ("quire.integrations", "quire.bench", "quire.distributed"),
+    ("quire.integrations", "quire.bench"),
     ("quire.check", "quire.env", "quire.generate", "quire.tuning.sweep", "quire.tuning.fit", "quire.tuning.command"),
     ("quire.cli",),
+    ("quire.__main__",),
 )
 BESIDE = {  # what these may import, and nothing else
     "quire.reference": {"quire.spec", "quire.batch", "quire.cache", "quire.state"},
