@@ -142,7 +142,10 @@ def refit(path: Path, place: Path, console) -> int:
         console.print(f"left out, since the sweep has no such cases any more: {', '.join(sorted(gone))}", highlight=False)
     tree = fitted(chosen, records, traits)
     tree["fitted_on"] |= {"judged": "by the sweep's own times"}
-    keep(tree, prove(chosen, records, tree, traits, partial(Remembered, records), 0), place, console)
+    judged = [job for job in chosen if (found := contenders(job.case, records, tree, traits)) and not Remembered(records, job.case).check(found["tuned"])]
+    if len(judged) < len(chosen):
+        console.print(f"not judged, since the records lack the tree's choice: {len(chosen) - len(judged)} cases", highlight=False)
+    keep(tree, prove(judged, records, tree, traits, partial(Remembered, records), 0), place, console)
     return 0
 
 
@@ -216,7 +219,8 @@ def fitted(chosen: list[Job], records: Records, traits: Traits) -> dict:
     choices = kernel_rows(train, records, traits)
     rows = tile_rows(train, records, traits, fit_tree(choices, KERNEL_LEVELS) if choices else GENERIC)
     tiles = within_what_was_seen(fit_tree(rows), rows)
-    kernels = fit_tree(kernel_rows(train, records, traits, tiles), KERNEL_LEVELS) if choices else GENERIC
+    choices = choices and kernel_rows(train, records, traits, tiles)
+    kernels = within_what_was_seen(fit_tree(choices, KERNEL_LEVELS), choices, KERNEL_LEVELS) if choices else GENERIC
     kept = {key: records.header[key] for key in ("device", "torch", "triton", "commit", "date", "quick") if key in records.header}
     facts = kept | {"cases": len(train), "held_out": len(measured) - len(train), "tiles_alone": regrets(rows, tiles)}
     return {
