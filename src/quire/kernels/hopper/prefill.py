@@ -52,27 +52,15 @@ def attend(
     GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
     """Attend with one warpgroup to the tiles that are fetched, and write the results of each block."""
-    if k_ring.tiles.dtype.primitive_bitwidth == 8:
-        attend_in_fp8(wg, q_ring, k_ring, v_ring, notes, scoring, outputs, stride_scale, GROUP, BLOCK_T, SCORE_MOD)
-    else:
-        attend_in_16_bits(wg, q_ring, k_ring, v_ring, notes, scoring, outputs, stride_scale, GROUP, BLOCK_T, SCORE_MOD)
-
-
-@gluon.jit
-def attend_in_16_bits(
-    wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, stride_scale,
-    GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
-):  # fmt: skip
-    """Attend with products in float16 or bfloat16."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
-    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
     element: gl.constexpr = k_ring.tiles.dtype
+    IN_FP8: gl.constexpr = element.primitive_bitwidth == 8
+    DEPTH: gl.constexpr = 256 // element.primitive_bitwidth  # numbers that one instruction multiplies and adds up
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
+    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, DEPTH])
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
 
     block_i = 0
     tile_i = 0
@@ -89,37 +77,17 @@ def attend_in_16_bits(
         if element == q_ring.tiles.dtype:
             q = q_ring.tiles.index(slot).slice(wg * ROWS, ROWS)
         else:
-            q, shrunk = narrow(q_ring.tiles.index(slot), element, wg * ROWS, 14, OF_SCORES)
+            q, shrunk = narrow(q_ring.tiles.index(slot), element, wg * ROWS, 7 if IN_FP8 else 14, OF_SCORES)
             scale *= shrunk
-        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
-        denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
-        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, OF_OUT)
-
-        k = k_ring.tiles.index(wait_full(k_ring, tile_i))
-        scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        release(k_ring, tile_i)
-        p, m, denom, _ = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD)
-        p = gl.convert_layout(p.to(element), OF_P)
-        for i in range(tile_i + 1, tile_i + num_tiles):
-            tile -= 1
-            k = k_ring.tiles.index(wait_full(k_ring, i))
-            scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            v = v_ring.tiles.index(wait_full(v_ring, i - 1))
-            acc = warpgroup_mma(p, v, acc, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-            release(k_ring, i)
-            # The other warpgroup's softmax runs beside these two products. (One's own beside the second of them was slower.)
-            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-            release(v_ring, i - 1)
-            p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
-            p = gl.convert_layout(p.to(element), OF_P)
+        if IN_FP8:
+            acc, m, denom = attend_block_in_fp8(
+                q, k_ring, v_ring, tile_i, tile, num_tiles, rows, cols, block, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T, SCORE_MOD
+            )
+        else:
+            acc, m, denom = attend_block(
+                q, k_ring, v_ring, tile_i, tile, num_tiles, rows, cols, block, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T, SCORE_MOD
+            )
         tile_i += num_tiles
-        v = v_ring.tiles.index(wait_full(v_ring, tile_i - 1))
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-        release(v_ring, tile_i - 1)
         if outputs.v_scale_ptr is not None:
             acc = acc * gl.load(outputs.v_scale_ptr + block.head // GROUP * stride_scale)
         finish(wg, acc, m, denom, q_ring, block_i, block, rows, outputs, BLOCK_T)
@@ -129,62 +97,82 @@ def attend_in_16_bits(
 
 
 @gluon.jit
-def attend_in_fp8(
-    wg: gl.constexpr, q_ring, k_ring, v_ring, notes, scoring, outputs, stride_scale,
-    GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+def empty_state(OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Return the state over no keys."""
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
+    denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+    return gl.zeros([ROWS, HEAD_DIM], gl.float32, OF_OUT), m, denom
+
+
+@gluon.jit
+def attend_block(
+    q, k_ring, v_ring, tile_i, tile, num_tiles, rows, cols, block, slopes, scale, scoring,
+    OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
-    """Attend with products in fp8, to tiles of keys as they come and of values on their side.
+    """Return the state of a block's rows over its tiles of keys, from `tile` down, the first being the tile_i-th use of the rings."""
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
+    element: gl.constexpr = k_ring.tiles.dtype
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    acc, m, denom = empty_state(OF_SCORES, OF_OUT, k_ring.tiles.shape[2])
+    k = k_ring.tiles.index(wait_full(k_ring, tile_i))
+    scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    release(k_ring, tile_i)
+    p, m, denom, _ = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD)
+    p = gl.convert_layout(p.to(element), OF_P)
+    for i in range(tile_i + 1, tile_i + num_tiles):
+        tile -= 1
+        k = k_ring.tiles.index(wait_full(k_ring, i))
+        scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        v = v_ring.tiles.index(wait_full(v_ring, i - 1))
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        release(k_ring, i)
+        # The other warpgroup's softmax runs beside these two products. (One's own beside the second of them was slower.)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        release(v_ring, i - 1)
+        p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
+        p = gl.convert_layout(p.to(element), OF_P)
+    last = tile_i + num_tiles - 1
+    v = v_ring.tiles.index(wait_full(v_ring, last))
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    release(v_ring, last)
+    return acc, m, denom
+
+
+@gluon.jit
+def attend_block_in_fp8(
+    q, k_ring, v_ring, tile_i, tile, num_tiles, rows, cols, block, slopes, scale, scoring,
+    OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+):  # fmt: skip
+    """As `attend_block`, with products in fp8 of keys as they come and of values on their side.
 
     The matrix unit adds fp8 products up with 14 bits or so: a tile's are added to the others in float32. Products are short beside the softmax, and
     accumulators of three kinds would not fit the registers: one's own products run one after the other, the other warpgroup's softmax beside them.
     """
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
-    HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
-    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
-    element: gl.constexpr = k_ring.tiles.dtype
-    rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
-    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
+    LIFT: gl.constexpr = 8.0  # probabilities are at most 2^8, so that small ones keep their bits
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
-    no_out = gl.zeros([ROWS, HEAD_DIM], gl.float32, OF_OUT)
-
-    block_i = 0
-    tile_i = 0
-    slot = wait_full(q_ring, block_i)
-    block = read_note(notes, slot)
-    while block.q_len > 0:
-        tile, num_tiles = span(block, scoring.back, scoring.ahead, BLOCK_T, BLOCK_N)
-        slopes = None
-        if scoring.slopes_ptr is not None:
-            slopes = gl.load(scoring.slopes_ptr + block.head + rows // BLOCK_T).to(gl.float32)
-        q, scale = narrow(q_ring.tiles.index(slot), element, wg * ROWS, 7, OF_SCORES)
-        scale *= scoring.scale
-        if scoring.k_scale_ptr is not None:
-            scale *= gl.load(scoring.k_scale_ptr + block.head // GROUP * stride_scale)
-        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
-        denom = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
-        acc = no_out
-        for i in range(tile_i, tile_i + num_tiles):
-            k = k_ring.tiles.index(wait_full(k_ring, i))
-            scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            release(k_ring, i)
-            p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, 8.0, BLOCK_T, SCORE_MOD)
-            p = gl.convert_layout(in_fours(p.to(element)), OF_P)
-            v = v_ring.tiles.index(wait_full(v_ring, i))
-            part = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
-            part = warpgroup_mma_wait(0, deps=[part])
-            release(v_ring, i)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + part
-            tile -= 1
-        tile_i += num_tiles
-        if outputs.v_scale_ptr is not None:
-            acc = acc * gl.load(outputs.v_scale_ptr + block.head // GROUP * stride_scale)
-        finish(wg, acc, m - 8.0, denom, q_ring, block_i, block, rows, outputs, BLOCK_T)
-        block_i += 1
-        slot = wait_full(q_ring, block_i)
-        block = read_note(notes, slot)
+    no_out, m, denom = empty_state(OF_SCORES, OF_OUT, k_ring.tiles.shape[2])
+    acc = no_out
+    for i in range(tile_i, tile_i + num_tiles):
+        k = k_ring.tiles.index(wait_full(k_ring, i))
+        scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        release(k_ring, i)
+        p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD)
+        p = gl.convert_layout(in_fours(p.to(k_ring.tiles.dtype)), OF_P)
+        v = v_ring.tiles.index(wait_full(v_ring, i))
+        part = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
+        part = warpgroup_mma_wait(0, deps=[part])
+        release(v_ring, i)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + part
+        tile -= 1
+    return acc, m - LIFT, denom
 
 
 @gluon.jit
