@@ -100,6 +100,14 @@ def in_fours(x):
 
 
 @gluon.jit
+def to_fp8(x):
+    """Round float32 to e4m3, four numbers that a thread has side by side at once: Triton takes one at a time out of the pairs that the GPU makes."""
+    pack: gl.constexpr = """{ .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"""
+    return gl.inline_asm_elementwise(pack, "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
 def narrow(q, element: gl.constexpr, FIRST: gl.constexpr, PEAK: gl.constexpr, OF_SCORES: gl.constexpr):
     """Turn a warpgroup's queries, in the rows of a tile from FIRST on, into another element where they lie, each row times the power of two that brings its
     largest number to 2^PEAK or above, below twice that; return the tile, and one over those powers.

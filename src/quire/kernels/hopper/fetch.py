@@ -32,6 +32,8 @@ def fetch(
     tile_i = 0
     edge_i = 0
     k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the copy engine
+    k_row, k_col = kv.k_head // kv.k_slot, kv.k_head % kv.k_slot  # one of them is 0
+    v_row, v_col = kv.v_head // kv.v_slot, kv.v_head % kv.v_slot
     lane = gl.arange(0, 32, ONE_WARP)
     ends = block_ends(cu_seqlens_q, 0, num_seqs, few, BLOCK_T)
     num_blocks = count_blocks(ends, cu_seqlens_q, num_seqs, few, BLOCK_T)
@@ -51,6 +53,13 @@ def fetch(
         else:
             first_pos = gl.load(kv.query_offsets + seq)
         block = Block(head, token, q_start, q_len, first_pos, seq_len)
+        if kv.cu_pages is None:
+            row = kv.page_table + seq.to(gl.int64) * stride_table
+        else:
+            row = kv.page_table + gl.load(kv.cu_pages + seq)
+        kv_low, kv_high = keys_of(block, back, ahead)
+        tile, left = span(block, back, ahead, BLOCK_T, BLOCK_N)
+        pages = pages_of(row, tile * BLOCK_N + lane * BOX, tile * BLOCK_N + BLOCK_N, kv_low, kv_high, PAGE_SIZE, BOX)
         slot = acquire(q_ring, block_i)
         write_note(notes, slot, block)
         expect(q_ring.full, slot, BLOCK_ROWS * Q_BYTES)
@@ -58,32 +67,25 @@ def fetch(
             at, col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
             copy_rows(q_desc, at, col, q_ring.full.index(slot), q_ring.tiles.index(slot), first, Q_BOX)
 
-        if kv.cu_pages is None:
-            row = kv.page_table + seq.to(gl.int64) * stride_table
-        else:
-            row = kv.page_table + gl.load(kv.cu_pages + seq)
-        kv_low, kv_high = keys_of(block, back, ahead)
-        offs_k, offs_v = head // GROUP * kv.k_head, head // GROUP * kv.v_head
-        tile, left = span(block, back, ahead, BLOCK_T, BLOCK_N)
+        kv_head = head // GROUP
         while left > 0:
-            pages = ()
-            for first in gl.static_range(0, BLOCK_N, BOX):  # all on their way before the first is used
-                pos = tile * BLOCK_N + first
-                pages = pages + (gl.load(row + pos // PAGE_SIZE, mask=(pos + BOX > kv_low) & (pos < kv_high), other=0).to(gl.int32),)
-            # The next block is drawn behind the last tile's page numbers: no sooner, since other programs may be done before this one.
-            drawn = gl.atomic_add(counter + lane, gl.full([32], 1, gl.int32, ONE_WARP), mask=(lane == 0) & (left == 1))
+            here = ()
+            for i in gl.static_range(BLOCK_N // BOX):
+                here = here + (gl.sum(gl.where(lane == i, pages, 0), 0),)
+            # The next tile's are on their way while this one's are used. So is the next block, no sooner: other programs may be done before this one.
+            pos = (tile - 1) * BLOCK_N
+            pages = pages_of(row, pos + lane * BOX, gl.where(left > 1, pos + BLOCK_N, pos), kv_low, kv_high, PAGE_SIZE, BOX)
+            drawn = gl.atomic_add(counter + lane, gl.full([32], 1, gl.int32, ONE_WARP), mask=(lane == 0) & (left == 1), sem="relaxed")
             slot = acquire(k_ring, tile_i)
             expect(k_ring.full, slot, BLOCK_N * BYTES)
-            k_row, k_col = offs_k // kv.k_slot, offs_k % kv.k_slot
-            copy_tile(k_desc, k_ring, slot, k_ring.full.index(slot), pages, tile * BLOCK_N, k_page, k_row, k_col, PAGE_SIZE, BOX)
+            copy_tile(k_desc, k_ring, slot, k_ring.full.index(slot), here, tile * BLOCK_N, k_page, kv_head * k_row, kv_head * k_col, PAGE_SIZE, BOX)
             slot = acquire(v_ring, tile_i)
             barrier = slot
             if not CONVERTED:
                 seen = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
                 barrier = gl.where(seen, slot, SLOTS)  # the spare one, where some rows must be zeroed before they are used
             expect(v_ring.full, barrier, BLOCK_N * BYTES)
-            v_row, v_col = offs_v // kv.v_slot, offs_v % kv.v_slot
-            copy_tile(v_desc, v_ring, slot, v_ring.full.index(barrier), pages, tile * BLOCK_N, v_page, v_row, v_col, PAGE_SIZE, BOX)
+            copy_tile(v_desc, v_ring, slot, v_ring.full.index(barrier), here, tile * BLOCK_N, v_page, kv_head * v_row, kv_head * v_col, PAGE_SIZE, BOX)
             if not CONVERTED and barrier == SLOTS:
                 wait(v_ring.full, SLOTS, edge_i)
                 zero_unseen(v_ring.tiles.index(slot), tile * BLOCK_N, kv_low, kv_high)
@@ -137,6 +139,12 @@ def find_block(ends, number, cu_seqlens_q, num_seqs, few, BLOCK_T: gl.constexpr)
         first_block = gl.maximum(first_block, gl.max(gl.where(more <= number, more, 0), 0))
         before = gl.max(more, 0)
     return seq, first_block
+
+
+@gluon.jit
+def pages_of(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
+    """Load the pages of the boxes that begin at positions `pos`, before `stop`, and hold keys from `kv_low` on and before `kv_high`."""
+    return gl.load(row + pos // PAGE_SIZE, mask=(pos < stop) & (pos + BOX > kv_low) & (pos < kv_high), other=0).to(gl.int32)
 
 
 @gluon.jit

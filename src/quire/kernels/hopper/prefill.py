@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.block import NOTE, ROWS, read_note, span
-from quire.kernels.hopper.convert import convert, in_fours, narrow
+from quire.kernels.hopper.convert import convert, in_fours, narrow, to_fp8
 from quire.kernels.hopper.fetch import fetch
 from quire.kernels.hopper.pipeline import make_ring, release, wait_full
 from quire.kernels.primitives import LN2, LOG2E
@@ -165,7 +165,7 @@ def attend_block_in_fp8(
         scores = warpgroup_mma_wait(0, deps=[scores])
         release(k_ring, i)
         p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD)
-        p = gl.convert_layout(in_fours(p.to(k_ring.tiles.dtype)), OF_P)
+        p = gl.convert_layout(to_fp8(in_fours(p)), OF_P)
         v = v_ring.tiles.index(wait_full(v_ring, i))
         part = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
         part = warpgroup_mma_wait(0, deps=[part])
