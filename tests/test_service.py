@@ -52,7 +52,7 @@ def test_every_plan_within_bounds_needs_no_more_than_the_workspace():
                     seqs, tokens = draw.randint(1, num_seqs), draw.randint(1, num_tokens)
                     batch = quire.Batch(torch.zeros(seqs, 1, dtype=torch.int32), torch.zeros(seqs, dtype=torch.int32), torch.zeros(seqs + 1, dtype=torch.int32))
                     plan = decide(spec, batch, traits, draw.randint(1, tokens), draw.randint(1, seq_len), tokens, batch_invariant=invariant)
-                    assert not plan.num_shares or scratch_bytes(plan)[0] <= enough, (bounds, plan)
+                    assert not plan.has_scratch or scratch_bytes(plan)[0] <= enough, (bounds, plan)
 
 
 def test_scratch_does_not_grow_with_sequences_and_lengths():

@@ -27,6 +27,7 @@ PROGRAMS_PER_SM = 16  # more programs than this are never planned for a multipro
 SHORT_CONTEXT = 1024  # keys, up to which the Hopper kernel has programs of one warpgroup (NVIDIA H200, 2026-11-21)
 BLOCK_COUNTER = 128  # bytes, a line of the cache: what follows begins at one
 CHUNK = 256  # keys between the borders of a batch-invariant sum
+LEAST_TILES, MOST_PARTS = 2, 15  # of the keys of a block of the Hopper kernel, where they are cut
 MAX_SPLITS = 128  # of one sequence's keys, where the caller chooses
 
 
@@ -50,6 +51,7 @@ class Plan:
         chunk: keys of a state of its own, where results do not depend on the rest of the batch; else 0.
         workspace: the memory that `scratch` lies in.
         fast: configuration of the Hopper kernel; None for other kernels.
+        num_parts: into how many parts the keys of each of its blocks are cut, to be merged by a second launch; 1 where they are not.
         beside: the plan of a second launch, which runs beside the Hopper kernel and serves the sequences of at most `few` queries; None where there is none.
         few: as said; 0 where one launch serves all sequences.
         prepared: launches made so far, each ready to be made again with other tensors of the same strides.
@@ -70,6 +72,7 @@ class Plan:
     chunk: int = 0
     workspace: torch.Tensor | None = None
     fast: FastTile | None = None
+    num_parts: int = 1
     beside: "Plan | None" = None
     few: int = 0
     prepared: dict[tuple, Any] = field(default_factory=dict)
@@ -134,7 +137,9 @@ class Plan:
 
     def num_items(self, num_tokens: int) -> int:
         """Return how many blocks of the Hopper kernel `num_tokens` query tokens need at most, over all heads."""
-        return (num_tokens // self.fast.block_t + self.batch.num_seqs) * (self.spec.num_q_heads // self.fast.heads) if num_tokens else 0
+        num_seqs, block_t = self.batch.num_seqs, self.fast.block_t
+        blocks = min(num_tokens // block_t + num_seqs, num_seqs * triton.cdiv(self.max_query_len, block_t)) if num_tokens else 0
+        return blocks * (self.spec.num_q_heads // self.fast.heads)
 
     def __repr__(self) -> str:
         shape = f"{self.batch.num_seqs} sequences, at most {self.max_query_len} queries and {self.max_seq_len} keys each"
@@ -144,9 +149,10 @@ class Plan:
         if self.fast is not None:
             f = self.fast
             beside = "" if self.beside is None else f"; sequences of at most {self.few} queries beside it, by {self.beside!r}"
+            parts = "" if self.num_parts == 1 else f", their keys in {self.num_parts} parts"
             return (
                 f"Plan(kernel={self.kernel!r}: {shape}; blocks of {f.block_t} queries × {f.heads} heads, tiles of {f.block_n} keys, "
-                f"{f.num_stages} stages{', products in fp8' * f.in_fp8}, {self.num_items(self.num_tokens)} blocks; {self.why}; "
+                f"{f.num_stages} stages{', products in fp8' * f.in_fp8}, {self.num_items(self.num_tokens)} blocks{parts}; {self.why}; "
                 f"scales per token and tensors that the copy engine cannot address: kernel 'triton', tile {t.block_m} rows × {t.block_n} keys{beside})"
             )
         parts = f"{self.num_shares} shares" if self.num_shares else f"{self.num_q_blocks(self.num_tokens)} blocks"
@@ -261,8 +267,10 @@ def decide(
         if kernel == "hopper":
             raise UnsupportedError(f"kernel must be 'triton' or left out here, got 'hopper', which does not serve {fast}")
         return decided
-    if kernel == "hopper" or (kernel is None and num_shares == 0 and prefers_hopper(spec, traits, *seen)):
-        decided = replace(decided, kernel="hopper", num_shares=0, fast=fast)
+    prompts = replace(decided, kernel="hopper", num_shares=0, fast=fast)
+    num_parts = choose_parts(prompts)
+    if kernel == "hopper" or (kernel is None and (num_parts > 1 or (num_shares == 0 and prefers_hopper(spec, traits, *seen)))):
+        decided = replace(prompts, num_parts=num_parts)
         # Decoding sequences between prompts are read as if they were alone. Where all lengths can be alike, there are none.
         few = max(1, 16 // spec.group_size)
         if batch.num_seqs > 1 and num_tokens < batch.num_seqs * max_query_len and max_query_len > few:
@@ -271,6 +279,16 @@ def decide(
                 short = max_query_len <= SHORT_CONTEXT and max_seq_len <= 4 * SHORT_CONTEXT  # they may have the longest
                 return replace(decided, fast=fast_tile(spec, traits, short), beside=replace(beside, few=few), few=few)
     return decided
+
+
+def choose_parts(decided: Plan) -> int:
+    """Return into how many parts the Hopper kernel cuts the keys of its blocks, which alone would leave half of the device idle; 1 to leave them whole."""
+    num_items = decided.num_items(decided.num_tokens)
+    unequal = decided.num_tokens < decided.batch.num_seqs * decided.max_query_len  # perhaps with sequences that are decoding
+    if unequal or decided.max_query_len < decided.fast.block_t or decided.max_seq_len <= SHORT_CONTEXT or num_items == 0:
+        return 1
+    most = decided.max_seq_len // (LEAST_TILES * decided.fast.block_n)
+    return max(1, min(decided.traits.num_sms // num_items, most, MOST_PARTS))
 
 
 def max_units(decided: Plan) -> int:
@@ -283,11 +301,19 @@ def scratch_bytes(decided: Plan) -> tuple[int, int]:
     if decided.beside is not None:
         return scratch_bytes(decided.beside)
     spec = decided.spec
+    if decided.fast is not None:
+        counters = counter_bytes(decided.traits, 0)
+        return counters + 4 * rows_of_parts(decided) * (spec.head_dim_v + 1), counters
     num_slots = max_units(decided) if decided.chunk else 2 * decided.num_shares
     # One from which blocks are drawn, two for each program. All parts are whole lines, and no batch's size decides what is compiled.
     counters = counter_bytes(decided.traits, decided.num_shares * spec.num_kv_heads)
     rows = 32 * triton.cdiv(num_slots * spec.num_kv_heads * decided.partial_rows, 32)
     return counters + 4 * rows * (spec.head_dim_v + 2), counters
+
+
+def rows_of_parts(decided: Plan) -> int:
+    """Return the rows of the states of parts: those of as many blocks as run at once, whatever the bounds."""
+    return 64 * decided.fast.num_warpgroups * decided.traits.num_sms if decided.num_parts > 1 else 0
 
 
 def counter_bytes(traits: Traits, num_programs: int) -> int:
@@ -310,7 +336,8 @@ def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
     elif counters > counter_bytes(decided.traits, spec.num_kv_heads):
         raise ValueError(f"num_splits must leave at most {PROGRAMS_PER_SM} programs per multiprocessor with a workspace, got {decided.num_shares} shares")
     if decided.fast is not None:
-        drawn = Scratch(None, None, None, workspace[:BLOCK_COUNTER].view(torch.int32))
+        states, split = workspace[counters:num_bytes].view(torch.float32), rows_of_parts(decided) * spec.head_dim_v
+        drawn = Scratch(states[:split], states[split:], None, workspace[:BLOCK_COUNTER].view(torch.int32))
         beside = decided.beside and with_scratch(decided.beside, workspace)
         return replace(decided, workspace=workspace, scratch=drawn, beside=beside, prepared={})
     rows = (num_bytes - counters) // (4 * (spec.head_dim_v + 2))

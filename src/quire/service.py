@@ -160,7 +160,8 @@ def name(plan: Plan) -> str:
     tile, batch, fast = plan.tile, plan.batch, plan.fast
     if fast is not None:
         beside = "" if plan.beside is None else f"; beside it {name(plan.beside)}"
-        return f"hopper {fast.block_t} × {fast.block_n}, {fast.num_warpgroups} warpgroups, {fast.num_stages} stages{', products in fp8' * fast.in_fp8}{beside}"
+        extra = ", products in fp8" * fast.in_fp8 + ", keys in parts" * (plan.num_parts > 1) + beside
+        return f"hopper {fast.block_t} × {fast.block_n}, {fast.num_warpgroups} warpgroups, {fast.num_stages} stages{extra}"
     words = [
         f"{'shares' if plan.num_shares else 'blocks'} {tile.block_m} × {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages",
         "one query each" if batch.cu_seqlens_q is None else "one query at most" if plan.max_query_len <= 1 else "queries",

@@ -18,6 +18,7 @@ LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50), (33, 33), (31, 129))
 
 
+E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 LONG = 5000  # keys, a bound for which programs have two warpgroups
 
 
@@ -100,6 +101,44 @@ def test_sums_of_products_in_fp8_are_float32():
     torch.testing.assert_close(out, p.cache.v_scale.to(out.dtype).repeat_interleave(spec.group_size)[None, :, None].expand_as(out), atol=0, rtol=8e-3)
 
 
+@pytest.mark.parametrize("extra", [
+    {}, {"sinks": True, "softcap": 20.0, "alibi": True}, {"sliding_window": 700}, {"causal": False}, {"head_dim": 64, "sinks": True}, {"dtype": torch.float16},
+    {"head_dim": 256}, E4M3, E4M3 | {"allow_fp8": True}, {"num_q_heads": 12},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("lens", [((64, 16384),), ((33, 3000), (70, 1100), (1, 9), (0, 50))], ids=str)
+def test_keys_cut_into_parts(lens, extra):
+    """A sequence with fewer tiles than parts, one without queries, and windows that leave parts empty are among them."""
+    spec = quire.AttentionSpec(**LLAMA | extra)
+    p = make_problem(spec, lens, device="cuda")
+    plan = quire.plan(spec, p.batch, **p.bounds | {"num_tokens": None}, kernel="hopper")
+    assert plan.num_parts > 1, plan
+    first = None
+    for _ in range(20):
+        state = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+        assert first is None or (torch.equal(first.out, state.out) and torch.equal(first.lse, state.lse))
+        first = state
+    verdict = error_budget(p, first)
+    assert verdict.passed, (plan, verdict)
+    assert torch.equal(quire.attention(p.q, p.cache, plan, **p.tables), first.out)
+
+
+def test_a_captured_graph_of_parts_leaves_tokens_of_no_sequence_alone():
+    spec = quire.AttentionSpec(**LLAMA)
+    p = make_problem(spec, ((64, 6000),), device="cuda")
+    plan = quire.plan(spec, p.batch, **p.bounds, kernel="hopper")
+    out = torch.empty_like(p.q)
+    quire.attention(p.q, p.cache, plan, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quire.attention(p.q, p.cache, plan, out=out)
+    for q_len, seq_len in ((64, 6000), (40, 1000), (1, 70), (0, 0), (64, 64)):
+        p.batch.cu_seqlens_q[1], p.batch.seq_lens[0] = q_len, seq_len
+        out.fill_(7.0)
+        graph.replay()
+        expected = quire.attention(p.q, p.cache, quire.plan(spec, p.batch, **p.bounds, kernel="triton"), out=torch.full_like(out, 7.0))
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
 def test_scales_of_tokens_go_to_the_portable_kernel():
     assert_right(quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn), MIXED, scales="token")
 
@@ -165,9 +204,6 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(most):
         graph.replay()
         verdict = error_budget(big, state)
         assert verdict.passed, (lens, verdict)
-
-
-E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 
 
 @pytest.mark.parametrize(("extra", "bound"), [

@@ -11,7 +11,7 @@ import torch
 
 import quire
 from quire.cli import main
-from quire.plan import decide
+from quire.plan import decide, scratch_bytes
 from quire.targets import TARGETS
 from quire.tuning import select as trees
 from quire.tuning.select import features_of, load_tree, prefers_hopper, rounded, select, walk
@@ -170,3 +170,19 @@ def test_which_configuration_of_the_hopper_kernel_serves_a_spec():
         ("head_dim 256, 256 of a float8_e4m3fn cache", {"head_dim": 256, "head_dim_v": 256, **fp8}), ("head_dim 80", {"head_dim": 80, "head_dim_v": 80}),
     ):  # fmt: skip
         assert reason in tile(**changes), tile(**changes)
+
+
+def test_keys_are_cut_where_blocks_of_prompts_are_few():
+    def parts(max_query_len, max_seq_len, num_seqs=1, num_tokens=None, **options):
+        starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
+        batch = quire.Batch(torch.zeros(num_seqs, 1, dtype=torch.int32), starts[1:], starts)
+        return decide(SPEC, batch, replace(TRAITS, num_sms=128), max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len, **options)
+
+    chunk = parts(64, 16384)
+    assert (chunk.kernel, chunk.num_parts, chunk.num_shares) == ("hopper", 8, 0) and "their keys in 8 parts" in repr(chunk)
+    assert scratch_bytes(chunk) == scratch_bytes(parts(128, 9999)) != scratch_bytes(parts(512, 16384))
+    assert parts(64, 2048).num_parts == 8 and parts(64, 1200).num_parts == 4  # two tiles each at least
+    assert [parts(n, 16384).num_parts for n in (31, 32, 128, 256, 512, 4096)] == [1, 15, 4, 2, 1, 1]
+    assert parts(64, 16384, num_seqs=2).num_parts == 4
+    assert parts(64, 16384, num_seqs=3, num_tokens=70).num_parts == 1  # some of them may be decoding
+    assert parts(64, 1024).num_parts == parts(64, 16384, batch_invariant=True).num_parts == parts(64, 16384, kernel="triton").num_parts == 1

@@ -23,7 +23,8 @@ FEW = [job for job in jobs(quick=True) if "Llama-3-8B" in job.case.name or "70B"
 def made_up_time(case, config) -> float:
     """Decode likes 64 keys and three programs, long contexts 128 keys; prompts like the Hopper kernel beyond 128 queries."""
     if config == HOPPER:
-        return 9.0 if case.bounds["max_query_len"] > 128 else 30.0
+        queries, keys = case.bounds["max_query_len"], case.bounds["max_seq_len"]
+        return 9.0 if queries > 128 or (queries >= 32 and keys > 1024) else 30.0  # the second where it cuts keys into parts
     likes = 128 if case.bounds["max_seq_len"] > 4096 else 64
     off = abs(config.block_n - likes) / 32 + abs(config.programs_per_sm - 3) + abs(config.num_stages - 3) + abs(config.num_warps - 4) / 4
     return 10.0 + off + (abs(config.block_m - 64) / 16 if case.bounds["max_query_len"] > 16 else 0)

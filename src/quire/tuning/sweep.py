@@ -369,11 +369,14 @@ def header(device: str, traits: Traits, quick: bool, chosen: Sequence[Job], fact
 def choice(case: Case, tree: dict, traits: Traits) -> Config:
     """Return the configuration that plans would have for a case with a tree."""
     seen, lens, bounds = features(case, traits), torch.zeros(len(case.lens) + 1, dtype=torch.int32), case.bounds
+    batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], lens)
+    asked = case.spec, batch, traits, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"]
+    if decide(*asked).num_parts > 1:  # whatever a tree says
+        return HOPPER
     tile = tile_of(decision(tree["attention"], seen, "attention"), case, traits)
     if bounds["max_query_len"] == 1 or isinstance(fast_tile(case.spec, traits, short=False), str) or not decision(tree["hopper"], seen, "hopper"):
         return tile
-    batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], lens)
-    plan = decide(case.spec, batch, traits, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"], tile=tile)
+    plan = decide(*asked, tile=tile)
     return tile if plan.num_shares else HOPPER
 
 

@@ -1,4 +1,4 @@
-"""A block of rows: what it is, which tiles of keys it sees, and how the warp that fetches tells the warpgroups, by a note in shared memory."""
+"""A block of rows, or a part of its keys: what it is, which tiles it sees, and how the warp that fetches tells the warpgroups, by a note in shared memory."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 ROWS = gl.constexpr(64)  # of a warpgroup, which are all of a block or half of it
-NUMBERS, NOTE = gl.constexpr(6), gl.constexpr(8)  # of a block, and the words of shared memory that they are given
+NUMBERS, NOTE = gl.constexpr(9), gl.constexpr(16)  # of a block, and the words of shared memory that they are given
 
 
 class Block(NamedTuple):
@@ -18,16 +18,21 @@ class Block(NamedTuple):
     q_len: Any  # the sequence's queries
     first_pos: Any  # of the sequence's first query among its keys
     seq_len: Any  # the sequence's keys
+    tile: Any  # the last tile of keys, which is the first to be attended to
+    num_tiles: Any  # one at least
+    part: Any  # of the keys that the block sees
 
 
 @gluon.jit
-def span(block, back, ahead, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return the last tile of keys that any query of the block sees, and how many there are, one at least."""
-    kv_start = gl.maximum(block.first_pos + block.token - back, 0)
-    kv_stop = gl.minimum(block.first_pos + gl.minimum(block.token + BLOCK_T, block.q_len) + ahead, block.seq_len)
+def span(token, q_len, first_pos, seq_len, back, ahead, part, num_parts, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return the last tile of a part of the keys that any query of a block sees, and how many the part has, one at least: else one that nobody sees."""
+    kv_start = gl.maximum(first_pos + token - back, 0)
+    kv_stop = gl.minimum(first_pos + gl.minimum(token + BLOCK_T, q_len) + ahead, seq_len)
     start = kv_start // BLOCK_N
     stop = gl.maximum((kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)
-    return stop - 1, stop - start
+    low = start + (stop - start) * part // num_parts
+    high = start + (stop - start) * (part + 1) // num_parts
+    return gl.where(high > low, high - 1, stop), gl.maximum(high - low, 1)
 
 
 @gluon.jit

@@ -9,14 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from quire.kernels.hopper.block import ROWS, keys_of, read_note, span
+from quire.kernels.hopper.block import ROWS, keys_of, read_note
 from quire.kernels.hopper.pipeline import acquire, fill, reinterpret, release, wait_full
 
 EACH = gl.constexpr(32)  # elements that a thread converts at once
 
 
 @gluon.jit
-def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_T: gl.constexpr):
+def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead):
     """Turn the tiles of bytes that are fetched into what the matrix unit is given, with one warpgroup."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     IN_FP8: gl.constexpr = k_ring.tiles.dtype == k_bytes.tiles.dtype
@@ -25,17 +25,16 @@ def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_
     block = read_note(notes, wait_full(q_ring, block_i))
     while block.q_len > 0:
         kv_low, kv_high = keys_of(block, back, ahead)
-        tile, num_tiles = span(block, back, ahead, BLOCK_T, BLOCK_N)
-        for i in range(tile_i, tile_i + num_tiles):
-            pos = tile * BLOCK_N
+        pos = block.tile * BLOCK_N
+        for i in range(tile_i, tile_i + block.num_tiles):
             if not IN_FP8:
                 convert_tile(k_bytes, k_ring, i, pos, kv_low, kv_high, False)  # scores are masked
             if (pos >= kv_low) & (pos + BLOCK_N <= kv_high):
                 convert_values(v_bytes, v_ring, i, pos, kv_low, kv_high, IN_FP8, False)
             else:
                 convert_values(v_bytes, v_ring, i, pos, kv_low, kv_high, IN_FP8, True)
-            tile -= 1
-        tile_i += num_tiles
+            pos -= BLOCK_N
+        tile_i += block.num_tiles
         block_i += 1
         block = read_note(notes, wait_full(q_ring, block_i))
 

@@ -14,7 +14,7 @@ SEQS = gl.constexpr(128)  # sequences looked at at once
 
 @gluon.jit
 def fetch(
-    q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back, ahead, stride_table, stride_q_head,
+    q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, num_parts, back, ahead, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Draw blocks until there are none, and have their queries, keys and values copied: to the rings of their bytes, where they are to be converted."""
@@ -37,11 +37,12 @@ def fetch(
     lane = gl.arange(0, 32, ONE_WARP)
     ends = block_ends(cu_seqlens_q, 0, num_seqs, few, BLOCK_T)
     num_blocks = count_blocks(ends, cu_seqlens_q, num_seqs, few, BLOCK_T)
-    num_items = num_blocks * HEAD_BLOCKS
+    num_items = num_blocks * HEAD_BLOCKS * num_parts
     item = gl.program_id(0)
     while item < num_items:
-        number = num_blocks - 1 - item // HEAD_BLOCKS
+        number = num_blocks - 1 - item // (HEAD_BLOCKS * num_parts)
         head = item % HEAD_BLOCKS * HEADS
+        part = item // HEAD_BLOCKS % num_parts
         seq, first_block = find_block(ends, number, cu_seqlens_q, num_seqs, few, BLOCK_T)
         q_start = gl.load(cu_seqlens_q + seq)
         q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
@@ -52,13 +53,13 @@ def fetch(
             first_pos = seq_len - q_len
         else:
             first_pos = gl.load(kv.query_offsets + seq)
-        block = Block(head, token, q_start, q_len, first_pos, seq_len)
+        tile, left = span(token, q_len, first_pos, seq_len, back, ahead, part, num_parts, BLOCK_T, BLOCK_N)
+        block = Block(head, token, q_start, q_len, first_pos, seq_len, tile, left, part)
         if kv.cu_pages is None:
             row = kv.page_table + seq.to(gl.int64) * stride_table
         else:
             row = kv.page_table + gl.load(kv.cu_pages + seq)
         kv_low, kv_high = keys_of(block, back, ahead)
-        tile, left = span(block, back, ahead, BLOCK_T, BLOCK_N)
         pages = pages_of(row, tile * BLOCK_N + lane * BOX, tile * BLOCK_N + BLOCK_N, kv_low, kv_high, PAGE_SIZE, BOX)
         slot = acquire(q_ring, block_i)
         write_note(notes, slot, block)
@@ -100,7 +101,7 @@ def fetch(
     if item == num_items + gl.num_programs(0) - 1:  # the last draw of all: the counter is ready for the next launch
         gl.store(counter, 0)
     slot = acquire(q_ring, block_i)
-    write_note(notes, slot, Block(0, 0, 0, 0, 0, 0))
+    write_note(notes, slot, Block(0, 0, 0, 0, 0, 0, 0, 0, 0))
     expect(q_ring.full, slot, 0)
 
 

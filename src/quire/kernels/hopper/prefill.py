@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.block import NOTE, ROWS, read_note, span
+from quire.kernels.hopper.block import NOTE, ROWS, read_note
 from quire.kernels.hopper.convert import convert, in_fours, narrow, to_fp8
 from quire.kernels.hopper.fetch import fetch
 from quire.kernels.hopper.pipeline import make_ring, release, wait_full
@@ -35,7 +35,7 @@ class Scoring(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where results go."""
+    """Where results go: to the caller, or as states of the parts of the keys, in float32, side by side for each row."""
 
     out_ptr: Any
     lse_ptr: Any
@@ -44,6 +44,7 @@ class Outputs(NamedTuple):
     stride_out_token: Any
     stride_out_head: Any
     stride_lse: Any
+    num_parts: Any
 
 
 @gluon.jit
@@ -67,7 +68,6 @@ def attend(
     slot = wait_full(q_ring, block_i)
     block = read_note(notes, slot)
     while block.q_len > 0:
-        tile, num_tiles = span(block, scoring.back, scoring.ahead, BLOCK_T, BLOCK_N)
         slopes = None
         if scoring.slopes_ptr is not None:
             slopes = gl.load(scoring.slopes_ptr + block.head + rows // BLOCK_T).to(gl.float32)
@@ -81,13 +81,13 @@ def attend(
             scale *= shrunk
         if IN_FP8:
             acc, m, denom = attend_block_in_fp8(
-                q, k_ring, v_ring, tile_i, tile, num_tiles, rows, cols, block, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T, SCORE_MOD
+                q, k_ring, v_ring, tile_i, rows, cols, block, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T, SCORE_MOD
             )
         else:
             acc, m, denom = attend_block(
-                q, k_ring, v_ring, tile_i, tile, num_tiles, rows, cols, block, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T, SCORE_MOD
+                q, k_ring, v_ring, tile_i, rows, cols, block, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T, SCORE_MOD
             )
-        tile_i += num_tiles
+        tile_i += block.num_tiles
         if outputs.v_scale_ptr is not None:
             acc = acc * gl.load(outputs.v_scale_ptr + block.head // GROUP * stride_scale)
         finish(wg, acc, m, denom, q_ring, block_i, block, rows, outputs, BLOCK_T)
@@ -106,23 +106,24 @@ def empty_state(OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, HEAD_DIM: gl.cons
 
 @gluon.jit
 def attend_block(
-    q, k_ring, v_ring, tile_i, tile, num_tiles, rows, cols, block, slopes, scale, scoring,
+    q, k_ring, v_ring, tile_i, rows, cols, block, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
-    """Return the state of a block's rows over its tiles of keys, from `tile` down, the first being the tile_i-th use of the rings."""
+    """Return the state of a block's rows over its tiles of keys, from the last down, which is the tile_i-th use of the rings."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
     element: gl.constexpr = k_ring.tiles.dtype
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
     acc, m, denom = empty_state(OF_SCORES, OF_OUT, k_ring.tiles.shape[2])
+    pos = block.tile * BLOCK_N
     k = k_ring.tiles.index(wait_full(k_ring, tile_i))
     scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(k_ring, tile_i)
-    p, m, denom, _ = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD)
+    p, m, denom, _ = softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD)
     p = gl.convert_layout(p.to(element), OF_P)
-    for i in range(tile_i + 1, tile_i + num_tiles):
-        tile -= 1
+    for i in range(tile_i + 1, tile_i + block.num_tiles):
+        pos -= BLOCK_N
         k = k_ring.tiles.index(wait_full(k_ring, i))
         scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         v = v_ring.tiles.index(wait_full(v_ring, i - 1))
@@ -132,10 +133,10 @@ def attend_block(
         # The other warpgroup's softmax runs beside these two products. (One's own beside the second of them was slower.)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         release(v_ring, i - 1)
-        p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD)
+        p, m, denom, alpha = softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
         p = gl.convert_layout(p.to(element), OF_P)
-    last = tile_i + num_tiles - 1
+    last = tile_i + block.num_tiles - 1
     v = v_ring.tiles.index(wait_full(v_ring, last))
     acc = warpgroup_mma(p, v, acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
@@ -145,7 +146,7 @@ def attend_block(
 
 @gluon.jit
 def attend_block_in_fp8(
-    q, k_ring, v_ring, tile_i, tile, num_tiles, rows, cols, block, slopes, scale, scoring,
+    q, k_ring, v_ring, tile_i, rows, cols, block, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
     """As `attend_block`, with products in fp8 of keys as they come and of values on their side.
@@ -159,19 +160,20 @@ def attend_block_in_fp8(
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
     no_out, m, denom = empty_state(OF_SCORES, OF_OUT, k_ring.tiles.shape[2])
     acc = no_out
-    for i in range(tile_i, tile_i + num_tiles):
+    pos = block.tile * BLOCK_N
+    for i in range(tile_i, tile_i + block.num_tiles):
         k = k_ring.tiles.index(wait_full(k_ring, i))
         scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         release(k_ring, i)
-        p, m, denom, alpha = softmax_step(scores, m, denom, tile * BLOCK_N, rows, cols, block, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD)
+        p, m, denom, alpha = softmax_step(scores, m, denom, pos, rows, cols, block, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD)
         p = gl.convert_layout(to_fp8(in_fours(p)), OF_P)
         v = v_ring.tiles.index(wait_full(v_ring, i))
         part = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
         part = warpgroup_mma_wait(0, deps=[part])
         release(v_ring, i)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + part
-        tile -= 1
+        pos -= BLOCK_N
     return acc, m - LIFT, denom
 
 
@@ -207,47 +209,53 @@ def by_row(factor):
 
 @gluon.jit
 def finish(wg: gl.constexpr, acc, m, denom, q_ring, block_i, block, rows, outputs, BLOCK_T: gl.constexpr):
-    """Normalise a block's results and write them, by way of the shared memory of its queries, which it then releases."""
+    """Normalise a block's results and write them, by way of the shared memory of its queries, which it then releases; states of parts as they lie."""
     element: gl.constexpr = q_ring.tiles.dtype
+    STATES: gl.constexpr = outputs.out_ptr.dtype.element_ty != element
     HEAD_DIM: gl.constexpr = q_ring.tiles.shape[2]
     OF_OUT: gl.constexpr = acc.type.layout
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
-        sink = gl.load(outputs.sinks_ptr + block.head + rows // BLOCK_T).to(gl.float32) * LOG2E
-        m_new = gl.maximum(m, sink)
-        alpha = gl.exp2(m - m_new)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
-        denom = denom * alpha + gl.exp2(sink - m_new)
-        m = m_new
+        if block.part == 0:
+            sink = gl.load(outputs.sinks_ptr + block.head + rows // BLOCK_T).to(gl.float32) * LOG2E
+            m_new = gl.maximum(m, sink)
+            alpha = gl.exp2(m - m_new)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
+            denom = denom * alpha + gl.exp2(sink - m_new)
+            m = m_new
     seen = denom > 0.0
     safe = gl.where(seen, denom, 1.0)
     if outputs.lse_ptr is not None:
         tokens = block.token + rows % BLOCK_T
         lse = gl.where(seen, m * LN2 + gl.log(safe), float("-inf"))
-        at = (block.q_start + tokens).to(gl.int64) * outputs.stride_lse + block.head + rows // BLOCK_T
+        at = (block.q_start + tokens).to(gl.int64) * outputs.stride_lse + (block.head + rows // BLOCK_T) * outputs.num_parts + block.part
         gl.store(outputs.lse_ptr + at, lse, mask=tokens < block.q_len)
-    staged = q_ring.tiles.index(block_i % q_ring.empty.shape[0]).slice(wg * ROWS, ROWS)
-    staged.store((acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OF_OUT))[:, None]).to(element))
-    result = staged.load(IN_ROWS)
-    fence_async_shared()
+    result = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OF_OUT))[:, None]
+    if not STATES:
+        staged = q_ring.tiles.index(block_i % q_ring.empty.shape[0]).slice(wg * ROWS, ROWS)
+        staged.store(result.to(element))
+        result = staged.load(IN_ROWS)
+        fence_async_shared()
     release(q_ring, block_i)
-    out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IN_ROWS))
+    LAYOUT: gl.constexpr = result.type.layout
+    out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     tokens = block.token + out_rows % BLOCK_T
     offsets = (block.q_start + tokens).to(gl.int64) * outputs.stride_out_token + (block.head + out_rows // BLOCK_T) * outputs.stride_out_head
-    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, IN_ROWS))
+    offsets += block.part * HEAD_DIM
+    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
     gl.store(outputs.out_ptr + offsets[:, None] + offs_d[None, :], result, mask=(tokens < block.q_len)[:, None] & (offs_d < HEAD_DIM)[None, :])
 
 
-@gluon.jit(do_not_specialize=["few", "num_seqs", "stride_table", "back", "ahead"])
+@gluon.jit(do_not_specialize_on_alignment=["num_parts", "stride_lse"], do_not_specialize=["few", "num_seqs", "stride_table", "back", "ahead"])
 def prefill_kernel(
     out_ptr, lse_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter,
-    scale, softcap, back, ahead, few, num_seqs, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
+    scale, softcap, back, ahead, few, num_seqs, num_parts, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr,
     WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BYTE_STAGES: gl.constexpr,
     IN_FP8: gl.constexpr, BOX: gl.constexpr, Q_BOX: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
-    if few > 0:  # the kernel that serves sequences of so few queries may begin wherever there is room
+    if (few > 0) | (num_parts > 1):  # what comes second may begin wherever there is room: sequences of few queries, or the merge of parts, which waits
         gdc_launch_dependents()
     q_ring = make_ring(q_desc.dtype, WARPGROUPS * ROWS, HEAD_DIM, BLOCKS, WARPGROUPS)
     NUMBER: gl.constexpr = k_desc.dtype if BYTE_STAGES == 0 or IN_FP8 else gl.float16
@@ -258,13 +266,13 @@ def prefill_kernel(
         v_ring = make_ring(NUMBER, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
     notes = gl.allocate_shared_memory(gl.int32, [BLOCKS * NOTE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     scoring = Scoring(scale, k_scale_ptr, softcap, back, ahead, slopes_ptr)
-    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse)
+    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse, num_parts)
     if WARPGROUPS == 1:
         fence_async_shared()
         gl.warp_specialize(
             [
                 (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
+                (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, num_parts, back,
                          ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
             ],
             [1],
@@ -276,7 +284,7 @@ def prefill_kernel(
             [
                 (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
                 (attend, (1, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
+                (fetch, (q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, num_parts, back,
                          ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
             ],
             [4, 1],
@@ -292,8 +300,8 @@ def prefill_kernel(
             [
                 (attend, (0, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
                 (attend, (1, q_ring, k_ring, v_ring, notes, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (convert, (k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead, BLOCK_T)),
-                (fetch, (q_ring, k_bytes, v_bytes, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, back,
+                (convert, (k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead)),
+                (fetch, (q_ring, k_bytes, v_bytes, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, num_parts, back,
                          ahead, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
             ],
             [4, 4, 1],
