@@ -23,8 +23,7 @@ FEW = [job for job in jobs(quick=True) if "Llama-3-8B" in job.case.name or "70B"
 def made_up_time(case, config) -> float:
     """Decode likes 64 keys and three programs, long contexts 128 keys; prompts like the Hopper kernel beyond 128 queries."""
     if config == HOPPER:
-        queries, keys = case.bounds["max_query_len"], case.bounds["max_seq_len"]
-        return 9.0 if queries > 128 or (queries >= 32 and keys > 1024) else 30.0  # the second where it cuts keys into parts
+        return 9.0 if case.bounds["max_query_len"] >= 32 else 30.0
     likes = 128 if case.bounds["max_seq_len"] > 4096 else 64
     off = abs(config.block_n - likes) / 32 + abs(config.programs_per_sm - 3) + abs(config.num_stages - 3) + abs(config.num_warps - 4) / 4
     return 10.0 + off + (abs(config.block_m - 64) / 16 if case.bounds["max_query_len"] > 16 else 0)
@@ -183,7 +182,8 @@ def test_a_fitted_tree_chooses_what_is_best_also_where_it_was_not_fitted(tmp_pat
     summary = command.summed_up(rows)
     assert summary["training"]["mean"] < 1.02 and summary["held_out"]["mean"] < 1.05 and summary["held_out"]["over_default"] < 1
     prompt = next(job.case for job in FEW if job.case.name.startswith("prefill 1 of 4096"))
-    assert choice(prompt, tree, TRAITS) == HOPPER and "the portable kernels" in explain(tree["hopper"])
+    assert choice(prompt, tree, TRAITS) == HOPPER and "the Hopper kernel" in explain(tree["hopper"])
+    assert "up to 1:\n  the portable kernels" in explain(["queries_per_seq", 1, False, "generic"])
     assert choice(prompt, {**tree, "hopper": False}, TRAITS) != HOPPER
     assert all(features(job.case, TRAITS)["head_dim"] == 128 for job in FEW) and [kind["head_dim"] for kind in tree["covers"]] == [128]
     assert choice(FEW[0].case, load_tree("generic"), TRAITS) == default(FEW[0].case, TRAITS)
