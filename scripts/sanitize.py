@@ -25,6 +25,7 @@ CASES = (
     ({"dtype": torch.float32}, ((1, 90), (20, 40)), {"num_splits": 2}),
     ({}, ((150, 300), (1, 90), (1, 0), (33, 33)), {"kernel": "hopper"}),
     ({}, ((150, 300), (1, 4100)), {"kernel": "hopper"}),
+    ({"sinks": True}, ((40, 1500),), {"kernel": "hopper"}),
     ({"head_dim": 256, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
     ({"kv_dtype": torch.float8_e4m3fn, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
     ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
