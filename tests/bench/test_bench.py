@@ -4,17 +4,20 @@ import json
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import triton
+from PIL import Image
 from rich.console import Console
 
 import quire
 from quire.bench import command, measure, report
 from quire.bench.cases import Case, cases
 from quire.bench.page import write
-from quire.bench.peers import PEERS, Peer
+from quire.bench.peers import NAIVE, PEERS, Peer
+from quire.bench.plots import colours
 from quire.bench.roofline import DATA_SHEETS, Ceilings, from_data_sheet
 from quire.cli import main
 from quire.targets import TARGETS
@@ -117,6 +120,19 @@ def test_a_report_is_files_that_hold_the_numbers(tmp_path):
         assert "abc1234" in text and "1.020 of the time" in text and "0.50 (" in text
     assert row["results"]["Quire"]["of_floor"] == pytest.approx(row["floor_micros"] / row["results"]["Quire"]["micros"])
     assert "graph_range" in found and report.geometric_means(found["rows"])["FlashAttention 3"][0] == pytest.approx(0.5)
+
+
+def test_libraries_keep_their_colours_in_pictures(tmp_path):
+    """A picture has few colours, so that phones load it: that of a library with two points must not become another's."""
+    found = report.load(Path(__file__).parents[2] / "docs" / "results" / "h200.json")
+    write(found, tmp_path)
+    picture = Image.open(tmp_path / "shares.png").convert("RGB")
+    pixels = {color for _, color in picture.getcolors(1 << 16)}
+    seen = report.peers_in([row for row in found["rows"] if "share" in row["sets"]])
+    for peer, tint in colours(report.peers_in(found["rows"])).items():
+        rgb = [int(tint[i : i + 2], 16) for i in (1, 3, 5)]
+        nearest = min(sum(abs(a - b) for a, b in zip(rgb, pixel, strict=True)) for pixel in pixels)
+        assert nearest <= 6 or peer not in seen or peer == NAIVE, (peer, tint, nearest)
 
 
 def test_a_report_is_written_again_from_its_numbers(tmp_path, capsys):
