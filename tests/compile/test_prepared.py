@@ -28,8 +28,9 @@ def plain(value):
     return value
 
 
-@pytest.mark.parametrize("batch", ["decode", "drafts", "prompt", "mixed"])
-@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize(
+    ("target", "batch"), [*((target, batch) for target in ("sm80", "sm90") for batch in ("decode", "drafts", "prompt", "mixed")), ("sm90", "chunk, split")]
+)
 @pytest.mark.parametrize("features", ["plain", "many, with lse", "e4m3", "fp8 products"])
 def test_prepared_launches_pass_what_the_binder_passes(target, batch, features, monkeypatch):
     passed = []
@@ -63,4 +64,5 @@ def test_prepared_launches_pass_what_the_binder_passes(target, batch, features, 
     finally:
         driver._active = before
     assert prepared == passed[first + len(prepared) :] != passed[:first]
-    assert len(prepared) == (2 if plan.beside else 1)
+    assert len(prepared) == (2 if plan.beside or plan.num_parts > 1 else 1)
+    assert (plan.num_parts > 1) == (batch == "chunk, split")
