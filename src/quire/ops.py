@@ -36,13 +36,14 @@ def attention(q, cache: PagedKVCache, plan: Plan, sinks, alibi_slopes) -> State:
     """Call the operator `quire::attention`."""
     spec, batch = plan.spec, plan.batch
     tile = [] if plan.tile is None else numbers(plan.tile)
-    fast = [] if plan.fast is None else numbers(plan.fast)
+    fast = [] if plan.fast is None else [plan.num_parts, *numbers(plan.fast)]
+    num_shares = (plan.instead or plan).num_shares
     beside = [] if plan.beside is None else [plan.few, plan.beside.num_tokens, plan.beside.num_shares, *numbers(plan.beside.tile)]
     out, lse = torch.ops.quire.attention(
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout,
         batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.cu_pages, batch.query_offsets, sinks, alibi_slopes, plan.workspace,
         spec.head_dim_v, spec.softmax_scale, spec.causal, spec.sliding_window, spec.sliding_window_right, spec.softcap, spec.allow_tf32, spec.allow_fp8,
-        plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, plan.num_shares, plan.merge_cost, plan.chunk, tile, fast, beside,
+        plan.kernel, plan.max_query_len, plan.max_seq_len, plan.num_tokens, num_shares, plan.merge_cost, plan.chunk, tile, fast, beside,
     )  # fmt: skip
     return State(out, lse)
 
@@ -88,15 +89,17 @@ def attention_impl(
     batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets)
     tile = Tile(*tile[:4], bool(tile[4]), *tile[5:]) if tile else None
     traits = device_traits(q.device)
-    fast = FastTile(*fast) if fast else None
-    plan = Plan(spec, batch, kernel, max_query_len, max_seq_len, num_tokens, traits, tile, num_shares, None, "compiled", merge_cost, chunk, fast=fast)
+    plan = Plan(spec, batch, kernel, max_query_len, max_seq_len, num_tokens, traits, tile, num_shares, None, "compiled", merge_cost, chunk)
+    if fast:
+        num_parts, *fast = fast
+        instead = replace(plan, kernel="triton", prepared={}) if num_parts > 1 else None
+        plan = replace(plan, num_shares=0, fast=FastTile(*fast), num_parts=num_parts, instead=instead, prepared={})
     if beside:
         few, few_tokens, num_shares, *tile = beside
         tile = Tile(*tile[:4], bool(tile[4]), *tile[5:])
         second = Plan(spec, batch, "triton", few, max_seq_len, few_tokens, traits, tile, num_shares, None, "compiled", few=few)
         plan = replace(plan, beside=second, few=few)
-    if plan.has_scratch:
-        plan = with_scratch(plan, workspace)
+    plan = with_scratch(plan, workspace)
     return tuple(api.attention(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=True))
 
 

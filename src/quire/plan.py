@@ -52,6 +52,7 @@ class Plan:
         workspace: the memory that `scratch` lies in.
         fast: configuration of the Hopper kernel; None for other kernels.
         num_parts: into how many parts the keys of each of its blocks are cut, to be merged by a second launch; 1 where they are not.
+        instead: the plan for tensors that the Hopper kernel does not serve, where keys are cut; else `tile` serves these, block by block.
         beside: the plan of a second launch, which runs beside the Hopper kernel and serves the sequences of at most `few` queries; None where there is none.
         few: as said; 0 where one launch serves all sequences.
         prepared: launches made so far, each ready to be made again with other tensors of the same strides.
@@ -73,6 +74,7 @@ class Plan:
     workspace: torch.Tensor | None = None
     fast: FastTile | None = None
     num_parts: int = 1
+    instead: "Plan | None" = None
     beside: "Plan | None" = None
     few: int = 0
     prepared: dict[tuple, Any] = field(default_factory=dict)
@@ -228,7 +230,7 @@ def plan(
         raise RuntimeError(f"batch must be on a device that Triton serves (cuda, or cpu), got {batch.device}; move it there")
 
     decided = decide(spec, batch, traits, max_query_len, max_seq_len, num_tokens, num_splits, tile, batch_invariant, kernel)
-    return with_scratch(decided, workspace) if decided.has_scratch else decided
+    return with_scratch(decided, workspace)
 
 
 def decide(
@@ -270,7 +272,7 @@ def decide(
     prompts = replace(decided, kernel="hopper", num_shares=0, fast=fast)
     num_parts = choose_parts(prompts)
     if kernel == "hopper" or (kernel is None and (num_parts > 1 or (num_shares == 0 and prefers_hopper(spec, traits, *seen)))):
-        decided = replace(prompts, num_parts=num_parts)
+        decided = replace(prompts, num_parts=num_parts, instead=decided if num_parts > 1 else None)
         # Decoding sequences between prompts are read as if they were alone. Where all lengths can be alike, there are none.
         few = max(1, 16 // spec.group_size)
         if batch.num_seqs > 1 and num_tokens < batch.num_seqs * max_query_len and max_query_len > few:
@@ -303,7 +305,8 @@ def scratch_bytes(decided: Plan) -> tuple[int, int]:
     spec = decided.spec
     if decided.fast is not None:
         counters = counter_bytes(decided.traits, 0)
-        return counters + 4 * rows_of_parts(decided) * (spec.head_dim_v + 1), counters
+        instead = 0 if decided.instead is None else scratch_bytes(decided.instead)[0]
+        return max(counters + 4 * rows_of_parts(decided) * (spec.head_dim_v + 1), instead), counters
     num_slots = max_units(decided) if decided.chunk else 2 * decided.num_shares
     # One from which blocks are drawn, two for each program. All parts are whole lines, and no batch's size decides what is compiled.
     counters = counter_bytes(decided.traits, decided.num_shares * spec.num_kv_heads)
@@ -322,7 +325,9 @@ def counter_bytes(traits: Traits, num_programs: int) -> int:
 
 
 def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
-    """Return the plan with its scratch, from `workspace` or newly allocated."""
+    """Return the plan with its scratch, from `workspace` or newly allocated; the plan as it is where it needs none."""
+    if not decided.has_scratch:
+        return decided
     spec, device = decided.spec, decided.batch.device
     num_bytes, counters = scratch_bytes(decided)
     if workspace is None:
@@ -337,9 +342,12 @@ def with_scratch(decided: Plan, workspace: torch.Tensor | None = None) -> Plan:
         raise ValueError(f"num_splits must leave at most {PROGRAMS_PER_SM} programs per multiprocessor with a workspace, got {decided.num_shares} shares")
     if decided.fast is not None:
         states, split = workspace[counters:num_bytes].view(torch.float32), rows_of_parts(decided) * spec.head_dim_v
-        drawn = Scratch(states[:split], states[split:], None, workspace[:BLOCK_COUNTER].view(torch.int32))
-        beside = decided.beside and with_scratch(decided.beside, workspace)
-        return replace(decided, workspace=workspace, scratch=drawn, beside=beside, prepared={})
+        shape = rows_of_parts(decided) // (spec.num_q_heads * decided.num_parts), spec.num_q_heads, decided.num_parts
+        used = math.prod(shape)
+        acc, lse = states[: used * spec.head_dim_v].view(*shape, spec.head_dim_v), states[split : split + used].view(shape)
+        drawn = Scratch(acc, lse, None, workspace[:BLOCK_COUNTER].view(torch.int32))
+        others = {name: other and with_scratch(other, workspace) for name, other in (("beside", decided.beside), ("instead", decided.instead))}
+        return replace(decided, workspace=workspace, scratch=drawn, **others, prepared={})
     rows = (num_bytes - counters) // (4 * (spec.head_dim_v + 2))
     counter, states = workspace[BLOCK_COUNTER:counters].view(torch.int32), workspace[counters:num_bytes].view(torch.float32)
     return replace(decided, workspace=workspace, scratch=Scratch(states[2 * rows :], states[:rows], states[rows : 2 * rows], counter), prepared={})

@@ -102,7 +102,7 @@ def warmup(
         write_kv(k, v, cache, torch.full((1,), -1, device=device))
     for plan in plans_within(spec, device_traits(device), max_num_seqs, max_num_tokens, max_seq_len, batch_invariant):
         if plan.fast is not None and rows_of_cache(cache) is None:  # what the plan has for such caches
-            plan = replace(plan, kernel="triton", fast=None, beside=None, few=0)
+            plan = plan.instead or replace(plan, kernel="triton", fast=None, beside=None, few=0)
         if name(plan) in names:
             continue
         names.append(name(plan))
@@ -184,9 +184,9 @@ def launch_on_nothing(plan: Plan, cache: PagedKVCache, return_lse: bool) -> None
     table = torch.zeros(1, triton.cdiv(plan.max_seq_len, cache.page_size), dtype=torch.int32, device=device).expand(num_seqs, -1)
     starts = None if plan.batch.cu_seqlens_q is None else torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
     batch = Batch(table, torch.zeros(num_seqs, dtype=torch.int32, device=device), starts)
-    plan = replace(plan, batch=batch, beside=plan.beside and replace(plan.beside, batch=batch, prepared={}), prepared={})
-    if plan.has_scratch:
-        plan = with_scratch(plan)
+    others = {name: other and replace(other, batch=batch, prepared={}) for name, other in (("beside", plan.beside), ("instead", plan.instead))}
+    plan = replace(plan, batch=batch, **others, prepared={})
+    plan = with_scratch(plan)
     q = torch.zeros(num_seqs if starts is None else 1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
     row = torch.zeros(spec.num_q_heads, device=device)
     out = torch.empty(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=q.dtype, device=device)

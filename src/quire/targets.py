@@ -215,7 +215,8 @@ def plan_as_for_a_gpu(spec: quire.AttentionSpec, batch: quire.Batch, **bounds) -
     """
     wide = {"dtype": torch.float16, "kv_dtype": torch.float16 if spec.kv_dtype is torch.bfloat16 else spec.kv_dtype}
     plan = quire.plan(replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec, batch, **bounds)
-    return replace(plan, spec=spec, beside=plan.beside and replace(plan.beside, spec=spec))
+    others = {name: other and replace(other, spec=spec) for name, other in (("beside", plan.beside), ("instead", plan.instead))}
+    return replace(plan, spec=spec, **others)
 
 
 def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[Launch, str, list[Compiled]]]:

@@ -6,9 +6,11 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from tests.compile import launches
 from triton.runtime.jit import JITFunction
 
 import quire
+from quire import ops
 from quire.targets import TARGETS, compiling
 
 if triton.knobs.runtime.interpret:
@@ -37,3 +39,16 @@ def test_nothing_compiles_after_warmup(kind):
                 quire.attention(torch.empty(sum(q_lens), 32, 128, dtype=torch.float16), cache, plan)
     assert kernels == {"write_kernel", "blocks_kernel", "shares_kernel"} | (set() if "token" in kind else {"prefill_kernel", "merge_kernel"})
     assert any("beside it" in name for name in names) == ("token" not in kind)
+
+
+def test_a_plan_whose_keys_are_cut_serves_what_the_copy_engine_cannot_and_crosses_an_operator():
+    wanted = launches.FEATURES["plain"]
+    with compiling(TARGETS["sm90"]) as compiled:
+        plan = launches.plan_of("chunk, split", SPEC, wanted)
+        inputs = launches.make_inputs(plan, wanted)
+        heads_first = torch.empty(32, 64, 128, dtype=torch.float16).transpose(0, 1)
+        quire.attention(**inputs | {"q": heads_first}, plan=plan)
+        with mock.patch.object(ops, "device_traits", lambda device: plan.traits):
+            ops.attention(inputs["q"], inputs["cache"], plan, None, None)
+        assert [c.kernel for c in compiled] == ["shares_kernel", "prefill_kernel", "merge_kernel"]
+    assert plan.num_parts > 1

@@ -180,6 +180,7 @@ def test_keys_are_cut_where_blocks_of_prompts_are_few():
 
     chunk = parts(64, 16384)
     assert (chunk.kernel, chunk.num_parts, chunk.num_shares) == ("hopper", 8, 0) and "their keys in 8 parts" in repr(chunk)
+    assert chunk.instead.kernel == "triton" and chunk.instead.num_shares > 0 and scratch_bytes(chunk)[0] >= scratch_bytes(chunk.instead)[0]
     assert scratch_bytes(chunk) == scratch_bytes(parts(128, 9999)) != scratch_bytes(parts(512, 16384))
     assert parts(64, 2048).num_parts == 8 and parts(64, 1200).num_parts == 4  # two tiles each at least
     assert [parts(n, 16384).num_parts for n in (31, 32, 128, 256, 512, 4096)] == [1, 15, 4, 2, 1, 1]

@@ -39,7 +39,7 @@ class Scratch(NamedTuple):
     """Partial states of blocks that are cut, and the counters by which the last program of each knows that it is the last.
 
     A share has two slots: the first for the block in whose midst it begins, the second for the one that it leaves unfinished. Where chunks are states of
-    their own, each chunk has one.
+    their own, each chunk has one. Of the Hopper kernel's blocks the states lie as [tokens, num_q_heads, num_parts], acc normalised and m the lse.
     """
 
     acc: Any  # [num_slots, num_kv_heads, rows, head_dim_v] float32, not normalised

@@ -1,6 +1,5 @@
 """Launch attention on a Hopper GPU as a plan says: queries, keys and values as rows that the copy engine addresses."""
 
-import math
 from functools import cache, lru_cache
 
 import torch
@@ -17,7 +16,6 @@ from quire.kernels.hopper.prefill import prefill_kernel
 from quire.kernels.merge import arguments as merge_arguments
 from quire.kernels.merge import merge_kernel
 from quire.plan import Plan
-from quire.state import State
 from quire.tuning.space import SMALLEST_BOX
 
 
@@ -33,76 +31,55 @@ def launch(
     """Launch `prefill_kernel`, and behind it the merge of its parts or the kernel for sequences of few queries, if the plan has one; or what the plan has
     for tensors that are no such rows. Arguments were checked by `quire.attention`.
     """
-    spec = plan.spec
+    fast, spec = plan.fast, plan.spec
     q_rows = rows(q, (1, *q.shape[:2], spec.head_dim), (0, *q.stride()[:2])) if q.stride(1) < q.stride(0) or q.shape[1] == 1 else None
     kv_rows = rows_of_cache(cache)
     if q_rows is None or kv_rows is None:
-        portable.launch(q, cache, plan, out, lse, sinks, alibi_slopes)
+        portable.launch(q, cache, plan.instead or plan, out, lse, sinks, alibi_slopes)
         return
-    if plan.num_items(q.shape[0]) == 0:
+    num_items = plan.num_items(q.shape[0]) * plan.num_parts
+    if num_items == 0:
         return
-    if plan.num_parts > 1:
-        states = states_of_parts(plan, q.shape[0])
-        launch_blocks(q, cache, plan, states.out, states.lse, sinks, alibi_slopes, (q_rows, *kv_rows))
-        merge_parts(states, plan, out, lse)
-    else:
-        launch_blocks(q, cache, plan, out, lse, sinks, alibi_slopes, (q_rows, *kv_rows))
-    if plan.beside is not None:
-        portable.launch(q, cache, plan.beside, out, lse, sinks, alibi_slopes)
-
-
-def launch_blocks(
-    q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None, matrices: tuple,
-) -> None:  # fmt: skip
-    """Launch `prefill_kernel`, given queries, keys and values as `rows`."""
-    fast, head_dim = plan.fast, plan.spec.head_dim
-    grid = (min(plan.num_items(q.shape[0]) * plan.num_parts, plan.traits.num_sms * fast.programs_per_sm), 1, 1)
+    into, into_lse = (out, lse) if plan.num_parts == 1 else (plan.scratch.acc, plan.scratch.m)
+    grid = (min(num_items, plan.traits.num_sms * fast.programs_per_sm), 1, 1)
     box, q_box = min(fast.block_n, page_box(cache)), min(fast.block_t, ROWS.value)
-    descriptors = tuple(boxes(t, *m, [n, head_dim]) for t, m, n in zip((q, cache.k, cache.v), matrices, (q_box, box, box), strict=True))
-    addresses = tuple(None if t is None else t.data_ptr() for t in (out, lse, sinks, alibi_slopes))
+    descriptors = tuple(boxes(t, *m, [n, spec.head_dim]) for t, m, n in ((q, q_rows, q_box), (cache.k, kv_rows[0], box), (cache.v, kv_rows[1], box)))
+    addresses = tuple(None if t is None else t.data_ptr() for t in (into, into_lse, sinks, alibi_slopes))
     aligned = not any((at or 0) % 16 for at in addresses)
     per_head = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
-    key = "hopper", cache.kind, q.stride(), out.stride(), None if lse is None else lse.stride(0), per_head
+    key = "hopper", cache.kind, q.stride(), into.stride(), None if into_lse is None else into_lse.stride(0), per_head
     prepared = plan.prepared.get(key) if aligned else None
     if prepared is not None and prepared.device == driver.active.get_current_device():
         stream = driver.active.get_current_stream(prepared.device)
         prepared.kernel[grid](*addresses, *cache.addresses[2:], *descriptors, *prepared.rest, stream=stream)
-        return
-    rest, meta = arguments(q, cache, plan, out, lse)
-    meta |= {"BOX": box, "Q_BOX": q_box}
-    options = {"num_warps": 4, "launch_pdl": True} | ({"maxnreg": 128} if fast.num_warpgroups == 1 else {})  # two programs fit a multiprocessor
-    compiled = prefill_kernel[grid](out, lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale, *descriptors, *rest, **meta, **options)
-    if aligned:
-        constants = tuple(meta[name] for name in prefill_kernel.arg_names[9 + len(rest) :])
-        plan.prepared[key] = portable.Prepared(compiled, driver.active.get_current_device(), (), portable.address_of(rest) + constants)
+    else:
+        rest, meta = arguments(q, cache, plan, into, into_lse)
+        meta |= {"BOX": box, "Q_BOX": q_box}
+        options = {"num_warps": 4, "launch_pdl": True} | ({"maxnreg": 128} if fast.num_warpgroups == 1 else {})  # two programs fit a multiprocessor
+        compiled = prefill_kernel[grid](into, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale, *descriptors, *rest, **meta, **options)
+        if aligned:
+            constants = tuple(meta[name] for name in prefill_kernel.arg_names[9 + len(rest) :])
+            plan.prepared[key] = portable.Prepared(compiled, driver.active.get_current_device(), (), portable.address_of(rest) + constants)
+    if plan.num_parts > 1:
+        merge_parts(plan, out, lse)
+    if plan.beside is not None:
+        portable.launch(q, cache, plan.beside, out, lse, sinks, alibi_slopes)
 
 
-def states_of_parts(plan: Plan, num_tokens: int) -> State:
-    """Return the scratch of a plan as states out [num_tokens, num_q_heads, num_parts, head_dim] and lse [num_tokens, num_q_heads, num_parts]."""
-    shape = num_tokens, plan.spec.num_q_heads, plan.num_parts
-    key = "parts", num_tokens
-    if key not in plan.prepared:
-        rows = math.prod(shape)
-        out, lse = plan.scratch.acc[: rows * plan.spec.head_dim], plan.scratch.m[:rows]
-        plan.prepared[key] = State(out.view(*shape, plan.spec.head_dim), lse.view(shape))
-    return plan.prepared[key]
-
-
-def merge_parts(states: State, plan: Plan, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Launch the merge of the states of all parts."""
-    batch, grid = plan.batch, (*states.lse.shape[:2], 1)
+def merge_parts(plan: Plan, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Launch the merge of the states of all parts, which lie in the plan's scratch."""
+    batch, outs, lses, grid = plan.batch, plan.scratch.acc, plan.scratch.m, (*out.shape[:2], 1)
     lse_at = None if lse is None else lse.data_ptr()
     key = "merge", out.stride(), None if lse is None else lse.stride(0)
     aligned = (out.data_ptr() | (lse_at or 0)) % 16 == 0
     prepared = plan.prepared.get(key) if aligned else None
     if prepared is not None and prepared.device == driver.active.get_current_device():
-        addresses = (states.out.data_ptr(), states.lse.data_ptr(), out.data_ptr(), lse_at)
+        addresses = (outs.data_ptr(), lses.data_ptr(), out.data_ptr(), lse_at)
         prepared.kernel[grid](*addresses, *prepared.rest, stream=driver.active.get_current_stream(prepared.device))
         return
-    rest, meta = merge_arguments(states.out.permute(2, 0, 1, 3), states.lse.permute(2, 0, 1), out.stride(), lse)
+    rest, meta = merge_arguments(outs.permute(2, 0, 1, 3), lses.permute(2, 0, 1), out.stride(), lse)
     rest, meta = (batch.cu_seqlens_q, batch.num_seqs, *rest), meta | {"DEPENDENT_LAUNCH": True}
-    compiled = merge_kernel[grid](states.out, states.lse, out, lse, *rest, **meta, launch_pdl=True)
+    compiled = merge_kernel[grid](outs, lses, out, lse, *rest, **meta, launch_pdl=True)
     if aligned:
         constants = tuple(meta[name] for name in merge_kernel.arg_names[4 + len(rest) :])
         plan.prepared[key] = portable.Prepared(compiled, driver.active.get_current_device(), (), portable.address_of(rest) + constants)
