@@ -31,8 +31,19 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "head_dim": 128, "max_position_embeddings": 131072}
-QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1000000.0, "max_position_embeddings": 32768}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_theta": 500000.0,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+}
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+}
 MODELS = {  # hidden size, feed-forward size, layers, query heads, KV heads, vocabulary; the heads of all have 128 dimensions
     "llama-3.1-8b": (LLAMA, (4096, 14336, 32, 32, 8, 128256)),
     "qwen2.5-7b": (QWEN, (3584, 18944, 28, 28, 4, 152064)),
@@ -74,7 +85,15 @@ class Run:
         """Return what a cache needs so that nobody is preempted, with a tenth to spare."""
         _, (_, _, layers, _, kv_heads, _) = MODELS[self.model]
         most = [max(sum(n + t for n, end in lengths(count) if end > t) for t in range(1024)) for count in self.load]
-        return int(1.1 * max([self.longest, *most])) * (self.layers or layers) * 2 * kv_heads * 128 * 2 // self.tensor_parallel
+        return (
+            int(1.1 * max([self.longest, *most]))
+            * (self.layers or layers)
+            * 2
+            * kv_heads
+            * 128
+            * 2
+            // self.tensor_parallel
+        )
 
 
 def lengths(count: int) -> list[tuple[int, int]]:
@@ -86,8 +105,19 @@ def lengths(count: int) -> list[tuple[int, int]]:
 def write_config(folder: str, name: str, layers: int | None) -> None:
     """Write a model's config.json; its weights are random."""
     base, sizes = MODELS[name]
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    config = base | dict(zip(names, sizes, strict=True)) | {"rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+    )
+    config = (
+        base
+        | dict(zip(names, sizes, strict=True))
+        | {"rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+    )
     config |= {"bos_token_id": 1, "eos_token_id": 2}
     if layers:
         config["num_hidden_layers"] = layers
@@ -134,11 +164,17 @@ def measure(run: Run, llm) -> dict:
     if run.latency:
         engine, marks, done = llm.llm_engine, {}, 0
         began = time.perf_counter()
-        engine.add_request("latency", tokens(PROMPT, 2), sampling(max(run.latency), output_kind=RequestOutputKind.DELTA))
+        engine.add_request(
+            "latency", tokens(PROMPT, 2), sampling(max(run.latency), output_kind=RequestOutputKind.DELTA)
+        )
         while engine.has_unfinished_requests():
             for output in engine.step():
                 done += len(output.outputs[0].token_ids)
-                marks |= {str(point): time.perf_counter() - began for point in run.latency if done >= point and str(point) not in marks}
+                marks |= {
+                    str(point): time.perf_counter() - began
+                    for point in run.latency
+                    if done >= point and str(point) not in marks
+                }
         result["latency"] = marks
     for count in run.load:
         outputs = [n for _, n in lengths(count)]
@@ -147,7 +183,9 @@ def measure(run: Run, llm) -> dict:
         result.setdefault("load", {})[str(count)] = sum(outputs) / times[1]
         result.setdefault("prompts", {})[str(count)] = seconds(prompts, [1] * count)
     if run.prompt:
-        result["prompt"] = {str(run.prompt): statistics.median([seconds([tokens(run.prompt, i)], [8]) for i in range(4)][1:])}
+        result["prompt"] = {
+            str(run.prompt): statistics.median([seconds([tokens(run.prompt, i)], [8]) for i in range(4)][1:])
+        }
     return result
 
 
@@ -161,7 +199,12 @@ def work(run: Run) -> None:
     import torch
     import vllm
 
-    about = {"start": began, "vllm": vllm.__version__, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    about = {
+        "start": began,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(),
+    }
     what = {name: value for name, value in asdict(run).items() if name not in EXPERIMENTS}
     print(MEASURED + json.dumps(what | about | measure(run, llm)), flush=True)
 
@@ -193,7 +236,12 @@ class Process:
         self.until("the end")
         self.process.wait()
         if line is None:
-            print("".join(self.lines)[-4000:], f"{self.run.backend} failed with {self.run.model}; its output is above", sep="\n", file=sys.stderr)
+            print(
+                "".join(self.lines)[-4000:],
+                f"{self.run.backend} failed with {self.run.model}; its output is above",
+                sep="\n",
+                file=sys.stderr,
+            )
         return None if line is None else json.loads(line)
 
 
@@ -224,7 +272,13 @@ def provenance(commit: str | None) -> dict:
 
     driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
     commit = commit or said("git", "rev-parse", "--short", "HEAD")
-    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "python": platform.python_version(), "triton": version("triton"), "driver": driver}
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "python": platform.python_version(),
+        "triton": version("triton"),
+        "driver": driver,
+    }
 
 
 def groups_of(results: list[dict]) -> dict[str, list[dict]]:
@@ -234,7 +288,9 @@ def groups_of(results: list[dict]) -> dict[str, list[dict]]:
         gpus = f", {r['tensor_parallel']} GPUs" if r["tensor_parallel"] > 1 else ""
         kept = f", {r['kv_cache_dtype']} cache" if r["kv_cache_dtype"] != "auto" else ""
         how = "" if r["compiled"] else ", not compiled"
-        groups.setdefault(f"{r['model']}, {r['layers'] or MODELS[r['model']][1][2]} layers{kept}{how}{gpus}", []).append(r)
+        groups.setdefault(
+            f"{r['model']}, {r['layers'] or MODELS[r['model']][1][2]} layers{kept}{how}{gpus}", []
+        ).append(r)
     return groups
 
 
@@ -247,9 +303,15 @@ def markdown(about: dict, results: list[dict], plot: str | None = None) -> str:
     """Return the results as tables; in brackets the speed relative to the first backend."""
     first = results[0]
     lines = [f"# vLLM {first['vllm']} end to end", ""]
-    lines += [f"{first['device']}, driver {about['driver']}, torch {first['torch']}, Triton {about['triton']}, Quire {about['commit']}, {about['date']}."]
-    lines += ["Random bfloat16 weights and a bfloat16 cache unless said, vLLM's default compilation and graphs, no prefix caching. CUSTOM is Quire. In"]
-    lines += ["brackets: speed relative to the first column. Latencies are of one run, load of the second of two, a single prompt the median of three. Each"]
+    lines += [
+        f"{first['device']}, driver {about['driver']}, torch {first['torch']}, Triton {about['triton']}, Quire {about['commit']}, {about['date']}."
+    ]
+    lines += [
+        "Random bfloat16 weights and a bfloat16 cache unless said, vLLM's default compilation and graphs, no prefix caching. CUSTOM is Quire. In"
+    ]
+    lines += [
+        "brackets: speed relative to the first column. Latencies are of one run, load of the second of two, a single prompt the median of three. Each"
+    ]
     how = "started together and timed one after the other" if first["together"] else "one after the other"
     lines += [f"backend has a process of its own; those of a table ran on one machine, {how}.", ""]
     lines += [f"{note}\n" for note in about.get("notes", [])]
@@ -260,13 +322,18 @@ def markdown(about: dict, results: list[dict], plot: str | None = None) -> str:
             measured = [r for r in group if r.get(name)]
             if not measured:
                 continue
-            lines += [f"| {what} | " + " | ".join(r["backend"] for r in measured) + " |", "| --- |" + " --- |" * len(measured)]
+            lines += [
+                f"| {what} | " + " | ".join(r["backend"] for r in measured) + " |",
+                "| --- |" + " --- |" * len(measured),
+            ]
             for point, base in measured[0][name].items():
                 cells = []
                 for r in measured:
                     value = r[name].get(point)
                     cells.append("" if value is None else f"{value:,.0f}" if name == "load" else f"{value:.3f}")
-                    cells[-1] += "" if r is measured[0] or value is None else f" ({100 * speed(name, value, base):.1f} %)"
+                    cells[-1] += (
+                        "" if r is measured[0] or value is None else f" ({100 * speed(name, value, base):.1f} %)"
+                    )
                 lines.append(f"| {int(point):,} | " + " | ".join(cells) + " |")
             lines.append("")
     return "\n".join(lines)
@@ -293,18 +360,38 @@ def draw(results: list[dict]):
             for r in measured:
                 points = [(int(p), 100 * speed(name, v, base[p])) for p, v in r[name].items()]
                 ours = r["backend"] in QUIRE
-                axis.plot(*zip(*points, strict=True), color=tints[r["backend"]], marker="o", ms=3.5, lw=2.2 if ours else 1.1, label=label(r["backend"]))
-            axis.set(xscale="log", xlabel=f"outputs of one request of {PROMPT} tokens", ylabel=f"% of {measured[0]['backend']}'s speed")
+                axis.plot(
+                    *zip(*points, strict=True),
+                    color=tints[r["backend"]],
+                    marker="o",
+                    ms=3.5,
+                    lw=2.2 if ours else 1.1,
+                    label=label(r["backend"]),
+                )
+            axis.set(
+                xscale="log",
+                xlabel=f"outputs of one request of {PROMPT} tokens",
+                ylabel=f"% of {measured[0]['backend']}'s speed",
+            )
             axis.set_xticks([int(p) for p in base], [f"{int(p):,}" for p in base])
             axis.minorticks_off()
         else:
             width = 0.8 / len(measured)
             beside = {p: [r["backend"] for r in measured if p in r[name]] for p in base}
             for r in measured:
-                at = [i + width * (some.index(r["backend"]) - (len(some) - 1) / 2) for i, (p, some) in enumerate(beside.items()) if p in r[name]]
+                at = [
+                    i + width * (some.index(r["backend"]) - (len(some) - 1) / 2)
+                    for i, (p, some) in enumerate(beside.items())
+                    if p in r[name]
+                ]
                 bars = axis.bar(at, list(r[name].values()), width, color=tints[r["backend"]], label=label(r["backend"]))
                 if r is not measured[0]:
-                    axis.bar_label(bars, [f"{100 * speed(name, v, base[p]):.1f}" for p, v in r[name].items()], fontsize=7, padding=1)
+                    axis.bar_label(
+                        bars,
+                        [f"{100 * speed(name, v, base[p]):.1f}" for p, v in r[name].items()],
+                        fontsize=7,
+                        padding=1,
+                    )
             said = f" (above bars: % of {measured[0]['backend']})" if len(measured) > 1 else ""
             axis.set(xlabel=f"requests at once, 64 to 1,024 tokens in and out{said}", ylabel="output tokens per second")
             axis.set_axisbelow(True)
@@ -325,7 +412,9 @@ def join(results: list[dict]) -> list[dict]:
     """Return results of several invocations, experiment by experiment, a run's parts together."""
     by_name = {}
     for r in results:
-        known = by_name.setdefault((r["model"], r["layers"], r["kv_cache_dtype"], r["tensor_parallel"], r["compiled"], r["backend"]), r)
+        known = by_name.setdefault(
+            (r["model"], r["layers"], r["kv_cache_dtype"], r["tensor_parallel"], r["compiled"], r["backend"]), r
+        )
         for name in EXPERIMENTS:
             if name in r:
                 known[name] = known.get(name, {}) | r[name]
@@ -337,13 +426,24 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3.1-8b"])
     parser.add_argument("--layers", type=int, help="only so many of the model's layers")
     parser.add_argument("--backends", nargs="+", default=["FLASH_ATTN", "TRITON_ATTN", "CUSTOM"])
-    parser.add_argument("--latency", nargs="*", type=int, help="output numbers to time; default 100, 200, 400, ... 12800 if no experiment is named")
+    parser.add_argument(
+        "--latency",
+        nargs="*",
+        type=int,
+        help="output numbers to time; default 100, 200, 400, ... 12800 if no experiment is named",
+    )
     parser.add_argument("--load", nargs="*", type=int, help="requests at once; default 8 32 128 256")
     parser.add_argument("--prompt", type=int, help="tokens of the long prompt; default 15000")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each model")
-    parser.add_argument("--no-compile", action="store_true", help="no torch.compile: starts faster, but is not what is served")
-    parser.add_argument("--together", action="store_true", help="start all at the same time on one GPU, which has to hold them all; they are timed one by one")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="no torch.compile: starts faster, but is not what is served"
+    )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="start all at the same time on one GPU, which has to hold them all; they are timed one by one",
+    )
     parser.add_argument("--out", help="path of the results without its ending; .json, .md and .png are written")
     parser.add_argument("--commit", help="Quire's commit, where there is no repository to ask")
     parser.add_argument("--note", action="append", default=[], help="a paragraph to be kept with the results")

@@ -13,8 +13,8 @@ import sys
 import torch
 
 import quire
+from quire.dispatch.device import device_properties
 from quire.testing import error_budget, make_problem
-from quire.tuning.traits import device_traits
 
 HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 CASES = (
@@ -31,7 +31,9 @@ CASES = (
     ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
 )
 for extra, lens, options in CASES:
-    if options.get("kernel") == "hopper" and ("--portable" in sys.argv or not device_traits(torch.device("cuda")).warpgroups):
+    if options.get("kernel") == "hopper" and (
+        "--portable" in sys.argv or not device_properties(torch.device("cuda")).warpgroups
+    ):
         continue
     spec = quire.AttentionSpec(**HEADS | extra)
     problem = make_problem(spec, lens, device="cuda")

@@ -39,17 +39,30 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<bos>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=["<bos>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>", clean_up_tokenization_spaces=False)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str], device: str) -> torch.Tensor:
     """Return all files as one run of tokens, <bos> before and <eos> after each."""
     runs = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return torch.tensor([t for run in runs for t in (tokenizer.bos_token_id, *run, tokenizer.eos_token_id)], device=device)
+    return torch.tensor(
+        [t for run in runs for t in (tokenizer.bos_token_id, *run, tokenizer.eos_token_id)], device=device
+    )
 
 
 def next_token_loss(model: LlamaForCausalLM, window: torch.Tensor) -> torch.Tensor:
@@ -101,11 +114,19 @@ def main() -> None:
     decay = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], args.learning_rate, betas=(0.9, 0.95), fused=True
+        [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        args.learning_rate,
+        betas=(0.9, 0.95),
+        fused=True,
     )
     warmup = max(1, min(200, args.steps // 4))
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: (s + 1) / warmup if s < warmup else 0.02 + 0.49 * (1 + math.cos(math.pi * (s - warmup) / max(1, args.steps - warmup)))
+        optimizer,
+        lambda s: (
+            (s + 1) / warmup
+            if s < warmup
+            else 0.02 + 0.49 * (1 + math.cos(math.pi * (s - warmup) / max(1, args.steps - warmup)))
+        ),
     )
     offsets = torch.arange(args.context + 1, device=device)
     best, best_step, best_state, best_train, begun = float("inf"), 0, {}, 0.0, time.time()

@@ -64,7 +64,13 @@ def test_sequences_that_are_not_held_are_refused():
     freed, held = pool.allocate(6), pool.allocate(3)
     pool.free(freed)
     for sequence in (freed, other.allocate(5)):
-        for use in (pool.free, pool.fork, lambda s: pool.grow(s, 1), lambda s: pool.slot_mapping(s, 0), lambda s: pool.page_table([held, s])):
+        for use in (
+            pool.free,
+            pool.fork,
+            lambda s: pool.grow(s, 1),
+            lambda s: pool.slot_mapping(s, 0),
+            lambda s: pool.page_table([held, s]),
+        ):
             with pytest.raises(ValueError, match="sequence must be one that this allocator holds"):
                 use(sequence)
     assert (held.num_tokens, pool.num_free_pages, other.num_free_pages) == (3, 7, 6)
@@ -101,7 +107,9 @@ class AgainstAModel(RuleBasedStateMachine):
     def write(self, sequence, count):
         for slot in self.pool.slot_mapping(sequence, count).tolist():
             page = slot // self.pool.page_size
-            assert not any(page in other.pages for other in self.tokens if other is not sequence), "a page is written that two hold"
+            assert not any(page in other.pages for other in self.tokens if other is not sequence), (
+                "a page is written that two hold"
+            )
             self.counter += 1
             self.memory[page][slot % self.pool.page_size] = self.counter
             self.tokens[sequence].append(self.counter)
@@ -131,7 +139,11 @@ class AgainstAModel(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(list(self.tokens)))
         before, size = self.state(), self.pool.page_size
         in_last = sequence.num_tokens % size
-        shared = count > 0 and in_last > 0 and any(sequence.pages[-1] in other.pages for other in self.tokens if other is not sequence)
+        shared = (
+            count > 0
+            and in_last > 0
+            and any(sequence.pages[-1] in other.pages for other in self.tokens if other is not sequence)
+        )
         needed = self.pages_for(sequence.num_tokens + count) - self.pages_for(sequence.num_tokens) + shared
         try:
             copies = self.pool.grow(sequence, count)

@@ -24,7 +24,11 @@ def int32(*values):
         ({"num_kv_heads": 0}, ValueError, "num_q_heads must be"),
         ({"head_dim": 20}, ValueError, "head_dim must be a multiple of 8 from 16 to 256, got 20"),
         ({"head_dim_v": 264}, ValueError, "head_dim_v must be"),
-        ({"dtype": torch.float64}, quire.UnsupportedError, "dtype must be one of float16, bfloat16, float32, got torch.float64"),
+        (
+            {"dtype": torch.float64},
+            quire.UnsupportedError,
+            "dtype must be one of float16, bfloat16, float32, got torch.float64",
+        ),
         ({"kv_dtype": torch.uint8}, quire.UnsupportedError, "kv_dtype must be"),
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale must be positive"),
         ({"sliding_window": 0}, ValueError, "sliding_window must be at least 1"),
@@ -38,22 +42,56 @@ def test_spec(change, error, message):
 
 
 def test_specs_are_values():
-    same = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, softmax_scale=0.25)
+    same = quire.AttentionSpec(
+        num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, softmax_scale=0.25
+    )
     assert same == SPEC and hash(same) == hash(SPEC)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((torch.zeros(2, 3), int32(1, 1), int32(0, 1, 2)), TypeError, "page_table must be int32 or int64, got torch.float32"),
-        ((torch.zeros(2, 3, dtype=torch.int32).t(), int32(1, 1, 1), int32(0, 1, 2, 3)), ValueError, "page_table must have 2 dimension"),
-        ((torch.zeros(1, 3, dtype=torch.int32), int32(1, 1), int32(0, 1, 2)), ValueError, "page_table must have one row per sequence, got 1 rows for 2"),
-        ((torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int64), int32(0, 1, 2)), TypeError, "seq_lens must be int32"),
-        ((torch.zeros(2, 3, dtype=torch.int32), int32(1), int32(0, 1, 2)), ValueError, "cu_seqlens_q must be contiguous with 2 entries for 1 seq"),
-        ((torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, 1, dtype=torch.int32)), ValueError, "seq_lens must be contiguous with 2 entries"),
-        ((torch.zeros(2, 3, dtype=torch.int32), int32(1)), ValueError, "page_table must have one row per sequence, got 2 rows for 1"),
+        (
+            (torch.zeros(2, 3), int32(1, 1), int32(0, 1, 2)),
+            TypeError,
+            "page_table must be int32 or int64, got torch.float32",
+        ),
+        (
+            (torch.zeros(2, 3, dtype=torch.int32).t(), int32(1, 1, 1), int32(0, 1, 2, 3)),
+            ValueError,
+            "page_table must have 2 dimension",
+        ),
+        (
+            (torch.zeros(1, 3, dtype=torch.int32), int32(1, 1), int32(0, 1, 2)),
+            ValueError,
+            "page_table must have one row per sequence, got 1 rows for 2",
+        ),
+        (
+            (torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int64), int32(0, 1, 2)),
+            TypeError,
+            "seq_lens must be int32",
+        ),
+        (
+            (torch.zeros(2, 3, dtype=torch.int32), int32(1), int32(0, 1, 2)),
+            ValueError,
+            "cu_seqlens_q must be contiguous with 2 entries for 1 seq",
+        ),
+        (
+            (torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, 1, dtype=torch.int32)),
+            ValueError,
+            "seq_lens must be contiguous with 2 entries",
+        ),
+        (
+            (torch.zeros(2, 3, dtype=torch.int32), int32(1)),
+            ValueError,
+            "page_table must have one row per sequence, got 2 rows for 1",
+        ),
         ((torch.zeros(6, dtype=torch.int32), int32(1, 1), int32(0, 1, 2)), ValueError, "a flat table needs cu_pages"),
-        ((torch.zeros(6, dtype=torch.int32), int32(1, 1), int32(0, 1, 2), int32(0)), ValueError, "cu_pages must be contiguous"),
+        (
+            (torch.zeros(6, dtype=torch.int32), int32(1, 1), int32(0, 1, 2), int32(0)),
+            ValueError,
+            "cu_pages must be contiguous",
+        ),
     ],
 )
 def test_batch(arguments, error, message):
@@ -64,14 +102,34 @@ def test_batch(arguments, error, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((torch.zeros(4, 5, 2, 16), torch.zeros(4, 5, 2, 16), "NDH"), quire.UnsupportedError, "layout must be one of NHD, HND, HDNX, THD, got 'NDH'"),
-        ((torch.zeros(4, 5, 16), torch.zeros(4, 5, 16)), ValueError, "k and v must have 4 and 4 dimensions in layout NHD"),
-        ((torch.zeros(4, 5, 16, 2).transpose(2, 3), torch.zeros(4, 5, 2, 16)), ValueError, "k must be contiguous in its last dimension"),
+        (
+            (torch.zeros(4, 5, 2, 16), torch.zeros(4, 5, 2, 16), "NDH"),
+            quire.UnsupportedError,
+            "layout must be one of NHD, HND, HDNX, THD, got 'NDH'",
+        ),
+        (
+            (torch.zeros(4, 5, 16), torch.zeros(4, 5, 16)),
+            ValueError,
+            "k and v must have 4 and 4 dimensions in layout NHD",
+        ),
+        (
+            (torch.zeros(4, 5, 16, 2).transpose(2, 3), torch.zeros(4, 5, 2, 16)),
+            ValueError,
+            "k must be contiguous in its last dimension",
+        ),
         ((torch.zeros(4, 5, 2, 16), torch.zeros(4, 5, 2, 16).half()), ValueError, "v must have k's dtype"),
         ((torch.zeros(4, 5, 2, 16), torch.zeros(4, 6, 2, 16)), ValueError, "v must have k's pages, slots and heads"),
         ((torch.zeros(4, 5, 2, 16), torch.zeros(4, 5, 2, 16), "NHD", 1.0, 1.0), ValueError, "k_scale must be left out"),
-        ((torch.zeros(4, 5, 2, 16, dtype=torch.int8),) * 2 + ("NHD", 1.0), ValueError, "k_scale and v_scale must be given together"),
-        ((torch.zeros(4, 5, 2, 16, dtype=torch.int8),) * 2 + ("NHD", torch.ones(3), torch.ones(3)), ValueError, r"k_scale must be a number, \[num_kv_heads\]"),
+        (
+            (torch.zeros(4, 5, 2, 16, dtype=torch.int8),) * 2 + ("NHD", 1.0),
+            ValueError,
+            "k_scale and v_scale must be given together",
+        ),
+        (
+            (torch.zeros(4, 5, 2, 16, dtype=torch.int8),) * 2 + ("NHD", torch.ones(3), torch.ones(3)),
+            ValueError,
+            r"k_scale must be a number, \[num_kv_heads\]",
+        ),
         ((torch.zeros(4, 5, 2, 16, dtype=torch.uint8),) * 2, quire.UnsupportedError, "view it as its real dtype"),
     ],
 )
@@ -90,7 +148,10 @@ def test_attention_checks_before_it_writes():
         (dict(q=torch.cat([p.q, p.q])), "q must have at most the 3 tokens planned for, got 6"),
         (dict(cache=quire.PagedKVCache(p.cache.k.half(), p.cache.v.half())), "cache must be of the spec's kv_dtype"),
         (dict(cache=quire.PagedKVCache(p.cache.k[..., :8], p.cache.v[..., :8])), "cache must have 2 heads of 16"),
-        (dict(cache=quire.PagedKVCache(p.cache.k[:, :4], p.cache.v[:, :4])), "page_table must cover max_seq_len = 20 keys, got 2 pages of 4"),
+        (
+            dict(cache=quire.PagedKVCache(p.cache.k[:, :4], p.cache.v[:, :4])),
+            "page_table must cover max_seq_len = 20 keys, got 2 pages of 4",
+        ),
         (dict(sinks=torch.zeros(4)), "sinks must be given exactly when the spec has it"),
         (dict(out=out[:2]), "out must be"),
         (dict(out=quire.State(out, torch.zeros(3, 4).double())), "out.lse must be"),
@@ -126,10 +187,15 @@ def test_allow_fp8_is_a_permission():
 
 
 def test_rounding_to_fp8_keeps_three_bits_of_any_magnitude():
-    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.logspace(-8, 8, 64, dtype=torch.float64)[:, None]
+    x = (
+        torch.randn(64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        * torch.logspace(-8, 8, 64, dtype=torch.float64)[:, None]
+    )
     x[7] = 0
     peaks = x.abs().amax(1, keepdim=True)
-    assert ((reference.to_fp8(x) - x).abs() <= x.abs() / 16 + peaks * 2.0**-17).all()  # half of the last of four bits; of small ones, half of the smallest step
+    assert (
+        (reference.to_fp8(x) - x).abs() <= x.abs() / 16 + peaks * 2.0**-17
+    ).all()  # half of the last of four bits; of small ones, half of the smallest step
 
 
 def test_plan_bounds():
@@ -180,7 +246,11 @@ def test_check_batch_reads_the_device():
             check_batch(batch, p.cache)
     prefix = table.clone()
     prefix[1, 0] = prefix[0, 0]  # a full page of sequence 0's past, which sequence 1 only reads
-    shared_prefix = quire.Batch(torch.cat([prefix, torch.full((2, 1), 2, dtype=torch.int32)], 1)[:, :2].contiguous(), int32(20, 20), p.batch.cu_seqlens_q)
+    shared_prefix = quire.Batch(
+        torch.cat([prefix, torch.full((2, 1), 2, dtype=torch.int32)], 1)[:, :2].contiguous(),
+        int32(20, 20),
+        p.batch.cu_seqlens_q,
+    )
     shared_prefix.page_table[1, 1] = next(x for x in range(1, p.cache.num_pages) if x not in table.flatten().tolist())
     check_batch(shared_prefix, p.cache)
     with pytest.raises(ValueError, match="one sequence"):

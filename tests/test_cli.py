@@ -9,8 +9,7 @@ import torch
 import triton
 
 import quire
-from quire import check
-from quire.cli import main
+from quire.cli import check, main
 from quire.testing import Verdict
 
 COMMANDS = ("generate", "check", "bench", "tune", "env")
@@ -93,7 +92,10 @@ def test_check_sees_a_kernel_that_forgets_to_scale(monkeypatch):
 
 
 def test_generate_writes_what_eager_attention_writes(capsys):
-    assert main(["generate", "--prompt", "def f(x):\n", "--prompt", "import ", "--max-new-tokens", "5", "--device", "cpu"]) == 0
+    assert (
+        main(["generate", "--prompt", "def f(x):\n", "--prompt", "import ", "--max-new-tokens", "5", "--device", "cpu"])
+        == 0
+    )
     text = capsys.readouterr().out
     assert "tokens/s" in text and "Plan(kernel=" in text and "equal to the same model with eager attention" in text
 
@@ -105,7 +107,7 @@ def test_generate_refuses_what_it_cannot_do(arguments, capsys):
 
 
 def test_an_interrupt_leaves_with_130(monkeypatch):
-    from quire import env
+    from quire.cli import env
 
     def interrupted():
         raise KeyboardInterrupt

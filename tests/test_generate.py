@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import quire
-from quire import generate
-from quire.cli import main
+from quire.cli import generate, main
 from quire.integrations import transformers as hook
 
 SHORT = ["generate", "--device", "cpu", "--prompt", "import ", "--max-new-tokens", "3"]
@@ -13,7 +12,13 @@ SHORT = ["generate", "--device", "cpu", "--prompt", "import ", "--max-new-tokens
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--page-size", "3"], ["--temperature", "-1"], ["--temperature", "nan"], ["--max-new-tokens", "0"], ["--model", "/nowhere"]],
+    [
+        ["--page-size", "3"],
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--max-new-tokens", "0"],
+        ["--model", "/nowhere"],
+    ],
 )
 def test_bad_values_are_named(arguments, capsys):
     assert main([*SHORT, *arguments]) == 2

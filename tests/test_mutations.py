@@ -31,7 +31,10 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="mutates Triton kernels, which run on this machine only in the interpreter")
+@pytest.mark.skipif(
+    not triton.knobs.runtime.interpret,
+    reason="mutates Triton kernels, which run on this machine only in the interpreter",
+)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_kernel_is_noticed(name, tmp_path):
     file, right, wrong = MUTATIONS[name]
@@ -40,7 +43,21 @@ def test_a_broken_kernel_is_noticed(name, tmp_path):
     source = (copy / "kernels" / file).read_text()
     assert source.count(right) == 1, "the place to break has moved"
     (copy / "kernels" / file).write_text(source.replace(right, wrong))
-    run = [sys.executable, "-m", "quire.cli", "check", "--json", "--fail-fast", "--dtype", "float16" if "pairs" in name else "float32"]
-    done = subprocess.run(run, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}, capture_output=True, text=True)
+    run = [
+        sys.executable,
+        "-m",
+        "quire.cli",
+        "check",
+        "--json",
+        "--fail-fast",
+        "--dtype",
+        "float16" if "pairs" in name else "float32",
+    ]
+    done = subprocess.run(
+        run,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode != 0
     assert '"passed": false' in done.stdout or "InterpreterError" in done.stderr, done.stderr[-2000:]

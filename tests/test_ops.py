@@ -36,7 +36,9 @@ def test_compiled_is_eager(backend):
     with torch.compiler.set_stance("fail_on_recompile"):  # contents may change, and a second layer may come
         p.batch.seq_lens.copy_(torch.tensor([19, 9]))
         other = quire.PagedKVCache(p.cache.k.clone(), p.cache.v.clone())
-        torch.testing.assert_close(compiled(p.q, k, v, slots, other, plan, p.sinks), step(p.q, k, v, slots, p.cache, plan, p.sinks))
+        torch.testing.assert_close(
+            compiled(p.q, k, v, slots, other, plan, p.sinks), step(p.q, k, v, slots, p.cache, plan, p.sinks)
+        )
 
 
 def test_out_and_lse_under_compile():
@@ -55,12 +57,16 @@ def test_out_and_lse_under_compile():
 
 def test_opcheck():
     p, plan, k, v, slots = problem()
-    clean = quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num())  # opcheck compares, and NaN equals nothing
+    clean = quire.PagedKVCache(
+        p.cache.k.nan_to_num(), p.cache.v.nan_to_num()
+    )  # opcheck compares, and NaN equals nothing
     b = p.batch
     torch.library.opcheck(
         torch.ops.quire.attention.default,
         (p.q, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q, None, None, p.sinks, None, None,
          SPEC.head_dim_v, SPEC.softmax_scale, True, None, None, None, False, False, "torch", plan.max_query_len, plan.max_seq_len, plan.num_tokens, 0, 0.0, 0, [], [], []),
     )  # fmt: skip
-    torch.library.opcheck(torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots))
+    torch.library.opcheck(
+        torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)
+    )
     torch.library.opcheck(torch.ops.quire.merge_states.default, ([p.q, p.q * 2], [torch.zeros(3, 4), torch.ones(3, 4)]))

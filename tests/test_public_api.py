@@ -19,7 +19,11 @@ SUBMODULES = {path.stem for path in Path(quire.__file__).parent.iterdir()}
 
 def test_all_is_what_is_public():
     assert quire.__all__ == sorted(quire.__all__)
-    public = {name for name in vars(quire) if not name.startswith("_") and not (name in SUBMODULES and inspect.ismodule(getattr(quire, name)))}
+    public = {
+        name
+        for name in vars(quire)
+        if not name.startswith("_") and not (name in SUBMODULES and inspect.ismodule(getattr(quire, name)))
+    }
     assert public == set(quire.__all__)
     assert set(VERBS) | set(NOUNS) <= public
 
@@ -40,10 +44,14 @@ def test_nouns_and_their_public_members_are_documented(name):
     assert inspect.getdoc(noun)
     for member, value in vars(noun).items():
         if not member.startswith("_") and (inspect.isroutine(value) or isinstance(value, (property, classmethod))):
-            assert inspect.getdoc(getattr(noun, member) if isinstance(value, classmethod) else value), f"{name}.{member} must have a docstring"
+            assert inspect.getdoc(getattr(noun, member) if isinstance(value, classmethod) else value), (
+                f"{name}.{member} must have a docstring"
+            )
 
 
-@pytest.mark.parametrize("name", [n for n in vars(flash_attn) if n.startswith("flash_attn_") and inspect.isfunction(getattr(flash_attn, n))])
+@pytest.mark.parametrize(
+    "name", [n for n in vars(flash_attn) if n.startswith("flash_attn_") and inspect.isfunction(getattr(flash_attn, n))]
+)
 def test_the_compatible_front_doors_are_documented(name):
     assert inspect.getdoc(getattr(flash_attn, name))
 
@@ -55,8 +63,12 @@ def check_documented(function) -> None:
     signature = inspect.signature(function)
     sections = dict(re.findall(r"^(Args|Returns|Raises):\n((?:    .*\n?|\n)*)", text, re.MULTILINE))
     for parameter in signature.parameters.values():
-        assert re.search(rf"^    (\*\*)?{parameter.name}: ", sections["Args"], re.MULTILINE), f"{function.__name__}: Args must name {parameter.name}"
-    assert signature.return_annotation is None or "Returns" in sections or "Return" in text, f"{function.__name__} must say what it returns"
+        assert re.search(rf"^    (\*\*)?{parameter.name}: ", sections["Args"], re.MULTILINE), (
+            f"{function.__name__}: Args must name {parameter.name}"
+        )
+    assert signature.return_annotation is None or "Returns" in sections or "Return" in text, (
+        f"{function.__name__} must say what it returns"
+    )
     assert "Raises" in sections, f"{function.__name__} must say what it raises"
 
 
@@ -74,9 +86,14 @@ def test_importing_quire_costs_well_under_a_second_beyond_torch():
         "import torch, time; begun = time.perf_counter(); import quire; took = time.perf_counter() - begun; import sys;"
         "print(took, *(name for name in ('transformers', 'rich', 'numpy.testing') if name in sys.modules))"
     )
-    runs = [subprocess.run([sys.executable, "-c", measure], capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
+    runs = [
+        subprocess.run([sys.executable, "-c", measure], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(2)
+    ]
     assert min(float(took) for took, *_ in runs) < 1.0
-    assert all(len(run) == 1 for run in runs), f"importing quire must not import what only its commands need, got {runs[0][1:]}"
+    assert all(len(run) == 1 for run in runs), (
+        f"importing quire must not import what only its commands need, got {runs[0][1:]}"
+    )
 
 
 def test_importing_quire_touches_no_device():

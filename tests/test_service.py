@@ -36,12 +36,14 @@ def test_one_workspace_serves_every_plan_within_its_bounds(batch_invariant):
         assert error_budget(problem, quire.attention(problem.q, problem.cache, plan)).passed, lens
 
 
-@pytest.mark.skipif(not TRITON_RUNS, reason="PyTorch, which serves CPU tensors outside the interpreter, needs no scratch")
+@pytest.mark.skipif(
+    not TRITON_RUNS, reason="PyTorch, which serves CPU tensors outside the interpreter, needs no scratch"
+)
 def test_every_plan_within_bounds_needs_no_more_than_the_workspace():
+    from quire.dispatch.device import device_properties
     from quire.plan import decide, scratch_bytes
-    from quire.tuning.traits import device_traits
 
-    draw, traits = random.Random(1), device_traits(torch.device(DEVICE))
+    draw, properties = random.Random(1), device_properties(torch.device(DEVICE))
     for spec in (SPEC, quire.AttentionSpec(num_q_heads=32, num_kv_heads=1, head_dim=128, dtype=torch.float16)):
         for invariant in (False, True):
             for _ in range(20):
@@ -50,8 +52,20 @@ def test_every_plan_within_bounds_needs_no_more_than_the_workspace():
                 enough = quire.workspace_size(spec, **bounds, device=DEVICE, batch_invariant=invariant)
                 for _ in range(20):
                     seqs, tokens = draw.randint(1, num_seqs), draw.randint(1, num_tokens)
-                    batch = quire.Batch(torch.zeros(seqs, 1, dtype=torch.int32), torch.zeros(seqs, dtype=torch.int32), torch.zeros(seqs + 1, dtype=torch.int32))
-                    plan = decide(spec, batch, traits, draw.randint(1, tokens), draw.randint(1, seq_len), tokens, batch_invariant=invariant)
+                    batch = quire.Batch(
+                        torch.zeros(seqs, 1, dtype=torch.int32),
+                        torch.zeros(seqs, dtype=torch.int32),
+                        torch.zeros(seqs + 1, dtype=torch.int32),
+                    )
+                    plan = decide(
+                        spec,
+                        batch,
+                        properties,
+                        draw.randint(1, tokens),
+                        draw.randint(1, seq_len),
+                        tokens,
+                        batch_invariant=invariant,
+                    )
                     assert not plan.has_scratch or scratch_bytes(plan)[0] <= enough, (bounds, plan)
 
 
@@ -62,7 +76,9 @@ def test_scratch_does_not_grow_with_sequences_and_lengths():
     assert size(1024, 1 << 20) == size(64, 1 << 14)
 
 
-@pytest.mark.skipif(not TRITON_RUNS, reason="PyTorch, which serves CPU tensors outside the interpreter, needs no scratch")
+@pytest.mark.skipif(
+    not TRITON_RUNS, reason="PyTorch, which serves CPU tensors outside the interpreter, needs no scratch"
+)
 def test_a_workspace_that_does_not_serve_is_refused():
     problem = make_problem(SPEC, ((1, 900),), device=DEVICE)
     for workspace in (torch.zeros(8, dtype=torch.uint8, device=DEVICE), torch.zeros(1 << 20, device=DEVICE)):
@@ -90,7 +106,9 @@ def test_warmup_reads_and_writes_nothing_in_the_cache():
 @pytest.mark.skipif(not GPU, reason="nothing is compiled without a GPU")
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_nothing_compiles_after_warmup(batch_invariant):
-    spec = quire.AttentionSpec(num_q_heads=12, num_kv_heads=2, head_dim=64, softcap=31.0 + batch_invariant)  # of no other test
+    spec = quire.AttentionSpec(
+        num_q_heads=12, num_kv_heads=2, head_dim=64, softcap=31.0 + batch_invariant
+    )  # of no other test
     bounds = {"max_num_seqs": 40, "max_num_tokens": 600, "max_seq_len": 5000}
     problem = make_problem(spec, ((1, 3000), (1, 17), (4, 700)), device="cuda")
     plan = quire.plan(spec, problem.batch, **problem.bounds, batch_invariant=batch_invariant)
@@ -101,7 +119,9 @@ def test_nothing_compiles_after_warmup(batch_invariant):
     with quire.no_compilation():
         for _ in range(60):
             num_seqs = draw.randint(1, 40)
-            queries = [1] * num_seqs if draw.random() < 0.4 else [draw.choice((1, 1, 3, 9, 15)) for _ in range(num_seqs)]
+            queries = (
+                [1] * num_seqs if draw.random() < 0.4 else [draw.choice((1, 1, 3, 9, 15)) for _ in range(num_seqs)]
+            )
             lens = tuple((q, draw.randint(q, draw.choice((100, 5000)))) for q in queries)
             problem = make_problem(spec, lens, device="cuda", one_query=max(queries) == 1 and draw.random() < 0.5)
             plan = quire.plan(spec, problem.batch, **problem.bounds, batch_invariant=batch_invariant)

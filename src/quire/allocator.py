@@ -33,7 +33,9 @@ class PageAllocator:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
-            raise ValueError(f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}; size the pool as the cache")
+            raise ValueError(
+                f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}; size the pool as the cache"
+            )
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
         self._owners = [0] * num_pages
@@ -96,7 +98,9 @@ class PageAllocator:
                 self._free.append(page)
         sequence.pages, sequence.num_tokens = [], 0
 
-    def page_table(self, sequences: Sequence[PageSequence], width: int | None = None, device: torch.device | str | None = None) -> torch.Tensor:
+    def page_table(
+        self, sequences: Sequence[PageSequence], width: int | None = None, device: torch.device | str | None = None
+    ) -> torch.Tensor:
         """Return the table of a batch, [num_seqs, width] int32, -1 past each sequence's pages; as wide as the longest needs when not given.
 
         Raises:
@@ -111,7 +115,9 @@ class PageAllocator:
         rows = [s.pages + [-1] * (width - len(s.pages)) for s in sequences]
         return torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(rows), width)
 
-    def slot_mapping(self, sequence: PageSequence, num_tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
+    def slot_mapping(
+        self, sequence: PageSequence, num_tokens: int, device: torch.device | str | None = None
+    ) -> torch.Tensor:
         """Return the slots of a sequence's last `num_tokens` tokens, [num_tokens] int64, for `quire.write_kv`.
 
         Raises:
@@ -119,17 +125,25 @@ class PageAllocator:
         """
         self._check_held(sequence)
         if not 0 <= num_tokens <= sequence.num_tokens:
-            raise ValueError(f"num_tokens must be from 0 to the sequence's {sequence.num_tokens}, got {num_tokens}; grow it first")
+            raise ValueError(
+                f"num_tokens must be from 0 to the sequence's {sequence.num_tokens}, got {num_tokens}; grow it first"
+            )
         positions = range(sequence.num_tokens - num_tokens, sequence.num_tokens)
         size = self.page_size
-        return torch.tensor([sequence.pages[p // size] * size + p % size for p in positions], dtype=torch.int64, device=device)
+        return torch.tensor(
+            [sequence.pages[p // size] * size + p % size for p in positions], dtype=torch.int64, device=device
+        )
 
     def _extend(self, sequence: PageSequence, num_tokens: int) -> list[tuple[int, int]]:
         if num_tokens < 0:
-            raise ValueError(f"num_tokens must be at least 0, got {num_tokens}; free the sequence and allocate a shorter one")
+            raise ValueError(
+                f"num_tokens must be at least 0, got {num_tokens}; free the sequence and allocate a shorter one"
+            )
         total = sequence.num_tokens + num_tokens
         fresh = -(-total // self.page_size) - len(sequence.pages)
-        shared_tail = num_tokens > 0 and sequence.num_tokens % self.page_size > 0 and self._owners[sequence.pages[-1]] > 1
+        shared_tail = (
+            num_tokens > 0 and sequence.num_tokens % self.page_size > 0 and self._owners[sequence.pages[-1]] > 1
+        )
         if fresh + shared_tail > len(self._free):
             raise OutOfPagesError(
                 f"free pages must be at least {fresh + shared_tail} to grow to {total} tokens, got {len(self._free)}; free or preempt a sequence"
@@ -150,4 +164,6 @@ class PageAllocator:
 
     def _check_held(self, sequence: PageSequence) -> None:
         if sequence not in self._held:
-            raise ValueError("sequence must be one that this allocator holds, got one that was freed or is another's; allocate or fork it here")
+            raise ValueError(
+                "sequence must be one that this allocator holds, got one that was freed or is another's; allocate or fork it here"
+            )

@@ -39,7 +39,9 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.page_table.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"page_table must be int32 or int64, got {self.page_table.dtype}; convert it once, not per layer")
+            raise TypeError(
+                f"page_table must be int32 or int64, got {self.page_table.dtype}; convert it once, not per layer"
+            )
         want_dim = 2 if self.cu_pages is None else 1
         if self.page_table.dim() != want_dim or (self.page_table.shape[-1] > 1 and self.page_table.stride(-1) != 1):
             raise ValueError(
@@ -63,7 +65,9 @@ class Batch:
                     "cu_seqlens_q has one entry more than seq_lens"
                 )
             if tensor.device != self.page_table.device:
-                raise ValueError(f"{name} must be on page_table's device {self.page_table.device}, got {tensor.device}; move it there")
+                raise ValueError(
+                    f"{name} must be on page_table's device {self.page_table.device}, got {tensor.device}; move it there"
+                )
         if self.cu_pages is None and self.page_table.shape[0] != self.num_seqs:
             raise ValueError(
                 f"page_table must have one row per sequence, got {self.page_table.shape[0]} rows for {self.num_seqs} sequences; slice it"

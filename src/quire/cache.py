@@ -1,6 +1,6 @@
 """`PagedKVCache`: one layer's pages, in whatever layout the engine keeps them.
 
-Four layouts reduce to one address: `page * stride_page + slot * stride_slot + head * stride_head + (dim // run) * stride_run + dim % run`,
+Four layouts reduce to one address: `page * stride_page + slot * stride_slot + head * stride_head + (dim // run) * stride_vec + dim % run`,
 where `run` is how many elements of a head lie side by side. The kernels know only that line.
 """
 
@@ -31,7 +31,7 @@ class Strides(NamedTuple):
     slot: int
     head: int
     run: int
-    run_length: int
+    vec_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,10 @@ class PagedKVCache:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise UnsupportedError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}; " + "; ".join(f"{n}: {s}" for n, s in LAYOUTS.items()))
+            raise UnsupportedError(
+                f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}; "
+                + "; ".join(f"{n}: {s}" for n, s in LAYOUTS.items())
+            )
         dims = {"THD": (3, 3), "HDNX": (5, 4)}.get(self.layout, (4, 4))
         if (self.k.dim(), self.v.dim()) != dims:
             raise ValueError(
@@ -71,14 +74,18 @@ class PagedKVCache:
             )
         for name, tensor in (("k", self.k), ("v", self.v)):
             if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-                raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}; reallocate the cache")
+                raise ValueError(
+                    f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}; reallocate the cache"
+                )
         if self.k.dtype != self.v.dtype or self.k.device != self.v.device:
             raise ValueError(
                 f"v must have k's dtype and device, got {self.v.dtype} on {self.v.device} beside {self.k.dtype} on {self.k.device}; "
                 "allocate both alike"
             )
         if self.k.dtype not in QUERY_DTYPES + QUANTISED_DTYPES:
-            raise UnsupportedError(f"k must be float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8, got {self.k.dtype}; view it as its real dtype")
+            raise UnsupportedError(
+                f"k must be float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8, got {self.k.dtype}; view it as its real dtype"
+            )
         if (self.num_pages, self.page_size, self.num_kv_heads) != self._v_extents:
             raise ValueError(
                 f"v must have k's pages, slots and heads {(self.num_pages, self.page_size, self.num_kv_heads)}, got {self._v_extents}; allocate both alike"
@@ -87,7 +94,9 @@ class PagedKVCache:
             raise ValueError("k_scale and v_scale must be given together, got only one; pass 1.0 for the other")
         if self.k_scale is not None:
             if self.k.dtype not in QUANTISED_DTYPES:
-                raise ValueError(f"k_scale must be left out for a cache of {self.k.dtype}, got one; scales belong to fp8 and int8 caches")
+                raise ValueError(
+                    f"k_scale must be left out for a cache of {self.k.dtype}, got one; scales belong to fp8 and int8 caches"
+                )
             object.__setattr__(self, "k_scale", self._scale("k_scale"))
             object.__setattr__(self, "v_scale", self._scale("v_scale"))
             if self.k_scale.shape != self.v_scale.shape or self.k_scale.stride() != self.v_scale.stride():
@@ -98,7 +107,13 @@ class PagedKVCache:
 
     @classmethod
     def empty(
-        cls, spec: AttentionSpec, num_pages: int, page_size: int, *, layout: str = "NHD", device: torch.device | str | None = None
+        cls,
+        spec: AttentionSpec,
+        num_pages: int,
+        page_size: int,
+        *,
+        layout: str = "NHD",
+        device: torch.device | str | None = None,
     ) -> "PagedKVCache":
         """Allocate an uninitialised cache for one layer of `spec`, scales 1 when it is quantised.
 
@@ -139,7 +154,9 @@ class PagedKVCache:
     @cached_property
     def page_size(self) -> int:
         """Tokens per page; unbounded where not paged, as a sequence there is one page."""
-        return {"NHD": lambda s: s[1], "HND": lambda s: s[2], "HDNX": lambda s: s[3], "THD": lambda s: UNBOUNDED}[self.layout](self.k.shape)
+        return {"NHD": lambda s: s[1], "HND": lambda s: s[2], "HDNX": lambda s: s[3], "THD": lambda s: UNBOUNDED}[
+            self.layout
+        ](self.k.shape)
 
     @cached_property
     def num_kv_heads(self) -> int:
@@ -158,7 +175,7 @@ class PagedKVCache:
 
     @cached_property
     def scale_kind(self) -> str:
-        """"none", "head" (per tensor or per head) or "token" (per token and head)."""
+        """ "none", "head" (per tensor or per head) or "token" (per token and head)."""
         return "none" if self.k_scale is None else "token" if self.k_scale.dim() == 3 else "head"
 
     @cached_property
@@ -182,14 +199,31 @@ class PagedKVCache:
     def extents(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
         """Pages, slots of a page, heads and elements of a head, of k and of v; without pages, tokens and one slot."""
         slots = 1 if self.layout == "THD" else self.page_size
-        return (self.num_pages, slots, self.num_kv_heads, self.head_dim), (self.v.shape[0], slots, self.num_kv_heads, self.head_dim_v)
+        return (self.num_pages, slots, self.num_kv_heads, self.head_dim), (
+            self.v.shape[0],
+            slots,
+            self.num_kv_heads,
+            self.head_dim_v,
+        )
 
     @cached_property
     def kind(self) -> int:
         """A number that caches share which one compiled kernel serves."""
         offsets = self.k.storage_offset() % 2, self.v.storage_offset() % 2
         scales = None if self.k_scale is None else (self.k_scale.data_ptr() % 16, self.v_scale.data_ptr() % 16)
-        return KINDS.setdefault((self.dtype, self.layout, self.page_size, self.strides, self.scale_kind, self.scale_strides, offsets, scales), len(KINDS))
+        return KINDS.setdefault(
+            (
+                self.dtype,
+                self.layout,
+                self.page_size,
+                self.strides,
+                self.scale_kind,
+                self.scale_strides,
+                offsets,
+                scales,
+            ),
+            len(KINDS),
+        )
 
     @property
     def addresses(self) -> tuple[int, int, int | None, int | None]:
@@ -201,13 +235,19 @@ class PagedKVCache:
     @cached_property
     def _v_extents(self) -> tuple[int, int, int]:
         slots = {"NHD": 1, "HND": 2, "HDNX": 3}.get(self.layout)
-        return self.v.shape[0], UNBOUNDED if slots is None else self.v.shape[slots], self.v.shape[2 if self.layout == "NHD" else 1]
+        return (
+            self.v.shape[0],
+            UNBOUNDED if slots is None else self.v.shape[slots],
+            self.v.shape[2 if self.layout == "NHD" else 1],
+        )
 
     def _scale(self, name: str) -> torch.Tensor:
         scale = torch.as_tensor(getattr(self, name), dtype=torch.float32, device=self.device)
         if scale.numel() == 1 and scale.dim() < 3:
             return scale.reshape(1).expand(self.num_kv_heads)  # per tensor is per head with stride 0
-        if scale.shape == (self.num_kv_heads,) or (self.layout != "THD" and scale.shape == (self.num_pages, self.page_size, self.num_kv_heads)):
+        if scale.shape == (self.num_kv_heads,) or (
+            self.layout != "THD" and scale.shape == (self.num_pages, self.page_size, self.num_kv_heads)
+        ):
             return scale
         raise ValueError(
             f"{name} must be a number, [num_kv_heads] = [{self.num_kv_heads}] or [num_pages, page_size, num_kv_heads] = "

@@ -10,11 +10,11 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.dispatch.config import HopperConfig, KernelConfig
+from quire.dispatch.device import device_properties
 from quire.plan import Plan, with_scratch
 from quire.spec import AttentionSpec
 from quire.state import State
-from quire.tuning.space import FastTile, Tile
-from quire.tuning.traits import device_traits
 
 LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
@@ -38,7 +38,11 @@ def attention(q, cache: PagedKVCache, plan: Plan, sinks, alibi_slopes) -> State:
     tile = [] if plan.tile is None else numbers(plan.tile)
     fast = [] if plan.fast is None else [plan.num_parts, *numbers(plan.fast)]
     num_shares = (plan.instead or plan).num_shares
-    beside = [] if plan.beside is None else [plan.few, plan.beside.num_tokens, plan.beside.num_shares, *numbers(plan.beside.tile)]
+    beside = (
+        []
+        if plan.beside is None
+        else [plan.few, plan.beside.num_tokens, plan.beside.num_shares, *numbers(plan.beside.tile)]
+    )
     out, lse = torch.ops.quire.attention(
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout,
         batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.cu_pages, batch.query_offsets, sinks, alibi_slopes, plan.workspace,
@@ -48,7 +52,7 @@ def attention(q, cache: PagedKVCache, plan: Plan, sinks, alibi_slopes) -> State:
     return State(out, lse)
 
 
-def numbers(tile: Tile | FastTile) -> list[int]:
+def numbers(tile: KernelConfig | HopperConfig) -> list[int]:
     """Return a tile as an operator takes it."""
     return [int(value) for value in astuple(tile)]
 
@@ -57,7 +61,15 @@ def write_kv(k, v, cache: PagedKVCache, slot_mapping) -> None:
     """Call the operator `quire::write_kv`. Scales per token are written, others only read."""
     scales = (cache.k_scale, cache.v_scale)
     per_token = scales[0] is not None and scales[0].dim() == 3
-    torch.ops.quire.write_kv(k, v, cache.k, cache.v, *((None, None, *scales) if per_token else (*scales, None, None)), cache.layout, slot_mapping)
+    torch.ops.quire.write_kv(
+        k,
+        v,
+        cache.k,
+        cache.v,
+        *((None, None, *scales) if per_token else (*scales, None, None)),
+        cache.layout,
+        slot_mapping,
+    )
 
 
 def merge_states(states) -> State:
@@ -87,17 +99,33 @@ def attention_impl(
         softcap, alibi_slopes is not None, sinks is not None, allow_tf32, allow_fp8,
     )  # fmt: skip
     batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets)
-    tile = Tile(*tile[:4], bool(tile[4]), *tile[5:]) if tile else None
-    traits = device_traits(q.device)
-    plan = Plan(spec, batch, kernel, max_query_len, max_seq_len, num_tokens, traits, tile, num_shares, None, "compiled", merge_cost, chunk)
+    tile = KernelConfig(*tile[:4], bool(tile[4]), *tile[5:]) if tile else None
+    properties = device_properties(q.device)
+    plan = Plan(
+        spec,
+        batch,
+        kernel,
+        max_query_len,
+        max_seq_len,
+        num_tokens,
+        properties,
+        tile,
+        num_shares,
+        None,
+        "compiled",
+        merge_cost,
+        chunk,
+    )
     if fast:
         num_parts, *fast = fast
         instead = replace(plan, kernel="triton", prepared={}) if num_parts > 1 else None
-        plan = replace(plan, num_shares=0, fast=FastTile(*fast), num_parts=num_parts, instead=instead, prepared={})
+        plan = replace(plan, num_shares=0, fast=HopperConfig(*fast), num_parts=num_parts, instead=instead, prepared={})
     if beside:
         few, few_tokens, num_shares, *tile = beside
-        tile = Tile(*tile[:4], bool(tile[4]), *tile[5:])
-        second = Plan(spec, batch, "triton", few, max_seq_len, few_tokens, traits, tile, num_shares, None, "compiled", few=few)
+        tile = KernelConfig(*tile[:4], bool(tile[4]), *tile[5:])
+        second = Plan(
+            spec, batch, "triton", few, max_seq_len, few_tokens, properties, tile, num_shares, None, "compiled", few=few
+        )
         plan = replace(plan, beside=second, few=few)
     plan = with_scratch(plan, workspace)
     return tuple(api.attention(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=True))
@@ -126,7 +154,9 @@ def merge_states_impl(outs, lses):
 
 def merge_states_fake(outs, lses):
     """Say what comes out."""
-    return torch.empty_like(outs[0], memory_format=torch.contiguous_format), torch.empty_like(lses[0], memory_format=torch.contiguous_format)
+    return torch.empty_like(outs[0], memory_format=torch.contiguous_format), torch.empty_like(
+        lses[0], memory_format=torch.contiguous_format
+    )
 
 
 for key in ("CPU", "CUDA"):

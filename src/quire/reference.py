@@ -65,7 +65,9 @@ def attention(
                 scores = torch.cat([scores, sinks[head].to(dtype).expand(q_len, 1)], 1)
                 values = torch.cat([values, values.new_zeros(1, spec.head_dim_v)])
             lse[rows, head] = torch.logsumexp(scores, 1) if scores.shape[1] else float("-inf")
-            probabilities = torch.exp(scores - lse[rows, head, None]).nan_to_num(0.0)  # -inf - -inf where a row sees no key
+            probabilities = torch.exp(scores - lse[rows, head, None]).nan_to_num(
+                0.0
+            )  # -inf - -inf where a row sees no key
             out[rows, head] = (to_fp8(probabilities) if in_fp8 else probabilities) @ values
     return State(out, lse)
 
@@ -93,7 +95,9 @@ def visible_keys(q_pos: torch.Tensor, kv_len: int, spec: AttentionSpec) -> torch
     return (kv_pos >= q_pos[:, None] - back) & (kv_pos <= q_pos[:, None] + ahead)
 
 
-def gather(cache: PagedKVCache, batch: Batch, seq: int, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(
+    cache: PagedKVCache, batch: Batch, seq: int, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Read a sequence's keys and values at `positions` through its page table, dequantised.
 
     Returns:

@@ -14,13 +14,13 @@ import triton
 from quire.api import attention, in_torch, write_kv
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.kernels.hopper.attention import rows_of_cache
+from quire.dispatch.device import DeviceProperties, device_properties
+from quire.kernels.hopper.launch import rows_of_cache
 from quire.plan import Plan, decide, scratch_bytes, with_scratch
 from quire.spec import AttentionSpec
 from quire.state import State
-from quire.tuning.traits import Traits, device_traits
 
-KERNELS = ("blocks_kernel", "shares_kernel", "prefill_kernel", "write_kernel", "copy_kernel", "merge_kernel")
+KERNELS = ("block_kernel", "split_kv_kernel", "hopper_kernel", "write_kernel", "copy_kernel", "combine_kernel")
 
 
 def workspace_size(
@@ -54,7 +54,7 @@ def workspace_size(
     if in_torch(device):
         return 0
     bounds = max_num_seqs, max_num_tokens, max_seq_len
-    plans = plans_within(spec, device_traits(device), *bounds, batch_invariant)
+    plans = plans_within(spec, device_properties(device), *bounds, batch_invariant)
     return max((scratch_bytes(plan)[0] for plan in plans if plan.has_scratch), default=0)
 
 
@@ -98,9 +98,14 @@ def warmup(
         names.append("write")
         if progress:
             progress(names[-1])
-        k, v = (torch.zeros(1, spec.num_kv_heads, dim, dtype=spec.dtype, device=device) for dim in (spec.head_dim, spec.head_dim_v))
+        k, v = (
+            torch.zeros(1, spec.num_kv_heads, dim, dtype=spec.dtype, device=device)
+            for dim in (spec.head_dim, spec.head_dim_v)
+        )
         write_kv(k, v, cache, torch.full((1,), -1, device=device))
-    for plan in plans_within(spec, device_traits(device), max_num_seqs, max_num_tokens, max_seq_len, batch_invariant):
+    for plan in plans_within(
+        spec, device_properties(device), max_num_seqs, max_num_tokens, max_seq_len, batch_invariant
+    ):
         if plan.fast is not None and rows_of_cache(cache) is None:  # what the plan has for such caches
             plan = plan.instead or replace(plan, kernel="triton", fast=None, beside=None, few=0)
         if name(plan) in names:
@@ -119,7 +124,9 @@ def no_compilation() -> Iterator[None]:
 
     def refuse(module, function, name, metadata_group, hash):
         if name in KERNELS:
-            raise RuntimeError(f"{name} must not be compiled in service, got a launch that warmup did not cover; widen its bounds")
+            raise RuntimeError(
+                f"{name} must not be compiled in service, got a launch that warmup did not cover; widen its bounds"
+            )
 
     hooks.add(refuse)
     try:
@@ -131,11 +138,13 @@ def no_compilation() -> Iterator[None]:
 def check_bounds(*bounds: int) -> None:
     """Raise unless all bounds are at least 1."""
     if min(bounds) < 1:
-        raise ValueError(f"max_num_seqs, max_num_tokens and max_seq_len must be at least 1, got {bounds}; pass the server's limits")
+        raise ValueError(
+            f"max_num_seqs, max_num_tokens and max_seq_len must be at least 1, got {bounds}; pass the server's limits"
+        )
 
 
 def plans_within(
-    spec: AttentionSpec, traits: Traits, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, batch_invariant: bool
+    spec: AttentionSpec, properties: DeviceProperties, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, batch_invariant: bool
 ) -> Iterator[Plan]:  # fmt: skip
     """Go through all plans of batches within the bounds, without their scratch: one for every set of bounds that a plan tells apart."""
     for num_seqs in sorted({min(n, max_num_seqs) for n in (1, 32, 33, 256, 257, max_num_seqs)}):
@@ -147,7 +156,9 @@ def plans_within(
                     continue
                 for seq_len in powers(max_seq_len):
                     for batch in batches if max_query_len == 1 and num_tokens >= num_seqs else batches[1:]:
-                        yield decide(spec, batch, traits, max_query_len, seq_len, num_tokens, batch_invariant=batch_invariant)
+                        yield decide(
+                            spec, batch, properties, max_query_len, seq_len, num_tokens, batch_invariant=batch_invariant
+                        )
 
 
 def powers(limit: int) -> list[int]:
@@ -161,30 +172,43 @@ def name(plan: Plan) -> str:
     if fast is not None:
         beside = "" if plan.beside is None else f"; beside it {name(plan.beside)}"
         extra = ", products in fp8" * fast.in_fp8 + ", keys in parts" * (plan.num_parts > 1) + beside
-        return f"hopper {fast.block_t} × {fast.block_n}, {fast.num_warpgroups} warpgroups, {fast.num_stages} stages{extra}"
+        return (
+            f"hopper {fast.block_t} × {fast.block_n}, {fast.num_warpgroups} warpgroups, {fast.num_stages} stages{extra}"
+        )
     words = [
         f"{'shares' if plan.num_shares else 'blocks'} {tile.block_m} × {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages",
-        "one query each" if batch.cu_seqlens_q is None else "one query at most" if plan.max_query_len <= 1 else "queries",
+        "one query each"
+        if batch.cu_seqlens_q is None
+        else "one query at most"
+        if plan.max_query_len <= 1
+        else "queries",
         "several blocks" if plan.search else "one block",
     ]
-    if plan.unmasked_loop:
+    if plan.full_tile_loop:
         words.append("two loops")
     words += [f"{hint} {value}" for hint, value in tile.hints.items()]
     if plan.few:
         words.append(f"sequences of up to {plan.few} queries")
     if plan.num_shares:
         many = "more than" if batch.num_seqs > plan.seqs_at_once else "up to"
-        words.append(f"partial states of {plan.partial_rows} rows{', merged in two steps' * plan.two_steps}, {many} {plan.seqs_at_once} sequences")
+        words.append(
+            f"partial states of {plan.partial_rows} rows{', merged in two steps' * plan.two_level}, {many} {plan.seqs_at_once} sequences"
+        )
     return ", ".join(words)
 
 
 def launch_on_nothing(plan: Plan, cache: PagedKVCache, return_lse: bool) -> None:
     """Launch a plan's kernel for sequences without keys."""
     spec, device, num_seqs = plan.spec, cache.device, plan.batch.num_seqs
-    table = torch.zeros(1, triton.cdiv(plan.max_seq_len, cache.page_size), dtype=torch.int32, device=device).expand(num_seqs, -1)
+    table = torch.zeros(1, triton.cdiv(plan.max_seq_len, cache.page_size), dtype=torch.int32, device=device).expand(
+        num_seqs, -1
+    )
     starts = None if plan.batch.cu_seqlens_q is None else torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
     batch = Batch(table, torch.zeros(num_seqs, dtype=torch.int32, device=device), starts)
-    others = {name: other and replace(other, batch=batch, prepared={}) for name, other in (("beside", plan.beside), ("instead", plan.instead))}
+    others = {
+        name: other and replace(other, batch=batch, prepared={})
+        for name, other in (("beside", plan.beside), ("instead", plan.instead))
+    }
     plan = replace(plan, batch=batch, **others, prepared={})
     plan = with_scratch(plan)
     q = torch.zeros(num_seqs if starts is None else 1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)

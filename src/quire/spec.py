@@ -70,7 +70,9 @@ class AttentionSpec:
         for name in ("head_dim", "head_dim_v"):
             dim = getattr(self, name)
             if dim < 16 or dim > 256 or dim % 8:
-                raise ValueError(f"{name} must be a multiple of 8 from 16 to 256, got {dim}; pad the heads to the next multiple of 8")
+                raise ValueError(
+                    f"{name} must be a multiple of 8 from 16 to 256, got {dim}; pad the heads to the next multiple of 8"
+                )
         if self.dtype not in QUERY_DTYPES:
             raise UnsupportedError(f"dtype must be one of {_names(QUERY_DTYPES)}, got {self.dtype}; cast the queries")
         if self.kv_dtype is None:
@@ -83,7 +85,9 @@ class AttentionSpec:
         if self.softmax_scale is None:
             object.__setattr__(self, "softmax_scale", self.head_dim**-0.5)
         if not (self.softmax_scale > 0 and math.isfinite(self.softmax_scale)):
-            raise ValueError(f"softmax_scale must be positive and finite, got {self.softmax_scale}; leave it out for head_dim ** -0.5")
+            raise ValueError(
+                f"softmax_scale must be positive and finite, got {self.softmax_scale}; leave it out for head_dim ** -0.5"
+            )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(
                 f"sliding_window must be at least 1 (it counts the query's own key), got {self.sliding_window}; leave it out for no window"
@@ -105,7 +109,13 @@ class AttentionSpec:
     def window(self) -> tuple[int, int]:
         """How far a query sees, (back, ahead), its own position not counted: key j is visible to position i iff i - back <= j <= i + ahead."""
         back = UNBOUNDED if self.sliding_window is None else min(self.sliding_window - 1, UNBOUNDED)
-        ahead = 0 if self.causal else UNBOUNDED if self.sliding_window_right is None else min(self.sliding_window_right, UNBOUNDED)
+        ahead = (
+            0
+            if self.causal
+            else UNBOUNDED
+            if self.sliding_window_right is None
+            else min(self.sliding_window_right, UNBOUNDED)
+        )
         return back, ahead
 
 

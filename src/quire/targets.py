@@ -1,6 +1,6 @@
 """GPUs that are not here: what they hold, and what Quire's launches need there, read from what was compiled. No GPU needed.
 
-`compiling(target)` puts a stub driver in place that names the target, gives plans that target's traits, and lets every launch stop after compilation. The
+`compiling(target)` puts a stub driver in place that names the target, gives plans that target's properties, and lets every launch stop after compilation. The
 verbs are called as a user calls them, on small CPU tensors: arguments, specialisation and tiles are those of a real launch. What is compiled so lies in
 Triton's cache, where a real launch on such a GPU finds it: `compile_all` fills it with all cores before anything is timed.
 """
@@ -25,7 +25,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import quire
-from quire.tuning.traits import Traits, traits_of
+from quire.dispatch.device import DeviceProperties, properties_of
 
 KB = 1024
 
@@ -42,8 +42,8 @@ class Target:
     max_programs: int = 0
 
     @property
-    def traits(self) -> Traits:
-        return traits_of(self.gpu, self.num_sms, self.shared_memory)
+    def properties(self) -> DeviceProperties:
+        return properties_of(self.gpu, self.num_sms, self.shared_memory)
 
 
 TARGETS = {
@@ -62,7 +62,7 @@ TARGETS = {
 }
 
 
-def here() -> Target:
+def current_target() -> Target:
     """Describe the GPU that is here as a target."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     gpu = driver.active.get_current_target()
@@ -128,12 +128,14 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
     try:
         with (
             mock.patch.object(JITFunction, "run", compile_only),
-            mock.patch("quire.plan.device_traits", lambda device: target.traits),
-            mock.patch("quire.kernels.write.device_traits", lambda device: target.traits),
-            mock.patch("quire.service.device_traits", lambda device: target.traits),
+            mock.patch("quire.plan.device_properties", lambda device: target.properties),
+            mock.patch("quire.kernels.write.device_properties", lambda device: target.properties),
+            mock.patch("quire.service.device_properties", lambda device: target.properties),
             triton.knobs.runtime.scope(),
         ):
-            triton.knobs.runtime.interpret = True  # only after all kernels were made: plans for CPU tensors then choose Triton
+            triton.knobs.runtime.interpret = (
+                True  # only after all kernels were made: plans for CPU tensors then choose Triton
+            )
             yield collected
     finally:
         driver._active = before
@@ -141,11 +143,21 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
 
 def inspect(name: str, kernel, target: Target, options: dict) -> Compiled:
     """Read a compiled kernel's needs."""
-    names = {"BLOCK_M": "m", "BLOCK_N": "n", "num_warps": "warps ", "num_stages": "stages ", "WARPGROUPS": "warpgroups "}
-    tile = ", ".join(f"{short}{options[name]}" for name, short in names.items() if options.get(name)) + ", two loops" * options.get("UNMASKED_LOOP", False)
+    names = {
+        "BLOCK_M": "m",
+        "BLOCK_N": "n",
+        "num_warps": "warps ",
+        "num_stages": "stages ",
+        "WARPGROUPS": "warpgroups ",
+    }
+    tile = ", ".join(
+        f"{short}{options[name]}" for name, short in names.items() if options.get(name)
+    ) + ", two loops" * options.get("FULL_TILE_LOOP", False)
     read = inspect_nvidia if target.gpu.backend == "cuda" else inspect_amd
     registers, spills, scalar_spills, occupancy = read(kernel, target)
-    return Compiled(name, registers, spills, scalar_spills, kernel.metadata.shared, occupancy, kernel.metadata.num_warps, tile)
+    return Compiled(
+        name, registers, spills, scalar_spills, kernel.metadata.shared, occupancy, kernel.metadata.num_warps, tile
+    )
 
 
 def inspect_nvidia(kernel, target: Target) -> tuple[int, int, int, int]:
@@ -157,7 +169,12 @@ def inspect_nvidia(kernel, target: Target) -> tuple[int, int, int, int]:
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     per_warp = -(-usage["REG"] * 32 // 256) * 256
-    held = min(65536 // per_warp // warps, target.max_warps // warps, target.max_programs, (target.shared_memory + KB) // (shared + KB))
+    held = min(
+        65536 // per_warp // warps,
+        target.max_warps // warps,
+        target.max_programs,
+        (target.shared_memory + KB) // (shared + KB),
+    )
     return usage["REG"], usage["STACK"] + usage["LOCAL"], 0, held
 
 
@@ -168,7 +185,12 @@ def inspect_amd(kernel, target: Target) -> tuple[int, int, int, int]:
         return int(re.search(pattern + r":\s*(\d+)", text)[1])
 
     # The private segment is no measure: parking scalar registers in vector lanes reserves 36 bytes of it that nothing touches.
-    return number(r"; TotalNumVgprs"), 4 * number(r"\.vgpr_spill_count"), number(r"\.sgpr_spill_count"), number(r"; Occupancy")
+    return (
+        number(r"; TotalNumVgprs"),
+        4 * number(r"\.vgpr_spill_count"),
+        number(r"\.sgpr_spill_count"),
+        number(r"; Occupancy"),
+    )
 
 
 @dataclass(frozen=True)
@@ -200,11 +222,18 @@ class Launch:
             table = torch.zeros(self.num_seqs, -(-self.max_seq_len // self.page_size), dtype=torch.int32)
             batch = quire.Batch(table, torch.zeros(self.num_seqs, dtype=torch.int32), starts)
             plan = plan_as_for_a_gpu(
-                self.spec, batch, max_query_len=self.max_query_len, max_seq_len=self.max_seq_len, num_tokens=self.num_tokens, **dict(self.options)
+                self.spec,
+                batch,
+                max_query_len=self.max_query_len,
+                max_seq_len=self.max_seq_len,
+                num_tokens=self.num_tokens,
+                **dict(self.options),
             )
             q = torch.empty(self.num_tokens, self.spec.num_q_heads, self.spec.head_dim, dtype=self.spec.dtype)
             sinks = torch.zeros(self.spec.num_q_heads, dtype=self.spec.dtype) if self.spec.sinks else None
-            quire.attention(q, quire.PagedKVCache.empty(self.spec, 4, self.page_size), plan, sinks=sinks, out=torch.empty_like(q))
+            quire.attention(
+                q, quire.PagedKVCache.empty(self.spec, 4, self.page_size), plan, sinks=sinks, out=torch.empty_like(q)
+            )
         return replace(plan, prepared={}), compiled
 
 
@@ -215,7 +244,10 @@ def plan_as_for_a_gpu(spec: quire.AttentionSpec, batch: quire.Batch, **bounds) -
     """
     wide = {"dtype": torch.float16, "kv_dtype": torch.float16 if spec.kv_dtype is torch.bfloat16 else spec.kv_dtype}
     plan = quire.plan(replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec, batch, **bounds)
-    others = {name: other and replace(other, spec=spec) for name, other in (("beside", plan.beside), ("instead", plan.instead))}
+    others = {
+        name: other and replace(other, spec=spec)
+        for name, other in (("beside", plan.beside), ("instead", plan.instead))
+    }
     return replace(plan, spec=spec, **others)
 
 
@@ -224,7 +256,9 @@ def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[La
 
     What was compiled is left in Triton's cache.
     """
-    with ProcessPoolExecutor(min(len(launches), os.cpu_count() or 1) or 1, multiprocessing.get_context("spawn"), _prepare_process) as pool:
+    with ProcessPoolExecutor(
+        min(len(launches), os.cpu_count() or 1) or 1, multiprocessing.get_context("spawn"), _prepare_process
+    ) as pool:
         try:
             waiting = {pool.submit(_compile, launch, target): launch for launch in launches}
             for done in as_completed(waiting):

@@ -110,7 +110,9 @@ def make_problem(
 
     cache = PagedKVCache.empty(spec, num_pages, page_size, layout=layout)
     if spec.kv_dtype in QUANTISED_DTYPES:
-        shape = {"tensor": (1,), "head": (spec.num_kv_heads,), "token": (num_pages, page_size, spec.num_kv_heads)}[scales]
+        shape = {"tensor": (1,), "head": (spec.num_kv_heads,), "token": (num_pages, page_size, spec.num_kv_heads)}[
+            scales
+        ]
         unit = 0.02 if spec.kv_dtype is torch.int8 else 1.0
         cache = PagedKVCache(cache.k, cache.v, layout, unit * uniform(*shape), unit * uniform(*shape))
     unit = 40.0 if spec.kv_dtype is torch.int8 else 1.0
@@ -136,7 +138,11 @@ def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = 
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
         positions = torch.arange(kv_len, device=cache.device)
         if spec is not None:
-            first = kv_len - (starts[seq + 1] - starts[seq]) if batch.query_offsets is None else int(batch.query_offsets[seq])
+            first = (
+                kv_len - (starts[seq + 1] - starts[seq])
+                if batch.query_offsets is None
+                else int(batch.query_offsets[seq])
+            )
             q_pos = torch.arange(first, first + starts[seq + 1] - starts[seq], device=cache.device)
             positions = reference.visible_keys(q_pos, kv_len, spec).any(0).nonzero()[:, 0]
         row = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[int(batch.cu_pages[seq]) :]
@@ -202,7 +208,9 @@ class Oracle:
         if self.exact.out.numel():
             naive = self._reference(problem.spec.dtype)
             eps = torch.finfo(problem.spec.dtype).eps
-            self.budget = 2 * ((naive.out.double() - self.exact.out).abs().max().item() + eps * self.exact.out.abs().max().item())
+            self.budget = 2 * (
+                (naive.out.double() - self.exact.out).abs().max().item() + eps * self.exact.out.abs().max().item()
+            )
 
     def judge(self, result: torch.Tensor | State) -> Verdict:
         """Judge a result: out, or a state."""
@@ -222,7 +230,9 @@ class Oracle:
         if not finite.any():
             return 0.0
         single, eps = self._reference(torch.float32).lse, torch.finfo(torch.float32).eps
-        budget = 2 * ((single.double() - exact)[finite].abs().max().item() + eps * max(1.0, exact[finite].abs().max().item()))
+        budget = 2 * (
+            (single.double() - exact)[finite].abs().max().item() + eps * max(1.0, exact[finite].abs().max().item())
+        )
         return (lse.double() - exact)[finite].abs().max().item() / budget
 
     def _reference(self, dtype: torch.dtype) -> State:
@@ -266,15 +276,21 @@ def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True)
         if kv_len < 0:
             raise ValueError(f"seq_lens must be at least 0, got {kv_len} for sequence {seq}; a padding row has 0")
         if 0 < kv_len < q_len and batch.query_offsets is None:
-            raise ValueError(f"seq_lens must include the new tokens, got {kv_len} keys for {q_len} queries of sequence {seq}; add the step's tokens")
+            raise ValueError(
+                f"seq_lens must include the new tokens, got {kv_len} keys for {q_len} queries of sequence {seq}; add the step's tokens"
+            )
         row = table[seq] if row_starts is None else table[row_starts[seq] :]
         num_pages = -(-kv_len // cache.page_size)
         if num_pages > row.shape[0]:
-            raise ValueError(f"page_table must cover sequence {seq}'s {kv_len} keys, got {row.shape[0]} pages of {cache.page_size}; widen it")
+            raise ValueError(
+                f"page_table must cover sequence {seq}'s {kv_len} keys, got {row.shape[0]} pages of {cache.page_size}; widen it"
+            )
         pages = row[:num_pages].tolist()
         bad = [p for p in pages if not 0 <= p < cache.num_pages]
         if bad:
-            raise ValueError(f"page_table must hold pages 0 to {cache.num_pages - 1}, got {bad[0]} for sequence {seq}; allocate the page first")
+            raise ValueError(
+                f"page_table must hold pages 0 to {cache.num_pages - 1}, got {bad[0]} for sequence {seq}; allocate the page first"
+            )
         first_written = max(kv_len - q_len, 0) // cache.page_size
         for i, page in enumerate(pages):
             owner, other = (writer, reader) if i >= first_written and q_len else (reader, writer)

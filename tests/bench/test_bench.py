@@ -15,7 +15,7 @@ from rich.console import Console
 import quire
 from quire.bench import command, measure, report
 from quire.bench.cases import Case, cases
-from quire.bench.page import write
+from quire.bench.html import write
 from quire.bench.peers import NAIVE, PEERS, Peer
 from quire.bench.plots import colours
 from quire.bench.roofline import DATA_SHEETS, Ceilings, from_data_sheet
@@ -36,13 +36,24 @@ def made_up(scale: float = 1.0, names=("Quire", "FlashAttention 3", "Quire, naiv
     """A report with times that nobody measured."""
     rows = []
     for i, case in enumerate(cases(["decode", "share", "batch", "prefill"])):
-        results = {name: result((CEILINGS.floor(case) + 3) * (1 + j) * (scale if name == "Quire" else 1)) for j, name in enumerate(names)}
+        results = {
+            name: result((CEILINGS.floor(case) + 3) * (1 + j) * (scale if name == "Quire" else 1))
+            for j, name in enumerate(names)
+        }
         if i == 3:
             results["FlashAttention 3"] = {"why": "does not serve <sinks>"}
         rows.append(report.row_of(case, CEILINGS, results))
-    ranges = [{"num_seqs": 1, "captured_for": 4096, "seq_len": n, "micros": 10.0, "own_micros": 9.8} for n in (128, 512, 2048)]
+    ranges = [
+        {"num_seqs": 1, "captured_for": 4096, "seq_len": n, "micros": 10.0, "own_micros": 9.8} for n in (128, 512, 2048)
+    ]
     facts = report.provenance(CEILINGS.device, "abc1234")
-    return {"provenance": facts, "ceilings": CEILINGS.as_dict(), "peers": dict.fromkeys(names, "1.0"), "rows": rows, "graph_range": ranges}
+    return {
+        "provenance": facts,
+        "ceilings": CEILINGS.as_dict(),
+        "peers": dict.fromkeys(names, "1.0"),
+        "rows": rows,
+        "graph_range": ranges,
+    }
 
 
 def test_a_floor_is_bytes_or_flops_whichever_takes_longer():
@@ -56,7 +67,7 @@ def test_a_floor_is_bytes_or_flops_whichever_takes_longer():
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="tables as on a GPU, which the interpreter walks slowly")
 def test_a_sample_is_held_against_the_oracle():
     case = Case("small", "mixed", ((1, 70), (40, 90), (3, 200)), model="gpt-oss-120b, local", dtype="float32")
-    inputs = measure.lay_out(case, "cpu")
+    inputs = measure.make_inputs(case, "cpu")
     assert len({int(page) for table in inputs.tables for row in table for page in row if page}) > 0
     table, sample = inputs.tables[1], measure.Sample(inputs, inputs.tables[1])
     out = quire.attention(inputs.q, inputs.cache, inputs.plan(table), sinks=inputs.sinks)
@@ -72,18 +83,21 @@ def test_a_sample_is_held_against_the_oracle():
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter has no bfloat16")
 def test_every_kind_of_case_is_laid_out_and_judged():
-    kinds = {(c.dtype, c.kv_dtype, c.spec.sinks, c.spec.sliding_window, c.page_size): c for c in sorted(cases(), key=lambda c: -c.spec.num_q_heads)}
+    kinds = {
+        (c.dtype, c.kv_dtype, c.spec.sinks, c.spec.sliding_window, c.page_size): c
+        for c in sorted(cases(), key=lambda c: -c.spec.num_q_heads)
+    }
     assert len(kinds) > 10
     for case in kinds.values():
         small = replace(case, lens=((2, 150),))
-        inputs = measure.lay_out(small, "cpu")
+        inputs = measure.make_inputs(small, "cpu")
         out = quire.attention(inputs.q, inputs.cache, inputs.plan(inputs.tables[0]), sinks=inputs.sinks)
         sample = measure.Sample(inputs, inputs.tables[0])
         assert sample.judge(out).passed and not sample.judge(out * 1.2).passed, case
 
 
 def test_tables_share_no_page():
-    inputs = measure.lay_out(Case("small", "decode", ((1, 70), (1, 33))), "cpu", table_len=500)
+    inputs = measure.make_inputs(Case("small", "decode", ((1, 70), (1, 33))), "cpu", table_len=500)
     pages = [int(p) for table in inputs.tables for row, n in zip(table, (5, 3), strict=True) for p in row[:n]]
     assert len(pages) == len(set(pages)) == inputs.cache.num_pages and inputs.tables[0].shape[1] == 32
 
@@ -107,7 +121,17 @@ def test_a_report_is_files_that_hold_the_numbers(tmp_path):
     found = made_up()
     written = write(found, tmp_path)
     names = {path.name for path in written}
-    assert {"report.html", "results.json", "results.md", "roofline.png", "ratios.png", "shares.png", "length.png", "batch.png", "graph_range.png"} == names
+    assert {
+        "report.html",
+        "results.json",
+        "results.md",
+        "roofline.png",
+        "ratios.png",
+        "shares.png",
+        "length.png",
+        "batch.png",
+        "graph_range.png",
+    } == names
     assert all(path.stat().st_size > 1000 for path in written)
     assert report.load(tmp_path) == json.loads(json.dumps(found))
     page = (tmp_path / "report.html").read_text()
@@ -116,7 +140,11 @@ def test_a_report_is_files_that_hold_the_numbers(tmp_path):
     assert "does not serve &lt;sinks&gt;" in page and "<sinks>" not in page
     row = next(r for r in found["rows"] if r["case"] == "decode 32x2048")
     for text in (page, (tmp_path / "results.md").read_text()):
-        assert "decode 32x2048" in text and f"{row['floor_micros']:.1f}" in text and f"{row['results']['Quire']['micros']:.1f}" in text
+        assert (
+            "decode 32x2048" in text
+            and f"{row['floor_micros']:.1f}" in text
+            and f"{row['results']['Quire']['micros']:.1f}" in text
+        )
         assert "abc1234" in text and "1.020 of the time" in text and "0.50 (" in text
     assert row["results"]["Quire"]["of_floor"] == pytest.approx(row["floor_micros"] / row["results"]["Quire"]["micros"])
     assert "graph_range" in found and report.geometric_means(found["rows"])["FlashAttention 3"][0] == pytest.approx(0.5)
@@ -138,7 +166,11 @@ def test_libraries_keep_their_colours_in_pictures(tmp_path):
 def test_a_report_is_written_again_from_its_numbers(tmp_path, capsys):
     report.save(made_up(), tmp_path / "a")
     assert main(["bench", "--report", str(tmp_path / "a" / "results.json"), "--output", str(tmp_path / "b")]) == 0
-    assert "report.html" in capsys.readouterr().out and (tmp_path / "b" / "ratios.png").exists() and not (tmp_path / "a" / "report.html").exists()
+    assert (
+        "report.html" in capsys.readouterr().out
+        and (tmp_path / "b" / "ratios.png").exists()
+        and not (tmp_path / "a" / "report.html").exists()
+    )
     assert main(["bench", "--report", str(tmp_path / "a")]) == 0 and (tmp_path / "a" / "report.html").exists()
     assert report.load(tmp_path / "a") == report.load(tmp_path / "b")
 
@@ -148,7 +180,12 @@ def as_with_a_gpu(monkeypatch, compare) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(report, "driver", lambda: "none")
-    for name, stand_in in {"compare": compare, "measure_ceilings": lambda: CEILINGS, "compile_all": lambda *args: (), "here": lambda: None}.items():
+    for name, stand_in in {
+        "compare": compare,
+        "measure_ceilings": lambda: CEILINGS,
+        "compile_all": lambda *args: (),
+        "here": lambda: None,
+    }.items():
         monkeypatch.setattr(command, name, stand_in)
 
 
@@ -163,7 +200,12 @@ def test_slow_peers_take_part_where_it_is_quick_or_they_are_named(tmp_path, monk
     arguments = ["bench", "--set", "decode", "--output", str(tmp_path)]
     assert main(arguments) == 0
     flex, slow = "FlexAttention, not paged", [peer.name for peer in PEERS if peer.slow]
-    assert slow == [flex] and flex in asked["decode 1x4096"] and flex not in asked["decode 1x1024"] and "SDPA, not paged" in asked["decode 1x1024"]
+    assert (
+        slow == [flex]
+        and flex in asked["decode 1x4096"]
+        and flex not in asked["decode 1x1024"]
+        and "SDPA, not paged" in asked["decode 1x1024"]
+    )
     rows = {row["case"]: row["results"] for row in report.load(tmp_path)["rows"]}
     assert "micros" in rows["decode 1x4096"][flex] and "some cases only" in rows["decode 1x1024"][flex]["why"]
     assert main([*arguments, "--peers", "Quire,Flex"]) == 0 and flex in asked["decode 1x1024"]
@@ -182,13 +224,19 @@ def test_a_bench_that_is_stopped_reports_what_it_has(tmp_path, monkeypatch, caps
 
 
 def test_the_naive_kernel_is_no_other_library():
-    row = report.row_of(cases(["decode"])[0], CEILINGS, {"Quire": result(9.0), "Quire, naive": result(2.0), "SDPA, not paged": result(1.0)})
+    row = report.row_of(
+        cases(["decode"])[0],
+        CEILINGS,
+        {"Quire": result(9.0), "Quire, naive": result(2.0), "SDPA, not paged": result(1.0)},
+    )
     assert report.best_other(row) is None
     row["results"]["vLLM Triton"] = result(5.0)
     assert report.best_other(row) == ("vLLM Triton", 5.0)
 
 
-@pytest.mark.parametrize(("scale", "code", "word"), [(1.0, 0, "0 slower"), (1.03, 0, "0 slower"), (1.2, 1, "slower"), (0.8, 0, "faster")])
+@pytest.mark.parametrize(
+    ("scale", "code", "word"), [(1.0, 0, "0 slower"), (1.03, 0, "0 slower"), (1.2, 1, "slower"), (0.8, 0, "faster")]
+)
 def test_comparing_two_runs(tmp_path, capsys, scale, code, word):
     for name, report_of in (("a", made_up()), ("b", made_up(scale))):
         report.save(report_of, tmp_path / name)
@@ -226,7 +274,12 @@ def test_without_a_gpu_it_tells_what_kernels_need(tmp_path):
     assert main(["bench", "--device", "A100", "--only", "decode 1x4096 12", "--output", str(tmp_path)]) == 0
     row = report.load(tmp_path)["rows"][0]
     (compiled,) = row["compiled"]
-    assert compiled["kernel"] == "shares_kernel" and compiled["registers"] > 32 and compiled["spills"] == 0 and compiled["occupancy"] >= 1
+    assert (
+        compiled["kernel"] == "split_kv_kernel"
+        and compiled["registers"] > 32
+        and compiled["spills"] == 0
+        and compiled["occupancy"] >= 1
+    )
     assert "shares" in row["plan"] and str(compiled["registers"]) in (tmp_path / "report.html").read_text()
 
 
@@ -234,7 +287,7 @@ def test_fields_of_a_tile_are_named():
     assert command.fields("block_n=128,num_warps=8") == {"block_n": 128, "num_warps": 8}
     for text in ("block_k=3", "block_n", "block_n=many"):
         with pytest.raises(SystemExit) as leaving:
-            main(["bench", "--tile", text])
+            main(["bench", "--config", text])
         assert leaving.value.code == 2
 
 

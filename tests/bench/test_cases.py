@@ -20,7 +20,12 @@ def test_names_are_unique_and_every_set_and_model_is_there():
 
 
 def test_sets_and_parts_of_names_choose():
-    assert [c.name for c in cases(["decode"], "fp8")] == ["decode 32x2048 fp8", "decode 128x4096 fp8", "decode 1x131072 fp8", "drafts 32x8 on 4096 fp8"]
+    assert [c.name for c in cases(["decode"], "fp8")] == [
+        "decode 32x2048 fp8",
+        "decode 128x4096 fp8",
+        "decode 1x131072 fp8",
+        "drafts 32x8 on 4096 fp8",
+    ]
     assert [c.name for c in cases(["quick"])] == list(workloads.QUICK)
     assert {c.decode_share for c in cases(["share"])} == {0, 0.5, 1}
 

@@ -29,7 +29,11 @@ def test_it_agrees_with_the_oracle(page_size, dtype):
 @pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
 def test_it_compiles(target):
     spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
-    cache, q, index = quire.PagedKVCache.empty(spec, 2, 16), torch.empty(4, 32, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+    cache, q, index = (
+        quire.PagedKVCache.empty(spec, 2, 16),
+        torch.empty(4, 32, 128, dtype=torch.bfloat16),
+        torch.zeros(4, dtype=torch.int32),
+    )
     with compiling(TARGETS[target]) as compiled:
         naive_attention(q, cache, torch.zeros(1, 2, dtype=torch.int32), index, index, 0.1, torch.empty_like(q))
     assert compiled[0].kernel == "naive_kernel" and compiled[0].spills == 0 and compiled[0].registers > 0

@@ -1,8 +1,8 @@
 """Print what every launch of the compile ring needs on a target, for those who change kernels or trees.
 
-    python -m tests.compile sm90                        # everything, some minutes
-    python -m tests.compile sm90 gfx942 --batch decode --features plain e4m3 --head-dim 128
-    python -m tests.compile gfx942 --spills             # only what spills or does not fit
+python -m tests.compile sm90                        # everything, some minutes
+python -m tests.compile sm90 gfx942 --batch decode --features plain e4m3 --head-dim 128
+python -m tests.compile gfx942 --spills             # only what spills or does not fit
 """
 
 import argparse
@@ -19,9 +19,16 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", choices=launches.BATCHES, default=list(launches.BATCHES))
     parser.add_argument("--features", nargs="+", choices=launches.FEATURES, default=list(launches.FEATURES))
     parser.add_argument("--head-dim", nargs="+", type=int, default=launches.HEAD_DIMS)
-    parser.add_argument("--spills", action="store_true", help="print only what fails, spills, or asks for more shared memory than there is")
+    parser.add_argument(
+        "--spills",
+        action="store_true",
+        help="print only what fails, spills, or asks for more shared memory than there is",
+    )
     args = parser.parse_args()
-    print(f"{'target':7} {'batch':13} {'dim':>3} {'features':18} {'registers':>9} {'spills':>6} {'scalar':>6} {'shared':>7} {'occupancy':>9}  {'s':>4}  tile", flush=True)
+    print(
+        f"{'target':7} {'batch':13} {'dim':>3} {'features':18} {'registers':>9} {'spills':>6} {'scalar':>6} {'shared':>7} {'occupancy':>9}  {'s':>4}  tile",
+        flush=True,
+    )
     for target in map(TARGETS.__getitem__, args.target):
         for head_dim in args.head_dim:
             for features in args.features:

@@ -107,7 +107,9 @@ def merge(head_dim: int, features: str) -> None:
 
 def make_spec(head_dim: int, wanted: Features) -> quire.AttentionSpec:
     num_q_heads, num_kv_heads = wanted.heads
-    return quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **{"dtype": torch.bfloat16} | wanted.spec)
+    return quire.AttentionSpec(
+        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **{"dtype": torch.bfloat16} | wanted.spec
+    )
 
 
 def make_cache(spec: quire.AttentionSpec, wanted: Features, num_pages: int = 4) -> quire.PagedKVCache:

@@ -11,8 +11,9 @@ import triton
 from tests.compile import launches
 
 import quire
+from quire.dispatch.config import KernelConfig
 from quire.targets import TARGETS, Launch, compiling
-from quire.tuning.space import Tile, hinted
+from quire.tuning.space import hinted
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -23,7 +24,7 @@ MAY_SPILL = ("vLLM's original", "float32, e4m3")
 # Bytes that ptxas parks in places by its own choice, for one more program per multiprocessor: only where it used fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
 # The three parts of a warp-specialised kernel have registers of their own, but one stack, where they keep a few numbers of the whole block.
-ON_THE_STACK = {"prefill_kernel": 64}
+ON_THE_STACK = {"hopper_kernel": 64}
 
 
 def selection(target: str, features: str) -> list[tuple[str, int]]:
@@ -67,7 +68,9 @@ def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, b
     for head_dim in launches.HEAD_DIMS:
         with compiling(TARGETS[target]) as compiled:
             plan = launches.attend("decode", head_dim, features, batch_invariant)
-        assert plan.num_shares and compiled[0].spills <= (BY_CHOICE if compiled[0].registers < REGISTERS else 0), compiled[0]
+        assert plan.num_shares and compiled[0].spills <= (BY_CHOICE if compiled[0].registers < REGISTERS else 0), (
+            compiled[0]
+        )
         if target == "sm90":  # the keys and values of two tiles at least
             assert compiled[0].shared >= 2 * plan.tile.block_n * 2 * head_dim * plan.spec.kv_dtype.itemsize, compiled[0]
 
@@ -80,16 +83,19 @@ def test_writes_copies_and_merges_compile_and_do_not_spill(target):
             launches.merge(80, features)
         launches.write(192, "plain")
         launches.merge(256, "plain")
-    assert {c.kernel for c in compiled} == {"write_kernel", "copy_kernel", "merge_kernel"}
+    assert {c.kernel for c in compiled} == {"write_kernel", "copy_kernel", "combine_kernel"}
     assert not [c for c in compiled if c.spills or c.shared > TARGETS[target].shared_memory]
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_amd_s_hints_reach_its_compiler(target):
     """What the space asks for is what comes out: as many waves on a SIMD, and fewer registers for smaller matrix instructions."""
-    spec, tile = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128), Tile(64, 32, 4, 1, False, 1, 128, 128)
+    spec, tile = (
+        quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128),
+        KernelConfig(64, 32, 4, 1, False, 1, 128, 128),
+    )
     found = {}
-    for each in hinted(tile, TARGETS[target].traits):
+    for each in hinted(tile, TARGETS[target].properties):
         _, (compiled,) = Launch(spec, 4, 64, 4096, 256, options=(("tile", each),)).compile(TARGETS[target])
         assert not compiled.spills and compiled.shared <= TARGETS[target].shared_memory
         found[tuple(each.hints)] = compiled
@@ -99,8 +105,17 @@ def test_amd_s_hints_reach_its_compiler(target):
 
 @pytest.mark.parametrize("target", TUNED)
 def test_the_ring_sees_a_spill(target, monkeypatch):
-    """A tile that the registers cannot hold is reported as spilling, or the tests above would prove nothing."""
-    too_large = Tile(block_m=128, block_n=32, num_warps=1, num_stages=1, unmasked_loop=False, programs_per_sm=1, block_d=128, block_dv=128)
+    """A tile that the registers cannot hold is reported as spilling, or the tests above would validate nothing."""
+    too_large = KernelConfig(
+        block_m=128,
+        block_n=32,
+        num_warps=1,
+        num_stages=1,
+        full_tile_loop=False,
+        programs_per_sm=1,
+        block_d=128,
+        block_dv=128,
+    )
     monkeypatch.setattr(sys.modules["quire.plan"], "select", lambda *args: (too_large, "a test"))
     with compiling(TARGETS[target]) as compiled:
         launches.attend("decode", 128, "plain")

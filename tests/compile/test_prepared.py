@@ -29,7 +29,11 @@ def plain(value):
 
 
 @pytest.mark.parametrize(
-    ("target", "batch"), [*((target, batch) for target in ("sm80", "sm90") for batch in ("decode", "drafts", "prompt", "mixed")), ("sm90", "chunk, split")]
+    ("target", "batch"),
+    [
+        *((target, batch) for target in ("sm80", "sm90") for batch in ("decode", "drafts", "prompt", "mixed")),
+        ("sm90", "chunk, split"),
+    ],
 )
 @pytest.mark.parametrize("features", ["plain", "many, with lse", "e4m3", "fp8 products"])
 def test_prepared_launches_pass_what_the_binder_passes(target, batch, features, monkeypatch):
@@ -37,15 +41,19 @@ def test_prepared_launches_pass_what_the_binder_passes(target, batch, features, 
 
     def stand_in(kernel):
         kernel.function = 0
-        kernel._run = lambda x, y, z, stream, function, packed, metadata, enter, leave, *args: passed.append((kernel.name, (x, y, z), plain(args)))
+        kernel._run = lambda x, y, z, stream, function, packed, metadata, enter, leave, *args: passed.append(
+            (kernel.name, (x, y, z), plain(args))
+        )
 
     monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", stand_in)
-    monkeypatch.setattr(sys.modules["quire.plan"], "device_traits", lambda device: TARGETS[target].traits)
+    monkeypatch.setattr(sys.modules["quire.plan"], "device_properties", lambda device: TARGETS[target].properties)
     before = driver._active
     driver.set_active(StubDriver(TARGETS[target]))
     try:
         with triton.knobs.runtime.scope():
-            triton.knobs.runtime.interpret = True  # only after all kernels were made: plans for CPU tensors then choose Triton
+            triton.knobs.runtime.interpret = (
+                True  # only after all kernels were made: plans for CPU tensors then choose Triton
+            )
             wanted = launches.FEATURES[features]
             plan = launches.plan_of(batch, launches.make_spec(128, wanted), wanted)
             inputs = [launches.make_inputs(plan, wanted) for _ in range(2)]
@@ -54,7 +62,9 @@ def test_prepared_launches_pass_what_the_binder_passes(target, batch, features, 
                 some["out"] = quire.State(out, torch.empty(out.shape[:2])) if wanted.lse else out
             quire.attention(**inputs[0], plan=plan)
             first = len(passed)
-            with mock.patch.object(JITFunction, "run", side_effect=AssertionError("a prepared launch went through the binder")):
+            with mock.patch.object(
+                JITFunction, "run", side_effect=AssertionError("a prepared launch went through the binder")
+            ):
                 quire.attention(**inputs[1], plan=plan)
             prepared = passed[first:]
             plan.prepared.clear()

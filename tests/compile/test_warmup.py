@@ -30,14 +30,27 @@ def test_nothing_compiles_after_warmup(kind):
         names = quire.warmup(spec, cache, **BOUNDS)
         kernels = {c.kernel for c in compiled}
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
-            for lens in (((1, 5),), ((1, 1999), (1, 3)), ((300, 300),), ((130, 130), (1, 1500), (2, 700)), ((133, 2000), (133, 2000), (133, 133)), ((7, 90),), ((40, 1999),), ((33, 1500), (33, 33))):
+            for lens in (
+                ((1, 5),),
+                ((1, 1999), (1, 3)),
+                ((300, 300),),
+                ((130, 130), (1, 1500), (2, 700)),
+                ((133, 2000), (133, 2000), (133, 133)),
+                ((7, 90),),
+                ((40, 1999),),
+                ((33, 1500), (33, 33)),
+            ):
                 starts = torch.tensor([0, *(q for q, _ in lens)]).cumsum(0).to(torch.int32)
                 table = torch.zeros(len(lens), 125, dtype=torch.int32)
                 batch = quire.Batch(table, torch.tensor([s for _, s in lens], dtype=torch.int32), starts)
                 q_lens = [q for q, _ in lens]
-                plan = quire.plan(spec, batch, max_query_len=max(q_lens), max_seq_len=max(s for _, s in lens), num_tokens=sum(q_lens))
+                plan = quire.plan(
+                    spec, batch, max_query_len=max(q_lens), max_seq_len=max(s for _, s in lens), num_tokens=sum(q_lens)
+                )
                 quire.attention(torch.empty(sum(q_lens), 32, 128, dtype=torch.float16), cache, plan)
-    assert kernels == {"write_kernel", "blocks_kernel", "shares_kernel"} | (set() if "token" in kind else {"prefill_kernel", "merge_kernel"})
+    assert kernels == {"write_kernel", "block_kernel", "split_kv_kernel"} | (
+        set() if "token" in kind else {"hopper_kernel", "combine_kernel"}
+    )
     assert any("beside it" in name for name in names) == ("token" not in kind)
 
 
@@ -48,7 +61,7 @@ def test_a_plan_whose_keys_are_cut_serves_what_the_copy_engine_cannot_and_crosse
         inputs = launches.make_inputs(plan, wanted)
         heads_first = torch.empty(32, 64, 128, dtype=torch.float16).transpose(0, 1)
         quire.attention(**inputs | {"q": heads_first}, plan=plan)
-        with mock.patch.object(ops, "device_traits", lambda device: plan.traits):
+        with mock.patch.object(ops, "device_properties", lambda device: plan.properties):
             ops.attention(inputs["q"], inputs["cache"], plan, None, None)
-        assert [c.kernel for c in compiled] == ["shares_kernel", "prefill_kernel", "merge_kernel"]
+        assert [c.kernel for c in compiled] == ["split_kv_kernel", "hopper_kernel", "combine_kernel"]
     assert plan.num_parts > 1

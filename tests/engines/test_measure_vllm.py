@@ -19,18 +19,36 @@ def script():
 
 
 def result(backend: str, gpus: int = 1, **measured) -> dict:
-    what = {"model": "llama-3.1-8b", "backend": backend, "layers": None, "kv_cache_dtype": "auto", "tensor_parallel": gpus, "compiled": True, "together": False}
+    what = {
+        "model": "llama-3.1-8b",
+        "backend": backend,
+        "layers": None,
+        "kv_cache_dtype": "auto",
+        "tensor_parallel": gpus,
+        "compiled": True,
+        "together": False,
+    }
     return what | {"start": 1.0, "vllm": "0.20.2", "torch": "2.11.0", "device": "a device"} | measured
 
 
-ABOUT = {"date": "2026-11-21", "commit": "abc", "python": "3.12", "triton": "3.6.0", "driver": "580", "notes": ["A note."]}
+ABOUT = {
+    "date": "2026-11-21",
+    "commit": "abc",
+    "python": "3.12",
+    "triton": "3.6.0",
+    "driver": "580",
+    "notes": ["A note."],
+}
 
 
 def test_a_cache_holds_what_the_requests_need_at_once(script):
     run = script.Run("llama-3.1-8b", "CUSTOM", load=(1, 8))
     least = max(n + end for n, end in script.lengths(8)) * 32 * 2 * 8 * 128 * 2
     assert least < run.cache_bytes() <= 1.1 * sum(n + end for n, end in script.lengths(8)) * 32 * 2 * 8 * 128 * 2
-    assert script.Run("llama-3.1-8b", "CUSTOM", latency=(12800,), tensor_parallel=2).cache_bytes() == int(1.1 * 13316) * 32 * 8 * 128 * 2
+    assert (
+        script.Run("llama-3.1-8b", "CUSTOM", latency=(12800,), tensor_parallel=2).cache_bytes()
+        == int(1.1 * 13316) * 32 * 8 * 128 * 2
+    )
 
 
 def test_tables_give_the_speed_relative_to_the_first_backend(script):
@@ -39,7 +57,12 @@ def test_tables_give_the_speed_relative_to_the_first_backend(script):
         result("CUSTOM", load={"32": 2200.0}), result("TRITON_ATTN", latency={"100": 0.5}), result("CUSTOM", gpus=2, latency={"100": 0.3}),
     ]  # fmt: skip
     joined = script.join(parts)
-    assert [(r["backend"], r["tensor_parallel"]) for r in joined] == [("FLASH_ATTN", 1), ("CUSTOM", 1), ("TRITON_ATTN", 1), ("CUSTOM", 2)]
+    assert [(r["backend"], r["tensor_parallel"]) for r in joined] == [
+        ("FLASH_ATTN", 1),
+        ("CUSTOM", 1),
+        ("TRITON_ATTN", 1),
+        ("CUSTOM", 2),
+    ]
     text = script.markdown(ABOUT, joined, "plot.png")
     for line in (
         "| 100 | 0.500 | 0.400 (125.0 %) | 0.500 (100.0 %) |", "| 1,600 | 8.000 | 7.500 (106.7 %) |  |", "| 32 | 2,000 | 2,200 (110.0 %) |",
@@ -52,7 +75,9 @@ def test_a_figure_has_a_panel_for_each_experiment_with_something_to_compare(scri
     pytest.importorskip("matplotlib")
     from quire.bench.plots import close_figures
 
-    both = [result(b, latency={"100": 0.5, "1600": 8.0}, load={"8": 700.0, "32": 2000.0}) for b in ("FLASH_ATTN", "CUSTOM")]
+    both = [
+        result(b, latency={"100": 0.5, "1600": 8.0}, load={"8": 700.0, "32": 2000.0}) for b in ("FLASH_ATTN", "CUSTOM")
+    ]
     figure = script.draw([*both, result("CUSTOM", gpus=2, latency={"100": 0.3, "1600": 4.0})])
     assert [axis.get_title() for axis in figure.axes] == ["llama-3.1-8b, 32 layers"] * 2
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["FLASH_ATTN", "Quire"]

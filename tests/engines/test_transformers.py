@@ -31,7 +31,11 @@ MODELS = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    ),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**HYBRID, "query_pre_attn_scalar": 16}),
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", {**HYBRID, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
@@ -65,12 +69,18 @@ def greedy(model, prompt: list[int]) -> list[int]:
 
 
 def batched(model, inputs: list[list[int]], max_batch_tokens: int = 32, **options) -> list[list[int]]:
-    page = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # renamed in 5.18
+    page = (
+        "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
+    )  # renamed in 5.18
     if model.config.model_type == "gpt_oss" and DEVICE == "cuda":
-        options["use_cuda_graph"] = False  # float32 experts go through the CPU (torch.nn.functional.grouped_mm), which cannot be captured
+        options["use_cuda_graph"] = (
+            False  # float32 experts go through the CPU (torch.nn.functional.grouped_mm), which cannot be captured
+        )
     config = ContinuousBatchingConfig(**{page: 16}, num_blocks=64, max_batch_tokens=max_batch_tokens, **options)
     generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    results = model.generate_batch(inputs, generation_config=generation, continuous_batching_config=config, warmup=False)
+    results = model.generate_batch(
+        inputs, generation_config=generation, continuous_batching_config=config, warmup=False
+    )
     by_id = {int(r.request_id.rsplit("_", 1)[1]): r.generated_tokens for r in results.values()}
     return [by_id[i] for i in sorted(by_id)]
 
@@ -145,7 +155,9 @@ def test_decode_by_page_table(padded, pages_on_cpu, monkeypatch, request):
     model, expected = eager("llama", prompts())
     calls = count(monkeypatch, hook, "attend_by_pages")
     assert batched(model, prompts(), max_blocks_per_request=8, max_requests_per_batch=8) == expected
-    assert len(calls) >= (2 * (NEW_TOKENS - 2) if DEVICE == "cpu" else 2)  # two layers, and most steps only decode; a graph calls once
+    assert len(calls) >= (
+        2 * (NEW_TOKENS - 2) if DEVICE == "cpu" else 2
+    )  # two layers, and most steps only decode; a graph calls once
 
 
 def test_a_shared_prefix_is_read_where_it_is(monkeypatch):
@@ -154,7 +166,9 @@ def test_a_shared_prefix_is_read_where_it_is(monkeypatch):
     model, expected = eager("llama", inputs)
     matches = count(monkeypatch, PagedAttentionCache, "search_prefix_match")
     assert batched(model, inputs) == expected
-    assert max(matches) >= (48 if DEVICE == "cpu" else 32)  # tokens that were not computed again; on a GPU the engine schedules a step ahead
+    assert max(matches) >= (
+        48 if DEVICE == "cpu" else 32
+    )  # tokens that were not computed again; on a GPU the engine schedules a step ahead
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
@@ -192,7 +206,11 @@ def test_installing_seeds_what_an_import_of_a_package_by_the_implementation_s_na
     seeded = {n: getattr(lazy, n) for n in vars(lazy) if n.startswith(("_flash_", "_process_")) and n.endswith("_fn")}
     assert len(seeded) >= 4 and all(callable(function) for function in seeded.values())
     functions = lazy.lazy_import_flash_attention(name)[0]  # would try to import or download it, and fail
-    assert functions[:3] == (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache)
+    assert functions[:3] == (
+        flash_attn.flash_attn_func,
+        flash_attn.flash_attn_varlen_func,
+        flash_attn.flash_attn_with_kvcache,
+    )
     assert {n: getattr(lazy, n) for n in seeded} == seeded
     assert hook.install() == name == hook.use(make_model("gpt-oss"))
 
@@ -202,7 +220,13 @@ def test_layers_share_a_plan_and_steps_do_not():
     empty = quire.PagedKVCache.empty(spec, 8, 1)
     engine, layer = hook.Engine(), hook.Layer(0, None, empty, empty)
     cu = torch.tensor([0, 3], dtype=torch.int32)
-    step = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "read_index": [torch.arange(8)], "max_length_q": 3, "max_length_k": {"full_attention": 8}}
+    step = {
+        "cu_seq_lens_q": cu,
+        "cu_seq_lens_k": cu,
+        "read_index": [torch.arange(8)],
+        "max_length_q": 3,
+        "max_length_k": {"full_attention": 8},
+    }
     first = engine.planned("all", spec, layer, step, 3)
     assert engine.planned("all", spec, layer, dict(step), 3) is first
     assert engine.planned("new", spec, layer, step, 3).plan is not first.plan

@@ -15,7 +15,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_NO_USAGE_STATS="1",
+)
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
 sys.path.insert(0, str(Path(__file__).parent / "vllm_cpu"))
 
@@ -47,7 +52,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 def test_vllm_finds_the_plug_in_and_takes_it_twice():
-    assert [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "quire"] == ["quire.integrations.vllm:register"]
+    assert [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "quire"] == [
+        "quire.integrations.vllm:register"
+    ]
     register()
     assert AttentionBackendEnum[NAME].get_class() is QuireBackend and QuireBackend.get_name() == NAME
     assert (NAME == "QUIRE") == (Version(vllm.__version__) >= Version("0.32"))
@@ -60,18 +67,46 @@ def test_the_classes_satisfy_vllm_s_abstract_ones():
     assert QuireBackend.get_impl_cls() is QuireImpl and QuireBackend.get_builder_cls() is QuireMetadataBuilder
     assert QuireMetadataBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
     assert all(QuireBackend.supports_block_size(size) for size in (None, 1, 8, 16, 32, 64, 128, 256, 544))
-    assert [dim for dim in (8, 16, 64, 80, 96, 100, 128, 192, 256, 264) if QuireBackend.supports_head_size(dim)] == [16, 64, 80, 96, 128, 192, 256]
+    assert [dim for dim in (8, 16, 64, 80, 96, 100, 128, 192, 256, 264) if QuireBackend.supports_head_size(dim)] == [
+        16,
+        64,
+        80,
+        96,
+        128,
+        192,
+        256,
+    ]
 
 
 def wanted(**changes) -> dict:
     """Return what vLLM asks `validate_configuration`."""
-    asked = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, use_mla=False, has_sink=True, use_sparse=False, use_mm_prefix=False)
-    asked |= dict(use_per_head_quant_scales=False, device_capability=SimpleNamespace(major=9, minor=0), attn_type=AttentionType.DECODER, use_non_causal=True)
+    asked = dict(
+        head_size=128,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="auto",
+        block_size=16,
+        use_mla=False,
+        has_sink=True,
+        use_sparse=False,
+        use_mm_prefix=False,
+    )
+    asked |= dict(
+        use_per_head_quant_scales=False,
+        device_capability=SimpleNamespace(major=9, minor=0),
+        attn_type=AttentionType.DECODER,
+        use_non_causal=True,
+    )
     return asked | changes
 
 
 def test_what_is_served_and_what_is_refused_by_name():
-    for served in ({}, {"kv_cache_dtype": "fp8_e5m2"}, {"dtype": torch.float32}, {"kv_cache_dtype": "bfloat16"}, {"use_batch_invariant": True}):
+    for served in (
+        {},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"dtype": torch.float32},
+        {"kv_cache_dtype": "bfloat16"},
+        {"use_batch_invariant": True},
+    ):
         assert not QuireBackend.validate_configuration(**wanted(**served))
     for refused, reason in (
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"), ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type"),
@@ -90,7 +125,12 @@ def test_what_is_served_and_what_is_refused_by_name():
 def test_the_choice_reaches_processes_that_have_loaded_no_plug_in():
     pickled = pickle.dumps(AttentionBackendEnum[NAME])
     program = f"import pickle; member = pickle.loads({pickled!r}); print(member.name, member is pickle.loads(pickle.dumps(member)))"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert found.stdout.split("\n")[-2:-1] == [f"{NAME} True"], found.stderr
 
 
@@ -157,7 +197,9 @@ def step_of(problem, pad: int, width: int) -> tuple[CommonAttentionMetadata, tor
     return common, query, num_tokens
 
 
-def make_layer(problem, kv_cache_dtype: str = "auto", additional: dict | None = None) -> tuple[Layer, QuireMetadataBuilder]:
+def make_layer(
+    problem, kv_cache_dtype: str = "auto", additional: dict | None = None
+) -> tuple[Layer, QuireMetadataBuilder]:
     spec = problem.spec
     before = torch.get_default_dtype()
     torch.set_default_dtype(spec.dtype)
@@ -174,7 +216,8 @@ def make_layer(problem, kv_cache_dtype: str = "auto", additional: dict | None = 
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=64),
-        model_config=SimpleNamespace(max_model_len=128), additional_config=additional or {},
+        model_config=SimpleNamespace(max_model_len=128),
+        additional_config=additional or {},
     )
     return layer, QuireMetadataBuilder(None, ["layer"], config, torch.device(DEVICE))
 
@@ -197,7 +240,9 @@ def test_a_step_in_every_cache_contract(kind, batch, page_size):
     assert error_budget(problem, out).passed
 
 
-@pytest.mark.parametrize("features", [{"sliding_window": 5}, {"softcap": 3.0}, {"alibi": True}, {"sinks": True}, {"softmax_scale": 0.1}])
+@pytest.mark.parametrize(
+    "features", [{"sliding_window": 5}, {"softcap": 3.0}, {"alibi": True}, {"sinks": True}, {"softmax_scale": 0.1}]
+)
 @pytest.mark.parametrize("kind", ["NHD", "rows"])
 def test_features_of_a_layer(features, kind):
     problem = make_problem(replace(SPEC, **features), BATCHES["mixed"], device=DEVICE)
@@ -246,7 +291,10 @@ def test_plans_are_made_once_for_all_layers_and_kept_over_steps():
     assert builder.build(0, common.replace(max_seq_len=41)).plan(layer.impl.spec, query.shape[0], 16) is first
     longer = builder.build(0, common.replace(max_seq_len=65)).plan(layer.impl.spec, query.shape[0], 16)
     assert longer.max_seq_len == 128
-    assert builder.build(0, common.replace(max_seq_len=1000)).plan(layer.impl.spec, query.shape[0], 16).max_seq_len == 9 * 16  # the table's width
+    assert (
+        builder.build(0, common.replace(max_seq_len=1000)).plan(layer.impl.spec, query.shape[0], 16).max_seq_len
+        == 9 * 16
+    )  # the table's width
     other = builder.update_block_table(builder.build(0, common), common.block_table_tensor.clone(), common.slot_mapping)
     assert other.plan(layer.impl.spec, query.shape[0], 16).batch.page_table is other.block_table
     padded = builder.build(0, common.replace(num_actual_tokens=5)).plan(layer.impl.spec, 5, 16)
@@ -259,7 +307,11 @@ def test_kernels_are_compiled_before_the_first_capture(additional, monkeypatch):
     layer, builder = make_layer(problem, additional=additional)
     layer.kv_cache = vllm_cache(problem.cache, "NHD")
     before, warmed, original = layer.kv_cache.clone(), [], quire.warmup
-    monkeypatch.setattr(quire, "warmup", lambda spec, pages, **bounds: (warmed.append((spec, pages, bounds)), original(spec, pages, **bounds))[1])
+    monkeypatch.setattr(
+        quire,
+        "warmup",
+        lambda spec, pages, **bounds: (warmed.append((spec, pages, bounds)), original(spec, pages, **bounds))[1],
+    )
     common, query, _ = step_of(problem, pad=0, width=9)
     for _ in range(2):
         metadata = builder.build_for_cudagraph_capture(common)
@@ -276,7 +328,15 @@ def test_steps_that_are_not_causal():
     problem = make_problem(replace(SPEC, causal=False), BATCHES["mixed"], device=DEVICE)
     layer, builder = make_layer(problem)
     common, query, _ = step_of(problem, pad=0, width=9)
-    out = layer.impl.forward(layer, query, None, None, vllm_cache(problem.cache, "NHD"), builder.build(0, common.replace(causal=False)), torch.empty_like(query))
+    out = layer.impl.forward(
+        layer,
+        query,
+        None,
+        None,
+        vllm_cache(problem.cache, "NHD"),
+        builder.build(0, common.replace(causal=False)),
+        torch.empty_like(query),
+    )
     assert error_budget(problem, out).passed
     with pytest.raises(quire.UnsupportedError, match="causal must be one for the whole batch"):
         builder.build(0, common.replace(causal=torch.ones(4, dtype=torch.bool)))
@@ -307,14 +367,20 @@ SMALL = dict(
 HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    ),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4, "n_layer": 2}),
 }
 NEW_TOKENS = 6 if INTERPRETED else 40
 
 
-def make_model(name: str, folder: Path, sizes: dict | None = None, std: float = 0.2, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+def make_model(
+    name: str, folder: Path, sizes: dict | None = None, std: float = 0.2, dtype: torch.dtype = torch.float32
+) -> transformers.PreTrainedModel:
     config, model, extra = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, model)(getattr(transformers, config)(**SMALL | extra | (sizes or {}))).eval()
@@ -370,15 +436,25 @@ def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attenti
 
 def test_preempted_sequences_write_the_tokens_of_eager_attention(tmp_path, monkeypatch):
     preempted, original = [], Scheduler._preempt_request
-    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *args, **options: (preempted.append(args[1]), original(*args, **options))[1])
+    monkeypatch.setattr(
+        Scheduler,
+        "_preempt_request",
+        lambda *args, **options: (preempted.append(args[1]), original(*args, **options))[1],
+    )
     model = make_model("llama", tmp_path)
-    generated, _ = serve(tmp_path, max_num_batched_tokens=32, num_gpu_blocks_override=10)  # too few for eight sequences that end up with 3 to 7 pages
+    generated, _ = serve(
+        tmp_path, max_num_batched_tokens=32, num_gpu_blocks_override=10
+    )  # too few for eight sequences that end up with 3 to 7 pages
     assert generated == [[greedy(model, p) for p in prompts()]]
     assert preempted or INTERPRETED  # there outputs are too short
 
 
-@pytest.mark.parametrize(("name", "page_size", "layout"), [("mistral", 48, "NHD"), ("gemma2", 16, "HND"), ("bloom", 544, "HND")])
-def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_attention(name, page_size, layout, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "page_size", "layout"), [("mistral", 48, "NHD"), ("gemma2", 16, "HND"), ("bloom", 544, "HND")]
+)
+def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_attention(
+    name, page_size, layout, tmp_path, monkeypatch
+):
     if hasattr(utils, "set_kv_cache_layout"):  # up to 0.28
         utils.set_kv_cache_layout(layout)
     elif name == "gemma2":
@@ -389,7 +465,10 @@ def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_atten
     model = make_model(name, tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=64, block_size=page_size)
     assert generated == [[greedy(model, p) for p in prompts()]]
-    assert all(p.page_size == page_size and (p.strides[0].slot < p.strides[0].head) == (layout != "NHD") for p in pages) and pages
+    assert (
+        all(p.page_size == page_size and (p.strides[0].slot < p.strides[0].head) == (layout != "NHD") for p in pages)
+        and pages
+    )
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
@@ -397,8 +476,12 @@ def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_atten
 def test_two_processes_that_share_heads_or_layers_write_the_tokens_of_eager_attention(split, tmp_path, monkeypatch):
     if DEVICE == "cpu" and NAME == "QUIRE" and split == "pipeline_parallel_size":
         pytest.skip("newer vLLM's workers without a GPU make no room for what the first rank hands on")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the platform in `vllm_cpu/`, in processes that begin anew
-    monkeypatch.setattr("vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "0|1")  # 0.20 wants a core for each; the variable was read long ago
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(sys.path)
+    )  # the platform in `vllm_cpu/`, in processes that begin anew
+    monkeypatch.setattr(
+        "vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "0|1"
+    )  # 0.20 wants a core for each; the variable was read long ago
     model = make_model("llama", tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=32, distributed_executor_backend="mp", **{split: 2})
     assert generated == [[greedy(model, p) for p in prompts()]]
@@ -412,7 +495,9 @@ def test_many_requests_of_random_lengths_leave_nothing_behind(tmp_path):
     draw = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 64, (count, 2), generator=draw).tolist()
     inputs = [torch.randint(3, 97, (n,), generator=draw).tolist() for n, _ in lengths]
-    sampling = [vllm.SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False) for _, n in lengths]
+    sampling = [
+        vllm.SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False) for _, n in lengths
+    ]
     results = llm.generate([{"prompt_token_ids": p} for p in inputs], sampling, use_tqdm=False)
     assert [len(r.outputs[0].token_ids) for r in results] == [n for _, n in lengths]
     assert pool.get_num_free_blocks() == free
@@ -421,7 +506,17 @@ def test_many_requests_of_random_lengths_leave_nothing_behind(tmp_path):
         assert list(results[i].outputs[0].token_ids)[:n] == greedy(model, inputs[i])[:n]
 
 
-def accept(draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, *others, **options):
+def accept(
+    draft_token_ids,
+    num_draft_tokens,
+    max_spec_len,
+    cu_num_draft_tokens,
+    draft_probs,
+    target_logits,
+    bonus_token_ids,
+    *others,
+    **options,
+):
     """Keep drafts up to the first that the model would not have chosen, as vLLM's compiled sampler does for greedy requests."""
     chosen, start = target_logits.argmax(-1), 0
     out = torch.full((len(num_draft_tokens), max_spec_len + 1), -1, dtype=torch.int32)
@@ -462,14 +557,24 @@ def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, 
 @pytest.mark.skipif(DEVICE == "cpu", reason="compares with vLLM's own backends, which need a GPU")
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_bfloat16_is_as_close_to_float32_as_vllm_s_own_backends(kv_dtype, tmp_path):
-    make_model("llama", tmp_path, {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128}, std=0.05, dtype=torch.bfloat16)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").to(DEVICE)
+    make_model(
+        "llama",
+        tmp_path,
+        {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128},
+        std=0.05,
+        dtype=torch.bfloat16,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).to(DEVICE)
     generator = torch.Generator().manual_seed(2)
     inputs = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (5, 300, 1, 450, 130, 128, 257)]
 
     def run(backend: str) -> tuple[float, list[list[int]]]:
         """Return the largest error of a log probability of prompts and outputs, and the outputs."""
-        options = dict(max_model_len=512, max_num_batched_tokens=512, num_gpu_blocks_override=300, kv_cache_dtype=kv_dtype)
+        options = dict(
+            max_model_len=512, max_num_batched_tokens=512, num_gpu_blocks_override=300, kv_cache_dtype=kv_dtype
+        )
         results = engine(tmp_path, attention_backend=backend, dtype="bfloat16", **options).generate(
             [{"prompt_token_ids": p} for p in inputs],
             vllm.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0), use_tqdm=False,
@@ -477,7 +582,12 @@ def test_bfloat16_is_as_close_to_float32_as_vllm_s_own_backends(kv_dtype, tmp_pa
         worst = 0.0
         for result in results:
             tokens = [*result.prompt_token_ids, *result.outputs[0].token_ids]
-            given = [entry[token].logprob for token, entry in zip(tokens[1:], [*result.prompt_logprobs[1:], *result.outputs[0].logprobs], strict=True)]
+            given = [
+                entry[token].logprob
+                for token, entry in zip(
+                    tokens[1:], [*result.prompt_logprobs[1:], *result.outputs[0].logprobs], strict=True
+                )
+            ]
             with torch.no_grad():
                 exact = model(torch.tensor([tokens], device=DEVICE)).logits[0, :-1].log_softmax(-1)
             exact = exact[torch.arange(len(given)), torch.tensor(tokens[1:])]
@@ -488,5 +598,7 @@ def test_bfloat16_is_as_close_to_float32_as_vllm_s_own_backends(kv_dtype, tmp_pa
     for backend in ("FLASH_ATTN", "TRITON_ATTN"):
         own, theirs = run(backend)
         alike = sum(a == b for x, y in zip(written, theirs, strict=True) for a, b in zip(x, y, strict=True))
-        print(f"{kv_dtype}: largest error of a log probability: {backend} {own:.4f}, Quire {quires:.4f}; tokens alike {alike} of {NEW_TOKENS * len(inputs)}")
+        print(
+            f"{kv_dtype}: largest error of a log probability: {backend} {own:.4f}, Quire {quires:.4f}; tokens alike {alike} of {NEW_TOKENS * len(inputs)}"
+        )
         assert 0 < quires <= 2 * own

@@ -6,8 +6,8 @@ from quire.bench.cases import Case
 from quire.bench.measure import compare
 from quire.bench.peers import PEERS, Peer, quire_calls
 from quire.bench.roofline import measure_ceilings
+from quire.dispatch.device import device_properties
 from quire.targets import Launch, compile_all, here
-from quire.tuning.traits import device_traits
 
 
 def test_right_results_are_timed_and_wrong_ones_told():
@@ -39,7 +39,7 @@ def test_what_was_compiled_beforehand_is_not_compiled_again(tmp_path, monkeypatc
     case = Case("small", "decode", ((1, 300),) * 4)
     launch = Launch(case.spec, 4, **case.bounds)
     target = here()
-    assert target.traits == device_traits(torch.device("cuda", torch.cuda.current_device()))
+    assert target.properties == device_properties(torch.device("cuda", torch.cuda.current_device()))
     ((_, words, compiled),) = compile_all([launch], target)
     assert compiled, words
     before = {path.name for path in tmp_path.iterdir()}

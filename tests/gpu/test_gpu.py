@@ -20,9 +20,15 @@ def solve(spec, lens, num_splits=None, **problem):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
-@pytest.mark.parametrize("lens", [MIXED, ((1, 3000), (1, 1), (1, 129)), ((8, 900),) * 3], ids=["mixed", "decode", "drafts"])
+@pytest.mark.parametrize(
+    "lens", [MIXED, ((1, 3000), (1, 1), (1, 129)), ((8, 900),) * 3], ids=["mixed", "decode", "drafts"]
+)
 def test_dtypes(dtype, kv_dtype, lens):
-    p, _, state = solve(quire.AttentionSpec(**LLAMA, dtype=dtype, kv_dtype=kv_dtype), lens, scales="token" if kv_dtype is torch.int8 else "head")
+    p, _, state = solve(
+        quire.AttentionSpec(**LLAMA, dtype=dtype, kv_dtype=kv_dtype),
+        lens,
+        scales="token" if kv_dtype is torch.int8 else "head",
+    )
     verdict = error_budget(p, state)
     assert verdict.passed, verdict
 
@@ -42,7 +48,9 @@ def test_features(extra, num_splits):
 @pytest.mark.parametrize("page_size", [1, 16, 128, 528, 1072, 7808])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "HDNX"])
 def test_pages(page_size, layout):
-    p, _, state = solve(quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (1, 3)), page_size=page_size, layout=layout)
+    p, _, state = solve(
+        quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (1, 3)), page_size=page_size, layout=layout
+    )
     verdict = error_budget(p, state)
     assert verdict.passed, verdict
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
+from quire.dispatch.device import device_properties
 from quire.testing import error_budget, make_problem
-from quire.tuning.traits import device_traits
 
-if not (torch.cuda.is_available() and device_traits(torch.device("cuda")).warpgroups):
+if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).warpgroups):
     pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
 
 LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
@@ -28,7 +28,9 @@ def solve(spec, lens, max_seq_len=None, **problem):
     if max_seq_len:  # keys that no sequence has
         bounds |= {"max_seq_len": max_seq_len}
         if batch.cu_pages is None:
-            batch = replace(batch, page_table=torch.nn.functional.pad(batch.page_table, (0, max_seq_len // p.cache.page_size + 1)))
+            batch = replace(
+                batch, page_table=torch.nn.functional.pad(batch.page_table, (0, max_seq_len // p.cache.page_size + 1))
+            )
     plan = quire.plan(spec, batch, **bounds, kernel="hopper")
     assert plan.kernel == "hopper", plan
     return p, plan, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
@@ -42,7 +44,9 @@ def assert_right(spec, lens, **problem):
     assert plan.fast.num_warpgroups == 2
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float16)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float16)]
+)
 @pytest.mark.parametrize("extra", [
     {}, {"sliding_window": 100}, {"sliding_window": 1}, {"causal": False}, {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
     {"softcap": 20.0}, {"alibi": True}, {"sinks": True}, {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
@@ -58,7 +62,9 @@ def test_both_numbers_of_warpgroups(head_dim):
     assert [solve(spec, ((200, 700),), bound)[1].fast.num_warpgroups for bound in (None, LONG)] == [1, 2]
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 1), (6, 2), (7, 1), (8, 1), (12, 1), (16, 1), (40, 1), (64, 2), (71, 1)])
+@pytest.mark.parametrize(
+    "heads", [(1, 1), (2, 1), (3, 1), (6, 2), (7, 1), (8, 1), (12, 1), (16, 1), (40, 1), (64, 2), (71, 1)]
+)
 def test_group_sizes(heads):
     assert_right(quire.AttentionSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64), MIXED)
 
@@ -75,7 +81,13 @@ def test_pages(page_size, layout):
 def test_quantised_caches(dtype, kv_dtype, head_dim):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "dtype": dtype, "kv_dtype": kv_dtype})
     assert_right(spec, MIXED, scales="tensor")
-    assert_right(replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300), MIXED, scales="head", layout="HND", page_size=24)
+    assert_right(
+        replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300),
+        MIXED,
+        scales="head",
+        layout="HND",
+        page_size=24,
+    )
 
 
 @pytest.mark.parametrize("extra", [
@@ -88,7 +100,13 @@ def test_products_in_fp8(extra):
         p, plan, state = solve(spec, lens, page_size=24)
         verdict = error_budget(p, state)
         assert plan.fast.in_fp8 and verdict.passed, (plan, verdict)
-        exact = quire.attention(p.q, p.cache, quire.plan(replace(spec, allow_fp8=False), p.batch, **p.bounds, kernel="hopper"), **p.tables, return_lse=True)
+        exact = quire.attention(
+            p.q,
+            p.cache,
+            quire.plan(replace(spec, allow_fp8=False), p.batch, **p.bounds, kernel="hopper"),
+            **p.tables,
+            return_lse=True,
+        )
         assert not torch.equal(state.out, exact.out)
 
 
@@ -98,7 +116,12 @@ def test_sums_of_products_in_fp8_are_float32():
     p = make_problem(spec, ((64, 30000),), device="cuda")
     p.cache.v.fill_(1.0)
     out = quire.attention(p.q * 0, p.cache, quire.plan(spec, p.batch, **p.bounds, kernel="hopper"))
-    torch.testing.assert_close(out, p.cache.v_scale.to(out.dtype).repeat_interleave(spec.group_size)[None, :, None].expand_as(out), atol=0, rtol=8e-3)
+    torch.testing.assert_close(
+        out,
+        p.cache.v_scale.to(out.dtype).repeat_interleave(spec.group_size)[None, :, None].expand_as(out),
+        atol=0,
+        rtol=8e-3,
+    )
 
 
 @pytest.mark.parametrize("extra", [
@@ -135,7 +158,9 @@ def test_a_captured_graph_of_parts_leaves_tokens_of_no_sequence_alone():
         p.batch.cu_seqlens_q[1], p.batch.seq_lens[0] = q_len, seq_len
         out.fill_(7.0)
         graph.replay()
-        expected = quire.attention(p.q, p.cache, quire.plan(spec, p.batch, **p.bounds, kernel="triton"), out=torch.full_like(out, 7.0))
+        expected = quire.attention(
+            p.q, p.cache, quire.plan(spec, p.batch, **p.bounds, kernel="triton"), out=torch.full_like(out, 7.0)
+        )
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
@@ -151,14 +176,19 @@ def test_a_flat_table():
 def test_keys_and_values_in_one_tensor(layout):
     """As engines keep them: side by side in every page, and side by side in every head."""
     p, plan, expected = solve(quire.AttentionSpec(**LLAMA), MIXED, layout=layout)
-    for together in (torch.stack([p.cache.k, p.cache.v], 1).unbind(1), torch.cat([p.cache.k, p.cache.v], 3).split(128, 3)):
+    for together in (
+        torch.stack([p.cache.k, p.cache.v], 1).unbind(1),
+        torch.cat([p.cache.k, p.cache.v], 3).split(128, 3),
+    ):
         state = quire.attention(p.q, quire.PagedKVCache(*together, layout), plan, return_lse=True)
         assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
 
 
 def test_what_the_copy_engine_cannot_address_goes_to_the_portable_kernel():
     p, plan, expected = solve(quire.AttentionSpec(**LLAMA), ((200, 600), (3, 9)))
-    odd = torch.empty(*p.cache.k.shape[:3], 132, dtype=p.cache.k.dtype, device="cuda")[..., 4:]  # heads that do not begin at 16 bytes
+    odd = torch.empty(*p.cache.k.shape[:3], 132, dtype=p.cache.k.dtype, device="cuda")[
+        ..., 4:
+    ]  # heads that do not begin at 16 bytes
     cache = quire.PagedKVCache(odd.copy_(p.cache.k), p.cache.v)
     assert error_budget(p, quire.attention(p.q, cache, plan, return_lse=True)).passed
     assert "cannot address: kernel 'triton'" in repr(plan)
@@ -172,15 +202,26 @@ def test_not_paged():
     k[400:445] = v[400:445] = float("nan")  # of a sequence without queries
     batch = quire.Batch.varlen(cu_q, cu_k)
     bounds = {"max_query_len": 300, "max_seq_len": 455, "num_tokens": 437}
-    out, expected = (quire.varlen_attention(q, k, v, quire.plan(spec, batch, **bounds, kernel=kernel)) for kernel in ("hopper", "triton"))
+    out, expected = (
+        quire.varlen_attention(q, k, v, quire.plan(spec, batch, **bounds, kernel=kernel))
+        for kernel in ("hopper", "triton")
+    )
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
 def test_query_offsets():
     spec = quire.AttentionSpec(**LLAMA)
     p = make_problem(spec, ((150, 700), (140, 140)), device="cuda")
-    batch = quire.Batch(p.batch.page_table, p.batch.seq_lens, p.batch.cu_seqlens_q, query_offsets=torch.tensor([500, 3], dtype=torch.int32, device="cuda"))
-    first, second = (quire.attention(p.q, p.cache, quire.plan(spec, batch, **p.bounds, kernel=kernel), return_lse=True) for kernel in ("hopper", "triton"))
+    batch = quire.Batch(
+        p.batch.page_table,
+        p.batch.seq_lens,
+        p.batch.cu_seqlens_q,
+        query_offsets=torch.tensor([500, 3], dtype=torch.int32, device="cuda"),
+    )
+    first, second = (
+        quire.attention(p.q, p.cache, quire.plan(spec, batch, **p.bounds, kernel=kernel), return_lse=True)
+        for kernel in ("hopper", "triton")
+    )
     torch.testing.assert_close(first.out, second.out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(first.lse, second.lse)
 
@@ -217,7 +258,14 @@ def test_runs_are_bitwise_equal(extra, bound):
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
-@pytest.mark.parametrize(("options", "words"), [({"head_dim": 80}, "head_dim 80"), ({"dtype": torch.float32}, "float32"), ({"head_dim": 256, "kv_dtype": torch.int8}, "int8")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"head_dim": 80}, "head_dim 80"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"head_dim": 256, "kv_dtype": torch.int8}, "int8"),
+    ],
+)
 def test_what_it_does_not_serve_is_named(options, words):
     p = make_problem(quire.AttentionSpec(**LLAMA | options), ((200, 200),), device="cuda")
     with pytest.raises(quire.UnsupportedError, match=words):
@@ -237,7 +285,14 @@ def test_whole_space(data):
     )  # fmt: skip
     lens = draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 900)), min_size=1, max_size=5))
     page_size = 8 * draw(st.integers(1, 20))
-    assert_right(spec, lens, page_size=page_size, layout=draw(st.sampled_from(["NHD", "HND"])), flat_table=draw(st.booleans()), seed=draw(st.integers(0, 99)))
+    assert_right(
+        spec,
+        lens,
+        page_size=page_size,
+        layout=draw(st.sampled_from(["NHD", "HND"])),
+        flat_table=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
 
 
 def test_more_sequences_than_are_looked_at_at_once():

@@ -68,7 +68,11 @@ PARAMETERS = {
 def test_parameter_lists(function):
     """Names, order and defaults are flash-attn 2's; what is ours comes after them, by keyword only."""
     parameters = inspect.signature(function).parameters.values()
-    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    shown = [
+        p.name if p.default is p.empty else f"{p.name}={p.default}"
+        for p in parameters
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     assert ", ".join(shown) == PARAMETERS[function]
     assert [(p.name, p.default) for p in parameters if p.kind is not p.POSITIONAL_OR_KEYWORD] == [("s_aux", None)]
 
@@ -77,7 +81,12 @@ def test_parameter_lists(function):
 @given(st.data())
 def test_dense_batches(data):
     draw = data.draw
-    n, m, hkv, group = draw(st.integers(1, 12)), draw(st.integers(1, 40)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    n, m, hkv, group = (
+        draw(st.integers(1, 12)),
+        draw(st.integers(1, 40)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+    )
     dim, dim_v = draw(st.sampled_from([16, 4, 20])), draw(st.sampled_from([16, 24, 9]))
     options = dict(
         causal=draw(st.booleans()), window_size=(draw(st.integers(-1, 9)), draw(st.integers(-1, 9))), softcap=draw(st.sampled_from([0.0, 4.0])),
@@ -87,11 +96,23 @@ def test_dense_batches(data):
     if draw(st.booleans()):
         q, k, v = randn(2, n, hkv * group, dim), randn(2, m, hkv, dim), randn(2, m, hkv, dim_v)
     else:
-        q, k, v = (randn(2, h, t, d).transpose(1, 2) for h, t, d in ((hkv * group, n, dim), (hkv, m, dim), (hkv, m, dim_v)))
+        q, k, v = (
+            randn(2, h, t, d).transpose(1, 2) for h, t, d in ((hkv * group, n, dim), (hkv, m, dim), (hkv, m, dim_v))
+        )
     out, lse, nothing = flash_attn_func(q, k, v, **options, return_attn_probs=True)
     assert nothing is None and lse.shape == (2, hkv * group, n) and out.shape == (2, n, hkv * group, dim_v)
     for i in range(2):
-        expected = dense(q[i], k[i], v[i], options["softmax_scale"], options["causal"], options["window_size"], options["softcap"], options["alibi_slopes"], options["s_aux"])
+        expected = dense(
+            q[i],
+            k[i],
+            v[i],
+            options["softmax_scale"],
+            options["causal"],
+            options["window_size"],
+            options["softcap"],
+            options["alibi_slopes"],
+            options["s_aux"],
+        )
         close(out[i], expected[0])
         close(lse[i], expected[1])
 
@@ -109,7 +130,9 @@ def test_varlen(paged):
         arguments = (q, k_pages, v_pages, cu_q, cu_k, 7, 40)
     else:
         table, arguments = None, (q, k, v, cu_q, cu_k, 7, 40)
-    out, lse, _ = flash_attn_varlen_func(*arguments, causal=True, window_size=(20, 5), block_table=table, return_attn_probs=True)
+    out, lse, _ = flash_attn_varlen_func(
+        *arguments, causal=True, window_size=(20, 5), block_table=table, return_attn_probs=True
+    )
     assert lse.shape == (4, 10)
     for a, b, c, d in ((0, 3, 0, 40), (3, 10, 45, 52)):
         expected = dense(q[a:b], k[c:d], v[c:d], causal=True, window=(20, 5))
@@ -175,7 +198,9 @@ def test_rotary_without_a_mask_turns_all_queries_alike():
 def test_batch_index_left_padding_and_default_length():
     k_cache, v_cache, q = randn(5, 12, 2, 16), randn(5, 12, 2, 16, seed=1), randn(2, 2, 4, 16)
     rows, pad = torch.tensor([3, 1], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
-    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=9, cache_batch_idx=rows, cache_leftpad=pad, causal=True)
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=9, cache_batch_idx=rows, cache_leftpad=pad, causal=True
+    )
     for s in range(2):
         close(out[s], dense(q[s], k_cache[rows[s], pad[s] : 9], v_cache[rows[s], pad[s] : 9], causal=True)[0])
     out = flash_attn_with_kvcache(q, k_cache[:2], v_cache[:2], num_splits=3)
@@ -194,7 +219,13 @@ CACHES = {
 def test_contiguous_caches(data):
     """Any strides, rows, paddings, lengths and masks: each sequence attends to its run of its row, and exactly the new tokens were written."""
     draw = data.draw
-    batch, rows, length, n, new = draw(st.integers(1, 3)), draw(st.integers(3, 4)), draw(st.integers(6, 20)), draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    batch, rows, length, n, new = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(3, 4)),
+        draw(st.integers(6, 20)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(0, 4)),
+    )
     shape = draw(st.sampled_from(sorted(CACHES)))
     k_cache, v_cache = CACHES[shape](rows, length, 2, 16), CACHES[shape](rows, length, 2, 24)
     lens = [draw(st.integers(-1, length - new)) for _ in range(batch)]
@@ -216,9 +247,19 @@ def test_contiguous_caches(data):
         for i in range(new):
             expected_k[row, have + i] = k[s, i] if cos is None else turn(k[s, i], have + i, cos, sin, interleaved)
             expected_v[row, have + i] = v[s, i]
-        turned = q[s] if cos is None else torch.stack([turn(q[s, i], min(have + i * local, length - 1), cos, sin, interleaved) for i in range(n)])
+        turned = (
+            q[s]
+            if cos is None
+            else torch.stack(
+                [turn(q[s, i], min(have + i * local, length - 1), cos, sin, interleaved) for i in range(n)]
+            )
+        )
         run = slice(pad[s], have + new)
-        expected.append(dense(turned, expected_k[row, run], expected_v[row, run], causal=masks["causal"], window=masks["window_size"]))
+        expected.append(
+            dense(
+                turned, expected_k[row, run], expected_v[row, run], causal=masks["causal"], window=masks["window_size"]
+            )
+        )
     out, lse = flash_attn_with_kvcache(
         q, k_cache, v_cache, *((k, v) if new else (None, None)), cos, sin, torch.tensor(lens, dtype=torch.int32),
         torch.tensor(index, dtype=torch.int32), torch.tensor(pad, dtype=torch.int32), rotary_interleaved=interleaved, return_softmax_lse=True, **masks,
@@ -234,17 +275,31 @@ def test_contiguous_caches(data):
 @pytest.mark.parametrize("paged", [False, True])
 def test_features_of_a_cache(paged):
     """Softcap, scale, slopes and sinks reach the cache's kernel too; without being asked for, no lse comes back."""
-    k_cache, v_cache, q, slopes, sinks = randn(2, 12, 2, 16), randn(2, 12, 2, 16, seed=1), randn(2, 2, 4, 16), randn(4).abs(), randn(4, seed=1)
+    k_cache, v_cache, q, slopes, sinks = (
+        randn(2, 12, 2, 16),
+        randn(2, 12, 2, 16, seed=1),
+        randn(2, 2, 4, 16),
+        randn(4).abs(),
+        randn(4, seed=1),
+    )
     table, pages = None, (k_cache, v_cache)
     if paged:  # pages of 3, and a table wider than contiguous
         table = torch.tensor([[3, 0, 1, 0, 7, 0, 5, 0], [0, 0, 2, 0, 4, 0, 6, 0]], dtype=torch.int32)[:, ::2]
-        pages = tuple(torch.zeros(8, 3, 2, 16).index_copy(0, table.flatten().long(), x.reshape(8, 3, 2, 16)) for x in (k_cache, v_cache))
+        pages = tuple(
+            torch.zeros(8, 3, 2, 16).index_copy(0, table.flatten().long(), x.reshape(8, 3, 2, 16))
+            for x in (k_cache, v_cache)
+        )
     out = flash_attn_with_kvcache(
         q, *pages, cache_seqlens=torch.tensor([12, 7], dtype=torch.int32), block_table=table, softmax_scale=0.4, causal=True, softcap=3.0,
         alibi_slopes=slopes, s_aux=sinks, num_splits=2,
     )  # fmt: skip
     for s, length in enumerate((12, 7)):
-        close(out[s], dense(q[s], k_cache[s, :length], v_cache[s, :length], 0.4, True, softcap=3.0, slopes=slopes, sinks=sinks)[0])
+        close(
+            out[s],
+            dense(q[s], k_cache[s, :length], v_cache[s, :length], 0.4, True, softcap=3.0, slopes=slopes, sinks=sinks)[
+                0
+            ],
+        )
 
 
 def test_a_cache_is_never_overrun():
@@ -265,7 +320,17 @@ def test_a_window_past_the_cache_is_none():
     """flash-attn drops it before it asks whether queries have positions of their own."""
     q, k, angles = randn(1, 2, 2, 16), randn(1, 2, 2, 16, seed=1), torch.arange(8)[:, None] * torch.ones(8) * 0.3
     outs = [
-        flash_attn_with_kvcache(q, torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16), k, k, angles.cos(), angles.sin(), 4, window_size=window)
+        flash_attn_with_kvcache(
+            q,
+            torch.zeros(1, 8, 2, 16),
+            torch.zeros(1, 8, 2, 16),
+            k,
+            k,
+            angles.cos(),
+            angles.sin(),
+            4,
+            window_size=window,
+        )
         for window in ((-1, -1), (8, 9), (7, 7))
     ]
     torch.testing.assert_close(outs[0], outs[1])
@@ -279,7 +344,14 @@ def test_empty_batches():
     assert flash_attn_func(randn(2, 0, 4, 16), randn(2, 5, 2, 16), randn(2, 5, 2, 16)).shape == (2, 0, 4, 16)
     out, lse, _ = flash_attn_func(randn(2, 3, 4, 16), randn(2, 0, 2, 16), randn(2, 0, 2, 16), return_attn_probs=True)
     assert (out == 0).all() and (lse == float("-inf")).all()
-    out = flash_attn_with_kvcache(randn(0, 1, 2, 16), randn(2, 8, 2, 16), randn(2, 8, 2, 16), randn(0, 1, 2, 16), randn(0, 1, 2, 16), cache_seqlens=3)
+    out = flash_attn_with_kvcache(
+        randn(0, 1, 2, 16),
+        randn(2, 8, 2, 16),
+        randn(2, 8, 2, 16),
+        randn(0, 1, 2, 16),
+        randn(0, 1, 2, 16),
+        cache_seqlens=3,
+    )
     assert out.shape == (0, 1, 2, 16)
 
 
@@ -288,9 +360,13 @@ def test_bounds_may_be_loose_and_tensors():
     cu_q, cu_k = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([0, 8, 13], dtype=torch.int32)
     q, k = randn(3, 2, 16), randn(13, 2, 16, seed=1)
     expected = flash_attn_varlen_func(q, k, k, cu_q, cu_k, 2, 8, causal=True)
-    torch.testing.assert_close(flash_attn_varlen_func(q, k, k, cu_q, cu_k, torch.tensor(2), torch.tensor(8), causal=True), expected)
+    torch.testing.assert_close(
+        flash_attn_varlen_func(q, k, k, cu_q, cu_k, torch.tensor(2), torch.tensor(8), causal=True), expected
+    )
     pages, table = torch.cat([k, k.new_zeros(3, 2, 16)]).view(2, 8, 2, 16), torch.tensor([[0], [1]], dtype=torch.int32)
-    torch.testing.assert_close(flash_attn_varlen_func(q, pages, pages, cu_q, cu_k, 64, 4096, causal=True, block_table=table), expected)
+    torch.testing.assert_close(
+        flash_attn_varlen_func(q, pages, pages, cu_q, cu_k, 64, 4096, causal=True, block_table=table), expected
+    )
 
 
 def test_varlen_pads_heads():
@@ -319,14 +395,30 @@ def test_nothing_is_read_back_to_the_host(paged, monkeypatch):
         q, new, cos = torch.empty(3, 2, 4, 16), torch.empty(3, 2, 2, 16), torch.empty(64, 4)
         cache = [torch.empty(4, 2, 16, 16).transpose(1, 2) for _ in range(2)]
         ints = torch.empty(3, dtype=torch.int32)
-        where = {"block_table": torch.empty(3, 4, dtype=torch.int32)} if paged else {"cache_batch_idx": ints, "cache_leftpad": ints}
-        out, lse = flash_attn_with_kvcache(q, *cache, new, new, cos, cos, ints, causal=True, return_softmax_lse=True, **where)
+        where = (
+            {"block_table": torch.empty(3, 4, dtype=torch.int32)}
+            if paged
+            else {"cache_batch_idx": ints, "cache_leftpad": ints}
+        )
+        out, lse = flash_attn_with_kvcache(
+            q, *cache, new, new, cos, cos, ints, causal=True, return_softmax_lse=True, **where
+        )
         assert out.shape == (3, 2, 4, 16) and lse.shape == (3, 4, 2) and len(calls) == 2
-        assert all(used.k.untyped_storage() is cache[0].untyped_storage() or used.k._base is cache[0]._base for used in calls)
+        assert all(
+            used.k.untyped_storage() is cache[0].untyped_storage() or used.k._base is cache[0]._base for used in calls
+        )
         flash_attn_func(q, *(x[:3] for x in cache))
         assert calls[-1].k._base is cache[0]._base
         cu = torch.empty(4, dtype=torch.int32)
-        flash_attn_varlen_func(torch.empty(6, 4, 16), *(cache if paged else (torch.empty(9, 2, 16),) * 2), cu, cu, 4, 8, block_table=where.get("block_table"))
+        flash_attn_varlen_func(
+            torch.empty(6, 4, 16),
+            *(cache if paged else (torch.empty(9, 2, 16),) * 2),
+            cu,
+            cu,
+            4,
+            8,
+            block_table=where.get("block_table"),
+        )
 
 
 def test_what_is_not_served_is_refused_by_name():
@@ -342,7 +434,9 @@ def test_what_is_not_served_is_refused_by_name():
             flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 2, 2, **arguments)
     with pytest.raises(quire.UnsupportedError, match="at most 256 elsewhere, got 264 in v"):
         flash_attn_func(q, q, randn(1, 2, 2, 264))
-    with pytest.raises(quire.UnsupportedError, match=r"multiples of 8 from 16 to 256 in pages and caches.*got 12 in q and k"):
+    with pytest.raises(
+        quire.UnsupportedError, match=r"multiples of 8 from 16 to 256 in pages and caches.*got 12 in q and k"
+    ):
         flash_attn_with_kvcache(q[..., :12], q[..., :12], q)
     with pytest.raises(quire.UnsupportedError, match="dtype must be one of"):
         flash_attn_func(q.double(), q.double(), q.double())
@@ -363,14 +457,26 @@ def test_bad_input_is_refused_before_anything_is_written():
         ({"k": new, "cache_seqlens": lens}, "k and v must be given together"),
         ({"k": new, "v": new}, "cache_seqlens must be given with k"),
         ({"rotary_cos": wide}, "rotary_cos and rotary_sin must be given together"),
-        ({"rotary_cos": wide, "rotary_sin": wide, "cache_seqlens": lens}, "rotary_cos and rotary_sin must be given together and with k"),
+        (
+            {"rotary_cos": wide, "rotary_sin": wide, "cache_seqlens": lens},
+            "rotary_cos and rotary_sin must be given together and with k",
+        ),
         (appended | {"rotary_cos": wide[:7], "rotary_sin": wide[:7]}, "each of the cache's 8 positions, got 7"),
-        (appended | {"rotary_cos": wide, "rotary_sin": wide[:, :4]}, r"rotary_sin must be \[seqlen_ro = 16, rotary_dim / 2 = 8\], got \[16, 4\]"),
-        (appended | {"rotary_cos": torch.zeros(8, 9), "rotary_sin": torch.zeros(8, 9)}, "at most head_dim = 16 elements, got 18"),
+        (
+            appended | {"rotary_cos": wide, "rotary_sin": wide[:, :4]},
+            r"rotary_sin must be \[seqlen_ro = 16, rotary_dim / 2 = 8\], got \[16, 4\]",
+        ),
+        (
+            appended | {"rotary_cos": torch.zeros(8, 9), "rotary_sin": torch.zeros(8, 9)},
+            "at most head_dim = 16 elements, got 18",
+        ),
         (appended | {"block_table": table, "cache_leftpad": lens}, "must be left out with a block_table"),
         (appended | {"block_table": table, "cache_batch_idx": lens}, "must be left out with a block_table"),
         (appended | {"block_table": table[:1]}, r"block_table must be \[batch = 2, max_blocks_per_seq\], got \[1, 2\]"),
-        (appended | {"k": new[:1]}, r"k must be \[batch = 2, seqlen_new, num_kv_heads = 2, head_dim = 16\], got \[1, 2, 2, 16\]"),
+        (
+            appended | {"k": new[:1]},
+            r"k must be \[batch = 2, seqlen_new, num_kv_heads = 2, head_dim = 16\], got \[1, 2, 2, 16\]",
+        ),
         (appended | {"v": new[..., :8]}, "v must be .* head_dim_v = 16"),
         (appended | {"k": new.half()}, "k must be of the cache's dtype"),
         (appended | {"cache_seqlens": lens[:1]}, r"cache_seqlens must be \[batch = 2\], got \[1\]"),
@@ -386,7 +492,9 @@ def test_bad_input_is_refused_before_anything_is_written():
         assert not cache.any()
     with pytest.raises(ValueError, match="k_cache must have a row for each of 2 sequences, got 1"):
         flash_attn_with_kvcache(q, cache[:1], cache[:1], **appended)
-    with pytest.raises(ValueError, match=r"k must be \[batch = 2, seqlen_k, num_kv_heads, head_dim = 16\], got \[1, 8, 2, 16\]"):
+    with pytest.raises(
+        ValueError, match=r"k must be \[batch = 2, seqlen_k, num_kv_heads, head_dim = 16\], got \[1, 8, 2, 16\]"
+    ):
         flash_attn_func(q, cache[:1], cache)
     cu = torch.tensor([0, 1, 2], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"cu_seqlens_k must be \[starts = 3\], got \[2\]"):

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
-from quire.kernels import attention as portable
+from quire.dispatch.config import KernelConfig
+from quire.kernels import portable_tmp as portable
 from quire.testing import error_budget, make_problem
-from quire.tuning.space import Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17))
@@ -66,9 +66,11 @@ def test_many_states_of_single_queries(lens, num_splits):
     """With room for many programs, states are many and merged in two steps."""
     spec = quire.AttentionSpec(**HEADS, sinks=True, dtype=torch.float32)
     p = make_problem(spec, lens, device=DEVICE, one_query=True)
-    tile = Tile(16, block_n=16, num_warps=4, num_stages=2, unmasked_loop=False, programs_per_sm=64, block_d=16, block_dv=16)
-    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, tile=tile)
-    assert plan.kernel == "torch" or plan.two_steps
+    tile = KernelConfig(
+        16, block_n=16, num_warps=4, num_stages=2, full_tile_loop=False, programs_per_sm=64, block_d=16, block_dv=16
+    )
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, config=tile)
+    assert plan.kernel == "torch" or plan.two_level
     for _ in range(2):  # the counters are left as they were
         verdict = error_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
         assert verdict.passed, verdict
@@ -81,8 +83,10 @@ def test_drafts_on_long_sequences(block_m, num_splits, window):
     """Few splits are long enough for a loop without masks, many are merged in two steps."""
     spec = quire.AttentionSpec(**HEADS, sliding_window=window, dtype=torch.float32)
     p = make_problem(spec, ((5, 800), (0, 30), (4, 700)), device=DEVICE)
-    tile = Tile(block_m, block_n=16, num_warps=4, num_stages=2, unmasked_loop=True, programs_per_sm=2, block_d=16, block_dv=16)
-    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, tile=tile)
+    tile = KernelConfig(
+        block_m, block_n=16, num_warps=4, num_stages=2, full_tile_loop=True, programs_per_sm=2, block_d=16, block_dv=16
+    )
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, config=tile)
     verdict = error_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
     assert verdict.passed, verdict
 
@@ -100,7 +104,9 @@ def test_group_sizes(group_size):
     assert_right(spec, ((1, 20), (3, 9)))
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(16, 16), (24, 24), (40, 72), (64, 16), (80, 80), (96, 128), (192, 128), (248, 256), (256, 256)])
+@pytest.mark.parametrize(
+    ("dim", "dim_v"), [(16, 16), (24, 24), (40, 72), (64, 16), (80, 80), (96, 128), (192, 128), (248, 256), (256, 256)]
+)
 def test_head_dims(dim, dim_v):
     spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=dim, head_dim_v=dim_v, dtype=torch.float16)
     assert_right(spec, ((1, 20), (3, 9)))
@@ -125,7 +131,9 @@ def test_quantised_caches(dtype, kv_dtype, scales):
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("group_size", [1, 3, 40])  # 40: several blocks of rows for one token
 def test_one_query_each(group_size, feature, num_splits):
-    spec = quire.AttentionSpec(num_q_heads=2 * group_size, num_kv_heads=2, head_dim=16, **FEATURES[feature], dtype=torch.float32)
+    spec = quire.AttentionSpec(
+        num_q_heads=2 * group_size, num_kv_heads=2, head_dim=16, **FEATURES[feature], dtype=torch.float32
+    )
     assert_right(spec, ((1, 40), (1, 0), (1, 1), (1, 17)), num_splits, page_size=5, one_query=True)
 
 
@@ -159,7 +167,11 @@ def test_query_offsets_move_the_queries():
             p.batch.page_table[:, first_page:].contiguous(), torch.tensor([seq_len], dtype=torch.int32), p.batch.cu_seqlens_q,
             query_offsets=torch.tensor([16 - 16 * first_page], dtype=torch.int32),
         )  # fmt: skip
-        states.append(quire.attention(p.q, p.cache, quire.plan(spec, batch, max_query_len=4, max_seq_len=seq_len), return_lse=True))
+        states.append(
+            quire.attention(
+                p.q, p.cache, quire.plan(spec, batch, max_query_len=4, max_seq_len=seq_len), return_lse=True
+            )
+        )
     merged = quire.merge_states(states)
     torch.testing.assert_close(merged.out, whole.out)
     torch.testing.assert_close(merged.lse, whole.lse)
@@ -167,7 +179,9 @@ def test_query_offsets_move_the_queries():
 
 def test_empty_sequences_and_masked_rows():
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
-    _, state = solve(spec, ((1, 0), (3, 2), (0, 0)), 2)  # the first of three queries of a sequence of two keys sees none
+    _, state = solve(
+        spec, ((1, 0), (3, 2), (0, 0)), 2
+    )  # the first of three queries of a sequence of two keys sees none
     assert (state.out[:2] == 0).all() and (state.lse[:2] == float("-inf")).all()
     assert state.lse[2:].isfinite().all()
 
@@ -176,7 +190,9 @@ def test_empty_sequences_and_masked_rows():
 def test_nothing_to_do(lens):
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
     batch = quire.Batch(
-        torch.full((len(lens), 1), -1, dtype=torch.int32), torch.zeros(len(lens), dtype=torch.int32), torch.zeros(len(lens) + 1, dtype=torch.int32)
+        torch.full((len(lens), 1), -1, dtype=torch.int32),
+        torch.zeros(len(lens), dtype=torch.int32),
+        torch.zeros(len(lens) + 1, dtype=torch.int32),
     )
     plan = quire.plan(spec, batch, max_query_len=0, max_seq_len=0)
     out = quire.attention(torch.empty(0, 6, 16), quire.PagedKVCache.empty(spec, 2, 4), plan)
@@ -239,8 +255,14 @@ def test_whole_space(data):
     )  # fmt: skip
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and not triton.knobs.runtime.interpret, reason="PyTorch serves CPU tensors here, all sequences in one go")
-@pytest.mark.parametrize("lens", [((1, 400), (30, 60), (40, 40), (2, 300), (1, 0), (9, 9), (1, 5)), ((30, 60), (40, 40)), ((3, 700), (20, 30))])
+@pytest.mark.skipif(
+    DEVICE == "cpu" and not triton.knobs.runtime.interpret,
+    reason="PyTorch serves CPU tensors here, all sequences in one go",
+)
+@pytest.mark.parametrize(
+    "lens",
+    [((1, 400), (30, 60), (40, 40), (2, 300), (1, 0), (9, 9), (1, 5)), ((30, 60), (40, 40)), ((3, 700), (20, 30))],
+)
 def test_shares_of_sequences_of_few_queries_leave_the_others_alone(lens):
     """What runs beside the kernel for prompts, here without it."""
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)

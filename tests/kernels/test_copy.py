@@ -9,7 +9,7 @@ import quire
 from quire.kernels import copy
 
 SIZE, HEADS, DIM, DIM_V = 5, 2, 16, 24
-PAIRS = [[1, 5], [3, 0], [-1, 2], [2, -1], [1, 3]]
+PACKED_FP8 = [[1, 5], [3, 0], [-1, 2], [2, -1], [1, 3]]
 
 
 def random_memory(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -46,7 +46,10 @@ def check_copy(src: quire.PagedKVCache, dst: quire.PagedKVCache, page_pairs: tor
     """Copy, and compare every page of dst, and all memory around it, with pages assigned one by one."""
     names = ("k", "v", "k_scale", "v_scale") if src.scale_kind == "token" else ("k", "v")
     expected = {name: as_bytes(getattr(dst, name)).clone() for name in names}
-    memory = {name: as_bytes(torch.tensor([], dtype=getattr(dst, name).dtype).set_(getattr(dst, name).untyped_storage())) for name in names}
+    memory = {
+        name: as_bytes(torch.tensor([], dtype=getattr(dst, name).dtype).set_(getattr(dst, name).untyped_storage()))
+        for name in names
+    }
     around = {name: tensor.clone() for name, tensor in memory.items()}
     sources = {name: as_bytes(getattr(src, name)).clone() for name in names}
     quire.copy_pages(src, dst, page_pairs)
@@ -58,7 +61,9 @@ def check_copy(src: quire.PagedKVCache, dst: quire.PagedKVCache, page_pairs: tor
         assert torch.equal(as_bytes(tensor), expected[name]), name
         written = torch.zeros(memory[name].shape, dtype=torch.bool).view(-1, tensor.dtype.itemsize)
         for target in [t for s, t in page_pairs.tolist() if s >= 0 and t >= 0]:
-            page = torch.arange(written.shape[0]).as_strided(tensor[target].shape, tensor[target].stride(), tensor[target].storage_offset())
+            page = torch.arange(written.shape[0]).as_strided(
+                tensor[target].shape, tensor[target].stride(), tensor[target].storage_offset()
+            )
             written[page.flatten()] = True
         assert torch.equal(memory[name][~written.flatten()], around[name][~written.flatten()]), name
 
@@ -68,8 +73,10 @@ def check_copy(src: quire.PagedKVCache, dst: quire.PagedKVCache, page_pairs: tor
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8])
 def test_pages_and_their_scales_are_copied_and_nothing_else(dtype, layout, strides):
     torch.manual_seed(0)
-    src, dst = (make_cache(pages, dtype, layout, s, scales=dtype.itemsize == 1) for pages, s in ((4, "plain"), (6, strides)))
-    check_copy(src, dst, torch.tensor(PAIRS, dtype=torch.int32))
+    src, dst = (
+        make_cache(pages, dtype, layout, s, scales=dtype.itemsize == 1) for pages, s in ((4, "plain"), (6, strides))
+    )
+    check_copy(src, dst, torch.tensor(PACKED_FP8, dtype=torch.int32))
     check_copy(dst, src, torch.tensor([[4, 0], [0, 3]]))
 
 
@@ -93,16 +100,22 @@ def test_pages_of_any_size(size, layout):
 
 
 def test_scales_that_belong_to_heads_stay():
-    src, dst = (quire.PagedKVCache(c.k, c.v, "NHD", s, s) for c, s in ((make_cache(2, torch.int8), 2.0), (make_cache(2, torch.int8), 3.0)))
+    src, dst = (
+        quire.PagedKVCache(c.k, c.v, "NHD", s, s)
+        for c, s in ((make_cache(2, torch.int8), 2.0), (make_cache(2, torch.int8), 3.0))
+    )
     check_copy(src, dst, torch.tensor([[0, 1]]))
     assert (dst.k_scale == 3.0).all()
 
 
 def test_swapping_skips_what_a_copy_skips():
     """Between two devices each page is copied by itself; here both are the CPU."""
-    src, dst = make_cache(4, torch.float8_e5m2, scales=True), make_cache(6, torch.float8_e5m2, strides="interleaved", scales=True)
+    src, dst = (
+        make_cache(4, torch.float8_e5m2, scales=True),
+        make_cache(6, torch.float8_e5m2, strides="interleaved", scales=True),
+    )
     with mock.patch.object(copy, "copy", copy.swap), mock.patch.object(copy, "copy_on_cpu", copy.swap):
-        check_copy(src, dst, torch.tensor(PAIRS))
+        check_copy(src, dst, torch.tensor(PACKED_FP8))
 
 
 def test_an_ordinary_page_is_one_run_of_memory():
@@ -120,7 +133,9 @@ def test_bad_input_is_refused_before_anything_is_written():
     other_size = quire.PagedKVCache(cache.k[:, :4], cache.v[:, :4])
     other_width = quire.PagedKVCache(cache.k, cache.v[..., :8])
     int8, scaled = make_cache(4, torch.int8), make_cache(4, torch.int8, scales=True)
-    wrong_pairs = [(src, cache) for src in (other_size, other_width, make_cache(4, torch.float32), make_cache(4, layout="HND"))] + [(int8, scaled)]
+    wrong_pairs = [
+        (src, cache) for src in (other_size, other_width, make_cache(4, torch.float32), make_cache(4, layout="HND"))
+    ] + [(int8, scaled)]
     for src, dst in wrong_pairs:
         with pytest.raises(ValueError, match="dst must have src's layout"):
             quire.copy_pages(src, dst, pairs)

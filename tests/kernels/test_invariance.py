@@ -11,10 +11,19 @@ from quire.testing import error_budget, make_problem
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 TRITON_RUNS = GPU or triton.knobs.runtime.interpret
-triton_only = pytest.mark.skipif(not TRITON_RUNS, reason="PyTorch, which serves CPU tensors outside the interpreter, refuses such plans (tested below)")
+triton_only = pytest.mark.skipif(
+    not TRITON_RUNS,
+    reason="PyTorch, which serves CPU tensors outside the interpreter, refuses such plans (tested below)",
+)
 SCALE = 8 if GPU else 1  # lengths that the interpreter bears
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64 if GPU else 16}
-FEATURES = [{}, {"sliding_window": 150 * SCALE}, {"sinks": True, "softcap": 20.0}, {"kv_dtype": torch.float8_e4m3fn, "head_dim": 64}, {"alibi": True}]
+FEATURES = [
+    {},
+    {"sliding_window": 150 * SCALE},
+    {"sinks": True, "softcap": 20.0},
+    {"kv_dtype": torch.float8_e4m3fn, "head_dim": 64},
+    {"alibi": True},
+]
 
 
 @pytest.fixture(autouse=True)

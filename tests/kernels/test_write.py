@@ -119,7 +119,9 @@ def test_quantised_values_are_the_nearest(kv_dtype, dtype, kind, layout):
         "tensor": (torch.tensor([0.07]), torch.tensor([0.011])),
         "head": (torch.tensor([0.03, 0.5]), torch.tensor([0.2, 0.01])),
         "token": (random_memory(torch.float32, PAGES, SIZE, HEADS), random_memory(torch.float32, PAGES, SIZE, HEADS)),
-        "token, other strides": tuple(random_memory(torch.float32, HEADS, PAGES, SIZE).permute(1, 2, 0) for _ in range(2)),
+        "token, other strides": tuple(
+            random_memory(torch.float32, HEADS, PAGES, SIZE).permute(1, 2, 0) for _ in range(2)
+        ),
     }[kind]
     strides = ("plain", "one row", "interleaved")[QUANTISED.index(kv_dtype)]
     check_write(*make_memory(kv_dtype, layout, strides), layout, (k, v), SLOTS, scales)
@@ -139,13 +141,17 @@ def test_pages_of_any_size(size):
 @pytest.mark.parametrize("slots", [[], [-1, -1, -7]])
 def test_nothing_to_write(slots):
     memory, k_cache, v_cache = make_memory(torch.float32, "NHD", "plain")
-    check_write(memory, k_cache, v_cache, "NHD", fused_projection(torch.float32, 3), torch.tensor(slots, dtype=torch.int64))
+    check_write(
+        memory, k_cache, v_cache, "NHD", fused_projection(torch.float32, 3), torch.tensor(slots, dtype=torch.int64)
+    )
 
 
 def write_all(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Quantise any number of values by writing them as 4 heads of 256; return what was stored."""
     heads = torch.nn.functional.pad(x, (0, -len(x) % 1024)).view(-1, 4, 256)
-    cache = quire.PagedKVCache(*(torch.zeros(1, heads.shape[0], 4, 256, dtype=torch.uint8).view(dtype) for _ in range(2)))
+    cache = quire.PagedKVCache(
+        *(torch.zeros(1, heads.shape[0], 4, 256, dtype=torch.uint8).view(dtype) for _ in range(2))
+    )
     quire.write_kv(heads, heads, cache, torch.arange(heads.shape[0]))
     return cache.k.flatten()[: len(x)]
 
@@ -219,7 +225,9 @@ def test_bad_input_is_refused_before_anything_is_written():
         with pytest.raises(ValueError, match=message):
             quire.write_kv(arguments[0], arguments[1], cache, arguments[2])
     with pytest.raises(ValueError, match="k must be of the cache's dtype"):
-        quire.write_kv(k.double(), v.double(), quire.PagedKVCache(k_cache.to(torch.int8), v_cache.to(torch.int8)), slots)
+        quire.write_kv(
+            k.double(), v.double(), quire.PagedKVCache(k_cache.to(torch.int8), v_cache.to(torch.int8)), slots
+        )
     with pytest.raises(quire.UnsupportedError, match="paged"):
         quire.write_kv(k, v, quire.PagedKVCache(k, v, "THD"), slots)
     assert all(same_bits(a, b) for a, b in zip(memory, before, strict=True))

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from quire.dispatch.tree import walk
 from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves, within_what_was_seen
-from quire.tuning.select import walk
 
 CONFIGS = ("small", "middle", "large")
 
@@ -26,7 +26,10 @@ GRID = [(rows, keys) for rows in (4, 16, 64, 256, 1024) for keys in (128, 512, 1
 def test_a_known_rule_is_found_and_holds_for_lengths_never_seen():
     tree = fit_tree([case(rows, keys, known(rows, keys)) for rows, keys in GRID])
     assert regrets([case(rows, keys, known(rows, keys)) for rows, keys in GRID], tree)["worst"] == 1
-    unseen = [case(rows, keys, known(rows, keys)) for rows, keys in itertools.product((8, 32, 512, 4096), (256, 800, 8192, 100000))]
+    unseen = [
+        case(rows, keys, known(rows, keys))
+        for rows, keys in itertools.product((8, 32, 512, 4096), (256, 800, 8192, 100000))
+    ]
     assert regrets(unseen, tree) == {"mean": 1.0, "worst": 1.0, "cases": 16}
 
 
@@ -47,7 +50,10 @@ def test_regret_counts_and_not_who_wins():
 
 def test_what_was_not_seen_to_gain_is_left_to_the_generic_tree():
     """Long sequences gain by another tile; short ones do not, and keep what the generic tree says, whatever that is for each."""
-    rows = [Measured({"keys_per_seq": 128}, {"small": 10.0 + i % 2, "middle": 10.0 + (i + 1) % 2, "generic": 10.0}) for i in range(4)]
+    rows = [
+        Measured({"keys_per_seq": 128}, {"small": 10.0 + i % 2, "middle": 10.0 + (i + 1) % 2, "generic": 10.0})
+        for i in range(4)
+    ]
     rows += [Measured({"keys_per_seq": 8192}, {"small": 20.0, "middle": 10.0, "generic": 20.0}) for _ in range(4)]
     assert fit_tree(rows) == ["keys_per_seq", 1024, "generic", "middle"]
     assert fit_tree([Measured({"keys_per_seq": 1}, {"small": 10.0, "generic": 10.5})] * 3) == "small"
@@ -56,18 +62,26 @@ def test_what_was_not_seen_to_gain_is_left_to_the_generic_tree():
 
 def test_what_seldom_counts_gives_way():
     """One tile for all of them: the case that another kernel serves bears the loss."""
-    rows = [Measured({"keys_per_seq": 1}, {"small": 10.0, "large": 11.0}), Measured({"keys_per_seq": 1}, {"small": 13.0, "large": 10.0}, weight=0.1)]
+    rows = [
+        Measured({"keys_per_seq": 1}, {"small": 10.0, "large": 11.0}),
+        Measured({"keys_per_seq": 1}, {"small": 13.0, "large": 10.0}, weight=0.1),
+    ]
     assert fit_tree(rows) == "small" and fit_tree([rows[0], Measured(rows[1].features, rows[1].times)]) == "large"
 
 
 def test_noise_is_not_worth_a_leaf():
     rng = random.Random(0)
-    rows = [Measured({"rows_per_seq": r, "keys_per_seq": k}, {c: 10 + 0.03 * rng.random() for c in CONFIGS}) for r, k in GRID]
+    rows = [
+        Measured({"rows_per_seq": r, "keys_per_seq": k}, {c: 10 + 0.03 * rng.random() for c in CONFIGS})
+        for r, k in GRID
+    ]
     assert isinstance(fit_tree(rows), str)
 
 
 def test_a_leaf_is_legal_for_every_case_that_reaches_it():
-    rows = [Measured({"head_dim": 64}, {"fast": 5.0, "safe": 9.0})] * 3 + [Measured({"head_dim": 256}, {"safe": 9.0})] * 3
+    rows = [Measured({"head_dim": 64}, {"fast": 5.0, "safe": 9.0})] * 3 + [
+        Measured({"head_dim": 256}, {"safe": 9.0})
+    ] * 3
     tree = fit_tree(rows)
     assert all(walk(tree, row.features) in row.times for row in rows)
     assert walk(tree, {"head_dim": 64}) == "fast"
@@ -94,11 +108,16 @@ def test_no_rows_no_tree():
 
 def test_what_a_tree_covers_and_says():
     kind = {"query_bytes": 2, "kv_bytes": 2, "head_dim": 64, "head_padding": 0}
-    rows = [Measured({**kind, "keys_per_seq": k}, {"a": 1.0}) for k in (1, 2)] + [Measured({**kind, "head_dim": 128, "keys_per_seq": 1}, {"a": 1.0})]
+    rows = [Measured({**kind, "keys_per_seq": k}, {"a": 1.0}) for k in (1, 2)] + [
+        Measured({**kind, "head_dim": 128, "keys_per_seq": 1}, {"a": 1.0})
+    ]
     assert covered(rows) == [kind, {**kind, "head_dim": 128}]
     tree = with_leaves(["keys_per_seq", 512, "hopper", "portable"], {"hopper": True, "portable": False})
     assert tree == ["keys_per_seq", 512, True, False]
-    assert explain(tree) == "keys_per_seq up to 512:\n  the Hopper kernel\nkeys_per_seq above 512:\n  the portable kernels\n"
+    assert (
+        explain(tree)
+        == "keys_per_seq up to 512:\n  the Hopper kernel\nkeys_per_seq above 512:\n  the portable kernels\n"
+    )
 
 
 def test_a_leaf_serves_what_is_like_the_cases_it_was_fitted_to():
@@ -110,7 +129,12 @@ def test_a_leaf_serves_what_is_like_the_cases_it_was_fitted_to():
     assert within_what_was_seen("a", decoding + prompts) == [*few, "a", "generic"]
     assert within_what_was_seen("a", decoding) == [*few, ["queries_per_seq", 1, "a", "generic"], "generic"]
     assert within_what_was_seen("a", prompts) == [*few, ["queries_per_seq", 1, "generic", "a"], "generic"]
-    assert within_what_was_seen("a", decoding + prompts + cases(1, 1, head_dim=64)) == ["rows_per_sm", 3, "a", "generic"]
+    assert within_what_was_seen("a", decoding + prompts + cases(1, 1, head_dim=64)) == [
+        "rows_per_sm",
+        3,
+        "a",
+        "generic",
+    ]
     assert within_what_was_seen("a", decoding, levels=1) == "generic"
     told = ["rows_per_sm", 8, ["queries_per_seq", 8, "a", "b"], "generic"]
     kept = ["rows_per_sm", 8, ["queries_per_seq", 8, ["queries_per_seq", 1, "a", "generic"], "b"], "generic"]

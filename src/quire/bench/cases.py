@@ -68,12 +68,18 @@ class Case:
         """What is computed."""
         m = MODELS[self.model]
         dtypes = {"dtype": getattr(torch, self.dtype), "kv_dtype": getattr(torch, self.kv_dtype or self.dtype)}
-        return quire.AttentionSpec(num_q_heads=m.num_q_heads, num_kv_heads=m.num_kv_heads, head_dim=m.head_dim, **dtypes, **m.options)
+        return quire.AttentionSpec(
+            num_q_heads=m.num_q_heads, num_kv_heads=m.num_kv_heads, head_dim=m.head_dim, **dtypes, **m.options
+        )
 
     @cached_property
     def bounds(self) -> dict[str, int]:
         """What `quire.plan` wants to know."""
-        return {"max_query_len": max(q for q, _ in self.lens), "max_seq_len": max(s for _, s in self.lens), "num_tokens": self.num_tokens}
+        return {
+            "max_query_len": max(q for q, _ in self.lens),
+            "max_seq_len": max(s for _, s in self.lens),
+            "num_tokens": self.num_tokens,
+        }
 
     @property
     def num_tokens(self) -> int:
@@ -146,7 +152,9 @@ def log_normal(num_seqs: int, median: int, seed: int) -> list[int]:
 
 def mixed(num_decoding: int, num_prompts: int, seed: int) -> Case:
     """Sequences that decode, with prompts between them."""
-    lens = [(1, n) for n in at_random(num_decoding, 512, 4096, seed)] + [(n, n) for n in at_random(num_prompts, 64, 1024, seed)]
+    lens = [(1, n) for n in at_random(num_decoding, 512, 4096, seed)] + [
+        (n, n) for n in at_random(num_prompts, 64, 1024, seed)
+    ]
     return Case(f"mixed {num_decoding} decoding + {num_prompts} prompts", "mixed", tuple(lens))
 
 
@@ -157,7 +165,12 @@ def share(num_seqs: int, percent: int, unequal: bool, seed: int = 3, model: str 
     lengths = log_normal(num_seqs - num_decoding, 512, seed + 1) if unequal else [512] * (num_seqs - num_decoding)
     lens = [(1, n) for n in contexts] + [(n, n) for n in lengths]
     kind = {0: "prefill", 100: "decode"}.get(percent, "mixed")
-    return Case(f"{num_seqs} sequences, {percent} % decode{', log-normal' if unequal else ''}{of(model)}", kind, tuple(lens), model)
+    return Case(
+        f"{num_seqs} sequences, {percent} % decode{', log-normal' if unequal else ''}{of(model)}",
+        kind,
+        tuple(lens),
+        model,
+    )
 
 
 def of(model: str) -> str:
@@ -189,7 +202,9 @@ PREFILL = (
 SETS = {
     "decode": DECODE,
     "prefill": PREFILL,
-    "share": tuple(share(n, percent, unequal) for n in (8, 32) for percent in (0, 50, 100) for unequal in (False, True)),
+    "share": tuple(
+        share(n, percent, unequal) for n in (8, 32) for percent in (0, 50, 100) for unequal in (False, True)
+    ),
     "length": (
         *(decode(n, length) for n in (1, 32) for length in (256, 512, 1024, 2048, 8192, 32768)),
         *(prompts(f"prefill {n}", [n]) for n in (256, 1024, 4096)),
@@ -214,13 +229,19 @@ QUICK = (
 
 def sets_of(case: Case) -> list[str]:
     """Return the sets that a batch belongs to, under whatever name."""
-    return [name for name in SETS if any((c.lens, c.spec, c.page_size) == (case.lens, case.spec, case.page_size) for c in SETS[name])]
+    return [
+        name
+        for name in SETS
+        if any((c.lens, c.spec, c.page_size) == (case.lens, case.spec, case.page_size) for c in SETS[name])
+    ]
 
 
 def cases(sets: list[str] | None = None, only: str = "") -> list[Case]:
     """Return the cases of some sets (all, when none is named; "quick" for a few of each kind) whose name contains `only`, each batch once."""
     named = {case.name: case for name in SETS for case in SETS[name]}
-    chosen = [named[name] for name in QUICK] if sets == ["quick"] else [case for name in sets or SETS for case in SETS[name]]
+    chosen = (
+        [named[name] for name in QUICK] if sets == ["quick"] else [case for name in sets or SETS for case in SETS[name]]
+    )
     seen: dict[tuple, Case] = {}
     for case in chosen:
         if only in case.name:
@@ -243,7 +264,9 @@ def replay(path: Path, seed: int = 0, model: str = "Llama-3-8B") -> list[Case]:
         except (ValueError, IndexError):
             if i == 0 or not row:
                 continue
-            raise ValueError(f"{path} must hold `prompt tokens,output tokens` in every row, got {row} in row {i + 1}; mend the row") from None
+            raise ValueError(
+                f"{path} must hold `prompt tokens,output tokens` in every row, got {row} in row {i + 1}; mend the row"
+            ) from None
         if prompt > 0:
             pairs.append((prompt, max(0, output)))
     if not pairs:
@@ -255,5 +278,7 @@ def replay(path: Path, seed: int = 0, model: str = "Llama-3-8B") -> list[Case]:
         arriving = max(1, num_seqs // 16)
         found.append(Case(f"{path.stem}: {num_seqs} decoding{of(model)}", "decode", contexts, model))
         lens = contexts[arriving:] + tuple((prompt, prompt) for prompt, _ in drawn[:arriving])
-        found.append(Case(f"{path.stem}: {num_seqs - arriving} decoding + {arriving} prompts{of(model)}", "mixed", lens, model))
+        found.append(
+            Case(f"{path.stem}: {num_seqs - arriving} decoding + {arriving} prompts{of(model)}", "mixed", lens, model)
+        )
     return found

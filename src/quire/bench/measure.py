@@ -58,7 +58,9 @@ class Inputs:
         return quire.plan(self.case.spec, self.batch(table), **self.case.bounds | options)
 
 
-def lay_out(case: Case, device: torch.device | str = "cuda", most_tables: int = MOST_TABLES, table_len: int = 0) -> Inputs:
+def make_inputs(
+    case: Case, device: torch.device | str = "cuda", most_tables: int = MOST_TABLES, table_len: int = 0
+) -> Inputs:
     """Fill a cache with random numbers and deal its pages out at random.
 
     Args:
@@ -109,7 +111,9 @@ class Sample:
         case, device = inputs.case, inputs.q.device
         every, starts = range(len(case.lens)), [0, *accumulate(q for q, _ in case.lens)]
         seqs, rows, lens = [], [], []
-        for seq in sorted({0, every[-1], max(every, key=lambda i: case.lens[i][0]), max(every, key=lambda i: case.lens[i][1])}):
+        for seq in sorted(
+            {0, every[-1], max(every, key=lambda i: case.lens[i][0]), max(every, key=lambda i: case.lens[i][1])}
+        ):
             q_len, seq_len = case.lens[seq]
             for first in sorted({0, max(0, q_len - SAMPLE)}):
                 last = min(q_len, first + SAMPLE)
@@ -120,7 +124,9 @@ class Sample:
         q_lens, seq_lens, offsets = zip(*lens, strict=True)
         numbers = torch.tensor([[0, *accumulate(q_lens)], [*offsets, 0]], dtype=torch.int32, device=device)
         batch = quire.Batch(table[seqs], inputs.seq_lens[seqs], numbers[0], query_offsets=numbers[1, :-1])
-        self.oracle = Oracle(Problem(case.spec, batch, inputs.cache, inputs.q[self.rows], q_lens, seq_lens, inputs.sinks, None))
+        self.oracle = Oracle(
+            Problem(case.spec, batch, inputs.cache, inputs.q[self.rows], q_lens, seq_lens, inputs.sinks, None)
+        )
 
     def judge(self, out: torch.Tensor) -> Verdict:
         """Judge a result: the sample by its error budget, all of it by being finite."""
@@ -171,7 +177,12 @@ def summary(times: list[float]) -> dict[str, float]:
     """Return the median in µs and the range that holds four fifths of the replays."""
     ordered = sorted(times)
     cut = len(ordered) // 10
-    return {"micros": statistics.median(ordered), "low": ordered[cut], "high": ordered[-1 - cut], "replays": len(ordered)}
+    return {
+        "micros": statistics.median(ordered),
+        "low": ordered[cut],
+        "high": ordered[-1 - cut],
+        "replays": len(ordered),
+    }
 
 
 def host_micros(call: Callable[[], object], synchronise: Callable[[], None]) -> float:
@@ -239,7 +250,7 @@ def compare(case: Case, peers: list, seconds: float = 0.4, table_len: int = 0) -
         For each peer its `summary` with `bytes_per_second`, `flops_per_second`, `host_micros`, `plan_micros`, `scratch_bytes`, `error` and `of_budget`;
         or `why` there is no time.
     """
-    inputs = lay_out(case, table_len=table_len)
+    inputs = make_inputs(case, table_len=table_len)
     sample, ready, results = Sample(inputs, inputs.tables[0]), {}, {}
     for peer in peers:
         try:
@@ -251,7 +262,10 @@ def compare(case: Case, peers: list, seconds: float = 0.4, table_len: int = 0) -
     times = in_turn(timers, seconds)
     for name, p in ready.items():
         found = summary(times[name]) | p.found
-        results[name] = found | {"bytes_per_second": case.nbytes / found["micros"] * 1e6, "flops_per_second": case.flops / found["micros"] * 1e6}
+        results[name] = found | {
+            "bytes_per_second": case.nbytes / found["micros"] * 1e6,
+            "flops_per_second": case.flops / found["micros"] * 1e6,
+        }
     del ready, timers
     return {peer.name: results[peer.name] for peer in peers}
 

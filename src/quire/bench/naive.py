@@ -91,4 +91,6 @@ def owners(query_lens: list[int], seq_lens: list[int], device: torch.device | st
     """Return which sequence owns each query token, and its position there: two [num_tokens] int32."""
     seqs = [seq for seq, n in enumerate(query_lens) for _ in range(n)]
     positions = [s - q + i for q, s in zip(query_lens, seq_lens, strict=True) for i in range(q)]
-    return torch.tensor(seqs, dtype=torch.int32, device=device), torch.tensor(positions, dtype=torch.int32, device=device)
+    return torch.tensor(seqs, dtype=torch.int32, device=device), torch.tensor(
+        positions, dtype=torch.int32, device=device
+    )

@@ -66,7 +66,10 @@ def serves(wrong: bool, what: str) -> None:
 def plain(inputs: Inputs) -> None:
     """Raise unless the case is ordinary causal attention in 16 bits."""
     spec = inputs.case.spec
-    serves(spec.dtype.itemsize != 2 or spec.kv_dtype != spec.dtype, f"does not serve {spec.dtype} on {spec.kv_dtype}".replace("torch.", ""))
+    serves(
+        spec.dtype.itemsize != 2 or spec.kv_dtype != spec.dtype,
+        f"does not serve {spec.dtype} on {spec.kv_dtype}".replace("torch.", ""),
+    )
     serves(spec.sinks, "does not serve sinks")
 
 
@@ -86,9 +89,9 @@ def quire_calls(inputs: Inputs, out: torch.Tensor, **options) -> Callable[[torch
     return plan
 
 
-def quire_with_tile(inputs: Inputs, out: torch.Tensor, **fields: int) -> Callable[[torch.Tensor], Call]:
+def quire_with_config(inputs: Inputs, out: torch.Tensor, **fields: int) -> Callable[[torch.Tensor], Call]:
     """As `quire_calls`, with some fields of the tile that a plan would choose replaced; never the Hopper kernel."""
-    return quire_calls(inputs, out, tile=replace(inputs.plan(inputs.tables[0]).tile, **fields))
+    return quire_calls(inputs, out, config=replace(inputs.plan(inputs.tables[0]).tile, **fields))
 
 
 def naive_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
@@ -96,7 +99,9 @@ def naive_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], C
     serves(case.flops > PATIENCE, "too slow to wait for")
     serves(spec.sinks or spec.sliding_window is not None or spec.kv_dtype != spec.dtype, "knows causal attention alone")
     seq_of, pos_of = owners([q for q, _ in case.lens], [s for _, s in case.lens], inputs.q.device)
-    return lambda table: partial(naive_attention, inputs.q, inputs.cache, table, seq_of, pos_of, spec.softmax_scale, out)
+    return lambda table: partial(
+        naive_attention, inputs.q, inputs.cache, table, seq_of, pos_of, spec.softmax_scale, out
+    )
 
 
 def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Callable[[torch.Tensor], Call]:
@@ -129,19 +134,29 @@ def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Callabl
 
     spec, case = inputs.case.spec, inputs.case
     serves(spec.sinks, "sinks only through a variant compiled at run time")
-    serves(backend == "fa3" and (case.bounds["max_query_len"] == 1 or spec.kv_dtype != spec.dtype), "its fa3 kernels are for prefill in 16 bits")
+    serves(
+        backend == "fa3" and (case.bounds["max_query_len"] == 1 or spec.kv_dtype != spec.dtype),
+        "its fa3 kernels are for prefill in 16 bits",
+    )
     pages = [-(-s // case.page_size) for _, s in case.lens]
     indptr = torch.tensor([0, *pages]).cumsum(0).to(torch.int32)
     last = torch.tensor([(s - 1) % case.page_size + 1 for _, s in case.lens], dtype=torch.int32)
     starts = inputs.cu_seqlens_q.cpu()
     heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, case.page_size)
-    options = {"window_left": window_of(spec)[0], "q_data_type": spec.dtype, "kv_data_type": spec.kv_dtype, "sm_scale": spec.softmax_scale}
+    options = {
+        "window_left": window_of(spec)[0],
+        "q_data_type": spec.dtype,
+        "kv_data_type": spec.kv_dtype,
+        "sm_scale": spec.softmax_scale,
+    }
     shared = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=inputs.q.device)
 
     def plan(table: torch.Tensor) -> Call:
         indices = torch.cat([row[:n] for row, n in zip(table, pages, strict=True)])
         if case.bounds["max_query_len"] == 1:
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(shared, "NHD", use_tensor_cores=spec.group_size > 1, backend=backend)
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                shared, "NHD", use_tensor_cores=spec.group_size > 1, backend=backend
+            )
             wrapper.plan(indptr, indices, last, *heads, **options)
         else:
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(shared, "NHD", backend=backend)
@@ -158,7 +173,11 @@ def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tens
     serves(spec.kv_dtype is torch.int8, "its int8 caches have scales per token")
     shape = (inputs.q.shape[0], spec.num_q_heads, 16)
     scratch = {"dtype": torch.float32, "device": inputs.q.device}
-    segments = torch.empty(*shape, spec.head_dim, **scratch), torch.empty(shape, **scratch), torch.empty(shape, **scratch)
+    segments = (
+        torch.empty(*shape, spec.head_dim, **scratch),
+        torch.empty(shape, **scratch),
+        torch.empty(shape, **scratch),
+    )
     return lambda table: partial(
         unified_attention, inputs.q, inputs.cache.k, inputs.cache.v, out, inputs.cu_seqlens_q, bounds["max_query_len"], inputs.seq_lens,
         bounds["max_seq_len"], spec.softmax_scale, True, window_of(spec), table, 0, None, None, None,
@@ -174,14 +193,22 @@ def cudnn_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], C
     spec, case = inputs.case.spec, inputs.case
     q_len = case.lens[0][0]
     serves(any(q != q_len for q, _ in case.lens), "one query length per batch")
-    serves(q_len > 1 and any(q != s for q, s in case.lens), "queries of several tokens only where they are the whole sequence")
+    serves(
+        q_len > 1 and any(q != s for q, s in case.lens),
+        "queries of several tokens only where they are the whole sequence",
+    )
     serves(spec.sliding_window is not None, "no window beside a page table here")
     num_seqs, device = len(case.lens), inputs.q.device
     kind = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[spec.dtype]
-    graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT)
+    graph = cudnn.pygraph(
+        io_data_type=kind, intermediate_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT
+    )
     q, o = (x.view(num_seqs, q_len, spec.num_q_heads, spec.head_dim).transpose(1, 2) for x in (inputs.q, out))
     k, v = inputs.cache.k.transpose(1, 2), inputs.cache.v.transpose(1, 2)
-    lens = torch.full((num_seqs, 1, 1, 1), q_len, dtype=torch.int32, device=device), inputs.seq_lens.view(num_seqs, 1, 1, 1)
+    lens = (
+        torch.full((num_seqs, 1, 1, 1), q_len, dtype=torch.int32, device=device),
+        inputs.seq_lens.view(num_seqs, 1, 1, 1),
+    )
     table = inputs.tables[0][:, None, :, None]
     names = [graph.tensor_like(x) for x in (q, k, v, table, table, *lens)]
     result, _ = graph.sdpa(
@@ -208,7 +235,10 @@ def cudnn_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], C
 def contiguous(inputs: Inputs, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and values of sequences that are all alike, [num_seqs, num_kv_heads, seq_len, head_dim] each."""
     seq_len = inputs.case.lens[0][1]
-    return tuple(cache[table.long()].flatten(1, 2)[:, :seq_len].transpose(1, 2).contiguous() for cache in (inputs.cache.k, inputs.cache.v))
+    return tuple(
+        cache[table.long()].flatten(1, 2)[:, :seq_len].transpose(1, 2).contiguous()
+        for cache in (inputs.cache.k, inputs.cache.v)
+    )
 
 
 def alike(inputs: Inputs) -> tuple[torch.Tensor, int, int]:
@@ -249,7 +279,11 @@ def flex_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Ca
     def visible(batch, head, q_index, kv_index):
         return (kv_index <= q_index + before) & (kv_index > q_index + before - window)
 
-    mask = None if q_len == 1 and window >= seq_len else create_block_mask(visible, None, None, q_len, seq_len, device=inputs.q.device.type)
+    mask = (
+        None
+        if q_len == 1 and window >= seq_len
+        else create_block_mask(visible, None, None, q_len, seq_len, device=inputs.q.device.type)
+    )
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def plan(table: torch.Tensor) -> Call:
@@ -265,12 +299,27 @@ PEERS = (
     Peer("Quire, batch-invariant", "quire", partial(quire_calls, batch_invariant=True), plans=True),
     Peer("FlashAttention 3", "vllm.vllm_flash_attn._vllm_fa3_C", partial(flash_attention_calls, version=3), plans=True),
     Peer("FlashAttention 2", "vllm.vllm_flash_attn._vllm_fa2_C", partial(flash_attention_calls, version=2)),
-    Peer("FlashInfer fa2", "flashinfer", partial(flashinfer_calls, backend="fa2"), plans=True, package="flashinfer-python"),
-    Peer("FlashInfer fa3", "flashinfer", partial(flashinfer_calls, backend="fa3"), plans=True, package="flashinfer-python"),
+    Peer(
+        "FlashInfer fa2",
+        "flashinfer",
+        partial(flashinfer_calls, backend="fa2"),
+        plans=True,
+        package="flashinfer-python",
+    ),
+    Peer(
+        "FlashInfer fa3",
+        "flashinfer",
+        partial(flashinfer_calls, backend="fa3"),
+        plans=True,
+        package="flashinfer-python",
+    ),
     Peer("vLLM Triton", "vllm.v1.attention.ops.triton_unified_attention", vllm_triton_calls),
     Peer("cuDNN", "cudnn", cudnn_calls, package="nvidia-cudnn-frontend"),
     Peer("SDPA, not paged", "torch", sdpa_calls),
     Peer("FlexAttention, not paged", "torch", flex_calls, slow=True),
     Peer(NAIVE, "quire", naive_calls),
 )
-BASELINES = ("SDPA, not paged", "FlexAttention, not paged")  # which read no pages: never "the best other", nor are Quire's own variants
+BASELINES = (
+    "SDPA, not paged",
+    "FlexAttention, not paged",
+)  # which read no pages: never "the best other", nor are Quire's own variants

@@ -8,7 +8,19 @@ from quire.bench.cases import KINDS
 from quire.bench.peers import BASELINES, NAIVE
 from quire.bench.report import QUIRE, Row, best_other, by_kind, peers_in, times_of
 
-COLOURS = ("#d9480f", "#1971c2", "#2f9e44", "#9c36b5", "#e8a200", "#0c8599", "#c2255c", "#5c677d", "#74b816", "#845ef7", "#868e96")
+COLOURS = (
+    "#d9480f",
+    "#1971c2",
+    "#2f9e44",
+    "#9c36b5",
+    "#e8a200",
+    "#0c8599",
+    "#c2255c",
+    "#5c677d",
+    "#74b816",
+    "#845ef7",
+    "#868e96",
+)
 KIND_COLOURS = dict(zip(KINDS, COLOURS, strict=False))
 
 
@@ -25,9 +37,13 @@ def panels(count: int, height: float = 3.0, strips: bool = False):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams.update({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False})
+    pyplot.rcParams.update(
+        {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
+    )
     ratios = {"height_ratios": [2, 1] * (count // 2)} if strips else None
-    figure, axes = pyplot.subplots(count, 1, figsize=(5.2, height * count), squeeze=False, layout="constrained", gridspec_kw=ratios)
+    figure, axes = pyplot.subplots(
+        count, 1, figsize=(5.2, height * count), squeeze=False, layout="constrained", gridspec_kw=ratios
+    )
     return figure, axes[:, 0]
 
 
@@ -38,39 +54,68 @@ def plot_roofline(report: dict):
     low, high = min(r["intensity"] for r in rows) / 2, max(r["intensity"] for r in rows) * 2
     ridge = c["flops_per_second"] / c["bytes_per_second"]
     high = max(high, 2 * ridge)
-    axis.plot([low, ridge, high], [low * c["bytes_per_second"] / 1e12, c["flops_per_second"] / 1e12, c["flops_per_second"] / 1e12], color="black", lw=1.5)
+    axis.plot(
+        [low, ridge, high],
+        [low * c["bytes_per_second"] / 1e12, c["flops_per_second"] / 1e12, c["flops_per_second"] / 1e12],
+        color="black",
+        lw=1.5,
+    )
     middle = math.sqrt(low * ridge)
     at = (middle, middle * c["bytes_per_second"] / 1e12)
-    axis.annotate(f"{c['bytes_per_second'] / 1e12:.1f} TB/s", at, xytext=(-6, 4), textcoords="offset points", ha="right")
-    axis.annotate(f"{c['flops_per_second'] / 1e12:.0f} TFLOP/s", (high, c["flops_per_second"] / 1e12), xytext=(-4, 4), textcoords="offset points", ha="right")
+    axis.annotate(
+        f"{c['bytes_per_second'] / 1e12:.1f} TB/s", at, xytext=(-6, 4), textcoords="offset points", ha="right"
+    )
+    axis.annotate(
+        f"{c['flops_per_second'] / 1e12:.0f} TFLOP/s",
+        (high, c["flops_per_second"] / 1e12),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        ha="right",
+    )
     measured = False
     for kind, some in by_kind(rows).items():
         others = [(r["intensity"], r["flops"] / best[1] / 1e6) for r in some if (best := best_other(r))]
         ours = [(r["intensity"], r["flops"] / t / 1e6) for r in some if (t := times_of(r).get(QUIRE))]
         measured = measured or bool(ours)
         if others:
-            axis.scatter(*zip(*others, strict=True), s=34, facecolors="none", edgecolors=KIND_COLOURS[kind], linewidths=0.8)
+            axis.scatter(
+                *zip(*others, strict=True), s=34, facecolors="none", edgecolors=KIND_COLOURS[kind], linewidths=0.8
+            )
         points = ours or [(r["intensity"], r["flops"] / r["floor_micros"] / 1e6) for r in some]
         axis.scatter(*zip(*points, strict=True), s=16, color=KIND_COLOURS[kind], label=kind, zorder=3)
     axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
-    axis.set_title("Roofline: Quire (filled), the best other (rings)" if measured else "Roofline: where each case could be at best")
+    axis.set_title(
+        "Roofline: Quire (filled), the best other (rings)" if measured else "Roofline: where each case could be at best"
+    )
     axis.legend(loc="lower right")
     return figure
 
 
-def lines(axis, rows: list[Row], x: str, tints: dict[str, str], over: Callable[[Row], float | None] = lambda row: 1) -> None:
+def lines(
+    axis, rows: list[Row], x: str, tints: dict[str, str], over: Callable[[Row], float | None] = lambda row: 1
+) -> None:
     """Draw one line per peer over a row's `x`: its µs over what `over` says of the row, which is left out where that is nothing."""
     rows = sorted((r for r in rows if over(r)), key=lambda r: r[x])
     for peer, tint in tints.items():
         points = [(r[x], t / over(r)) for r in rows if (t := times_of(r).get(peer)) is not None]
         if points:
             ours = peer == QUIRE
-            axis.plot(*zip(*points, strict=True), color=tint, marker="o", ms=3.5, lw=2.2 if ours else 1.1, zorder=3 if ours else 2, label=peer)
+            axis.plot(
+                *zip(*points, strict=True),
+                color=tint,
+                marker="o",
+                ms=3.5,
+                lw=2.2 if ours else 1.1,
+                zorder=3 if ours else 2,
+                label=peer,
+            )
 
 
 def name_lines(figure) -> None:
     """Put one legend for all panels below them."""
-    named = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    named = {
+        label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3, fontsize=7)
 
 
@@ -96,7 +141,9 @@ def plot_sweep(rows: list[Row], x: str, fixed: str, label: str):
         return None
     figure, axes = panels(2 * len(groups), 2.3, strips=True)
     tints = colours(peers_in(rows))
-    for axis, strip, (key, some) in zip(axes[::2], axes[1::2], sorted(groups.items(), key=lambda g: (g[0][0], g[0][-1])), strict=True):
+    for axis, strip, (key, some) in zip(
+        axes[::2], axes[1::2], sorted(groups.items(), key=lambda g: (g[0][0], g[0][-1])), strict=True
+    ):
         kind, model, *_, value = key
         some = sorted(some, key=lambda r: r[x])
         for each in (axis, strip):
@@ -166,7 +213,13 @@ def plot_range(rows: list[Row]):
     for r in rows:
         groups[r["num_seqs"], r["captured_for"]].append(r)
     for (num_seqs, bound), some in groups.items():
-        axis.plot([r["seq_len"] for r in some], [r["micros"] / r["own_micros"] for r in some], marker="o", ms=3.5, label=f"{num_seqs} × up to {bound:,}")
+        axis.plot(
+            [r["seq_len"] for r in some],
+            [r["micros"] / r["own_micros"] for r in some],
+            marker="o",
+            ms=3.5,
+            label=f"{num_seqs} × up to {bound:,}",
+        )
     axis.axhline(1, color="black", lw=1)
     axis.set(xscale="log", xlabel="keys of each sequence at replay", ylabel="over a graph for these keys")
     axis.set_xticks(values := sorted({r["seq_len"] for r in rows}), map(short, values))

@@ -23,7 +23,13 @@ Row = dict  # one case: what it is, what it needs, and `results` by peer
 
 def provenance(device: str, commit: str | None) -> dict[str, str]:
     """Return what the numbers belong to."""
-    facts = {"device": device, "quire": quire.__version__, "commit": commit or commit_here(), "torch": torch.__version__, "triton": triton.__version__}
+    facts = {
+        "device": device,
+        "quire": quire.__version__,
+        "commit": commit or commit_here(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
     if torch.cuda.is_available():
         facts |= {"cuda": torch.version.cuda or f"hip {torch.version.hip}", "driver": driver()}
     return facts | {"date": time.strftime("%Y-%m-%d")}
@@ -31,6 +37,7 @@ def provenance(device: str, commit: str | None) -> dict[str, str]:
 
 def commit_here() -> str:
     """Return the commit that this package is checked out at."""
+
     def git(*words: str) -> str:
         try:
             done = subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True)
@@ -38,7 +45,9 @@ def commit_here() -> str:
             return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    tracked = git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed package may lie in a repository of someone else's
+    tracked = git(
+        "ls-files", "--error-unmatch", Path(__file__).name
+    )  # an installed package may lie in a repository of someone else's
     return (tracked and git("rev-parse", "--short", "HEAD")) or "not known"
 
 
@@ -82,7 +91,9 @@ def load(path: Path) -> dict:
         report = json.loads(path.read_text())
         _ = report["rows"], report["provenance"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} must be a results.json of `quire bench`, got {type(error).__name__}: {error}; give the file or its folder") from None
+        raise ValueError(
+            f"{path} must be a results.json of `quire bench`, got {type(error).__name__}: {error}; give the file or its folder"
+        ) from None
     return report
 
 
@@ -99,7 +110,11 @@ def best_other(row: Row) -> tuple[str, float] | None:
 
 def peers_in(rows: Iterable[Row]) -> list[str]:
     """Return the peers that have a time anywhere, in order."""
-    return list(dict.fromkeys(name for row in rows for name in row["results"] if any("micros" in r["results"].get(name, {}) for r in rows)))
+    return list(
+        dict.fromkeys(
+            name for row in rows for name in row["results"] if any("micros" in r["results"].get(name, {}) for r in rows)
+        )
+    )
 
 
 def geometric_means(rows: list[Row]) -> dict[str, tuple[float, int]]:
@@ -121,7 +136,14 @@ def times_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     for row in rows:
         times, best = times_of(row), best_other(row)
         ratio = f"{times[QUIRE] / best[1]:.2f}" if best and QUIRE in times else "–"
-        cells.append([row["case"], ratio, f"{row['floor_micros']:.1f}", *(f"{times[p]:.1f}" if p in times else "–" for p in peers)])
+        cells.append(
+            [
+                row["case"],
+                ratio,
+                f"{row['floor_micros']:.1f}",
+                *(f"{times[p]:.1f}" if p in times else "–" for p in peers),
+            ]
+        )
     return ["case", "Quire / best other", "floor", *peers], cells
 
 
@@ -130,7 +152,13 @@ def detail_table(rows: list[Row], peer: str = QUIRE) -> tuple[list[str], list[li
     cells = []
     for row in rows:
         r = row["results"].get(peer, {})
-        need = [row["case"], f"{row['nbytes'] / 1e6:.1f}", f"{row['flops'] / 1e9:.1f}", f"{row['intensity']:.0f}", row["bound"]]
+        need = [
+            row["case"],
+            f"{row['nbytes'] / 1e6:.1f}",
+            f"{row['flops'] / 1e9:.1f}",
+            f"{row['intensity']:.0f}",
+            row["bound"],
+        ]
         if "micros" in r:
             spread = (r["high"] - r["low"]) / 2 / r["micros"]
             plan = "–" if r["plan_micros"] is None else f"{r['plan_micros']:.0f}"
@@ -140,7 +168,23 @@ def detail_table(rows: list[Row], peer: str = QUIRE) -> tuple[list[str], list[li
             ])  # fmt: skip
         else:
             cells.append([*need, *["–"] * 10])
-    heads = ["case", "MB", "GFLOP", "flop/B", "bound", "µs", "±", "TB/s", "TFLOP/s", "of ceiling", "host µs", "plan µs", "scratch MB", "error", "of budget"]
+    heads = [
+        "case",
+        "MB",
+        "GFLOP",
+        "flop/B",
+        "bound",
+        "µs",
+        "±",
+        "TB/s",
+        "TFLOP/s",
+        "of ceiling",
+        "host µs",
+        "plan µs",
+        "scratch MB",
+        "error",
+        "of budget",
+    ]
     return heads, cells
 
 
@@ -148,14 +192,41 @@ def compiled_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """Return heads and cells: what each case's kernels need on a target, as compiled."""
     cells = []
     for row in rows:
-        need = [row["case"], f"{row['nbytes'] / 1e6:.1f}", f"{row['flops'] / 1e9:.1f}", f"{row['intensity']:.0f}", row["bound"], f"{row['floor_micros']:.1f}"]
+        need = [
+            row["case"],
+            f"{row['nbytes'] / 1e6:.1f}",
+            f"{row['flops'] / 1e9:.1f}",
+            f"{row['intensity']:.0f}",
+            row["bound"],
+            f"{row['floor_micros']:.1f}",
+        ]
         for c in row.get("compiled", []) or [None]:
             if c is None:
                 cells.append([*need, row.get("why", "not compiled"), *[""] * 5])
             else:
-                cells.append([*need, c["kernel"], *(str(c[name]) for name in ("registers", "spills", "shared", "occupancy")), c["tile"]])
+                cells.append(
+                    [
+                        *need,
+                        c["kernel"],
+                        *(str(c[name]) for name in ("registers", "spills", "shared", "occupancy")),
+                        c["tile"],
+                    ]
+                )
             need = [""] * 6
-    return ["case", "MB", "GFLOP", "flop/B", "bound", "floor µs", "kernel", "registers", "spilled B", "shared B", "occupancy", "tile"], cells
+    return [
+        "case",
+        "MB",
+        "GFLOP",
+        "flop/B",
+        "bound",
+        "floor µs",
+        "kernel",
+        "registers",
+        "spilled B",
+        "shared B",
+        "occupancy",
+        "tile",
+    ], cells
 
 
 def range_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -189,7 +260,9 @@ def summary_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     peers = [BEST, *(p for p in peers_in(rows) if p != QUIRE)]
     groups = {"all": rows, **by_kind(rows)}
     means = {kind: geometric_means(some) for kind, some in groups.items()}
-    cells = [[kind, *(f"{m[p][0]:.2f} ({m[p][1]})" if p in m else "–" for p in peers)] for kind, m in means.items() if m]
+    cells = [
+        [kind, *(f"{m[p][0]:.2f} ({m[p][1]})" if p in m else "–" for p in peers)] for kind, m in means.items() if m
+    ]
     return ["Quire's time over", *peers], cells
 
 
@@ -209,6 +282,7 @@ def told_of(report: dict) -> str:
 
 def markdown(report: dict) -> str:
     """Return the tables as Markdown."""
+
     def table(heads, cells) -> str:
         return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *cells])
 
@@ -219,7 +293,9 @@ def markdown(report: dict) -> str:
     parts += [f"## {kind}, µs\n\n{table(*times_table(some))}" for kind, some in by_kind(report["rows"]).items()]
     parts.append(f"## Quire in detail\n\n{table(*detail_table(report['rows']))}")
     if report.get("graph_range"):
-        parts.append(f"## Graphs captured for a range of lengths\n\n{range_line(report['graph_range'])}\n\n{table(*range_table(report['graph_range']))}")
+        parts.append(
+            f"## Graphs captured for a range of lengths\n\n{range_line(report['graph_range'])}\n\n{table(*range_table(report['graph_range']))}"
+        )
     parts.append("## Who took part\n\n" + "\n".join(f"* {name}: {told}" for name, told in report["peers"].items()))
     return "\n\n".join(parts) + "\n"
 
@@ -242,9 +318,27 @@ def changes(before: dict, after: dict) -> list[dict]:
             a = old.get(row["case"], {}).get(peer, {})
             if "micros" not in a or "micros" not in b:
                 if "micros" in a:
-                    found.append({"case": row["case"], "peer": peer, "before": a["micros"], "after": math.nan, "noise": noise(a), "verdict": "lost"})
+                    found.append(
+                        {
+                            "case": row["case"],
+                            "peer": peer,
+                            "before": a["micros"],
+                            "after": math.nan,
+                            "noise": noise(a),
+                            "verdict": "lost",
+                        }
+                    )
                 continue
             by, limit = b["micros"] - a["micros"], noise(a) + noise(b)
             verdict = "slower" if by > limit else "faster" if by < -limit else "same"
-            found.append({"case": row["case"], "peer": peer, "before": a["micros"], "after": b["micros"], "noise": limit, "verdict": verdict})
+            found.append(
+                {
+                    "case": row["case"],
+                    "peer": peer,
+                    "before": a["micros"],
+                    "after": b["micros"],
+                    "noise": limit,
+                    "verdict": verdict,
+                }
+            )
     return found

@@ -36,7 +36,13 @@ class Ceilings:
 
     def of(self, case: Case) -> dict[str, float | str]:
         """Return what a case needs and what bounds it."""
-        return {"nbytes": case.nbytes, "flops": case.flops, "intensity": case.intensity, "floor_micros": self.floor(case), "bound": self.bound(case)}
+        return {
+            "nbytes": case.nbytes,
+            "flops": case.flops,
+            "intensity": case.intensity,
+            "floor_micros": self.floor(case),
+            "bound": self.bound(case),
+        }
 
     def as_dict(self) -> dict:
         """For a report."""

@@ -117,7 +117,10 @@ def flash_attn_varlen_func(
         ValueError: shapes do not fit together.
     """
     refuse_dropout(dropout_p)
-    max_seqlen_q, max_seqlen_k = int(max_seqlen_q), int(max_seqlen_k)  # Transformers passes tensors of no dimension at times
+    max_seqlen_q, max_seqlen_k = (
+        int(max_seqlen_q),
+        int(max_seqlen_k),
+    )  # Transformers passes tensors of no dimension at times
     total_q, _, head_dim = fit("q", q, total_q=None, num_q_heads=None, head_dim=None)
     (starts,) = fit("cu_seqlens_q", cu_seqlens_q, starts=None)
     fit("cu_seqlens_k", cu_seqlens_k, starts=starts)
@@ -195,25 +198,33 @@ def flash_attn_with_kvcache(
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together, got only one; pass the new values too")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
-        raise ValueError("rotary_cos and rotary_sin must be given together and with k, got part of them; rotate q yourself where nothing is appended")
+        raise ValueError(
+            "rotary_cos and rotary_sin must be given together and with k, got part of them; rotate q yourself where nothing is appended"
+        )
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with k, got None; it says where the new keys go")
 
     # Where the cache is: `table` has each sequence's pages, `slots` is the same memory as `write_kv` counts it.
     if block_table is not None:
         if cache_batch_idx is not None or cache_leftpad is not None:
-            raise ValueError("cache_batch_idx and cache_leftpad must be left out with a block_table, got one; put the row into the table")
+            raise ValueError(
+                "cache_batch_idx and cache_leftpad must be left out with a block_table, got one; put the row into the table"
+            )
         capacity = check_pages("k_cache", "v_cache", k_cache, v_cache, head_dim, block_table, batch)
         pages = slots = PagedKVCache(k_cache, v_cache)
         table, page_size = contiguous_last(block_table), k_cache.shape[1]
     else:
-        rows, capacity, num_kv_heads, _ = fit("k_cache", k_cache, batch_cache=None, seqlen_cache=None, num_kv_heads=None, head_dim=head_dim)
+        rows, capacity, num_kv_heads, _ = fit(
+            "k_cache", k_cache, batch_cache=None, seqlen_cache=None, num_kv_heads=None, head_dim=head_dim
+        )
         fit("v_cache", v_cache, batch_cache=rows, seqlen_cache=capacity, num_kv_heads=num_kv_heads, head_dim_v=None)
         for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
             if tensor is not None:
                 fit(name, tensor, batch=batch)
         if cache_batch_idx is None and rows < batch:
-            raise ValueError(f"k_cache must have a row for each of {batch} sequences, got {rows}; pass cache_batch_idx where sequences share rows")
+            raise ValueError(
+                f"k_cache must have a row for each of {batch} sequences, got {rows}; pass cache_batch_idx where sequences share rows"
+            )
         viewed = as_tokens(k_cache, v_cache)
         if viewed is None:
             raise UnsupportedError(
@@ -227,7 +238,9 @@ def flash_attn_with_kvcache(
 
     seqlen_new = 0
     if k is not None:
-        _, seqlen_new, _, _ = fit("k", k, batch=batch, seqlen_new=None, num_kv_heads=pages.num_kv_heads, head_dim=head_dim)
+        _, seqlen_new, _, _ = fit(
+            "k", k, batch=batch, seqlen_new=None, num_kv_heads=pages.num_kv_heads, head_dim=head_dim
+        )
         fit("v", v, batch=batch, seqlen_new=seqlen_new, num_kv_heads=pages.num_kv_heads, head_dim_v=pages.head_dim_v)
         k, v = contiguous_last(k), contiguous_last(v)
     q = contiguous_last(q)
@@ -236,7 +249,9 @@ def flash_attn_with_kvcache(
     else:
         cache_seqlens = capacity if cache_seqlens is None else int(cache_seqlens)
         if cache_seqlens + seqlen_new > capacity:
-            raise ValueError(f"cache_seqlens must leave room for {seqlen_new} new of {capacity} tokens, got {cache_seqlens}; allocate a longer cache")
+            raise ValueError(
+                f"cache_seqlens must leave room for {seqlen_new} new of {capacity} tokens, got {cache_seqlens}; allocate a longer cache"
+            )
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
     seq_lens = cache_seqlens.clamp(0, capacity)
     if k is not None:
@@ -245,9 +260,15 @@ def flash_attn_with_kvcache(
     first_token = table
     if cache_leftpad is not None:  # the sequence begins later in its row
         first_token, seq_lens = table + cache_leftpad[:, None], (seq_lens - cache_leftpad).clamp(min=0)
-    keys = Batch(first_token, seq_lens.to(torch.int32), None if seqlen_q == 1 else multiples(batch + 1, seqlen_q, device))
-    spec = make_spec(q, k_cache, v_cache, head_dim, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, k, v)
-    plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=capacity, num_splits=num_splits if num_splits > 0 else None)
+    keys = Batch(
+        first_token, seq_lens.to(torch.int32), None if seqlen_q == 1 else multiples(batch + 1, seqlen_q, device)
+    )
+    spec = make_spec(
+        q, k_cache, v_cache, head_dim, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, k, v
+    )
+    plan = quire.plan(
+        spec, keys, max_query_len=seqlen_q, max_seq_len=capacity, num_splits=num_splits if num_splits > 0 else None
+    )
 
     if k is not None:
         positions = cache_seqlens[:, None] + torch.arange(seqlen_new, device=device)
@@ -284,9 +305,13 @@ def fit(name: str, x: torch.Tensor, **dims: int | None) -> torch.Size:
     return x.shape
 
 
-def check_pages(k_name: str, v_name: str, k: torch.Tensor, v: torch.Tensor, head_dim: int, block_table: torch.Tensor, batch: int) -> int:
+def check_pages(
+    k_name: str, v_name: str, k: torch.Tensor, v: torch.Tensor, head_dim: int, block_table: torch.Tensor, batch: int
+) -> int:
     """Raise unless pages and table fit together; return how many keys a row of the table reaches."""
-    pages, size, num_kv_heads, _ = fit(k_name, k, num_blocks=None, block_size=None, num_kv_heads=None, head_dim=head_dim)
+    pages, size, num_kv_heads, _ = fit(
+        k_name, k, num_blocks=None, block_size=None, num_kv_heads=None, head_dim=head_dim
+    )
     fit(v_name, v, num_blocks=pages, block_size=size, num_kv_heads=num_kv_heads, head_dim_v=None)
     return size * fit("block_table", block_table, batch=batch, max_blocks_per_seq=None)[1]
 
@@ -296,9 +321,13 @@ def check_rotary(cos: torch.Tensor, sin: torch.Tensor, capacity: int, head_dim: 
     length, half = fit("rotary_cos", cos, **{"seqlen_ro": None, "rotary_dim / 2": None})
     fit("rotary_sin", sin, **{"seqlen_ro": length, "rotary_dim / 2": half})
     if length < capacity:
-        raise ValueError(f"rotary_cos must have an entry for each of the cache's {capacity} positions, got {length}; make the table longer")
+        raise ValueError(
+            f"rotary_cos must have an entry for each of the cache's {capacity} positions, got {length}; make the table longer"
+        )
     if 2 * half > head_dim:
-        raise ValueError(f"rotary_cos must rotate at most head_dim = {head_dim} elements, got {2 * half}; it has one column for every two of them")
+        raise ValueError(
+            f"rotary_cos must rotate at most head_dim = {head_dim} elements, got {2 * half}; it has one column for every two of them"
+        )
 
 
 def make_spec(
@@ -309,7 +338,9 @@ def make_spec(
         if tensor is None:
             continue
         if name == "alibi_slopes" and tensor.dim() == 2:
-            raise UnsupportedError(f"alibi_slopes must be [num_q_heads], got {tuple(tensor.shape)}; slopes per sequence are not served")
+            raise UnsupportedError(
+                f"alibi_slopes must be [num_q_heads], got {tuple(tensor.shape)}; slopes per sequence are not served"
+            )
         if tensor.shape != (q.shape[-2],) or tensor.device != q.device or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous [num_q_heads] = [{q.shape[-2]}] on {q.device}, got {tuple(tensor.shape)} on {tensor.device}; "
@@ -322,7 +353,9 @@ def make_spec(
                 f"got {tensor.shape[-1]} in {name}; pad them"
             )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *others)):
-        raise UnsupportedError("q, k and v must not require a gradient, got one that does; Quire has no backward pass: call it under torch.no_grad()")
+        raise UnsupportedError(
+            "q, k and v must not require a gradient, got one that does; Quire has no backward pass: call it under torch.no_grad()"
+        )
     devices = [str(x.device) for x in (q, k, v, *others) if x is not None]
     if len(set(devices)) > 1:
         raise ValueError(f"q, k and v must be on one device, got {', '.join(devices)}; move them together")
@@ -376,7 +409,9 @@ def widen(x: torch.Tensor) -> torch.Tensor:
     return pad(x, (0, missing)) if missing else contiguous_last(x)
 
 
-def row_starts(pages: PagedKVCache, apart: int, batch: int, device: torch.device, rows: torch.Tensor | None = None) -> torch.Tensor:
+def row_starts(
+    pages: PagedKVCache, apart: int, batch: int, device: torch.device, rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the token at which each sequence's row begins, [batch, 1]; row `i` for sequence `i` where `rows` are not given."""
     dtype = torch.int32 if pages.num_pages < 1 << 31 else torch.int64  # the narrower takes fewer registers
     return (multiples(batch, apart, device, dtype) if rows is None else rows.to(dtype) * apart)[:, None]
@@ -389,7 +424,9 @@ def multiples(count: int, step: int, device: torch.device, dtype: torch.dtype = 
     return torch.arange(0, count * step, step, dtype=dtype, device=device)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
     """Rotate the first `2 * cos.shape[1]` elements of each head by its position's angles (RoPE, arXiv 2104.09864).
 
     Args:

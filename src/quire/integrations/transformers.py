@@ -28,7 +28,9 @@ from quire.integrations.flash_attn import flash_attn_func, flash_attn_varlen_fun
 
 SUPPORTED = (Version("5.17"), Version("5.24"))  # from, and before
 NO_PREFIX = Version("5.19")  # from here on, names of paged implementations have no prefix `paged|`
-NAME = "quire_flash_2"  # CUDA graphs and decoding by page tables are for names that contain "flash", and after it a 2 or 3
+NAME = (
+    "quire_flash_2"  # CUDA graphs and decoding by page tables are for names that contain "flash", and after it a 2 or 3
+)
 
 
 def install() -> str:
@@ -42,7 +44,9 @@ def install() -> str:
     """
     version = Version(transformers.__version__)
     if not SUPPORTED[0] <= version < SUPPORTED[1]:
-        raise UnsupportedError(f"transformers must be from {SUPPORTED[0]} to before {SUPPORTED[1]}, got {version}; install a version in that range")
+        raise UnsupportedError(
+            f"transformers must be from {SUPPORTED[0]} to before {SUPPORTED[1]}, got {version}; install a version in that range"
+        )
     name = NAME if version >= NO_PREFIX else f"paged|{NAME}"
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, unserved_mask)
@@ -89,7 +93,11 @@ def seed_lazy_import(name: str) -> None:
     from transformers import modeling_flash_attention_utils as lazy
 
     lazy._loaded_implementation = name
-    lazy._flash_fn, lazy._flash_varlen_fn, lazy._flash_with_kvcache_fn = flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+    lazy._flash_fn, lazy._flash_varlen_fn, lazy._flash_with_kvcache_fn = (
+        flash_attn_func,
+        flash_attn_varlen_func,
+        flash_attn_with_kvcache,
+    )
     lazy._pad_fn, lazy._unpad_fn = lazy._pad_input, lazy._unpad_input
     lazy._process_flash_kwargs_fn = lazy._lazy_define_process_function(flash_attn_varlen_func)
     if hasattr(lazy, "_process_with_kvcache_kwargs_fn"):  # from 5.19
@@ -158,7 +166,13 @@ def attention_forward(
     if layer is None:
         return contiguous_attention(query, key, value, spec, s_aux), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    attend = attend_by_pages if step["block_table"] is not None else attend_by_slots if layer.window is None else attend_with_ring
+    attend = (
+        attend_by_pages
+        if step["block_table"] is not None
+        else attend_by_slots
+        if layer.window is None
+        else attend_with_ring
+    )
     return attend(q, k, v, spec, s_aux, engine, layer, step).unsqueeze(0), None
 
 
@@ -202,13 +216,17 @@ def attend_by_slots(q, k, v, spec: AttentionSpec, sinks, engine: "Engine", layer
 
 def attend_with_ring(q, k, v, spec: AttentionSpec, sinks, engine: "Engine", layer: "Layer", step: dict) -> torch.Tensor:
     """Attend to the past in a sliding window's ring and to the new tokens, merge, and only then let these overwrite the past."""
-    new = quire.varlen_attention(q, k, v, engine.planned("new", spec, layer, step, q.shape[0]).plan, sinks=sinks, return_lse=True)
+    new = quire.varlen_attention(
+        q, k, v, engine.planned("new", spec, layer, step, q.shape[0]).plan, sinks=sinks, return_lse=True
+    )
     if step["read_index"][layer.group].numel() > 0:
         no_sinks = layer_spec(  # a sink enters a softmax once
             spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim_v, spec.dtype, spec.softmax_scale, spec.softcap, spec.sliding_window,
             False, spec.causal,
         )  # fmt: skip
-        past = quire.attention(q, layer.slots, engine.planned("past", no_sinks, layer, step, q.shape[0]).plan, return_lse=True)
+        past = quire.attention(
+            q, layer.slots, engine.planned("past", no_sinks, layer, step, q.shape[0]).plan, return_lse=True
+        )
         new = quire.merge_states([past, new])
     quire.write_kv(k, v, layer.slots, step["write_index"][layer.group])
     return new.out
@@ -255,7 +273,9 @@ class Engine:
         cu_q, cu_k = step["cu_seq_lens_q"], of_type(step["cu_seq_lens_k"], layer_type)
         table = step["block_table"] if part == "pages" else step["read_index"][layer.group]
         tensors = (table, cu_q, cu_k)
-        q_len, k_len = (step[f"max_length_{x}"] if f"max_length_{x}" in step else step[f"max_seqlen_{x}"] for x in "qk")  # renamed in 5.19
+        q_len, k_len = (
+            step[f"max_length_{x}"] if f"max_length_{x}" in step else step[f"max_seqlen_{x}"] for x in "qk"
+        )  # renamed in 5.19
         k_len = of_type(k_len, layer_type)
         capturing = cu_q.is_cuda and torch.cuda.is_current_stream_capturing()
         facts = (q_len, k_len, num_tokens, capturing)
@@ -293,7 +313,11 @@ def find_layer(cache, index: int) -> Layer:
     """Read off the engine's cache where a layer lies; there is no public accessor that serves sliding layers too."""
     if hasattr(cache, "layer_to_allocator"):  # from 5.18
         allocator = cache.layer_to_allocator[index]
-        group, window, page_size = allocator.index, getattr(allocator, "sliding_window", None), allocator.tokens_per_page
+        group, window, page_size = (
+            allocator.index,
+            getattr(allocator, "sliding_window", None),
+            allocator.tokens_per_page,
+        )
         k, v = allocator._kv_token_views[index]  # [num_slots, num_kv_heads, head_dim]
         k = k[: v.shape[0]]  # they are two offsets into one buffer, keys first
     else:
@@ -301,7 +325,12 @@ def find_layer(cache, index: int) -> Layer:
         window, page_size = cache.sliding_windows[index], cache.block_size
         window = None if window == 1 else window
         k, v = cache.key_cache[position], cache.value_cache[position]
-    return Layer(group, window, PagedKVCache(k.unflatten(0, (-1, page_size)), v.unflatten(0, (-1, page_size))), PagedKVCache(k[:, None], v[:, None]))
+    return Layer(
+        group,
+        window,
+        PagedKVCache(k.unflatten(0, (-1, page_size)), v.unflatten(0, (-1, page_size))),
+        PagedKVCache(k[:, None], v[:, None]),
+    )
 
 
 def engine_of(cache) -> Engine:

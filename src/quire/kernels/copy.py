@@ -54,8 +54,12 @@ def copy_tile(part, from_page, to_page, offs, SHAPE: tl.constexpr):
     i1 = (offs // (SHAPE[2] * SHAPE[3]) % SHAPE[1]).to(tl.int64)
     i2 = (offs // SHAPE[3] % SHAPE[2]).to(tl.int64)
     i3 = offs % SHAPE[3]
-    source = part.source + from_page * part.source_page + (i0 * part.source_0 + i1 * part.source_1 + i2 * part.source_2 + i3)
-    target = part.target + to_page * part.target_page + (i0 * part.target_0 + i1 * part.target_1 + i2 * part.target_2 + i3)
+    source = (
+        part.source + from_page * part.source_page + (i0 * part.source_0 + i1 * part.source_1 + i2 * part.source_2 + i3)
+    )
+    target = (
+        part.target + to_page * part.target_page + (i0 * part.target_0 + i1 * part.target_1 + i2 * part.target_2 + i3)
+    )
     tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
@@ -107,4 +111,6 @@ def make_part(source: torch.Tensor, target: torch.Tensor) -> tuple[Part, tuple[i
         dims.append((1, 1, 1))
     dims = [(1, 0, 0)] * (4 - len(dims)) + dims
     (*steps, _), (*target_steps, _) = ([dim[i] for dim in dims] for i in (1, 2))
-    return Part(source, target, source.stride(0), *steps, target.stride(0), *target_steps), tuple(dim[0] for dim in dims)
+    return Part(source, target, source.stride(0), *steps, target.stride(0), *target_steps), tuple(
+        dim[0] for dim in dims
+    )

@@ -2,7 +2,7 @@
 
 A score mod turns scaled scores into scores. A decoder turns stored cache elements into numbers; one of pairs turns a 16-bit element into the two fp8 numbers
 side by side in it, as float16, which holds them all: so a fp8 cache reaches the matrix unit with half the instructions. Which keys are visible needs no
-mod: causal, bidirectional and windows on either side are one band `q_pos - back <= kv_pos <= q_pos + ahead`, two run-time numbers.
+mod: causal, bidirectional and windows on either side are one band `q_pos - window_left <= kv_pos <= q_pos + window_right`, two run-time numbers.
 """
 
 import torch
@@ -58,14 +58,14 @@ def e5m2_in_software(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def e4m3_pairs(x):
+def e4m3x2(x):
     # One instruction turns two bytes into two float16.
     convert: tl.constexpr = "{ .reg .b32 both; cvt.rn.f16x2.e4m3x2 both, $2; mov.b32 {$0, $1}, both; }"
     return tl.inline_asm_elementwise(convert, "=h,=h,h", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=1)
 
 
 @triton.jit
-def e4m3_pairs_in_software(x):
+def e4m3x2_in_software(x):
     # As above, on 16 bits. Times 2^8 is exact in float16 too: the largest is 448.
     bits = x.to(tl.uint16, bitcast=True)
     even, odd = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7), (bits & 0x8000) | ((bits & 0x7F00) >> 1)
@@ -75,7 +75,7 @@ def e4m3_pairs_in_software(x):
 
 
 @triton.jit
-def e5m2_pairs(x):
+def e5m2x2(x):
     bits = x.to(tl.uint16, bitcast=True)
     return (bits << 8).to(tl.float16, bitcast=True), (bits & 0xFF00).to(tl.float16, bitcast=True)
 
@@ -127,7 +127,7 @@ def to_fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.const
 
 SCORE_MODS = {(False, False): None, (True, False): softcap, (False, True): alibi, (True, True): softcap_alibi}
 SOFTWARE_DECODERS = {torch.float8_e4m3fn: e4m3_in_software, torch.float8_e5m2: e5m2_in_software}
-PAIR_DECODERS = {torch.float8_e4m3fn: (e4m3_pairs_in_software, e4m3_pairs), torch.float8_e5m2: (e5m2_pairs, e5m2_pairs)}
+FP8X2_DECODERS = {torch.float8_e4m3fn: (e4m3x2_in_software, e4m3x2), torch.float8_e5m2: (e5m2x2, e5m2x2)}
 SOFTWARE_ENCODERS = {torch.float8_e4m3fn: to_e4m3_in_software, torch.float8_e5m2: to_e5m2_in_software}
 ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8: to_int8}
 # A token's largest magnitude below which its scale is 1 and all of it rounds to 0: the quotient would not be a normal float32.
@@ -145,9 +145,9 @@ def decoder(dtype: torch.dtype, native_fp8: bool):
     return native if native_fp8 or dtype not in SOFTWARE_DECODERS else SOFTWARE_DECODERS[dtype]
 
 
-def pair_decoder(dtype: torch.dtype, native_pairs: bool):
+def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool):
     """Return the function that turns 16-bit elements into pairs of numbers of `dtype`."""
-    return PAIR_DECODERS[dtype][native_pairs]
+    return FP8X2_DECODERS[dtype][native_fp8x2]
 
 
 def encoder(dtype: torch.dtype, native_fp8: bool):

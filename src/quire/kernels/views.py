@@ -14,7 +14,7 @@ from quire.cache import PagedKVCache, Strides
 class PagedKV(NamedTuple):
     """A cache and the table through which sequences reach it."""
 
-    k: Any  # element (page, slot, head, dim) at page * k_page + slot * k_slot + head * k_head + dim // k_run_length * k_run + dim % k_run_length
+    k: Any  # element (page, slot, head, dim) at page * k_page + slot * k_slot + head * k_head + dim // k_vec_size * k_vec + dim % k_vec_size
     v: Any
     k_scale: Any  # element (page, slot, head) likewise, or None
     v_scale: Any
@@ -25,11 +25,11 @@ class PagedKV(NamedTuple):
     k_page: int
     k_slot: int
     k_head: int
-    k_run: int
+    k_vec: int
     v_page: int | None  # None, with the next two, where v lies as k does: its offsets need not be computed again
     v_slot: int | None
     v_head: int | None
-    v_run: int
+    v_vec: int
     scale_page: int
     scale_slot: int
     scale_head: int
@@ -39,12 +39,12 @@ class Scratch(NamedTuple):
     """Partial states of blocks that are cut, and the counters by which the last program of each knows that it is the last.
 
     A share has two slots: the first for the block in whose midst it begins, the second for the one that it leaves unfinished. Where chunks are states of
-    their own, each chunk has one. Of the Hopper kernel's blocks the states lie as [tokens, num_q_heads, num_parts], acc normalised and m the lse.
+    their own, each chunk has one. Of the Hopper kernel's blocks the states lie as [tokens, num_q_heads, num_parts], acc normalised and m_i the lse.
     """
 
     acc: Any  # [num_slots, num_kv_heads, rows, head_dim_v] float32, not normalised
-    m: Any  # [num_slots, num_kv_heads, rows] float32, running maximum in base-2 exponents
-    denom: Any  # same shape, sum of exponentials relative to m
+    m_i: Any  # [num_slots, num_kv_heads, rows] float32, running maximum in base-2 exponents
+    l_i: Any  # same shape, sum of exponentials relative to m_i
     counter: Any  # [2 * num_shares, num_kv_heads] int32, 0 between launches; arrivals count at the slot of a partial state that is waited for
 
 
@@ -61,8 +61,9 @@ def paged_kv(cache: PagedKVCache, batch: Batch, element: torch.dtype) -> PagedKV
     )  # fmt: skip
 
 
-def in_pairs(cache: PagedKVCache) -> bool:
+def can_pack_fp8(cache: PagedKVCache) -> bool:
     """Whether the elements of every head lie side by side and can be read two by two."""
     return cache.layout != "HDNX" and all(
-        tensor.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in tensor.stride()[:-1]) for tensor in (cache.k, cache.v)
+        tensor.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in tensor.stride()[:-1])
+        for tensor in (cache.k, cache.v)
     )

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from quire.cache import PagedKVCache
+from quire.dispatch.device import device_properties
+from quire.dispatch.tree import padded
 from quire.kernels import mods
 from quire.kernels.primitives import dim_offsets
-from quire.tuning.select import padded
-from quire.tuning.traits import device_traits
 
 
 @triton.jit
@@ -22,9 +22,9 @@ def write_kernel(
     k_cache, v_cache, k_scale, v_scale,
     slot_mapping,  # [num_tokens] int64
     stride_k_token, stride_k_head, stride_v_token, stride_v_head,
-    k_page, k_slot, k_head, k_run, v_page, v_slot, v_head, v_run, scale_page, scale_slot, scale_head,
+    k_page, k_slot, k_head, k_vec, v_page, v_slot, v_head, v_vec, scale_page, scale_slot, scale_head,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    K_RUN: tl.constexpr, V_RUN: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    K_VEC: tl.constexpr, V_VEC: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     position = tl.load(slot_mapping + token)
@@ -33,19 +33,19 @@ def write_kernel(
     page, slot = position // PAGE_SIZE, position % PAGE_SIZE
     offs_scale = page * scale_page + slot * scale_slot + head * scale_head
     write_head(
-        k_ptr + token * stride_k_token + head * stride_k_head, k_cache + page * k_page + slot * k_slot + head * k_head, k_run,
-        k_scale, offs_scale, HEAD_DIM, BLOCK_D, K_RUN, ENCODE, LARGEST, TOKEN_SCALES,
+        k_ptr + token * stride_k_token + head * stride_k_head, k_cache + page * k_page + slot * k_slot + head * k_head, k_vec,
+        k_scale, offs_scale, HEAD_DIM, BLOCK_D, K_VEC, ENCODE, LARGEST, TOKEN_SCALES,
     )  # fmt: skip
     write_head(
-        v_ptr + token * stride_v_token + head * stride_v_head, v_cache + page * v_page + slot * v_slot + head * v_head, v_run,
-        v_scale, offs_scale, HEAD_DIM_V, BLOCK_DV, V_RUN, ENCODE, LARGEST, TOKEN_SCALES,
+        v_ptr + token * stride_v_token + head * stride_v_head, v_cache + page * v_page + slot * v_slot + head * v_head, v_vec,
+        v_scale, offs_scale, HEAD_DIM_V, BLOCK_DV, V_VEC, ENCODE, LARGEST, TOKEN_SCALES,
     )  # fmt: skip
 
 
 @triton.jit
 def write_head(
-    source, target, stride_run, scale_ptr, offs_scale,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    source, target, stride_vec, scale_ptr, offs_scale,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
 ):  # fmt: skip
     offs_d = tl.arange(0, BLOCK)
     inside = offs_d < DIM
@@ -60,7 +60,7 @@ def write_head(
         elif scale_ptr is not None:
             x = tl.div_rn(x, tl.load(scale_ptr + offs_scale))
         x = ENCODE(x)
-    tl.store(target + dim_offsets(offs_d.to(tl.int64), stride_run, RUN, BLOCK), x, mask=inside)
+    tl.store(target + dim_offsets(offs_d.to(tl.int64), stride_vec, VEC, BLOCK), x, mask=inside)
 
 
 def write(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ def write(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: t
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return
-    native = device_traits(k.device).native_fp8
+    native = device_properties(k.device).native_fp8
     encoder = mods.encoder(cache.dtype, native)
     as_bytes = not native and cache.dtype in mods.SOFTWARE_DECODERS
     k_cache, v_cache = (t.view(torch.uint8) if as_bytes else t for t in (cache.k, cache.v))
@@ -77,7 +77,7 @@ def write(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: t
         k, v, k_cache, v_cache, cache.k_scale, cache.v_scale, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *ks[:4], *vs[:4], *cache.scale_strides,
         PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, HEAD_DIM_V=cache.head_dim_v, BLOCK_D=padded(cache.head_dim),
-        BLOCK_DV=padded(cache.head_dim_v), K_RUN=ks.run_length, V_RUN=vs.run_length, ENCODE=encoder, LARGEST=mods.largest(cache.dtype),
+        BLOCK_DV=padded(cache.head_dim_v), K_VEC=ks.vec_size, V_VEC=vs.vec_size, ENCODE=encoder, LARGEST=mods.largest(cache.dtype),
         TOKEN_SCALES=cache.scale_kind == "token", num_warps=1,
     )  # fmt: skip
 

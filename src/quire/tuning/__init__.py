@@ -1,1 +1,1 @@
-"""How a launch is chosen: device traits, legal tiles, and decision trees kept as data."""
+"""How a launch is chosen: device properties, legal tiles, and decision trees kept as data."""

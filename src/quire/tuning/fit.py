@@ -13,14 +13,16 @@ from itertools import pairwise
 
 import torch
 
-from quire.tuning.select import GENERIC, walk
-from quire.tuning.space import HINTS
+from quire.dispatch.config import HINTS
+from quire.dispatch.tree import GENERIC, walk
 
 MOST_LEVELS = 6
 FEWEST_CASES = 3  # of a leaf
 PRICE = 0.1  # of a leaf that is not the generic tree, in logarithms of regret summed over cases: 10 % on one case
 BEAM = (1, 2, 2, 3, 4, 6)  # splits that are grown to the end, by the levels left below them
-NOT_ASKED = {"group_size"}  # tells the few models that were measured from one another, and others nothing; rows have it in them
+NOT_ASKED = {
+    "group_size"
+}  # tells the few models that were measured from one another, and others nothing; rows have it in them
 BEARABLE = math.log(1.1)  # what a case loses beyond this counts more
 STRESS = 2.0
 COVERED = ("query_bytes", "kv_bytes", "head_dim", "head_padding")
@@ -51,10 +53,14 @@ class Table:
     def __init__(self, rows: Sequence[Measured]) -> None:
         self.rows = rows
         self.configs = sorted({config for row in rows for config in row.times})
-        regrets = torch.tensor([[row.regret(config) for config in self.configs] for row in rows], dtype=torch.float64).log()
+        regrets = torch.tensor(
+            [[row.regret(config) for config in self.configs] for row in rows], dtype=torch.float64
+        ).log()
         weights = torch.tensor([[row.weight] for row in rows], dtype=torch.float64)
         self.costs = weights * (regrets + STRESS * (regrets - BEARABLE).clamp(min=0))
-        self.prices = torch.tensor([0.0 if config == GENERIC else PRICE for config in self.configs], dtype=torch.float64)
+        self.prices = torch.tensor(
+            [0.0 if config == GENERIC else PRICE for config in self.configs], dtype=torch.float64
+        )
         names = sorted(rows[0].features.keys() - NOT_ASKED)
         self.values = {name: torch.tensor([row.features[name] for row in rows]) for name in names}
 
@@ -103,7 +109,9 @@ def fit_tree(rows: Sequence[Measured], levels: int = MOST_LEVELS) -> list | str:
     table = Table(rows)
     cost, tree = table.grow(torch.arange(len(rows)), levels)
     if not math.isfinite(cost):
-        raise ValueError(f"rows must have configurations in common where {levels} questions do not tell them apart, got none; measure more of the space")
+        raise ValueError(
+            f"rows must have configurations in common where {levels} questions do not tell them apart, got none; measure more of the space"
+        )
     return tree
 
 
@@ -125,7 +133,10 @@ def within_what_was_seen(
     if isinstance(tree, list):
         name, threshold, below, above = tree
         low, high = bounds.get(name, (0, math.inf))
-        parts = [row for row in rows if row.features[name] <= threshold], [row for row in rows if row.features[name] > threshold]
+        parts = (
+            [row for row in rows if row.features[name] <= threshold],
+            [row for row in rows if row.features[name] > threshold],
+        )
         below = within_what_was_seen(below, parts[0], levels - 1, bounds | {name: (low, min(high, threshold))})
         above = within_what_was_seen(above, parts[1], levels - 1, bounds | {name: (max(low, threshold), high)})
         return below if below == above else [name, threshold, below, above]
@@ -136,7 +147,10 @@ def within_what_was_seen(
     low, high = bounds.get("queries_per_seq", (0, math.inf))
     if len(single) == 1 and low < 1 < high:
         questions.append(("queries_per_seq", 1, single == {True}))
-    by_dim = [[row.features["rows_per_sm"] for row in rows if row.features["head_dim"] == dim] for dim in {row.features["head_dim"] for row in rows}]
+    by_dim = [
+        [row.features["rows_per_sm"] for row in rows if row.features["head_dim"] == dim]
+        for dim in {row.features["head_dim"] for row in rows}
+    ]
     most = 3 * min(map(max, by_dim))  # powers of two: anything between two and four
     if most < bounds.get("rows_per_sm", (0, math.inf))[1]:
         questions.append(("rows_per_sm", most, True))
@@ -181,7 +195,7 @@ def leaf_in_words(leaf) -> str:
         return "as the generic tree says"
     if isinstance(leaf, bool):
         return "the Hopper kernel" if leaf else "the portable kernels"
-    loops = ", a loop without masks" if leaf["unmasked_loop"] else ""
+    loops = ", a loop without masks" if leaf["full_tile_loop"] else ""
     per_sm = leaf["programs_per_sm"]
     hints = "".join(f", {hint} {leaf[hint]}" for hint in HINTS if leaf.get(hint))
     words = f"{leaf['block_m']} rows × {leaf['block_n']} keys, {leaf['num_warps']} warps, {leaf['num_stages']} stages{loops}{hints}"

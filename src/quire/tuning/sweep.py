@@ -18,17 +18,18 @@ import torch
 
 from quire.batch import Batch
 from quire.bench.cases import Case, decode, decoding, log_normal, prompts, share
-from quire.bench.measure import Inputs, Sample, capture, lay_out, replay, told
+from quire.bench.measure import Inputs, Sample, capture, make_inputs, replay, told
 from quire.bench.peers import quire_calls
+from quire.dispatch.config import HINTS, KernelConfig, fit, hopper_config
+from quire.dispatch.device import DeviceProperties
+from quire.dispatch.tree import decision, features_of, load_tree, padded, rounded
 from quire.plan import decide
 from quire.service import name as name_of_kernel
 from quire.targets import Launch
-from quire.tuning.select import decision, features_of, load_tree, padded, rounded
-from quire.tuning.space import HINTS, Tile, fast_tile, fit, tiles
-from quire.tuning.traits import Traits
+from quire.tuning.space import tiles
 
 HOPPER = "hopper"  # the configuration that is a kernel of its own
-Config = Tile | str
+Config = KernelConfig | str
 ROUNDS = (3, 7, 15)  # replays of each
 WITHIN = (1.5, 1.15)  # of the best: who goes on to the second round, and to the third
 AT_MOST = (24, 8)
@@ -55,7 +56,20 @@ def jobs(quick: bool) -> list[Job]:
     other = ("Llama-3-70B", "Qwen3-30B-A3B")
     few = (1, 1500), (1, 8192), (3, 2500), (8, 1024), (24, 900), (40, 1800), (128, 1024)
     if quick:
-        contexts = (4, 128), (1, 512), *few, (1, 3500), (1, 30000), (2, 4096), (4, 6000), (12, 3000), (32, 512), (32, 2048), (64, 512), (100, 700)
+        contexts = (
+            (4, 128),
+            (1, 512),
+            *few,
+            (1, 3500),
+            (1, 30000),
+            (2, 4096),
+            (4, 6000),
+            (12, 3000),
+            (32, 512),
+            (32, 2048),
+            (64, 512),
+            (100, 700),
+        )
         drafts = (8, 4, 2048), (16, 8, 2048), (1, 8, 8192), (6, 5, 1200), (24, 3, 3000)
         lengths = [64], [128], [512], [1024], [4096]
         chunks = (32, 4096), (128, 8192), (256, 4096)
@@ -73,13 +87,17 @@ def jobs(quick: bool) -> list[Job]:
         found += [Job(Case(f"chunk {q} on {s} {model}", "chunk", ((q, s),), model)) for q, s in chunks]
         found.append(Job(share(8, 50, unequal=True, model=model)))
     if quick:
-        found += [Job(decode(n, length, f" {model}", model=model)) for model in ("MQA", "Qwen2.5-1.5B") for n, length in few]
+        found += [
+            Job(decode(n, length, f" {model}", model=model)) for model in ("MQA", "Qwen2.5-1.5B") for n, length in few
+        ]
     else:
         fp8 = tuple(product((1, 16, 128), (1024, 4096)))
         found += [Job(decode(n, length, " fp8", kv_dtype="float8_e4m3fn")) for n, length in fp8]
         found += [Job(prompts(f"prefill {n} fp8", [n], kv_dtype="float8_e4m3fn")) for n in (256, 2048)]
     for model in (*trained[:2], *other):
-        some = [decode(n, length, f" {model}", model=model) for n, length in ((2, 3000), (1, 5500), (48, 1500), (90, 600))]
+        some = [
+            decode(n, length, f" {model}", model=model) for n, length in ((2, 3000), (1, 5500), (48, 1500), (90, 600))
+        ]
         some.append(prompts(f"prefill 700 {model}", [700], model=model))
         some.append(decoding(f"decode 20 log-normal 3000 {model}", log_normal(20, 3000, 11), model=model))
         some.append(Case(f"drafts 12x5 on 1500 {model}", "drafts", ((5, 1500),) * 12, model))
@@ -90,28 +108,37 @@ def jobs(quick: bool) -> list[Job]:
     return found
 
 
-def features(case: Case, traits: Traits) -> dict[str, float]:
+def features(case: Case, properties: DeviceProperties) -> dict[str, float]:
     """Return what a tree sees of a case."""
-    return features_of(case.spec, traits, *rounded(case.spec, traits, **case.bounds))
+    return features_of(case.spec, properties, *rounded(case.spec, properties, **case.bounds))
 
 
-def default(case: Case, traits: Traits) -> Tile:
+def default(case: Case, properties: DeviceProperties) -> KernelConfig:
     """Return what the generic tree chooses, fitted to the device."""
-    return tile_of(decision(load_tree("generic")["attention"], features(case, traits), "attention"), case, traits)
+    return tile_of(
+        decision(load_tree("generic")["attention"], features(case, properties), "attention"), case, properties
+    )
 
 
-def tile_of(leaf: dict, case: Case, traits: Traits) -> Tile:
+def tile_of(leaf: dict, case: Case, properties: DeviceProperties) -> KernelConfig:
     """Return the tile that a tree's leaf means for a case."""
     spec = case.spec
-    return fit(Tile(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v)), spec, traits)
+    return fit(KernelConfig(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v)), spec, properties)
 
 
-def configurations(case: Case, traits: Traits, quick: bool) -> list[Config]:
+def configurations(case: Case, properties: DeviceProperties, quick: bool) -> list[Config]:
     """Return what is legal for a case: the default first, then the space, and the Hopper kernel where it serves."""
     spec = case.spec
-    some = tiles(spec, traits, features(case, traits)["rows_per_seq"], padded(spec.head_dim), padded(spec.head_dim_v), quick)
-    found: list[Config] = list(dict.fromkeys([default(case, traits), *some]))
-    if case.bounds["max_query_len"] > 1 and not isinstance(fast_tile(spec, traits, short=False), str):
+    some = tiles(
+        spec,
+        properties,
+        features(case, properties)["rows_per_seq"],
+        padded(spec.head_dim),
+        padded(spec.head_dim_v),
+        quick,
+    )
+    found: list[Config] = list(dict.fromkeys([default(case, properties), *some]))
+    if case.bounds["max_query_len"] > 1 and not isinstance(hopper_config(spec, properties, short=False), str):
         found.append(HOPPER)
     return found
 
@@ -125,7 +152,7 @@ def key_of(leaf: dict | str) -> str:
     """Return a name of what stands in records: of a tile, "rows x keys, warps, stages, u for the loop without masks, programs", AMD's hints."""
     if isinstance(leaf, str):
         return leaf
-    unmasked = "u" if leaf["unmasked_loop"] else ""
+    unmasked = "u" if leaf["full_tile_loop"] else ""
     hints = "".join(f" {hint} {leaf[hint]}" for hint in HINTS if leaf.get(hint))
     return f"{leaf['block_m']}x{leaf['block_n']} w{leaf['num_warps']} s{leaf['num_stages']}{unmasked} p{leaf['programs_per_sm']}{hints}"
 
@@ -138,7 +165,9 @@ def options_of(config: Config) -> dict:
 # Compilation
 
 
-def launches(wanted: Iterable[tuple[Case, Sequence[Config]]], traits: Traits) -> dict[Launch, list[tuple[str, str]]]:
+def launches(
+    wanted: Iterable[tuple[Case, Sequence[Config]]], properties: DeviceProperties
+) -> dict[Launch, list[tuple[str, str]]]:
     """Return the launches that differ in what is compiled, each with the (case, configuration) names that it stands for."""
     found: dict[tuple, Launch] = {}
     stands_for: dict[Launch, list[tuple[str, str]]] = defaultdict(list)
@@ -148,10 +177,24 @@ def launches(wanted: Iterable[tuple[Case, Sequence[Config]]], traits: Traits) ->
         batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], starts)
         for config in configs:
             bounds = case.bounds
-            plan = decide(case.spec, batch, traits, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"], **options_of(config))
+            plan = decide(
+                case.spec,
+                batch,
+                properties,
+                bounds["max_query_len"],
+                bounds["max_seq_len"],
+                bounds["num_tokens"],
+                **options_of(config),
+            )
             kind = case.spec, case.page_size, name_of_kernel(plan)
             if kind not in found:
-                found[kind] = Launch(case.spec, len(case.lens), **bounds, page_size=case.page_size, options=tuple(options_of(config).items()))
+                found[kind] = Launch(
+                    case.spec,
+                    len(case.lens),
+                    **bounds,
+                    page_size=case.page_size,
+                    options=tuple(options_of(config).items()),
+                )
             stands_for[found[kind]].append((case.name, key_of(leaf_of(config))))
     return stands_for
 
@@ -164,7 +207,7 @@ class Records:
 
     Args:
         path: read if it exists, and appended to.
-        header: what the numbers belong to; "traits" and others that must be those of the file.
+        header: what the numbers belong to; "properties" and others that must be those of the file.
 
     Raises:
         ValueError: the file is of another device, software or kind of sweep.
@@ -175,7 +218,11 @@ class Records:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("r+" if lines else "w")
         if lines:
-            differ = [name for name in ("device", "traits", "triton", "quick", "jobs") if lines[0].get(name) != header.get(name)]
+            differ = [
+                name
+                for name in ("device", "properties", "triton", "quick", "jobs")
+                if lines[0].get(name) != header.get(name)
+            ]
             if differ:
                 told = "; ".join(f"{name} {lines[0].get(name)!r} there, {header.get(name)!r} here" for name in differ)
                 raise ValueError(f"{path} must be of the same sweep, got {told}; name another file with --records")
@@ -263,7 +310,7 @@ class OnGpu:
     """Measures on the current GPU, as the bench does."""
 
     def __init__(self, case: Case) -> None:
-        self.inputs: Inputs = lay_out(case, most_tables=TABLES)
+        self.inputs: Inputs = make_inputs(case, most_tables=TABLES)
         self.sample = Sample(self.inputs, self.inputs.tables[0])
         self.ready: dict[Config, tuple[torch.cuda.CUDAGraph, list]] = {}
 
@@ -304,7 +351,7 @@ class Remembered:
 
 
 def sweep(
-    chosen: Sequence[Job], records: Records, traits: Traits, quick: bool, session: Callable[[Case], Session], out: frozenset[tuple[str, str]] = frozenset(),
+    chosen: Sequence[Job], records: Records, properties: DeviceProperties, quick: bool, session: Callable[[Case], Session], out: frozenset[tuple[str, str]] = frozenset(),
     advance: Callable[[str, int], None] = lambda name, count: None,
 ) -> None:  # fmt: skip
     """Measure what the records lack.
@@ -312,7 +359,7 @@ def sweep(
     Args:
         chosen: the cases.
         records: read and added to.
-        traits: of the device.
+        properties: of the device.
         quick: measure the usual winners only.
         session: makes what measures a case.
         out: (case, configuration) names that compilation has ruled out.
@@ -320,7 +367,7 @@ def sweep(
     """
     for job in chosen:
         case = job.case
-        configs = configurations(case, traits, quick)
+        configs = configurations(case, properties, quick)
         if case.name in records.done:
             advance(case.name, len(configs))
             continue
@@ -333,7 +380,11 @@ def sweep(
         stays, alive = configs[0], []
         for config in configs:
             key = case.name, key_of(leaf_of(config))
-            why = records.wrong.get(key) or ("ruled out by what it compiles to" if key in out and config is not stays else None) or measured.check(config)
+            why = (
+                records.wrong.get(key)
+                or ("ruled out by what it compiles to" if key in out and config is not stays else None)
+                or measured.check(config)
+            )
             if why is None:
                 alive.append(config)
             elif key not in records.wrong:
@@ -345,12 +396,12 @@ def sweep(
             for config, micros in zip(missing, measured.time(missing, replays) if missing else [], strict=True):
                 records.add(case=case.name, config=leaf_of(config), round=turn, micros=micros)
             if turn + 1 < len(ROUNDS):
-                alive = survivors(alive, {c: known[c][turn] for c in alive}, WITHIN[turn], AT_MOST[turn], stays)
+                alive = halve(alive, {c: known[c][turn] for c in alive}, WITHIN[turn], AT_MOST[turn], stays)
         records.add(done=case.name)
         del measured
 
 
-def survivors(alive: list[Config], times: dict[Config, float], within: float, at_most: int, stays: Config) -> list[Config]:
+def halve(alive: list[Config], times: dict[Config, float], within: float, at_most: int, stays: Config) -> list[Config]:
     """Return who goes on: those near the best, the fastest if there are many; the default always, and the Hopper kernel beside the portable ones."""
     best = min(times.values(), default=0.0)
     near = sorted((c for c in alive if times[c] <= within * best or c == HOPPER), key=lambda c: times[c])[:at_most]
@@ -358,46 +409,60 @@ def survivors(alive: list[Config], times: dict[Config, float], within: float, at
     return [c for c in alive if c in near or c in (stays, HOPPER, portable)]
 
 
-def header(device: str, traits: Traits, quick: bool, chosen: Sequence[Job], facts: dict) -> dict:
+def header(device: str, properties: DeviceProperties, quick: bool, chosen: Sequence[Job], facts: dict) -> dict:
     """Return the first line of a file of records."""
-    return {"device": device, "traits": asdict(traits), "quick": quick, "jobs": [job.case.name for job in chosen], **facts}
+    return {
+        "device": device,
+        "properties": asdict(properties),
+        "quick": quick,
+        "jobs": [job.case.name for job in chosen],
+        **facts,
+    }
 
 
 # What a tree would choose
 
 
-def choice(case: Case, tree: dict, traits: Traits) -> Config:
+def choice(case: Case, tree: dict, properties: DeviceProperties) -> Config:
     """Return the configuration that plans would have for a case with a tree."""
-    seen, lens, bounds = features(case, traits), torch.zeros(len(case.lens) + 1, dtype=torch.int32), case.bounds
+    seen, lens, bounds = features(case, properties), torch.zeros(len(case.lens) + 1, dtype=torch.int32), case.bounds
     batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], lens)
-    asked = case.spec, batch, traits, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"]
+    asked = case.spec, batch, properties, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"]
     if decide(*asked).num_parts > 1:  # whatever a tree says
         return HOPPER
-    tile = tile_of(decision(tree["attention"], seen, "attention"), case, traits)
-    if bounds["max_query_len"] == 1 or isinstance(fast_tile(case.spec, traits, short=False), str) or not decision(tree["hopper"], seen, "hopper"):
+    tile = tile_of(decision(tree["attention"], seen, "attention"), case, properties)
+    if (
+        bounds["max_query_len"] == 1
+        or isinstance(hopper_config(case.spec, properties, short=False), str)
+        or not decision(tree["hopper"], seen, "hopper")
+    ):
         return tile
-    plan = decide(*asked, tile=tile)
+    plan = decide(*asked, config=tile)
     return tile if plan.num_shares else HOPPER
 
 
-def contenders(case: Case, records: Records, tree: dict, traits: Traits) -> dict[str, Config]:
+def candidates(case: Case, records: Records, tree: dict, properties: DeviceProperties) -> dict[str, Config]:
     """Return what the generic tree chooses, what this one does, and the best that the sweep has found; nothing where it has found none."""
     times = records.last(case.name)
     if not times:
         return {}
     best = records.leaves[min(times, key=lambda key: times[key])]
-    best = best if isinstance(best, str) else tile_of(best, case, traits)
-    return {"default": choice(case, load_tree("generic"), traits), "tuned": choice(case, tree, traits), "best": best}
+    best = best if isinstance(best, str) else tile_of(best, case, properties)
+    return {
+        "default": choice(case, load_tree("generic"), properties),
+        "tuned": choice(case, tree, properties),
+        "best": best,
+    }
 
 
-def prove(
-    chosen: Sequence[Job], records: Records, tree: dict, traits: Traits, session: Callable[[Case], Session], replays: int,
+def validate(
+    chosen: Sequence[Job], records: Records, tree: dict, properties: DeviceProperties, session: Callable[[Case], Session], replays: int,
     advance: Callable[[str, int], None] = lambda name, count: None,
 ) -> list[dict]:  # fmt: skip
     """Time what a tree chooses beside the default and the best that the sweep has found, in turn; return these times in µs, case by case."""
     found = []
     for job in chosen:
-        configs = contenders(job.case, records, tree, traits)
+        configs = candidates(job.case, records, tree, properties)
         if not configs:
             advance(job.case.name, 1)
             continue
@@ -405,7 +470,9 @@ def prove(
         wrong = {config: why for config in distinct if (why := measured.check(config))}
         if configs["tuned"] in wrong:
             why = wrong[configs["tuned"]]
-            raise RuntimeError(f"{job.case.name}: what the tree chooses must be right, got {why}; add a case like it to `jobs` and tune again")
+            raise RuntimeError(
+                f"{job.case.name}: what the tree chooses must be right, got {why}; add a case like it to `jobs` and tune again"
+            )
         right = [config for config in distinct if config not in wrong]
         micros = dict(zip(right, measured.time(right, replays), strict=True))
         row = {"case": job.case.name, "held_out": job.held_out, "tile": key_of(leaf_of(configs["tuned"]))}

@@ -12,7 +12,9 @@ def platform() -> str | None:
     return None if torch.cuda.is_available() else "vllm_cpu.PlainCpu"
 
 
-def slots_of_tokens(starts: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, page_size: int) -> None:
+def slots_of_tokens(
+    starts: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, page_size: int
+) -> None:
     """Write into `slots` where each token's key goes, -1 past the last token."""
     seqs = torch.arange(starts.shape[0] - 1).repeat_interleave(starts.diff().long())
     at = positions[: seqs.shape[0]]
@@ -62,7 +64,9 @@ def __getattr__(name: str):
         @classmethod
         def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None) -> str:
             wanted = attn_selector_config._asdict()
-            reasons = selected_backend.get_class().validate_configuration(device_capability=DeviceCapability(8, 0), **wanted)
+            reasons = selected_backend.get_class().validate_configuration(
+                device_capability=DeviceCapability(8, 0), **wanted
+            )
             if reasons:
                 raise ValueError(f"{selected_backend.name} cannot serve this model: {', '.join(reasons)}")
             return selected_backend.get_path()
@@ -79,7 +83,9 @@ def __getattr__(name: str):
         def check_and_update_config(cls, vllm_config) -> None:
             executor = vllm_config.parallel_config.distributed_executor_backend
             super().check_and_update_config(vllm_config)
-            vllm_config.parallel_config.distributed_executor_backend = executor or "uni"  # one process, which a test can look into
+            vllm_config.parallel_config.distributed_executor_backend = (
+                executor or "uni"
+            )  # one process, which a test can look into
 
     globals()[name] = PlainCpu
     return PlainCpu

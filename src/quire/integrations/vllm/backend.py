@@ -154,22 +154,33 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         if not self.warm:
             self.warm = True
             began = time.perf_counter()
-            names = [quire.warmup(spec, layer.impl.bind(layer, layer.kv_cache), **self.bounds) for spec, layer in self.layers.items()]
+            names = [
+                quire.warmup(spec, layer.impl.bind(layer, layer.kv_cache), **self.bounds)
+                for spec, layer in self.layers.items()
+            ]
             if any(names):
-                contract.logger.info("Quire has %d kernels ready after %.1f s", sum(map(len, names)), time.perf_counter() - began)
+                contract.logger.info(
+                    "Quire has %d kernels ready after %.1f s", sum(map(len, names)), time.perf_counter() - began
+                )
         return self.build(0, common_attn_metadata)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> QuireMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> QuireMetadata:
         """Take a step's metadata as it is."""
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
-            raise UnsupportedError("causal must be one for the whole batch, got one for each request; leave --attention-backend out for this model")
+            raise UnsupportedError(
+                "causal must be one for the whole batch, got one for each request; leave --attention-backend out for this model"
+            )
         return QuireMetadata(
             common.num_reqs, common.num_actual_tokens, common.max_query_len, common.max_seq_len, common.query_start_loc, common.seq_lens,
             common.block_table_tensor, common.slot_mapping, common.causal, self,
         )  # fmt: skip
 
-    def update_block_table(self, metadata: QuireMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> QuireMetadata:
+    def update_block_table(
+        self, metadata: QuireMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> QuireMetadata:
         """Return the metadata of another group of layers, which differs in its page table."""
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, builder=self, plans={})
 
@@ -181,7 +192,12 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         max_seq_len = min(1 << max(0, step.max_seq_len - 1).bit_length(), step.block_table.shape[1] * page_size)
         one_each = step.max_query_len == 1 and step.num_actual_tokens == step.num_reqs
         starts = None if one_each else step.query_start_loc
-        memory = step.block_table.data_ptr(), step.block_table.stride(0), step.seq_lens.data_ptr(), None if starts is None else starts.data_ptr()
+        memory = (
+            step.block_table.data_ptr(),
+            step.block_table.stride(0),
+            step.seq_lens.data_ptr(),
+            None if starts is None else starts.data_ptr(),
+        )
         key = spec, num_tokens, step.max_query_len, max_seq_len, step.num_reqs, memory
         plan = self.plans.get(key)
         if plan is None:
@@ -216,11 +232,20 @@ class QuireImpl(AttentionImpl):
         **others,
     ) -> None:
         if attn_type != AttentionType.DECODER:
-            raise UnsupportedError(f"attn_type must be decoder, got {AttentionType(attn_type).value}; leave --attention-backend out for this model")
+            raise UnsupportedError(
+                f"attn_type must be decoder, got {AttentionType(attn_type).value}; leave --attention-backend out for this model"
+            )
         for name, value in others.items():  # what a model of vLLM's passes on to backends that know it
             if not (value is None or value is False or (isinstance(value, int) and value == -1)):
-                raise UnsupportedError(f"{name} must be left out, got {value}; leave --attention-backend out for this model")
-        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads or num_heads
+                raise UnsupportedError(
+                    f"{name} must be left out, got {value}; leave --attention-backend out for this model"
+                )
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = (
+            num_heads,
+            head_size,
+            float(scale),
+            num_kv_heads or num_heads,
+        )
         self.sliding_window, self.kv_cache_dtype, self.logits_soft_cap = sliding_window, kv_cache_dtype, logits_soft_cap
         self.attn_type, self.kv_sharing_target_layer_name, self.sinks = attn_type, kv_sharing_target_layer_name, sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
@@ -242,7 +267,9 @@ class QuireImpl(AttentionImpl):
     ) -> None:
         """Write the step's keys and values."""
         pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
-        quire.write_kv(key, value, pages, slot_mapping if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]])
+        quire.write_kv(
+            key, value, pages, slot_mapping if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]]
+        )
 
     def forward(
         self,
@@ -258,7 +285,9 @@ class QuireImpl(AttentionImpl):
     ) -> torch.Tensor:
         """Attend to the cache, which has the step's own keys already."""
         if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedError("output_scale must be None, got one; switch off the fusion of attention with quantisation (fuse_attn_quant)")
+            raise UnsupportedError(
+                "output_scale must be None, got one; switch off the fusion of attention with quantisation (fuse_attn_quant)"
+            )
         if attn_metadata is None:
             return output.fill_(0)
         pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
@@ -290,5 +319,7 @@ def layer_spec(q_heads, kv_heads, dim, dtype, kv_dtype, scale, window, softcap, 
 def bidirectional(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of the same layer in a step that is not causal."""
     if spec.sliding_window is not None:
-        raise UnsupportedError("causal must be True in layers with a sliding window, got False; leave --attention-backend out for this model")
+        raise UnsupportedError(
+            "causal must be True in layers with a sliding window, got False; leave --attention-backend out for this model"
+        )
     return replace(spec, causal=False)

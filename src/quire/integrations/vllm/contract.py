@@ -25,7 +25,9 @@ def check_version() -> None:
     """Raise UnsupportedError unless this version of vLLM is in the supported range."""
     version = Version(vllm.__version__)
     if not SUPPORTED[0] <= version < SUPPORTED[1]:
-        raise UnsupportedError(f"vllm must be from {SUPPORTED[0]} to before {SUPPORTED[1]}, got {version}; install a version in that range")
+        raise UnsupportedError(
+            f"vllm must be from {SUPPORTED[0]} to before {SUPPORTED[1]}, got {version}; install a version in that range"
+        )
 
 
 def register() -> None:
@@ -36,18 +38,28 @@ def register() -> None:
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError:
-        logger.warning("Quire serves vLLM from %s to before %s, got %s, which has no registry of attention backends", *SUPPORTED, vllm.__version__)
+        logger.warning(
+            "Quire serves vLLM from %s to before %s, got %s, which has no registry of attention backends",
+            *SUPPORTED,
+            vllm.__version__,
+        )
         return
     name = backend_name()
     if not takes_names():
         custom = AttentionBackendEnum.CUSTOM
         if custom.is_overridden() and custom.get_path() != BACKEND:
-            logger.warning("Quire leaves the backend CUSTOM to %s, which came first; set VLLM_PLUGINS=quire to have Quire's", custom.get_path())
+            logger.warning(
+                "Quire leaves the backend CUSTOM to %s, which came first; set VLLM_PLUGINS=quire to have Quire's",
+                custom.get_path(),
+            )
             return
         register_backend(custom, BACKEND)
     elif name not in AttentionBackendEnum.__members__:
         register_backend(name, BACKEND)
-        AttentionBackendEnum[name].__reduce_ex__ = lambda protocol: (registered, ())  # by value it would be looked up before there is one
+        AttentionBackendEnum[name].__reduce_ex__ = lambda protocol: (
+            registered,
+            (),
+        )  # by value it would be looked up before there is one
 
 
 def registered():
@@ -74,7 +86,9 @@ class CacheShape:
     """How a backend says the shape of its cache, which vLLM asks up to 0.28."""
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto") -> tuple[int, ...]:
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
         """Return the shape of a layer's cache."""
         return num_blocks, 2, block_size, num_kv_heads, head_size
 

@@ -9,89 +9,101 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from quire.kernels.hopper.block import ROWS, keys_of, read_note
-from quire.kernels.hopper.pipeline import acquire, fill, reinterpret, release, wait_full
+from quire.kernels.hopper.pipeline import (
+    consumer_release,
+    consumer_wait,
+    producer_acquire,
+    producer_commit,
+    reinterpret,
+)
+from quire.kernels.hopper.tile_scheduler import ROWS, keys_of, read_work_tile
 
 EACH = gl.constexpr(32)  # elements that a thread converts at once
 
 
 @gluon.jit
-def convert(k_bytes, v_bytes, k_ring, v_ring, q_ring, notes, back, ahead):
+def convert(k_bytes, v_bytes, k_pipe, v_pipe, q_pipe, work_tiles, window_left, window_right):
     """Turn the tiles of bytes that are fetched into what the matrix unit is given, with one warpgroup."""
-    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
-    IN_FP8: gl.constexpr = k_ring.tiles.dtype == k_bytes.tiles.dtype
+    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    IN_FP8: gl.constexpr = k_pipe.tiles.dtype == k_bytes.tiles.dtype
     block_i = 0
     tile_i = 0
-    block = read_note(notes, wait_full(q_ring, block_i))
+    block = read_work_tile(work_tiles, consumer_wait(q_pipe, block_i))
     while block.q_len > 0:
-        kv_low, kv_high = keys_of(block, back, ahead)
+        kv_low, kv_high = keys_of(block, window_left, window_right)
         pos = block.tile * BLOCK_N
         for i in range(tile_i, tile_i + block.num_tiles):
             if not IN_FP8:
-                convert_tile(k_bytes, k_ring, i, pos, kv_low, kv_high, False)  # scores are masked
+                convert_tile(k_bytes, k_pipe, i, pos, kv_low, kv_high, False)  # scores are masked
             if (pos >= kv_low) & (pos + BLOCK_N <= kv_high):
-                convert_values(v_bytes, v_ring, i, pos, kv_low, kv_high, IN_FP8, False)
+                convert_values(v_bytes, v_pipe, i, pos, kv_low, kv_high, IN_FP8, False)
             else:
-                convert_values(v_bytes, v_ring, i, pos, kv_low, kv_high, IN_FP8, True)
+                convert_values(v_bytes, v_pipe, i, pos, kv_low, kv_high, IN_FP8, True)
             pos -= BLOCK_N
         tile_i += block.num_tiles
         block_i += 1
-        block = read_note(notes, wait_full(q_ring, block_i))
+        block = read_work_tile(work_tiles, consumer_wait(q_pipe, block_i))
 
 
 @gluon.jit
-def convert_values(stored, ring, i, pos, kv_low, kv_high, IN_FP8: gl.constexpr, ZERO_UNSEEN: gl.constexpr):
+def convert_values(stored, pipe, i, pos, kv_low, kv_high, IN_FP8: gl.constexpr, ZERO_UNSEEN: gl.constexpr):
     """Convert the i-th tile of values, the one way or the other."""
     if IN_FP8:
-        turn_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN)
+        transpose_v_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_UNSEEN)
     else:
-        convert_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN)
+        convert_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_UNSEEN)
 
 
 @gluon.jit
-def convert_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexpr):
+def convert_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexpr):
     """Convert the i-th tile, of the keys from position `pos` on; zero the rows outside `kv_low` to `kv_high` if asked: 0 * NaN is NaN."""
-    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
-    HEAD_DIM: gl.constexpr = ring.tiles.shape[2]
+    BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
+    HEAD_DIM: gl.constexpr = pipe.tiles.shape[2]
     STEP: gl.constexpr = EACH * 128 // HEAD_DIM  # rows at once
     LANES: gl.constexpr = HEAD_DIM // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    from_slot = wait_full(stored, i)
-    slot = acquire(ring, i)
+    from_slot = consumer_wait(stored, i)
+    slot = producer_acquire(pipe, i)
     for first in gl.static_range(0, BLOCK_N, STEP):
-        numbers = stored.tiles.index(from_slot).slice(first, STEP).load(LAYOUT).to(ring.tiles.dtype)
+        numbers = stored.tiles.index(from_slot).slice(first, STEP).load(LAYOUT).to(pipe.tiles.dtype)
         if ZERO_UNSEEN:
             kv_pos = pos + first + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
             numbers = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None], numbers, 0.0)
-        ring.tiles.index(slot).slice(first, STEP).store(numbers)
-    fill(ring, i)
-    release(stored, i)
+        pipe.tiles.index(slot).slice(first, STEP).store(numbers)
+    producer_commit(pipe, i)
+    consumer_release(stored, i)
 
 
 @gluon.jit
-def turn_tile(stored, ring, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexpr):
-    """Turn the i-th tile of values in fp8 on its side: a row for each column of the values, with keys `in_fours`; else as `convert_tile`."""
+def transpose_v_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexpr):
+    """Turn the i-th tile of values in fp8 on its side: a row for each column of the values, with keys `permute_for_fp8_operand`; else as `convert_tile`."""
     BLOCK_N: gl.constexpr = stored.tiles.shape[1]
     HEAD_DIM: gl.constexpr = stored.tiles.shape[2]
     # Two columns side by side are one 16-bit element, which the shared memory's own transposition serves: a thread has keys 2n and 2n + 1 of it.
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    from_slot = wait_full(stored, i)
-    slot = acquire(ring, i)
-    pairs = reinterpret(stored.tiles.index(from_slot), gl.int16, [BLOCK_N, HEAD_DIM // 2], gl.NVMMASharedLayout(HEAD_DIM, 16, 2))
+    from_slot = consumer_wait(stored, i)
+    slot = producer_acquire(pipe, i)
+    pairs = reinterpret(
+        stored.tiles.index(from_slot), gl.int16, [BLOCK_N, HEAD_DIM // 2], gl.NVMMASharedLayout(HEAD_DIM, 16, 2)
+    )
     both = pairs.permute((1, 0)).load(LAYOUT)
     if ZERO_UNSEEN:
         kv_pos = pos + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         both = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[None, :], both, 0)
-    split: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"  # low bytes of four elements, and high ones
-    even, odd = gl.inline_asm_elementwise(split, "=r,=r,r,r", [in_fours(both)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
-    turned = gl.join(even, odd).permute((0, 2, 1)).reshape([HEAD_DIM, BLOCK_N]).to(ring.tiles.dtype, bitcast=True)
-    ring.tiles.index(slot).store(turned)
-    fill(ring, i)
-    release(stored, i)
+    split: gl.constexpr = (
+        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"  # low bytes of four elements, and high ones
+    )
+    even, odd = gl.inline_asm_elementwise(
+        split, "=r,=r,r,r", [permute_for_fp8_operand(both)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+    )
+    turned = gl.join(even, odd).permute((0, 2, 1)).reshape([HEAD_DIM, BLOCK_N]).to(pipe.tiles.dtype, bitcast=True)
+    pipe.tiles.index(slot).store(turned)
+    producer_commit(pipe, i)
+    consumer_release(stored, i)
 
 
 @gluon.jit
-def in_fours(x):
+def permute_for_fp8_operand(x):
     """Reorder columns by 16, so that the four that a thread has of them in an accumulator, two and two, are the four side by side of an operand in bytes."""
     HEIGHT: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -103,11 +115,13 @@ def to_fp8(x):
     """Round float32 to e4m3, four numbers that a thread has side by side at once: Triton takes one at a time out of the pairs that the GPU makes."""
     pack: gl.constexpr = """{ .reg .b16 low, high;
         cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"""
-    return gl.inline_asm_elementwise(pack, "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4).to(gl.float8e4nv, bitcast=True)
+    return gl.inline_asm_elementwise(pack, "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4).to(
+        gl.float8e4nv, bitcast=True
+    )
 
 
 @gluon.jit
-def narrow(q, element: gl.constexpr, FIRST: gl.constexpr, PEAK: gl.constexpr, OF_SCORES: gl.constexpr):
+def quantize_queries(q, element: gl.constexpr, FIRST: gl.constexpr, PEAK: gl.constexpr, OF_SCORES: gl.constexpr):
     """Turn a warpgroup's queries, in the rows of a tile from FIRST on, into another element where they lie, each row times the power of two that brings its
     largest number to 2^PEAK or above, below twice that; return the tile, and one over those powers.
     """

@@ -1,7 +1,7 @@
 """Rings of shared-memory buffers, filled by the copy engine or a warpgroup and used by warpgroups: the only place that touches barriers.
 
-A ring has SLOTS tiles and two barriers for each: `full`, which completes when all bytes of a copy have landed (or with `fill`), and `empty`, at which every
-consumer arrives when it is done. One more `full` is spare, for a copy that somebody has to look at before it is handed on. The i-th use of a ring is of slot
+A pipe has SLOTS tiles and two barriers for each: `full`, which completes when all bytes of a copy have landed (or with `producer_commit`), and `empty`, at which every
+consumer arrives when it is done. One more `full` is spare, for a copy that somebody has to look at before it is handed on. The i-th use of a pipe is of slot
 `i % SLOTS`, and waits for the phase of that slot's barriers that `i // SLOTS` says.
 """
 
@@ -18,7 +18,7 @@ reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.sh
 LINE = gl.constexpr(128)  # bytes of a row that the copy engine swizzles together, at most
 
 
-class Ring(NamedTuple):
+class SmemPipeline(NamedTuple):
     """Tiles [SLOTS, rows, columns] and their barriers."""
 
     tiles: Any
@@ -27,11 +27,15 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def make_ring(element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Allocate a ring of tiles, which as many warpgroups as CONSUMERS use."""
+def make_pipeline(
+    element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr
+):
+    """Allocate a pipe of tiles, which as many warpgroups as CONSUMERS use."""
     BITS: gl.constexpr = element.primitive_bitwidth
-    tiles = gl.allocate_shared_memory(element, [SLOTS, ROWS, COLUMNS], gl.NVMMASharedLayout(min(LINE.value, COLUMNS * BITS // 8), BITS, 2))
-    return Ring(tiles, make_barriers(SLOTS + 1, 1), make_barriers(SLOTS, CONSUMERS))
+    tiles = gl.allocate_shared_memory(
+        element, [SLOTS, ROWS, COLUMNS], gl.NVMMASharedLayout(min(LINE.value, COLUMNS * BITS // 8), BITS, 2)
+    )
+    return SmemPipeline(tiles, make_barriers(SLOTS + 1, 1), make_barriers(SLOTS, CONSUMERS))
 
 
 @gluon.jit
@@ -50,20 +54,20 @@ def wait(barriers, slot, phase):
 
 
 @gluon.jit
-def acquire(ring, i):
+def producer_acquire(pipe, i):
     """Wait until the slot of the i-th use is free, and return it."""
-    SLOTS: gl.constexpr = ring.empty.shape[0]
-    wait(ring.empty, i % SLOTS, i // SLOTS + 1)  # the phase before the first counts as completed
+    SLOTS: gl.constexpr = pipe.empty.shape[0]
+    wait(pipe.empty, i % SLOTS, i // SLOTS + 1)  # the phase before the first counts as completed
     return i % SLOTS
 
 
 @gluon.jit
-def expect(barriers, slot, BYTES: gl.constexpr):
+def expect_bytes(barriers, slot, BYTES: gl.constexpr):
     """Let a barrier complete when so many bytes have been copied; at once if none are to come."""
     if BYTES == 0:
         mbarrier.arrive(barriers.index(slot), count=1)
     else:
-        mbarrier.expect(barriers.index(slot), BYTES)
+        mbarrier.expect_bytes(barriers.index(slot), BYTES)
 
 
 @gluon.jit
@@ -82,21 +86,21 @@ def copy_rows(desc, row, col, barrier, tile, FIRST: gl.constexpr, ROWS: gl.const
 
 
 @gluon.jit
-def wait_full(ring, i):
+def consumer_wait(pipe, i):
     """Wait until the i-th use has been filled, and return its slot."""
-    SLOTS: gl.constexpr = ring.empty.shape[0]
-    wait(ring.full, i % SLOTS, i // SLOTS)
+    SLOTS: gl.constexpr = pipe.empty.shape[0]
+    wait(pipe.full, i % SLOTS, i // SLOTS)
     return i % SLOTS
 
 
 @gluon.jit
-def fill(ring, i):
+def producer_commit(pipe, i):
     """Say that the i-th use has been filled, by stores of this warpgroup."""
     fence_async_shared()  # the matrix unit reads past the path that stores take
-    mbarrier.arrive(ring.full.index(i % ring.empty.shape[0]), count=1)
+    mbarrier.arrive(pipe.full.index(i % pipe.empty.shape[0]), count=1)
 
 
 @gluon.jit
-def release(ring, i):
+def consumer_release(pipe, i):
     """Say that this warpgroup is done with the i-th use."""
-    mbarrier.arrive(ring.empty.index(i % ring.empty.shape[0]), count=1)
+    mbarrier.arrive(pipe.empty.index(i % pipe.empty.shape[0]), count=1)

@@ -11,15 +11,15 @@ import torch
 
 import quire
 from quire.cli import main
+from quire.dispatch import tree as trees
+from quire.dispatch.config import hopper_config
+from quire.dispatch.tree import features_of, load_tree, prefers_hopper, rounded, select, walk
 from quire.plan import decide, scratch_bytes
 from quire.targets import TARGETS
-from quire.tuning import select as trees
-from quire.tuning.select import features_of, load_tree, prefers_hopper, rounded, select, walk
-from quire.tuning.space import fast_tile
 
 SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
-TRAITS = replace(TARGETS["sm90"].traits, num_sms=120)  # of no device that a tree is shipped for
-LEAF = {"block_m": 16, "block_n": 32, "num_warps": 8, "num_stages": 2, "unmasked_loop": False, "programs_per_sm": 1}
+TRAITS = replace(TARGETS["sm90"].properties, num_sms=120)  # of no device that a tree is shipped for
+LEAF = {"block_m": 16, "block_n": 32, "num_warps": 8, "num_stages": 2, "full_tile_loop": False, "programs_per_sm": 1}
 COVERS = [{"query_bytes": 2, "kv_bytes": 2, "head_dim": 128, "head_padding": 0}]
 
 
@@ -37,8 +37,14 @@ def user_trees(tmp_path, monkeypatch):
     forget()
 
 
-def own_tree(folder: Path, traits=TRAITS, name: str = "mine", **parts) -> None:
-    tree = {"fitted_on": {"device": "here"}, "traits": asdict(traits), "covers": COVERS, "attention": LEAF, "hopper": False} | parts
+def own_tree(folder: Path, properties=TRAITS, name: str = "mine", **parts) -> None:
+    tree = {
+        "fitted_on": {"device": "here"},
+        "properties": asdict(properties),
+        "covers": COVERS,
+        "attention": LEAF,
+        "hopper": False,
+    } | parts
     (folder / f"{name}.json").write_text(json.dumps(tree))
 
 
@@ -85,14 +91,24 @@ def test_unknown_devices_have_the_generic_tree():
 
 def test_the_choice_of_the_hopper_kernel_is_the_tree_s():
     unknown = replace(TRAITS, num_sms=77)
-    assert [prefers_hopper(SPEC, unknown, *rounded(SPEC, unknown, q, 4096, q)) for q in (1, 32, 33, 4096)] == [False, False, True, True]
+    assert [prefers_hopper(SPEC, unknown, *rounded(SPEC, unknown, q, 4096, q)) for q in (1, 32, 33, 4096)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_features_are_bounds_rounded_up():
     seen = rounded(SPEC, TRAITS, 5, 1000, 70)
     assert seen == (32, 32, 1024, 8)
     features = features_of(SPEC, TRAITS, *seen)
-    assert (features["group_size"], features["head_dim"], features["head_padding"], features["kv_bytes"]) == (4, 128, 0, 2)
+    assert (features["group_size"], features["head_dim"], features["head_padding"], features["kv_bytes"]) == (
+        4,
+        128,
+        0,
+        2,
+    )
 
 
 def depth(tree) -> int:
@@ -157,8 +173,8 @@ def test_without_a_gpu_there_is_nothing_to_tune(capsys):
 
 
 def test_which_configuration_of_the_hopper_kernel_serves_a_spec():
-    def tile(traits=TRAITS, short=False, **changes):
-        return fast_tile(replace(SPEC, **changes), traits, short)
+    def tile(properties=TRAITS, short=False, **changes):
+        return hopper_config(replace(SPEC, **changes), properties, short)
 
     assert (tile().num_warpgroups, tile(short=True).num_warpgroups) == (2, 1)
     fp8 = {"kv_dtype": torch.float8_e4m3fn}
@@ -166,7 +182,7 @@ def test_which_configuration_of_the_hopper_kernel_serves_a_spec():
     assert tile(**fp8, allow_fp8=True).in_fp8 and not tile(allow_fp8=True).in_fp8
     assert not tile(kv_dtype=torch.int8, allow_fp8=True).in_fp8  # nothing but e4m3 has such products
     for reason, changes in (
-        ("not a Hopper GPU", {"traits": TARGETS["sm80"].traits}), ("float32 queries", {"dtype": torch.float32, "kv_dtype": torch.float32}),
+        ("not a Hopper GPU", {"properties": TARGETS["sm80"].properties}), ("float32 queries", {"dtype": torch.float32, "kv_dtype": torch.float32}),
         ("head_dim 256, 256 of a float8_e4m3fn cache", {"head_dim": 256, "head_dim_v": 256, **fp8}), ("head_dim 80", {"head_dim": 80, "head_dim_v": 80}),
     ):  # fmt: skip
         assert reason in tile(**changes), tile(**changes)
@@ -176,14 +192,33 @@ def test_keys_are_cut_where_blocks_of_prompts_are_few():
     def parts(max_query_len, max_seq_len, num_seqs=1, num_tokens=None, **options):
         starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
         batch = quire.Batch(torch.zeros(num_seqs, 1, dtype=torch.int32), starts[1:], starts)
-        return decide(SPEC, batch, replace(TRAITS, num_sms=128), max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len, **options)
+        return decide(
+            SPEC,
+            batch,
+            replace(TRAITS, num_sms=128),
+            max_query_len,
+            max_seq_len,
+            num_tokens or num_seqs * max_query_len,
+            **options,
+        )
 
     chunk = parts(64, 16384)
-    assert (chunk.kernel, chunk.num_parts, chunk.num_shares) == ("hopper", 8, 0) and "their keys in 8 parts" in repr(chunk)
-    assert chunk.instead.kernel == "triton" and chunk.instead.num_shares > 0 and scratch_bytes(chunk)[0] >= scratch_bytes(chunk.instead)[0]
+    assert (chunk.kernel, chunk.num_parts, chunk.num_shares) == ("hopper", 8, 0) and "their keys in 8 parts" in repr(
+        chunk
+    )
+    assert (
+        chunk.instead.kernel == "triton"
+        and chunk.instead.num_shares > 0
+        and scratch_bytes(chunk)[0] >= scratch_bytes(chunk.instead)[0]
+    )
     assert scratch_bytes(chunk) == scratch_bytes(parts(128, 9999)) != scratch_bytes(parts(512, 16384))
     assert parts(64, 2048).num_parts == 8 and parts(64, 1200).num_parts == 4  # two tiles each at least
     assert [parts(n, 16384).num_parts for n in (31, 32, 128, 256, 512, 4096)] == [1, 15, 4, 2, 1, 1]
     assert parts(64, 16384, num_seqs=2).num_parts == 4
     assert parts(64, 16384, num_seqs=3, num_tokens=70).num_parts == 1  # some of them may be decoding
-    assert parts(64, 1024).num_parts == parts(64, 16384, batch_invariant=True).num_parts == parts(64, 16384, kernel="triton").num_parts == 1
+    assert (
+        parts(64, 1024).num_parts
+        == parts(64, 16384, batch_invariant=True).num_parts
+        == parts(64, 16384, kernel="triton").num_parts
+        == 1
+    )

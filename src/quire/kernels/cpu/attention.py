@@ -50,21 +50,31 @@ def attend(q, cache, plan, index, q_len, sinks, alibi_slopes, want_lse):
     seq_lens = batch.seq_lens[index].long()
     first = seq_lens - q_len if batch.query_offsets is None else batch.query_offsets[index].long()
     q_pos = first[:, None] + torch.arange(q_len)
-    back, ahead = spec.window
-    low = int((first - back).clamp(min=0).min())
-    high = max(low, int(torch.minimum(seq_lens, first + q_len + ahead).max()))
+    window_left, window_right = spec.window
+    low = int((first - window_left).clamp(min=0).min())
+    high = max(low, int(torch.minimum(seq_lens, first + q_len + window_right).max()))
     kv_pos = torch.arange(low, high)
-    visible = (kv_pos >= q_pos[..., None] - back) & (kv_pos <= q_pos[..., None] + ahead) & (kv_pos < seq_lens[:, None, None])
-    k, v = gather(cache, plan, index, kv_pos, visible.any(1))  # keys that no query sees come out as 0: they may hold anything
+    visible = (
+        (kv_pos >= q_pos[..., None] - window_left)
+        & (kv_pos <= q_pos[..., None] + window_right)
+        & (kv_pos < seq_lens[:, None, None])
+    )
+    k, v = gather(
+        cache, plan, index, kv_pos, visible.any(1)
+    )  # keys that no query sees come out as 0: they may hold anything
 
     plain = spec.softcap is None and not (spec.alibi or spec.sinks or want_lse)
     q, k, v, mask = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible[:, None]
     if plain and high > low:
         k, v = k.to(q.dtype), v.to(q.dtype)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.softmax_scale, enable_gqa=True)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=spec.softmax_scale, enable_gqa=True
+        )
         return torch.where(mask.any(-1, keepdim=True), out, 0.0).transpose(1, 2), None
 
-    q = q.float().unflatten(1, (spec.num_kv_heads, spec.group_size))  # [num_seqs, num_kv_heads, group_size, q_len, head_dim]
+    q = q.float().unflatten(
+        1, (spec.num_kv_heads, spec.group_size)
+    )  # [num_seqs, num_kv_heads, group_size, q_len, head_dim]
     k, v = k.float()[:, :, None], v.float()[:, :, None]
     scores = q @ k.transpose(-1, -2) * spec.softmax_scale
     if spec.softcap is not None:
@@ -77,7 +87,11 @@ def attend(q, cache, plan, index, q_len, sinks, alibi_slopes, want_lse):
         sink = sinks.float().view(1, spec.num_kv_heads, spec.group_size, 1, 1).expand(*scores.shape[:-1], 1)
         lse = torch.logsumexp(torch.cat([scores, sink], -1), -1, keepdim=True)
     else:
-        lse = torch.logsumexp(scores, -1, keepdim=True) if high > low else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
+        lse = (
+            torch.logsumexp(scores, -1, keepdim=True)
+            if high > low
+            else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
+        )
     out = torch.exp(scores - lse).nan_to_num(0.0) @ v  # a row that sees nothing: -inf - -inf
     return out.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)[..., 0].transpose(1, 2)
 

@@ -10,9 +10,9 @@ from dataclasses import asdict
 import torch
 
 from quire.batch import Batch
+from quire.dispatch.device import device_properties
 from quire.plan import plan
 from quire.spec import AttentionSpec
-from quire.tuning.traits import device_traits
 
 TYPICAL = {
     "decode, 32 sequences of 2,048": ((1, 2048),) * 32,
@@ -46,12 +46,23 @@ def describe() -> dict:
     plans = {}
     for name, lens in TYPICAL.items():
         ones = torch.ones(len(lens), dtype=torch.int32, device=device)
-        batch = Batch(torch.zeros(len(lens), 1, dtype=torch.int32, device=device), ones, torch.zeros(len(lens) + 1, dtype=torch.int32, device=device))
-        bounds = {"max_query_len": max(q for q, _ in lens), "max_seq_len": max(s for _, s in lens), "num_tokens": sum(q for q, _ in lens)}
+        batch = Batch(
+            torch.zeros(len(lens), 1, dtype=torch.int32, device=device),
+            ones,
+            torch.zeros(len(lens) + 1, dtype=torch.int32, device=device),
+        )
+        bounds = {
+            "max_query_len": max(q for q, _ in lens),
+            "max_seq_len": max(s for _, s in lens),
+            "num_tokens": sum(q for q, _ in lens),
+        }
         plans[name] = repr(plan(spec, batch, **bounds))
     return {
         "versions": versions,
-        "device": {"name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU", **asdict(device_traits(device))},
+        "device": {
+            "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
+            **asdict(device_properties(device)),
+        },
         "plans": {"spec": f"32 query heads over 8 KV heads of 128, {dtype}".replace("torch.", ""), **plans},
     }
 

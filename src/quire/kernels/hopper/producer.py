@@ -1,32 +1,32 @@
 """The warp that fetches: draws one block of rows after the other, late ones first since they see the most keys, and has the copy engine bring their queries,
-keys and values page by page. It runs ahead of the warpgroups that compute, over the borders of blocks too.
+keys and values page by page. It runs window_right of the warpgroups that compute, over the borders of blocks too.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from quire.kernels.hopper.block import Block, keys_of, span, write_note
-from quire.kernels.hopper.pipeline import acquire, copy_rows, expect, panels, wait
+from quire.kernels.hopper.pipeline import copy_rows, expect_bytes, panels, producer_acquire, wait
+from quire.kernels.hopper.tile_scheduler import Block, keys_of, publish_work_tile, span
 
 SEQS = gl.constexpr(128)  # sequences looked at at once
 
 
 @gluon.jit
-def fetch(
-    q_ring, k_ring, v_ring, notes, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, num_parts, back, ahead, stride_table, stride_q_head,
+def produce(
+    q_pipe, k_pipe, v_pipe, work_tiles, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, num_parts, window_left, window_right, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Draw blocks until there are none, and have their queries, keys and values copied: to the rings of their bytes, where they are to be converted."""
-    BLOCK_ROWS: gl.constexpr = q_ring.tiles.shape[1]
+    BLOCK_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
     HEADS: gl.constexpr = BLOCK_ROWS // BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
-    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
-    HEAD_DIM: gl.constexpr = k_ring.tiles.shape[2]
+    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    HEAD_DIM: gl.constexpr = k_pipe.tiles.shape[2]
     Q_BYTES: gl.constexpr = HEAD_DIM * 2  # of a row
-    BYTES: gl.constexpr = HEAD_DIM * k_ring.tiles.dtype.primitive_bitwidth // 8
-    CONVERTED: gl.constexpr = k_ring.tiles.dtype != q_ring.tiles.dtype
-    SLOTS: gl.constexpr = v_ring.tiles.shape[0]
+    BYTES: gl.constexpr = HEAD_DIM * k_pipe.tiles.dtype.primitive_bitwidth // 8
+    CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
+    SLOTS: gl.constexpr = v_pipe.tiles.shape[0]
     ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     block_i = 0
     tile_i = 0
@@ -53,20 +53,22 @@ def fetch(
             first_pos = seq_len - q_len
         else:
             first_pos = gl.load(kv.query_offsets + seq)
-        tile, left = span(token, q_len, first_pos, seq_len, back, ahead, part, num_parts, BLOCK_T, BLOCK_N)
+        tile, left = span(
+            token, q_len, first_pos, seq_len, window_left, window_right, part, num_parts, BLOCK_T, BLOCK_N
+        )
         block = Block(head, token, q_start, q_len, first_pos, seq_len, tile, left, part)
         if kv.cu_pages is None:
             row = kv.page_table + seq.to(gl.int64) * stride_table
         else:
             row = kv.page_table + gl.load(kv.cu_pages + seq)
-        kv_low, kv_high = keys_of(block, back, ahead)
+        kv_low, kv_high = keys_of(block, window_left, window_right)
         pages = pages_of(row, tile * BLOCK_N + lane * BOX, tile * BLOCK_N + BLOCK_N, kv_low, kv_high, PAGE_SIZE, BOX)
-        slot = acquire(q_ring, block_i)
-        write_note(notes, slot, block)
-        expect(q_ring.full, slot, BLOCK_ROWS * Q_BYTES)
+        slot = producer_acquire(q_pipe, block_i)
+        publish_work_tile(work_tiles, slot, block)
+        expect_bytes(q_pipe.full, slot, BLOCK_ROWS * Q_BYTES)
         for first in gl.static_range(0, BLOCK_ROWS, Q_BOX):
             at, col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
-            copy_rows(q_desc, at, col, q_ring.full.index(slot), q_ring.tiles.index(slot), first, Q_BOX)
+            copy_rows(q_desc, at, col, q_pipe.full.index(slot), q_pipe.tiles.index(slot), first, Q_BOX)
 
         kv_head = head // GROUP
         while left > 0:
@@ -75,23 +77,53 @@ def fetch(
                 here = here + (gl.sum(gl.where(lane == i, pages, 0), 0),)
             # The next tile's are on their way while this one's are used. So is the next block, no sooner: other programs may be done before this one.
             pos = (tile - 1) * BLOCK_N
-            pages = pages_of(row, pos + lane * BOX, gl.where(left > 1, pos + BLOCK_N, pos), kv_low, kv_high, PAGE_SIZE, BOX)
-            drawn = gl.atomic_add(counter + lane, gl.full([32], 1, gl.int32, ONE_WARP), mask=(lane == 0) & (left == 1), sem="relaxed")
-            slot = acquire(k_ring, tile_i)
-            expect(k_ring.full, slot, BLOCK_N * BYTES)
-            copy_tile(k_desc, k_ring, slot, k_ring.full.index(slot), here, tile * BLOCK_N, k_page, kv_head * k_row, kv_head * k_col, PAGE_SIZE, BOX)
-            slot = acquire(v_ring, tile_i)
+            pages = pages_of(
+                row, pos + lane * BOX, gl.where(left > 1, pos + BLOCK_N, pos), kv_low, kv_high, PAGE_SIZE, BOX
+            )
+            drawn = gl.atomic_add(
+                counter + lane, gl.full([32], 1, gl.int32, ONE_WARP), mask=(lane == 0) & (left == 1), sem="relaxed"
+            )
+            slot = producer_acquire(k_pipe, tile_i)
+            expect_bytes(k_pipe.full, slot, BLOCK_N * BYTES)
+            copy_tile(
+                k_desc,
+                k_pipe,
+                slot,
+                k_pipe.full.index(slot),
+                here,
+                tile * BLOCK_N,
+                k_page,
+                kv_head * k_row,
+                kv_head * k_col,
+                PAGE_SIZE,
+                BOX,
+            )
+            slot = producer_acquire(v_pipe, tile_i)
             barrier = slot
             if not CONVERTED:
                 seen = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
-                barrier = gl.where(seen, slot, SLOTS)  # the spare one, where some rows must be zeroed before they are used
-            expect(v_ring.full, barrier, BLOCK_N * BYTES)
-            copy_tile(v_desc, v_ring, slot, v_ring.full.index(barrier), here, tile * BLOCK_N, v_page, kv_head * v_row, kv_head * v_col, PAGE_SIZE, BOX)
+                barrier = gl.where(
+                    seen, slot, SLOTS
+                )  # the spare one, where some rows must be zeroed before they are used
+            expect_bytes(v_pipe.full, barrier, BLOCK_N * BYTES)
+            copy_tile(
+                v_desc,
+                v_pipe,
+                slot,
+                v_pipe.full.index(barrier),
+                here,
+                tile * BLOCK_N,
+                v_page,
+                kv_head * v_row,
+                kv_head * v_col,
+                PAGE_SIZE,
+                BOX,
+            )
             if not CONVERTED and barrier == SLOTS:
-                wait(v_ring.full, SLOTS, edge_i)
-                zero_unseen(v_ring.tiles.index(slot), tile * BLOCK_N, kv_low, kv_high)
+                wait(v_pipe.full, SLOTS, edge_i)
+                zero_unseen(v_pipe.tiles.index(slot), tile * BLOCK_N, kv_low, kv_high)
                 fence_async_shared()
-                expect(v_ring.full, slot, 0)
+                expect_bytes(v_pipe.full, slot, 0)
                 edge_i += 1
             tile_i += 1
             tile -= 1
@@ -100,9 +132,9 @@ def fetch(
         item = gl.num_programs(0) + gl.sum(gl.where(lane == 0, drawn, 0), 0)
     if item == num_items + gl.num_programs(0) - 1:  # the last draw of all: the counter is ready for the next launch
         gl.store(counter, 0)
-    slot = acquire(q_ring, block_i)
-    write_note(notes, slot, Block(0, 0, 0, 0, 0, 0, 0, 0, 0))
-    expect(q_ring.full, slot, 0)
+    slot = producer_acquire(q_pipe, block_i)
+    publish_work_tile(work_tiles, slot, Block(0, 0, 0, 0, 0, 0, 0, 0, 0))
+    expect_bytes(q_pipe.full, slot, 0)
 
 
 @gluon.jit
@@ -145,15 +177,25 @@ def find_block(ends, number, cu_seqlens_q, num_seqs, few, BLOCK_T: gl.constexpr)
 @gluon.jit
 def pages_of(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
     """Load the pages of the boxes that begin at positions `pos`, before `stop`, and hold keys from `kv_low` on and before `kv_high`."""
-    return gl.load(row + pos // PAGE_SIZE, mask=(pos < stop) & (pos + BOX > kv_low) & (pos < kv_high), other=0).to(gl.int32)
+    return gl.load(row + pos // PAGE_SIZE, mask=(pos < stop) & (pos + BOX > kv_low) & (pos < kv_high), other=0).to(
+        gl.int32
+    )
 
 
 @gluon.jit
-def copy_tile(desc, ring, slot, barrier, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
+def copy_tile(desc, pipe, slot, barrier, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
     """Have the keys or values from position `pos` on copied, BOX of a page at a time; a head of page 0 begins at (row, col)."""
-    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
+    BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     for box in gl.static_range(BLOCK_N // BOX):
-        copy_rows(desc, pages[box] * page_rows + row + (pos + box * BOX) % PAGE_SIZE, col, barrier, ring.tiles.index(slot), box * BOX, BOX)
+        copy_rows(
+            desc,
+            pages[box] * page_rows + row + (pos + box * BOX) % PAGE_SIZE,
+            col,
+            barrier,
+            pipe.tiles.index(slot),
+            box * BOX,
+            BOX,
+        )
 
 
 @gluon.jit

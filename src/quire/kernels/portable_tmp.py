@@ -12,8 +12,8 @@ from triton.runtime.driver import driver
 
 from quire.cache import PagedKVCache
 from quire.kernels import mods, views
-from quire.kernels.blocks import blocks_kernel
-from quire.kernels.shares import shares_kernel
+from quire.kernels.block.kernel import block_kernel
+from quire.kernels.split_kv.kernel import split_kv_kernel
 from quire.plan import Plan
 
 
@@ -47,13 +47,17 @@ def launch(
     prepared = plan.prepared.get(key) if aligned else None
     if prepared is not None and prepared.device == driver.active.get_current_device():
         stream = driver.active.get_current_stream(prepared.device)
-        prepared.kernel[grid](q_at, out_at, lse_at, sinks_at, slopes_at, cache_at + prepared.kv, *prepared.rest, stream=stream)
+        prepared.kernel[grid](
+            q_at, out_at, lse_at, sinks_at, slopes_at, cache_at + prepared.kv, *prepared.rest, stream=stream
+        )
         return
     kernel, kv, rest, meta = arguments(q, cache, plan, out, lse)
     compiled = kernel[grid](q, out, lse, sinks, alibi_slopes, kv, *rest, **meta)
     if compiled is not None and aligned:  # None in the interpreter
         constants = tuple(meta.get(name) for name in kernel.arg_names[6 + len(rest) :])
-        plan.prepared[key] = Prepared(compiled, driver.active.get_current_device(), address_of(kv[4:]), address_of(rest) + constants)
+        plan.prepared[key] = Prepared(
+            compiled, driver.active.get_current_device(), address_of(kv[4:]), address_of(rest) + constants
+        )
 
 
 def address_of(value):
@@ -65,33 +69,55 @@ def address_of(value):
 
 def arguments(q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tensor, lse: torch.Tensor | None) -> tuple:
     """Return the kernel that `plan` chose, the view of the cache, the positional arguments after it, and those given by name."""
-    spec, batch, tile, traits = plan.spec, plan.batch, plan.tile, plan.traits
+    spec, batch, tile, properties = plan.spec, plan.batch, plan.tile, plan.properties
     quantised = cache.dtype is not q.dtype
-    pairs = cache.dtype in mods.PAIR_DECODERS and q.dtype.itemsize == 2 and cache.scale_kind != "token" and views.in_pairs(cache)
+    pairs = (
+        cache.dtype in mods.FP8X2_DECODERS
+        and q.dtype.itemsize == 2
+        and cache.scale_kind != "token"
+        and views.can_pack_fp8(cache)
+    )
     pairs = pairs and min(tile.block_d, tile.block_dv) >= 32
     if pairs:
-        element, decode = torch.int16, mods.pair_decoder(cache.dtype, traits.native_pairs)
+        element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, properties.native_fp8x2)
     else:
-        as_bytes = not traits.native_fp8 and cache.dtype in mods.SOFTWARE_DECODERS
-        element, decode = torch.uint8 if as_bytes else cache.dtype, mods.decoder(cache.dtype, traits.native_fp8)
+        as_bytes = not properties.native_fp8 and cache.dtype in mods.SOFTWARE_DECODERS
+        element, decode = torch.uint8 if as_bytes else cache.dtype, mods.decoder(cache.dtype, properties.native_fp8)
     # Numbers that are converted one by one take registers: fewer keys at once.
     block_n = max(16, tile.block_n // 2) if quantised and not pairs else tile.block_n
     k_strides, v_strides = cache.strides
-    strides = (batch.page_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0))
+    strides = (
+        batch.page_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        0 if lse is None else lse.stride(0),
+    )
     numbers = (spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs)
     meta = {
         "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v,
-        "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv, "K_RUN": k_strides.run_length, "V_RUN": v_strides.run_length, "PAGE_SIZE": cache.page_size,
-        "SCORE_MOD": mods.score_mod(spec), "DECODE": decode, "PAIRS": pairs, "TOKEN_SCALES": cache.scale_kind == "token",
-        "INPUT_PRECISION": "tf32" if spec.allow_tf32 and traits.native_tf32 else "ieee",
-        "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "BAND": plan.max_query_len > 1, "SEARCH": plan.search, "UNMASKED_LOOP": plan.unmasked_loop,
-        "DEPENDENT_LAUNCH": traits.dependent_launch, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+        "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv, "K_VEC": k_strides.vec_size, "V_VEC": v_strides.vec_size, "PAGE_SIZE": cache.page_size,
+        "SCORE_MOD": mods.score_mod(spec), "DECODE": decode, "PACKED_FP8": pairs, "TOKEN_SCALES": cache.scale_kind == "token",
+        "INPUT_PRECISION": "tf32" if spec.allow_tf32 and properties.native_tf32 else "ieee",
+        "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "PER_ROW_MASK": plan.max_query_len > 1, "SEARCH": plan.search, "FULL_TILE_LOOP": plan.full_tile_loop,
+        "PDL": properties.supports_pdl, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     } | tile.hints  # fmt: skip
-    if traits.dependent_launch:
+    if properties.supports_pdl:
         meta["launch_pdl"] = True
     kv = views.paged_kv(cache, batch, element)
     if not plan.num_shares:
-        return blocks_kernel, kv, (batch.cu_seqlens_q, *numbers, *strides), meta
-    meta |= {"ROWS": plan.partial_rows, "SEQS": plan.seqs_at_once, "MORE_SEQS": batch.num_seqs > plan.seqs_at_once, "FEW": plan.few}
-    meta |= {"TWO_STEPS": plan.two_steps, "LONG": plan.long, "CHUNK": plan.chunk}
-    return shares_kernel, kv, (batch.cu_seqlens_q, plan.scratch, *numbers, plan.num_shares, plan.merge_cost, *strides), meta
+        return block_kernel, kv, (batch.cu_seqlens_q, *numbers, *strides), meta
+    meta |= {
+        "ROWS": plan.partial_rows,
+        "SEQS": plan.seqs_at_once,
+        "MORE_SEQS": batch.num_seqs > plan.seqs_at_once,
+        "FEW": plan.few,
+    }
+    meta |= {"TWO_LEVEL": plan.two_level, "LONG": plan.long, "CHUNK": plan.chunk}
+    return (
+        split_kv_kernel,
+        kv,
+        (batch.cu_seqlens_q, plan.scratch, *numbers, plan.num_shares, plan.merge_cost, *strides),
+        meta,
+    )

@@ -37,9 +37,18 @@ td.best { font-weight: 700; } .dim { color: #5c677d; font-size: 0.9rem; }
 """
 PALETTE = 255  # colours of a plot
 CAPTIONS = {  # title, and what there is to see
-    "roofline": ("Roofline", "Every case under the two ceilings. Left of the ridge memory is the limit, right of it arithmetic."),
-    "ratios": ("Case by case", "Quire's time over each other library's: left of the line Quire is faster. The worst cases are at the bottom."),
-    "shares": ("By composition", "Batches that prefill, mix and decode: it is there that libraries differ, more than by length."),
+    "roofline": (
+        "Roofline",
+        "Every case under the two ceilings. Left of the ridge memory is the limit, right of it arithmetic.",
+    ),
+    "ratios": (
+        "Case by case",
+        "Quire's time over each other library's: left of the line Quire is faster. The worst cases are at the bottom.",
+    ),
+    "shares": (
+        "By composition",
+        "Batches that prefill, mix and decode: it is there that libraries differ, more than by length.",
+    ),
     "length": ("By length", "Against the keys of each sequence."),
     "batch": ("By batch", "Against the number of sequences."),
     "graph_range": ("By range", "One captured graph for many lengths, against a graph for each."),
@@ -65,11 +74,15 @@ def page(report: dict, images: dict[str, bytes]) -> str:
     parts.append(f'<h1>quire bench: {e(report["provenance"]["device"])}</h1><p class="dim">{e(told_of(report))}</p>')
     heads, cells = summary_table(rows)
     if cells:
-        parts.append(f'{table(heads, cells)}<p class="dim">Geometric means, and over how many cases. Below 1 Quire is faster.</p>')
+        parts.append(
+            f'{table(heads, cells)}<p class="dim">Geometric means, and over how many cases. Below 1 Quire is faster.</p>'
+        )
     for name, image in images.items():
         title, caption = CAPTIONS[name]
         source = base64.b64encode(image).decode()
-        parts.append(f'<h2>{e(title)}</h2><p class="dim">{e(caption)}</p><img alt="{e(caption)}" src="data:image/png;base64,{source}">')
+        parts.append(
+            f'<h2>{e(title)}</h2><p class="dim">{e(caption)}</p><img alt="{e(caption)}" src="data:image/png;base64,{source}">'
+        )
     if any("compiled" in row for row in rows):
         parts.append(f"<h2>What each case needs, and what its kernels compile to</h2>{table(*compiled_table(rows))}")
     else:
@@ -81,10 +94,23 @@ def page(report: dict, images: dict[str, bytes]) -> str:
                      "Error: the largest against the float64 oracle, and its part of the budget that the precision of the inputs allows.</p>")  # fmt: skip
     if report.get("graph_range"):
         told = e(range_line(report["graph_range"]))
-        parts.append(f"<h2>Graphs captured for a range of lengths</h2><p>{told}</p>{table(*range_table(report['graph_range']))}")
-    heads = "".join(f"<li>{e(name)}: {m.num_q_heads} query heads over {m.num_kv_heads} of {m.head_dim}</li>" for name, m in MODELS.items())
-    parts.append("<h2>Who took part</h2><ul>" + "".join(f"<li>{e(name)}: {e(told)}</li>" for name, told in report["peers"].items()) + "</ul>")
-    gaps = "".join(f"<li>{e(name)}: {e(why)} ({n} case{'s' * (n != 1)})</li>" for name, some in why_not(rows).items() for why, n in some.items())
+        parts.append(
+            f"<h2>Graphs captured for a range of lengths</h2><p>{told}</p>{table(*range_table(report['graph_range']))}"
+        )
+    heads = "".join(
+        f"<li>{e(name)}: {m.num_q_heads} query heads over {m.num_kv_heads} of {m.head_dim}</li>"
+        for name, m in MODELS.items()
+    )
+    parts.append(
+        "<h2>Who took part</h2><ul>"
+        + "".join(f"<li>{e(name)}: {e(told)}</li>" for name, told in report["peers"].items())
+        + "</ul>"
+    )
+    gaps = "".join(
+        f"<li>{e(name)}: {e(why)} ({n} case{'s' * (n != 1)})</li>"
+        for name, some in why_not(rows).items()
+        for why, n in some.items()
+    )
     parts.append(f"<h2>Not served</h2><ul>{gaps}</ul>" if gaps else "")
     parts.append(f"<h2>Heads</h2><ul>{heads}</ul>")
     return (
@@ -108,4 +134,9 @@ def write(report: dict, folder: Path) -> list[Path]:
         images[name] = path.read_bytes()
     close_figures()
     (folder / "report.html").write_text(page(report, images))
-    return [folder / "report.html", folder / "results.json", folder / "results.md", *(folder / f"{name}.png" for name in images)]
+    return [
+        folder / "report.html",
+        folder / "results.json",
+        folder / "results.md",
+        *(folder / f"{name}.png" for name in images),
+    ]

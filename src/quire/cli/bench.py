@@ -16,22 +16,31 @@ import torch
 from quire.bench import cases as workloads
 from quire.bench.cases import Case
 from quire.bench.measure import compare
-from quire.bench.peers import PEERS, Peer, quire_calls, quire_with_tile
+from quire.bench.peers import PEERS, Peer, quire_calls, quire_with_config
 from quire.bench.roofline import DATA_SHEETS, from_data_sheet, measure_ceilings
-from quire.targets import TARGETS, Launch, compile_all, here
+from quire.targets import TARGETS, Launch, compile_all, current_target
 
 EXAMPLES = """examples:
   quire bench --quick                                    # a dozen cases beside every library that is installed, a minute or two
   quire bench --output results/                          # all cases: results.json, plots, report.html
   quire bench --set decode --only 32x --peers Quire,FlashInfer
-  quire bench --only "decode 1x4096" --peers Quire --tile block_n=128 --tile block_n=32,num_stages=4
+  quire bench --only "decode 1x4096" --peers Quire --config block_n=128 --config block_n=32,num_stages=4
   quire bench --trace requests.csv                       # rows of prompt tokens, output tokens
   quire bench --graphs                                   # what graphs captured for a range of lengths lose
   quire bench --compare before/ after/                   # exits with 1 if anything became slower
   quire bench --report results/                          # the plots and pages of a results.json again
   quire bench --device MI300X --set decode               # no GPU: roofline, registers, spills, shared memory, occupancy
 """
-TILE = ("block_m", "block_n", "num_warps", "num_stages", "unmasked_loop", "programs_per_sm", "waves_per_eu", "matrix_instr_nonkdim")
+TILE = (
+    "block_m",
+    "block_n",
+    "num_warps",
+    "num_stages",
+    "full_tile_loop",
+    "programs_per_sm",
+    "waves_per_eu",
+    "matrix_instr_nonkdim",
+)
 RANGES = ((1, 131072), (8, 32768), (32, 16384), (128, 8192))  # sequences, and the keys that a graph is captured for
 VITAL = (  # columns of any terminal
     "µs", "floor", "Quire", "Quire / best other", "of ceiling", "floor µs", "registers", "spilled B", "occupancy", "ratio", "best other",
@@ -45,30 +54,64 @@ def add_parser(subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a dozen cases, measured briefly")
-    parser.add_argument("--set", action="append", choices=workloads.SETS, help="only this set of cases; may be repeated")
+    parser.add_argument(
+        "--set", action="append", choices=workloads.SETS, help="only this set of cases; may be repeated"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="cases from a CSV file of prompt and output tokens, instead of the named ones")
-    parser.add_argument("--model", choices=workloads.MODELS, default="Llama-3-8B", metavar="NAME", help="whose heads --trace has (default: %(default)s)")
-    parser.add_argument("--peers", metavar="NAMES", help="only libraries whose name begins with one of these, separated by commas")
-    parser.add_argument("--tile", action="append", type=fields, metavar="FIELD=N,...", help="also time the portable kernels with this tile; may be repeated")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="cases from a CSV file of prompt and output tokens, instead of the named ones",
+    )
+    parser.add_argument(
+        "--model",
+        choices=workloads.MODELS,
+        default="Llama-3-8B",
+        metavar="NAME",
+        help="whose heads --trace has (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--peers", metavar="NAMES", help="only libraries whose name begins with one of these, separated by commas"
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        type=fields,
+        metavar="FIELD=N,...",
+        help="also time the portable kernels with this tile; may be repeated",
+    )
     parser.add_argument("--seconds", type=float, help="time each case for so long (default: 0.4, with --quick 0.15)")
-    parser.add_argument("--graphs", action="store_true", help="measure graphs captured for a range of lengths, instead of cases")
-    parser.add_argument("--device", choices=DATA_SHEETS, help="measure nothing: from its data sheet and compiled kernels")
+    parser.add_argument(
+        "--graphs", action="store_true", help="measure graphs captured for a range of lengths, instead of cases"
+    )
+    parser.add_argument(
+        "--device", choices=DATA_SHEETS, help="measure nothing: from its data sheet and compiled kernels"
+    )
     parser.add_argument("--no-compile", action="store_true", help="with --device: the roofline alone")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where the report and its plots go (default: quire-bench)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="where the report and its plots go (default: quire-bench)"
+    )
     parser.add_argument("--commit", help="say that this commit was measured; asked of git when not given")
-    parser.add_argument("--report", type=Path, metavar="A", help="write the report of a results.json, or its folder, again; measure nothing")
-    parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="compare two results.json, or their folders")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="A",
+        help="write the report of a results.json, or its folder, again; measure nothing",
+    )
+    parser.add_argument(
+        "--compare", type=Path, nargs=2, metavar=("A", "B"), help="compare two results.json, or their folders"
+    )
     parser.add_argument("--list", action="store_true", help="list the cases and leave")
     parser.set_defaults(run=run)
 
 
 def fields(text: str) -> dict[str, int]:
-    """Read what --tile is given."""
+    """Read what --config is given."""
     pairs = dict(pair.split("=") for pair in text.split(","))
     if unknown := set(pairs) - set(TILE):
         raise argparse.ArgumentTypeError(f"fields must be among {', '.join(TILE)}, got {', '.join(sorted(unknown))}")
-    return {name: bool(int(value)) if name == "unmasked_loop" else int(value) for name, value in pairs.items()}
+    return {name: bool(int(value)) if name == "full_tile_loop" else int(value) for name, value in pairs.items()}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         print(f"quire bench needs {error.name}, which is not installed; pip install 'quire[bench]'", file=sys.stderr)
         return 2
-    from quire.bench import page, report
+    from quire.bench import html, report
 
     console = Console()
     try:
@@ -88,10 +131,14 @@ def run(args: argparse.Namespace) -> int:
             return tell_changes(before, after, console)
         if args.report:
             found = report.load(args.report)
-            written = page.write(found, args.output or (args.report if args.report.is_dir() else args.report.parent))
+            written = html.write(found, args.output or (args.report if args.report.is_dir() else args.report.parent))
             tell(found, console)
             return tell_files(written, console)
-        chosen = workloads.replay(args.trace, model=args.model) if args.trace else workloads.cases(["quick"] if args.quick else args.set, args.only)
+        chosen = (
+            workloads.replay(args.trace, model=args.model)
+            if args.trace
+            else workloads.cases(["quick"] if args.quick else args.set, args.only)
+        )
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -112,14 +159,28 @@ def run(args: argparse.Namespace) -> int:
         if args.peers:
             names = tuple(name.strip() for name in args.peers.split(","))
             peers = [replace(peer, slow=False) for peer in PEERS if peer.name.startswith(names)]
-        own = [Peer(f"Quire {told_fields(some)}", "quire", partial(quire_with_tile, **some), plans=True) for some in args.tile or ()]
+        own = [
+            Peer(f"Quire {told_fields(some)}", "quire", partial(quire_with_config, **some), plans=True)
+            for some in args.tile or ()
+        ]
         peers = peers[:1] + own + peers[1:]
         if not peers:
-            print(f"--peers must begin the names of some of {', '.join(p.name for p in PEERS)}, got {args.peers!r}", file=sys.stderr)
+            print(
+                f"--peers must begin the names of some of {', '.join(p.name for p in PEERS)}, got {args.peers!r}",
+                file=sys.stderr,
+            )
             return 2
         seconds = args.seconds or (0.15 if args.quick else 0.4)
-        found = measure([] if args.graphs else chosen, peers, seconds, args.graphs, args.commit, args.output or Path("quire-bench"), console)
-    written = page.write(found, args.output or Path("quire-bench"))
+        found = measure(
+            [] if args.graphs else chosen,
+            peers,
+            seconds,
+            args.graphs,
+            args.commit,
+            args.output or Path("quire-bench"),
+            console,
+        )
+    written = html.write(found, args.output or Path("quire-bench"))
     tell(found, console)
     tell_files(written, console)
     wrong = [row for row in found["rows"] if "why" in row["results"].get("Quire", {})]
@@ -130,7 +191,9 @@ def run(args: argparse.Namespace) -> int:
 
 def tell_files(written: list[Path], console) -> int:
     """Print what was written."""
-    console.print(f"{written[0]} and beside it {', '.join(path.name for path in written[1:])}", style="dim", soft_wrap=True)
+    console.print(
+        f"{written[0]} and beside it {', '.join(path.name for path in written[1:])}", style="dim", soft_wrap=True
+    )
     return 0
 
 
@@ -140,9 +203,23 @@ def told_fields(some: dict[str, int]) -> str:
 
 def bar(console):
     """Return a progress bar that tells the time left."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=console, transient=True)
 
 
@@ -151,7 +228,9 @@ def launch_of(case: Case, **options) -> Launch:
     return Launch(case.spec, len(case.lens), **case.bounds, page_size=case.page_size, options=tuple(options.items()))
 
 
-def measure(cases: list[Case], peers: list[Peer], seconds: float, graphs: bool, commit: str | None, folder: Path, console) -> dict:
+def measure(
+    cases: list[Case], peers: list[Peer], seconds: float, graphs: bool, commit: str | None, folder: Path, console
+) -> dict:
     """Measure, telling each case as it is done; what there is so far is always in `results.json`."""
     from quire.bench import report
 
@@ -161,9 +240,11 @@ def measure(cases: list[Case], peers: list[Peer], seconds: float, graphs: bool, 
         if why:
             console.print(f"absent: {name} ({why})", style="dim", highlight=False)
     with bar(console) as progress:
-        launches = {} if graphs else {launch_of(case): case for case in cases if any(p.name == "Quire" for p in present)}
+        launches = (
+            {} if graphs else {launch_of(case): case for case in cases if any(p.name == "Quire" for p in present)}
+        )
         task = progress.add_task("compiling", total=len(launches))
-        for _ in compile_all(list(launches), here()) if launches else ():
+        for _ in compile_all(list(launches), current_target()) if launches else ():
             progress.advance(task)
         progress.remove_task(task)
         ceilings = measure_ceilings()
@@ -178,13 +259,23 @@ def measure(cases: list[Case], peers: list[Peer], seconds: float, graphs: bool, 
         for case in cases:
             progress.update(task, description=case.name)
             some = [peer for peer in present if not peer.slow or case.name in workloads.QUICK]
-            late = {peer.name: {"why": "compiles for seconds: measured on some cases only"} for peer in present if peer not in some}
+            late = {
+                peer.name: {"why": "compiles for seconds: measured on some cases only"}
+                for peer in present
+                if peer not in some
+            }
             try:
                 found["rows"].append(report.row_of(case, ceilings, compare(case, some, seconds) | late))
             except torch.cuda.OutOfMemoryError:
-                console.print(f"left out: {case.name}, for which this GPU has too little memory", style="dim", highlight=False)
+                console.print(
+                    f"left out: {case.name}, for which this GPU has too little memory", style="dim", highlight=False
+                )
             except KeyboardInterrupt:
-                console.print(f"stopped: this is the report of {len(found['rows'])} of {len(cases)} cases", style="bold", highlight=False)
+                console.print(
+                    f"stopped: this is the report of {len(found['rows'])} of {len(cases)} cases",
+                    style="bold",
+                    highlight=False,
+                )
                 break
             else:
                 report.save(found, folder)
@@ -196,7 +287,9 @@ def measure(cases: list[Case], peers: list[Peer], seconds: float, graphs: bool, 
 
 def capture_ranges(seconds: float, progress, console):
     """Measure graphs captured for a range of lengths, at lengths in it, beside graphs for these lengths alone."""
-    steps = [(n, bound, length) for n, bound in RANGES for length in (128 << i for i in range(0, 11, 2)) if length <= bound]
+    steps = [
+        (n, bound, length) for n, bound in RANGES for length in (128 << i for i in range(0, 11, 2)) if length <= bound
+    ]
     task = progress.add_task("graphs", total=len(steps))
     for num_seqs, bound, length in steps:
         case = workloads.decode(num_seqs, length)
@@ -204,11 +297,22 @@ def capture_ranges(seconds: float, progress, console):
         def for_the_range(inputs, out, bound=bound):
             return quire_calls(inputs, out, max_seq_len=bound)
 
-        results = compare(case, [Peer("own", "quire", quire_calls), Peer("range", "quire", for_the_range)], seconds, table_len=bound)
+        results = compare(
+            case, [Peer("own", "quire", quire_calls), Peer("range", "quire", for_the_range)], seconds, table_len=bound
+        )
         if not all("micros" in r for r in results.values()):
             raise RuntimeError(f"{case.name} must be right to be timed, got {results}; run quire check")
-        row = {"num_seqs": num_seqs, "captured_for": bound, "seq_len": length, "micros": results["range"]["micros"], "own_micros": results["own"]["micros"]}
-        console.print(f"{case.name}: captured for {bound:,} keys {row['micros']:.1f} µs, for these {row['own_micros']:.1f}", highlight=False)
+        row = {
+            "num_seqs": num_seqs,
+            "captured_for": bound,
+            "seq_len": length,
+            "micros": results["range"]["micros"],
+            "own_micros": results["own"]["micros"],
+        }
+        console.print(
+            f"{case.name}: captured for {bound:,} keys {row['micros']:.1f} µs, for these {row['own_micros']:.1f}",
+            highlight=False,
+        )
         progress.advance(task)
         torch.cuda.empty_cache()
         yield row
@@ -219,7 +323,11 @@ def analyse(cases: list[Case], device: str, compiled: bool, commit: str | None, 
     from quire.bench import report
 
     ceilings, target = from_data_sheet(device), TARGETS[DATA_SHEETS[device][0]]
-    found = {"provenance": report.provenance(device, commit), "ceilings": ceilings.as_dict(), "peers": {"Quire": "not measured: compiled"}}
+    found = {
+        "provenance": report.provenance(device, commit),
+        "ceilings": ceilings.as_dict(),
+        "peers": {"Quire": "not measured: compiled"},
+    }
     found["rows"] = rows = [report.row_of(case, ceilings, {}) for case in cases]
     if not compiled:
         return found
@@ -249,8 +357,12 @@ def tell_cases(cases: list[Case], console) -> int:
 
 def tell_row(row: dict, console) -> None:
     """Print a case as one line: the times of all that have one."""
-    times = "  ".join(f"{name} {r['micros']:.1f}" if "micros" in r else f"{name} –" for name, r in row["results"].items())
-    console.print(f"{row['case']:34} floor {row['floor_micros']:.1f}  {times}", highlight=False, markup=False, soft_wrap=True)
+    times = "  ".join(
+        f"{name} {r['micros']:.1f}" if "micros" in r else f"{name} –" for name, r in row["results"].items()
+    )
+    console.print(
+        f"{row['case']:34} floor {row['floor_micros']:.1f}  {times}", highlight=False, markup=False, soft_wrap=True
+    )
 
 
 def tell(found: dict, console) -> None:
@@ -276,7 +388,9 @@ def tell(found: dict, console) -> None:
 
     rows = found["rows"]
     if any("compiled" in row for row in rows):
-        table(f"{found['provenance']['device']}, from its data sheet and compiled kernels", *report.compiled_table(rows))
+        table(
+            f"{found['provenance']['device']}, from its data sheet and compiled kernels", *report.compiled_table(rows)
+        )
     elif rows:
         table("µs", *report.times_table(rows)) if report.peers_in(rows) else table("needs", *report.detail_table(rows))
         if report.peers_in(rows):
@@ -307,14 +421,26 @@ def tell_changes(before: dict, after: dict, console) -> int:
     made = Table("case", "library", "before µs", "after µs", "ratio", "noise", "", header_style="bold")
     for c in sorted(shown, key=lambda c: -c["after"] / c["before"] if math.isfinite(c["after"]) else -math.inf):
         ratio = f"{c['after'] / c['before']:.3f}" if math.isfinite(c["after"]) else "–"
-        made.add_row(c["case"], c["peer"], f"{c['before']:.1f}", f"{c['after']:.1f}", ratio, f"±{c['noise'] / c['before']:.1%}", c["verdict"])
+        made.add_row(
+            c["case"],
+            c["peer"],
+            f"{c['before']:.1f}",
+            f"{c['after']:.1f}",
+            ratio,
+            f"±{c['noise'] / c['before']:.1%}",
+            c["verdict"],
+        )
     if shown:
         console.print(made)
     counts = {verdict: sum(c["verdict"] == verdict for c in ours) for verdict in ("slower", "lost", "faster", "same")}
     console.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()) + " (beyond the noise of both runs)")
-    others = [c["after"] / c["before"] for c in found if not c["peer"].startswith("Quire") and math.isfinite(c["after"])]
+    others = [
+        c["after"] / c["before"] for c in found if not c["peer"].startswith("Quire") and math.isfinite(c["after"])
+    ]
     if others:
-        console.print(f"other libraries on the same cases: {statistics.geometric_mean(others):.3f} of their time before, which tells what the machine did")
+        console.print(
+            f"other libraries on the same cases: {statistics.geometric_mean(others):.3f} of their time before, which tells what the machine did"
+        )
     if not ours:
         print("A and B must share cases that Quire was timed on, got none; run the same sets", file=sys.stderr)
         return 2

@@ -33,10 +33,21 @@ def add_parser(subparsers) -> None:
     )  # fmt: skip
     parser.add_argument("--model", help="checkpoint folder or hub name; the embedded model when not given")
     parser.add_argument("--prompt", action="append", help="text to continue; may be repeated")
-    parser.add_argument("--max-new-tokens", type=int, default=96, help="tokens to write per prompt (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default), above 0 samples")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache (default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda when there is one")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=96, help="tokens to write per prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default), above 0 samples"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of weights and cache (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda when there is one"
+    )
     parser.add_argument("--page-size", type=int, default=16, help="tokens per page of the cache (default: %(default)s)")
     parser.add_argument("--no-compare", action="store_true", help="skip the second run with eager attention")
     parser.set_defaults(run=run)
@@ -48,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
         import transformers
         from rich.console import Console
     except ImportError as error:
-        print(f"quire generate needs {error.name}, which is not installed; pip install 'quire[transformers]'", file=sys.stderr)
+        print(
+            f"quire generate needs {error.name}, which is not installed; pip install 'quire[transformers]'",
+            file=sys.stderr,
+        )
         return 2
     import torch
 
@@ -68,7 +82,11 @@ def run(args: argparse.Namespace) -> int:
     folder = args.model or str(resources.files("quire") / "demo_model")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).to(device).eval()
+        model = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+            .to(device)
+            .eval()
+        )
     except (OSError, ValueError) as error:
         print(f"--model must be a checkpoint that Transformers loads, got {folder!r}: {error}", file=sys.stderr)
         return 2
@@ -106,7 +124,10 @@ def generate(model, tokenizer, prompts, inputs, args, console) -> int:
     except UnsupportedError as error:
         print(error, file=sys.stderr)
         return 2
-    console.print(f"{args.model or 'embedded model'} on {model.device} in {args.dtype}, {len(prompts)} prompts, attention {name!r}", style="dim")
+    console.print(
+        f"{args.model or 'embedded model'} on {model.device} in {args.dtype}, {len(prompts)} prompts, attention {name!r}",
+        style="dim",
+    )
     begun = time.perf_counter()
     try:
         written = stream(model, tokenizer, prompts, inputs, args, console)
@@ -137,7 +158,9 @@ def generation_config(args: argparse.Namespace, model):
 
     eos, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
     how = {"do_sample": True, "temperature": args.temperature} if args.temperature > 0 else {"do_sample": False}
-    return GenerationConfig(max_new_tokens=args.max_new_tokens, eos_token_id=eos, pad_token_id=0 if pad is None else pad, **how)
+    return GenerationConfig(
+        max_new_tokens=args.max_new_tokens, eos_token_id=eos, pad_token_id=0 if pad is None else pad, **how
+    )
 
 
 def stream(model, tokenizer, prompts, inputs, args, console) -> list[list[int]]:
@@ -149,12 +172,19 @@ def stream(model, tokenizer, prompts, inputs, args, console) -> list[list[int]]:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     pages = [-(-(len(ids) + args.max_new_tokens) // args.page_size) + 1 for ids in inputs]
-    page_size = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # renamed in 5.18
+    page_size = (
+        "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
+    )  # renamed in 5.18
     if model.device.type == "cuda":
         by_device = {"max_blocks_per_request": max(pages)}  # how wide the page table is that a GPU decodes by
     else:
-        by_device = {"use_cuda_graph": False, "use_async_batching": False}  # or Transformers would try, where there is a GPU beside the CPU in use
-    config = ContinuousBatchingConfig(**{page_size: args.page_size}, num_blocks=2 * sum(pages) + 8, max_batch_tokens=512, **by_device)
+        by_device = {
+            "use_cuda_graph": False,
+            "use_async_batching": False,
+        }  # or Transformers would try, where there is a GPU beside the CPU in use
+    config = ContinuousBatchingConfig(
+        **{page_size: args.page_size}, num_blocks=2 * sum(pages) + 8, max_batch_tokens=512, **by_device
+    )
     progress = Progress(TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
     task = progress.add_task("", total=args.max_new_tokens * len(inputs))
     written: dict[str, list[int]] = {}
@@ -169,7 +199,9 @@ def stream(model, tokenizer, prompts, inputs, args, console) -> list[list[int]]:
         return Group(*lines, progress)
 
     with (
-        model.continuous_batching_context_manager(generation_config(args, model), continuous_batching_config=config, warmup=False) as manager,
+        model.continuous_batching_context_manager(
+            generation_config(args, model), continuous_batching_config=config, warmup=False
+        ) as manager,
         Live(view(), console=console, refresh_per_second=12, transient=True) as live,
     ):
         ids = manager.add_requests(inputs, max_new_tokens=args.max_new_tokens, streaming=True)
@@ -189,7 +221,9 @@ def stream(model, tokenizer, prompts, inputs, args, console) -> list[list[int]]:
             if console.is_terminal:
                 live.update(view())
             else:
-                print_new_lines(tokenizer, ids.index(result.request_id), written[result.request_id], shown, result.is_finished())
+                print_new_lines(
+                    tokenizer, ids.index(result.request_id), written[result.request_id], shown, result.is_finished()
+                )
     return [written[i] for i in ids]
 
 
@@ -212,12 +246,24 @@ def compare(model, inputs, written, args, console) -> int:
     for i, ids in enumerate(track(inputs, "eager attention", console=console, transient=True)):
         prompt = torch.tensor([ids], device=model.device)
         config = generation_config(args, model)
-        eager = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)[0, len(ids) :].tolist()
+        eager = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)[
+            0, len(ids) :
+        ].tolist()
         if eager != written[i]:
-            different.append((i, next((n for n, (a, b) in enumerate(zip(eager, written[i], strict=False)) if a != b), min(len(eager), len(written[i])))))
+            different.append(
+                (
+                    i,
+                    next(
+                        (n for n, (a, b) in enumerate(zip(eager, written[i], strict=False)) if a != b),
+                        min(len(eager), len(written[i])),
+                    ),
+                )
+            )
     if not different:
         console.print("[green]equal[/green] to the same model with eager attention, token for token")
         return 0
     for i, n in different:
-        console.print(f"[red]different[/red] from eager attention: prompt {i} from token {n} on; in half precision near ties may round apart")
+        console.print(
+            f"[red]different[/red] from eager attention: prompt {i} from token {n} on; in half precision near ties may round apart"
+        )
     return 1

@@ -23,9 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 for success, 1 when what was checked is wrong, 2 for bad arguments, 130 when interrupted.
     """
-    from quire import __version__, check, env, generate
-    from quire.bench import command as bench
-    from quire.tuning import command as tune
+    from quire import __version__
+    from quire.cli import bench, check, env, generate, tune
 
     parser = argparse.ArgumentParser(
         prog="quire", description="Paged attention for LLM inference, in Python and Triton alone.", epilog=EXAMPLES,

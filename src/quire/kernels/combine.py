@@ -10,19 +10,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from quire.dispatch.tree import padded
 from quire.kernels.primitives import LOG2E, finish
 from quire.kernels.primitives import merge as join
 from quire.state import State
-from quire.tuning.select import padded
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_states", "stride_lses_state", "stride_lses_token", "stride_lses_head"])
-def merge_kernel(
+def combine_kernel(
     outs, lses, out_ptr, lse_ptr, cu_seqlens_q, num_seqs, num_states,
     stride_state, stride_token, stride_head, stride_lses_state, stride_lses_token, stride_lses_head, stride_out_token, stride_out_head, stride_lse,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT_LAUNCH:
+    if PDL:
         gdc_wait()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if cu_seqlens_q is not None:
@@ -30,17 +30,19 @@ def merge_kernel(
             return
     offs_dv, one = tl.arange(0, BLOCK_DV), tl.arange(0, 1)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    m = tl.full([1], float("-inf"), tl.float32)
-    denom = tl.zeros([1], tl.float32)
+    m_i = tl.full([1], float("-inf"), tl.float32)
+    l_i = tl.zeros([1], tl.float32)
     for i in tl.range(0, num_states):
-        other_m = tl.load(lses + i * stride_lses_state + token * stride_lses_token + head * stride_lses_head + one) * LOG2E
+        other_m = (
+            tl.load(lses + i * stride_lses_state + token * stride_lses_token + head * stride_lses_head + one) * LOG2E
+        )
         ptrs = outs + i * stride_state + token * stride_token + head * stride_head + one[:, None] + offs_dv[None, :]
         # A state over no keys has weight 0, whatever its out holds.
         held = (other_m > float("-inf"))[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
         other = tl.load(ptrs, mask=held, other=0.0).to(tl.float32)
-        # A normalised state is (acc, m, denom) = (out, lse, 1); without keys its denominator is 0.
-        acc, m, denom = join(acc, m, denom, other, other_m, tl.where(other_m > float("-inf"), 1.0, 0.0))
-    out, lse = finish(acc, m, denom)
+        # A normalised state is (acc, m_i, l_i) = (out, lse, 1); without keys its denominator is 0.
+        acc, m_i, l_i = join(acc, m_i, l_i, other, other_m, tl.where(other_m > float("-inf"), 1.0, 0.0))
+    out, lse = finish(acc, m_i, l_i)
     ptrs = out_ptr + token * stride_out_token + head * stride_out_head + one[:, None] + offs_dv[None, :]
     tl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=(offs_dv < HEAD_DIM_V)[None, :])
     if lse_ptr is not None:
@@ -53,15 +55,17 @@ def merge(states: Sequence[State]) -> State:
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     if out.numel():
         rest, meta = arguments(outs, lses, out.stride(), lse)
-        merge_kernel[tuple(lse.shape)](outs, lses, out, lse, None, 0, *rest, **meta)
+        combine_kernel[tuple(lse.shape)](outs, lses, out, lse, None, 0, *rest, **meta)
     return State(out, lse)
 
 
-def arguments(outs: torch.Tensor, lses: torch.Tensor, out_strides: tuple, lse: torch.Tensor | None) -> tuple[tuple, dict]:
+def arguments(
+    outs: torch.Tensor, lses: torch.Tensor, out_strides: tuple, lse: torch.Tensor | None
+) -> tuple[tuple, dict]:
     """Return the kernel's arguments after the tensors for states [num_states, num_tokens, num_q_heads, head_dim_v], and those given by name."""
     dim = outs.shape[3]
     strides = (*outs.stride()[:3], *lses.stride(), *out_strides[:2], 0 if lse is None else lse.stride(0))
-    return (len(outs), *strides), {"HEAD_DIM_V": dim, "BLOCK_DV": padded(dim), "DEPENDENT_LAUNCH": False, "num_warps": 1}
+    return (len(outs), *strides), {"HEAD_DIM_V": dim, "BLOCK_DV": padded(dim), "PDL": False, "num_warps": 1}
 
 
 def merge_on_cpu(states: Sequence[State]) -> State:

@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.primitives import LOG2E, attend_tile, empty_state, find_pages, load_queries, store_result, whole
+from quire.kernels.primitives import (
+    LOG2E,
+    attend_tile,
+    empty_state,
+    find_pages,
+    join_even_odd,
+    load_queries,
+    store_result,
+)
 
 
 @triton.jit
@@ -32,8 +40,8 @@ def find_sequence(cu_seqlens_q, num_seqs, block, GROUP: tl.constexpr, BLOCK_M: t
     return seq, tl.load(cu_seqlens_q + seq) * GROUP // BLOCK_M + seq
 
 
-@triton.jit(do_not_specialize=["num_seqs", "stride_table", "back", "ahead"])
-def blocks_kernel(
+@triton.jit(do_not_specialize=["num_seqs", "stride_table", "window_left", "window_right"])
+def block_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
@@ -41,14 +49,14 @@ def blocks_kernel(
     slopes_ptr,  # [num_q_heads], or None
     kv,  # views.PagedKV
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
-    scale, softcap, back, ahead, num_seqs,
+    scale, softcap, window_left, window_right, num_seqs,
     stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_RUN: tl.constexpr, V_RUN: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNMASKED_LOOP: tl.constexpr, SEARCH: tl.constexpr, BAND: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, PACKED_FP8: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL_TILE_LOOP: tl.constexpr, SEARCH: tl.constexpr, PER_ROW_MASK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT_LAUNCH:  # started before the kernel ahead of it in the stream was done
+    if PDL:  # started before the kernel window_right of it in the stream was done
         gdc_wait()
     # Which rows: a block of one sequence's (token, head) pairs.
     pid = tl.program_id(0)
@@ -60,7 +68,9 @@ def blocks_kernel(
         seq = block // tl.cdiv(GROUP, BLOCK_M)
         first_row = block % tl.cdiv(GROUP, BLOCK_M) * BLOCK_M
     elif SEARCH:
-        block = tl.num_programs(0) // NUM_KV_HEADS - 1 - block  # late blocks of a causal prompt see the most keys: they start first
+        block = (
+            tl.num_programs(0) // NUM_KV_HEADS - 1 - block
+        )  # late blocks of a causal prompt see the most keys: they start first
         seq, first_block = find_sequence(cu_seqlens_q, num_seqs, block, GROUP, BLOCK_M)
         first_row = (block - first_block) * BLOCK_M
     seq_len = tl.load(kv.seq_lens + seq)
@@ -84,8 +94,8 @@ def blocks_kernel(
     # Which keys: the band that any of these rows sees.
     low_pos = first_pos + first_row // GROUP
     high_pos = first_pos + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
-    kv_start = tl.maximum(low_pos - back, 0)
-    kv_stop = tl.maximum(tl.minimum(high_pos + ahead + 1, seq_len), 0)
+    kv_start = tl.maximum(low_pos - window_left, 0)
+    kv_stop = tl.maximum(tl.minimum(high_pos + window_right + 1, seq_len), 0)
     start = kv_start // BLOCK_N
     stop = tl.maximum(tl.cdiv(kv_stop, BLOCK_N), start)
 
@@ -94,16 +104,18 @@ def blocks_kernel(
     else:
         row = kv.page_table + tl.load(kv.cu_pages + seq)
 
-    # Tiles that every row sees whole need no masks. The rest lie on the band's two edges, and order does not matter to a softmax.
+    # Tiles that every row sees join_even_odd need no masks. The rest lie on the band's two edges, and order does not matter to a softmax.
     full_start, full_stop = start, start
-    if UNMASKED_LOOP:
-        full_start = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(high_pos - back, 0), BLOCK_N), start), stop)
-        full_stop = tl.maximum(tl.minimum(tl.maximum(tl.minimum(low_pos + ahead + 1, seq_len), 0) // BLOCK_N, stop), full_start)
+    if FULL_TILE_LOOP:
+        full_start = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(high_pos - window_left, 0), BLOCK_N), start), stop)
+        full_stop = tl.maximum(
+            tl.minimum(tl.maximum(tl.minimum(low_pos + window_right + 1, seq_len), 0) // BLOCK_N, stop), full_start
+        )
     tile = full_start * BLOCK_N
     page = find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # on its way while the queries are loaded
 
-    q = load_queries(q_ptr + token * stride_q_token + head * stride_q_head, owned, HEAD_DIM, BLOCK_D, PAIRS)
-    acc, m, denom = empty_state(BLOCK_M, BLOCK_DV, PAIRS)
+    q = load_queries(q_ptr + token * stride_q_token + head * stride_q_head, owned, HEAD_DIM, BLOCK_D, PACKED_FP8)
+    acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + head, mask=owned, other=0.0).to(tl.float32)
@@ -113,32 +125,32 @@ def blocks_kernel(
         v_scale = tl.load(kv.v_scale + kv_head * kv.scale_head)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
 
-    if UNMASKED_LOOP:
+    if FULL_TILE_LOOP:
         for i in tl.range(full_start, full_stop):
             next_page = find_pages(row, (i + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
-            acc, m, denom = attend_tile(
-                acc, m, denom, q, kv, page, i * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
-                False, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
-                PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
+            acc, m_i, l_i = attend_tile(
+                acc, m_i, l_i, q, kv, page, i * BLOCK_N, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, window_left, window_right,
+                False, PER_ROW_MASK, SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION,
+                PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC,
             )  # fmt: skip
             page = next_page
     num_left = full_start - start
-    if UNMASKED_LOOP:
+    if FULL_TILE_LOOP:
         tile = tl.where(num_left > 0, start, full_stop) * BLOCK_N
         page = find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
     for i in tl.range(1, 1 + num_left + stop - full_stop):
         next_tile = tl.where(i < num_left, start + i, full_stop + i - num_left) * BLOCK_N
         next_page = find_pages(row, next_tile, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
-        acc, m, denom = attend_tile(
-            acc, m, denom, q, kv, page, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, back, ahead,
-            True, BAND, SCORE_MOD, DECODE, PAIRS, TOKEN_SCALES, INPUT_PRECISION,
-            PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_RUN, V_RUN,
+        acc, m_i, l_i = attend_tile(
+            acc, m_i, l_i, q, kv, page, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, window_left, window_right,
+            True, PER_ROW_MASK, SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION,
+            PAGE_SIZE, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC,
         )  # fmt: skip
         tile, page = next_tile, next_page
 
-    if DEPENDENT_LAUNCH:
+    if PDL:
         gdc_launch_dependents()
     store_result(
-        out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, whole(acc, BLOCK_M, BLOCK_DV, PAIRS), m, denom, v_scale,
+        out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, join_even_odd(acc, BLOCK_M, BLOCK_DV, PACKED_FP8), m_i, l_i, v_scale,
         token, head, owned, tl.arange(0, BLOCK_DV), HEAD_DIM_V,
     )  # fmt: skip

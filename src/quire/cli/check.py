@@ -17,10 +17,10 @@ import triton
 from quire.api import attention, merge_states, write_kv
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.dispatch.device import device_properties
 from quire.plan import plan
 from quire.spec import QUERY_DTYPES, AttentionSpec
 from quire.testing import Problem, Verdict, error_budget, make_problem
-from quire.tuning.traits import device_traits
 
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17), (33, 70))
 HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32}
@@ -47,7 +47,9 @@ FEATURES = (
     Feature("split keys", lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}),
     Feature("split keys, drafted tokens", lens=((3, 300), (1, 40), (0, 9), (2, 170)), plan={"num_splits": 3}),
     Feature("split keys, several blocks", {"num_q_heads": 34}, lens=((9, 200), (1, 40)), plan={"num_splits": 2}),
-    Feature("split keys, sliding window", {"sliding_window": 90}, lens=((1, 300), (1, 5), (1, 200)), plan={"num_splits": 4}),
+    Feature(
+        "split keys, sliding window", {"sliding_window": 90}, lens=((1, 300), (1, 5), (1, 200)), plan={"num_splits": 4}
+    ),
     Feature("batch-invariant", lens=((1, 700), (1, 5), (1, 0), (3, 300)), plan={"batch_invariant": True}),
     Feature("bidirectional", {"causal": False}),
     Feature("sliding window", {"sliding_window": 9}),
@@ -67,11 +69,25 @@ FEATURES = (
     Feature("int8 cache, one scale", {"kv_dtype": torch.int8}, problem={"scales": "tensor"}),
 )
 ON_HOPPER = tuple(
-    Feature(name, {"head_dim": 64} | extra, lens=((150, 150), (33, 300), (1, 0), (1, 70), (130, 131)), plan={"kernel": "hopper"}, problem=problem)
+    Feature(
+        name,
+        {"head_dim": 64} | extra,
+        lens=((150, 150), (33, 300), (1, 0), (1, 70), (130, 131)),
+        plan={"kernel": "hopper"},
+        problem=problem,
+    )
     for name, extra, problem in (
         ("prompts on Hopper", {}, {}),
-        ("prompts on Hopper, all at once", {"head_dim": 128, "softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 90}, {"layout": "HND"}),
-        ("prompts on Hopper, both sides", {"head_dim": 256, "causal": False, "sliding_window": 90, "sliding_window_right": 40}, {"page_size": 24}),
+        (
+            "prompts on Hopper, all at once",
+            {"head_dim": 128, "softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 90},
+            {"layout": "HND"},
+        ),
+        (
+            "prompts on Hopper, both sides",
+            {"head_dim": 256, "causal": False, "sliding_window": 90, "sliding_window_right": 40},
+            {"page_size": 24},
+        ),
     )
 )
 
@@ -84,7 +100,12 @@ def add_parser(subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--dtype", choices=[str(d).removeprefix("torch.") for d in QUERY_DTYPES], action="append", help="check only this; may be repeated")
+    parser.add_argument(
+        "--dtype",
+        choices=[str(d).removeprefix("torch.") for d in QUERY_DTYPES],
+        action="append",
+        help="check only this; may be repeated",
+    )
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first line that fails")
     parser.set_defaults(run=run)
 
@@ -111,7 +132,9 @@ def rows(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[Row]
             spec = AttentionSpec(**HEADS | {"dtype": dtype} | feature.spec)
             problem = make_problem(spec, feature.lens, device=device, **feature.problem)
             chosen = plan(spec, problem.batch, **problem.bounds, **feature.plan)
-            verdict = error_budget(problem, attention(problem.q, problem.cache, chosen, **problem.tables, return_lse=True))
+            verdict = error_budget(
+                problem, attention(problem.q, problem.cache, chosen, **problem.tables, return_lse=True)
+            )
             yield row(f"attention ({chosen.kernel})", dtype, feature.name, verdict)
 
 
@@ -127,19 +150,28 @@ def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:
     """Return what is served on a device: PyTorch, which serves CPU tensors outside the interpreter, knows no batch-invariant plans."""
     in_torch = device.type == "cpu" and not triton.knobs.runtime.interpret
     served = [feature for feature in FEATURES if not (in_torch and feature.plan.get("batch_invariant"))]
-    return served + list(ON_HOPPER) if device_traits(device).warpgroups and dtype.itemsize == 2 else served
+    return served + list(ON_HOPPER) if device_properties(device).warpgroups and dtype.itemsize == 2 else served
 
 
 def row(kernel: str, dtype: torch.dtype, feature: str, verdict: Verdict) -> Row:
     """Turn a verdict into a line."""
-    return Row(kernel, str(dtype).removeprefix("torch."), feature, verdict.error, max(verdict.out, verdict.lse or 0.0), verdict.passed)
+    return Row(
+        kernel,
+        str(dtype).removeprefix("torch."),
+        feature,
+        verdict.error,
+        max(verdict.out, verdict.lse or 0.0),
+        verdict.passed,
+    )
 
 
 def written(problem: Problem) -> torch.Tensor:
     """Attend after writing the problem's keys and values into fresh pages, in reverse order, through `write_kv`."""
     cache, batch, size = problem.cache, problem.batch, problem.cache.page_size
     fresh = PagedKVCache(torch.full_like(cache.k, float("nan")), torch.full_like(cache.v, float("nan")))
-    slots = [int(batch.page_table[s, p // size]) * size + p % size for s, n in enumerate(problem.seq_lens) for p in range(n)]
+    slots = [
+        int(batch.page_table[s, p // size]) * size + p % size for s, n in enumerate(problem.seq_lens) for p in range(n)
+    ]
     mapping = torch.tensor(slots[::-1], device=cache.device)
     write_kv(cache.k.flatten(0, 1)[mapping], cache.v.flatten(0, 1)[mapping], fresh, mapping)
     return attention(problem.q, fresh, plan(problem.spec, batch, **problem.bounds))
@@ -154,7 +186,10 @@ def in_halves(problem: Problem):
     offsets = torch.tensor(problem.seq_lens, dtype=torch.int32, device=batch.device) - batch.query_starts.diff()
     states = []
     for low, high in ((0, cut), (cut, max(problem.seq_lens))):
-        runs = [[int(batch.page_table[s, p // size]) * size + p % size for p in range(low, min(high, n))] for s, n in enumerate(problem.seq_lens)]
+        runs = [
+            [int(batch.page_table[s, p // size]) * size + p % size for p in range(low, min(high, n))]
+            for s, n in enumerate(problem.seq_lens)
+        ]
         lens = torch.tensor([len(r) for r in runs], dtype=torch.int32, device=batch.device)
         starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         flat = torch.tensor([slot for r in runs for slot in r], dtype=torch.int32, device=batch.device)
@@ -167,7 +202,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; the exit code is 1 when a line failed."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    dtypes = tuple(getattr(torch, name) for name in args.dtype or ("float32", "float16") + (() if triton.knobs.runtime.interpret else ("bfloat16",)))
+    dtypes = tuple(
+        getattr(torch, name)
+        for name in args.dtype or ("float32", "float16") + (() if triton.knobs.runtime.interpret else ("bfloat16",))
+    )
     begun, lines = time.perf_counter(), []
     checked = rows(device, dtypes)
     if args.fail_fast:
@@ -178,12 +216,17 @@ def run(args: argparse.Namespace) -> int:
         json.dump([asdict(line) for line in lines], sys.stdout, indent=2)
         print()
         return 0 if all(line.passed for line in lines) else 1
-    print(f"{torch.cuda.get_device_name() if gpu else 'CPU'}{', Triton interpreter' if triton.knobs.runtime.interpret else ''}")
+    print(
+        f"{torch.cuda.get_device_name() if gpu else 'CPU'}{', Triton interpreter' if triton.knobs.runtime.interpret else ''}"
+    )
     print(f"{'kernel':20} {'dtype':9} {'feature':34} {'error':>9} {'of budget':>9}")
     for line in checked:
         lines.append(line)
         verdict = "pass" if line.passed else "FAIL"
-        print(f"{line.kernel:20} {line.dtype:9} {line.feature:34} {line.error:9.1e} {line.over_budget:9.0%}  {verdict}", flush=True)
+        print(
+            f"{line.kernel:20} {line.dtype:9} {line.feature:34} {line.error:9.1e} {line.over_budget:9.0%}  {verdict}",
+            flush=True,
+        )
         if sys.stderr.isatty():
             print(f"\r{len(lines)} of {total}", end="\r", file=sys.stderr, flush=True)
     failed = sum(not line.passed for line in lines)
