@@ -13,12 +13,13 @@ from PIL import Image
 from rich.console import Console
 
 import quire
-from quire.bench import command, measure, report
+from quire.bench import measure, report
 from quire.bench.cases import Case, cases
 from quire.bench.html import write
 from quire.bench.peers import NAIVE, PEERS, Peer
 from quire.bench.plots import colours
 from quire.bench.roofline import DATA_SHEETS, Ceilings, from_data_sheet
+from quire.cli import bench as command
 from quire.cli import main
 from quire.targets import TARGETS
 

@@ -11,7 +11,7 @@ import quire
 from quire.dispatch.device import device_properties
 from quire.testing import error_budget, make_problem
 
-if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).warpgroups):
+if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).has_wgmma):
     pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
 
 LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}

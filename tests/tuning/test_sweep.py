@@ -12,7 +12,7 @@ from quire.cli import main
 from quire.dispatch.config import HINTS, KernelConfig
 from quire.dispatch.tree import load_tree
 from quire.targets import TARGETS
-from quire.tuning import command, select
+from quire.cli import tune as command, select
 from quire.tuning.fit import explain
 from quire.tuning.space import tiles
 from quire.tuning.sweep import (
