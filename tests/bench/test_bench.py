@@ -185,7 +185,7 @@ def as_with_a_gpu(monkeypatch, compare) -> None:
         "compare": compare,
         "measure_ceilings": lambda: CEILINGS,
         "compile_all": lambda *args: (),
-        "here": lambda: None,
+        "current_target": lambda: None,
     }.items():
         monkeypatch.setattr(command, name, stand_in)
 
