@@ -1,7 +1,7 @@
 """`PagedKVCache`: one layer's pages, in whatever layout the engine keeps them.
 
-Four layouts reduce to one address: `page * stride_page + slot * stride_slot + head * stride_head + (dim // run) * stride_vec + dim % run`,
-where `run` is how many elements of a head lie side by side. The kernels know only that line.
+Four layouts reduce to one address: `page * stride_page + slot * stride_slot + head * stride_head + (dim // vec) * stride_vec + dim % vec`,
+where `vec` is how many elements of a head are contiguous (vLLM's x). The kernels know only that line.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ KINDS: dict[tuple, int] = {}
 
 
 class Strides(NamedTuple):
-    """Where element (page, slot, head, dim) of a cache tensor lies, in elements; `run` as in the module's docstring."""
+    """Where element (page, slot, head, dim) of a cache tensor lies, in elements; `vec` as in the module's docstring."""
 
     page: int
     slot: int
     head: int
-    run: int
+    vec: int
     vec_size: int
 
 
