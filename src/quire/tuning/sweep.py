@@ -437,7 +437,7 @@ def choice(case: Case, tree: dict, properties: DeviceProperties) -> Config:
         or not decision(tree["hopper"], seen, "hopper")
     ):
         return tile
-    plan = decide(*asked, config=tile)
+    plan = decide(*asked, **options_of(tile))
     return tile if plan.num_shares else HOPPER
 
 
