@@ -12,9 +12,9 @@ import torch
 import triton
 
 from quire.batch import Batch
-from quire.dispatch.config import HopperConfig, KernelConfig, hopper_config
+from quire.dispatch.config import HopperConfig, KernelConfig
 from quire.dispatch.device import DeviceProperties, device_properties
-from quire.dispatch.tree import power_of_two, prefers_hopper, rounded, select
+from quire.dispatch.tree import hopper_config, power_of_two, prefers_hopper, rounded, select
 from quire.errors import UnsupportedError
 from quire.kernels.split_kv.kernel import FEW_TILES
 from quire.kernels.views import Scratch

@@ -299,7 +299,7 @@ def test_the_command_stops_and_goes_on_and_writes_a_tree(tmp_path, session, monk
     }.items():
         monkeypatch.setattr(command, name, stand_in)
     monkeypatch.setattr(command, "jobs", lambda quick: FEW)
-    monkeypatch.setattr(trees, "USER_TREES", tmp_path / "trees")
+    monkeypatch.setenv("HOME", str(tmp_path))
     session.stop_after = 100
     assert main(["tune", "--quick"]) == 130
     assert "the same command goes on from" in capsys.readouterr().err
@@ -307,13 +307,13 @@ def test_the_command_stops_and_goes_on_and_writes_a_tree(tmp_path, session, monk
     assert main(["tune", "--quick"]) == 0
     text = capsys.readouterr().out
     assert "plans use it from now on" in text and "held out: regret 1.0" in text and "held out: decode 2x3000" in text
-    (place,) = (tmp_path / "trees").glob("a_made-up_device.json")
+    (place,) = (tmp_path / ".config" / "quire" / "trees").glob("a_made-up_device.json")
     tree = json.loads(place.read_text())
     assert tree["fitted_on"]["regret"]["held_out"]["mean"] < 1.05 and tree["fitted_on"]["commit"]
     assert "| decode 2x3000 Llama-3-70B | yes |" in place.with_suffix(".md").read_text()
-    trees.fitted_trees.cache_clear()
+    trees.forget_trees()
     assert trees.fitted_trees(TRAITS)[0] == (str(place), tree)  # nothing beside it is taken for a tree
-    trees.fitted_trees.cache_clear()
+    trees.forget_trees()
     assert main(["tune", "--explain", str(place)]) == 0
     assert "regret, held out" in capsys.readouterr().out
     assert (
