@@ -9,10 +9,11 @@ import quire
 from quire import targets
 from quire.bench.cases import Case
 from quire.cli import main
+from quire.cli import tune as command
+from quire.dispatch import tree as trees
 from quire.dispatch.config import HINTS, KernelConfig
 from quire.dispatch.tree import load_tree
 from quire.targets import TARGETS
-from quire.cli import tune as command, select
 from quire.tuning.fit import explain
 from quire.tuning.space import tiles
 from quire.tuning.sweep import (
@@ -290,7 +291,7 @@ def test_the_command_stops_and_goes_on_and_writes_a_tree(tmp_path, session, monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Made-Up Device")
-    monkeypatch.setattr(targets, "here", lambda: TARGETS["sm90"])
+    monkeypatch.setattr(targets, "current_target", lambda: TARGETS["sm90"])
     for name, stand_in in {
         "device_properties": lambda device: TRAITS,
         "OnGpu": session,
@@ -298,7 +299,7 @@ def test_the_command_stops_and_goes_on_and_writes_a_tree(tmp_path, session, monk
     }.items():
         monkeypatch.setattr(command, name, stand_in)
     monkeypatch.setattr(command, "jobs", lambda quick: FEW)
-    monkeypatch.setattr(select, "USER_TREES", tmp_path / "trees")
+    monkeypatch.setenv("HOME", str(tmp_path))
     session.stop_after = 100
     assert main(["tune", "--quick"]) == 130
     assert "the same command goes on from" in capsys.readouterr().err
@@ -306,13 +307,13 @@ def test_the_command_stops_and_goes_on_and_writes_a_tree(tmp_path, session, monk
     assert main(["tune", "--quick"]) == 0
     text = capsys.readouterr().out
     assert "plans use it from now on" in text and "held out: regret 1.0" in text and "held out: decode 2x3000" in text
-    (place,) = (tmp_path / "trees").glob("a_made-up_device.json")
+    (place,) = (tmp_path / ".config" / "quire" / "trees").glob("a_made-up_device.json")
     tree = json.loads(place.read_text())
     assert tree["fitted_on"]["regret"]["held_out"]["mean"] < 1.05 and tree["fitted_on"]["commit"]
     assert "| decode 2x3000 Llama-3-70B | yes |" in place.with_suffix(".md").read_text()
-    select.fitted_trees.cache_clear()
-    assert select.fitted_trees(TRAITS)[0] == (str(place), tree)  # nothing beside it is taken for a tree
-    select.fitted_trees.cache_clear()
+    trees.forget_trees()
+    assert trees.fitted_trees(TRAITS)[0] == (str(place), tree)  # nothing beside it is taken for a tree
+    trees.forget_trees()
     assert main(["tune", "--explain", str(place)]) == 0
     assert "regret, held out" in capsys.readouterr().out
     assert (

@@ -18,9 +18,9 @@ import triton
 from quire.bench.cases import Case
 from quire.bench.report import commit_here
 from quire.cli.bench import bar
-from quire.dispatch import tree as select
 from quire.dispatch.device import DeviceProperties, device_properties
-from quire.dispatch.tree import GENERIC, load_tree, walk
+from quire.dispatch.tree import fitted_trees, walk
+from quire.dispatch.tree_file import GENERIC, USER_TREES, load_tree, read_tree, user_folder
 from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves, within_what_was_seen
 from quire.tuning.sweep import (
     HOPPER,
@@ -61,7 +61,7 @@ def add_parser(subparsers) -> None:
     """Add the command to the `quire` parser."""
     parser = subparsers.add_parser(
         "tune", help="measure this GPU and fit a decision tree for plans", description=__doc__,
-        epilog=f"{EXAMPLES}\nplans look for trees in {select.USER_TREES}, by what a device holds and can do, not by its name",
+        epilog=f"{EXAMPLES}\nplans look for trees in {USER_TREES}, by what a device holds and can do, not by its name",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer cases and the usual winners only")
@@ -119,7 +119,11 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     device, name = torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_name()
     properties, chosen = device_properties(device), jobs(args.quick)
-    place = args.output or select.USER_TREES / f"{'_'.join(name.lower().split())}.json"
+    folder = user_folder()
+    if args.output is None and folder is None:
+        print("--output must name a file where the user has no home directory, got none; give one", file=sys.stderr)
+        return 2
+    place = args.output or folder / f"{'_'.join(name.lower().split())}.json"
     path = args.records or place.with_suffix(".quick.jsonl" if args.quick else ".jsonl")
     facts = {
         "torch": torch.__version__,
@@ -231,7 +235,7 @@ def keep(tree: dict, rows: list[dict], place: Path, console) -> None:
     place.write_text(written(tree))
     place.with_suffix(".md").write_text(markdown(rows, tree["fitted_on"]))
     tell_rows(rows, console)
-    used = "plans use it from now on" if place.parent == select.USER_TREES else "a tree that no plan uses yet"
+    used = "plans use it from now on" if place.parent == user_folder() else "a tree that no plan uses yet"
     console.print(f"{place}: {used}", highlight=False, soft_wrap=True)
 
 
@@ -416,16 +420,12 @@ def tell_tree(file: str) -> int:
     name, tree = "generic", load_tree("generic")
     if file:
         try:
-            name, tree = file, json.loads(Path(file).read_text())
-            tree["attention"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            print(
-                f"--explain must name a tree that `quire tune` wrote, got {file!r}: {type(error).__name__} {error}",
-                file=sys.stderr,
-            )
+            name, tree = file, read_tree(Path(file))
+        except ValueError as error:
+            print(error, file=sys.stderr)
             return 2
     elif torch.cuda.is_available():
-        found = select.fitted_trees(device_properties(torch.device("cuda", torch.cuda.current_device())))
+        found = fitted_trees(device_properties(torch.device("cuda", torch.cuda.current_device())))
         name, tree = found[0] if found else (name, tree)
     facts = ", ".join(f"{key} {value}" for key, value in tree["fitted_on"].items() if not isinstance(value, dict))
     print(f"{name}: {facts}")

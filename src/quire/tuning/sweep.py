@@ -20,9 +20,9 @@ from quire.batch import Batch
 from quire.bench.cases import Case, decode, decoding, log_normal, prompts, share
 from quire.bench.measure import Inputs, Sample, capture, make_inputs, replay, told
 from quire.bench.peers import quire_calls
-from quire.dispatch.config import HINTS, KernelConfig, fit, hopper_config
+from quire.dispatch.config import HINTS, KernelConfig, fit
 from quire.dispatch.device import DeviceProperties
-from quire.dispatch.tree import decision, features_of, load_tree, padded, rounded
+from quire.dispatch.tree import decision, features_of, hopper_config, load_tree, padded, rounded
 from quire.plan import decide
 from quire.service import name as name_of_kernel
 from quire.targets import Launch
@@ -437,7 +437,7 @@ def choice(case: Case, tree: dict, properties: DeviceProperties) -> Config:
         or not decision(tree["hopper"], seen, "hopper")
     ):
         return tile
-    plan = decide(*asked, config=tile)
+    plan = decide(*asked, **options_of(tile))
     return tile if plan.num_shares else HOPPER
 
 
