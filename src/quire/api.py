@@ -15,7 +15,9 @@ from quire.errors import UnsupportedError
 from quire.kernels import combine as merge
 from quire.kernels import copy, write
 from quire.kernels import portable_tmp as gpu
-from quire.kernels.cpu import attention as cpu
+from quire.kernels.cpu import attention as cpu_attention
+from quire.kernels.cpu import cache_ops
+from quire.kernels.cpu import merge as cpu_merge
 from quire.kernels.hopper import launch as hopper
 from quire.plan import Plan
 from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES
@@ -71,8 +73,11 @@ def attention(
         out = torch.empty(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=q.dtype, device=q.device)
     else:
         check_out("out", out, (q.shape[0], spec.num_q_heads, spec.head_dim_v), q.dtype, q.device)
-    launch = {"torch": cpu.launch, "triton": gpu.launch, "hopper": hopper.launch}[plan.kernel]
-    launch(q, cache, plan, out, lse, sinks, alibi_slopes)
+    if plan.kernel == "torch":
+        cpu_attention.attend(q, cache, spec, plan.batch, out, lse, sinks, alibi_slopes)
+    else:
+        launch = {"triton": gpu.launch, "hopper": hopper.launch}[plan.kernel]
+        launch(q, cache, plan, out, lse, sinks, alibi_slopes)
     return out if lse is None else State(out, lse)
 
 
@@ -153,7 +158,7 @@ def write_kv(
             f"k, v, cache and slot_mapping must be on one device, got {k.device}, {v.device}, {cache.device} and {slot_mapping.device}; move them together"
         )
     if in_torch(k.device):
-        write.write_on_cpu(k, v, cache, slot_mapping)
+        cache_ops.write_kv(k, v, cache, slot_mapping)
     else:
         write.write(k, v, cache, slot_mapping)
 
@@ -203,9 +208,9 @@ def copy_pages(
     if page_pairs.shape[0] == 0:
         return
     if src.device != dst.device:
-        copy.swap(src, dst, page_pairs)
+        cache_ops.swap_pages(src, dst, page_pairs)
     elif in_torch(src.device):
-        copy.copy_on_cpu(src, dst, page_pairs.to(src.device))
+        cache_ops.copy_pages(src, dst, page_pairs.to(src.device))
     else:
         copy.copy(src, dst, page_pairs.to(src.device))
 
@@ -238,7 +243,7 @@ def merge_states(states: Sequence[State]) -> State:
             raise ValueError(
                 f"states[{i}].lse must be float32 {tuple(out.shape[:2])} on {out.device}, got {lse.dtype} {tuple(lse.shape)}; see State"
             )
-    return merge.merge_on_cpu(states) if in_torch(first.device) else merge.merge(states)
+    return cpu_merge.merge_states(states) if in_torch(first.device) else merge.merge(states)
 
 
 def in_torch(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ import torch
 
 import quire
 from quire.kernels import copy
+from quire.kernels.cpu import cache_ops
 
 SIZE, HEADS, DIM, DIM_V = 5, 2, 16, 24
 PACKED_FP8 = [[1, 5], [3, 0], [-1, 2], [2, -1], [1, 3]]
@@ -114,7 +115,8 @@ def test_swapping_skips_what_a_copy_skips():
         make_cache(4, torch.float8_e5m2, scales=True),
         make_cache(6, torch.float8_e5m2, strides="interleaved", scales=True),
     )
-    with mock.patch.object(copy, "copy", copy.swap), mock.patch.object(copy, "copy_on_cpu", copy.swap):
+    swap = cache_ops.swap_pages
+    with mock.patch.object(copy, "copy", swap), mock.patch.object(cache_ops, "copy_pages", swap):
         check_copy(src, dst, torch.tensor(PACKED_FP8))
 
 

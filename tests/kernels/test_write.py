@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import quire
-from quire.kernels import mods
+from quire.kernels import formats
 
 LAYOUTS = ["NHD", "HND", "HDNX"]
 QUANTISED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
@@ -54,7 +54,7 @@ def put(tensor: torch.Tensor, layout: str, slot: int, x: torch.Tensor) -> None:
 
 def quantise(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round half to even and saturate. PyTorch alone makes NaN or infinity of what is beyond the largest fp8, and anything of it in int8."""
-    x = x.clamp(-mods.LARGEST[dtype], mods.LARGEST[dtype])
+    x = x.clamp(-formats.LARGEST[dtype], formats.LARGEST[dtype])
     return (x.round().nan_to_num(0.0) if dtype is torch.int8 else x).to(dtype)
 
 
@@ -78,7 +78,7 @@ def check_write(memory, k_cache, v_cache, layout, x, slots, scales=None) -> None
                 value = value.float()
                 if token_scales:
                     peak = value.abs().amax(-1)
-                    scales[i][slot // SIZE, slot % SIZE] = torch.where(peak > 0, peak / mods.LARGEST[tensor.dtype], 1.0)
+                    scales[i][slot // SIZE, slot % SIZE] = torch.where(peak > 0, peak / formats.LARGEST[tensor.dtype], 1.0)
                     value = value / scales[i][slot // SIZE, slot % SIZE][:, None]
                 elif scales is not None:
                     value = value / scales[i].view(-1, 1)
@@ -189,7 +189,7 @@ def test_a_token_s_scale_minds_neither_what_is_not_finite_nor_what_is_next_to_no
     x[1, 0, :3] = torch.tensor([-float("inf"), 0.5, 0.0])
     x[2, 0, :2] = torch.tensor([1e-44, -1e-38])
     quire.write_kv(x, x, cache, torch.arange(3))
-    largest = mods.LARGEST[dtype]
+    largest = formats.LARGEST[dtype]
     assert torch.equal(scales[0][0, :, 0], torch.tensor([2.0 / largest, 0.5 / largest, 1.0])) and torch.equal(*scales)
     stored = cache.k[0, :, 0].float()
     assert stored[0, 0].isnan() if dtype.is_floating_point else stored[0, 0] == 0

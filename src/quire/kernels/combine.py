@@ -66,11 +66,3 @@ def arguments(
     dim = outs.shape[3]
     strides = (*outs.stride()[:3], *lses.stride(), *out_strides[:2], 0 if lse is None else lse.stride(0))
     return (len(outs), *strides), {"HEAD_DIM_V": dim, "BLOCK_DV": padded(dim), "PDL": False, "num_warps": 1}
-
-
-def merge_on_cpu(states: Sequence[State]) -> State:
-    """Do the same to CPU tensors in PyTorch."""
-    outs, lses = torch.stack([s.out for s in states]).float(), torch.stack([s.lse for s in states])
-    lse = torch.logsumexp(lses, 0)
-    weights = torch.exp(lses - lse).nan_to_num(0.0)[..., None]  # no keys anywhere: -inf - -inf
-    return State(torch.where(weights > 0, weights * outs, 0.0).sum(0).to(states[0].out.dtype), lse)

@@ -6,21 +6,22 @@ Sequences with equal query lengths go together in one padded gather, so that a s
 
 import torch
 
+from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.plan import Plan
+from quire.spec import AttentionSpec
 
 
-def launch(
+def attend(
     q: torch.Tensor,
     cache: PagedKVCache,
-    plan: Plan,
+    spec: AttentionSpec,
+    batch: Batch,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
 ) -> None:
     """Compute what the kernels would; arguments were checked by `quire.attention`."""
-    batch = plan.batch
     query_starts = batch.query_starts
     starts = query_starts.tolist()
     groups: dict[tuple[int, int], list[int]] = {}
@@ -31,13 +32,15 @@ def launch(
     for (q_len, _), seqs in groups.items():
         index = torch.tensor(seqs)
         rows = query_starts[index].long()[:, None] + torch.arange(q_len)  # [num_seqs, q_len]
-        part_out, part_lse = attend(q[rows], cache, plan, index, q_len, sinks, alibi_slopes, lse is not None)
+        part_out, part_lse = attend_group(
+            q[rows], cache, spec, batch, index, q_len, sinks, alibi_slopes, lse is not None
+        )
         out[rows] = part_out.to(out.dtype)
         if lse is not None:
             lse[rows] = part_lse
 
 
-def attend(q, cache, plan, index, q_len, sinks, alibi_slopes, want_lse):
+def attend_group(q, cache, spec, batch, index, q_len, sinks, alibi_slopes, want_lse):
     """Attend for sequences `index`, which have `q_len` queries each.
 
     Args:
@@ -46,7 +49,6 @@ def attend(q, cache, plan, index, q_len, sinks, alibi_slopes, want_lse):
     Returns:
         out [num_seqs, q_len, num_q_heads, head_dim_v] and, where wanted, lse [num_seqs, q_len, num_q_heads] float32.
     """
-    spec, batch = plan.spec, plan.batch
     seq_lens = batch.seq_lens[index].long()
     first = seq_lens - q_len if batch.query_offsets is None else batch.query_offsets[index].long()
     q_pos = first[:, None] + torch.arange(q_len)
@@ -60,7 +62,7 @@ def attend(q, cache, plan, index, q_len, sinks, alibi_slopes, want_lse):
         & (kv_pos < seq_lens[:, None, None])
     )
     k, v = gather(
-        cache, plan, index, kv_pos, visible.any(1)
+        cache, batch, index, kv_pos, visible.any(1)
     )  # keys that no query sees come out as 0: they may hold anything
 
     plain = spec.softcap is None and not (spec.alibi or spec.sinks or want_lse)
@@ -96,13 +98,12 @@ def attend(q, cache, plan, index, q_len, sinks, alibi_slopes, want_lse):
     return out.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)[..., 0].transpose(1, 2)
 
 
-def gather(cache: PagedKVCache, plan: Plan, index: torch.Tensor, kv_pos: torch.Tensor, needed: torch.Tensor):
+def gather(cache: PagedKVCache, batch: Batch, index: torch.Tensor, kv_pos: torch.Tensor, needed: torch.Tensor):
     """Read keys and values at positions `kv_pos` [num_keys] of sequences `index`, dequantised; 0 where not `needed` [num_seqs, num_keys].
 
     Returns:
         k [num_seqs, num_keys, num_kv_heads, head_dim] and v likewise.
     """
-    batch = plan.batch
     entry = kv_pos // cache.page_size
     if batch.cu_pages is None:
         table = batch.page_table[index][:, entry.clamp(max=batch.page_table.shape[1] - 1)]
