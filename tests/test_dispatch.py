@@ -294,7 +294,7 @@ def test_a_kernel_config_must_be_legal(changes):
     "changes",
     [
         {"num_warpgroups": 3}, {"block_t": 256}, {"block_t": 4}, {"block_t": 48}, {"block_n": 100}, {"num_stages": 0},
-        {"num_blocks": 0}, {"num_byte_stages": -1}, {"in_fp8": 2},
+        {"num_q_stages": 0}, {"num_quantised_stages": -1}, {"fp8_mma": 2},
     ],
 )  # fmt: skip
 def test_a_hopper_config_must_be_legal(changes):
@@ -305,9 +305,9 @@ def test_a_hopper_config_must_be_legal(changes):
 
 def test_a_hopper_config_for_fp8_has_two_warpgroups_and_stages_for_bytes():
     with pytest.raises(ValueError, match="num_warpgroups must be 2"):
-        HopperConfig(1, 32, 64, 2, 2, num_byte_stages=1)
-    with pytest.raises(ValueError, match="num_byte_stages must be at least 1"):
-        HopperConfig(2, 32, 64, 2, 2, in_fp8=True)
+        HopperConfig(1, 32, 64, 2, 2, num_quantised_stages=1)
+    with pytest.raises(ValueError, match="num_quantised_stages must be at least 1"):
+        HopperConfig(2, 32, 64, 2, 2, fp8_mma=True)
 
 
 def test_unknown_devices_have_the_generic_tree():
@@ -405,7 +405,7 @@ BF16, E4M3, E5M2, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
 
 @pytest.mark.parametrize(
     ("head_dim", "kv_dtype", "short", "allow_fp8", "fields"),
-    [  # of the config: num_warpgroups, block_n, num_stages, num_blocks, num_byte_stages, in_fp8
+    [  # of the config: num_warpgroups, block_n, num_stages, num_q_stages, num_quantised_stages, fp8_mma
         (64, BF16, False, False, (2, 128, 4, 2, 0, False)),
         (128, BF16, False, False, (2, 128, 2, 2, 0, False)),
         (128, BF16, False, True, (2, 128, 2, 2, 0, False)),

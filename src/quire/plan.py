@@ -12,6 +12,7 @@ from quire.batch import Batch
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
+from quire.dispatch.tree import padded
 from quire.errors import UnsupportedError
 from quire.kernels import scratch
 from quire.kernels.cpu import launch as cpu
@@ -152,10 +153,10 @@ def check_device(request: Request, options: Options, device: torch.device) -> No
         raise UnsupportedError(
             f"config must leave {' and '.join(config.hints)} at 0 here, got hints for the compiler of AMD's GPUs; leave them out"
         )
-    padded = tree_padded(spec.head_dim), tree_padded(spec.head_dim_v)
-    if (config.block_d, config.block_dv) != padded:
+    wanted = padded(spec.head_dim), padded(spec.head_dim_v)
+    if (config.block_d, config.block_dv) != wanted:
         raise ValueError(
-            f"config must have block_d and block_dv {padded}, the head dims padded to powers of two, "
+            f"config must have block_d and block_dv {wanted}, the head dims padded to powers of two, "
             f"got {(config.block_d, config.block_dv)}; make it for this spec"
         )
 

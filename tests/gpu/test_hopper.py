@@ -99,7 +99,7 @@ def test_products_in_fp8(extra):
     for lens in MIXED, ((700, 5000), (3, 3)):
         p, plan, state = solve(spec, lens, page_size=24)
         verdict = error_budget(p, state)
-        assert plan.fast.in_fp8 and verdict.passed, (plan, verdict)
+        assert plan.fast.fp8_mma and verdict.passed, (plan, verdict)
         exact = quire.attention(
             p.q,
             p.cache,

@@ -23,36 +23,36 @@ class HopperConfig:
         block_t: query tokens of a block, which has as many heads of one KV head as fill its rows.
         block_n: keys of one tile.
         num_stages: tiles of keys, and of values, in flight or in use.
-        num_blocks: blocks whose queries are in shared memory at once.
-        num_byte_stages: tiles of a quantised cache's keys, and of its values, that are in shared memory before they are converted; else 0.
-        in_fp8: whether products are in fp8: the keys' tiles are used as they are.
+        num_q_stages: blocks whose queries are in shared memory at once.
+        num_quantised_stages: tiles of a quantised cache's keys, and of its values, that are in shared memory before they are converted; else 0.
+        fp8_mma: whether products are in fp8: the keys' tiles are used as they are.
     """
 
     num_warpgroups: int
     block_t: int
     block_n: int
     num_stages: int
-    num_blocks: int
-    num_byte_stages: int = 0
-    in_fp8: bool = False
+    num_q_stages: int
+    num_quantised_stages: int = 0
+    fp8_mma: bool = False
 
     def __post_init__(self) -> None:
         require_int("num_warpgroups", self.num_warpgroups, 1, 2)
         require_int("block_t", self.block_t, 8, 64 * self.num_warpgroups, power_of_two=True)
         require_int("block_n", self.block_n, 16, 256, power_of_two=True)
         require_int("num_stages", self.num_stages, 1)
-        require_int("num_blocks", self.num_blocks, 1)
-        require_int("num_byte_stages", self.num_byte_stages, 0)
-        if self.in_fp8 not in (False, True):
-            raise ValueError(f"in_fp8 must be a bool, got {self.in_fp8!r}; pass True or False")
-        if self.num_byte_stages and self.num_warpgroups != 2:
+        require_int("num_q_stages", self.num_q_stages, 1)
+        require_int("num_quantised_stages", self.num_quantised_stages, 0)
+        if self.fp8_mma not in (False, True):
+            raise ValueError(f"fp8_mma must be a bool, got {self.fp8_mma!r}; pass True or False")
+        if self.num_quantised_stages and self.num_warpgroups != 2:
             raise ValueError(
-                f"num_warpgroups must be 2 where num_byte_stages is not 0, got {self.num_warpgroups}; "
+                f"num_warpgroups must be 2 where num_quantised_stages is not 0, got {self.num_warpgroups}; "
                 "a quantised cache needs two warpgroups that compute and a third that converts"
             )
-        if self.in_fp8 and not self.num_byte_stages:
+        if self.fp8_mma and not self.num_quantised_stages:
             raise ValueError(
-                "num_byte_stages must be at least 1 where in_fp8 is True, got 0; pass how many tiles to buffer"
+                "num_quantised_stages must be at least 1 where fp8_mma is True, got 0; pass how many tiles to buffer"
             )
 
     @property

@@ -62,7 +62,7 @@ def split_kv_kernel(
     FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
     MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
-    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr,  # likewise
+    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr, FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     if PDL and MAX_DECODE_QUERIES == 0:  # started before the kernel ahead of it in the stream has ended
         gdc_wait()
@@ -115,7 +115,7 @@ def split_kv_kernel(
                 high_pos = first_pos + tl.minimum((row_block + 1) * BLOCK_M - 1, q_len * GROUP - 1) // GROUP
                 masked = tl.minimum(tl.minimum(low_pos + window_right + 1, kv_stop) // BLOCK_N, begin + num_here)
                 masked = tl.maximum(masked, begin)
-                pays = (num_here > EARLY_EXIT_MAX_TILES) & (high_pos - window_left <= begin * BLOCK_N)
+                pays = (num_here > FULL_TILE_LOOP_MIN_TILES) & (high_pos - window_left <= begin * BLOCK_N)
                 masked = tl.where(pays, masked, begin)
                 for tile in tl.range(begin, masked):
                     next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
