@@ -207,6 +207,15 @@ class PagedKVCache:
         )
 
     @cached_property
+    def has_wide_offsets(self) -> bool:
+        """Whether an offset within one page and head may pass 2^31 elements; sequences that are not paged are one page."""
+        slots = self.k.shape[0] if self.layout == "THD" else self.page_size
+        return any(
+            (slots - 1) * s.slot + (dim // s.vec_size - 1) * s.vec + s.vec_size > 1 << 31
+            for s, dim in zip(self.strides, (self.head_dim, self.head_dim_v), strict=True)
+        ) or (slots - 1) * self.scale_strides[1] >= 1 << 31
+
+    @cached_property
     def kind(self) -> int:
         """A number that caches share which one compiled kernel serves."""
         offsets = self.k.storage_offset() % 2, self.v.storage_offset() % 2
@@ -221,6 +230,7 @@ class PagedKVCache:
                 self.scale_strides,
                 offsets,
                 scales,
+                self.has_wide_offsets,
             ),
             len(KINDS),
         )

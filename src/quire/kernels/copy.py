@@ -12,6 +12,7 @@ import triton.language as tl
 
 from quire.cache import PagedKVCache
 from quire.kernels.formats import page_tensors
+from quire.kernels.launcher import launch
 
 
 class Part(NamedTuple):
@@ -64,7 +65,7 @@ def copy_tile(part, from_page, to_page, offs, SHAPE: tl.constexpr):
     tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
-def copy(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
+def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
     """Launch the copy within one device; arguments were checked by `quire.copy_pages`."""
     pairs = zip(page_tensors(src), page_tensors(dst), strict=True)
     (k, k_shape), (v, v_shape), *scales = (make_part(*tensors) for tensors in pairs)
@@ -72,9 +73,8 @@ def copy(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None
     elements = max(a * b * c * d for a, b, c, d in (k_shape, v_shape))  # scales are fewer
     block = min(2048, triton.next_power_of_2(elements))
     tiles = triton.cdiv(elements, block)
-    copy_kernel[(page_pairs.shape[0] * tiles,)](
-        k, v, k_scale, v_scale, page_pairs, K_SHAPE=k_shape, V_SHAPE=v_shape, SCALE_SHAPE=scale_shape, TILES=tiles, BLOCK=block
-    )  # fmt: skip
+    meta = {"K_SHAPE": k_shape, "V_SHAPE": v_shape, "SCALE_SHAPE": scale_shape, "TILES": tiles, "BLOCK": block}
+    launch(copy_kernel, (page_pairs.shape[0] * tiles,), (k, v, k_scale, v_scale, page_pairs), meta)
 
 
 def make_part(source: torch.Tensor, target: torch.Tensor) -> tuple[Part, tuple[int, int, int, int]]:

@@ -11,6 +11,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.dispatch.request import Request
 from quire.kernels.scratch import ScratchSize
 
 
@@ -34,6 +35,11 @@ class Launch(Protocol):
     @property
     def name(self) -> str:
         """Name of the kernel family."""
+        ...
+
+    @property
+    def request(self) -> Request:
+        """What it serves."""
         ...
 
     def num_programs(self, num_tokens: int) -> int:

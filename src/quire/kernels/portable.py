@@ -92,9 +92,7 @@ class PortableLaunch:
         config = self.config
         hints = "".join(f", {name} {value}" for name, value in config.hints.items())
         loops = ", full-tile loop" if self.full_tile_loop else ""
-        return (
-            f"{config.block_m} rows × {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages{loops}{hints}"
-        )
+        return f"{config.block_m} rows × {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages{loops}{hints}"
 
 
 class PortableRunner:

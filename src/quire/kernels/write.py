@@ -13,6 +13,7 @@ from quire.dispatch.device import device_properties
 from quire.dispatch.tree import padded
 from quire.kernels import mods
 from quire.kernels.formats import largest
+from quire.kernels.launcher import launch
 from quire.kernels.primitives import dim_offsets
 
 
@@ -64,7 +65,7 @@ def write_head(
     tl.store(target + dim_offsets(offs_d.to(tl.int64), stride_vec, VEC, BLOCK), x, mask=inside)
 
 
-def write(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
     """Launch the write; arguments were checked by `quire.write_kv`."""
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
@@ -74,10 +75,12 @@ def write(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: t
     as_bytes = not native and cache.dtype in mods.SOFTWARE_DECODERS
     k_cache, v_cache = (t.view(torch.uint8) if as_bytes else t for t in (cache.k, cache.v))
     ks, vs = cache.strides
-    write_kernel[(num_tokens, cache.num_kv_heads)](
-        k, v, k_cache, v_cache, cache.k_scale, cache.v_scale, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        *ks[:4], *vs[:4], *cache.scale_strides,
-        PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, HEAD_DIM_V=cache.head_dim_v, BLOCK_D=padded(cache.head_dim),
-        BLOCK_DV=padded(cache.head_dim_v), K_VEC=ks.vec_size, V_VEC=vs.vec_size, ENCODE=encoder, LARGEST=largest(cache.dtype),
-        TOKEN_SCALES=cache.scale_kind == "token", num_warps=1,
-    )  # fmt: skip
+    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *ks[:4], *vs[:4], *cache.scale_strides
+    meta = {
+        "PAGE_SIZE": cache.page_size, "HEAD_DIM": cache.head_dim, "HEAD_DIM_V": cache.head_dim_v,
+        "BLOCK_D": padded(cache.head_dim), "BLOCK_DV": padded(cache.head_dim_v), "K_VEC": ks.vec_size,
+        "V_VEC": vs.vec_size, "ENCODE": encoder, "LARGEST": largest(cache.dtype),
+        "TOKEN_SCALES": cache.scale_kind == "token", "num_warps": 1,
+    }  # fmt: skip
+    arguments = k, v, k_cache, v_cache, cache.k_scale, cache.v_scale, slot_mapping, *strides
+    launch(write_kernel, (num_tokens, cache.num_kv_heads), arguments, meta)

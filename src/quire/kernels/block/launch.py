@@ -36,4 +36,6 @@ class BlockLaunch(PortableLaunch):
 
     def __str__(self) -> str:
         blocks = self.num_row_blocks(self.request.bounds.num_tokens)
-        return f"block kernel: {self.describe_config()}, {blocks} row blocks × {self.request.spec.num_kv_heads} KV heads"
+        return (
+            f"block kernel: {self.describe_config()}, {blocks} row blocks × {self.request.spec.num_kv_heads} KV heads"
+        )

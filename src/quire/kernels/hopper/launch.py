@@ -15,9 +15,8 @@ from quire.kernels.hopper.tma import matrices_of_cache
 from quire.kernels.launch import Runner
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import ScratchSize, counter_bytes
-from quire.kernels.split_kv.launch import SplitKVLaunch
+from quire.kernels.split_kv.launch import SplitKVLaunch, rounded
 from quire.kernels.split_kv.launch import propose as propose_portable
-from quire.kernels.split_kv.launch import rounded
 
 MAX_DECODE_ROWS = 16  # sequences of no more rows than this go to the decode launch of a mixed batch
 

@@ -41,7 +41,10 @@ class HopperRunner:
             spec, size = launch.request.spec, launch.scratch_size()
             tokens = launch.split_rows // (spec.num_q_heads * launch.num_splits)
             shape = tokens, spec.num_q_heads, launch.num_splits
-            states, after_out = workspace[size.counters : size.total].view(torch.float32), launch.split_rows * spec.head_dim_v
+            states, after_out = (
+                workspace[size.counters : size.total].view(torch.float32),
+                launch.split_rows * spec.head_dim_v,
+            )
             self.split_out = states[: math.prod(shape) * spec.head_dim_v].view(*shape, spec.head_dim_v)
             self.split_lse = states[after_out : after_out + math.prod(shape)].view(shape)
 
@@ -108,7 +111,13 @@ class HopperRunner:
         """Return the arguments after the descriptors, and those given by name."""
         decided, batch, spec = self.decided, self.batch, self.decided.request.spec
         kv = views.kv_layout(cache, batch, cache.dtype, share_offsets=False)
-        strides = batch.page_table.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
+        strides = (
+            batch.page_table.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            0 if lse is None else lse.stride(0),
+        )
         numbers = (
             spec.softmax_scale, spec.softcap or 0.0, *spec.window, decided.max_decode_queries, batch.num_seqs,
             decided.num_splits,

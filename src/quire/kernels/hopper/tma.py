@@ -24,9 +24,7 @@ class Matrix(NamedTuple):
     stride: int
 
 
-def matrix_of(
-    tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]
-) -> Matrix | None:
+def matrix_of(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> Matrix | None:
     """Return a tensor as a matrix; None if TMA cannot address it so.
 
     Args:

@@ -102,7 +102,9 @@ def split_kv_kernel(
         num_here = tl.minimum(block_unit + num_units, high) - unit
         row = table_row(kv, seq, stride_table)
         begin = first + unit - block_unit  # in units of the sequence
-        page = find_pages(row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # in flight while the queries are loaded
+        page = find_pages(
+            row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N
+        )  # in flight while the queries are loaded
 
         rows = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, slopes_ptr, GROUP, BLOCK_M)
         q_ptrs = q_ptr + rows.token * stride_q_token + rows.head * stride_q_head
@@ -158,7 +160,12 @@ def split_kv_kernel(
             first_partition = block_unit // size
             num_arrivals = (block_unit + num_units - 1) // size - first_partition + 1
             if FIXED_SPLIT == 0:
-                first_slot, next_slot, step, num_partials = 2 * first_partition + 1, 2 * first_partition + 2, 2, num_arrivals
+                first_slot, next_slot, step, num_partials = (
+                    2 * first_partition + 1,
+                    2 * first_partition + 2,
+                    2,
+                    num_arrivals,
+                )
                 slot = 2 * partition + (partition == first_partition).to(tl.int32)
             else:
                 first_slot, next_slot, step = block_unit, (first_partition + 1) * size, 1

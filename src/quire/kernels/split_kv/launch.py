@@ -168,7 +168,9 @@ def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLa
         config, reason = tree.select(spec, device, *rounded(request))
     launch = choose_partitions(request, config, tree.cost_model(spec, device), options)
     if isinstance(launch, SplitKVLaunch):
-        reason += f", {launch.num_partitions} partitions for each of {spec.num_kv_heads} KV heads on {device.num_sms} SMs"
+        reason += (
+            f", {launch.num_partitions} partitions for each of {spec.num_kv_heads} KV heads on {device.num_sms} SMs"
+        )
     return launch, reason
 
 

@@ -23,7 +23,9 @@ class Partial(NamedTuple):
 
 
 @triton.jit
-def store_partial(scratch, acc, m_i, l_i, slot, wanted, PACKED_FP8: tl.constexpr, BLOCK_M: tl.constexpr, P: tl.constexpr):
+def store_partial(
+    scratch, acc, m_i, l_i, slot, wanted, PACKED_FP8: tl.constexpr, BLOCK_M: tl.constexpr, P: tl.constexpr
+):
     """Write a state to slot `slot` of the scratch, if `wanted`."""
     offs_m = tl.arange(0, BLOCK_M)
     rows = slot * P.ROWS + offs_m
@@ -61,9 +63,7 @@ def combine_group(scratch, first_slot, next_slot, step, num_partials, kv_head, P
     rows = (first_slot * P.NUM_KV_HEADS + kv_head) * P.ROWS + tl.arange(0, P.ROWS)
     for part in tl.range(P.BLOCK_DV // P.COLUMNS, num_stages=1):
         columns = part * P.COLUMNS + tl.arange(0, P.COLUMNS)
-        acc, m_i, l_i = combine_partials(
-            scratch, first_slot, next_slot, step, num_partials, kv_head, columns, False, P
-        )
+        acc, m_i, l_i = combine_partials(scratch, first_slot, next_slot, step, num_partials, kv_head, columns, False, P)
         tl.debug_barrier()  # every thread has read what is now replaced
         ptrs = scratch.acc + rows.to(tl.int64)[:, None] * P.HEAD_DIM_V + columns[None, :]
         tl.store(ptrs, acc, mask=(columns < P.HEAD_DIM_V)[None, :])
@@ -93,7 +93,9 @@ def combine_partials(
     l_i = tl.zeros([P.ROWS], tl.float32)
     for first in tl.range(0, num_partials, WIDTH, num_stages=1):
         accs, ms, ls = (), (), ()
-        for i in tl.static_range(WIDTH):  # all loads of a round are in flight together; past L1 (.cg), since other programs wrote
+        for i in tl.static_range(
+            WIDTH
+        ):  # all loads of a round are in flight together; past L1 (.cg), since other programs wrote
             # Combining is bound by instructions: all partials share one offset block, and the tail of the last round reads the last partial again
             # with weight 0. Decode masks the load of m_i: for a selection ptxas would wait for m_i before it issues the loads of acc, and a round
             # would take two latencies. Drafts select, since a mask costs registers that they lack.
