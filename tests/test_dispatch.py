@@ -16,6 +16,7 @@ import quire
 from quire.cli import main
 from quire.dispatch import tree as trees
 from quire.dispatch.config import CostModel, HopperConfig, KernelConfig
+from quire.dispatch.request import Bounds, Options, Request
 from quire.dispatch.tree import (
     cost_model,
     features_of,
@@ -37,7 +38,7 @@ from quire.dispatch.tree_file import (
     load_tree,
     shipped_trees,
 )
-from quire.plan import decide, scratch_bytes
+from quire.plan import decide
 from quire.targets import TARGETS
 
 SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -76,18 +77,23 @@ def test_a_user_s_own_tree_comes_first_where_it_was_fitted(user_trees):
     assert "mine.json" not in select(wide, TRAITS, *seen)[1]  # a head dim it was not fitted for
 
 
+def decided(max_query_len: int, max_seq_len: int, num_tokens: int, num_seqs: int, device=TRAITS, **options):
+    """Return the launch that is decided for a batch of SPEC, with cu_seqlens_q where sequences may have several queries."""
+    bounds = Bounds(max_query_len, max_seq_len, num_tokens)
+    return decide(Request(SPEC, num_seqs, max_query_len > 1, bounds, device), Options(**options))[0]
+
+
 def test_a_leaf_may_leave_it_to_the_generic_tree_and_batch_invariant_plans_always_do(user_trees):
     seen, few = rounded(SPEC, TRAITS, 1, 2048, 32), rounded(SPEC, TRAITS, 1, 64, 32)
     generic = [select(SPEC, TRAITS, *s)[0] for s in (seen, few)]
-    batch = quire.Batch(torch.zeros(32, 1, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))
-    invariant = decide(SPEC, batch, TRAITS, 1, 2048, 32, batch_invariant=True).tile
+    invariant = decided(1, 2048, 32, 32, batch_invariant=True).config
     own_tree(user_trees, attention=["keys_per_seq", 100, LEAF, "generic"], hopper="generic")
     trees.forget_trees()
     assert select(SPEC, TRAITS, *seen)[0] == generic[0] and "mine.json" in select(SPEC, TRAITS, *seen)[1]
     assert select(SPEC, TRAITS, *few)[0].leaf == LEAF != generic[1].leaf
     assert prefers_hopper(SPEC, TRAITS, *rounded(SPEC, TRAITS, 4096, 4096, 4096))
-    assert decide(SPEC, batch, TRAITS, 1, 64, 32).tile.leaf == LEAF
-    assert decide(SPEC, batch, TRAITS, 1, 64, 32, batch_invariant=True).tile == invariant
+    assert decided(1, 64, 32, 32).config.leaf == LEAF
+    assert decided(1, 64, 32, 32, batch_invariant=True).config == invariant
 
 
 def check_that_it_is_left_out(path: Path, reason: str) -> None:
@@ -445,37 +451,21 @@ def test_what_the_hopper_kernel_does_not_serve(reason, target, changes):
         assert hopper_config(replace(SPEC, **changes), TARGETS[target].properties, short) == reason
 
 
-def test_keys_are_cut_where_blocks_of_prompts_are_few():
-    def parts(max_query_len, max_seq_len, num_seqs=1, num_tokens=None, **options):
-        starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
-        batch = quire.Batch(torch.zeros(num_seqs, 1, dtype=torch.int32), starts[1:], starts)
-        return decide(
-            SPEC,
-            batch,
-            replace(TRAITS, num_sms=128),
-            max_query_len,
-            max_seq_len,
-            num_tokens or num_seqs * max_query_len,
-            **options,
-        )
+def test_keys_are_split_where_work_tiles_of_prompts_are_few():
+    def launch(max_query_len, max_seq_len, num_seqs=1, num_tokens=None):
+        device = replace(TRAITS, num_sms=128)
+        return decided(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len, num_seqs, device)
 
-    chunk = parts(64, 16384)
-    assert (chunk.kernel, chunk.num_parts, chunk.num_shares) == ("hopper", 8, 0) and "their keys in 8 parts" in repr(
-        chunk
-    )
-    assert (
-        chunk.instead.kernel == "triton"
-        and chunk.instead.num_shares > 0
-        and scratch_bytes(chunk)[0] >= scratch_bytes(chunk.instead)[0]
-    )
-    assert scratch_bytes(chunk) == scratch_bytes(parts(128, 9999)) != scratch_bytes(parts(512, 16384))
-    assert parts(64, 2048).num_parts == 8 and parts(64, 1200).num_parts == 4  # two tiles each at least
-    assert [parts(n, 16384).num_parts for n in (31, 32, 128, 256, 512, 4096)] == [1, 15, 4, 2, 1, 1]
-    assert parts(64, 16384, num_seqs=2).num_parts == 4
-    assert parts(64, 16384, num_seqs=3, num_tokens=70).num_parts == 1  # some of them may be decoding
-    assert (
-        parts(64, 1024).num_parts
-        == parts(64, 16384, batch_invariant=True).num_parts
-        == parts(64, 16384, kernel="triton").num_parts
-        == 1
-    )
+    chunk = launch(64, 16384)
+    assert chunk.name == "hopper"
+    assert chunk.num_splits == 8
+    assert "num_splits 8" in str(chunk)
+    assert chunk.fallback.name == "split_kv"
+    assert chunk.scratch_size().total >= chunk.fallback.scratch_size().total
+    assert chunk.scratch_size() == launch(128, 9999).scratch_size() != launch(512, 16384).scratch_size()
+    assert launch(64, 2048).num_splits == 8
+    assert launch(64, 1200).num_splits == 4  # two tiles each at least
+    assert launch(31, 16384).name == "split_kv"
+    assert [launch(n, 16384).num_splits for n in (32, 128, 256, 512, 4096)] == [15, 4, 2, 1, 1]
+    assert launch(64, 16384, num_seqs=2).num_splits == 4
+    assert launch(64, 16384, num_seqs=3, num_tokens=70).num_splits == 1  # some of them may be decoding

@@ -41,7 +41,8 @@ def test_one_workspace_serves_every_plan_within_its_bounds(batch_invariant):
 )
 def test_every_plan_within_bounds_needs_no_more_than_the_workspace():
     from quire.dispatch.device import device_properties
-    from quire.plan import decide, scratch_bytes
+    from quire.dispatch.request import Bounds, Options, Request
+    from quire.plan import decide
 
     draw, properties = random.Random(1), device_properties(torch.device(DEVICE))
     for spec in (SPEC, quire.AttentionSpec(num_q_heads=32, num_kv_heads=1, head_dim=128, dtype=torch.float16)):
@@ -52,21 +53,10 @@ def test_every_plan_within_bounds_needs_no_more_than_the_workspace():
                 enough = quire.workspace_size(spec, **bounds, device=DEVICE, batch_invariant=invariant)
                 for _ in range(20):
                     seqs, tokens = draw.randint(1, num_seqs), draw.randint(1, num_tokens)
-                    batch = quire.Batch(
-                        torch.zeros(seqs, 1, dtype=torch.int32),
-                        torch.zeros(seqs, dtype=torch.int32),
-                        torch.zeros(seqs + 1, dtype=torch.int32),
-                    )
-                    plan = decide(
-                        spec,
-                        batch,
-                        properties,
-                        draw.randint(1, tokens),
-                        draw.randint(1, seq_len),
-                        tokens,
-                        batch_invariant=invariant,
-                    )
-                    assert not plan.has_scratch or scratch_bytes(plan)[0] <= enough, (bounds, plan)
+                    bounded = Bounds(draw.randint(1, tokens), draw.randint(1, seq_len), tokens)
+                    request = Request(spec, seqs, True, bounded, properties)
+                    launch, _ = decide(request, Options(batch_invariant=invariant))
+                    assert launch.scratch_size().total <= enough, (bounds, launch)
 
 
 def test_scratch_does_not_grow_with_sequences_and_lengths():

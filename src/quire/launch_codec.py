@@ -35,10 +35,8 @@ def decode(text: str) -> Any:
 
 
 def _decode(found: dict[str, Any]) -> Any:
-    if "dtype" in found:
-        return getattr(torch, found["dtype"])
     if "class" not in found:
-        return found
+        return getattr(torch, found["dtype"])
     module, name = found.pop("class").split(":")
     assert module.startswith("quire."), f"{module} must be a module of Quire's"
     return getattr(import_module(module), name)(**found)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire.dispatch.config import KernelConfig
-from quire.kernels import portable_tmp as portable
+from quire.plan import make_plan
 from quire.testing import error_budget, make_problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,7 +70,7 @@ def test_many_states_of_single_queries(lens, num_splits):
         16, block_n=16, num_warps=4, num_stages=2, full_tile_loop=False, programs_per_sm=64, block_d=16, block_dv=16
     )
     plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, config=tile)
-    assert plan.kernel == "torch" or plan.two_level
+    assert plan.kernel == "torch" or plan.launch.is_two_level
     for _ in range(2):  # the counters are left as they were
         verdict = error_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
         assert verdict.passed, verdict
@@ -263,16 +263,17 @@ def test_whole_space(data):
     "lens",
     [((1, 400), (30, 60), (40, 40), (2, 300), (1, 0), (9, 9), (1, 5)), ((30, 60), (40, 40)), ((3, 700), (20, 30))],
 )
-def test_shares_of_sequences_of_few_queries_leave_the_others_alone(lens):
-    """What runs beside the kernel for prompts, here without it."""
+def test_a_decode_launch_leaves_the_other_sequences_alone(lens):
+    """The second launch of a Hopper plan, here without the first."""
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
     p = make_problem(spec, lens, device=DEVICE)
     plan = quire.plan(spec, p.batch, max_query_len=3, max_seq_len=700, num_tokens=3 * len(lens), num_splits=3)
-    plan = dataclasses.replace(plan, few=3)
+    decode = dataclasses.replace(plan.launch, max_decode_queries=3)
+    plan = make_plan(spec, p.batch, decode, "a test")
     out, lse = torch.full_like(p.q, 7.0), torch.full(p.q.shape[:2], 7.0, device=DEVICE)
     if DEVICE == "cuda":
         torch.cuda.synchronize()  # such a launch waits for nothing before its end
-    portable.launch(p.q, p.cache, plan, out, lse, None, None)
+    plan.runner(p.q, p.cache, out, lse, None, None)
     whole = quire.attention(p.q, p.cache, quire.plan(spec, p.batch, **p.bounds), return_lse=True)
     served = torch.cat([torch.full((q,), q <= 3) for q, _ in lens]).to(DEVICE)
     torch.testing.assert_close(out[served], whole.out[served])

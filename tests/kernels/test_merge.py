@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire import State, reference
-from quire.kernels.combine import arguments, combine_kernel
+from quire.kernels.combine import combine_arguments, combine_kernel
 
 
 def random_states(count, tokens=3, heads=2, dim=24, dtype=torch.float64, seed=0):
@@ -102,7 +102,7 @@ def test_states_side_by_side_merge_into_tensors_of_any_stride(with_lse):
     around = torch.full((7, 3, 50), 9.0, device=device)
     out, lse = around[..., 10:42], torch.full((7, 4), 9.0, device=device)[:, :3]
     starts = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
-    rest, meta = arguments(outs.permute(2, 0, 1, 3), lses.permute(2, 0, 1), out.stride(), lse if with_lse else None)
+    rest, meta = combine_arguments(outs.permute(2, 0, 1, 3), lses.permute(2, 0, 1), out.stride(), lse if with_lse else None)
     combine_kernel[7, 3](outs, lses, out, lse if with_lse else None, starts, 2, *rest, **meta)
     expected = reference.merge(*(State(s.out.double(), s.lse.double()) for s in states))
     torch.testing.assert_close(out[:5].cpu().double(), expected.out[:5], atol=1e-6, rtol=1e-6)

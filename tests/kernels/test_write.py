@@ -78,7 +78,9 @@ def check_write(memory, k_cache, v_cache, layout, x, slots, scales=None) -> None
                 value = value.float()
                 if token_scales:
                     peak = value.abs().amax(-1)
-                    scales[i][slot // SIZE, slot % SIZE] = torch.where(peak > 0, peak / formats.LARGEST[tensor.dtype], 1.0)
+                    scales[i][slot // SIZE, slot % SIZE] = torch.where(
+                        peak > 0, peak / formats.LARGEST[tensor.dtype], 1.0
+                    )
                     value = value / scales[i][slot // SIZE, slot % SIZE][:, None]
                 elif scales is not None:
                     value = value / scales[i].view(-1, 1)

@@ -91,7 +91,7 @@ def quire_calls(inputs: Inputs, out: torch.Tensor, **options) -> Callable[[torch
 
 def quire_with_config(inputs: Inputs, out: torch.Tensor, **fields: int) -> Callable[[torch.Tensor], Call]:
     """As `quire_calls`, with some fields of the tile that a plan would choose replaced; never the Hopper kernel."""
-    return quire_calls(inputs, out, config=replace(inputs.plan(inputs.tables[0]).tile, **fields))
+    return quire_calls(inputs, out, config=replace(inputs.plan(inputs.tables[0]).launch.config, **fields))
 
 
 def naive_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:

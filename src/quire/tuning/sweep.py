@@ -9,22 +9,22 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from quire.batch import Batch
 from quire.bench.cases import Case, decode, decoding, log_normal, prompts, share
 from quire.bench.measure import Inputs, Sample, capture, make_inputs, replay, told
 from quire.bench.peers import quire_calls
 from quire.dispatch.config import HINTS, KernelConfig, fit
 from quire.dispatch.device import DeviceProperties
+from quire.dispatch.request import Bounds, Options, Request
 from quire.dispatch.tree import decision, features_of, hopper_config, load_tree, padded, rounded
+from quire.kernels.hopper.launch import HopperLaunch
 from quire.plan import decide
-from quire.service import name as name_of_kernel
 from quire.targets import Launch
 from quire.tuning.space import tiles
 
@@ -157,9 +157,15 @@ def key_of(leaf: dict | str) -> str:
     return f"{leaf['block_m']}x{leaf['block_n']} w{leaf['num_warps']} s{leaf['num_stages']}{unmasked} p{leaf['programs_per_sm']}{hints}"
 
 
+def request_of(case: Case, properties: DeviceProperties) -> Request:
+    """Return what `quire.plan` decides about for a case."""
+    bounds = Bounds(**case.bounds)
+    return Request(case.spec, len(case.lens), bounds.max_query_len > 1, bounds, properties)
+
+
 def options_of(config: Config) -> dict:
     """Return what `quire.plan` is given."""
-    return {"kernel": HOPPER} if isinstance(config, str) else {"tile": config}
+    return {"kernel": HOPPER} if isinstance(config, str) else {"config": config}
 
 
 # Compilation
@@ -172,21 +178,10 @@ def launches(
     found: dict[tuple, Launch] = {}
     stands_for: dict[Launch, list[tuple[str, str]]] = defaultdict(list)
     for case, configs in wanted:
-        lens = torch.zeros(len(case.lens) + 1, dtype=torch.int32)
-        starts = None if case.bounds["max_query_len"] == 1 else lens
-        batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], starts)
+        bounds = case.bounds
         for config in configs:
-            bounds = case.bounds
-            plan = decide(
-                case.spec,
-                batch,
-                properties,
-                bounds["max_query_len"],
-                bounds["max_seq_len"],
-                bounds["num_tokens"],
-                **options_of(config),
-            )
-            kind = case.spec, case.page_size, name_of_kernel(plan)
+            launch, _ = decide(request_of(case, properties), Options(**options_of(config)))
+            kind = case.spec, case.page_size, launch.compile_key()
             if kind not in found:
                 found[kind] = Launch(
                     case.spec,
@@ -425,10 +420,10 @@ def header(device: str, properties: DeviceProperties, quick: bool, chosen: Seque
 
 def choice(case: Case, tree: dict, properties: DeviceProperties) -> Config:
     """Return the configuration that plans would have for a case with a tree."""
-    seen, lens, bounds = features(case, properties), torch.zeros(len(case.lens) + 1, dtype=torch.int32), case.bounds
-    batch = Batch(torch.zeros(len(case.lens), 1, dtype=torch.int32), lens[1:], lens)
-    asked = case.spec, batch, properties, bounds["max_query_len"], bounds["max_seq_len"], bounds["num_tokens"]
-    if decide(*asked).num_parts > 1:  # whatever a tree says
+    seen, bounds = features(case, properties), case.bounds
+    request = replace(request_of(case, properties), has_cu_seqlens=True)
+    planned, _ = decide(request, Options())
+    if isinstance(planned, HopperLaunch) and planned.num_splits > 1:  # whatever a tree says
         return HOPPER
     tile = tile_of(decision(tree["attention"], seen, "attention"), case, properties)
     if (
@@ -437,8 +432,8 @@ def choice(case: Case, tree: dict, properties: DeviceProperties) -> Config:
         or not decision(tree["hopper"], seen, "hopper")
     ):
         return tile
-    plan = decide(*asked, **options_of(tile))
-    return tile if plan.num_shares else HOPPER
+    launch, _ = decide(request, Options(**options_of(tile)))
+    return HOPPER if launch.name == "block" else tile
 
 
 def candidates(case: Case, records: Records, tree: dict, properties: DeviceProperties) -> dict[str, Config]:
