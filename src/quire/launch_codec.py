@@ -15,7 +15,7 @@ def encode(value: Any) -> str:
 
     Parts that many launches share, such as the spec, are encoded once.
     """
-    values = ", ".join(f"{json.dumps(field.name)}: {_encode(getattr(value, field.name))}" for field in fields(value))
+    values = ", ".join(f"{json.dumps(field.name)}: {_encode(getattr(value, field.name))}" for field in fields(value) if field.init)
     kind = type(value)
     return f'{{"class": "{kind.__module__}:{kind.__qualname__}", {values}}}'
 
@@ -35,7 +35,7 @@ def decode(text: str) -> Any:
 
 
 def _decode(found: dict[str, Any]) -> Any:
-    if "dtype" in found:
+    if found.keys() == {"dtype"}:
         return getattr(torch, found["dtype"])
     if "class" not in found:
         return found
