@@ -1,73 +1,173 @@
-"""What the verbs ask of their arguments: shapes, dtypes, strides and devices, all of which the host knows.
+"""What the verbs ask of their arguments.
 
-Nothing here reads from a device. A check that fails names the argument, its contract and the value.
+The verbs compare what the host knows: types, shapes, dtypes, strides and devices. Nothing is read from a GPU. For CPU
+tensors that PyTorch serves, reading costs next to nothing, so there `check_batch`, `check_slots` and `check_page_pairs`
+look at the numbers in the tensors too.
+
+A verb that runs once per layer tests everything in one expression and looks for the reason only if that fails.
 """
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
+from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.errors import UnsupportedError
-from quire.plan import Plan
-from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES
+from quire.dispatch.config import KernelConfig
+from quire.dispatch.device import is_served_by_torch
+from quire.dispatch.request import Bounds
+from quire.errors import UnsupportedError, check_flag, check_integer, check_tensor, describe
+from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
 from quire.state import State
+
+KERNELS = ("hopper", "portable")  # that a caller may ask for
+MAX_SPLITS = 128
+MAX_TOKENS = (1 << 31) - 1  # of a batch: cu_seqlens_q is int32
+PER_HEAD_DTYPES = (*QUERY_DTYPES, torch.float64)  # of sinks and slopes
+WORKSPACE_ALIGNMENT = 16  # bytes; kernels are compiled for it
+DEVICES = ("cpu", "cuda")
+
+
+class Planned(Protocol):
+    """What the checks read of a plan, which `quire.plan` makes with their help."""
+
+    @property
+    def spec(self) -> AttentionSpec: ...
+    @property
+    def batch(self) -> Batch: ...
+    @property
+    def bounds(self) -> Bounds: ...
 
 
 def check_attention(
-    q: torch.Tensor, cache: PagedKVCache, plan: Plan, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    plan: Planned,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
 ) -> None:
     """Raise unless the inputs of `attention` fit together."""
-    spec, batch = plan.spec, plan.batch
-    if q.shape[1:] != (spec.num_q_heads, spec.head_dim) or q.dim() != 3:
-        raise ValueError(
-            f"q must be [num_tokens, {spec.num_q_heads}, {spec.head_dim}] as the spec says, got {tuple(q.shape)}; reshape it"
+    try:
+        spec, batch, bounds = plan.spec, plan.batch, plan.bounds
+        num_tokens, num_heads, head_dim = q.shape
+        fits = (
+            num_heads == spec.num_q_heads
+            and head_dim == spec.head_dim
+            and q.dtype is spec.dtype
+            and q.stride(2) == 1
+            and cache.signature == spec.cache_signature
+            and q.device == cache.device == batch.device
+            and num_tokens <= bounds.num_tokens
+            and (batch.cu_seqlens_q is not None or num_tokens >= batch.num_seqs)
+            and batch.paged is (cache.layout != "THD")
+            and (batch.table_width is None or batch.table_width * cache.page_size >= bounds.max_seq_len)
+            and (_is_per_head(sinks, q) if spec.sinks else sinks is None)
+            and (_is_per_head(alibi_slopes, q) if spec.alibi else alibi_slopes is None)
+            and not (q.requires_grad and torch.is_grad_enabled())
         )
-    if q.dtype != spec.dtype or q.stride(-1) != 1:
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        _explain_attention(q, cache, plan, sinks, alibi_slopes)
+
+
+def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: Any) -> None:
+    check_tensor("q", q, "pass the queries of all sequences")
+    if not isinstance(getattr(plan, "spec", None), AttentionSpec):
+        raise TypeError(f"plan must be a Plan, got {describe(plan)}; make it with `quire.plan`")
+    spec, batch, bounds = plan.spec, plan.batch, plan.bounds
+    if q.dim() != 3 or q.shape[1:] != (spec.num_q_heads, spec.head_dim):
         raise ValueError(
-            f"q must be {spec.dtype} with a contiguous head, got {q.dtype} with strides {q.stride()}; cast it, or make a spec for it"
+            f"q must be [num_tokens, {spec.num_q_heads}, {spec.head_dim}] as the spec says, got {list(q.shape)}; "
+            "reshape it"
         )
-    if cache.dtype != spec.kv_dtype:
-        raise ValueError(
-            f"cache must be of the spec's kv_dtype {spec.kv_dtype}, got {cache.dtype}; make the spec with that kv_dtype"
-        )
-    if (cache.num_kv_heads, cache.head_dim, cache.head_dim_v) != (spec.num_kv_heads, spec.head_dim, spec.head_dim_v):
-        raise ValueError(
-            f"cache must have {spec.num_kv_heads} heads of {spec.head_dim} (values {spec.head_dim_v}) as the spec says, got "
-            f"{cache.num_kv_heads} of {cache.head_dim} (values {cache.head_dim_v}); check its layout, {cache.layout}"
-        )
+    if q.dtype is not spec.dtype:
+        raise ValueError(f"q must be {spec.dtype}, got {q.dtype}; cast it, or make a spec for it")
+    if q.stride(2) != 1 and not q.is_contiguous():
+        raise ValueError(f"q must have a contiguous head, got strides {q.stride()}; copy it with `q.contiguous()`")
+    check_cache(cache, spec)
     if not q.device == cache.device == batch.device:
         raise ValueError(
-            f"q, cache and batch must be on one device, got {q.device}, {cache.device} and {batch.device}; move them together"
+            f"q, cache and batch must be on one device, got {q.device}, {cache.device} and {batch.device}; "
+            "move them together"
         )
     if batch.cu_seqlens_q is None and q.shape[0] < batch.num_seqs:
         raise ValueError(
-            f"q must have a token for each of {batch.num_seqs} sequences, got {q.shape[0]}; a batch without cu_seqlens_q has one query each"
+            f"q must have a token for each of {batch.num_seqs} sequences, got {q.shape[0]}; "
+            "a batch without cu_seqlens_q has one query each"
         )
-    if q.shape[0] > plan.bounds.num_tokens:
+    if q.shape[0] > bounds.num_tokens:
         raise ValueError(
-            f"q must have at most the {plan.bounds.num_tokens} tokens planned for, got {q.shape[0]}; plan with num_tokens={q.shape[0]}"
+            f"q must have at most the {bounds.num_tokens} tokens planned for, got {q.shape[0]}; "
+            f"plan with num_tokens={q.shape[0]}"
         )
-    if batch.cu_pages is None and batch.page_table.shape[1] * cache.page_size < plan.bounds.max_seq_len:
+    if batch.paged and cache.layout == "THD":
         raise ValueError(
-            f"page_table must cover max_seq_len = {plan.bounds.max_seq_len} keys, got {batch.page_table.shape[1]} pages of {cache.page_size}; "
-            "widen the table or plan with the true bound"
+            "cache must be paged, as the plan's batch is, got layout THD; "
+            "describe sequences without pages with Batch.varlen"
         )
-    for name, tensor, wanted in (("sinks", sinks, spec.sinks), ("alibi_slopes", alibi_slopes, spec.alibi)):
-        if (tensor is not None) != wanted:
-            raise ValueError(
-                f"{name} must be given exactly when the spec has it, got {'one' if wanted is False else 'none'}; set it in the spec too"
-            )
-        if tensor is not None and (
-            tensor.shape != (spec.num_q_heads,) or tensor.device != q.device or not tensor.is_contiguous()
-        ):
-            raise ValueError(
-                f"{name} must be contiguous [num_q_heads] = [{spec.num_q_heads}] on {q.device}, got {tuple(tensor.shape)} on {tensor.device}; "
-                "slice it to this rank's heads"
-            )
+    if not batch.paged and cache.layout != "THD":
+        raise ValueError(
+            f"cache must be of layout THD, as the plan's batch has no pages, got {cache.layout}; "
+            "give the batch a page table"
+        )
+    if batch.table_width is not None and batch.table_width * cache.page_size < bounds.max_seq_len:
+        raise ValueError(
+            f"page_table must cover max_seq_len = {bounds.max_seq_len} keys, got {batch.table_width} pages of "
+            f"{cache.page_size}; widen the table or plan with the true bound"
+        )
+    _check_per_head("sinks", sinks, spec.sinks, q)
+    _check_per_head("alibi_slopes", alibi_slopes, spec.alibi, q)
     if q.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
-            "q must not require a gradient: Quire serves inference and has no backward pass; call it under torch.no_grad()"
+            "q must not require a gradient, got one that does; "
+            "Quire has no backward pass: call it under torch.no_grad()"
+        )
+
+
+def _is_per_head(tensor: torch.Tensor | None, q: torch.Tensor) -> bool:
+    return (
+        tensor is not None
+        and tensor.shape == q.shape[1:2]
+        and tensor.dtype in PER_HEAD_DTYPES
+        and tensor.device == q.device
+        and tensor.is_contiguous()
+    )
+
+
+def _check_per_head(name: str, tensor: Any, wanted: bool, q: torch.Tensor) -> None:
+    if (tensor is not None) != wanted:
+        raise ValueError(
+            f"{name} must be given exactly when the spec has it, got {'none' if wanted else 'one'}; "
+            "set it in the spec too"
+        )
+    if tensor is None:
+        return
+    num_heads = q.shape[1]
+    check_tensor(name, tensor, "it has one entry per query head")
+    if tensor.dtype not in PER_HEAD_DTYPES:
+        raise ValueError(f"{name} must be of dtype {dtype_names(PER_HEAD_DTYPES)}, got {tensor.dtype}; cast it")
+    if not _is_per_head(tensor, q):
+        raise ValueError(
+            f"{name} must be contiguous [num_q_heads] = [{num_heads}] on {q.device}, got {list(tensor.shape)} with "
+            f"strides {tensor.stride()} on {tensor.device}; slice it to this rank's heads"
+        )
+
+
+def check_cache(cache: Any, spec: AttentionSpec) -> None:
+    """Raise unless a cache fits a spec."""
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
+    if cache.dtype is not spec.kv_dtype:
+        raise ValueError(
+            f"cache must be of the spec's kv_dtype {spec.kv_dtype}, got {cache.dtype}; make the spec with that kv_dtype"
+        )
+    if cache.signature != spec.cache_signature:
+        raise ValueError(
+            f"cache must have {spec.num_kv_heads} heads of {spec.head_dim} (values {spec.head_dim_v}) as the spec says,"
+            f" got {cache.num_kv_heads} of {cache.head_dim} (values {cache.head_dim_v}); "
+            f"check its layout, {cache.layout}"
         )
 
 
@@ -75,59 +175,149 @@ def check_out(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise unless an output buffer fits."""
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device or tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name} must be {list(shape)} {dtype} on {device} with a contiguous last dimension, got {list(tensor.shape)} {tensor.dtype} on "
-            f"{tensor.device} with strides {tensor.stride()}; allocate it so"
+    try:
+        fits = (
+            tensor.shape == shape
+            and tensor.dtype is dtype
+            and tensor.device == device
+            and tensor.is_contiguous()
+            and not tensor.requires_grad
         )
+    except (AttributeError, RuntimeError, TypeError):
+        fits = False
+    if not fits:
+        _explain_out(name, tensor, shape, dtype, device)
+
+
+def _explain_out(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    check_tensor(name, tensor, "leave it out to have it allocated")
+    if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
+        raise ValueError(
+            f"{name} must be {list(shape)} {dtype} on {device}, got {list(tensor.shape)} {tensor.dtype} on "
+            f"{tensor.device}; leave it out to have it allocated"
+        )
+    if not tensor.is_contiguous() and (tensor.stride(-1) != 1 or _overlaps(tensor)):
+        raise ValueError(
+            f"{name} must have a contiguous last dimension and rows that do not overlap, "
+            f"got strides {tensor.stride()}; leave it out to have it allocated"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{name} must not require a gradient, got one that does; Quire has no backward pass: detach it"
+        )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may have one address."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def check_write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
     """Raise unless the arguments of `write_kv` fit together."""
+    try:
+        dtype, num_heads, head_dim, head_dim_v = cache.signature
+        num_tokens = k.shape[0]
+        fits = (
+            k.shape == (num_tokens, num_heads, head_dim)
+            and v.shape == (num_tokens, num_heads, head_dim_v)
+            and k.stride(2) == 1
+            and v.stride(2) == 1
+            and ((k.dtype is dtype and v.dtype is dtype) or _is_encodable(k, v, dtype))
+            and slot_mapping.dtype is torch.int64
+            and slot_mapping.dim() == 1
+            and slot_mapping.shape[0] <= num_tokens
+            and slot_mapping.is_contiguous()
+            and k.device == v.device == cache.device == slot_mapping.device
+            and cache.layout != "THD"
+            and not ((cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled())
+            and cache.device.type in DEVICES
+        )
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        fits = False
+    if not fits:
+        _explain_write_kv(k, v, cache, slot_mapping)
+
+
+def _is_encodable(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> bool:
+    return dtype in QUANTISED_DTYPES and k.dtype in QUERY_DTYPES and v.dtype in QUERY_DTYPES
+
+
+def _explain_write_kv(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
     if cache.layout == "THD":
         raise UnsupportedError("cache must be paged to be written by slot, got layout THD; index its tensors instead")
+    check_tensor("k", k, "pass the step's new keys")
+    check_tensor("v", v, "pass the step's new values")
+    check_tensor("slot_mapping", slot_mapping, "it has one slot per token of k")
     for name, x, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
-        if x.dim() != 3 or x.shape != (k.shape[0], cache.num_kv_heads, dim) or x.stride(-1) != 1:
+        if x.dim() != 3 or x.shape != (k.shape[0], cache.num_kv_heads, dim):
             raise ValueError(
-                f"{name} must be [num_tokens, {cache.num_kv_heads}, {dim}] with a contiguous head, got {tuple(x.shape)} with strides {x.stride()}; "
+                f"{name} must be [num_tokens, {cache.num_kv_heads}, {dim}], got {list(x.shape)}; "
                 "reshape it as the cache"
             )
-        if x.dtype not in QUERY_DTYPES or (cache.dtype not in QUANTISED_DTYPES and x.dtype != cache.dtype):
+        if x.stride(2) != 1 and not x.is_contiguous():
+            raise ValueError(f"{name} must have a contiguous head, got strides {x.stride()}; copy it")
+        served = QUERY_DTYPES if cache.dtype in QUANTISED_DTYPES else (cache.dtype,)
+        if x.dtype not in served:
             raise ValueError(
-                f"{name} must be of the cache's dtype {cache.dtype} (float16, bfloat16 or float32 for a quantised one), got {x.dtype}; cast it"
+                f"{name} must be of dtype {dtype_names(served)} for a cache of {cache.dtype}, got {x.dtype}; cast it"
             )
-    if (
-        slot_mapping.dtype != torch.int64
-        or slot_mapping.dim() != 1
-        or slot_mapping.shape[0] > k.shape[0]
-        or not slot_mapping.is_contiguous()
-    ):
+    if slot_mapping.dtype is not torch.int64 or slot_mapping.dim() != 1 or not slot_mapping.is_contiguous():
         raise ValueError(
-            f"slot_mapping must be contiguous int64 [num_tokens] with at most {k.shape[0]} entries, got {slot_mapping.dtype} "
-            f"{tuple(slot_mapping.shape)}; one slot per token of k"
+            f"slot_mapping must be contiguous int64 with one dimension, got {describe(slot_mapping)} with strides "
+            f"{slot_mapping.stride()}; it has one slot per token of k"
+        )
+    if slot_mapping.shape[0] > k.shape[0]:
+        raise ValueError(
+            f"slot_mapping must have at most k's {k.shape[0]} tokens, got {slot_mapping.shape[0]}; "
+            "it has one slot per token of k"
         )
     if not k.device == v.device == cache.device == slot_mapping.device:
         raise ValueError(
-            f"k, v, cache and slot_mapping must be on one device, got {k.device}, {v.device}, {cache.device} and {slot_mapping.device}; move them together"
+            f"k, v, cache and slot_mapping must be on one device, got {k.device}, {v.device}, {cache.device} and "
+            f"{slot_mapping.device}; move them together"
         )
+    _check_writable("cache", cache)
+
+
+def _check_writable(name: str, cache: PagedKVCache) -> None:
+    if (cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{name} must not require a gradient, got k or v that does; Quire has no backward pass: detach them"
+        )
+    _check_served(name, cache.device)
+
+
+def _check_served(name: str, device: torch.device) -> None:
+    if device.type not in DEVICES:
+        raise UnsupportedError(f"{name} must be on a GPU or the CPU, got {device}; move it there")
 
 
 def check_copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
     """Raise unless the arguments of `copy_pages` fit together."""
-    if src.layout == "THD":
-        raise UnsupportedError("src must be paged to be copied by page, got layout THD; copy its tensors instead")
-    if (src.layout, src.dtype, src.k.shape[1:], src.v.shape[1:], src.scale_kind) != (
-        dst.layout,
-        dst.dtype,
-        dst.k.shape[1:],
-        dst.v.shape[1:],
-        dst.scale_kind,
+    for name, cache in (("src", src), ("dst", dst)):
+        if not isinstance(cache, PagedKVCache):
+            raise TypeError(f"{name} must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
+        if cache.layout == "THD":
+            raise UnsupportedError(
+                f"{name} must be paged to be copied by page, got layout THD; copy its tensors instead"
+            )
+        _check_writable(name, cache)
+    for fact, wanted, got in (
+        ("layout", src.layout, dst.layout),
+        ("dtype", src.dtype, dst.dtype),
+        ("shape of a page", (*src.k.shape[1:], *src.v.shape[1:]), (*dst.k.shape[1:], *dst.v.shape[1:])),
+        ("kind of scales", src.scale_kind, dst.scale_kind),
     ):
-        raise ValueError(
-            f"dst must have src's layout, dtype, page shape and kind of scales, got {dst.layout} {dst.dtype} {tuple(dst.k.shape[1:])} and "
-            f"{tuple(dst.v.shape[1:])} {dst.scale_kind} for {src.layout} {src.dtype} {tuple(src.k.shape[1:])} and {tuple(src.v.shape[1:])} "
-            f"{src.scale_kind}; allocate both alike"
-        )
+        if wanted != got:
+            raise ValueError(f"dst must have src's {fact} {wanted}, got {got}; allocate both alike")
+    check_tensor("page_pairs", page_pairs, "stack a column of sources and one of destinations")
     if (
         page_pairs.dim() != 2
         or page_pairs.shape[1] != 2
@@ -135,21 +325,279 @@ def check_copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Ten
         or not page_pairs.is_contiguous()
     ):
         raise ValueError(
-            f"page_pairs must be contiguous [num_pairs, 2] int32 or int64, got {page_pairs.dtype} {tuple(page_pairs.shape)}; stack two columns"
+            f"page_pairs must be contiguous int32 or int64 [num_pairs, 2], got {describe(page_pairs)} with strides "
+            f"{page_pairs.stride()}; stack a column of sources and one of destinations"
         )
+    _check_served("page_pairs", page_pairs.device)
 
 
 def check_merge_states(states: Sequence[State]) -> None:
     """Raise unless states can be merged."""
+    if isinstance(states, State) or not isinstance(states, list | tuple):
+        raise TypeError(f"states must be a list of states, got {describe(states)}; put a single state in a list")
     if not states:
         raise ValueError("states must hold at least one state, got none; an empty set of keys has out 0 and lse -inf")
-    first = states[0].out
-    for i, (out, lse) in enumerate(states):
-        if out.shape != first.shape or out.dtype != first.dtype or out.dim() != 3 or out.device != first.device:
+    for i, state in enumerate(states):
+        name = f"states[{i}]"
+        if not isinstance(state, State):
+            raise TypeError(f"{name} must be a State, got {describe(state)}; call State(out, lse)")
+        out, lse = state
+        check_tensor(f"{name}.out", out, "attention returns it with return_lse=True")
+        check_tensor(f"{name}.lse", lse, "attention returns it with return_lse=True")
+        if out.dim() != 3:
             raise ValueError(
-                f"states[{i}].out must be like states[0].out {tuple(first.shape)} {first.dtype}, got {tuple(out.shape)} {out.dtype}; cast it"
+                f"{name}.out must be [num_tokens, num_q_heads, head_dim_v], got {list(out.shape)}; see State"
             )
-        if lse.shape != out.shape[:2] or lse.dtype != torch.float32 or lse.device != out.device:
+        if out.dtype not in QUERY_DTYPES:
+            raise UnsupportedError(f"{name}.out must be of dtype {dtype_names(QUERY_DTYPES)}, got {out.dtype}; cast it")
+        first = states[0].out
+        if out.shape != first.shape or out.dtype is not first.dtype or out.device != first.device:
             raise ValueError(
-                f"states[{i}].lse must be float32 {tuple(out.shape[:2])} on {out.device}, got {lse.dtype} {tuple(lse.shape)}; see State"
+                f"{name}.out must be {list(first.shape)} {first.dtype} on {first.device} as states[0].out is, "
+                f"got {list(out.shape)} {out.dtype} on {out.device}; cast or move it"
             )
+        if lse.shape != out.shape[:2] or lse.dtype is not torch.float32 or lse.device != out.device:
+            raise ValueError(
+                f"{name}.lse must be {list(out.shape[:2])} torch.float32 on {out.device}, "
+                f"got {list(lse.shape)} {lse.dtype} on {lse.device}; see State"
+            )
+        if (out.requires_grad or lse.requires_grad) and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{name} must not require a gradient, got one that does; "
+                "Quire has no backward pass: call it under torch.no_grad()"
+            )
+    _check_served("states", states[0].out.device)
+
+
+def check_plan_arguments(
+    spec: AttentionSpec,
+    batch: Batch,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+    num_tokens: int | None,
+    num_splits: int | None,
+    config: KernelConfig | None,
+    batch_invariant: bool,
+    workspace: torch.Tensor | None,
+    kernel: str | None,
+) -> tuple[Bounds, int | None]:
+    """Raise unless the arguments of `plan` are sound; return the bounds and num_splits as plain integers.
+
+    Args:
+        spec, batch, max_query_len, max_seq_len, num_tokens, num_splits, config, batch_invariant, workspace, kernel:
+            as for `quire.plan`.
+
+    Returns:
+        The bounds, with num_tokens `num_seqs * max_query_len` where None was given, and num_splits.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch must be a Batch, got {describe(batch)}; make one from the page table and the lengths")
+    _check_served("batch", batch.device)
+    advice = "pass an upper bound over the batch"
+    max_query_len = check_integer("max_query_len", max_query_len, advice, 0, UNBOUNDED)
+    max_seq_len = check_integer("max_seq_len", max_seq_len, advice, 0, UNBOUNDED)
+    if num_tokens is None:
+        num_tokens = min(batch.num_seqs * max_query_len, MAX_TOKENS)
+    num_tokens = check_integer("num_tokens", num_tokens, advice, 0, MAX_TOKENS)
+    if batch.cu_seqlens_q is None and max_query_len != 1:
+        raise ValueError(
+            f"max_query_len must be 1 where the batch has no cu_seqlens_q, got {max_query_len}; "
+            "say in the batch which queries are whose"
+        )
+    if num_splits is not None:
+        num_splits = check_integer("num_splits", num_splits, "leave it out to have it chosen", 1, MAX_SPLITS)
+    if config is not None and not isinstance(config, KernelConfig):
+        raise TypeError(f"config must be a KernelConfig, got {describe(config)}; leave it out to have it chosen")
+    check_flag("batch_invariant", batch_invariant, "pass True for results that do not depend on the rest of the batch")
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel must be the name of a kernel, got {describe(kernel)}; leave it out to have it chosen")
+    if kernel is not None and kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}; leave it out to have it chosen")
+    if workspace is not None:
+        _check_workspace(workspace, batch.device)
+    if is_served_by_torch(batch.device):
+        for name, value in (
+            ("kernel", kernel),
+            ("num_splits", num_splits),
+            ("config", config),
+            ("batch_invariant", batch_invariant or None),
+            ("workspace", workspace if workspace is not None and workspace.numel() else None),
+        ):
+            if value is not None:
+                raise UnsupportedError(
+                    f"{name} must be left out for CPU tensors, which PyTorch serves, got {describe(value)}; "
+                    "plan for a GPU"
+                )
+    return Bounds(max_query_len, max_seq_len, num_tokens), num_splits
+
+
+def _check_workspace(workspace: Any, device: torch.device) -> None:
+    advice = "allocate it with torch.zeros(quire.workspace_size(...), dtype=torch.uint8, device=...)"
+    check_tensor("workspace", workspace, advice)
+    if workspace.dtype is not torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
+        raise ValueError(
+            f"workspace must be contiguous uint8 with one dimension, got {describe(workspace)} with strides "
+            f"{workspace.stride()}; {advice}"
+        )
+    if workspace.device != device:
+        raise ValueError(f"workspace must be on the batch's device {device}, got {workspace.device}; {advice}")
+    if workspace.data_ptr() % WORKSPACE_ALIGNMENT:
+        raise ValueError(
+            f"workspace must be aligned to {WORKSPACE_ALIGNMENT} bytes, got address {workspace.data_ptr():#x}; {advice}"
+        )
+
+
+def check_limits(
+    spec: AttentionSpec, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, batch_invariant: bool
+) -> tuple[int, int, int]:
+    """Raise unless a server's limits are sound; return them as plain integers, in this order."""
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
+    check_flag("batch_invariant", batch_invariant, "say whether the plans are")
+    advice = "pass the server's limit"
+    return (
+        check_integer("max_num_seqs", max_num_seqs, advice, 1, UNBOUNDED),
+        check_integer("max_num_tokens", max_num_tokens, advice, 1, MAX_TOKENS),
+        check_integer("max_seq_len", max_seq_len, advice, 1, UNBOUNDED),
+    )
+
+
+def check_batch(
+    batch: Batch,
+    cache: PagedKVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    bounds: Bounds | None = None,
+    num_tokens: int | None = None,
+) -> None:
+    """Raise unless what a batch's tensors hold can be read: lengths within the bounds, pages within the pool.
+
+    This copies to the host. Use it for CPU tensors and for debugging.
+
+    Args:
+        batch: the sequences.
+        cache: the pages they index.
+        spec: its window says which keys are read; all of a sequence's keys when not given.
+        bounds: of the plan; unchecked when not given.
+        num_tokens: rows of q; unchecked when not given.
+
+    Raises:
+        ValueError: the first broken contract, with sequence and value.
+    """
+    if batch.num_seqs == 0:
+        return
+    starts, seq_lens = batch.query_starts, batch.seq_lens.long()
+    query_lens = starts.diff().long()
+    if int(starts[0]) != 0 or int(query_lens.min()) < 0:
+        raise ValueError(f"cu_seqlens_q must start at 0 and not decrease, got {describe_values(starts)}; use cumsum")
+    if num_tokens is not None and int(starts[-1]) > num_tokens:
+        raise ValueError(
+            f"cu_seqlens_q must end at no more than q's {num_tokens} tokens, got {int(starts[-1])}; pass all queries"
+        )
+    limit = UNBOUNDED if bounds is None else bounds.max_query_len
+    _check_range("cu_seqlens_q", query_lens, 0, limit, "queries", "plan with the true max_query_len")
+    limit = UNBOUNDED if bounds is None else bounds.max_seq_len
+    _check_range("seq_lens", seq_lens, 0, limit, "keys", "a padding row has 0; plan with the true max_seq_len")
+    offsets = seq_lens - query_lens
+    if batch.query_offsets is not None:
+        offsets = batch.query_offsets.long()
+        _check_range(
+            "query_offsets", offsets, -UNBOUNDED, UNBOUNDED, "as offset", "count the keys before the first query"
+        )
+    # The keys that are read: [low, high) of each sequence.
+    low, high = torch.zeros_like(seq_lens), seq_lens
+    if spec is not None:
+        window_left, window_right = spec.window
+        low = (offsets - window_left).clamp(min=0)
+        high = torch.minimum(seq_lens, offsets + query_lens + window_right)
+        high = torch.where(query_lens > 0, high, 0)
+    _check_pages(batch, cache, low, high)
+
+
+def _check_pages(batch: Batch, cache: PagedKVCache, low: torch.Tensor, high: torch.Tensor) -> None:
+    """Raise unless the table has the pages of keys `low` to `high` of each sequence, with numbers in the pool."""
+    read = high > low
+    if not batch.paged:
+        first = batch.page_table[:, 0].long()
+        bad = read & ((first + low < 0) | (first + high > cache.num_pages))
+        if bad.any():
+            seq = int(bad.nonzero()[0])
+            raise ValueError(
+                f"cu_seqlens_k must stay within k's {cache.num_pages} tokens, got {int(first[seq] + low[seq])} to "
+                f"{int(first[seq] + high[seq])} for sequence {seq}; pass all keys"
+            )
+        return
+    size = cache.page_size
+    first_page, last_page = low // size, torch.where(read, (high - 1) // size, -1)
+    table, num_entries = batch.page_table, batch.page_table.shape[-1]
+    row_starts = torch.zeros_like(low) if batch.cu_pages is None else batch.cu_pages[: batch.num_seqs].long()
+    bad = read & ((row_starts + first_page < 0) | (row_starts + last_page >= num_entries))
+    if bad.any():
+        seq = int(bad.nonzero()[0])
+        raise ValueError(
+            f"page_table must cover sequence {seq}'s {int(high[seq])} keys, "
+            f"got {num_entries - int(row_starts[seq])} pages of {size}; widen it"
+        )
+    if not read.any():
+        return
+    column = torch.arange(int(first_page[read].min()), int(last_page.max()) + 1, device=low.device)
+    inside = read[:, None] & (column >= first_page[:, None]) & (column <= last_page[:, None])
+    entries = (row_starts[:, None] + column).clamp(0, num_entries - 1)
+    pages = table[entries] if batch.cu_pages is not None else table.gather(1, entries)
+    bad = inside & ((pages < 0) | (pages >= cache.num_pages))
+    if bad.any():
+        seq, i = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"page_table must hold pages 0 to {cache.num_pages - 1}, got {int(pages[seq, i])} for sequence {seq}; "
+            "allocate the page first"
+        )
+
+
+def _check_range(name: str, values: torch.Tensor, low: int, high: int, what: str, advice: str) -> None:
+    if int(values.min()) < low or int(values.max()) > high:
+        seq = int(((values < low) | (values > high)).nonzero()[0])
+        raise ValueError(
+            f"{name} must give from {low} to {high} {what}, got {int(values[seq])} for sequence {seq}; {advice}"
+        )
+
+
+def check_slots(cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    """Raise unless every slot is in the pool; negative ones are left out."""
+    num_slots = cache.num_pages * cache.page_size
+    if slot_mapping.numel() and int(slot_mapping.max()) >= num_slots:
+        token = int((slot_mapping >= num_slots).nonzero()[0])
+        raise ValueError(
+            f"slot_mapping must hold slots below {num_slots}, got {int(slot_mapping[token])} for token {token}; "
+            "a slot is page * page_size + position in the page"
+        )
+
+
+def check_page_pairs(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
+    """Raise unless every page is in its pool, and none is written twice, or read and written."""
+    sources, targets = page_pairs[(page_pairs >= 0).all(1)].unbind(1)
+    for name, pages, cache in (("source", sources, src), ("destination", targets, dst)):
+        if pages.numel() and int(pages.max()) >= cache.num_pages:
+            raise ValueError(
+                f"page_pairs must hold {name} pages below {cache.num_pages}, got {int(pages.max())}; "
+                "allocate the page first"
+            )
+    unique, counts = targets.unique(return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            f"page_pairs must write a page once, got {int(unique[counts > 1][0])} twice; drop one of the copies"
+        )
+    if src.k.data_ptr() == dst.k.data_ptr():
+        both = unique[torch.isin(unique, sources)]
+        if both.numel():
+            raise ValueError(
+                f"page_pairs must not read and write a page, got {int(both[0])} as both; copy in two calls"
+            )
+
+
+def describe_values(values: torch.Tensor) -> str:
+    """Return the numbers of a tensor as a message names them."""
+    numbers = values.flatten().tolist()
+    return str(numbers) if len(numbers) <= 8 else f"{numbers[:8]} … ({len(numbers)} entries)"

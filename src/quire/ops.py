@@ -71,7 +71,7 @@ def attention_impl(
     from quire.plan import make_plan
 
     decided = decode(launch)
-    batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets)
+    batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD")
     plan = make_plan(decided.request.spec, batch, decided, "compiled", workspace)
     cache = PagedKVCache(k, v, layout, k_scale, v_scale)
     into = out if lse is None else State(out, lse)

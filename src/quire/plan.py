@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.batch import Batch
+from quire.checks import check_plan_arguments
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
@@ -26,8 +27,6 @@ Proposal = Callable[[Request, Options], tuple[Launch, str] | str]
 
 # Kernel families by the name that `plan(kernel=...)` takes, the preferred ones first. Each proposes a launch, or says what it does not serve.
 FAMILIES: dict[str, Proposal] = {"hopper": hopper.propose, "portable": portable.propose}
-
-MAX_SPLITS = 128  # of one sequence's keys, where the caller chooses
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -108,29 +107,15 @@ def plan(
             a kernel that does not serve the request.
         RuntimeError: the batch is on a device that has no kernel.
     """
-    for name, value in (
-        ("max_query_len", max_query_len),
-        ("max_seq_len", max_seq_len),
-        ("num_tokens", num_tokens or 0),
-    ):
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value}; pass an upper bound over the batch")
-    if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits must be from 1 to {MAX_SPLITS}, got {num_splits}; leave it out to have it chosen")
-    if batch.cu_seqlens_q is None and max_query_len != 1:
-        raise ValueError(
-            f"max_query_len must be 1 where the batch has no cu_seqlens_q, got {max_query_len}; say in the batch which queries are whose"
-        )
+    bounds, num_splits = check_plan_arguments(
+        spec, batch, max_query_len=max_query_len, max_seq_len=max_seq_len, num_tokens=num_tokens, num_splits=num_splits,
+        config=config, batch_invariant=batch_invariant, workspace=workspace, kernel=kernel,
+    )  # fmt: skip
     device = batch.device
-    bounds = Bounds(max_query_len, max_seq_len, batch.num_seqs * max_query_len if num_tokens is None else num_tokens)
     properties = device_properties(device)
     request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, bounds, properties)
     options = Options(num_splits, config, batch_invariant, kernel)
     if is_served_by_torch(device):
-        if batch_invariant:
-            raise UnsupportedError(
-                "batch_invariant must be left out for CPU tensors, which PyTorch serves with no such promise; plan for a GPU"
-            )
         launch, reason = cpu.propose(request, options)
     else:
         check_device(request, options, device)
@@ -175,7 +160,9 @@ def decide(request: Request, options: Options) -> tuple[Launch, str]:
             return proposal
         if options.kernel == name:
             others = " or ".join(repr(other) for other in FAMILIES if other != name)
-            raise UnsupportedError(f"kernel must be {others} or left out here, got {name!r}, which does not serve {proposal}")
+            raise UnsupportedError(
+                f"kernel must be {others} or left out here, got {name!r}, which does not serve {proposal}"
+            )
     raise AssertionError("the portable kernels serve every request")
 
 
@@ -198,9 +185,7 @@ def make_plan(
     return Plan(spec, batch, launch.request.bounds, launch, reason, workspace, runner, encode(launch))
 
 
-def check_workspace(
-    launch: Launch, size: scratch.ScratchSize, workspace: torch.Tensor, device: torch.device
-) -> None:
+def check_workspace(launch: Launch, size: scratch.ScratchSize, workspace: torch.Tensor, device: torch.device) -> None:
     """Raise unless a workspace serves a launch."""
     fits = workspace.dtype is torch.uint8 and workspace.dim() == 1 and workspace.device == device
     if not fits or workspace.numel() < size.total or not workspace.is_contiguous() or workspace.data_ptr() % 16:

@@ -12,8 +12,10 @@ import torch
 from quire.api import attention, write_kv
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.checks import check_cache, check_limits
 from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request, cdiv
+from quire.errors import check_device, check_flag, describe
 from quire.kernels.launch import Launch
 from quire.plan import decide, make_plan
 from quire.spec import AttentionSpec
@@ -46,14 +48,15 @@ def workspace_size(
         spec, hardly on the bounds. 0 where PyTorch serves the device.
 
     Raises:
-        ValueError: a bound is less than 1.
+        TypeError: an argument is of the wrong type.
+        ValueError: a bound is out of range.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_bounds(max_num_seqs, max_num_tokens, max_seq_len)
-    if is_served_by_torch(device):
+    where = check_device("device", device, "leave it out for the current GPU, or the CPU where there is none")
+    where = where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
+    if is_served_by_torch(where):
         return 0
-    bounds = max_num_seqs, max_num_tokens, max_seq_len
-    launches = launches_within(spec, device_properties(device), *bounds, batch_invariant)
+    launches = launches_within(spec, device_properties(where), *limits, batch_invariant)
     return max(launch.scratch_size().total for launch in launches)
 
 
@@ -87,9 +90,14 @@ def warmup(
         The descriptions of what was compiled.
 
     Raises:
-        ValueError: a bound is less than 1.
+        TypeError: an argument is of the wrong type.
+        ValueError: a bound is out of range.
     """
-    check_bounds(max_num_seqs, max_num_tokens, max_seq_len)
+    limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
+    check_cache(cache, spec)
+    check_flag("return_lse", return_lse, "say whether the lse is asked for")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be a function, got {describe(progress)}; pass print, for instance")
     device = cache.device
     if is_served_by_torch(device):
         return []
@@ -101,8 +109,7 @@ def warmup(
         k = torch.zeros(1, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
         v = torch.zeros(1, spec.num_kv_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
         write_kv(k, v, cache, torch.full((1,), -1, device=device))
-    bounds = max_num_seqs, max_num_tokens, max_seq_len
-    for planned in launches_within(spec, device_properties(device), *bounds, batch_invariant):
+    for planned in launches_within(spec, device_properties(device), *limits, batch_invariant):
         launch = planned.for_cache(cache)
         key = launch.compile_key()
         if key in compiled:
@@ -141,14 +148,6 @@ def no_compilation() -> Iterator[None]:
         hooks.remove(refuse)
 
 
-def check_bounds(*bounds: int) -> None:
-    """Raise unless all bounds are at least 1."""
-    if min(bounds) < 1:
-        raise ValueError(
-            f"max_num_seqs, max_num_tokens and max_seq_len must be at least 1, got {bounds}; pass the server's limits"
-        )
-
-
 def launches_within(
     spec: AttentionSpec,
     device: DeviceProperties,
@@ -184,7 +183,7 @@ def launch_on_nothing(launch: Launch, cache: PagedKVCache, return_lse: bool) -> 
     table = torch.zeros(1, pages, dtype=torch.int32, device=device).expand(num_seqs, -1)
     starts = torch.zeros(num_seqs + 1, dtype=torch.int32, device=device) if request.has_cu_seqlens else None
     seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=device)
-    plan = make_plan(spec, Batch(table, seq_lens, starts), launch, "warm-up")
+    plan = make_plan(spec, Batch(table, seq_lens, starts, paged=cache.layout != "THD"), launch, "warm-up")
     num_tokens = 1 if request.has_cu_seqlens else num_seqs
     q = torch.zeros(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
     row = torch.zeros(spec.num_q_heads, device=device)

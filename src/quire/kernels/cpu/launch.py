@@ -7,6 +7,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.checks import check_batch
 from quire.dispatch.request import Options, Request
 from quire.kernels.cpu.attention import attend
 from quire.kernels.launch import Runner
@@ -46,7 +47,7 @@ class TorchLaunch:
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return what computes it for a batch."""
-        spec = self.request.spec
+        spec, bounds = self.request.spec, self.request.bounds
 
         def run(
             q: torch.Tensor,
@@ -56,6 +57,7 @@ class TorchLaunch:
             sinks: torch.Tensor | None,
             alibi_slopes: torch.Tensor | None,
         ) -> None:
+            check_batch(batch, cache, spec=spec, bounds=bounds, num_tokens=q.shape[0])
             attend(q, cache, spec, batch, out, lse, sinks, alibi_slopes)
 
         return run
