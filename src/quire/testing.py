@@ -5,12 +5,12 @@ Shipped, since integrations and users need it as much as Quire's own tests do.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from quire import reference
 from quire.batch import Batch
+from quire.batch_check import check_batch
 from quire.cache import PagedKVCache
 from quire.spec import QUANTISED_DTYPES, AttentionSpec
 from quire.state import State
@@ -249,55 +249,3 @@ def error_budget(problem: Problem, result: torch.Tensor | State) -> Verdict:
         result: what came out: out, or a state.
     """
     return Oracle(problem).judge(result)
-
-
-def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True) -> None:
-    """Check what only the device knows: lengths, page numbers, and that no page is written by two sequences.
-
-    This copies to the host and waits for it: for debugging, never for the hot path.
-
-    Args:
-        batch: the sequences.
-        cache: the pages they index.
-        shared_pages: sequences may share pages that none of them writes in this step (a common prefix).
-
-    Raises:
-        ValueError: the first broken contract, with sequence and value.
-    """
-    starts, seq_lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
-    if starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
-        raise ValueError(f"cu_seqlens_q must start at 0 and not decrease, got {starts}; build it with cumsum")
-    row_starts = None if batch.cu_pages is None else batch.cu_pages.tolist()
-    table = batch.page_table.cpu()
-    writer: dict[int, int] = {}
-    reader: dict[int, int] = {}
-    for seq, kv_len in enumerate(seq_lens):
-        q_len = starts[seq + 1] - starts[seq]
-        if kv_len < 0:
-            raise ValueError(f"seq_lens must be at least 0, got {kv_len} for sequence {seq}; a padding row has 0")
-        if 0 < kv_len < q_len and batch.query_offsets is None:
-            raise ValueError(
-                f"seq_lens must include the new tokens, got {kv_len} keys for {q_len} queries of sequence {seq}; add the step's tokens"
-            )
-        row = table[seq] if row_starts is None else table[row_starts[seq] :]
-        num_pages = -(-kv_len // cache.page_size)
-        if num_pages > row.shape[0]:
-            raise ValueError(
-                f"page_table must cover sequence {seq}'s {kv_len} keys, got {row.shape[0]} pages of {cache.page_size}; widen it"
-            )
-        pages = row[:num_pages].tolist()
-        bad = [p for p in pages if not 0 <= p < cache.num_pages]
-        if bad:
-            raise ValueError(
-                f"page_table must hold pages 0 to {cache.num_pages - 1}, got {bad[0]} for sequence {seq}; allocate the page first"
-            )
-        first_written = max(kv_len - q_len, 0) // cache.page_size
-        for i, page in enumerate(pages):
-            owner, other = (writer, reader) if i >= first_written and q_len else (reader, writer)
-            clash = other.get(page, seq) if shared_pages and owner is reader else {**reader, **writer}.get(page, seq)
-            if clash != seq:
-                raise ValueError(
-                    f"page_table must give a page that is written to one sequence, got page {page} in sequences {clash} and {seq}; "
-                    "copy it first (`quire.copy_pages`)"
-                )
-            owner[page] = seq
