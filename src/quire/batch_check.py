@@ -66,13 +66,6 @@ def check_reads(
     if seq is not None:
         length = int(seq_lens[seq])
         raise ValueError(f"seq_lens must be at least 0, got {length} for sequence {seq}; a padding row has 0")
-    if batch.query_offsets is None:
-        seq = first_true((seq_lens > 0) & (seq_lens < query_lens))
-        if seq is not None:
-            raise ValueError(
-                f"seq_lens must include the new tokens, got {int(seq_lens[seq])} keys for {int(query_lens[seq])} "
-                f"queries of sequence {seq}; add the step's tokens"
-            )
     for name, lens, bound in (("max_query_len", query_lens, max_query_len), ("max_seq_len", seq_lens, max_seq_len)):
         seq = None if bound is None else first_true(lens > bound)
         if seq is not None:
@@ -140,13 +133,21 @@ def check_pages(batch: Batch, cache: PagedKVCache, start: torch.Tensor, stop: to
 
 
 def check_writers(batch: Batch, cache: PagedKVCache, shared_pages: bool) -> None:
-    """Check that each page to which a sequence writes belongs to it alone; `check_reads` has passed."""
+    """Check that each sequence holds its new tokens and that the pages it writes them to are its own.
+
+    `check_reads` has passed.
+    """
     starts, table = batch.query_starts.tolist(), batch.page_table.cpu()
     run_starts = None if batch.cu_pages is None else batch.cu_pages.tolist()
     writers: dict[int, int] = {}
     readers: dict[int, int] = {}
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
         q_len = starts[seq + 1] - starts[seq]
+        if 0 < kv_len < q_len and batch.query_offsets is None:
+            raise ValueError(
+                f"seq_lens must include the new tokens, got {kv_len} keys for {q_len} queries of sequence {seq}; "
+                "add the step's tokens"
+            )
         row = table[seq] if run_starts is None else table[run_starts[seq] :]
         pages = row[: -(-kv_len // cache.page_size)].tolist()
         first_written = max(kv_len - q_len, 0) // cache.page_size

@@ -17,8 +17,8 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
     if slot_mapping.numel() and int(slot_mapping.max()) >= num_slots:
         token = int(slot_mapping.argmax())
         raise ValueError(
-            f"slot_mapping must hold slots below num_pages * page_size = {num_slots}, got {int(slot_mapping[token])} for token "
-            f"{token}; allocate its page first"
+            f"slot_mapping must hold slots below num_pages * page_size = {num_slots}, got {int(slot_mapping[token])} "
+            f"for token {token}; allocate its page first"
         )
     kept = (slot_mapping >= 0).nonzero()[:, 0]
     positions = slot_mapping[kept]
@@ -80,7 +80,8 @@ def check_pairs(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) 
     for name, column, cache in (("source", pairs[:, 0], src), ("destination", pairs[:, 1], dst)):
         if column.numel() and int(column.max()) >= cache.num_pages:
             raise ValueError(
-                f"page_pairs must hold {name} pages below {cache.num_pages}, got {int(column.max())}; allocate the page first"
+                f"page_pairs must hold {name} pages below {cache.num_pages}, got {int(column.max())}; "
+                "allocate the page first"
             )
     written, times = pairs[:, 1].unique(return_counts=True)
     if bool((times > 1).any()):
