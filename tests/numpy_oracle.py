@@ -1,7 +1,7 @@
 """Paged attention from its definition, in NumPy: an oracle for `quire.reference`, with which it shares no code.
 
-It reads only the fields that a user gives to a spec, a batch and a cache. What Quire derives from them (group size, window,
-page size, query starts, dequantised keys) it derives by itself. It takes one query and one head at a time.
+It reads only the fields that a user gives to a spec, a batch and a cache. What Quire derives from them (group size,
+window, page size, query starts, dequantised keys) it derives by itself. It takes one query and one head at a time.
 """
 
 from collections.abc import Sequence
@@ -176,7 +176,7 @@ def decode_float8(exponent_bits: int, has_infinity: bool) -> Array:
 
     Args:
         exponent_bits: of the 7 bits after the sign; the others are the mantissa.
-        has_infinity: the largest exponent holds infinity and NaN, as IEEE 754 has it. Otherwise only the largest code is NaN.
+        has_infinity: the largest exponent holds infinity and NaN, as in IEEE 754. Otherwise the largest code is NaN.
     """
     mantissa_bits, bias = 7 - exponent_bits, 2 ** (exponent_bits - 1) - 1
     numbers = np.zeros(256)

@@ -1,4 +1,4 @@
-"""`quire.reference` computes what the definition says: it agrees with an oracle in NumPy that shares no code with it."""
+"""`quire.reference` computes what the definition says: a NumPy oracle that shares no code with it agrees."""
 
 import itertools
 import math
@@ -129,12 +129,20 @@ def random_case(seed):
     flat_table = layout != "THD" and rng.random() < 0.3
     page_size, spare_rows = int(rng.integers(1, 8)), int(rng.integers(0, 2))
     return make_case(
-        rng, spec, lens, page_size=page_size, layout=layout, scales=scales, flat_table=flat_table, offsets=offsets, spare_rows=spare_rows
-    )  # fmt: skip
+        rng,
+        spec,
+        lens,
+        page_size=page_size,
+        layout=layout,
+        scales=scales,
+        flat_table=flat_table,
+        offsets=offsets,
+        spare_rows=spare_rows,
+    )
 
 
 def assert_reference_agrees(q, cache, batch, spec, sinks, slopes):
-    """Compare both in float64. The budget is the oracle's own error in float32, times the ratio of the two precisions."""
+    """Compare both in float64. The budget is the oracle's error in float32 times the ratio of the two precisions."""
     out, lse = numpy_oracle.attention(q, cache, batch, spec, sinks, slopes)
     found = reference.attention(q, cache, batch, spec, sinks=sinks, alibi_slopes=slopes)
     single = numpy_oracle.attention(q, cache, batch, spec, sinks, slopes, dtype=np.float32)
@@ -203,7 +211,7 @@ CORNERS = {
     "a flat table with an empty run": dict(lens=((1, 9), (1, 0), (2, 6)), flat_table=True),
     "fp8 without scales": dict(lens=((2, 9),), kv_dtype=torch.float8_e4m3fn, scales=None),
     "fp8 in vLLM's layout": dict(lens=((2, 9),), kv_dtype=torch.float8_e5m2, layout="HDNX"),
-    "int8 with a scale for each token": dict(lens=((2, 9), (1, 7)), kv_dtype=torch.int8, scales="token", flat_table=True),
+    "int8 with scales per token": dict(lens=((2, 9), (1, 7)), kv_dtype=torch.int8, scales="token", flat_table=True),
     "keys that are not paged": dict(lens=((2, 9), (0, 0), (3, 3)), layout="THD", sliding_window=4),
 }  # fmt: skip
 
@@ -238,12 +246,11 @@ def one_sequence(num_queries, num_keys):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_merged_states(seed):
-    """Some states are empty (lse -inf, or +inf as FlashAttention has it) with junk for their out, some rows are so everywhere."""
+    """Some states are empty (lse -inf, or +inf as in FlashAttention) and hold NaN; a row may be empty in all states."""
     rng = np.random.default_rng(seed)
     shape = (5, 2)
-    outs, lses = zip(
-        *[(rng.standard_normal((*shape, 8)), 10 * rng.standard_normal(shape)) for _ in range(1 + seed % 4)], strict=True
-    )
+    outs = [rng.standard_normal((*shape, 8)) for _ in range(1 + seed % 4)]
+    lses = [10 * rng.standard_normal(shape) for _ in outs]
     for out, lse in zip(outs, lses, strict=True):
         empty = rng.random(shape) < 0.3
         lse[empty] = rng.choice([-np.inf, np.inf], int(empty.sum()))
