@@ -1,11 +1,11 @@
-"""What the host must know of stored caches on every device: the range of quantised dtypes, and the tensors of a page. No Triton."""
+"""The range of quantised dtypes and the tensors of a page, for host code on every device. Does not import Triton."""
 
 import torch
 
 from quire.cache import PagedKVCache
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
-# A token whose largest magnitude is not above this gets scale 1 and is stored as zeros: its scale would not be a normal float32.
+# A token with no larger magnitude gets scale 1 and is stored as zeros: its scale would not be a normal float32.
 SMALLEST_PEAK = 1e-30
 
 
