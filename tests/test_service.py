@@ -78,9 +78,9 @@ def test_a_workspace_that_does_not_serve_is_refused():
 
 @pytest.mark.parametrize("bounds", [{"max_num_seqs": 0}, {"max_num_tokens": 0}, {"max_seq_len": -1}])
 def test_bounds_are_checked(bounds):
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="must be from 1 to"):
         quire.workspace_size(SPEC, **BOUNDS | bounds, device=DEVICE)
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="must be from 1 to"):
         quire.warmup(SPEC, quire.PagedKVCache.empty(SPEC, 2, 16, device=DEVICE), **BOUNDS | bounds)
 
 

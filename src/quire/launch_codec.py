@@ -15,7 +15,8 @@ def encode(value: Any) -> str:
 
     Parts that many launches share, such as the spec, are encoded once.
     """
-    values = ", ".join(f"{json.dumps(field.name)}: {_encode(getattr(value, field.name))}" for field in fields(value))
+    stored = [field.name for field in fields(value) if field.init]
+    values = ", ".join(f"{json.dumps(name)}: {_encode(getattr(value, name))}" for name in stored)
     kind = type(value)
     return f'{{"class": "{kind.__module__}:{kind.__qualname__}", {values}}}'
 
