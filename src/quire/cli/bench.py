@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
             peers = [replace(peer, slow=False) for peer in PEERS if peer.name.startswith(names)]
         own = [
             Peer(f"Quire {told_fields(some)}", "quire", partial(quire_with_config, **some), plans=True)
-            for some in args.tile or ()
+            for some in args.config or ()
         ]
         peers = peers[:1] + own + peers[1:]
         if not peers:

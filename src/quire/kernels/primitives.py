@@ -51,16 +51,6 @@ class Rows(NamedTuple):
     head: Any  # int64, query head
     q_pos: Any  # position of the token among its sequence's keys
     owned: Any  # false for padding rows
-    slopes: Any  # ALiBi slope of each row, or None
-
-
-class HeadCache(NamedTuple):
-    """One KV head of a cache: pointers to its element (page 0, slot 0, dim 0)."""
-
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
 
 
 class Outputs(NamedTuple):
@@ -75,7 +65,7 @@ class Outputs(NamedTuple):
 
 
 @triton.jit
-def find_rows(first_row, q_start, q_len, first_pos, kv_head, slopes_ptr, GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
+def find_rows(first_row, q_start, q_len, first_pos, kv_head, GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
     """Return NUM_ROWS rows of a sequence, from its `first_row`-th on.
 
     The rows of a sequence are its (token, query head of this KV head) pairs, flattened. All heads of a group share their loads of K and V.
@@ -84,33 +74,16 @@ def find_rows(first_row, q_start, q_len, first_pos, kv_head, slopes_ptr, GROUP: 
     owned = row < q_len * GROUP
     head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     token = (q_start + row // GROUP).to(tl.int64)
-    slopes = None
-    if slopes_ptr is not None:
-        slopes = tl.load(slopes_ptr + head, mask=owned, other=0.0).to(tl.float32)
-    return Rows(token, head, first_pos + row // GROUP, owned, slopes)
+    return Rows(token, head, first_pos + row // GROUP, owned)
 
 
 @triton.jit
-def head_of_cache(cache, kv, kv_head):
-    """Return the pointers of one KV head."""
-    head = kv_head.to(tl.int64)
-    v_head = kv.k_head
-    if kv.v_page is not None:
-        v_head = kv.v_head
-    k_scale, v_scale = cache.k_scale, cache.v_scale
-    if k_scale is not None:
-        k_scale += head * kv.scale_head
-        v_scale += head * kv.scale_head
-    return HeadCache(cache.k + head * kv.k_head, cache.v + head * v_head, k_scale, v_scale)
-
-
-@triton.jit
-def head_scales(cache, scale, TOKEN_SCALES: tl.constexpr):
-    """Return the softmax scale times the head's key scale, and the head's value scale."""
+def head_scales(cache, kv, kv_head, scale, TOKEN_SCALES: tl.constexpr):
+    """Return the softmax scale times the key scale of a KV head, and its value scale."""
     v_scale = 1.0
     if cache.k_scale is not None and not TOKEN_SCALES:
-        scale = scale * tl.load(cache.k_scale)
-        v_scale = tl.load(cache.v_scale)
+        scale = scale * tl.load(cache.k_scale + kv_head * kv.scale_head)
+        v_scale = tl.load(cache.v_scale + kv_head * kv.scale_head)
     return scale, v_scale
 
 
@@ -190,18 +163,21 @@ def join_even_odd(acc, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8
 
 @triton.jit
 def attend_tile(
-    acc, m_i, l_i, q, cache, kv, page, pos, rows, kv_start, kv_stop, scoring, T: tl.constexpr, MASKED: tl.constexpr
-):
+    acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, slopes, kv_start, kv_stop, scoring,
+    T: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Fold the tile of keys that begins at position `pos` into the state.
 
     Args:
         acc, m_i, l_i: the running state.
         q: [BLOCK_M, BLOCK_D], from `load_queries`.
-        cache: HeadCache.
+        cache: views.CacheTensors.
         kv: views.KVLayout.
+        kv_head: KV head, int64.
         page: page of each key, from `find_pages`.
         pos: position of the tile's first key.
         rows: Rows.
+        slopes: ALiBi slope of each row, or None.
         kv_start, kv_stop: the keys that any row of the sequence sees. Others may lie in freed pages and hold NaN: they must not be read.
         scoring: Scoring.
         T: Tiling.
@@ -218,17 +194,17 @@ def attend_tile(
     page = page.to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot, offs_d, offs_dv = slot.to(tl.int64), offs_d.to(tl.int64), offs_dv.to(tl.int64)
-    offs_k = slot * kv.k_slot + page * kv.k_page
+    offs_k = slot * kv.k_slot + (page * kv.k_page + kv_head * kv.k_head)
     offs_v = offs_k
     if kv.v_page is not None:
-        offs_v = slot * kv.v_slot + page * kv.v_page
+        offs_v = slot * kv.v_slot + (page * kv.v_page + kv_head * kv.v_head)
     k_ptrs = cache.k + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
     v_ptrs = cache.v + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
     k = load_tile(k_ptrs, keep, offs_d, MASKED, T.HEAD_DIM // EACH, T.BLOCK_D // EACH)
     v = load_tile(v_ptrs, keep, offs_dv, MASKED, T.HEAD_DIM_V // EACH, T.BLOCK_DV // EACH)
     v_scale = None
     if T.TOKEN_SCALES:
-        offs_scale = page * kv.scale_page + slot * kv.scale_slot
+        offs_scale = slot * kv.scale_slot + (page * kv.scale_page + kv_head * kv.scale_head)
         k_scale = tl.load(cache.k_scale + offs_scale, mask=keep, other=0.0)
         v_scale = tl.load(cache.v_scale + offs_scale, mask=keep, other=0.0)
     if T.PACKED_FP8:
@@ -248,7 +224,7 @@ def attend_tile(
     if T.TOKEN_SCALES:
         scores *= k_scale[None, :]
     if T.SCORE_MOD is not None:
-        scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, rows.slopes, scoring.softcap)
+        scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     if MASKED:
         visible = keep[None, :]
         if T.PER_ROW_MASK:

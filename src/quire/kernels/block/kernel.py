@@ -19,7 +19,6 @@ from quire.kernels.primitives import (
     empty_state,
     find_pages,
     find_rows,
-    head_of_cache,
     head_scales,
     join_even_odd,
     load_queries,
@@ -74,7 +73,7 @@ def block_kernel(
     )  # fmt: skip
     # Which rows: a row block of one sequence.
     pid = tl.program_id(0)
-    kv_head = pid % NUM_KV_HEADS
+    kv_head = (pid % NUM_KV_HEADS).to(tl.int64)
     seq = pid // NUM_KV_HEADS
     row_block = 0
     if MULTI_BLOCK and cu_seqlens_q is None:
@@ -98,7 +97,7 @@ def block_kernel(
         first_pos = seq_len - q_len
     else:
         first_pos = tl.load(kv.query_offsets + seq)
-    rows = find_rows(first_row, q_start, q_len, first_pos, kv_head, slopes_ptr, GROUP, BLOCK_M)
+    rows = find_rows(first_row, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
 
     # Which keys: those that any of these rows sees.
     low_pos = first_pos + first_row // GROUP
@@ -122,8 +121,10 @@ def block_kernel(
     q_ptrs = q_ptr + rows.token * stride_q_token + rows.head * stride_q_head
     q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8)
     acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
-    head_cache = head_of_cache(cache, kv, kv_head)
-    scale, v_scale = head_scales(head_cache, scale, TOKEN_SCALES)
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
+    scale, v_scale = head_scales(cache, kv, kv_head, scale, TOKEN_SCALES)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
 
@@ -131,7 +132,22 @@ def block_kernel(
         for tile in tl.range(full_start, full_stop):
             next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
             acc, m_i, l_i = attend_tile(
-                acc, m_i, l_i, q, head_cache, kv, page, tile * BLOCK_N, rows, kv_start, kv_stop, scoring, T, False
+                acc,
+                m_i,
+                l_i,
+                q,
+                cache,
+                kv,
+                kv_head,
+                page,
+                tile * BLOCK_N,
+                rows,
+                slopes,
+                kv_start,
+                kv_stop,
+                scoring,
+                T,
+                False,
             )
             page = next_page
     num_before = full_start - start
@@ -142,7 +158,7 @@ def block_kernel(
         next_pos = tl.where(i < num_before, start + i, full_stop + i - num_before) * BLOCK_N
         next_page = find_pages(row, next_pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         acc, m_i, l_i = attend_tile(
-            acc, m_i, l_i, q, head_cache, kv, page, pos, rows, kv_start, kv_stop, scoring, T, True
+            acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, slopes, kv_start, kv_stop, scoring, T, True
         )
         pos, page = next_pos, next_page
 

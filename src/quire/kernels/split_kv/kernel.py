@@ -25,7 +25,6 @@ from quire.kernels.primitives import (
     empty_state,
     find_pages,
     find_rows,
-    head_of_cache,
     head_scales,
     join_even_odd,
     load_queries,
@@ -78,12 +77,11 @@ def split_kv_kernel(
     COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
     P: tl.constexpr = Partial(PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK)
     partition = tl.program_id(0) // NUM_KV_HEADS  # neighbours read the same pages, of other heads, at the same time
-    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    kv_head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
     unit, high, size, seq, seq_unit = find_partition(
         kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
     )
-    head_cache = head_of_cache(cache, kv, kv_head)
-    scale, v_scale = head_scales(head_cache, scale, TOKEN_SCALES)
+    scale, v_scale = head_scales(cache, kv, kv_head, scale, TOKEN_SCALES)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
     outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
@@ -106,9 +104,12 @@ def split_kv_kernel(
             row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N
         )  # in flight while the queries are loaded
 
-        rows = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, slopes_ptr, GROUP, BLOCK_M)
+        rows = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
         q_ptrs = q_ptr + rows.token * stride_q_token + rows.head * stride_q_head
         q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8)
+        slopes = None
+        if slopes_ptr is not None:
+            slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
         acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
         if FIXED_SPLIT == 0:
             masked = begin  # the first tile that needs masks
@@ -122,13 +123,28 @@ def split_kv_kernel(
                 for tile in tl.range(begin, masked):
                     next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                     acc, m_i, l_i = attend_tile(
-                        acc, m_i, l_i, q, head_cache, kv, page, tile * BLOCK_N, rows, kv_start, kv_stop, scoring, T, False
+                        acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop, scoring, T, False
                     )  # fmt: skip
                     page = next_page
             for tile in tl.range(masked, begin + num_here):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 acc, m_i, l_i = attend_tile(
-                    acc, m_i, l_i, q, head_cache, kv, page, tile * BLOCK_N, rows, kv_start, kv_stop, scoring, T, True
+                    acc,
+                    m_i,
+                    l_i,
+                    q,
+                    cache,
+                    kv,
+                    kv_head,
+                    page,
+                    tile * BLOCK_N,
+                    rows,
+                    slopes,
+                    kv_start,
+                    kv_stop,
+                    scoring,
+                    T,
+                    True,
                 )
                 page = next_page
         else:
@@ -139,7 +155,7 @@ def split_kv_kernel(
             for tile in tl.range(begin * TILES, last + 1):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 split_acc, split_m, split_l = attend_tile(
-                    split_acc, split_m, split_l, q, head_cache, kv, page, tile * BLOCK_N, rows, kv_start, kv_stop, scoring, T, True
+                    split_acc, split_m, split_l, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop, scoring, T, True
                 )  # fmt: skip
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
@@ -191,7 +207,7 @@ def split_kv_kernel(
                     num_partials = tl.cdiv(num_partials, group)
                     num_arrivals = num_partials
             if arrive_is_last(scratch, counter * NUM_KV_HEADS + kv_head, num_arrivals, arrives):
-                stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, None, GROUP, PARTIAL_ROWS)
+                stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
                 for part in tl.range(BLOCK_DV // COLUMNS, num_stages=1):
                     columns = part * COLUMNS + tl.arange(0, COLUMNS)
                     acc_columns, combined_m, combined_l = combine_partials(
