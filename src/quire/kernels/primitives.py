@@ -202,11 +202,8 @@ def attend_tile(
     v_ptrs = cache.v + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
     k = load_tile(k_ptrs, keep, offs_d, MASKED, T.HEAD_DIM // EACH, T.BLOCK_D // EACH)
     v = load_tile(v_ptrs, keep, offs_dv, MASKED, T.HEAD_DIM_V // EACH, T.BLOCK_DV // EACH)
-    v_scale = None
-    if T.TOKEN_SCALES:
-        offs_scale = slot * kv.scale_slot + (page * kv.scale_page + kv_head * kv.scale_head)
-        k_scale = tl.load(cache.k_scale + offs_scale, mask=keep, other=0.0)
-        v_scale = tl.load(cache.v_scale + offs_scale, mask=keep, other=0.0)
+    # float16 cannot hold small probabilities times small scales. There values are scaled, as a float16 cache holds them.
+    SCALE_V: tl.constexpr = T.TOKEN_SCALES and q.dtype == tl.float16 if not T.PACKED_FP8 else False
     if T.PACKED_FP8:
         q_even, q_odd, q_scale = q
         k_even, k_odd = T.DECODE(k)
@@ -214,15 +211,16 @@ def attend_tile(
         scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))  # [BLOCK_M, BLOCK_N]
         scores = scores * q_scale[:, None]
     else:
+        v = T.DECODE(v, tl.float32 if SCALE_V else q.dtype)
         scores = tl.dot(q, tl.trans(T.DECODE(k, q.dtype)), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
-        if T.TOKEN_SCALES and q.dtype == tl.float16:
-            # Probability times scale would vanish in float16; real values are what a float16 cache holds.
-            v = (T.DECODE(v, tl.float32) * v_scale[:, None]).to(q.dtype)
-            v_scale = None
-        else:
-            v = T.DECODE(v, q.dtype)
+    v_scale = None
     if T.TOKEN_SCALES:
-        scores *= k_scale[None, :]
+        offs_scale = slot * kv.scale_slot + (page * kv.scale_page + kv_head * kv.scale_head)
+        scores *= tl.load(cache.k_scale + offs_scale, mask=keep, other=0.0)[None, :]
+        v_scale = tl.load(cache.v_scale + offs_scale, mask=keep, other=0.0)
+        if SCALE_V:
+            v = (v * v_scale[:, None]).to(q.dtype)
+            v_scale = None
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     if MASKED:
