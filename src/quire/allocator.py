@@ -118,7 +118,7 @@ class PageAllocator:
             TypeError: an argument is of the wrong type.
             ValueError: a sequence has more pages than `width`, was freed, or is another allocator's.
         """
-        if isinstance(sequences, str) or not isinstance(sequences, Iterable):
+        if isinstance(sequences, str | torch.Tensor) or not isinstance(sequences, Iterable):
             raise TypeError(f"sequences must be a list of sequences, got {describe(sequences)}; put one in a list")
         held = [self._check_held(sequence) for sequence in sequences]
         needed = max((len(s.pages) for s in held), default=0)

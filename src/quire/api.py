@@ -12,6 +12,7 @@ from quire import ops
 from quire.cache import PagedKVCache
 from quire.checks import check_attention, check_copy_pages, check_merge_states, check_out, check_write_kv
 from quire.dispatch.device import is_served_by_torch
+from quire.errors import check_flag
 from quire.kernels.cpu import cache_ops
 from quire.kernels.cpu import merge as cpu_merge
 from quire.plan import Plan
@@ -78,6 +79,8 @@ def attention(
         UnsupportedError: nothing serves the request.
     """
     check_attention(q, cache, plan, sinks, alibi_slopes)
+    if return_lse is not False and return_lse is not True:
+        check_flag("return_lse", return_lse, "say whether the lse is asked for")
     spec = plan.spec
     if isinstance(out, State):
         out, lse = out

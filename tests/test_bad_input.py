@@ -1,0 +1,567 @@
+"""Bad input of every kind, to every public function: an error in the house grammar, or a result that is right.
+
+The matrix replaces each argument of each function by each hostile value. A refusal must name the contract and the value
+and leave every tensor as it was. What is accepted is judged by the oracle, or by a few lines from the definition.
+"""
+
+import dataclasses
+import inspect
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import quire
+from quire.allocator import PageSequence
+from quire.dispatch.device import interprets
+from quire.integrations import flash_attn
+from quire.testing import Oracle, Problem, make_problem
+
+pytestmark = pytest.mark.skipif(interprets(), reason="the interpreter runs kernels, which do not look at contents")
+
+HOUSE = (ValueError, TypeError, quire.UnsupportedError, quire.OutOfPagesError)
+SECONDS = 1.0  # of processor time, for one call
+SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, causal=False)
+LENS = ((1, 9), (3, 5))
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CONSTANTS: dict[str, Any] = {
+    "None": None,
+    "a list": [1, 2],
+    "an empty list": [],
+    "a word": "junk",
+    "an empty string": "",
+    "an array": np.ones((2, 3), np.float32),
+    "an array of integers": np.ones(2, np.int32),
+    "2.5": 2.5,
+    "NaN": float("nan"),
+    "infinity": float("inf"),
+    "1e-320": 1e-320,
+    "-1": -1,
+    "0": 0,
+    "True": True,
+    "False": False,
+    "2 ** 62": 1 << 62,
+    "10 ** 5000": 10**5000,
+    "1j": 1j,
+    "an object": object(),
+    "a class": int,
+    "a dict": {},
+    "a lambda": lambda: None,
+    "a tensor of no dimension": torch.tensor(3),
+    "a float tensor of no dimension": torch.tensor(2.5),
+    "a tensor": torch.ones(2, 3),
+    "a dtype": torch.float64,
+    "uint8": torch.uint8,
+    "a meta device": torch.device("meta"),
+    "a spec": SPEC,
+    "a state": quire.State(torch.zeros(4, 4, 16), torch.zeros(4, 4)),
+    "a page sequence": PageSequence(),
+    "another batch": quire.Batch(int32(1)[:, None], int32(3)),
+    "another cache": quire.PagedKVCache(torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2, 16)),
+}
+
+
+def hostile(good: Any) -> Iterator[tuple[str, Any]]:
+    """Return names and values: constants, and distortions of the good value."""
+    yield from CONSTANTS.items()
+    if isinstance(good, torch.Tensor):
+        yield from distorted(good)
+    elif isinstance(good, quire.State):
+        yield "a plain tuple", tuple(good)
+        yield "a state without lse", quire.State(good.out, None)
+        yield "a state without out", quire.State(None, good.lse)
+        yield "a state turned round", quire.State(good.lse, good.out)
+        yield "a transposed lse", quire.State(good.out, good.lse.t())
+    elif isinstance(good, list):
+        yield "a generator", (x for x in good)
+        yield "one of them", good[0]
+        yield "None among them", [good[0], None]
+        yield from ((f"[good, {name}]", [good[0], value]) for name, value in hostile(good[0]))
+    elif isinstance(good, int) and not isinstance(good, bool):
+        yield "a numpy integer", np.int64(good)
+        yield "a numpy float", np.float32(good)
+        yield "a float", float(good)
+        yield "a tensor", torch.tensor(good)
+        yield "digits", str(good)
+
+
+def distorted(good: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return tensors that are `good` but for one property."""
+    for dtype in (torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64):
+        yield f"as {dtype}", good.to(dtype)
+    yield "on meta", good.to("meta")
+    yield "sparse", good.to_sparse()
+    yield "empty", good[:0]
+    yield "of no numbers and no dimension to speak of", good.new_empty(0)
+    yield "empty, with strides of 0", torch.from_numpy(np.empty((0, *good.shape[1:]), np.float32)).to(good.dtype)
+    yield "one dimension less", good[0]
+    yield "one dimension more", good[None]
+    yield "shorter", good[:-1].clone()
+    yield "longer", torch.cat([good, good])
+    yield "strided", good.repeat_interleave(2, -1)[..., ::2]
+    yield "expanded", good[:1].expand_as(good)
+    yield "flipped dimensions", good.permute(*reversed(range(good.dim())))
+    yield "filled with -1", torch.full_like(good, -1)
+    if good.is_floating_point():
+        yield "with a gradient", good.clone().requires_grad_()
+        yield "a parameter", torch.nn.Parameter(good.clone())
+    else:
+        yield "filled with its largest number", torch.full_like(good, torch.iinfo(good.dtype).max)
+        yield "descending", good.flip(0)
+
+
+# Good calls. Each returns a function and its arguments, all of them new; `confirm` judges what such a call returned.
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    make: Callable[[], tuple[Callable, dict[str, Any]]]
+    confirm: Callable[[dict[str, Any], Any], bool]
+
+
+def run(problem: Problem) -> bool:
+    """Plan and attend; the oracle judges."""
+    plan = quire.plan(problem.spec, problem.batch, **problem.bounds)
+    return confirm_attention({"q": problem.q, "cache": problem.cache, "plan": plan, **problem.tables}, None)
+
+
+def confirm_attention(a: dict[str, Any], result: Any) -> bool:
+    """Judge the result of these arguments; the rows that no sequence owns are not judged."""
+    batch = a["plan"].batch
+    if result is None:
+        result = quire.attention(a["q"], a["cache"], a["plan"], **{n: a[n] for n in ("sinks", "alibi_slopes")})
+    oracle = Oracle(Problem(a["plan"].spec, batch, a["cache"], a["q"], (), (), a["sinks"], a["alibi_slopes"]))
+    owned = int(batch.query_starts[-1])
+    oracle.exact = quire.State(oracle.exact.out[:owned], oracle.exact.lse[:owned])
+    if isinstance(result, quire.State):
+        out, lse = oracle.judge(result.out[:owned]), oracle.exact.lse - result.lse[:owned]
+        return out.passed and bool((lse.abs() <= 1e-5 * oracle.exact.lse.abs().clamp(min=1)).all())
+    return oracle.judge(result[:owned]).passed
+
+
+def paged_problem(**features: bool) -> Problem:
+    """A problem without poison: hostile tables may name any page."""
+    p = make_problem(dataclasses.replace(SPEC, **features), LENS, page_size=4)
+    return dataclasses.replace(p, cache=quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num()))
+
+
+def make_attention(**features: bool) -> tuple[Callable, dict[str, Any]]:
+    p = paged_problem(**features)
+    out = quire.State(torch.full((4, 4, 16), 7.0), torch.full((4, 4), 7.0))
+    plan = quire.plan(p.spec, p.batch, **p.bounds)
+    return quire.attention, dict(q=p.q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
+
+
+def make_varlen_attention() -> tuple[Callable, dict[str, Any]]:
+    k, v = torch.randn(14, 2, 16), torch.randn(14, 2, 16)
+    batch = quire.Batch.varlen(int32(0, 1, 4), int32(0, 9, 14))
+    plan = quire.plan(SPEC, batch, max_query_len=3, max_seq_len=9, num_tokens=4)
+    arguments = dict(q=torch.randn(4, 4, 16), k=k, v=v, plan=plan, sinks=None, alibi_slopes=None)
+    return quire.varlen_attention, arguments | {"out": torch.full((4, 4, 16), 7.0), "return_lse": False}
+
+
+def confirm_varlen_attention(a: dict[str, Any], result: Any) -> bool:
+    return confirm_attention(a | {"cache": quire.PagedKVCache(a["k"], a["v"], "THD")}, result)
+
+
+def make_plan() -> tuple[Callable, dict[str, Any]]:
+    p = paged_problem()
+    options = dict(num_splits=None, config=None, batch_invariant=False, workspace=None, kernel=None)
+    return quire.plan, dict(spec=p.spec, batch=p.batch, **p.bounds, **options)
+
+
+def confirm_plan(a: dict[str, Any], plan: Any) -> bool:
+    p = paged_problem()
+    return confirm_attention({"q": p.q, "cache": p.cache, "plan": plan, **p.tables}, None)
+
+
+def make_spec() -> tuple[Callable, dict[str, Any]]:
+    fields = {field.name: getattr(SPEC, field.name) for field in dataclasses.fields(SPEC) if field.init}
+    return quire.AttentionSpec, fields
+
+
+def confirm_spec(a: dict[str, Any], spec: Any) -> bool:
+    same = dataclasses.replace(spec)
+    return same == spec and hash(same) == hash(spec) and run(make_problem(spec, LENS, page_size=4))
+
+
+def make_cache() -> tuple[Callable, dict[str, Any]]:
+    p = make_problem(dataclasses.replace(SPEC, kv_dtype=torch.int8), LENS, page_size=4, scales="tensor")
+    return quire.PagedKVCache, dict(k=p.cache.k, v=p.cache.v, layout="NHD", k_scale=0.02, v_scale=0.5)
+
+
+def confirm_cache(a: dict[str, Any], cache: Any) -> bool:
+    p = make_problem(dataclasses.replace(SPEC, kv_dtype=torch.int8), LENS, page_size=4, scales="tensor")
+    return run(dataclasses.replace(p, cache=cache))
+
+
+def make_empty() -> tuple[Callable, dict[str, Any]]:
+    spec = dataclasses.replace(SPEC, kv_dtype=torch.int8)
+    return quire.PagedKVCache.empty, dict(spec=spec, num_pages=8, page_size=4, layout="HND", device=None)
+
+
+def confirm_empty(a: dict[str, Any], cache: Any) -> bool:
+    served = cache.signature == a["spec"].cache_signature and cache.layout == a["layout"]
+    return served and (cache.num_pages, cache.page_size) == (a["num_pages"], a["page_size"])
+
+
+def make_batch(flat: bool = False) -> tuple[Callable, dict[str, Any]]:
+    batch = make_problem(SPEC, LENS, page_size=4, flat_table=flat).batch
+    tensors = dict(page_table=batch.page_table, seq_lens=batch.seq_lens, cu_seqlens_q=batch.cu_seqlens_q)
+    return quire.Batch, tensors | dict(cu_pages=batch.cu_pages, query_offsets=int32(8, 2), paged=True)
+
+
+def confirm_batch(a: dict[str, Any], batch: Any) -> bool:
+    p = paged_problem()
+    one_query = batch.cu_seqlens_q is None
+    return run(dataclasses.replace(p, batch=batch, query_lens=(1,) if one_query else p.query_lens))
+
+
+def make_varlen() -> tuple[Callable, dict[str, Any]]:
+    return quire.Batch.varlen, dict(cu_seqlens_q=int32(0, 1, 4), cu_seqlens_k=int32(0, 9, 14))
+
+
+def confirm_varlen(a: dict[str, Any], batch: Any) -> bool:
+    _, arguments = make_varlen_attention()
+    query_len = 1 if batch.cu_seqlens_q is None else 3
+    plan = quire.plan(SPEC, batch, max_query_len=query_len, max_seq_len=9, num_tokens=4)
+    return confirm_varlen_attention(arguments | {"plan": plan}, None)
+
+
+def make_write() -> tuple[Callable, dict[str, Any]]:
+    cache = quire.PagedKVCache(torch.zeros(5, 4, 2, 16), torch.zeros(5, 4, 2, 16))
+    slots = torch.tensor([3, -1, 17])
+    return quire.write_kv, dict(k=torch.randn(3, 2, 16), v=torch.randn(3, 2, 16), cache=cache, slot_mapping=slots)
+
+
+def confirm_write(a: dict[str, Any], result: Any) -> bool:
+    memory = {slot: token for token, slot in enumerate(a["slot_mapping"].tolist()) if slot >= 0}
+    stored = zip((a["cache"].k, a["cache"].v), (a["k"], a["v"]), strict=True)
+    return result is None and all(
+        torch.equal(pages.flatten(0, 1)[slot], new[token]) for pages, new in stored for slot, token in memory.items()
+    )
+
+
+def make_copy() -> tuple[Callable, dict[str, Any]]:
+    src, dst = (quire.PagedKVCache(torch.randn(5, 4, 2, 16), torch.randn(5, 4, 2, 16)) for _ in range(2))
+    return quire.copy_pages, dict(src=src, dst=dst, page_pairs=torch.tensor([[0, 3], [-1, 2], [4, 1]]))
+
+
+def confirm_copy(a: dict[str, Any], result: Any) -> bool:
+    pairs = [pair for pair in a["page_pairs"].tolist() if min(pair) >= 0]
+    return result is None and all(torch.equal(a["src"].k[s], a["dst"].k[d]) for s, d in pairs)
+
+
+def make_merge() -> tuple[Callable, dict[str, Any]]:
+    states = [quire.State(torch.randn(4, 4, 16), torch.randn(4, 4)) for _ in range(3)]
+    return quire.merge_states, dict(states=states)
+
+
+def confirm_merge(a: dict[str, Any], result: Any) -> bool:
+    out, lse = (torch.stack([state[i].double() for state in a["states"]]) for i in (0, 1))
+    weights = torch.softmax(lse, 0)[..., None]
+    tolerance = 8 * torch.finfo(result.out.dtype).eps  # three terms, each rounded, and their sum
+    close = dict(rtol=tolerance, atol=tolerance * float(out.abs().max() if out.numel() else 0))
+    right = torch.allclose(result.out.double(), (weights * out).sum(0), **close)
+    return right and torch.allclose(result.lse.double(), torch.logsumexp(lse, 0), rtol=1e-6, atol=1e-6)
+
+
+def make_service(function: Callable, **more: Any) -> tuple[Callable, dict[str, Any]]:
+    limits = dict(max_num_seqs=4, max_num_tokens=8, max_seq_len=32, batch_invariant=False)
+    return function, dict(spec=SPEC, **limits, **more)
+
+
+def make_warmup() -> tuple[Callable, dict[str, Any]]:
+    return make_service(quire.warmup, cache=paged_problem().cache, return_lse=False, progress=None)
+
+
+def make_pool(method: str) -> tuple[Callable, dict[str, Any]]:
+    pool = quire.PageAllocator(8, 4)
+    sequence = pool.allocate(6)
+    arguments: dict[str, dict[str, Any]] = {
+        "allocate": dict(num_tokens=5),
+        "grow": dict(sequence=sequence, num_tokens=3),
+        "fork": dict(sequence=sequence),
+        "free": dict(sequence=sequence),
+        "page_table": dict(sequences=[sequence], width=3, device=None),
+        "slot_mapping": dict(sequence=sequence, num_tokens=2, device=None),
+    }
+    return getattr(pool, method), arguments[method]
+
+
+def confirm_pool(a: dict[str, Any], result: Any) -> bool:
+    if "sequences" in a:
+        width = 2 if a["width"] is None else a["width"]
+        return result.is_meta or result.tolist() == [s.pages + [-1] * (width - len(s.pages)) for s in a["sequences"]]
+    return result.is_meta or len(result) == a["num_tokens"]
+
+
+def confirm_pages(a: dict[str, Any], result: Any) -> bool:
+    sequence = result if isinstance(result, PageSequence) else a["sequence"]
+    return len(sequence.pages) == -(-sequence.num_tokens // 4) and result in (sequence, None, [])
+
+
+def within_budget(compute: Callable[[torch.dtype], torch.Tensor], result: torch.Tensor) -> bool:
+    """Whether a result is as close to float64 as twice what its own dtype can do."""
+    exact, naive = compute(torch.float64), compute(result.dtype).double()
+    if exact.numel() == 0:
+        return result.shape == exact.shape
+    budget = 2 * ((naive - exact).abs().max() + torch.finfo(result.dtype).eps * exact.abs().max())
+    return bool((result.double() - exact).abs().max() <= budget)
+
+
+def attend_by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: dict[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
+    """Attention of one sequence, [tokens, heads, head_dim], with flash-attn's arguments `a`."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.detach().to(dtype).transpose(0, 1) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = q @ k.mT * (a["softmax_scale"] or q.shape[-1] ** -0.5)
+    if a["softcap"]:
+        scores = a["softcap"] * torch.tanh(scores / a["softcap"])
+    distance = torch.arange(k.shape[1]) - torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
+    if a["alibi_slopes"] is not None:
+        scores = scores - a["alibi_slopes"].to(dtype)[:, None, None] * distance.abs()
+    left, right = (int(side) for side in a["window_size"])
+    right = 0 if a["causal"] else right
+    hidden = (left >= 0) & (distance < -left) | (right >= 0) & (distance > right)
+    sinks = torch.full((q.shape[0],), float("-inf"), dtype=dtype) if a["s_aux"] is None else a["s_aux"].to(dtype)
+    scores = torch.cat([scores.masked_fill(hidden, float("-inf")), sinks[:, None, None].expand(-1, q.shape[1], 1)], -1)
+    return (torch.softmax(scores, -1).nan_to_num(0.0)[..., :-1] @ v).transpose(0, 1)
+
+
+FLASH = dict(softmax_scale=None, causal=True, window_size=(2, 0), softcap=0.0)
+
+
+def make_flash(heads: bool = False) -> tuple[Callable, dict[str, Any]]:
+    tables = dict(alibi_slopes=torch.rand(4), s_aux=torch.randn(4)) if heads else dict(alibi_slopes=None, s_aux=None)
+    tensors = dict(q=torch.randn(2, 3, 4, 16), k=torch.randn(2, 5, 2, 16), v=torch.randn(2, 5, 2, 16))
+    return flash_attn.flash_attn_func, tensors | FLASH | tables | dict(
+        dropout_p=0.0, deterministic=False, return_attn_probs=False
+    )
+
+
+def confirm_flash(a: dict[str, Any], result: Any) -> bool:
+    def compute(dtype: torch.dtype) -> torch.Tensor:
+        outs = [attend_by_definition(*x, a, dtype) for x in zip(a["q"], a["k"], a["v"], strict=True)]
+        return torch.stack(outs) if outs else a["q"].to(dtype)
+
+    return within_budget(compute, result[0] if a["return_attn_probs"] else result)
+
+
+def make_flash_varlen(paged: bool = False) -> tuple[Callable, dict[str, Any]]:
+    _, arguments = make_flash()
+    shape = (5, 4, 2, 16) if paged else (14, 2, 16)
+    arguments |= dict(
+        q=torch.randn(4, 4, 16), k=torch.randn(shape), v=torch.randn(shape), max_seqlen_q=3, max_seqlen_k=9
+    )
+    table = torch.tensor([[1, 4, 2], [3, 0, -1]], dtype=torch.int32) if paged else None
+    return flash_attn.flash_attn_varlen_func, arguments | dict(
+        cu_seqlens_q=int32(0, 1, 4), cu_seqlens_k=int32(0, 9, 14), block_table=table
+    )
+
+
+def confirm_flash_varlen(a: dict[str, Any], result: Any) -> bool:
+    def compute(dtype: torch.dtype) -> torch.Tensor:
+        outs = []
+        starts, ends = a["cu_seqlens_q"].tolist(), a["cu_seqlens_k"].tolist()
+        for i, (q0, q1, k0, k1) in enumerate(zip(starts, starts[1:], ends, ends[1:], strict=False)):
+            k, v = a["k"], a["v"]
+            if a["block_table"] is not None:
+                pages = a["block_table"][i, : -(-(k1 - k0) // k.shape[1])].long()
+                k, v, k0, k1 = k[pages].flatten(0, 1), v[pages].flatten(0, 1), 0, k1 - k0
+            outs.append(attend_by_definition(a["q"][q0:q1], k[k0:k1], v[k0:k1], a, dtype))
+        return torch.cat(outs)
+
+    out = result[0] if a["return_attn_probs"] else result
+    return within_budget(compute, out[: int(a["cu_seqlens_q"][-1])])
+
+
+def make_flash_kvcache(paged: bool = False) -> tuple[Callable, dict[str, Any]]:
+    _, arguments = make_flash()
+    caches = dict(k_cache=torch.randn(5, 4, 2, 16), v_cache=torch.randn(5, 4, 2, 16))
+    where = dict(
+        block_table=torch.tensor([[1, 4], [3, 0]], dtype=torch.int32), cache_batch_idx=None, cache_leftpad=None
+    )
+    if not paged:
+        where = dict(block_table=None, cache_batch_idx=int32(4, 1), cache_leftpad=int32(1, 0))
+    for name in ("dropout_p", "deterministic", "return_attn_probs"):
+        del arguments[name]
+    arguments |= dict(q=torch.randn(2, 1, 4, 16), k=torch.randn(2, 1, 2, 16), v=torch.randn(2, 1, 2, 16))
+    arguments |= dict(rotary_cos=torch.rand(8, 8), rotary_sin=torch.rand(8, 8), rotary_interleaved=False)
+    lengths = int32(6, 3) if paged else int32(2, 3)
+    more = dict(cache_seqlens=lengths, num_splits=0, return_softmax_lse=False)
+    return flash_attn.flash_attn_with_kvcache, arguments | caches | where | more
+
+
+def confirm_flash_kvcache(a: dict[str, Any], result: Any) -> bool:
+    """Judge by the cache as it is after the call, which has the new keys."""
+    batch, length = a["q"].shape[0], 0 if a["k"] is None else a["k"].shape[1]
+    lens = torch.as_tensor(a["cache_seqlens"]).expand(batch)
+
+    def rotated(x: torch.Tensor, position: int) -> torch.Tensor:
+        if a["rotary_cos"] is None:
+            return x
+        c, s = a["rotary_cos"][position].to(x.dtype), a["rotary_sin"][position].to(x.dtype)
+        even, odd = (x[..., ::2], x[..., 1::2]) if a["rotary_interleaved"] else x[..., : 2 * len(c)].split(len(c), -1)
+        pair = even * c - odd * s, even * s + odd * c
+        return (
+            torch.stack(pair, -1).flatten(-2)
+            if a["rotary_interleaved"]
+            else torch.cat([*pair, x[..., 2 * len(c) :]], -1)
+        )
+
+    def compute(dtype: torch.dtype) -> torch.Tensor:
+        outs = []
+        for i in range(batch):
+            begin, row = 0, i
+            end = int(lens[i]) + length
+            if a["block_table"] is not None:
+                k, v = (x[a["block_table"][i].long()].flatten(0, 1) for x in (a["k_cache"], a["v_cache"]))
+            else:
+                row = i if a["cache_batch_idx"] is None else int(a["cache_batch_idx"][i])
+                begin = 0 if a["cache_leftpad"] is None else int(a["cache_leftpad"][i])
+                k, v = a["k_cache"][row], a["v_cache"][row]
+            q = rotated(a["q"][i].to(dtype), end - length)
+            outs.append(attend_by_definition(q, k[begin:end], v[begin:end], a, dtype))
+        return torch.stack(outs)
+
+    return within_budget(compute, result[0] if a["return_softmax_lse"] else result)
+
+
+CALLS = {
+    "attention": Call(make_attention, confirm_attention),
+    "attention, sinks and slopes": Call(lambda: make_attention(sinks=True, alibi=True), confirm_attention),
+    "varlen_attention": Call(make_varlen_attention, confirm_varlen_attention),
+    "plan": Call(make_plan, confirm_plan),
+    "AttentionSpec": Call(make_spec, confirm_spec),
+    "PagedKVCache": Call(make_cache, confirm_cache),
+    "PagedKVCache.empty": Call(make_empty, confirm_empty),
+    "Batch": Call(make_batch, confirm_batch),
+    "Batch, flat": Call(lambda: make_batch(flat=True), confirm_batch),
+    "Batch.varlen": Call(make_varlen, confirm_varlen),
+    "write_kv": Call(make_write, confirm_write),
+    "copy_pages": Call(make_copy, confirm_copy),
+    "merge_states": Call(make_merge, confirm_merge),
+    "warmup": Call(make_warmup, lambda a, result: result == []),
+    "workspace_size": Call(lambda: make_service(quire.workspace_size, device="cpu"), lambda a, result: result == 0),
+    "PageAllocator": Call(
+        lambda: (quire.PageAllocator, dict(num_pages=8, page_size=4)),
+        lambda a, pool: pool.num_free_pages == a["num_pages"] and pool.page_size == a["page_size"],
+    ),
+    **{
+        f"PageAllocator.{method}": Call(lambda method=method: make_pool(method), confirm)
+        for confirm, methods in (
+            (confirm_pages, ("allocate", "grow", "fork", "free")),
+            (confirm_pool, ("page_table", "slot_mapping")),
+        )
+        for method in methods
+    },
+    "flash_attn_func": Call(make_flash, confirm_flash),
+    "flash_attn_func, slopes and sinks": Call(lambda: make_flash(heads=True), confirm_flash),
+    "flash_attn_varlen_func": Call(make_flash_varlen, confirm_flash_varlen),
+    "flash_attn_varlen_func, paged": Call(lambda: make_flash_varlen(paged=True), confirm_flash_varlen),
+    "flash_attn_with_kvcache": Call(make_flash_kvcache, confirm_flash_kvcache),
+    "flash_attn_with_kvcache, paged": Call(lambda: make_flash_kvcache(paged=True), confirm_flash_kvcache),
+}
+EXEMPT = {
+    "OutOfPagesError": "an exception",
+    "UnsupportedError": "an exception",
+    "Plan": "made by quire.plan alone",
+    "State": "holds what it is given; the verbs check it",
+    "no_compilation": "has no arguments",
+}
+CASES = [(call, name) for call in CALLS for name in CALLS[call].make()[1]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lazy_imports_of_torch() -> None:
+    """Let torch import what meta tensors need before calls are timed."""
+    int32(0, 1).to("meta").diff()
+
+
+def contents(value: Any) -> Any:
+    """Return all that a call could change in a value, to be compared with ==."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:
+            return None
+        return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, PageSequence):
+        return list(value.pages), value.num_tokens
+    if isinstance(value, quire.PageAllocator):
+        return value.num_free_pages
+    if isinstance(value, quire.PagedKVCache):
+        return [contents(x) for x in (value.k, value.v, value.k_scale, value.v_scale)]
+    if isinstance(value, quire.Plan):
+        return contents(value.batch)
+    if isinstance(value, quire.Batch):
+        return [contents(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        return [contents(x) for x in value.values()]
+    return [contents(x) for x in value] if isinstance(value, list | tuple) else None
+
+
+def in_house_grammar(error: Exception) -> bool:
+    """Whether an error is one of Quire's, and says what must be and what it got."""
+    return isinstance(error, HOUSE) and re.search(r" must .* got .+", str(error), re.DOTALL) is not None
+
+
+def complaint(call: Call, name: str, value: Any) -> str | None:
+    """Return what is wrong with how a call takes this value for one of its arguments."""
+    torch.manual_seed(0)
+    function, arguments = call.make()
+    arguments[name] = value
+    owner = getattr(function, "__self__", None)
+    before = contents(arguments), contents(owner)
+    start = time.process_time()
+    try:
+        result = function(**arguments)
+    except Exception as error:
+        if not in_house_grammar(error):
+            return f"raised {type(error).__name__}: {error}"
+        if (contents(arguments), contents(owner)) != before:
+            return f"wrote before it raised {error}"
+        return None
+    finally:
+        if time.process_time() - start > SECONDS:
+            pytest.fail(f"{name} took {time.process_time() - start:.1f} s")
+    try:
+        return None if call.confirm(arguments, result) else f"accepted, and returned what is wrong: {result}"
+    except Exception as error:  # a noun may be sound and still not fit the rest
+        return None if in_house_grammar(error) else f"accepted, then {type(error).__name__}: {error}"
+
+
+def test_every_public_function_and_argument_is_in_the_matrix():
+    named = {call.split(",")[0].split(".")[0] for call in CALLS}
+    assert named == (set(quire.__all__) - set(EXEMPT)) | set(flash_attn.__all__)
+    methods = {name for name, _ in inspect.getmembers(quire.PageAllocator, inspect.isfunction) if name[0] != "_"}
+    assert {f"PageAllocator.{name}" for name in methods} <= set(CALLS)
+    for call in CALLS.values():
+        function, arguments = call.make()
+        assert set(arguments) == set(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_are_right_before_anything_is_replaced(name):
+    torch.manual_seed(0)
+    function, arguments = CALLS[name].make()
+    assert CALLS[name].confirm(arguments, function(**arguments))
+
+
+@pytest.mark.parametrize(("call", "name"), CASES, ids=lambda word: word.replace(" ", "_"))
+def test_hostile_values_are_refused_or_served_rightly(call, name):
+    torch.manual_seed(0)
+    _, arguments = CALLS[call].make()
+    found = {kind: complaint(CALLS[call], name, value) for kind, value in hostile(arguments[name])}
+    wrong = [f"{name} = {kind}: {what[:300]}" for kind, what in found.items() if what]
+    assert not wrong, "\n".join(wrong)
