@@ -21,7 +21,7 @@ def int32(*values):
     ("change", "error", "message"),
     [
         ({"num_q_heads": 5}, ValueError, "num_q_heads must be a multiple of num_kv_heads, got 5 and 2"),
-        ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1, got 0"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be from 1 to 65536, got 0"),
         ({"head_dim": 20}, quire.UnsupportedError, "head_dim must be a multiple of 8 from 16 to 256, got 20"),
         ({"head_dim_v": 264}, quire.UnsupportedError, "head_dim_v must be"),
         (

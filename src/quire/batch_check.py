@@ -110,7 +110,8 @@ def check_pages(batch: Batch, cache: PagedKVCache, start: torch.Tensor, stop: to
                 f"entries, got one from {int(run_starts[seq])} with pages of {size}; append its pages to the table"
             )
     # The entries in use, one row of indices after the other.
-    first_entry, num_entries = start // size, (-(-stop // size) - start // size).clamp(min=0)
+    first_entry = start // size
+    num_entries = torch.where(stop > start, -(-stop // size) - first_entry, 0)
     owner = torch.repeat_interleave(num_entries)
     row_begin = num_entries.cumsum(0) - num_entries
     entries = (run_starts + first_entry - row_begin)[owner] + torch.arange(owner.shape[0], device="cpu")

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+LARGEST = (1 << 63) - 1  # integer; larger ones do not fit into a tensor
+
 
 class UnsupportedError(NotImplementedError):
     """A sound request that Quire does not serve; the message names what was wanted and what is supported."""
@@ -26,21 +28,25 @@ def describe(value: Any) -> str:
         layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
         where = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"a {layout}{dtype} tensor of shape {list(value.shape)}{where}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, bool | int | float | str):
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:40]}…"
     return f"a value of type {type(value).__name__}"
 
 
-def check_integer(name: str, value: Any, advice: str, low: int | None = None, high: int | None = None) -> int:
+def check_integer(name: str, value: Any, advice: str, low: int | None = None, high: int = LARGEST) -> int:
     """Return an integer as an `int`, or raise unless it is one from `low` to `high`; bools and tensors are none."""
     if type(value) is not int:
         if isinstance(value, bool | torch.Tensor) or not isinstance(value, Integral):
             raise TypeError(f"{name} must be an integer, got {describe(value)}; {advice}")
         value = int(value)
-    if (low is not None and value < low) or (high is not None and value > high):
-        contract = f"at least {low}" if high is None else f"from {low} to {high}"
+    if low is not None and value < low:
+        contract = f"at least {low}" if high == LARGEST else f"from {low} to {high}"
         raise ValueError(f"{name} must be {contract}, got {describe(value)}; {advice}")
+    if value > high:
+        raise ValueError(f"{name} must be at most {high}, got {describe(value)}; {advice}")
     return value
 
 
@@ -78,7 +84,7 @@ def check_device(name: str, value: Any, advice: str) -> torch.device | None:
         return None
     try:
         device = torch.device(value)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         error = ValueError if isinstance(value, str | int) and not isinstance(value, bool) else TypeError
         raise error(f"{name} must be a device of this machine, got {describe(value)}; {advice}") from None
     backend = getattr(torch, device.type, None)

@@ -14,6 +14,7 @@ from quire.errors import UnsupportedError, check_flag, check_integer, check_posi
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+MAX_HEADS = 1 << 16  # models have some hundred
 UNBOUNDED = 1 << 30  # a window side without a limit; larger than any position, and safe to add to one in int32
 
 
@@ -89,8 +90,8 @@ class AttentionSpec:
         allow_fp8: bool = False,
     ) -> None:
         heads_advice = "pass the heads of one tensor-parallel rank, not of the whole model"
-        num_q_heads = check_integer("num_q_heads", num_q_heads, heads_advice, 1)
-        num_kv_heads = check_integer("num_kv_heads", num_kv_heads, heads_advice, 1)
+        num_q_heads = check_integer("num_q_heads", num_q_heads, heads_advice, 1, MAX_HEADS)
+        num_kv_heads = check_integer("num_kv_heads", num_kv_heads, heads_advice, 1, MAX_HEADS)
         if num_q_heads % num_kv_heads:
             raise ValueError(
                 f"num_q_heads must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}; {heads_advice}"
