@@ -256,27 +256,23 @@ def _explain_write_kv(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
     check_tensor("v", v, "pass the step's new values")
     check_tensor("slot_mapping", slot_mapping, "it has one slot per token of k")
     for name, x, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
-        if x.dim() != 3 or x.shape != (k.shape[0], cache.num_kv_heads, dim):
+        fits = x.dim() == 3 and x.shape == (k.shape[0], cache.num_kv_heads, dim)
+        if not fits or (x.stride(2) != 1 and not x.is_contiguous()):
             raise ValueError(
-                f"{name} must be [num_tokens, {cache.num_kv_heads}, {dim}], got {list(x.shape)}; "
-                "reshape it as the cache"
+                f"{name} must be [num_tokens, {cache.num_kv_heads}, {dim}] with a contiguous head, "
+                f"got {list(x.shape)} with strides {x.stride()}; reshape it as the cache"
             )
-        if x.stride(2) != 1 and not x.is_contiguous():
-            raise ValueError(f"{name} must have a contiguous head, got strides {x.stride()}; copy it")
         served = QUERY_DTYPES if cache.dtype in QUANTISED_DTYPES else (cache.dtype,)
         if x.dtype not in served:
             raise ValueError(
-                f"{name} must be of dtype {dtype_names(served)} for a cache of {cache.dtype}, got {x.dtype}; cast it"
+                f"{name} must be of the cache's dtype {cache.dtype} ({dtype_names(QUERY_DTYPES)} for a quantised one), "
+                f"got {x.dtype}; cast it"
             )
-    if slot_mapping.dtype is not torch.int64 or slot_mapping.dim() != 1 or not slot_mapping.is_contiguous():
+    fits = slot_mapping.dtype is torch.int64 and slot_mapping.dim() == 1 and slot_mapping.shape[0] <= k.shape[0]
+    if not fits or not slot_mapping.is_contiguous():
         raise ValueError(
-            f"slot_mapping must be contiguous int64 with one dimension, got {describe(slot_mapping)} with strides "
-            f"{slot_mapping.stride()}; it has one slot per token of k"
-        )
-    if slot_mapping.shape[0] > k.shape[0]:
-        raise ValueError(
-            f"slot_mapping must have at most k's {k.shape[0]} tokens, got {slot_mapping.shape[0]}; "
-            "it has one slot per token of k"
+            f"slot_mapping must be contiguous int64 with one dimension and at most k's {k.shape[0]} entries, "
+            f"got {describe(slot_mapping)} with strides {slot_mapping.stride()}; it has one slot per token of k"
         )
     if not k.device == v.device == cache.device == slot_mapping.device:
         raise ValueError(
@@ -312,11 +308,14 @@ def check_copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Ten
     for fact, wanted, got in (
         ("layout", src.layout, dst.layout),
         ("dtype", src.dtype, dst.dtype),
-        ("shape of a page", (*src.k.shape[1:], *src.v.shape[1:]), (*dst.k.shape[1:], *dst.v.shape[1:])),
+        ("page shape", (*src.k.shape[1:], *src.v.shape[1:]), (*dst.k.shape[1:], *dst.v.shape[1:])),
         ("kind of scales", src.scale_kind, dst.scale_kind),
     ):
         if wanted != got:
-            raise ValueError(f"dst must have src's {fact} {wanted}, got {got}; allocate both alike")
+            raise ValueError(
+                f"dst must have src's layout, dtype, page shape and kind of scales, got {fact} {got} for {wanted}; "
+                "allocate both alike"
+            )
     check_tensor("page_pairs", page_pairs, "stack a column of sources and one of destinations")
     if (
         page_pairs.dim() != 2
