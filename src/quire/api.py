@@ -10,15 +10,7 @@ import torch
 
 from quire import ops
 from quire.cache import PagedKVCache
-from quire.checks import (
-    check_attention,
-    check_copy_pages,
-    check_merge_states,
-    check_out,
-    check_page_pairs,
-    check_slots,
-    check_write_kv,
-)
+from quire.checks import check_attention, check_copy_pages, check_merge_states, check_out, check_write_kv
 from quire.dispatch.device import is_served_by_torch
 from quire.kernels.cpu import cache_ops
 from quire.kernels.cpu import merge as cpu_merge
@@ -165,7 +157,6 @@ def write_kv(
     if torch.compiler.is_compiling():
         ops.write_kv(k, v, cache, slot_mapping)
     elif is_served_by_torch(k.device):
-        check_slots(cache, slot_mapping)
         cache_ops.write_kv(k, v, cache, slot_mapping)
     else:
         from quire.kernels import write
@@ -196,8 +187,6 @@ def copy_pages(
     check_copy_pages(src, dst, page_pairs)
     if page_pairs.shape[0] == 0:
         return
-    if is_served_by_torch(page_pairs.device):
-        check_page_pairs(src, dst, page_pairs)
     if src.device != dst.device:
         cache_ops.swap_pages(src, dst, page_pairs)
     elif is_served_by_torch(src.device):

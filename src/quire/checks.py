@@ -1,8 +1,6 @@
-"""What the verbs ask of their arguments.
+"""What the verbs ask of their arguments: types, shapes, dtypes, strides and devices, which the host knows.
 
-The verbs compare what the host knows: types, shapes, dtypes, strides and devices. Nothing is read from a GPU. For CPU
-tensors that PyTorch serves, reading costs next to nothing, so there `check_batch`, `check_slots` and `check_page_pairs`
-look at the numbers in the tensors too.
+Nothing here reads from a device. What only a batch's tensors say is checked in `batch_check`, for CPU tensors.
 
 A verb that runs once per layer tests everything in one expression and looks for the reason only if that fails.
 """
@@ -352,7 +350,7 @@ def check_merge_states(states: Sequence[State]) -> None:
         first = states[0].out
         if out.shape != first.shape or out.dtype is not first.dtype or out.device != first.device:
             raise ValueError(
-                f"{name}.out must be {list(first.shape)} {first.dtype} on {first.device} as states[0].out is, "
+                f"{name}.out must be like states[0].out, {list(first.shape)} {first.dtype} on {first.device}, "
                 f"got {list(out.shape)} {out.dtype} on {out.device}; cast or move it"
             )
         if lse.shape != out.shape[:2] or lse.dtype is not torch.float32 or lse.device != out.device:
@@ -462,141 +460,3 @@ def check_limits(
         check_integer("max_num_tokens", max_num_tokens, advice, 1, MAX_TOKENS),
         check_integer("max_seq_len", max_seq_len, advice, 1, UNBOUNDED),
     )
-
-
-def check_batch(
-    batch: Batch,
-    cache: PagedKVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    bounds: Bounds | None = None,
-    num_tokens: int | None = None,
-) -> None:
-    """Raise unless what a batch's tensors hold can be read: lengths within the bounds, pages within the pool.
-
-    This copies to the host. Use it for CPU tensors and for debugging.
-
-    Args:
-        batch: the sequences.
-        cache: the pages they index.
-        spec: its window says which keys are read; all of a sequence's keys when not given.
-        bounds: of the plan; unchecked when not given.
-        num_tokens: rows of q; unchecked when not given.
-
-    Raises:
-        ValueError: the first broken contract, with sequence and value.
-    """
-    if batch.num_seqs == 0:
-        return
-    starts, seq_lens = batch.query_starts, batch.seq_lens.long()
-    query_lens = starts.diff().long()
-    if int(starts[0]) != 0 or int(query_lens.min()) < 0:
-        raise ValueError(f"cu_seqlens_q must start at 0 and not decrease, got {describe_values(starts)}; use cumsum")
-    if num_tokens is not None and int(starts[-1]) > num_tokens:
-        raise ValueError(
-            f"cu_seqlens_q must end at no more than q's {num_tokens} tokens, got {int(starts[-1])}; pass all queries"
-        )
-    limit = UNBOUNDED if bounds is None else bounds.max_query_len
-    _check_range("cu_seqlens_q", query_lens, 0, limit, "queries", "plan with the true max_query_len")
-    limit = UNBOUNDED if bounds is None else bounds.max_seq_len
-    _check_range("seq_lens", seq_lens, 0, limit, "keys", "a padding row has 0; plan with the true max_seq_len")
-    offsets = seq_lens - query_lens
-    if batch.query_offsets is not None:
-        offsets = batch.query_offsets.long()
-        _check_range(
-            "query_offsets", offsets, -UNBOUNDED, UNBOUNDED, "as offset", "count the keys before the first query"
-        )
-    # The keys that are read: [low, high) of each sequence.
-    low, high = torch.zeros_like(seq_lens), seq_lens
-    if spec is not None:
-        window_left, window_right = spec.window
-        low = (offsets - window_left).clamp(min=0)
-        high = torch.minimum(seq_lens, offsets + query_lens + window_right)
-        high = torch.where(query_lens > 0, high, 0)
-    _check_pages(batch, cache, low, high)
-
-
-def _check_pages(batch: Batch, cache: PagedKVCache, low: torch.Tensor, high: torch.Tensor) -> None:
-    """Raise unless the table has the pages of keys `low` to `high` of each sequence, with numbers in the pool."""
-    read = high > low
-    if not batch.paged:
-        first = batch.page_table[:, 0].long()
-        bad = read & ((first + low < 0) | (first + high > cache.num_pages))
-        if bad.any():
-            seq = int(bad.nonzero()[0])
-            raise ValueError(
-                f"cu_seqlens_k must stay within k's {cache.num_pages} tokens, got {int(first[seq] + low[seq])} to "
-                f"{int(first[seq] + high[seq])} for sequence {seq}; pass all keys"
-            )
-        return
-    size = cache.page_size
-    first_page, last_page = low // size, torch.where(read, (high - 1) // size, -1)
-    table, num_entries = batch.page_table, batch.page_table.shape[-1]
-    row_starts = torch.zeros_like(low) if batch.cu_pages is None else batch.cu_pages[: batch.num_seqs].long()
-    bad = read & ((row_starts + first_page < 0) | (row_starts + last_page >= num_entries))
-    if bad.any():
-        seq = int(bad.nonzero()[0])
-        raise ValueError(
-            f"page_table must cover sequence {seq}'s {int(high[seq])} keys, "
-            f"got {num_entries - int(row_starts[seq])} pages of {size}; widen it"
-        )
-    if not read.any():
-        return
-    column = torch.arange(int(first_page[read].min()), int(last_page.max()) + 1, device=low.device)
-    inside = read[:, None] & (column >= first_page[:, None]) & (column <= last_page[:, None])
-    entries = (row_starts[:, None] + column).clamp(0, num_entries - 1)
-    pages = table[entries] if batch.cu_pages is not None else table.gather(1, entries)
-    bad = inside & ((pages < 0) | (pages >= cache.num_pages))
-    if bad.any():
-        seq, i = bad.nonzero()[0].tolist()
-        raise ValueError(
-            f"page_table must hold pages 0 to {cache.num_pages - 1}, got {int(pages[seq, i])} for sequence {seq}; "
-            "allocate the page first"
-        )
-
-
-def _check_range(name: str, values: torch.Tensor, low: int, high: int, what: str, advice: str) -> None:
-    if int(values.min()) < low or int(values.max()) > high:
-        seq = int(((values < low) | (values > high)).nonzero()[0])
-        raise ValueError(
-            f"{name} must give from {low} to {high} {what}, got {int(values[seq])} for sequence {seq}; {advice}"
-        )
-
-
-def check_slots(cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
-    """Raise unless every slot is in the pool; negative ones are left out."""
-    num_slots = cache.num_pages * cache.page_size
-    if slot_mapping.numel() and int(slot_mapping.max()) >= num_slots:
-        token = int((slot_mapping >= num_slots).nonzero()[0])
-        raise ValueError(
-            f"slot_mapping must hold slots below {num_slots}, got {int(slot_mapping[token])} for token {token}; "
-            "a slot is page * page_size + position in the page"
-        )
-
-
-def check_page_pairs(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
-    """Raise unless every page is in its pool, and none is written twice, or read and written."""
-    sources, targets = page_pairs[(page_pairs >= 0).all(1)].unbind(1)
-    for name, pages, cache in (("source", sources, src), ("destination", targets, dst)):
-        if pages.numel() and int(pages.max()) >= cache.num_pages:
-            raise ValueError(
-                f"page_pairs must hold {name} pages below {cache.num_pages}, got {int(pages.max())}; "
-                "allocate the page first"
-            )
-    unique, counts = targets.unique(return_counts=True)
-    if (counts > 1).any():
-        raise ValueError(
-            f"page_pairs must write a page once, got {int(unique[counts > 1][0])} twice; drop one of the copies"
-        )
-    if src.k.data_ptr() == dst.k.data_ptr():
-        both = unique[torch.isin(unique, sources)]
-        if both.numel():
-            raise ValueError(
-                f"page_pairs must not read and write a page, got {int(both[0])} as both; copy in two calls"
-            )
-
-
-def describe_values(values: torch.Tensor) -> str:
-    """Return the numbers of a tensor as a message names them."""
-    numbers = values.flatten().tolist()
-    return str(numbers) if len(numbers) <= 8 else f"{numbers[:8]} … ({len(numbers)} entries)"

@@ -270,9 +270,10 @@ def flash_attn_with_kvcache(
     spec = make_spec(
         q, k_cache, v_cache, head_dim, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, k, v
     )
-    plan = quire.plan(
-        spec, keys, max_query_len=seqlen_q, max_seq_len=capacity, num_splits=num_splits if num_splits > 0 else None
-    )
+    if not 0 <= num_splits <= 128:
+        raise ValueError(f"num_splits must be from 1 to 128, or 0 to have it chosen, got {num_splits}")
+    splits = None if num_splits == 0 or device.type == "cpu" else num_splits  # a hint; PyTorch does not split keys
+    plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=capacity, num_splits=splits)
 
     if k is not None:
         positions = cache_seqlens[:, None] + torch.arange(seqlen_new, device=device)

@@ -89,4 +89,10 @@ def check_pairs(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) 
             f"page_pairs must write each page once, got page {int(written[times > 1][0])} {int(times.max())} times; "
             "leave out the pairs whose result is not wanted"
         )
+    if src.k.data_ptr() == dst.k.data_ptr():
+        both = written[torch.isin(written, pairs[:, 0])]
+        if both.numel():
+            raise ValueError(
+                f"page_pairs must not read and write a page, got page {int(both[0])} as both; copy in two calls"
+            )
     return pairs

@@ -7,7 +7,6 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.checks import check_batch
 from quire.dispatch.request import Options, Request
 from quire.kernels.cpu.attention import attend
 from quire.kernels.launch import Runner
@@ -57,8 +56,10 @@ class TorchLaunch:
             sinks: torch.Tensor | None,
             alibi_slopes: torch.Tensor | None,
         ) -> None:
-            check_batch(batch, cache, spec=spec, bounds=bounds, num_tokens=q.shape[0])
-            attend(q, cache, spec, batch, out, lse, sinks, alibi_slopes)
+            attend(
+                q, cache, spec, batch, out, lse, sinks, alibi_slopes,
+                max_query_len=bounds.max_query_len, max_seq_len=bounds.max_seq_len,
+            )  # fmt: skip
 
         return run
 
