@@ -52,7 +52,7 @@ sys.modules["triton"] = None
 package = types.ModuleType("quire")
 package.__path__ = [{str(root)!r}]
 sys.modules["quire"] = package
-from quire.kernels.cpu import attention, cache_ops, merge
+from quire.kernels.cpu import attention, cache_ops, launch, merge
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
