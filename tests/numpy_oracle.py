@@ -40,9 +40,9 @@ def attention(
     queries = to_numpy(q).astype(dtype)
     sink = None if sinks is None else to_numpy(sinks).astype(dtype)
     slope = None if alibi_slopes is None else to_numpy(alibi_slopes).astype(dtype)
-    num_tokens, num_q_heads, head_dim = queries.shape
+    num_tokens, num_q_heads, _ = queries.shape
     read = Reader(cache, batch, dtype)
-    scale = dtype(head_dim**-0.5 if spec.softmax_scale is None else spec.softmax_scale)
+    scale = dtype(spec.softmax_scale)
     out = np.zeros((num_tokens, num_q_heads, read.v.shape[-1]), dtype)
     lse = np.full((num_tokens, num_q_heads), -np.inf, dtype)
     for seq, kv_len in enumerate(to_list(batch.seq_lens)):
@@ -62,7 +62,9 @@ def attention(
                 if sink is not None:
                     scores = np.append(scores, sink[head])
                     values = np.append(values, np.zeros((1, values.shape[1]), dtype), 0)
-                if len(scores) and scores.max() > -np.inf:
+                if len(scores) and scores.max() != -np.inf:
+                    # Without its largest score, the sum of the exponentials is the same but for a factor. It is NaN if
+                    # a score is NaN or +inf.
                     weights = np.exp(scores - scores.max())
                     out[token, head] = weights @ values / weights.sum()
                     lse[token, head] = scores.max() + np.log(weights.sum())

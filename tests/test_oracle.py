@@ -225,6 +225,27 @@ def test_corners(name):
     assert_reference_agrees(*make_case(np.random.default_rng(7), spec, lens, **placing))
 
 
+def test_a_spec_fills_in_the_scale_of_its_keys():
+    """The oracle takes the scale from the spec, and so must not judge it."""
+    spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64, head_dim_v=16)
+    assert spec.softmax_scale == 1 / 8 and spec.kv_dtype is spec.dtype
+
+
+@pytest.mark.parametrize("features", [{}, {"sinks": True}, {"softcap": 3.0}, {"sliding_window": 2}], ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_queries_that_are_not_finite(features):
+    """NaN and infinity in one query make it NaN, and no other."""
+    spec = quire.AttentionSpec(**HEADS, **features)
+    q, cache, batch, _, sinks, _ = make_case(np.random.default_rng(5), spec, ((4, 9), (2, 1)))
+    q[1, 0], q[2, 1, 3], q[5, 2, 0], q[4] = np.nan, np.inf, -np.inf, np.nan  # the query at 4 sees no key
+    out, lse = numpy_oracle.attention(q, cache, batch, spec, sinks)
+    found = reference.attention(q, cache, batch, spec, sinks=sinks)
+    np.testing.assert_allclose(found.out.numpy(), out, rtol=EPS32)
+    np.testing.assert_allclose(found.lse.numpy(), lse, rtol=EPS32)
+    assert np.isnan(out[1, 0]).all() and np.isnan(lse[1, 0])
+    assert (out[4] == 0).all() and np.isnan(out).any(-1).sum() <= 3
+
+
 def test_merged_halves_are_the_whole():
     """The oracle's merge against the oracle's attention: keys 0 to 5, and 6 to 10, are keys 0 to 10."""
     rng = np.random.default_rng(3)

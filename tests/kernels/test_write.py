@@ -1,4 +1,4 @@
-"""Writing keys and values by slot, quantising on the way. Valid with and without TRITON_INTERPRET=1: one serves the kernel, the other PyTorch."""
+"""Writing keys and values by slot, and quantising them: by the kernel with TRITON_INTERPRET=1, by PyTorch without."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def make_memory(dtype: torch.dtype, layout: str, strides: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Return all the memory, and k and v in it: each on its own, beside each other in one row, or among the pages of another layer."""
+    """Return all the memory, and k and v in it: in two tensors, in halves of a row, or among the pages of layers."""
     if layout == "HDNX":
         x = 16 // dtype.itemsize
         k_shape, v_shape = (PAGES, HEADS, DIM // x, SIZE, x), (PAGES, HEADS, DIM_V, SIZE)
@@ -53,7 +53,7 @@ def put(tensor: torch.Tensor, layout: str, slot: int, x: torch.Tensor) -> None:
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round half to even and saturate. PyTorch alone makes NaN or infinity of what is beyond the largest fp8, and anything of it in int8."""
+    """Round half to even and saturate; PyTorch converts larger numbers to NaN or infinity, or to anything in int8."""
     x = x.clamp(-formats.LARGEST[dtype], formats.LARGEST[dtype])
     return (x.round().nan_to_num(0.0) if dtype is torch.int8 else x).to(dtype)
 
@@ -172,7 +172,7 @@ def test_every_float16_is_rounded_to_the_nearest(dtype):
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_ties_subnormals_and_any_bits_of_float32(dtype):
-    """Every value that can be stored, every midpoint, the float32 neighbours of both, and random bits (NaN and infinities among them)."""
+    """Every value that can be stored, every midpoint, their neighbours in float32, NaN, infinities, and random bits."""
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     values = values[values.isfinite()].unique()
     points = torch.cat([values, (values[1:] + values[:-1]) / 2])
