@@ -60,7 +60,7 @@ test-newest: $(VENV)/.ready
 
 test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/bench tests/integrations tests/engines tests/test_api.py tests/test_service.py tests/test_mutations.py
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/bench tests/integrations tests/engines tests/test_api.py tests/test_service.py tests/test_recipes.py tests/test_mutations.py
 
 # These few take half of the time. They run on the newest Triton alone.
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once

@@ -6,6 +6,7 @@ here.
 
 import re
 import sys
+import tomllib
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -334,3 +335,13 @@ def test_files_that_the_recipes_name_exist():
     assert source
     missing = {path for path in source if not list((ROOT / "src" / "quire").rglob(path))}
     assert not missing
+
+
+def test_only_files_of_kernels_are_left_out_of_type_checking():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    assert settings["typeCheckingMode"] == "standard"
+    assert not [name for name in settings if name.startswith("report")]
+    for pattern in settings["ignore"]:
+        files = list(ROOT.glob(pattern))
+        assert files, f"{pattern} matches no file"
+        assert all(re.search(r"@(triton|gluon)\.jit", file.read_text()) for file in files), pattern
