@@ -19,7 +19,8 @@ import triton.language as tl
 import quire
 from quire.batch import Batch
 from quire.bench.cases import Case
-from quire.bench.measure import NotServed, Peer, Sample, make_inputs
+from quire.bench.measure import NotServed, Sample, make_inputs
+from quire.bench.peers import Peer
 from quire.cache import PagedKVCache
 from quire.dispatch.request import Options, Request
 from quire.kernels import formats, mods
@@ -254,6 +255,14 @@ def test_a_new_kernel_family_is_warmed_up(serial):
     assert "serial kernel: 4 programs" in compiled
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a kernel is loaded on a GPU alone")
+def test_a_new_kernel_family_must_not_be_compiled_in_service(serial):
+    problem = make_problem(replace(serial, head_dim=64, head_dim_v=64), ((1, 40),), one_query=True, device=DEVICE)
+    plan = quire.plan(problem.spec, problem.batch, **problem.bounds)
+    with quire.no_compilation(), pytest.raises(RuntimeError, match="serial_kernel must not be compiled in service"):
+        quire.attention(problem.q, problem.cache, plan)
+
+
 @compiles
 def test_a_new_kernel_family_compiles(serial):
     with compiling(TARGETS["sm90"]) as compiled:
@@ -290,11 +299,10 @@ def one_by_one(inputs, out):
 
 def test_a_new_peer_is_checked_like_the_others():
     peer = Peer("PyTorch, one by one", "torch", one_by_one)
-    assert peer.why_absent() is None
     assert peer.version() == torch.__version__
-    inputs = make_inputs(CASE, device="cpu", max_tables=2)
+    inputs = make_inputs(CASE, "cpu", 2)
     out = torch.full_like(inputs.q, float("nan"))
-    plan = peer.adapter(inputs, out)
+    plan = one_by_one(inputs, out)
     for table in inputs.tables:
         assert not Sample(inputs, table).judge(out).passed  # the result for another table
         plan(table)()
