@@ -19,7 +19,6 @@ from quire.errors import UnsupportedError, check_flag, check_integer, check_tens
 from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
 from quire.state import State
 
-KERNELS = ("hopper", "portable")  # that a caller may ask for
 MAX_SPLITS = 128
 MAX_TOKENS = (1 << 31) - 1  # of a batch: cu_seqlens_q is int32
 PER_HEAD_DTYPES = (*QUERY_DTYPES, torch.float64)  # of sinks and slopes
@@ -378,12 +377,14 @@ def check_plan_arguments(
     batch_invariant: bool,
     workspace: torch.Tensor | None,
     kernel: str | None,
+    kernels: Sequence[str],
 ) -> tuple[Bounds, int | None]:
     """Raise unless the arguments of `plan` are sound; return the bounds and num_splits as plain integers.
 
     Args:
         spec, batch, max_query_len, max_seq_len, num_tokens, num_splits, config, batch_invariant, workspace, kernel:
             as for `quire.plan`.
+        kernels: names that `kernel` may be.
 
     Returns:
         The bounds, with num_tokens `num_seqs * max_query_len` where None was given, and num_splits.
@@ -411,8 +412,8 @@ def check_plan_arguments(
     check_flag("batch_invariant", batch_invariant, "pass True for results that do not depend on the rest of the batch")
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel must be the name of a kernel, got {describe(kernel)}; leave it out to have it chosen")
-    if kernel is not None and kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}; leave it out to have it chosen")
+    if kernel is not None and kernel not in kernels:
+        raise ValueError(f"kernel must be one of {', '.join(kernels)}, got {kernel!r}; leave it out to have it chosen")
     if workspace is not None:
         _check_workspace(workspace, batch.device)
     if is_served_by_torch(batch.device):

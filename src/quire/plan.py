@@ -109,7 +109,7 @@ def plan(
     """
     bounds, num_splits = check_plan_arguments(
         spec, batch, max_query_len=max_query_len, max_seq_len=max_seq_len, num_tokens=num_tokens, num_splits=num_splits,
-        config=config, batch_invariant=batch_invariant, workspace=workspace, kernel=kernel,
+        config=config, batch_invariant=batch_invariant, workspace=workspace, kernel=kernel, kernels=tuple(FAMILIES),
     )  # fmt: skip
     device = batch.device
     properties = device_properties(device)

@@ -21,8 +21,6 @@ from quire.plan import decide, make_plan
 from quire.spec import AttentionSpec
 from quire.state import State
 
-KERNELS = ("block_kernel", "split_kv_kernel", "hopper_kernel", "write_kernel", "copy_kernel", "combine_kernel")
-
 
 def workspace_size(
     spec: AttentionSpec,
@@ -133,10 +131,12 @@ def no_compilation() -> Iterator[None]:
         return
     import triton
 
+    from quire.kernels.launcher import LAUNCHED
+
     hooks = triton.knobs.runtime.kernel_load_start_hook
 
     def refuse(module, function, name, metadata_group, hash):
-        if name in KERNELS:
+        if name in LAUNCHED:
             raise RuntimeError(
                 f"{name} must not be compiled in service, got a launch that warmup did not cover; widen its bounds"
             )

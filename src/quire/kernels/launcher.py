@@ -12,6 +12,8 @@ from triton.runtime.driver import driver
 
 from quire.dispatch.device import cross_compilation
 
+LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to
+
 
 class CompiledLaunch(NamedTuple):
     """A compiled kernel, and those of its arguments that do not change from layer to layer."""
@@ -71,6 +73,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, meta: dict) -> 
     Returns:
         The compiled kernel; None in Triton's interpreter and where it was only compiled.
     """
+    LAUNCHED.add(kernel.__name__)
     target = cross_compilation()
     if target is None:
         return kernel[grid](*arguments, **meta)
