@@ -221,6 +221,14 @@ def test_records_of_another_device_or_version_are_not_mixed(records):
         Records.open(records.path, HEADER | {"triton": "3.9.0"})
 
 
+def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(records):
+    for path in (records.path / "records.jsonl", records.path / "folder" / "records.jsonl"):  # below a file
+        with pytest.raises(
+            ValueError, match=r"records\.jsonl must be a file that can be written, got .*; name another"
+        ):
+            Records.open(path, HEADER)
+
+
 LEAF = KernelConfig(16, 64, 4, 2, False, 1, 128, 128).leaf
 TIME = {"case": "a", "config": LEAF, "round": 0, "micros": 9.5}
 

@@ -1,4 +1,4 @@
-"""Files of decision trees: where they lie, and whether what is in them is sound.
+"""Files of decision trees: where they are, and whether they are sound.
 
 The shipped trees are trusted; the tests check them. A user's tree is checked whole when it is first read. One that is
 not sound is left out, with a warning that names the file, so planning never meets a broken tree.

@@ -49,16 +49,22 @@ class Records:
             header: of the sweep that is to be made.
 
         Raises:
-            ValueError: the file is of another device, software or kind of sweep, or is not a file of records.
+            ValueError: the file is of another device, software or kind of sweep, is not a file of records, or cannot be
+                written.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         lines = read_lines(path) if path.exists() else []
         if not lines:
             lines = [header]
         elif differ := [name for name in SAME_SWEEP if lines[0].get(name) != header.get(name)]:
             words = "; ".join(f"{name} {lines[0].get(name)!r} there, {header.get(name)!r} here" for name in differ)
             raise ValueError(f"{path} must be of the same sweep, got {words}; name another file with --records")
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))  # without a last line that was cut off
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))  # without a last line that was cut off
+        except OSError as error:
+            raise ValueError(
+                f"{path} must be a file that can be written, got {error.strerror}; name another with --records"
+            ) from None
         return cls(lines[0], lines[1:], path)
 
     @classmethod
@@ -79,7 +85,7 @@ class Records:
         return DeviceProperties(**self.header["properties"])
 
     def add(self, **line: Any) -> None:
-        """Take note of a line, and append it to the file."""
+        """Add a line, also to the file."""
         self._take(line)
         if self.path is not None:
             with self.path.open("a") as file:
