@@ -217,8 +217,9 @@ class CostModel:
 
 def require_int(name: str, value: object, least: int, most: int | None = None, power_of_two: bool = False) -> None:
     """Raise ValueError unless `value` is an int within the limits, and a power of two where asked."""
-    in_limits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= (most or value)
-    if not in_limits or (power_of_two and value & (value - 1)):
-        kind = "a power of two" if power_of_two else "an int"
-        limits = f"from {least} to {most}" if most else f"of at least {least}"
-        raise ValueError(f"{name} must be {kind} {limits}, got {value!r}; pass one within these limits")
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= (most or value):
+        if not power_of_two or value & (value - 1) == 0:
+            return
+    kind = "a power of two" if power_of_two else "an int"
+    limits = f"from {least} to {most}" if most else f"of at least {least}"
+    raise ValueError(f"{name} must be {kind} {limits}, got {value!r}; pass one within these limits")

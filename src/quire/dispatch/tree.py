@@ -10,6 +10,7 @@ Nothing is read at import. `tree_file.py` reads and checks the files.
 import math
 from dataclasses import asdict
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ FINEST = 64  # rows_per_sm begins at its reciprocal
 
 
 @cache
-def fitted_trees(properties: DeviceProperties) -> tuple[tuple[str, dict], ...]:
+def fitted_trees(properties: DeviceProperties) -> tuple[tuple[str, dict[str, Any]], ...]:
     """Return the trees that were fitted to a device with these properties, each with its name or path.
 
     The user's own come before the shipped ones.
@@ -38,7 +39,7 @@ def forget_trees() -> None:
         function.cache_clear()
 
 
-def walk(tree, features: dict[str, float]):
+def walk(tree: Any, features: dict[str, float]) -> Any:
     """Follow `[feature, threshold, at or below, above]` nodes down to a leaf."""
     while isinstance(tree, list):
         feature, threshold, below, above = tree
@@ -108,7 +109,7 @@ def features_of(
 
 
 @cache
-def choose_tree(spec: AttentionSpec, properties: DeviceProperties, part: str) -> tuple[str, object]:
+def choose_tree(spec: AttentionSpec, properties: DeviceProperties, part: str) -> tuple[str, Any]:
     """Return the name of the tree that serves a spec on a device, and one part of that tree.
 
     The parts are "attention", "hopper" and "cost_model".
@@ -122,7 +123,7 @@ def choose_tree(spec: AttentionSpec, properties: DeviceProperties, part: str) ->
     return GENERIC, load_tree(GENERIC)[part]
 
 
-def decision(tree, features: dict[str, float], part: str):
+def decision(tree: Any, features: dict[str, float], part: str) -> Any:
     """Return what a fitted tree decides, or what the generic one does where the fitted one leaves it to that."""
     leaf = walk(tree, features)
     return walk(load_tree(GENERIC)[part], features) if leaf == GENERIC else leaf

@@ -1,4 +1,4 @@
-"""Files of decision trees: where they lie, and whether what is in them is sound.
+"""Files of decision trees: where they are, and whether they are sound.
 
 The shipped trees are trusted; the tests check them. A user's tree is checked whole when it is first read. One that is
 not sound is left out, with a warning that names the file, so planning never meets a broken tree.
@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from quire.dispatch.config import HINTS, CostModel, KernelConfig
 from quire.dispatch.device import DeviceProperties
@@ -30,13 +30,13 @@ MOST_OF_LEAF = {
 
 
 @cache
-def load_tree(name: str) -> dict:
+def load_tree(name: str) -> dict[str, Any]:
     """Read a shipped tree."""
     return json.loads(resources.files("quire.dispatch").joinpath(f"trees/{name}.json").read_text(encoding="utf-8"))
 
 
 @cache
-def shipped_trees() -> tuple[tuple[str, dict], ...]:
+def shipped_trees() -> tuple[tuple[str, dict[str, Any]], ...]:
     """Read the shipped trees that were fitted to a device, by name."""
     paths = resources.files("quire.dispatch").joinpath("trees").iterdir()
     names = sorted(path.name.removesuffix(".json") for path in paths if path.name.endswith(".json"))
@@ -50,7 +50,7 @@ def user_folder() -> Path | None:
 
 
 @cache
-def user_trees() -> tuple[tuple[str, dict], ...]:
+def user_trees() -> tuple[tuple[str, dict[str, Any]], ...]:
     """Read the user's trees, by path, once per process.
 
     Warn of each file that is not a sound tree, and leave it out.
@@ -75,7 +75,7 @@ def user_trees() -> tuple[tuple[str, dict], ...]:
     return tuple(found)
 
 
-def read_tree(path: Path) -> dict:
+def read_tree(path: Path) -> dict[str, Any]:
     """Read a fitted tree from a file and check the whole of it.
 
     Raises:
@@ -183,12 +183,13 @@ def check_nodes(node: object, where: str, check_leaf: Callable[[object, str], No
 def check_config(leaf: object, has_mfma: bool, where: str) -> None:
     """Raise ValueError unless `leaf` has the fields of a legal `KernelConfig`, but for those that the spec decides."""
     names = {field.name for field in fields(KernelConfig)} - {"block_d", "block_dv"}
-    check_keys(check_object(leaf, where), names - set(HINTS), set(HINTS) if has_mfma else set(), where)
+    values = check_object(leaf, where)
+    check_keys(values, names - set(HINTS), set(HINTS) if has_mfma else set(), where)
     try:
-        KernelConfig(**leaf, block_d=16, block_dv=16)
+        KernelConfig(**values, block_d=16, block_dv=16)
         for name, most in MOST_OF_LEAF.items():
-            if leaf.get(name, 0) > most:
-                raise ValueError(f"{name} must be at most {most}, got {leaf[name]}")
+            if values.get(name, 0) > most:
+                raise ValueError(f"{name} must be at most {most}, got {values[name]}")
     except ValueError as error:
         raise ValueError(f"{shown(leaf)} at {where}, where {error}") from None
 
@@ -202,14 +203,15 @@ def check_choice(leaf: object, where: str) -> None:
 def check_cost_model(part: object, required: set[str]) -> None:
     """Raise ValueError unless `part` has fields of `CostModel`, all that are `required`, with legal values."""
     names = {field.name for field in fields(CostModel)}
-    check_keys(check_object(part, "cost_model"), required, names | {"provenance"}, "cost_model")
+    overrides = check_object(part, "cost_model")
+    check_keys(overrides, required, names | {"provenance"}, "cost_model")
     try:
-        CostModel(**{**constants(load_tree(GENERIC)), **constants({"cost_model": part})})
+        CostModel(**{**constants(load_tree(GENERIC)), **constants({"cost_model": overrides})})
     except ValueError as error:
         raise ValueError(f"a cost_model whose {error}") from None
 
 
-def check_object(part: object, where: str) -> dict:
+def check_object(part: object, where: str) -> dict[str, Any]:
     """Return `part`; raise ValueError unless it is an object."""
     if not isinstance(part, dict):
         raise ValueError(f"{shown(part)} at {where}, which must be an object")
@@ -235,6 +237,6 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def constants(tree: dict) -> dict[str, float]:
+def constants(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the constants of a tree's cost model without their provenance."""
     return {name: value for name, value in tree["cost_model"].items() if name != "provenance"}
