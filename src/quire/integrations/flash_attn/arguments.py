@@ -12,7 +12,7 @@ import torch
 from quire import AttentionSpec, UnsupportedError
 from quire.integrations import layer_spec
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ def read_scoring(
         if tensor is not None:
             check_tensor(name, tensor, q.device, num_q_heads=num_q_heads)
             if tensor.dtype not in FLOATS:
-                raise TypeError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}; cast it")
+                raise TypeError(f"{name} must be float32 or another float, got {tensor.dtype}; cast it")
     slopes, sinks = (None if x is None else x.contiguous() for x in (alibi_slopes, s_aux))
     return Scoring(scale, causal, left, right, cap, slopes, sinks)
 
