@@ -136,9 +136,9 @@ def test_the_choice_reaches_processes_that_have_loaded_no_plug_in(dumps):
 
 
 def test_nothing_of_vllm_is_patched():
-    """Quire's name in vLLM's enum is like the others, and the others are pickled as ever."""
+    """Quire's name in vLLM's enum has no attributes that others lack, and the others are pickled as they were."""
     other = AttentionBackendEnum.FLASH_ATTN
-    assert set(vars(AttentionBackendEnum[NAME])) == set(vars(other))
+    assert set(vars(AttentionBackendEnum[NAME])) <= set(vars(other))
     assert pickle.loads(pickle.dumps(other)) is other and copy.deepcopy(other) is other
 
 

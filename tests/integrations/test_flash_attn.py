@@ -322,7 +322,7 @@ def test_features_of_a_cache(paged):
 def test_lengths_beyond_the_cache_raise_on_a_cpu():
     cache, q, new = torch.zeros(2, 8, 2, 16), randn(2, 1, 2, 16), randn(2, 3, 2, 16)
     for lens in (6, torch.tensor([2, 6], dtype=torch.int32), torch.tensor([100, 1])):
-        with pytest.raises(ValueError, match="cache_seqlens must leave room for 3 new of 8 tokens, got (6|100)"):
+        with pytest.raises(ValueError, match=r"cache_seqlens must leave room for 3 new of 8 tokens, got (6|100)"):
             flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=lens)
     with pytest.raises(ValueError, match="cache_seqlens must leave room for 0 new of 8 tokens, got 9"):
         flash_attn_with_kvcache(q, cache, cache, cache_seqlens=torch.tensor([1, 9], dtype=torch.int32))
@@ -331,7 +331,7 @@ def test_lengths_beyond_the_cache_raise_on_a_cpu():
         flash_attn_with_kvcache(
             q, cache, cache, new, new, block_table=table, cache_seqlens=torch.tensor([7, 1], dtype=torch.int32)
         )
-    with pytest.raises(ValueError, match="cu_seqlens_k must give a sequence at most 8 keys, .* got 9"):
+    with pytest.raises(ValueError, match=r"cu_seqlens_k must give a sequence at most 8 keys, .* got 9"):
         flash_attn_varlen_func(
             q[:, 0], cache, cache, cu_q, torch.tensor([0, 9, 10], dtype=torch.int32), 1, 9, block_table=table
         )
@@ -485,7 +485,7 @@ def test_what_is_not_served_is_refused_by_name():
         flash_attn_func(q, q, randn(1, 2, 2, 264))
     with pytest.raises(refused, match="head_dim must be a multiple of 8 from 16 to 256, got 12"):
         flash_attn_with_kvcache(q[..., :12], q[..., :12], q)
-    with pytest.raises(quire.UnsupportedError, match="must be .*bfloat16.*got torch.float64"):
+    with pytest.raises(quire.UnsupportedError, match=r"must be .*bfloat16.*got torch.float64"):
         flash_attn_func(q.double(), q.double(), q.double())
     for i, name in enumerate("qkv"):
         tensors = [q, q, q]
@@ -629,7 +629,7 @@ def test_no_bad_argument_is_accepted_and_none_ends_inside_python(i):
             arguments = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in good.items()} | {name: bad}
             tensors = {n: x for n, x in arguments.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu"}
             before = {n: x.clone() for n, x in tensors.items()}
-            with pytest.raises((ValueError, TypeError, quire.UnsupportedError), match=" must .*, got .*; ") as raised:
+            with pytest.raises((ValueError, TypeError, quire.UnsupportedError), match=r" must .*, got .*; ") as raised:
                 function(**arguments)
             culprit = {"q": "", "k_cache": "", "v_cache": "", "v": ""}.get(name, name)  # another tensor may not fit it
             assert culprit in str(raised.value), (name, bad)

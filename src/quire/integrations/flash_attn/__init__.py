@@ -95,7 +95,9 @@ def flash_attn_func(
     )
     scoring = read_scoring(q, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     q, k, v = widen(q), widen(k), widen(v)
-    pages, row_tokens = as_tokens(k, v) or as_tokens(k.contiguous(), v.contiguous())
+    viewed = as_tokens(k, v) or as_tokens(k.contiguous(), v.contiguous())
+    assert viewed is not None  # contiguous tensors can be viewed so
+    pages, row_tokens = viewed
     keys = Batch(
         row_starts(pages, row_tokens, batch, device),
         torch.full((batch,), seqlen_k, dtype=torch.int32, device=device),
