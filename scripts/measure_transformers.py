@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
     loads = " ".join(f"{load.requests}x{load.prompt}+{load.new}" for load in LOADS)
     parser.add_argument("--implementations", nargs="+", choices=names, help="default: all that are installed")
     parser.add_argument("--load", nargs="+", type=Load.parse, help=f"REQUESTSxPROMPT+NEW; default: {loads}")
-    parser.add_argument("--layers", type=int, help="only so many of the model's layers")
+    parser.add_argument("--layers", type=int, help="number of the model's layers to keep")
     parser.add_argument(
         "--seconds", type=float, default=200.0, help="start no load later than this (default: %(default)s)"
     )
@@ -268,9 +268,7 @@ def main(arguments: list[str] | None = None) -> None:
                 say(f"failed: {error}")
                 continue
             last = results[-1]
-            say(
-                f"{last.speed:,.0f} tokens/s in {last.seconds:.2f} s; the first call took {last.first_call_seconds:.1f} s"
-            )
+            say(f"{last.speed:,.0f} tokens/s in {last.seconds:.2f} s; first call {last.first_call_seconds:.1f} s")
     if not results:
         sys.exit("no implementation could be measured; the reasons are above")
     print(table(results))
