@@ -8,7 +8,7 @@ has its own process:
   two runs, and seconds for all the prompts with one output each;
 * prompt: one long prompt with 8 outputs; seconds, the median of three.
 
-    python scripts/measure_vllm.py                                                 # all: FLASH_ATTN, TRITON_ATTN, CUSTOM
+    python scripts/measure_vllm.py                                                # all: FLASH_ATTN, TRITON_ATTN, CUSTOM
     python scripts/measure_vllm.py --backends FLASH_ATTN CUSTOM --latency 100 1600  # two backends, one experiment
     python scripts/measure_vllm.py --models qwen2.5-7b qwen2.5-1.5b --load 8 32 128 256 --together --out qwen_h200
     python scripts/measure_vllm.py --tensor-parallel 2 --latency 100 1600           # every backend on two GPUs
