@@ -1,6 +1,9 @@
 """The documentation: links resolve, examples run, lines are short enough to review, and retired words stay retired."""
 
+import json
+import math
 import re
+import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -118,6 +121,57 @@ def test_examples_run_as_they_stand(page):
         if needs == "a GPU" and not torch.cuda.is_available():
             continue
         exec(compile("\n" * line + code, page, "exec"), names)
+
+
+# The README's table: its rows are these cases of docs/results/h200.json.
+CASES = {
+    "decode, 1 sequence of 128 keys": "decode 1x128",
+    "decode, 8 × 1,024": "decode 8x1024",
+    "decode, 64 sequences of 16 to 4,096": "decode 64 of 16 to 4096",
+    "decode, 128 × 4,096": "decode 128x4096",
+    "decode, 1 × 131,072": "decode 1x131072",
+    "prefill, 2,048 tokens": "prefill 2048",
+    "prefill, 8,192": "prefill 8192",
+    "prefill, 4,096, head_dim 64": "prefill 4096 32/8/64",
+    "chunk of 64 tokens on 16,384 keys": "chunk 64 on 16384",
+    "32 decoding sequences and 2 prompts": "mixed 32 decoding + 2 prompts",
+}
+LIBRARIES = (("FlashAttention 3",), ("FlashInfer fa2", "FlashInfer fa3"), ("vLLM Triton",))
+
+
+def measured() -> dict[str, tuple[float, float, list[float]]]:
+    """Return of each case the floor, Quire's time, and the times of the libraries, infinite where there is none."""
+    found = {}
+    for row in json.loads((ROOT / "docs/results/h200.json").read_text(encoding="utf-8"))["rows"]:
+        times = {name: result["micros"] for name, result in row["results"].items() if "micros" in result}
+        others = [min(times.get(name, math.inf) for name in names) for names in LIBRARIES]
+        found[row["case"]] = row["floor_micros"], times["Quire"], others
+    return found
+
+
+def test_the_readme_says_what_was_measured():
+    readme, results = (ROOT / "README.md").read_text(encoding="utf-8"), measured()
+    rows = re.findall(r"^\| ([^|]*) \| ([\d.,*| ]+) \|$", readme, re.MULTILINE)
+    assert [label for label, _ in rows] == list(CASES)
+    for label, cells in rows:
+        floor, quire, others = results[CASES[label]]
+        times = [floor, quire, *others]
+        for cell, time in zip(cells.replace(",", "").split(" | "), times, strict=True):
+            decimals = len(cell.strip("*").partition(".")[2])
+            assert float(cell.strip("*")) == pytest.approx(time, abs=0.5001 * 10**-decimals), (label, cell, time)
+            assert cell.startswith("**") == (time == min(times[1:])), (label, cell)
+    ratios = [quire / min(others) for _, quire, others in results.values()]
+    mean, slower = math.exp(sum(map(math.log, ratios)) / len(ratios)), sum(ratio > 1 for ratio in ratios)
+    assert f"Over {len(ratios)} cases, Quire takes {mean:.2f} of the time" in readme
+    assert f"In {slower} of them another library is faster" in readme
+
+
+def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="plots need quire[bench]")
+    picture, results = tmp_path / "summary.png", ROOT / "docs/results/h200.json"
+    monkeypatch.setattr("sys.argv", ["draw_summary.py", str(results), "--out", str(picture)])
+    runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_checks_see_what_they_look_for(tmp_path, monkeypatch):
