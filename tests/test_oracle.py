@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests import numpy_oracle
 
 import quire
 from quire import reference
+from tests import numpy_oracle
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)

@@ -6,12 +6,12 @@ goes through all of them.
 
 import pytest
 import triton
-from tests.compile import launches
 
 import quire
 from quire.dispatch.config import KernelConfig
 from quire.targets import TARGETS, Launch, compiling
 from quire.tuning.space import hinted
+from tests.compile import launches
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)

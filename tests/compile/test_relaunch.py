@@ -5,7 +5,6 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from tests.compile import launches
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -13,6 +12,7 @@ import quire
 from quire.dispatch.device import compile_for
 from quire.plan import make_plan
 from quire.targets import TARGETS, StubDriver
+from tests.compile import launches
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)

@@ -6,12 +6,12 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from tests.compile import launches
 from triton.runtime.jit import JITFunction
 
 import quire
 from quire import ops
 from quire.targets import TARGETS, compiling
+from tests.compile import launches
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
