@@ -341,7 +341,7 @@ def markdown(about: dict, results: list[dict], plot: str | None = None) -> str:
 
 def draw(results: list[dict]):
     """Return a figure: of each model, speed against the output's length relative to the first backend, and tokens per second against load."""
-    from quire.bench.plots import COLOURS, name_lines, panels
+    from quire.bench.plots import COLOURS, add_legend, panels
 
     wanted = []
     for title, group in groups_of(results).items():
@@ -399,7 +399,7 @@ def draw(results: list[dict]):
             axis.grid(axis="x", visible=False)
             axis.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
         axis.set_title(title)
-    name_lines(figure)
+    add_legend(figure)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""The naive kernel is slow, not wrong: against the oracle, and compiled for every vendor."""
+"""The naive kernel is slow but right: compared with the oracle, and compiled for both vendors."""
 
 import pytest
 import torch
@@ -29,11 +29,12 @@ def test_it_agrees_with_the_oracle(page_size, dtype):
 @pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
 def test_it_compiles(target):
     spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
-    cache, q, index = (
-        quire.PagedKVCache.empty(spec, 2, 16),
-        torch.empty(4, 32, 128, dtype=torch.bfloat16),
-        torch.zeros(4, dtype=torch.int32),
-    )
+    cache = quire.PagedKVCache.empty(spec, 2, 16)
+    q = torch.empty(4, 32, 128, dtype=torch.bfloat16)
+    table, index = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     with compiling(TARGETS[target]) as compiled:
-        naive_attention(q, cache, torch.zeros(1, 2, dtype=torch.int32), index, index, 0.1, torch.empty_like(q))
-    assert compiled[0].kernel == "naive_kernel" and compiled[0].spills == 0 and compiled[0].registers > 0
+        naive_attention(q, cache, table, index, index, 0.1, torch.empty_like(q))
+    (kernel,) = compiled
+    assert kernel.kernel == "naive_kernel"
+    assert kernel.spills == 0
+    assert kernel.registers > 0

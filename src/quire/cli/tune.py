@@ -16,7 +16,7 @@ import torch
 import triton
 
 from quire.bench.cases import Case
-from quire.bench.report import commit_here
+from quire.bench.results import commit_here
 from quire.cli.bench import bar
 from quire.dispatch import tree as select
 from quire.dispatch.device import DeviceProperties, device_properties

@@ -18,7 +18,7 @@ import torch
 
 from quire.batch import Batch
 from quire.bench.cases import Case, decode, decoding, log_normal, prompts, share
-from quire.bench.measure import Inputs, Sample, capture, make_inputs, replay, told
+from quire.bench.measure import Inputs, Sample, capture, describe_error, make_inputs, replay
 from quire.bench.peers import quire_calls
 from quire.dispatch.config import HINTS, KernelConfig, fit, hopper_config
 from quire.dispatch.device import DeviceProperties
@@ -310,7 +310,7 @@ class OnGpu:
     """Measures on the current GPU, as the bench does."""
 
     def __init__(self, case: Case) -> None:
-        self.inputs: Inputs = make_inputs(case, most_tables=TABLES)
+        self.inputs: Inputs = make_inputs(case, max_tables=TABLES)
         self.sample = Sample(self.inputs, self.inputs.tables[0])
         self.ready: dict[Config, tuple[torch.cuda.CUDAGraph, list]] = {}
 
@@ -326,7 +326,7 @@ class OnGpu:
             self.ready[config] = capture(calls), calls
         except Exception as error:  # Triton's compiler raises many kinds
             torch.cuda.synchronize()  # raises where the device is lost to this process
-            return told(error)
+            return describe_error(error)
         return None
 
     def time(self, configs: Sequence[Config], replays: int) -> list[float]:
