@@ -1,4 +1,4 @@
-# Two commands do everything on a machine with nothing but Python 3.11 or newer: `make demo` and `make test`.
+# `make demo` and `make test` need only Python 3.11 or newer. They set up `.venv` first.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -9,23 +9,25 @@ OLD_TRANSFORMERS := .overlays/transformers-5.17.0
 VLLM_NEEDS := .overlays/vllm-needs
 VLLM := 0.20.2 0.33.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
-# Without a GPU the CPU build of torch, whose version is pinned: plain `torch` would bring gigabytes of CUDA.
+# Without a GPU: pinned versions, whose torch is a CPU build. A plain `torch` would download gigabytes of CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help demo test test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
 help:
-	@echo "make demo      continue a few prompts with the embedded model (sets everything up first; no GPU needed)"
-	@echo "make test      run the test suite: interpreter, compile and engine rings, on either end of the supported versions"
-	@echo "make check     ruff and pyright"
-	@echo "make sanitize  watch each kernel with compute-sanitizer's memcheck, synccheck and racecheck (a GPU)"
-	@echo "make test-gpu  run the GPU ring; PY=python3 takes an environment of yours, with torch, triton, pytest, pytest-xdist and hypothesis"
+	@echo "make demo      continue a few prompts with the embedded model; needs no GPU"
+	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions"
+	@echo "make check     run ruff, ruff format and pyright"
+	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
+	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
+	@echo "make clean     remove .venv and what tests left behind"
+	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-old-transformers, test-vllm"
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable ".[transformers,bench,dev]"
+	$(BIN)/pip install --quiet --editable ".[dev]"
 	@touch $@
 
 $(OLD_TRITON)/.ready: $(VENV)/.ready
@@ -41,7 +43,7 @@ $(VLLM_NEEDS)/.ready: $(VENV)/.ready tests/engines/vllm_cpu/requirements.txt
 	@touch $@
 
 .PRECIOUS: .overlays/vllm-%/.ready
-# vLLM without its compiled operators, which its setup calls "empty": 33 MB of source in place of wheels of several hundred.
+# vLLM without its compiled operators (its setup calls this "empty"): 33 MB of source instead of a wheel of several hundred MB.
 .overlays/vllm-%/.ready: $(VLLM_NEEDS)/.ready
 	PYTHONPATH=$(CURDIR)/$(VLLM_NEEDS) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
 		$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-binary vllm --upgrade --target .overlays/vllm-$* vllm==$*
@@ -53,17 +55,17 @@ demo: $(VENV)/.ready
 test: test-newest test-interpreter test-old-triton test-old-transformers test-vllm
 
 test-newest: $(VENV)/.ready
-	@echo "== PyTorch path, compile ring, commands, engines: newest Triton and Transformers"
+	@echo "== CPU path, compile suite, commands, engines: newest Triton and Transformers"
 	$(PYTEST) -n 2
 
 test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/bench tests/integrations tests/engines tests/test_api.py tests/test_service.py tests/test_mutations.py
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/bench tests/integrations tests/engines tests/test_api.py tests/test_service.py tests/test_recipes.py tests/test_mutations.py
 
-# Half of the time is these few, which the newest Triton runs.
+# These few take half of the time. They run on the newest Triton alone.
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once
 test-old-triton: $(OLD_TRITON)/.ready
-	@echo "== Triton 3.6.0: interpreter, then compile ring"
+	@echo "== Triton 3.6.0: interpreter, then compile suite"
 	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/test_api.py -k "not ($(LONGEST))"
 	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -n 2 tests/compile -k "sm90 or gfx942"
 
@@ -75,16 +77,17 @@ test-vllm: $(VENV)/.ready
 	$(MAKE) --jobs 2 --output-sync $(VLLM:%=test-vllm-%)
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/test_examples.py -k vllm
 
 check: $(VENV)/.ready
-	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff check src tests scripts examples
+	$(BIN)/ruff format --check src tests scripts examples
 	$(BIN)/pyright
 
 PY ?= $(BIN)/python
 GPU_JOBS ?= 8
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
-	PYTHONPATH=src $(PY) -m pytest -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/integrations
+	PYTHONPATH=src $(PY) -m pytest -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
 
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --error-exitcode 1
 sanitize: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)

@@ -1,21 +1,22 @@
-"""Time vLLM end to end with several attention backends: random weights in a real model's geometry, vLLM's own compilation and CUDA graphs.
+"""Time vLLM end to end with several attention backends.
 
-Three experiments, each backend in a process of its own:
+Random weights in a real model's geometry, with vLLM's own compilation and CUDA graphs. Three experiments; each backend
+has its own process:
 
 * latency: one request of 500 tokens; seconds until its 100th, 200th, ... output (section 7.4 of arXiv 2511.11581);
-* load: so many requests at once, prompts and outputs of unequal lengths; output tokens per second of the second of two runs, and seconds for all the
-  prompts with one output each;
+* load: a number of requests at once, prompts and outputs of unequal lengths; output tokens per second of the second of
+  two runs, and seconds for all the prompts with one output each;
 * prompt: one long prompt with 8 outputs; seconds, the median of three.
 
-    python scripts/measure_vllm.py                                                       # all of it, FLASH_ATTN, TRITON_ATTN and Quire
-    python scripts/measure_vllm.py --backends FLASH_ATTN CUSTOM --latency 100 1600       # two backends, only this
+    python scripts/measure_vllm.py                                                # all: FLASH_ATTN, TRITON_ATTN, CUSTOM
+    python scripts/measure_vllm.py --backends FLASH_ATTN CUSTOM --latency 100 1600  # two backends, one experiment
     python scripts/measure_vllm.py --models qwen2.5-7b qwen2.5-1.5b --load 8 32 128 256 --together --out qwen_h200
-    python scripts/measure_vllm.py --tensor-parallel 2 --latency 100 1600                # every backend on two GPUs
+    python scripts/measure_vllm.py --tensor-parallel 2 --latency 100 1600           # every backend on two GPUs
     python scripts/measure_vllm.py --join llama.json qwen.json --out docs/results/vllm_h200
-    python scripts/measure_vllm.py --layers 4 --latency 100 --prompt 4096                # a first look: four layers of the model
+    python scripts/measure_vllm.py --layers 4 --latency 100 --prompt 4096           # a first look: four layers
 
-Needs vLLM with `quire` beside it (CUSTOM is Quire up to vLLM 0.31; from 0.32 on name QUIRE in --backends), and matplotlib for the plot.
-A backend that fails is left out.
+Needs vLLM and `quire` (CUSTOM is Quire up to vLLM 0.31; from 0.32 on name QUIRE in --backends), and matplotlib for the
+plot. A backend that fails is left out.
 """
 
 import argparse
@@ -29,7 +30,9 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,7 +47,7 @@ QWEN = {
     "rope_theta": 1000000.0,
     "max_position_embeddings": 32768,
 }
-MODELS = {  # hidden size, feed-forward size, layers, query heads, KV heads, vocabulary; the heads of all have 128 dimensions
+MODELS = {  # hidden size, feed-forward size, layers, query heads, KV heads, vocabulary; every head_dim is 128
     "llama-3.1-8b": (LLAMA, (4096, 14336, 32, 32, 8, 128256)),
     "qwen2.5-7b": (QWEN, (3584, 18944, 28, 28, 4, 152064)),
     "qwen2.5-1.5b": (QWEN, (1536, 8960, 28, 12, 2, 151936)),
@@ -57,7 +60,7 @@ EXPERIMENTS = {  # titles of tables
     "latency": f"one request, {PROMPT} tokens; seconds until output number",
     "load": "requests at once, 64 to 1,024 tokens in and out each; output tokens per second",
     "prompts": "requests at once, one output each; seconds",
-    "prompt": "one prompt of so many tokens, 8 outputs; seconds",
+    "prompt": "tokens of one prompt, 8 outputs; seconds",
 }
 
 
@@ -74,7 +77,7 @@ class Run:
     kv_cache_dtype: str = "auto"
     tensor_parallel: int = 1
     compiled: bool = True
-    together: bool = False  # with others on the same GPU, so that it may take no more memory than it needs
+    together: bool = False  # shares the GPU with the other backends, so it takes only the memory that it needs
 
     @property
     def longest(self) -> int:
@@ -82,22 +85,15 @@ class Run:
         return max(PROMPT + max(self.latency, default=0), self.prompt + 8, 2048) + 16
 
     def cache_bytes(self) -> int:
-        """Return what a cache needs so that nobody is preempted, with a tenth to spare."""
+        """Return the size of a cache in which no request is preempted, with a tenth to spare."""
         _, (_, _, layers, _, kv_heads, _) = MODELS[self.model]
         most = [max(sum(n + t for n, end in lengths(count) if end > t) for t in range(1024)) for count in self.load]
-        return (
-            int(1.1 * max([self.longest, *most]))
-            * (self.layers or layers)
-            * 2
-            * kv_heads
-            * 128
-            * 2
-            // self.tensor_parallel
-        )
+        num_tokens = int(1.1 * max([self.longest, *most]))
+        return num_tokens * (self.layers or layers) * 2 * kv_heads * 128 * 2 // self.tensor_parallel
 
 
 def lengths(count: int) -> list[tuple[int, int]]:
-    """Return tokens in and out of so many requests."""
+    """Return the tokens in and out of each of `count` requests."""
     draw = random.Random(count)
     return [(draw.randint(64, 1024), draw.randint(64, 1024)) for _ in range(count)]
 
@@ -105,20 +101,21 @@ def lengths(count: int) -> list[tuple[int, int]]:
 def write_config(folder: str, name: str, layers: int | None) -> None:
     """Write a model's config.json; its weights are random."""
     base, sizes = MODELS[name]
-    names = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "vocab_size",
-    )
-    config = (
-        base
-        | dict(zip(names, sizes, strict=True))
-        | {"rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
-    )
-    config |= {"bos_token_id": 1, "eos_token_id": 2}
+    hidden, feed_forward, num_layers, heads, kv_heads, vocabulary = sizes
+    config = base | {
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     if layers:
         config["num_hidden_layers"] = layers
     Path(folder, "config.json").write_text(json.dumps(config))
@@ -130,24 +127,34 @@ def tokens(count: int, seed: int) -> dict:
     return {"prompt_token_ids": [draw.randrange(10, 30000) for _ in range(count)]}
 
 
-def start(run: Run):
-    """Return a vLLM that is ready for a run's experiments."""
+def start(run: Run) -> Any:
+    """Return a vLLM that is ready for a run."""
     from vllm import LLM
 
     graphs = sorted({1, 2, 4, 8, *(n for most in run.load for n in range(16, most + 1, 16)), *run.load})
     memory = {"kv_cache_memory_bytes": run.cache_bytes(), "gpu_memory_utilization": 0.05} if run.together else {}
+    uncompiled = {} if run.compiled else {"mode": 0, "cudagraph_mode": "FULL"}
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, run.model, run.layers)
         return LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", attention_backend=run.backend, max_model_len=run.longest,
-            max_num_seqs=max([*run.load, 8]), enable_prefix_caching=False, kv_cache_dtype=run.kv_cache_dtype, seed=0,
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            attention_backend=run.backend,
+            max_model_len=run.longest,
+            max_num_seqs=max([*run.load, 8]),
+            enable_prefix_caching=False,
+            kv_cache_dtype=run.kv_cache_dtype,
+            seed=0,
             tensor_parallel_size=run.tensor_parallel,
-            compilation_config={"cudagraph_capture_sizes": graphs} | ({} if run.compiled else {"mode": 0, "cudagraph_mode": "FULL"}), **memory,
-        )  # fmt: skip
+            compilation_config={"cudagraph_capture_sizes": graphs, **uncompiled},
+            **memory,
+        )
 
 
-def measure(run: Run, llm) -> dict:
-    """Run the experiments."""
+def measure(run: Run, llm: Any) -> dict[str, Any]:
+    """Run the experiments; return the seconds or tokens per second of each, by point."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -159,22 +166,18 @@ def measure(run: Run, llm) -> dict:
         llm.generate(prompts, [sampling(n) for n in counts], use_tqdm=False)
         return time.perf_counter() - began
 
-    result = {}
+    result: dict[str, Any] = {}
     seconds([tokens(PROMPT, 1)], [16])
     if run.latency:
         engine, marks, done = llm.llm_engine, {}, 0
+        sampled = sampling(max(run.latency), output_kind=RequestOutputKind.DELTA)
         began = time.perf_counter()
-        engine.add_request(
-            "latency", tokens(PROMPT, 2), sampling(max(run.latency), output_kind=RequestOutputKind.DELTA)
-        )
+        engine.add_request("latency", tokens(PROMPT, 2), sampled)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 done += len(output.outputs[0].token_ids)
-                marks |= {
-                    str(point): time.perf_counter() - began
-                    for point in run.latency
-                    if done >= point and str(point) not in marks
-                }
+                passed = time.perf_counter() - began
+                marks |= {str(n): passed for n in run.latency if done >= n and str(n) not in marks}
         result["latency"] = marks
     for count in run.load:
         outputs = [n for _, n in lengths(count)]
@@ -183,14 +186,13 @@ def measure(run: Run, llm) -> dict:
         result.setdefault("load", {})[str(count)] = sum(outputs) / times[1]
         result.setdefault("prompts", {})[str(count)] = seconds(prompts, [1] * count)
     if run.prompt:
-        result["prompt"] = {
-            str(run.prompt): statistics.median([seconds([tokens(run.prompt, i)], [8]) for i in range(4)][1:])
-        }
+        times = [seconds([tokens(run.prompt, i)], [8]) for i in range(4)]
+        result["prompt"] = {str(run.prompt): statistics.median(times[1:])}
     return result
 
 
 def work(run: Run) -> None:
-    """Be the process of one run: start, say so, and measure when told to."""
+    """Run in a process of its own: start, print READY, and measure after a line on stdin."""
     began = time.perf_counter()
     llm = start(run)
     print(READY, flush=True)
@@ -213,20 +215,23 @@ class Process:
     """A run's process, and what it wrote."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.lines = run, []
+        self.run = run
+        self.lines: list[str] = []
         command = [sys.executable, __file__, "--worker", json.dumps(asdict(run))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def until(self, mark: str) -> str | None:
-        """Return the rest of the next line that begins with the mark, None if the process ends before."""
+        """Return the rest of the next line that begins with the mark; None if the process ends before."""
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
             if line.startswith(mark):
                 return line.removeprefix(mark)
         return None
 
-    def result(self) -> dict | None:
-        """Have it measure, and wait for its end."""
+    def result(self) -> dict[str, Any] | None:
+        """Make it measure, and wait for its end."""
+        assert self.process.stdin is not None
         try:
             self.process.stdin.write("\n")
             self.process.stdin.close()
@@ -236,17 +241,16 @@ class Process:
         self.until("the end")
         self.process.wait()
         if line is None:
-            print(
-                "".join(self.lines)[-4000:],
-                f"{self.run.backend} failed with {self.run.model}; its output is above",
-                sep="\n",
-                file=sys.stderr,
-            )
+            print("".join(self.lines)[-4000:], file=sys.stderr)
+            print(f"{self.run.backend} failed with {self.run.model}; its output is above", file=sys.stderr)
         return None if line is None else json.loads(line)
 
 
-def measure_all(runs: list[Run]) -> list[dict]:
-    """Return the results of all runs that succeed, timed one at a time; those that are together start at the same time and wait for their turn."""
+def measure_all(runs: list[Run]) -> list[dict[str, Any]]:
+    """Return the results of all runs that succeed.
+
+    Runs are timed one at a time. Those that share the GPU start at the same time and wait for their turn.
+    """
     started = [Process(run) if run.together else None for run in runs]
     for process in filter(None, started):
         process.until(READY)
@@ -259,62 +263,62 @@ def measure_all(runs: list[Run]) -> list[dict]:
     return results
 
 
-def provenance(commit: str | None) -> dict:
+def provenance(commit: str | None) -> dict[str, Any]:
     """Return what a reader needs to run the same again."""
-
-    def said(*command: str) -> str:
-        try:
-            return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-        except OSError:
-            return ""
-
-    from importlib.metadata import version
-
-    driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
-    commit = commit or said("git", "rev-parse", "--short", "HEAD")
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit,
+        "commit": commit or output_of("git", "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
         "triton": version("triton"),
-        "driver": driver,
+        "driver": output_of(*query).split("\n")[0],
     }
 
 
-def groups_of(results: list[dict]) -> dict[str, list[dict]]:
-    """Return results that stand side by side, by what they share."""
-    groups = {}
+def output_of(*command: str) -> str:
+    """Return what a command prints, or nothing if there is no such command."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    except OSError:
+        return ""
+
+
+def groups_of(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the results of each table, by its title."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for r in results:
+        layers = r["layers"] or MODELS[r["model"]][1][2]
+        cache = f", {r['kv_cache_dtype']} cache" if r["kv_cache_dtype"] != "auto" else ""
+        compiled = "" if r["compiled"] else ", not compiled"
         gpus = f", {r['tensor_parallel']} GPUs" if r["tensor_parallel"] > 1 else ""
-        kept = f", {r['kv_cache_dtype']} cache" if r["kv_cache_dtype"] != "auto" else ""
-        how = "" if r["compiled"] else ", not compiled"
-        groups.setdefault(
-            f"{r['model']}, {r['layers'] or MODELS[r['model']][1][2]} layers{kept}{how}{gpus}", []
-        ).append(r)
+        groups.setdefault(f"{r['model']}, {layers} layers{cache}{compiled}{gpus}", []).append(r)
     return groups
 
 
 def speed(experiment: str, value: float, base: float) -> float:
-    """Return how fast a value is, relative to another."""
+    """Return the speed of a value relative to another."""
     return value / base if experiment == "load" else base / value
 
 
-def markdown(about: dict, results: list[dict], plot: str | None = None) -> str:
+def markdown(about: dict[str, Any], results: list[dict[str, Any]], plot: str | None = None) -> str:
     """Return the results as tables; in brackets the speed relative to the first backend."""
     first = results[0]
-    lines = [f"# vLLM {first['vllm']} end to end", ""]
-    lines += [
-        f"{first['device']}, driver {about['driver']}, torch {first['torch']}, Triton {about['triton']}, Quire {about['commit']}, {about['date']}."
+    start = "started together and timed one after the other" if first["together"] else "one after the other"
+    lines = [
+        f"# vLLM {first['vllm']} end to end",
+        "",
+        f"{first['device']}, driver {about['driver']}, torch {first['torch']}, Triton {about['triton']}, "
+        f"Quire {about['commit']}, {about['date']}.",
+        "Random bfloat16 weights and, unless a title says otherwise, a bfloat16 cache.",
+        "vLLM's default compilation and graphs, no prefix caching.",
+        "CUSTOM is Quire.",
+        "In brackets: speed relative to the first column.",
+        "Latencies are of one run, load of the second of two, a single prompt the median of three.",
+        f"Each backend has its own process; those of a table ran on one machine, {start}.",
+        "",
     ]
-    lines += [
-        "Random bfloat16 weights and a bfloat16 cache unless said, vLLM's default compilation and graphs, no prefix caching. CUSTOM is Quire. In"
-    ]
-    lines += [
-        "brackets: speed relative to the first column. Latencies are of one run, load of the second of two, a single prompt the median of three. Each"
-    ]
-    how = "started together and timed one after the other" if first["together"] else "one after the other"
-    lines += [f"backend has a process of its own; those of a table ran on one machine, {how}.", ""]
-    lines += [f"{note}\n" for note in about.get("notes", [])]
+    for note in about.get("notes", []):
+        lines += [note, ""]
     lines += [f"![Speed against length and load]({plot})", ""] if plot else []
     for title, group in groups_of(results).items():
         lines += [f"## {title}", ""]
@@ -322,25 +326,28 @@ def markdown(about: dict, results: list[dict], plot: str | None = None) -> str:
             measured = [r for r in group if r.get(name)]
             if not measured:
                 continue
-            lines += [
-                f"| {what} | " + " | ".join(r["backend"] for r in measured) + " |",
-                "| --- |" + " --- |" * len(measured),
-            ]
+            backends = " | ".join(r["backend"] for r in measured)
+            lines += [f"| {what} | {backends} |", "| --- |" + " --- |" * len(measured)]
             for point, base in measured[0][name].items():
-                cells = []
-                for r in measured:
-                    value = r[name].get(point)
-                    cells.append("" if value is None else f"{value:,.0f}" if name == "load" else f"{value:.3f}")
-                    cells[-1] += (
-                        "" if r is measured[0] or value is None else f" ({100 * speed(name, value, base):.1f} %)"
-                    )
+                cells = [cell(name, r[name].get(point), base, r is measured[0]) for r in measured]
                 lines.append(f"| {int(point):,} | " + " | ".join(cells) + " |")
             lines.append("")
     return "\n".join(lines)
 
 
-def draw(results: list[dict]):
-    """Return a figure: of each model, speed against the output's length relative to the first backend, and tokens per second against load."""
+def cell(experiment: str, value: float | None, base: float, is_base: bool) -> str:
+    """Return a cell of a table: the value and, in brackets, its speed relative to `base`."""
+    if value is None:
+        return ""
+    text = f"{value:,.0f}" if experiment == "load" else f"{value:.3f}"
+    return text if is_base else f"{text} ({100 * speed(experiment, value, base):.1f} %)"
+
+
+def draw(results: list[dict[str, Any]]) -> Any:
+    """Return a figure, or None if there is nothing to compare.
+
+    For each model: speed by output length, relative to the first backend, and tokens per second by load.
+    """
     from quire.bench.plots import COLOURS, add_legend, panels
 
     wanted = []
@@ -360,14 +367,8 @@ def draw(results: list[dict]):
             for r in measured:
                 points = [(int(p), 100 * speed(name, v, base[p])) for p, v in r[name].items()]
                 ours = r["backend"] in QUIRE
-                axis.plot(
-                    *zip(*points, strict=True),
-                    color=tints[r["backend"]],
-                    marker="o",
-                    ms=3.5,
-                    lw=2.2 if ours else 1.1,
-                    label=label(r["backend"]),
-                )
+                style = {"color": tints[r["backend"]], "marker": "o", "ms": 3.5, "lw": 2.2 if ours else 1.1}
+                axis.plot(*zip(*points, strict=True), **style, label=label(r["backend"]))
             axis.set(
                 xscale="log",
                 xlabel=f"outputs of one request of {PROMPT} tokens",
@@ -377,23 +378,19 @@ def draw(results: list[dict]):
             axis.minorticks_off()
         else:
             width = 0.8 / len(measured)
-            beside = {p: [r["backend"] for r in measured if p in r[name]] for p in base}
+            at_point = {p: [r["backend"] for r in measured if p in r[name]] for p in base}
             for r in measured:
                 at = [
-                    i + width * (some.index(r["backend"]) - (len(some) - 1) / 2)
-                    for i, (p, some) in enumerate(beside.items())
+                    i + width * (backends.index(r["backend"]) - (len(backends) - 1) / 2)
+                    for i, (p, backends) in enumerate(at_point.items())
                     if p in r[name]
                 ]
                 bars = axis.bar(at, list(r[name].values()), width, color=tints[r["backend"]], label=label(r["backend"]))
                 if r is not measured[0]:
-                    axis.bar_label(
-                        bars,
-                        [f"{100 * speed(name, v, base[p]):.1f}" for p, v in r[name].items()],
-                        fontsize=7,
-                        padding=1,
-                    )
-            said = f" (above bars: % of {measured[0]['backend']})" if len(measured) > 1 else ""
-            axis.set(xlabel=f"requests at once, 64 to 1,024 tokens in and out{said}", ylabel="output tokens per second")
+                    shown = [f"{100 * speed(name, v, base[p]):.1f}" for p, v in r[name].items()]
+                    axis.bar_label(bars, shown, fontsize=7, padding=1)
+            note = f" (above bars: % of {measured[0]['backend']})" if len(measured) > 1 else ""
+            axis.set(xlabel=f"requests at once, 64 to 1,024 tokens in and out{note}", ylabel="output tokens per second")
             axis.set_axisbelow(True)
             axis.set_xticks(range(len(base)), list(base))
             axis.grid(axis="x", visible=False)
@@ -408,13 +405,12 @@ def label(backend: str) -> str:
     return "Quire" if backend in QUIRE else backend
 
 
-def join(results: list[dict]) -> list[dict]:
-    """Return results of several invocations, experiment by experiment, a run's parts together."""
-    by_name = {}
+def join(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results of several invocations as if they were one."""
+    by_name: dict[tuple[Any, ...], dict[str, Any]] = {}
+    names = ("model", "layers", "kv_cache_dtype", "tensor_parallel", "compiled", "backend")
     for r in results:
-        known = by_name.setdefault(
-            (r["model"], r["layers"], r["kv_cache_dtype"], r["tensor_parallel"], r["compiled"], r["backend"]), r
-        )
+        known = by_name.setdefault(tuple(r[name] for name in names), r)
         for name in EXPERIMENTS:
             if name in r:
                 known[name] = known.get(name, {}) | r[name]
@@ -424,7 +420,7 @@ def join(results: list[dict]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3.1-8b"])
-    parser.add_argument("--layers", type=int, help="only so many of the model's layers")
+    parser.add_argument("--layers", type=int, help="number of the model's layers to keep")
     parser.add_argument("--backends", nargs="+", default=["FLASH_ATTN", "TRITON_ATTN", "CUSTOM"])
     parser.add_argument(
         "--latency",
@@ -442,11 +438,11 @@ def main() -> None:
     parser.add_argument(
         "--together",
         action="store_true",
-        help="start all at the same time on one GPU, which has to hold them all; they are timed one by one",
+        help="start all backends at the same time on one GPU, which has to hold them all; they are timed one by one",
     )
     parser.add_argument("--out", help="path of the results without its ending; .json, .md and .png are written")
     parser.add_argument("--commit", help="Quire's commit, where there is no repository to ask")
-    parser.add_argument("--note", action="append", default=[], help="a paragraph to be kept with the results")
+    parser.add_argument("--note", action="append", default=[], help="a paragraph to keep with the results")
     parser.add_argument("--join", nargs="+", help="measure nothing; make one result of these .json files")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -462,11 +458,20 @@ def main() -> None:
     else:
         runs = [
             Run(
-                model, backend, tuple(args.latency or ()), tuple(args.load or ()), args.prompt or 0, args.layers, args.kv_cache_dtype, args.tensor_parallel,
-                not args.no_compile, args.together,
+                model=model,
+                backend=backend,
+                latency=tuple(args.latency or ()),
+                load=tuple(args.load or ()),
+                prompt=args.prompt or 0,
+                layers=args.layers,
+                kv_cache_dtype=args.kv_cache_dtype,
+                tensor_parallel=args.tensor_parallel,
+                compiled=not args.no_compile,
+                together=args.together,
             )
-            for model in args.models for backend in args.backends
-        ]  # fmt: skip
+            for model in args.models
+            for backend in args.backends
+        ]
         about, results = provenance(args.commit), measure_all(runs)
         if not results:
             sys.exit("no backend could be measured; their output is above")

@@ -32,7 +32,7 @@ CASES = (
 )
 for extra, lens, options in CASES:
     if options.get("kernel") == "hopper" and (
-        "--portable" in sys.argv or not device_properties(torch.device("cuda")).warpgroups
+        "--portable" in sys.argv or not device_properties(torch.device("cuda")).has_wgmma
     ):
         continue
     spec = quire.AttentionSpec(**HEADS | extra)

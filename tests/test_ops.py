@@ -63,8 +63,8 @@ def test_opcheck():
     b = p.batch
     torch.library.opcheck(
         torch.ops.quire.attention.default,
-        (p.q, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q, None, None, p.sinks, None, None,
-         SPEC.head_dim_v, SPEC.softmax_scale, True, None, None, None, False, False, "torch", plan.max_query_len, plan.max_seq_len, plan.num_tokens, 0, 0.0, 0, [], [], []),
+        (p.q, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q, None, None, p.sinks, None,
+         torch.zeros(3, 4, 24), torch.zeros(3, 4), None, plan.encoded_launch),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)

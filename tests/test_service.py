@@ -1,17 +1,14 @@
-"""What a server settles beforehand: scratch that is enough for every plan within bounds, and kernels that are all compiled."""
+"""What a server does before it serves: allocate scratch for every plan within bounds, and compile all kernels."""
 
 import random
 
 import pytest
 import torch
-import triton
 
 import quire
-from quire.testing import error_budget, make_problem
+from quire.testing import make_problem
 
 GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-TRITON_RUNS = GPU or triton.knobs.runtime.interpret
 SPEC = quire.AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=32, dtype=torch.float16)
 BOUNDS = {"max_num_seqs": 5, "max_num_tokens": 40, "max_seq_len": 900}
 
@@ -25,81 +22,76 @@ def batches(count, seed=0):
         yield tuple((q, max(q, draw.choice((3, 90, 600, BOUNDS["max_seq_len"])))) for q in queries)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True] if TRITON_RUNS else [False])
-def test_one_workspace_serves_every_plan_within_its_bounds(batch_invariant):
-    num_bytes = quire.workspace_size(SPEC, **BOUNDS, device=DEVICE, batch_invariant=batch_invariant)
-    assert num_bytes > 0 or not TRITON_RUNS
-    workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
+@pytest.mark.triton
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_one_workspace_serves_every_plan_within_its_bounds(batch_invariant, device, assert_within_budget):
+    num_bytes = quire.workspace_size(SPEC, **BOUNDS, device=device, batch_invariant=batch_invariant)
+    assert num_bytes > 0
+    workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     for lens in batches(40 if GPU else 8):
-        problem = make_problem(SPEC, lens, device=DEVICE)
+        problem = make_problem(SPEC, lens, device=device)
         plan = quire.plan(SPEC, problem.batch, **problem.bounds, workspace=workspace, batch_invariant=batch_invariant)
-        assert error_budget(problem, quire.attention(problem.q, problem.cache, plan)).passed, lens
+        assert_within_budget(problem, quire.attention(problem.q, problem.cache, plan))
 
 
-@pytest.mark.skipif(
-    not TRITON_RUNS, reason="PyTorch, which serves CPU tensors outside the interpreter, needs no scratch"
-)
-def test_every_plan_within_bounds_needs_no_more_than_the_workspace():
+@pytest.mark.pytorch
+def test_pytorch_needs_no_workspace(device):
+    assert quire.workspace_size(SPEC, **BOUNDS, device=device) == 0
+    assert quire.warmup(SPEC, quire.PagedKVCache.empty(SPEC, 2, 16, device=device), **BOUNDS) == []
+
+
+@pytest.mark.triton
+def test_every_plan_within_bounds_needs_no_more_than_the_workspace(device):
     from quire.dispatch.device import device_properties
-    from quire.plan import decide, scratch_bytes
+    from quire.dispatch.request import Bounds, Options, Request
+    from quire.plan import decide
 
-    draw, properties = random.Random(1), device_properties(torch.device(DEVICE))
+    draw, properties = random.Random(1), device_properties(torch.device(device))
     for spec in (SPEC, quire.AttentionSpec(num_q_heads=32, num_kv_heads=1, head_dim=128, dtype=torch.float16)):
         for invariant in (False, True):
             for _ in range(20):
                 num_seqs, num_tokens, seq_len = draw.randint(1, 300), draw.randint(1, 3000), draw.randint(1, 70000)
                 bounds = {"max_num_seqs": num_seqs, "max_num_tokens": num_tokens, "max_seq_len": seq_len}
-                enough = quire.workspace_size(spec, **bounds, device=DEVICE, batch_invariant=invariant)
+                enough = quire.workspace_size(spec, **bounds, device=device, batch_invariant=invariant)
                 for _ in range(20):
                     seqs, tokens = draw.randint(1, num_seqs), draw.randint(1, num_tokens)
-                    batch = quire.Batch(
-                        torch.zeros(seqs, 1, dtype=torch.int32),
-                        torch.zeros(seqs, dtype=torch.int32),
-                        torch.zeros(seqs + 1, dtype=torch.int32),
-                    )
-                    plan = decide(
-                        spec,
-                        batch,
-                        properties,
-                        draw.randint(1, tokens),
-                        draw.randint(1, seq_len),
-                        tokens,
-                        batch_invariant=invariant,
-                    )
-                    assert not plan.has_scratch or scratch_bytes(plan)[0] <= enough, (bounds, plan)
+                    bounded = Bounds(draw.randint(1, tokens), draw.randint(1, seq_len), tokens)
+                    request = Request(spec, seqs, True, bounded, properties)
+                    launch, _ = decide(request, Options(batch_invariant=invariant))
+                    assert launch.scratch_size().total <= enough, (bounds, launch)
 
 
-def test_scratch_does_not_grow_with_sequences_and_lengths():
+def test_scratch_does_not_grow_with_sequences_and_lengths(device):
     def size(seqs, length):
-        return quire.workspace_size(SPEC, max_num_seqs=seqs, max_num_tokens=4096, max_seq_len=length, device=DEVICE)
+        return quire.workspace_size(SPEC, max_num_seqs=seqs, max_num_tokens=4096, max_seq_len=length, device=device)
 
     assert size(1024, 1 << 20) == size(64, 1 << 14)
 
 
-@pytest.mark.skipif(
-    not TRITON_RUNS, reason="PyTorch, which serves CPU tensors outside the interpreter, needs no scratch"
-)
-def test_a_workspace_that_does_not_serve_is_refused():
-    problem = make_problem(SPEC, ((1, 900),), device=DEVICE)
-    for workspace in (torch.zeros(8, dtype=torch.uint8, device=DEVICE), torch.zeros(1 << 20, device=DEVICE)):
+@pytest.mark.triton
+def test_a_workspace_that_does_not_serve_is_refused(device):
+    problem = make_problem(SPEC, ((1, 900),), device=device)
+    for workspace in (torch.zeros(8, dtype=torch.uint8, device=device), torch.zeros(1 << 20, device=device)):
         with pytest.raises(ValueError, match="workspace must be uint8"):
             quire.plan(SPEC, problem.batch, **problem.bounds, workspace=workspace)
 
 
 @pytest.mark.parametrize("bounds", [{"max_num_seqs": 0}, {"max_num_tokens": 0}, {"max_seq_len": -1}])
-def test_bounds_are_checked(bounds):
-    with pytest.raises(ValueError, match="must be at least 1"):
-        quire.workspace_size(SPEC, **BOUNDS | bounds, device=DEVICE)
-    with pytest.raises(ValueError, match="must be at least 1"):
-        quire.warmup(SPEC, quire.PagedKVCache.empty(SPEC, 2, 16, device=DEVICE), **BOUNDS | bounds)
+def test_bounds_are_checked(bounds, device):
+    with pytest.raises(ValueError, match="must be from 1 to"):
+        quire.workspace_size(SPEC, **BOUNDS | bounds, device=device)
+    with pytest.raises(ValueError, match="must be from 1 to"):
+        quire.warmup(SPEC, quire.PagedKVCache.empty(SPEC, 2, 16, device=device), **BOUNDS | bounds)
 
 
-def test_warmup_reads_and_writes_nothing_in_the_cache():
-    cache = quire.PagedKVCache.empty(SPEC, 2, 16, device=DEVICE)
+@pytest.mark.triton
+def test_warmup_reads_and_writes_nothing_in_the_cache(device):
+    cache = quire.PagedKVCache.empty(SPEC, 2, 16, device=device)
     cache.k.fill_(7), cache.v.fill_(7)
-    names, told = quire.warmup(SPEC, cache, **BOUNDS, progress=(told := []).append), told
-    assert names == told and len(set(names)) == len(names)
-    assert bool(names) == TRITON_RUNS
+    reported: list[str] = []
+    names = quire.warmup(SPEC, cache, **BOUNDS, progress=reported.append)
+    assert names and names == reported
+    assert len(set(names)) == len(names)
     assert (cache.k == 7).all() and (cache.v == 7).all()
 
 

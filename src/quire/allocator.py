@@ -1,15 +1,18 @@
-"""`PageAllocator`: pages for those who have no engine. Plain Python on the host; it never touches the cache's memory.
+"""`PageAllocator`: pages without an engine. Plain Python on the host; it never touches the cache's memory.
 
-Sequences share pages by reference count. A forked sequence shares all of its parent's pages until it grows into one that is partly filled and
-shared: that page is copied first (copy on write), and the allocator says which copy to make.
+Sequences share pages by reference count. A forked sequence shares all of its parent's pages until it grows into one
+that is partly filled and shared: that page is copied first (copy on write), and the allocator says which copy to make.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from quire.errors import OutOfPagesError
+from quire.cache import MAX_PAGES
+from quire.errors import OutOfPagesError, check_device, check_integer, describe
+from quire.spec import UNBOUNDED
 
 
 @dataclass(eq=False)
@@ -24,19 +27,17 @@ class PageAllocator:
     """Hand out pages of a pool of `num_pages`.
 
     Args:
-        num_pages: pages in the cache.
-        page_size: tokens per page.
+        num_pages: pages in the cache, at least 1.
+        page_size: tokens per page, at least 1.
 
     Raises:
-        ValueError: a size is not positive.
+        TypeError: a size is not an integer.
+        ValueError: a size is out of range.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 1 or page_size < 1:
-            raise ValueError(
-                f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}; size the pool as the cache"
-            )
-        self.page_size = page_size
+        num_pages = check_integer("num_pages", num_pages, "size the pool as the cache", 1, MAX_PAGES)
+        self.page_size = check_integer("page_size", page_size, "size the pool as the cache", 1, UNBOUNDED - 1)
         self._free = list(range(num_pages - 1, -1, -1))
         self._owners = [0] * num_pages
         self._held: set[PageSequence] = set()
@@ -50,6 +51,7 @@ class PageAllocator:
         """Return a new sequence with room for `num_tokens` tokens.
 
         Raises:
+            TypeError: num_tokens is not an integer.
             ValueError: num_tokens is negative.
             OutOfPagesError: there are too few free pages; nothing was changed.
         """
@@ -62,9 +64,11 @@ class PageAllocator:
         """Add `num_tokens` tokens to a sequence.
 
         Returns:
-            (source page, destination page) copies to make with `quire.copy_pages` before the new tokens are written: at most one.
+            (source page, destination page) copies to make with `quire.copy_pages` before the new tokens are written:
+            at most one.
 
         Raises:
+            TypeError: an argument is of the wrong type.
             ValueError: num_tokens is negative, or the sequence was freed or is another allocator's.
             OutOfPagesError: there are too few free pages; nothing was changed.
         """
@@ -75,6 +79,7 @@ class PageAllocator:
         """Return a new sequence with the same tokens that shares every page; no page is taken or copied.
 
         Raises:
+            TypeError: the sequence is not a PageSequence.
             ValueError: the sequence was freed or is another allocator's.
         """
         self._check_held(sequence)
@@ -85,9 +90,10 @@ class PageAllocator:
         return twin
 
     def free(self, sequence: PageSequence) -> None:
-        """Give a sequence's pages back; those that others share stay theirs. The sequence is of no more use.
+        """Give a sequence's pages back; those that others share stay theirs. The sequence cannot be used again.
 
         Raises:
+            TypeError: the sequence is not a PageSequence.
             ValueError: the sequence was freed before or is another allocator's.
         """
         self._check_held(sequence)
@@ -99,21 +105,33 @@ class PageAllocator:
         sequence.pages, sequence.num_tokens = [], 0
 
     def page_table(
-        self, sequences: Sequence[PageSequence], width: int | None = None, device: torch.device | str | None = None
+        self, sequences: Iterable[PageSequence], width: int | None = None, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """Return the table of a batch, [num_seqs, width] int32, -1 past each sequence's pages; as wide as the longest needs when not given.
+        """Return the table of a batch, [num_seqs, width] int32, -1 past each sequence's pages.
+
+        Args:
+            sequences: of this allocator.
+            width: columns; as many as the longest sequence needs, and one at least, when not given.
+            device: where; torch's default device when not given.
 
         Raises:
+            TypeError: an argument is of the wrong type.
             ValueError: a sequence has more pages than `width`, was freed, or is another allocator's.
         """
-        for sequence in sequences:
-            self._check_held(sequence)
-        needed = max((len(s.pages) for s in sequences), default=0)
-        width = max(needed, 1) if width is None else width
+        if isinstance(sequences, str | torch.Tensor) or not isinstance(sequences, Iterable):
+            raise TypeError(f"sequences must be a list of sequences, got {describe(sequences)}; put one in a list")
+        held = [self._check_held(sequence) for sequence in sequences]
+        needed = max((len(s.pages) for s in held), default=0)
+        if width is None:
+            width = max(needed, 1)
+        width = check_integer("width", width, "a sequence has no more pages than keys", 0, UNBOUNDED)
         if needed > width:
             raise ValueError(f"width must be at least {needed}, got {width}; a sequence has that many pages")
-        rows = [s.pages + [-1] * (width - len(s.pages)) for s in sequences]
-        return torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(rows), width)
+        device = check_device("device", device, "leave it out for the default device")
+        table = torch.full((len(held), width), -1, dtype=torch.int32)
+        for row, sequence in zip(table, held, strict=True):
+            row[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
+        return table.to(device or torch.get_default_device())
 
     def slot_mapping(
         self, sequence: PageSequence, num_tokens: int, device: torch.device | str | None = None
@@ -121,24 +139,20 @@ class PageAllocator:
         """Return the slots of a sequence's last `num_tokens` tokens, [num_tokens] int64, for `quire.write_kv`.
 
         Raises:
+            TypeError: an argument is of the wrong type.
             ValueError: the sequence is shorter, was freed, or is another allocator's.
         """
-        self._check_held(sequence)
-        if not 0 <= num_tokens <= sequence.num_tokens:
-            raise ValueError(
-                f"num_tokens must be from 0 to the sequence's {sequence.num_tokens}, got {num_tokens}; grow it first"
-            )
-        positions = range(sequence.num_tokens - num_tokens, sequence.num_tokens)
+        end = self._check_held(sequence).num_tokens
+        num_tokens = check_integer("num_tokens", num_tokens, "grow the sequence first", 0, end)
+        device = check_device("device", device, "leave it out for the default device")
         size = self.page_size
-        return torch.tensor(
-            [sequence.pages[p // size] * size + p % size for p in positions], dtype=torch.int64, device=device
-        )
+        slots = [sequence.pages[i // size] * size + i % size for i in range(end - num_tokens, end)]
+        return torch.tensor(slots, dtype=torch.int64, device=device)
 
     def _extend(self, sequence: PageSequence, num_tokens: int) -> list[tuple[int, int]]:
-        if num_tokens < 0:
-            raise ValueError(
-                f"num_tokens must be at least 0, got {num_tokens}; free the sequence and allocate a shorter one"
-            )
+        num_tokens = check_integer(
+            "num_tokens", num_tokens, "free the sequence and allocate a shorter one instead of shrinking it", 0
+        )
         total = sequence.num_tokens + num_tokens
         fresh = -(-total // self.page_size) - len(sequence.pages)
         shared_tail = (
@@ -146,7 +160,8 @@ class PageAllocator:
         )
         if fresh + shared_tail > len(self._free):
             raise OutOfPagesError(
-                f"free pages must be at least {fresh + shared_tail} to grow to {total} tokens, got {len(self._free)}; free or preempt a sequence"
+                f"free pages must be at least {fresh + shared_tail} to grow to {total} tokens, got {len(self._free)}; "
+                "free or preempt a sequence"
             )
         copies = []
         if shared_tail:
@@ -162,8 +177,14 @@ class PageAllocator:
         self._owners[page] = 1
         return page
 
-    def _check_held(self, sequence: PageSequence) -> None:
+    def _check_held(self, sequence: Any) -> PageSequence:
+        if not isinstance(sequence, PageSequence):
+            raise TypeError(
+                f"sequence must be a PageSequence, got {describe(sequence)}; the allocator's `allocate` returns one"
+            )
         if sequence not in self._held:
             raise ValueError(
-                "sequence must be one that this allocator holds, got one that was freed or is another's; allocate or fork it here"
+                "sequence must be one that this allocator holds, got one that was freed or is another's; "
+                "allocate or fork it here"
             )
+        return sequence

@@ -1,109 +1,138 @@
 """`PagedKVCache`: one layer's pages, in whatever layout the engine keeps them.
 
-Four layouts reduce to one address: `page * stride_page + slot * stride_slot + head * stride_head + (dim // run) * stride_vec + dim % run`,
-where `run` is how many elements of a head lie side by side. The kernels know only that line.
+Four layouts reduce to one address of the element (page, slot, head, dim):
+
+    page * stride_page + slot * stride_slot + head * stride_head + dim // vec_size * stride_vec + dim % vec_size
+
+`vec_size` is the number of contiguous elements of a head (vLLM's `x`). The kernels know only that line.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from quire.errors import UnsupportedError
-from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, UNBOUNDED, AttentionSpec
+from quire.errors import UnsupportedError, check_device, check_integer, check_positive, check_tensor, describe
+from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
 
 LAYOUTS = {
     "NHD": "k and v [num_pages, page_size, num_kv_heads, head_dim]",
     "HND": "k and v [num_pages, num_kv_heads, page_size, head_dim]",
-    "HDNX": "k [num_pages, num_kv_heads, head_dim / x, page_size, x], v [num_pages, num_kv_heads, head_dim, page_size] (vLLM's original)",
+    "HDNX": "k [num_pages, num_kv_heads, head_dim / x, page_size, x], v [num_pages, num_kv_heads, head_dim, page_size]",
     "THD": "k and v [num_tokens, num_kv_heads, head_dim], not paged",
 }
-
-
-KINDS: dict[tuple, int] = {}
+NUM_DIMS = {"NHD": (4, 4), "HND": (4, 4), "HDNX": (5, 4), "THD": (3, 3)}  # of k and v
+SLOT_DIM = {"NHD": 1, "HND": 2, "HDNX": 3}
+HEAD_DIM = {"NHD": 2, "HND": 1, "HDNX": 1, "THD": 1}
+MAX_PAGES = (1 << 31) - 1  # page numbers are int32
 
 
 class Strides(NamedTuple):
-    """Where element (page, slot, head, dim) of a cache tensor lies, in elements; `run` as in the module's docstring."""
+    """Strides of a cache tensor in elements, and `vec_size` as in the module's docstring."""
 
     page: int
     slot: int
     head: int
-    run: int
+    vec: int
     vec_size: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class PagedKVCache:
     """Hold one layer's keys and values, read and written in place.
 
-    Any strides serve as long as the innermost dimension is contiguous: K and V may be slices of one tensor, and pages of several layers may
-    interleave. Slots and pages that no sequence owns may hold anything, NaN included.
+    Any strides serve if the last dimension is contiguous: K and V may be slices of one tensor, and pages of several
+    layers may interleave. Slots and pages that no sequence owns may hold anything, NaN included.
 
     Args:
         k: keys, shaped as `layout` says.
         v: values, likewise; their head_dim may differ from the keys'.
-        layout: "NHD", "HND", "HDNX" (vLLM's original) or "THD" (not paged, for `varlen_attention`).
-        k_scale: of a quantised cache, float32: real key = stored key * k_scale. A number or one-element tensor (per tensor), [num_kv_heads]
-            (per head), or [num_pages, page_size, num_kv_heads] (per token and head, any strides).
-        v_scale: the same for values; of the same kind as `k_scale`.
+        layout: "NHD", "HND", "HDNX" (vLLM's original, `x` is its vector size) or "THD" (not paged, for
+            `varlen_attention`).
+        k_scale: of a quantised cache: real key = stored key * k_scale. A positive number or float32 tensor with one
+            element (per tensor), or a float32 tensor [num_kv_heads] (per head) or
+            [num_pages, page_size, num_kv_heads] (per token and head, any strides).
+        v_scale: the same for values; of the same shape and strides as `k_scale`.
+
+    Attributes:
+        dtype: of the stored elements.
+        device: where the pages are.
+        num_pages: pages in the pool (tokens, where not paged).
+        page_size: tokens per page; `UNBOUNDED` where not paged, as a sequence there is one page.
+        num_kv_heads: KV heads.
+        head_dim: width of a key.
+        head_dim_v: width of a value.
+        signature: dtype, KV heads and both head dims, to be compared with `AttentionSpec.cache_signature`.
+        scale_kind: "none", "head" (per tensor or per head) or "token" (per token and head).
 
     Raises:
+        TypeError: an argument is of the wrong type.
         ValueError: shapes, strides, scales or devices do not fit together.
         UnsupportedError: a layout or dtype that is not served.
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    layout: str = "NHD"
-    k_scale: torch.Tensor | float | None = None
-    v_scale: torch.Tensor | float | None = None
+    layout: str
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    dtype: torch.dtype = field(init=False, repr=False)
+    device: torch.device = field(init=False, repr=False)
+    num_pages: int = field(init=False, repr=False)
+    page_size: int = field(init=False, repr=False)
+    num_kv_heads: int = field(init=False, repr=False)
+    head_dim: int = field(init=False, repr=False)
+    head_dim_v: int = field(init=False, repr=False)
+    signature: tuple[torch.dtype, int, int, int] = field(init=False, repr=False)
+    scale_kind: Literal["none", "head", "token"] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise UnsupportedError(
-                f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}; "
-                + "; ".join(f"{n}: {s}" for n, s in LAYOUTS.items())
-            )
-        dims = {"THD": (3, 3), "HDNX": (5, 4)}.get(self.layout, (4, 4))
-        if (self.k.dim(), self.v.dim()) != dims:
-            raise ValueError(
-                f"k and v must have {dims[0]} and {dims[1]} dimensions in layout {self.layout} ({LAYOUTS[self.layout]}), "
-                f"got shapes {tuple(self.k.shape)} and {tuple(self.v.shape)}; view them so, or name their layout"
-            )
-        for name, tensor in (("k", self.k), ("v", self.v)):
-            if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-                raise ValueError(
-                    f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}; reallocate the cache"
-                )
-        if self.k.dtype != self.v.dtype or self.k.device != self.v.device:
-            raise ValueError(
-                f"v must have k's dtype and device, got {self.v.dtype} on {self.v.device} beside {self.k.dtype} on {self.k.device}; "
-                "allocate both alike"
-            )
-        if self.k.dtype not in QUERY_DTYPES + QUANTISED_DTYPES:
-            raise UnsupportedError(
-                f"k must be float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8, got {self.k.dtype}; view it as its real dtype"
-            )
-        if (self.num_pages, self.page_size, self.num_kv_heads) != self._v_extents:
-            raise ValueError(
-                f"v must have k's pages, slots and heads {(self.num_pages, self.page_size, self.num_kv_heads)}, got {self._v_extents}; allocate both alike"
-            )
-        if (self.k_scale is None) != (self.v_scale is None):
+    def __init__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: str = "NHD",
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
+    ) -> None:
+        _check_layout(layout, LAYOUTS)
+        check_tensor("k", k, "allocate the pages with `PagedKVCache.empty`")
+        check_tensor("v", v, "allocate the pages with `PagedKVCache.empty`")
+        _check_pages(k, v, layout)
+        num_kv_heads = k.shape[HEAD_DIM[layout]]
+        head_dim, head_dim_v = k.shape[-1], v.shape[-1]
+        if layout == "HDNX":
+            head_dim, head_dim_v = k.shape[2] * k.shape[4], v.shape[2]
+        values = {
+            "k": k,
+            "v": v,
+            "layout": layout,
+            "dtype": k.dtype,
+            "device": k.device,
+            "num_pages": k.shape[0],
+            "page_size": UNBOUNDED if layout == "THD" else k.shape[SLOT_DIM[layout]],
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "head_dim_v": head_dim_v,
+            "signature": (k.dtype, num_kv_heads, head_dim, head_dim_v),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if (k_scale is None) != (v_scale is None):
             raise ValueError("k_scale and v_scale must be given together, got only one; pass 1.0 for the other")
-        if self.k_scale is not None:
-            if self.k.dtype not in QUANTISED_DTYPES:
+        k_scale, v_scale = self._scale("k_scale", k_scale), self._scale("v_scale", v_scale)
+        scale_kind = "none"
+        if k_scale is not None and v_scale is not None:
+            scale_kind = "token" if k_scale.dim() == 3 else "head"
+            if k_scale.shape != v_scale.shape or k_scale.stride() != v_scale.stride():
                 raise ValueError(
-                    f"k_scale must be left out for a cache of {self.k.dtype}, got one; scales belong to fp8 and int8 caches"
+                    f"v_scale must have k_scale's shape {tuple(k_scale.shape)} and strides {k_scale.stride()}, "
+                    f"got {tuple(v_scale.shape)} and {v_scale.stride()}; expand one of them"
                 )
-            object.__setattr__(self, "k_scale", self._scale("k_scale"))
-            object.__setattr__(self, "v_scale", self._scale("v_scale"))
-            if self.k_scale.shape != self.v_scale.shape or self.k_scale.stride() != self.v_scale.stride():
-                raise ValueError(
-                    f"v_scale must have k_scale's shape and strides, got {tuple(self.v_scale.shape)} with {self.v_scale.stride()} beside "
-                    f"{tuple(self.k_scale.shape)} with {self.k_scale.stride()}; expand one"
-                )
+        object.__setattr__(self, "k_scale", k_scale)
+        object.__setattr__(self, "v_scale", v_scale)
+        object.__setattr__(self, "scale_kind", scale_kind)
 
     @classmethod
     def empty(
@@ -115,18 +144,33 @@ class PagedKVCache:
         layout: str = "NHD",
         device: torch.device | str | None = None,
     ) -> "PagedKVCache":
-        """Allocate an uninitialised cache for one layer of `spec`, scales 1 when it is quantised.
+        """Allocate an uninitialised cache for one layer of `spec`, with scales of 1 if it is quantised.
 
         Args:
             spec: gives heads, head dims and dtype.
-            num_pages: pages in the pool.
-            page_size: tokens per page, any integer from 1 up.
+            num_pages: pages in the pool, at least 1.
+            page_size: tokens per page, at least 1.
             layout: "NHD", "HND" or "HDNX".
-            device: where.
+            device: where; torch's default device when not given.
+
+        Raises:
+            TypeError: an argument is of the wrong type.
+            ValueError: a size is out of range.
+            UnsupportedError: a layout that is not served, or not for this head_dim and dtype.
         """
+        if not isinstance(spec, AttentionSpec):
+            raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
+        num_pages = check_integer("num_pages", num_pages, "size the pool by the memory there is", 1, MAX_PAGES)
+        page_size = check_integer("page_size", page_size, "16 is a common size", 1, UNBOUNDED - 1)
+        _check_layout(layout, SLOT_DIM)
+        device = check_device("device", device, "leave it out for the default device")
         heads, dim, dim_v, dtype = spec.num_kv_heads, spec.head_dim, spec.head_dim_v, spec.kv_dtype
         if layout == "HDNX":
             x = 16 // dtype.itemsize
+            if dim % x:
+                raise UnsupportedError(
+                    f"layout must be NHD or HND for head_dim {dim} in {dtype}, got 'HDNX'; it needs multiples of {x}"
+                )
             shapes = (num_pages, heads, dim // x, page_size, x), (num_pages, heads, dim_v, page_size)
         elif layout == "HND":
             shapes = (num_pages, heads, page_size, dim), (num_pages, heads, page_size, dim_v)
@@ -136,120 +180,131 @@ class PagedKVCache:
         k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
         return cls(k, v, layout, scale, scale)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the stored elements."""
-        return self.k.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the pages live."""
-        return self.k.device
-
-    @cached_property
-    def num_pages(self) -> int:
-        """Pages in the pool (tokens, where not paged)."""
-        return self.k.shape[0]
-
-    @cached_property
-    def page_size(self) -> int:
-        """Tokens per page; unbounded where not paged, as a sequence there is one page."""
-        return {"NHD": lambda s: s[1], "HND": lambda s: s[2], "HDNX": lambda s: s[3], "THD": lambda s: UNBOUNDED}[
-            self.layout
-        ](self.k.shape)
-
-    @cached_property
-    def num_kv_heads(self) -> int:
-        """KV heads."""
-        return self.k.shape[2 if self.layout == "NHD" else 1]
-
-    @cached_property
-    def head_dim(self) -> int:
-        """Width of a key."""
-        return self.k.shape[2] * self.k.shape[4] if self.layout == "HDNX" else self.k.shape[-1]
-
-    @cached_property
-    def head_dim_v(self) -> int:
-        """Width of a value."""
-        return self.v.shape[2] if self.layout == "HDNX" else self.v.shape[-1]
-
-    @cached_property
-    def scale_kind(self) -> str:
-        """ "none", "head" (per tensor or per head) or "token" (per token and head)."""
-        return "none" if self.k_scale is None else "token" if self.k_scale.dim() == 3 else "head"
-
     @cached_property
     def strides(self) -> tuple[Strides, Strides]:
         """Strides of k and of v."""
         k, v = self.k.stride(), self.v.stride()
         if self.layout == "HDNX":
-            x = self.k.shape[4]
-            return Strides(k[0], k[3], k[1], k[2], x), Strides(v[0], 1, v[1], v[2], 1)
-        order = {"NHD": (0, 1, 2), "HND": (0, 2, 1), "THD": (0, 0, 1)}[self.layout]
-        return tuple(Strides(*(s[i] for i in order), 0, dim) for s, dim in ((k, self.head_dim), (v, self.head_dim_v)))
+            return Strides(k[0], k[3], k[1], k[2], self.k.shape[4]), Strides(v[0], 1, v[1], v[2], 1)
+        slot, head = SLOT_DIM.get(self.layout, 0), HEAD_DIM[self.layout]
+        return (
+            Strides(k[0], k[slot], k[head], 0, self.head_dim),
+            Strides(v[0], v[slot], v[head], 0, self.head_dim_v),
+        )
 
     @cached_property
     def scale_strides(self) -> tuple[int, int, int]:
-        """Where the scale of (page, slot, head) lies, in elements; those of v lie alike."""
-        if self.scale_kind == "token":
-            return self.k_scale.stride()
-        return (0, 0, 0 if self.k_scale is None else self.k_scale.stride(0))
+        """Strides of the scale of (page, slot, head), in elements; v's are the same."""
+        if self.k_scale is None:
+            return 0, 0, 0
+        if self.scale_kind == "head":
+            return 0, 0, self.k_scale.stride(0)
+        page, slot, head = self.k_scale.stride()
+        return page, slot, head
 
     @cached_property
     def extents(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
         """Pages, slots of a page, heads and elements of a head, of k and of v; without pages, tokens and one slot."""
         slots = 1 if self.layout == "THD" else self.page_size
-        return (self.num_pages, slots, self.num_kv_heads, self.head_dim), (
-            self.v.shape[0],
-            slots,
-            self.num_kv_heads,
-            self.head_dim_v,
+        pages, heads = self.num_pages, self.num_kv_heads
+        return (pages, slots, heads, self.head_dim), (pages, slots, heads, self.head_dim_v)
+
+    @cached_property
+    def has_wide_offsets(self) -> bool:
+        """Whether an offset within one page and head may reach 2^31 elements; an unpaged sequence is one page."""
+        slots = self.k.shape[0] if self.layout == "THD" else self.page_size
+        return (slots - 1) * self.scale_strides[1] >= 1 << 31 or any(
+            (slots - 1) * s.slot + (dim // s.vec_size - 1) * s.vec + s.vec_size > 1 << 31
+            for s, dim in zip(self.strides, (self.head_dim, self.head_dim_v), strict=True)
         )
 
     @cached_property
     def kind(self) -> int:
-        """A number that caches share which one compiled kernel serves."""
-        offsets = self.k.storage_offset() % 2, self.v.storage_offset() % 2
-        scales = None if self.k_scale is None else (self.k_scale.data_ptr() % 16, self.v_scale.data_ptr() % 16)
-        return KINDS.setdefault(
-            (
-                self.dtype,
-                self.layout,
-                self.page_size,
-                self.strides,
-                self.scale_kind,
-                self.scale_strides,
-                offsets,
-                scales,
-            ),
-            len(KINDS),
-        )
+        """A number that two caches share only if one compiled kernel serves both."""
+        odd_offsets = self.k.storage_offset() % 2, self.v.storage_offset() % 2
+        alignment = tuple(s.data_ptr() % 16 for s in (self.k_scale, self.v_scale) if s is not None)
+        facts = self.layout, self.page_size, self.strides, self.scale_kind, self.scale_strides
+        return _kind_of(self.dtype, *facts, odd_offsets, alignment, self.has_wide_offsets)
 
     @property
     def addresses(self) -> tuple[int, int, int | None, int | None]:
         """Of k, v and their scales."""
-        if self.k_scale is None:
+        if self.k_scale is None or self.v_scale is None:
             return self.k.data_ptr(), self.v.data_ptr(), None, None
         return self.k.data_ptr(), self.v.data_ptr(), self.k_scale.data_ptr(), self.v_scale.data_ptr()
 
-    @cached_property
-    def _v_extents(self) -> tuple[int, int, int]:
-        slots = {"NHD": 1, "HND": 2, "HDNX": 3}.get(self.layout)
-        return (
-            self.v.shape[0],
-            UNBOUNDED if slots is None else self.v.shape[slots],
-            self.v.shape[2 if self.layout == "NHD" else 1],
-        )
-
-    def _scale(self, name: str) -> torch.Tensor:
-        scale = torch.as_tensor(getattr(self, name), dtype=torch.float32, device=self.device)
+    def _scale(self, name: str, scale: Any) -> torch.Tensor | None:
+        if scale is None:
+            return None
+        if self.dtype not in QUANTISED_DTYPES:
+            raise ValueError(
+                f"{name} must be left out for a cache of {self.dtype}, got {describe(scale)}; "
+                "scales belong to fp8 and int8 caches"
+            )
+        advice = "1.0 is no scale"
+        if not isinstance(scale, torch.Tensor):
+            scale = torch.tensor(check_positive(name, scale, advice), device=self.device)
+        check_tensor(name, scale, advice)
+        if scale.dtype != torch.float32 or scale.device != self.device:
+            raise ValueError(f"{name} must be float32 on {self.device}, got {describe(scale)}; convert it")
         if scale.numel() == 1 and scale.dim() < 3:
             return scale.reshape(1).expand(self.num_kv_heads)  # per tensor is per head with stride 0
-        if scale.shape == (self.num_kv_heads,) or (
-            self.layout != "THD" and scale.shape == (self.num_pages, self.page_size, self.num_kv_heads)
-        ):
+        per_token = self.num_pages, self.page_size, self.num_kv_heads
+        if scale.shape == (self.num_kv_heads,) or (self.layout != "THD" and scale.shape == per_token):
             return scale
         raise ValueError(
-            f"{name} must be a number, [num_kv_heads] = [{self.num_kv_heads}] or [num_pages, page_size, num_kv_heads] = "
-            f"[{self.num_pages}, {self.page_size}, {self.num_kv_heads}], got shape {tuple(scale.shape)}; permute or expand it"
+            f"{name} must be a number, [num_kv_heads] = [{self.num_kv_heads}] or "
+            f"[num_pages, page_size, num_kv_heads] = {list(per_token)}, got shape {tuple(scale.shape)}; "
+            "permute or expand it"
+        )
+
+
+@lru_cache(maxsize=4096)
+def _kind_of(*facts: Any) -> int:
+    return next(_kinds)
+
+
+_kinds = count()
+
+
+def _check_layout(layout: Any, served: dict[str, Any]) -> None:
+    if not isinstance(layout, str):
+        raise TypeError(f"layout must be the name of a layout, got {describe(layout)}; one of {', '.join(served)}")
+    if layout not in served:
+        shapes = "; ".join(f"{name}: {LAYOUTS[name]}" for name in served)
+        raise UnsupportedError(f"layout must be one of {', '.join(served)}, got {layout!r}; {shapes}")
+
+
+def _check_pages(k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    if (k.dim(), v.dim()) != NUM_DIMS[layout]:
+        raise ValueError(
+            f"k and v must have {NUM_DIMS[layout][0]} and {NUM_DIMS[layout][1]} dimensions in layout {layout} "
+            f"({LAYOUTS[layout]}), got shapes {tuple(k.shape)} and {tuple(v.shape)}; "
+            "view them so, or name their layout"
+        )
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.stride(-1) != 1 and not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}; reallocate the cache"
+            )
+        if 0 in (tensor.shape[1:] if layout == "THD" else tensor.shape):
+            raise ValueError(
+                f"{name} must have no empty dimension in layout {layout}, got shape {tuple(tensor.shape)}; "
+                "allocate a page at least"
+            )
+    if k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(
+            f"v must have k's dtype and device, {k.dtype} on {k.device}, got {v.dtype} on {v.device}; "
+            "allocate both alike"
+        )
+    if k.dtype not in QUERY_DTYPES + QUANTISED_DTYPES:
+        raise UnsupportedError(
+            f"k must be of dtype {dtype_names(QUERY_DTYPES + QUANTISED_DTYPES)}, got {k.dtype}; "
+            "view it as its real dtype"
+        )
+    dims = [0, HEAD_DIM[layout]] + ([SLOT_DIM[layout]] if layout != "THD" else [])
+    if [k.shape[dim] for dim in dims] != [v.shape[dim] for dim in dims]:
+        raise ValueError(
+            f"v must have k's pages, slots and heads, got shape {tuple(v.shape)} where k has {tuple(k.shape)} "
+            f"in layout {layout}; allocate both alike"
         )

@@ -1,7 +1,7 @@
-"""The specification, executable: attention in float64 with every feature, one sequence and one head at a time in plain PyTorch.
+"""The executable specification: attention in float64 with every feature, one sequence and head at a time, in PyTorch.
 
-Nothing here is fast and nothing here knows Triton. Kernels, integrations and the CPU path are right when they agree with this page to within
-the error budget of `quire.testing`.
+It is slow and it does not use Triton. Kernels, integrations and the CPU path are right when they agree with this file
+within the error budget of `quire.testing`.
 """
 
 import torch
@@ -23,7 +23,10 @@ def attention(
     dtype: torch.dtype = torch.float64,
     in_fp8: bool = False,
 ) -> State:
-    """Attend over the paged cache; rows of `q` that no sequence owns come out as 0 with lse -inf.
+    """Attend over the paged cache.
+
+    A query that sees no key has out 0 and lse -inf; with a sink, its lse is the sink. A row of `q` without a sequence
+    has out 0 and lse -inf. If a score of a query is NaN or +inf, its out and lse are NaN.
 
     Args:
         q: queries, [num_tokens, num_q_heads, head_dim].
@@ -32,8 +35,8 @@ def attention(
         spec: what to compute.
         sinks: [num_q_heads], natural-log logits, where `spec.sinks`.
         alibi_slopes: [num_q_heads], where `spec.alibi`.
-        dtype: of the arithmetic; float64 is the oracle, the input dtype shows what that precision can do.
-        in_fp8: round queries and probabilities as matrix products in float8_e4m3fn take them.
+        dtype: of the arithmetic. float64 gives the specified result; the input dtype shows the error of that precision.
+        in_fp8: round queries and probabilities as matrix products in float8_e4m3fn do.
 
     Returns:
         `State` with out [num_tokens, num_q_heads, head_dim_v] and lse [num_tokens, num_q_heads], both of `dtype`.
@@ -58,22 +61,34 @@ def attention(
             scores = spec.softmax_scale * ((to_fp8(queries) if in_fp8 else queries) @ keys.T)
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
-            if spec.alibi:
+            if alibi_slopes is not None:
                 scores = scores - alibi_slopes[head].to(dtype) * (q_pos[:, None] - needed[None, :]).abs()
             scores = scores.masked_fill(~visible, float("-inf"))
-            if spec.sinks:
+            if sinks is not None:  # a sink is one more key, whose value is 0
                 scores = torch.cat([scores, sinks[head].to(dtype).expand(q_len, 1)], 1)
-                values = torch.cat([values, values.new_zeros(1, spec.head_dim_v)])
-            lse[rows, head] = torch.logsumexp(scores, 1) if scores.shape[1] else float("-inf")
-            probabilities = torch.exp(scores - lse[rows, head, None]).nan_to_num(
-                0.0
-            )  # -inf - -inf where a row sees no key
+                values = torch.cat([values, values.new_zeros(1, values.shape[1])])
+            probabilities, lse[rows, head] = softmax_and_lse(scores)
             out[rows, head] = (to_fp8(probabilities) if in_fp8 else probabilities) @ values
     return State(out, lse)
 
 
+def softmax_and_lse(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the softmax over the last dimension, 0 where all scores are -inf, and the log of its denominator.
+
+    Args:
+        scores: [rows, columns]; there may be no column.
+    """
+    least = scores.new_full((scores.shape[0], 1), float("-inf"))
+    largest = torch.cat([scores, least], 1).amax(1, keepdim=True)
+    weights = torch.exp(scores - torch.where(largest == float("-inf"), 0.0, largest))
+    total = weights.sum(1, keepdim=True)
+    return torch.where(total == 0, 0.0, weights / total), (largest + torch.log(total))[:, 0]
+
+
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Round to float8_e4m3fn, each row times the power of two that brings its largest number to 2^7 or above, below 2^8.
+    """Round to float8_e4m3fn and back.
+
+    Each row is first scaled by a power of two, so that its absolute maximum is in [2^7, 2^8).
 
     Args:
         x: [..., columns], of any floating dtype.
@@ -84,15 +99,15 @@ def to_fp8(x: torch.Tensor) -> torch.Tensor:
     if x.numel() == 0:
         return x
     _, exponents = torch.frexp(x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30))
-    grown = torch.exp2(8.0 - exponents)
-    return ((x.float() * grown).to(torch.float8_e4m3fn).float() / grown).to(x.dtype)
+    scale = torch.exp2(8.0 - exponents)
+    return ((x.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
 
 def visible_keys(q_pos: torch.Tensor, kv_len: int, spec: AttentionSpec) -> torch.Tensor:
     """Return which keys each query sees, [len(q_pos), kv_len] bool."""
     kv_pos = torch.arange(kv_len, device=q_pos.device)
-    back, ahead = spec.window
-    return (kv_pos >= q_pos[:, None] - back) & (kv_pos <= q_pos[:, None] + ahead)
+    window_left, window_right = spec.window
+    return (kv_pos >= q_pos[:, None] - window_left) & (kv_pos <= q_pos[:, None] + window_right)
 
 
 def gather(
@@ -117,20 +132,29 @@ def gather(
     else:
         k, v = cache.k[page, :, :, slot].flatten(2), cache.v[page, :, :, slot]
     k, v = k.to(dtype), v.to(dtype)
-    if cache.scale_kind == "head":
-        k, v = k * cache.k_scale.to(dtype)[:, None], v * cache.v_scale.to(dtype)[:, None]
-    elif cache.scale_kind == "token":
-        k, v = k * cache.k_scale[page, slot].to(dtype)[..., None], v * cache.v_scale[page, slot].to(dtype)[..., None]
+    k_scale, v_scale = cache.k_scale, cache.v_scale  # [num_kv_heads], or [num_pages, page_size, num_kv_heads]
+    if isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor):
+        if cache.scale_kind == "token":
+            k_scale, v_scale = k_scale[page, slot], v_scale[page, slot]
+        k, v = k * k_scale.to(dtype)[..., None], v * v_scale.to(dtype)[..., None]
     return k, v
 
 
 def merge(*states: State) -> State:
-    """Merge states over disjoint key sets, in float64 (or the states' own dtype when it is wider).
+    """Merge states over disjoint sets of keys, in float64.
+
+    A state is empty where its lse is -inf, or +inf as FlashAttention writes it for a row without keys. Its weight is 0,
+    whatever its out holds.
+
+    Args:
+        *states: one or more, of one shape.
 
     Returns:
-        The state over the union: lse = log Σ exp(lse_i), out = Σ exp(lse_i - lse) out_i.
+        The state over all keys: lse = log Σ exp(lse_i), out = Σ exp(lse_i - lse) out_i.
     """
-    out, lse = (torch.stack([s[i].double() for s in states]) for i in (0, 1))
-    total = torch.logsumexp(lse, 0)
-    weights = torch.exp(lse - total).nan_to_num(0.0)  # all subsets empty: -inf - -inf
-    return State((weights[..., None] * out).sum(0), total)
+    lses = torch.stack([lse.double() for _, lse in states], -1)  # [num_tokens, num_q_heads, num_states]
+    lses = torch.where(lses == float("inf"), float("-inf"), lses)
+    weights, lse = softmax_and_lse(lses.flatten(0, 1))
+    weights = weights.view(lses.shape)
+    outs = [torch.where(w == 0, 0.0, w * out) for w, (out, _) in zip(weights.split(1, -1), states, strict=True)]
+    return State(torch.stack(outs).sum(0), lse.view(lses.shape[:2]))

@@ -1,8 +1,9 @@
-"""`State`: attention over a subset of the keys, and the algebra that joins subsets.
+"""`State`: attention over a subset of the keys, and the algebra that merges subsets.
 
-The softmax over a set of keys is determined by two numbers per query and head: the output over those keys, and the log of the sum of their
-exponentials. Two states over disjoint sets merge exactly, in any order and any tree, so that streaming over tiles, splitting the keys over
-programs, reusing a shared prefix and spreading a context over GPUs are one algorithm under different parentheses.
+The softmax over a set of keys is determined by two numbers per query and head: the output over those keys, and the log
+of the sum of their exponentials. Two states over disjoint sets merge exactly, in any order and grouping. So streaming
+over tiles, splitting keys over programs, reusing a shared prefix and spreading a context over GPUs are one algorithm
+with different parentheses.
 """
 
 from typing import NamedTuple
@@ -11,11 +12,13 @@ import torch
 
 
 class State(NamedTuple):
-    """Attention over some of the keys.
+    """Attention over some of the keys. It holds what it is given; `merge_states` and `attention` check it.
 
     Attributes:
         out: [num_tokens, num_q_heads, head_dim_v], normalised over those keys; 0 where there are none.
-        lse: [num_tokens, num_q_heads] float32, natural log of the sum of exponentiated scores; -inf where there are none.
+        lse: [num_tokens, num_q_heads] float32, natural log of the sum of exponentiated scores; -inf where there are no
+            keys. `merge_states` reads +inf likewise, as flash-attn 2 writes it for a row without keys. A NaN says that
+            a score was NaN, and makes the merged row NaN.
     """
 
     out: torch.Tensor

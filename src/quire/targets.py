@@ -1,8 +1,8 @@
 """GPUs that are not here: what they hold, and what Quire's launches need there, read from what was compiled. No GPU needed.
 
-`compiling(target)` puts a stub driver in place that names the target, gives plans that target's properties, and lets every launch stop after compilation. The
-verbs are called as a user calls them, on small CPU tensors: arguments, specialisation and tiles are those of a real launch. What is compiled so lies in
-Triton's cache, where a real launch on such a GPU finds it: `compile_all` fills it with all cores before anything is timed.
+`compiling(target)` gives plans that target's properties (`quire.dispatch.device.compile_for`) and Triton a driver that names the target. Launches end after
+compilation. The verbs are called as a user calls them, on small CPU tensors: arguments, specialisation and configurations are those of a real launch. What is
+compiled so goes to Triton's cache, where a real launch on such a GPU finds it: `compile_all` fills it with all cores before anything is timed.
 """
 
 import contextlib
@@ -14,18 +14,19 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
 import quire
-from quire.dispatch.device import DeviceProperties, properties_of
+from quire.dispatch.device import DeviceProperties, compile_for, interprets, properties_of
+from quire.dispatch.request import cdiv
 
 KB = 1024
 
@@ -97,7 +98,7 @@ class Compiled:
 
 
 class StubDriver:
-    """Stands in for a GPU driver up to the launch. Each target is a device of its own, so that compiled kernels are kept apart."""
+    """Stand in for a GPU driver up to the launch. Each target is a device of its own, so that compiled kernels are kept apart."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -114,28 +115,22 @@ class StubDriver:
 
 @contextlib.contextmanager
 def compiling(target: Target) -> Iterator[list[Compiled]]:
-    """Compile what is launched in this context for `target`, and collect it."""
-    collected: list[Compiled] = []
-    run = JITFunction.run
+    """Compile what is launched in this context for `target`, and collect it.
 
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        collected.append(inspect(self.__name__, kernel, target, kwargs))
-        return kernel
+    Raises:
+        RuntimeError: Triton's interpreter is on: its kernels cannot be compiled.
+    """
+    if interprets():
+        raise RuntimeError("TRITON_INTERPRET must be unset to compile, got 1; start the process without it")
+    collected: list[Compiled] = []
+
+    def on_compile(name: str, kernel: CompiledKernel, options: dict[str, Any]) -> None:
+        collected.append(inspect(name, kernel, target, options))
 
     before = driver._active
     driver.set_active(StubDriver(target))
     try:
-        with (
-            mock.patch.object(JITFunction, "run", compile_only),
-            mock.patch("quire.plan.device_properties", lambda device: target.properties),
-            mock.patch("quire.kernels.write.device_properties", lambda device: target.properties),
-            mock.patch("quire.service.device_properties", lambda device: target.properties),
-            triton.knobs.runtime.scope(),
-        ):
-            triton.knobs.runtime.interpret = (
-                True  # only after all kernels were made: plans for CPU tensors then choose Triton
-            )
+        with compile_for(target.properties, on_compile):
             yield collected
     finally:
         driver._active = before
@@ -219,36 +214,19 @@ class Launch:
         """Compile it, and return its plan and what was compiled."""
         with compiling(target) as compiled:
             starts = None if self.max_query_len == 1 else torch.zeros(self.num_seqs + 1, dtype=torch.int32)
-            table = torch.zeros(self.num_seqs, -(-self.max_seq_len // self.page_size), dtype=torch.int32)
+            table = torch.zeros(self.num_seqs, cdiv(self.max_seq_len, self.page_size), dtype=torch.int32)
             batch = quire.Batch(table, torch.zeros(self.num_seqs, dtype=torch.int32), starts)
-            plan = plan_as_for_a_gpu(
-                self.spec,
-                batch,
-                max_query_len=self.max_query_len,
-                max_seq_len=self.max_seq_len,
-                num_tokens=self.num_tokens,
-                **dict(self.options),
-            )
-            q = torch.empty(self.num_tokens, self.spec.num_q_heads, self.spec.head_dim, dtype=self.spec.dtype)
-            sinks = torch.zeros(self.spec.num_q_heads, dtype=self.spec.dtype) if self.spec.sinks else None
-            quire.attention(
-                q, quire.PagedKVCache.empty(self.spec, 4, self.page_size), plan, sinks=sinks, out=torch.empty_like(q)
-            )
-        return replace(plan, prepared={}), compiled
-
-
-def plan_as_for_a_gpu(spec: quire.AttentionSpec, batch: quire.Batch, **bounds) -> quire.Plan:
-    """Plan for CPU tensors that stand in for a GPU's, within `compiling`.
-
-    On a CPU a plan refuses bfloat16, which Triton's interpreter gets wrong. float16 is as wide and leads to the same choices.
-    """
-    wide = {"dtype": torch.float16, "kv_dtype": torch.float16 if spec.kv_dtype is torch.bfloat16 else spec.kv_dtype}
-    plan = quire.plan(replace(spec, **wide) if spec.dtype is torch.bfloat16 else spec, batch, **bounds)
-    others = {
-        name: other and replace(other, spec=spec)
-        for name, other in (("beside", plan.beside), ("instead", plan.instead))
-    }
-    return replace(plan, spec=spec, **others)
+            bounds: dict[str, Any] = {
+                "max_query_len": self.max_query_len, "max_seq_len": self.max_seq_len, "num_tokens": self.num_tokens,
+            }  # fmt: skip
+            plan = quire.plan(self.spec, batch, **bounds, **dict(self.options))
+            spec = self.spec
+            q = torch.empty(self.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)
+            sinks = torch.zeros(spec.num_q_heads, dtype=spec.dtype) if spec.sinks else None
+            slopes = torch.zeros(spec.num_q_heads) if spec.alibi else None
+            cache = quire.PagedKVCache.empty(spec, 4, self.page_size)
+            quire.attention(q, cache, plan, sinks=sinks, alibi_slopes=slopes)
+        return plan, compiled
 
 
 def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[Launch, str, list[Compiled]]]:

@@ -1,32 +1,34 @@
-"""What tests of a paged-attention kernel need: problems, poison, an error budget, and a check of device-side contents.
+"""Tools to test paged attention: random problems, poisoned memory, an error budget, and a check of a batch's contents.
 
-Shipped, since integrations and users need it as much as Quire's own tests do.
+They are shipped because integrations and users test attention as well.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from quire import reference
 from quire.batch import Batch
+from quire.batch_check import check_batch
 from quire.cache import PagedKVCache
 from quire.spec import QUANTISED_DTYPES, AttentionSpec
 from quire.state import State
 
+__all__ = ["Oracle", "Problem", "Verdict", "check_batch", "error_budget", "make_problem", "owned_slots", "poison"]
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A batch with its inputs, and what else `attention` takes.
+    """The inputs of `quire.attention`, and their lengths on the host.
 
     Attributes:
         spec: what to compute.
         batch: the sequences.
-        cache: pages, poisoned wherever no sequence owns a slot.
+        cache: the pages; every slot that no query sees is poisoned.
         q: queries, [num_tokens, num_q_heads, head_dim].
-        query_lens: queries per sequence, on the host.
-        seq_lens: keys per sequence, on the host.
+        query_lens: queries per sequence.
+        seq_lens: keys per sequence.
         sinks: [num_q_heads] or None.
         alibi_slopes: [num_q_heads] or None.
     """
@@ -42,7 +44,7 @@ class Problem:
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Arguments for `plan`."""
+        """Keyword arguments of `quire.plan`."""
         return {
             "max_query_len": max(self.query_lens, default=0),
             "max_seq_len": max(self.seq_lens, default=0),
@@ -51,7 +53,7 @@ class Problem:
 
     @property
     def tables(self) -> dict[str, torch.Tensor | None]:
-        """Arguments for `attention` and for the reference."""
+        """Keyword arguments of `quire.attention` and of `quire.reference.attention`."""
         return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
 
 
@@ -68,22 +70,22 @@ def make_problem(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Problem:
-    """Make a random problem whose pages are scattered and whose unowned memory is poison.
+    """Make a random problem with scattered pages, and poison all memory that attention must not read.
 
-    Page 0 belongs to no sequence: it is where masked loads fall back to, and all of it is poison. So are unused slots of last pages, spare pages,
-    and keys that a sliding window has left behind for good. Table entries past a sequence's end are -1.
+    Poison fills page 0 (whose address masked loads have), the unused slots of last pages, spare pages, and keys before
+    every query's window. Page table entries past a sequence's end are -1.
 
     Args:
         spec: what to compute.
-        lens: (query length, sequence length) of each sequence, new tokens included; a padding row is (1, 0).
+        lens: (query length, sequence length) of each sequence, new tokens included. A padding row is (1, 0).
         page_size: tokens per page.
         layout: "NHD", "HND" or "HDNX".
         scales: of a quantised cache: "tensor", "head" or "token".
-        flat_table: give the page table as one flat run with `cu_pages`.
-        one_query: leave `cu_seqlens_q` out, as may be done where every query length is 1.
-        spare_pages: pages that nobody owns, page 0 included.
+        flat_table: make the page table one-dimensional, with `cu_pages`.
+        one_query: leave `cu_seqlens_q` out; every query length must be 1.
+        spare_pages: pages that no sequence owns, page 0 included.
         seed: of the random numbers.
-        device: where.
+        device: where the tensors go.
     """
     generator = torch.Generator().manual_seed(seed)
     query_lens, seq_lens = tuple(q for q, _ in lens), tuple(s for _, s in lens)
@@ -109,15 +111,15 @@ def make_problem(
         return 0.5 + torch.rand(*shape, generator=generator)
 
     cache = PagedKVCache.empty(spec, num_pages, page_size, layout=layout)
+    k_scale = v_scale = None
     if spec.kv_dtype in QUANTISED_DTYPES:
-        shape = {"tensor": (1,), "head": (spec.num_kv_heads,), "token": (num_pages, page_size, spec.num_kv_heads)}[
-            scales
-        ]
+        shapes = {"tensor": (1,), "head": (spec.num_kv_heads,), "token": (num_pages, page_size, spec.num_kv_heads)}
         unit = 0.02 if spec.kv_dtype is torch.int8 else 1.0
-        cache = PagedKVCache(cache.k, cache.v, layout, unit * uniform(*shape), unit * uniform(*shape))
+        k_scale, v_scale = unit * uniform(*shapes[scales]), unit * uniform(*shapes[scales])
     unit = 40.0 if spec.kv_dtype is torch.int8 else 1.0
     cache.k.copy_((unit * normal(*cache.k.shape)).clamp(-127, 127))
     cache.v.copy_((unit * normal(*cache.v.shape)).clamp(-127, 127))
+    cache = PagedKVCache(cache.k, cache.v, layout, k_scale, v_scale)
     poison(cache, owned_slots(batch, cache, spec))
     q = normal(sum(query_lens), spec.num_q_heads, spec.head_dim).to(spec.dtype)
     sinks = normal(spec.num_q_heads) if spec.sinks else None
@@ -126,24 +128,27 @@ def make_problem(
     def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.to(device)
 
-    batch = Batch(move(table), move(batch.seq_lens), move(cu_seqlens_q), move(cu_pages))
-    cache = PagedKVCache(move(cache.k), move(cache.v), layout, move(cache.k_scale), move(cache.v_scale))
-    return Problem(spec, batch, cache, move(q), query_lens, seq_lens, move(sinks), move(slopes))
+    batch = Batch(table.to(device), batch.seq_lens.to(device), move(cu_seqlens_q), move(cu_pages))
+    cache = PagedKVCache(cache.k.to(device), cache.v.to(device), layout, move(k_scale), move(v_scale))
+    return Problem(spec, batch, cache, q.to(device), query_lens, seq_lens, move(sinks), move(slopes))
 
 
 def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = None) -> torch.Tensor:
-    """Return which slots hold a key that some query of the batch may see, [num_pages, page_size] bool; with no `spec`, any key of a sequence."""
+    """Return which slots hold a key that some query sees, [num_pages, page_size] bool.
+
+    Args:
+        batch: the sequences.
+        cache: the pages.
+        spec: which keys queries see. Without it, all keys of a sequence count.
+    """
     owned = torch.zeros(cache.num_pages, cache.page_size, dtype=torch.bool, device=cache.device)
     starts = batch.query_starts.tolist()
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
         positions = torch.arange(kv_len, device=cache.device)
         if spec is not None:
-            first = (
-                kv_len - (starts[seq + 1] - starts[seq])
-                if batch.query_offsets is None
-                else int(batch.query_offsets[seq])
-            )
-            q_pos = torch.arange(first, first + starts[seq + 1] - starts[seq], device=cache.device)
+            q_len = starts[seq + 1] - starts[seq]
+            first = kv_len - q_len if batch.query_offsets is None else int(batch.query_offsets[seq])
+            q_pos = torch.arange(first, first + q_len, device=cache.device)
             positions = reference.visible_keys(q_pos, kv_len, spec).any(0).nonzero()[:, 0]
         row = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[int(batch.cu_pages[seq]) :]
         owned[row[positions // cache.page_size].long(), positions % cache.page_size] = True
@@ -151,33 +156,33 @@ def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = 
 
 
 def poison(cache: PagedKVCache, owned: torch.Tensor) -> None:
-    """Overwrite every slot that is not owned with NaN (the largest value, for int8), scales per token included.
+    """Overwrite every slot that is not owned, and its scales per token, with NaN; int8 slots with 127.
 
     Args:
         cache: changed in place.
         owned: [num_pages, page_size] bool.
     """
     page, slot = (~owned).nonzero(as_tuple=True)
-    nan = 127 if cache.dtype is torch.int8 else float("nan")
-    k, v = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (cache.k, cache.v))
-    value = torch.tensor(nan).to(cache.dtype).view(k.dtype).item() if k.dtype is torch.uint8 else nan
-    at = {"NHD": lambda t: (page, slot), "HND": lambda t: (page, slice(None), slot)}.get(
-        cache.layout, lambda t: (page, slice(None), slice(None), slot)
-    )
-    k[at(k)] = value
-    v[at(v)] = value
-    if cache.scale_kind == "token":
-        cache.k_scale[page, slot] = float("nan")
-        cache.v_scale[page, slot] = float("nan")
+    every = slice(None)
+    index = {"NHD": (page, slot), "HND": (page, every, slot), "HDNX": (page, every, every, slot)}[cache.layout]
+    value = torch.tensor(127 if cache.dtype is torch.int8 else float("nan")).to(cache.dtype)
+    for stored in (cache.k, cache.v):
+        if value.dtype.itemsize == 1:  # indexing is not implemented for every 8-bit float
+            stored.view(torch.uint8)[index] = value.view(torch.uint8).to(stored.device)
+        else:
+            stored[index] = value.to(stored.device)
+    for scale in (cache.k_scale, cache.v_scale):
+        if isinstance(scale, torch.Tensor) and cache.scale_kind == "token":
+            scale[page, slot] = float("nan")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a result is from the oracle, against what its precision allows.
+    """The error of a result, in units of its budget.
 
     Attributes:
-        out: largest error of out over its budget; the result passes when this is at most 1.
-        lse: the same for lse, or None where none was asked for.
+        out: largest error of out, divided by its budget; at most 1 passes.
+        lse: the same for lse; None if the result had none.
         error: largest absolute error of out.
     """
 
@@ -187,15 +192,15 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every number is within its budget; NaN never is."""
+        """Whether all errors are within budget; NaN is not."""
         return self.out <= 1 and (self.lse is None or self.lse <= 1)
 
 
 class Oracle:
-    """What a problem's result should be, and how far from it a result may lie: computed once, for any number of results.
+    """The float64 result of a problem and the error that its precision allows, to judge any number of results.
 
-    The budget comes from the data itself: error ≤ 2 · (error of the same mathematics in torch at the input dtype + eps · max|ref|), both against float64;
-    where products in fp8 are allowed, the same mathematics rounds as they do.
+    The budget comes from the data: 2 · (error of `quire.reference` at the input dtype + eps · max|exact|). Where a spec
+    allows products in fp8, the reference rounds as they do.
 
     Args:
         problem: what is computed.
@@ -213,7 +218,7 @@ class Oracle:
             )
 
     def judge(self, result: torch.Tensor | State) -> Verdict:
-        """Judge a result: out, or a state."""
+        """Compare a result, out or a state, with the float64 result."""
         out, lse = result if isinstance(result, State) else (result, None)
         if out.numel() == 0:
             return Verdict(0.0, None if lse is None else 0.0, 0.0)
@@ -222,7 +227,7 @@ class Oracle:
         return Verdict(over, None if lse is None else self._judge_lse(lse), worst)
 
     def _judge_lse(self, lse: torch.Tensor) -> float:
-        # lse is float32 and computed in it whatever the inputs are; empty rows are -inf on both sides.
+        # lse is computed in float32 for all input dtypes. Empty rows must be -inf on both sides.
         exact = self.exact.lse
         finite = exact.isfinite()
         if not torch.equal(finite, lse.isfinite()) or not torch.equal(exact[~finite], lse[~finite].double()):
@@ -238,66 +243,17 @@ class Oracle:
     def _reference(self, dtype: torch.dtype) -> State:
         p = self.problem
         in_fp8 = p.spec.allow_fp8 and p.spec.kv_dtype is torch.float8_e4m3fn and dtype is not torch.float64
-        return reference.attention(p.q, p.cache, p.batch, p.spec, **p.tables, dtype=dtype, in_fp8=in_fp8)
+        with torch.no_grad(), torch.autocast(p.q.device.type, enabled=False):
+            return reference.attention(
+                p.q, p.cache, p.batch, p.spec, sinks=p.sinks, alibi_slopes=p.alibi_slopes, dtype=dtype, in_fp8=in_fp8
+            )
 
 
 def error_budget(problem: Problem, result: torch.Tensor | State) -> Verdict:
-    """Judge a result against the `Oracle` of its problem.
+    """Compare a result with the float64 result of its problem; see `Oracle`.
 
     Args:
         problem: what was computed.
-        result: what came out: out, or a state.
+        result: out, or a state.
     """
     return Oracle(problem).judge(result)
-
-
-def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True) -> None:
-    """Check what only the device knows: lengths, page numbers, and that no page is written by two sequences.
-
-    This copies to the host and waits for it: for debugging, never for the hot path.
-
-    Args:
-        batch: the sequences.
-        cache: the pages they index.
-        shared_pages: sequences may share pages that none of them writes in this step (a common prefix).
-
-    Raises:
-        ValueError: the first broken contract, with sequence and value.
-    """
-    starts, seq_lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
-    if starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
-        raise ValueError(f"cu_seqlens_q must start at 0 and not decrease, got {starts}; build it with cumsum")
-    row_starts = None if batch.cu_pages is None else batch.cu_pages.tolist()
-    table = batch.page_table.cpu()
-    writer: dict[int, int] = {}
-    reader: dict[int, int] = {}
-    for seq, kv_len in enumerate(seq_lens):
-        q_len = starts[seq + 1] - starts[seq]
-        if kv_len < 0:
-            raise ValueError(f"seq_lens must be at least 0, got {kv_len} for sequence {seq}; a padding row has 0")
-        if 0 < kv_len < q_len and batch.query_offsets is None:
-            raise ValueError(
-                f"seq_lens must include the new tokens, got {kv_len} keys for {q_len} queries of sequence {seq}; add the step's tokens"
-            )
-        row = table[seq] if row_starts is None else table[row_starts[seq] :]
-        num_pages = -(-kv_len // cache.page_size)
-        if num_pages > row.shape[0]:
-            raise ValueError(
-                f"page_table must cover sequence {seq}'s {kv_len} keys, got {row.shape[0]} pages of {cache.page_size}; widen it"
-            )
-        pages = row[:num_pages].tolist()
-        bad = [p for p in pages if not 0 <= p < cache.num_pages]
-        if bad:
-            raise ValueError(
-                f"page_table must hold pages 0 to {cache.num_pages - 1}, got {bad[0]} for sequence {seq}; allocate the page first"
-            )
-        first_written = max(kv_len - q_len, 0) // cache.page_size
-        for i, page in enumerate(pages):
-            owner, other = (writer, reader) if i >= first_written and q_len else (reader, writer)
-            clash = other.get(page, seq) if shared_pages and owner is reader else {**reader, **writer}.get(page, seq)
-            if clash != seq:
-                raise ValueError(
-                    f"page_table must give a page that is written to one sequence, got page {page} in sequences {clash} and {seq}; "
-                    "copy it first (`quire.copy_pages`)"
-                )
-            owner[page] = seq

@@ -8,9 +8,8 @@ python -m tests.compile gfx942 --spills             # only what spills or does n
 import argparse
 import time
 
-from tests.compile import launches
-
 from quire.targets import TARGETS, compiling
+from tests.compile import launches
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import torch
 
 import quire
-from quire.targets import plan_as_for_a_gpu
 
 BATCHES = {  # sequences, queries and keys of each; queries in all, where they are fewer than that
     "decode, short": (1, 1, 128),
@@ -75,7 +74,7 @@ def plan_of(batch: str, spec: quire.AttentionSpec, wanted: Features, batch_invar
     described = quire.Batch(table, cu_seqlens_q[1:], starts, cu_seqlens_q.clone() if wanted.flat_table else None)
     num_tokens = num_tokens[0] if num_tokens else None
     bounds = {"max_query_len": q_len, "max_seq_len": kv_len, "num_tokens": num_tokens}
-    return plan_as_for_a_gpu(spec, described, **bounds, batch_invariant=batch_invariant)
+    return quire.plan(spec, described, **bounds, batch_invariant=batch_invariant)
 
 
 def make_inputs(plan: quire.Plan, wanted: Features) -> dict:
@@ -83,7 +82,7 @@ def make_inputs(plan: quire.Plan, wanted: Features) -> dict:
     spec = plan.spec
     row = torch.zeros(spec.num_q_heads)
     return {
-        "q": torch.empty(plan.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype), "cache": make_cache(spec, wanted),
+        "q": torch.empty(plan.bounds.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype), "cache": make_cache(spec, wanted),
         "sinks": row if spec.sinks else None, "alibi_slopes": row if spec.alibi else None, "return_lse": wanted.lse,
     }  # fmt: skip
 

@@ -4,16 +4,14 @@ All features meet every target; each meets a part of the batches and head dims, 
 goes through all of them.
 """
 
-import sys
-
 import pytest
 import triton
-from tests.compile import launches
 
 import quire
 from quire.dispatch.config import KernelConfig
 from quire.targets import TARGETS, Launch, compiling
 from quire.tuning.space import hinted
+from tests.compile import launches
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -68,11 +66,12 @@ def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, b
     for head_dim in launches.HEAD_DIMS:
         with compiling(TARGETS[target]) as compiled:
             plan = launches.attend("decode", head_dim, features, batch_invariant)
-        assert plan.num_shares and compiled[0].spills <= (BY_CHOICE if compiled[0].registers < REGISTERS else 0), (
-            compiled[0]
-        )
+        assert plan.kernel == "split_kv"
+        assert compiled[0].spills <= (BY_CHOICE if compiled[0].registers < REGISTERS else 0), compiled[0]
         if target == "sm90":  # the keys and values of two tiles at least
-            assert compiled[0].shared >= 2 * plan.tile.block_n * 2 * head_dim * plan.spec.kv_dtype.itemsize, compiled[0]
+            assert compiled[0].shared >= 2 * plan.launch.config.block_n * 2 * head_dim * plan.spec.kv_dtype.itemsize, (
+                compiled[0]
+            )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -96,7 +95,7 @@ def test_amd_s_hints_reach_its_compiler(target):
     )
     found = {}
     for each in hinted(tile, TARGETS[target].properties):
-        _, (compiled,) = Launch(spec, 4, 64, 4096, 256, options=(("tile", each),)).compile(TARGETS[target])
+        _, (compiled,) = Launch(spec, 4, 64, 4096, 256, options=(("config", each),)).compile(TARGETS[target])
         assert not compiled.spills and compiled.shared <= TARGETS[target].shared_memory
         found[tuple(each.hints)] = compiled
     assert len(found) == 3 and found["waves_per_eu",].occupancy == 1 < found[()].occupancy
@@ -116,7 +115,7 @@ def test_the_ring_sees_a_spill(target, monkeypatch):
         block_d=128,
         block_dv=128,
     )
-    monkeypatch.setattr(sys.modules["quire.plan"], "select", lambda *args: (too_large, "a test"))
+    monkeypatch.setattr("quire.dispatch.tree.select", lambda *args: (too_large, "a test"))
     with compiling(TARGETS[target]) as compiled:
         launches.attend("decode", 128, "plain")
     assert compiled[0].spills > 0

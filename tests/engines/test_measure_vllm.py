@@ -1,4 +1,4 @@
-"""What `scripts/measure_vllm.py` makes of results: runs joined, tables, a figure. Measuring itself needs vLLM and a GPU."""
+"""The tables and the figure of `scripts/measure_vllm.py`. Measuring itself needs vLLM and a GPU."""
 
 import importlib.util
 import sys
@@ -53,9 +53,12 @@ def test_a_cache_holds_what_the_requests_need_at_once(script):
 
 def test_tables_give_the_speed_relative_to_the_first_backend(script):
     parts = [
-        result("FLASH_ATTN", latency={"100": 0.5, "1600": 8.0}, load={"32": 2000.0}), result("CUSTOM", latency={"100": 0.4, "1600": 7.5}),
-        result("CUSTOM", load={"32": 2200.0}), result("TRITON_ATTN", latency={"100": 0.5}), result("CUSTOM", gpus=2, latency={"100": 0.3}),
-    ]  # fmt: skip
+        result("FLASH_ATTN", latency={"100": 0.5, "1600": 8.0}, load={"32": 2000.0}),
+        result("CUSTOM", latency={"100": 0.4, "1600": 7.5}),
+        result("CUSTOM", load={"32": 2200.0}),
+        result("TRITON_ATTN", latency={"100": 0.5}),
+        result("CUSTOM", gpus=2, latency={"100": 0.3}),
+    ]
     joined = script.join(parts)
     assert [(r["backend"], r["tensor_parallel"]) for r in joined] == [
         ("FLASH_ATTN", 1),
@@ -65,9 +68,15 @@ def test_tables_give_the_speed_relative_to_the_first_backend(script):
     ]
     text = script.markdown(ABOUT, joined, "plot.png")
     for line in (
-        "| 100 | 0.500 | 0.400 (125.0 %) | 0.500 (100.0 %) |", "| 1,600 | 8.000 | 7.500 (106.7 %) |  |", "| 32 | 2,000 | 2,200 (110.0 %) |",
-        "## llama-3.1-8b, 32 layers", "## llama-3.1-8b, 32 layers, 2 GPUs", "| 100 | 0.300 |", "![Speed against length and load](plot.png)", "A note.",
-    ):  # fmt: skip
+        "| 100 | 0.500 | 0.400 (125.0 %) | 0.500 (100.0 %) |",
+        "| 1,600 | 8.000 | 7.500 (106.7 %) |  |",
+        "| 32 | 2,000 | 2,200 (110.0 %) |",
+        "## llama-3.1-8b, 32 layers",
+        "## llama-3.1-8b, 32 layers, 2 GPUs",
+        "| 100 | 0.300 |",
+        "![Speed against length and load](plot.png)",
+        "A note.",
+    ):
         assert line in text.splitlines()
 
 

@@ -1,10 +1,12 @@
-"""The plug-in under the real vLLM, of either end of the supported range: its classes against vLLM's abstract ones, its metadata and cache views against the
-oracle, and the engine end to end against the same model in Transformers with eager attention, token for token.
+"""The plug-in in the real vLLM, on either end of the supported range.
 
-On a GPU the engine replays all its steps from CUDA graphs; on a CPU it runs through the platform in `vllm_cpu/`.
+Its classes against vLLM's abstract ones, its metadata and cache views against the oracle, and the engine end to end
+against the same model in Transformers with eager attention, token for token. On a GPU the engine replays all its steps
+from CUDA graphs. On a CPU it uses the platform in `vllm_cpu/`.
 """
 # ruff: noqa: E402
 
+import copy
 import gc
 import os
 import pickle
@@ -12,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib.metadata import entry_points
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -29,6 +32,7 @@ import torch
 
 vllm = pytest.importorskip("vllm", reason="vLLM is tested by `make test-vllm`")
 
+import cloudpickle
 import transformers
 import triton
 from packaging.version import Version
@@ -67,36 +71,27 @@ def test_the_classes_satisfy_vllm_s_abstract_ones():
     assert QuireBackend.get_impl_cls() is QuireImpl and QuireBackend.get_builder_cls() is QuireMetadataBuilder
     assert QuireMetadataBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
     assert all(QuireBackend.supports_block_size(size) for size in (None, 1, 8, 16, 32, 64, 128, 256, 544))
-    assert [dim for dim in (8, 16, 64, 80, 96, 100, 128, 192, 256, 264) if QuireBackend.supports_head_size(dim)] == [
-        16,
-        64,
-        80,
-        96,
-        128,
-        192,
-        256,
-    ]
+    sizes = (8, 16, 64, 80, 96, 100, 128, 192, 256, 264)
+    assert [size for size in sizes if QuireBackend.supports_head_size(size)] == [16, 64, 80, 96, 128, 192, 256]
 
 
-def wanted(**changes) -> dict:
+def asked(**changes) -> dict:
     """Return what vLLM asks `validate_configuration`."""
-    asked = dict(
-        head_size=128,
-        dtype=torch.bfloat16,
-        kv_cache_dtype="auto",
-        block_size=16,
-        use_mla=False,
-        has_sink=True,
-        use_sparse=False,
-        use_mm_prefix=False,
-    )
-    asked |= dict(
-        use_per_head_quant_scales=False,
-        device_capability=SimpleNamespace(major=9, minor=0),
-        attn_type=AttentionType.DECODER,
-        use_non_causal=True,
-    )
-    return asked | changes
+    return {
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "use_mla": False,
+        "has_sink": True,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": SimpleNamespace(major=9, minor=0),
+        "attn_type": AttentionType.DECODER,
+        "use_non_causal": True,
+        **changes,
+    }
 
 
 def test_what_is_served_and_what_is_refused_by_name():
@@ -107,13 +102,19 @@ def test_what_is_served_and_what_is_refused_by_name():
         {"kv_cache_dtype": "bfloat16"},
         {"use_batch_invariant": True},
     ):
-        assert not QuireBackend.validate_configuration(**wanted(**served))
+        assert not QuireBackend.validate_configuration(**asked(**served))
     for refused, reason in (
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"), ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type"),
-        ({"use_mla": True}, "MLA"), ({"use_mm_prefix": True}, "multimodal"), ({"head_size": 576}, "head_size"), ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
-        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype must be auto or fp8"), ({"device_capability": SimpleNamespace(major=7, minor=5)}, "compute capability"),
-    ):  # fmt: skip
-        assert any(reason in given for given in QuireBackend.validate_configuration(**wanted(**refused))), refused
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
+        ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type"),
+        ({"use_mla": True}, "MLA"),
+        ({"use_mm_prefix": True}, "multimodal"),
+        ({"head_size": 576}, "head_size"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype must be auto or fp8"),
+        ({"device_capability": SimpleNamespace(major=7, minor=5)}, "compute capability"),
+    ):
+        reasons = QuireBackend.validate_configuration(**asked(**refused))
+        assert any(reason in given for given in reasons), refused
     with pytest.raises(quire.UnsupportedError, match="attn_type must be decoder, got encoder_only"):
         QuireImpl(4, 16, 0.25, attn_type=AttentionType.ENCODER_ONLY)
     for value in (2, torch.ones(4)):
@@ -122,16 +123,23 @@ def test_what_is_served_and_what_is_refused_by_name():
     assert QuireImpl(4, 16, 0.25, chunk_lookback=-1, use_alibi_sqrt=False, something=None).spec.num_kv_heads == 4
 
 
-def test_the_choice_reaches_processes_that_have_loaded_no_plug_in():
-    pickled = pickle.dumps(AttentionBackendEnum[NAME])
-    program = f"import pickle; member = pickle.loads({pickled!r}); print(member.name, member is pickle.loads(pickle.dumps(member)))"
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps, ForkingPickler.dumps])
+def test_the_choice_reaches_processes_that_have_loaded_no_plug_in(dumps):
+    pickled = bytes(dumps(AttentionBackendEnum[NAME]))
+    program = (
+        f"import pickle; member = pickle.loads({pickled!r}); "
+        "print(member.name, member is pickle.loads(pickle.dumps(member)))"
     )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert found.stdout.split("\n")[-2:-1] == [f"{NAME} True"], found.stderr
+
+
+def test_nothing_of_vllm_is_patched():
+    """Quire's name in vLLM's enum has no attributes that others lack, and the others are pickled as they were."""
+    other = AttentionBackendEnum.FLASH_ATTN
+    assert set(vars(AttentionBackendEnum[NAME])) <= set(vars(other))
+    assert pickle.loads(pickle.dumps(other)) is other and copy.deepcopy(other) is other
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.34.0"])
@@ -146,7 +154,7 @@ def test_versions_outside_the_range_are_refused(version, monkeypatch):
 
 def test_a_backend_of_another_plug_in_stays(monkeypatch, caplog):
     if contract.takes_names():
-        return  # there each has a name of its own
+        pytest.skip("from vLLM 0.32 on each plug-in's backend has its own name")
     monkeypatch.setattr(AttentionBackendEnum, "is_overridden", lambda self: True)
     monkeypatch.setattr(AttentionBackendEnum, "get_path", lambda self: "other.Backend")
     monkeypatch.setattr(contract.logger, "propagate", True)
@@ -154,7 +162,7 @@ def test_a_backend_of_another_plug_in_stays(monkeypatch, caplog):
     assert "VLLM_PLUGINS=quire" in caplog.text
 
 
-# A layer by itself: vLLM's metadata in, cache views of both contracts, results against the oracle.
+# One layer: vLLM's metadata, cache views of both contracts, results against the oracle.
 
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 BATCHES = {
@@ -165,11 +173,11 @@ BATCHES = {
 
 
 class Layer(SimpleNamespace):
-    """What of a vLLM layer the backend looks at."""
+    """The attributes of a vLLM layer that the backend reads."""
 
 
 def vllm_cache(cache: quire.PagedKVCache, kind: str) -> torch.Tensor:
-    """Return the same pages as a vLLM of `kind` would keep them, fp8 as bytes."""
+    """Return the same pages as a vLLM of this `kind` keeps them, fp8 as bytes."""
     k, v = cache.k, cache.v  # NHD
     if k.dtype.itemsize == 1:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
@@ -182,7 +190,10 @@ def vllm_cache(cache: quire.PagedKVCache, kind: str) -> torch.Tensor:
 
 
 def step_of(problem, pad: int, width: int) -> tuple[CommonAttentionMetadata, torch.Tensor, int]:
-    """Return vLLM's metadata for a problem, with `pad` empty sequences and tokens after it and a table wider than needed; padded queries; the tokens."""
+    """Return vLLM's metadata for a problem, its padded queries, and the number of its tokens.
+
+    There are `pad` empty sequences and tokens after the problem's, and the table is wider than needed.
+    """
     num_seqs, num_tokens = len(problem.seq_lens), problem.q.shape[0]
     table = torch.zeros(num_seqs + pad, width, dtype=torch.int32, device=DEVICE)
     table[:num_seqs, : problem.batch.page_table.shape[1]] = problem.batch.page_table.clamp(min=0)
@@ -190,10 +201,16 @@ def step_of(problem, pad: int, width: int) -> tuple[CommonAttentionMetadata, tor
     seq_lens = torch.nn.functional.pad(problem.batch.seq_lens, (0, pad))
     query = torch.nn.functional.pad(problem.q, (0, 0, 0, 0, 0, pad), value=float("nan"))
     common = CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=seq_lens, num_reqs=num_seqs + pad, num_actual_tokens=num_tokens + pad,
-        max_query_len=max(problem.query_lens), max_seq_len=max(problem.seq_lens), block_table_tensor=table,
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        num_reqs=num_seqs + pad,
+        num_actual_tokens=num_tokens + pad,
+        max_query_len=max(problem.query_lens),
+        max_seq_len=max(problem.seq_lens),
+        block_table_tensor=table,
         slot_mapping=torch.full((num_tokens + pad,), -1, device=DEVICE),
-    )  # fmt: skip
+    )
     return common, query, num_tokens
 
 
@@ -205,9 +222,18 @@ def make_layer(
     torch.set_default_dtype(spec.dtype)
     try:
         impl = QuireImpl(
-            spec.num_q_heads, spec.head_dim, spec.softmax_scale, spec.num_kv_heads, None if problem.alibi_slopes is None else problem.alibi_slopes.tolist(),
-            spec.sliding_window, kv_cache_dtype, spec.softcap, AttentionType.DECODER, None, **({"sinks": problem.sinks} if spec.sinks else {}),
-        )  # fmt: skip
+            spec.num_q_heads,
+            spec.head_dim,
+            spec.softmax_scale,
+            spec.num_kv_heads,
+            None if problem.alibi_slopes is None else problem.alibi_slopes.tolist(),
+            spec.sliding_window,
+            kv_cache_dtype,
+            spec.softcap,
+            AttentionType.DECODER,
+            None,
+            **({"sinks": problem.sinks} if spec.sinks else {}),
+        )
     finally:
         torch.set_default_dtype(before)
     layer = Layer(impl=impl, _k_scale=torch.tensor(1.0, device=DEVICE), _v_scale=torch.tensor(1.0, device=DEVICE))
@@ -281,24 +307,28 @@ def test_the_write_skips_padding(kind, dtype):
         assert flat.count_nonzero() == kept[slots >= 0].count_nonzero()
 
 
-def test_plans_are_made_once_for_all_layers_and_kept_over_steps():
+def test_plans_are_made_once_for_all_layers_and_kept_over_steps(monkeypatch):
     problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
     layer, builder = make_layer(problem)
     common, query, _ = step_of(problem, pad=0, width=9)
-    first = builder.build(0, common).plan(layer.impl.spec, query.shape[0], 16)
-    assert first.batch.cu_seqlens_q is None and (first.max_seq_len, first.max_query_len) == (64, 1)
+    bounds, plan = [], quire.plan
+    monkeypatch.setattr(quire, "plan", lambda *nouns, **options: (bounds.append(options), plan(*nouns, **options))[1])
+
+    def planned(**changes):
+        return builder.build(0, common.replace(**changes)).plan(layer.impl.spec, query.shape[0], 16)
+
+    first = planned()
+    assert first.batch.cu_seqlens_q is None
+    assert (bounds[0]["max_seq_len"], bounds[0]["max_query_len"]) == (64, 1)
     common.seq_lens += 1  # as between the replays of a graph: the same memory
-    assert builder.build(0, common.replace(max_seq_len=41)).plan(layer.impl.spec, query.shape[0], 16) is first
-    longer = builder.build(0, common.replace(max_seq_len=65)).plan(layer.impl.spec, query.shape[0], 16)
-    assert longer.max_seq_len == 128
-    assert (
-        builder.build(0, common.replace(max_seq_len=1000)).plan(layer.impl.spec, query.shape[0], 16).max_seq_len
-        == 9 * 16
-    )  # the table's width
+    assert planned(max_seq_len=41) is first
+    planned(max_seq_len=65)
+    planned(max_seq_len=1000)
+    assert [made["max_seq_len"] for made in bounds] == [64, 128, 9 * 16]  # at most the table's width
     other = builder.update_block_table(builder.build(0, common), common.block_table_tensor.clone(), common.slot_mapping)
     assert other.plan(layer.impl.spec, query.shape[0], 16).batch.page_table is other.block_table
     padded = builder.build(0, common.replace(num_actual_tokens=5)).plan(layer.impl.spec, 5, 16)
-    assert padded.batch.cu_seqlens_q is not None  # tokens and sequences differ in number: vLLM's cumulative counts tell
+    assert padded.batch.cu_seqlens_q is not None  # more tokens than sequences: vLLM's cumulative counts are needed
 
 
 @pytest.mark.parametrize("additional", [{}, {"quire_warmup": False}])
@@ -307,11 +337,12 @@ def test_kernels_are_compiled_before_the_first_capture(additional, monkeypatch):
     layer, builder = make_layer(problem, additional=additional)
     layer.kv_cache = vllm_cache(problem.cache, "NHD")
     before, warmed, original = layer.kv_cache.clone(), [], quire.warmup
-    monkeypatch.setattr(
-        quire,
-        "warmup",
-        lambda spec, pages, **bounds: (warmed.append((spec, pages, bounds)), original(spec, pages, **bounds))[1],
-    )
+
+    def warmup(spec, pages, **bounds):
+        warmed.append((spec, pages, bounds))
+        return original(spec, pages, **bounds)
+
+    monkeypatch.setattr(quire, "warmup", warmup)
     common, query, _ = step_of(problem, pad=0, width=9)
     for _ in range(2):
         metadata = builder.build_for_cudagraph_capture(common)
@@ -328,17 +359,10 @@ def test_steps_that_are_not_causal():
     problem = make_problem(replace(SPEC, causal=False), BATCHES["mixed"], device=DEVICE)
     layer, builder = make_layer(problem)
     common, query, _ = step_of(problem, pad=0, width=9)
-    out = layer.impl.forward(
-        layer,
-        query,
-        None,
-        None,
-        vllm_cache(problem.cache, "NHD"),
-        builder.build(0, common.replace(causal=False)),
-        torch.empty_like(query),
-    )
+    kv_cache, step = vllm_cache(problem.cache, "NHD"), builder.build(0, common.replace(causal=False))
+    out = layer.impl.forward(layer, query, None, None, kv_cache, step, torch.empty_like(query))
     assert error_budget(problem, out).passed
-    with pytest.raises(quire.UnsupportedError, match="causal must be one for the whole batch"):
+    with pytest.raises(quire.UnsupportedError, match="causal must be one bool for the whole batch"):
         builder.build(0, common.replace(causal=torch.ones(4, dtype=torch.bool)))
 
 
@@ -356,14 +380,23 @@ def test_memory_profiling_and_fused_quantisation():
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    """Have vLLM look at a model's class in this process, not in one of its own, which takes 8 s to start."""
+    """Make vLLM inspect a model's class in this process: another one takes 8 s to start."""
     monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda function: function())
 
 
 SMALL = dict(
-    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
@@ -384,7 +417,7 @@ def make_model(
     config, model, extra = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, model)(getattr(transformers, config)(**SMALL | extra | (sizes or {}))).eval()
-    for parameter in model.parameters():  # enough spread that the next token is no coin toss
+    for parameter in model.parameters():  # enough spread that rounding does not choose the next token
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=std)
     model.to(dtype).save_pretrained(folder)
@@ -408,15 +441,25 @@ def engine(folder: Path, **options) -> "vllm.LLM":
     """Start vLLM with Quire, unless the options say otherwise."""
     gc.collect()  # the last engine
     graphs = {} if DEVICE == "cpu" else {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
-    return vllm.LLM(**dict(
-        model=str(folder), skip_tokenizer_init=True, dtype="float32", attention_backend=NAME, max_model_len=128, block_size=16, max_num_seqs=8,
-        enforce_eager=DEVICE == "cpu", compilation_config={"mode": 0, "custom_ops": ["none"], **graphs}, num_gpu_blocks_override=64,
-        kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.1,
-    ) | options)  # fmt: skip
+    defaults = dict(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        attention_backend=NAME,
+        max_model_len=128,
+        block_size=16,
+        max_num_seqs=8,
+        enforce_eager=DEVICE == "cpu",
+        compilation_config={"mode": 0, "custom_ops": ["none"], **graphs},
+        num_gpu_blocks_override=64,
+        kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.1,
+    )
+    return vllm.LLM(**defaults | options)
 
 
 def serve(folder: Path, rounds: int = 1, **options) -> tuple[list[list[list[int]]], int]:
-    """Return what vLLM generates through Quire, `rounds` times over, and how many prompt tokens the last round found in the cache."""
+    """Return what vLLM generates with Quire in each round, and how many prompt tokens the last round found cached."""
     llm = engine(folder, **options)
     sampling = vllm.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
     generated = []
@@ -435,18 +478,20 @@ def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attenti
 
 
 def test_preempted_sequences_write_the_tokens_of_eager_attention(tmp_path, monkeypatch):
+    if INTERPRETED:
+        pytest.skip("outputs are too short in the interpreter for a sequence to be preempted")
     preempted, original = [], Scheduler._preempt_request
-    monkeypatch.setattr(
-        Scheduler,
-        "_preempt_request",
-        lambda *args, **options: (preempted.append(args[1]), original(*args, **options))[1],
-    )
+
+    def preempt(*args, **options):
+        preempted.append(args[1])
+        return original(*args, **options)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
     model = make_model("llama", tmp_path)
-    generated, _ = serve(
-        tmp_path, max_num_batched_tokens=32, num_gpu_blocks_override=10
-    )  # too few for eight sequences that end up with 3 to 7 pages
+    # too few pages for eight sequences that need 3 to 7 each in the end
+    generated, _ = serve(tmp_path, max_num_batched_tokens=32, num_gpu_blocks_override=10)
     assert generated == [[greedy(model, p) for p in prompts()]]
-    assert preempted or INTERPRETED  # there outputs are too short
+    assert preempted
 
 
 @pytest.mark.parametrize(
@@ -465,23 +510,18 @@ def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_atten
     model = make_model(name, tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=64, block_size=page_size)
     assert generated == [[greedy(model, p) for p in prompts()]]
-    assert (
-        all(p.page_size == page_size and (p.strides[0].slot < p.strides[0].head) == (layout != "NHD") for p in pages)
-        and pages
-    )
+    assert pages and all(p.page_size == page_size for p in pages)
+    assert all((p.strides[0].slot < p.strides[0].head) == (layout != "NHD") for p in pages)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_processes_that_share_heads_or_layers_write_the_tokens_of_eager_attention(split, tmp_path, monkeypatch):
     if DEVICE == "cpu" and NAME == "QUIRE" and split == "pipeline_parallel_size":
-        pytest.skip("newer vLLM's workers without a GPU make no room for what the first rank hands on")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(sys.path)
-    )  # the platform in `vllm_cpu/`, in processes that begin anew
-    monkeypatch.setattr(
-        "vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "0|1"
-    )  # 0.20 wants a core for each; the variable was read long ago
+        pytest.skip("newer vLLM's workers without a GPU allocate no buffer for what the first rank sends on")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # new processes need the platform in `vllm_cpu/`
+    # 0.20 needs a core for each process; the variable was read at import
+    monkeypatch.setattr("vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "0|1")
     model = make_model("llama", tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=32, distributed_executor_backend="mp", **{split: 2})
     assert generated == [[greedy(model, p) for p in prompts()]]
@@ -517,7 +557,7 @@ def accept(
     *others,
     **options,
 ):
-    """Keep drafts up to the first that the model would not have chosen, as vLLM's compiled sampler does for greedy requests."""
+    """Keep drafts up to the first that the model would not choose, as vLLM's compiled greedy sampler does."""
     chosen, start = target_logits.argmax(-1), 0
     out = torch.full((len(num_draft_tokens), max_spec_len + 1), -1, dtype=torch.int32)
     for row, count in enumerate(num_draft_tokens):
@@ -530,7 +570,7 @@ def accept(
 
 @pytest.fixture
 def drafts_on_cpu(monkeypatch):
-    """Have vLLM draft and verify without numba and its compiled operators, where there is no GPU."""
+    """Make vLLM draft and verify without numba and its compiled operators, if there is no GPU."""
     if DEVICE == "cpu":
         numba = ModuleType("numba")
         numba.jit = numba.njit = lambda *args, **options: lambda function: function
@@ -557,13 +597,8 @@ def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, 
 @pytest.mark.skipif(DEVICE == "cpu", reason="compares with vLLM's own backends, which need a GPU")
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_bfloat16_is_as_close_to_float32_as_vllm_s_own_backends(kv_dtype, tmp_path):
-    make_model(
-        "llama",
-        tmp_path,
-        {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128},
-        std=0.05,
-        dtype=torch.bfloat16,
-    )
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128}
+    make_model("llama", tmp_path, sizes, std=0.05, dtype=torch.bfloat16)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     ).to(DEVICE)
@@ -572,22 +607,18 @@ def test_bfloat16_is_as_close_to_float32_as_vllm_s_own_backends(kv_dtype, tmp_pa
 
     def run(backend: str) -> tuple[float, list[list[int]]]:
         """Return the largest error of a log probability of prompts and outputs, and the outputs."""
-        options = dict(
-            max_model_len=512, max_num_batched_tokens=512, num_gpu_blocks_override=300, kv_cache_dtype=kv_dtype
+        options = {"max_model_len": 512, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 300}
+        llm = engine(tmp_path, attention_backend=backend, dtype="bfloat16", kv_cache_dtype=kv_dtype, **options)
+        logprobs = {"logprobs": 0, "prompt_logprobs": 0}
+        sampling = vllm.SamplingParams(
+            max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, **logprobs
         )
-        results = engine(tmp_path, attention_backend=backend, dtype="bfloat16", **options).generate(
-            [{"prompt_token_ids": p} for p in inputs],
-            vllm.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0), use_tqdm=False,
-        )  # fmt: skip
+        results = llm.generate([{"prompt_token_ids": p} for p in inputs], sampling, use_tqdm=False)
         worst = 0.0
         for result in results:
             tokens = [*result.prompt_token_ids, *result.outputs[0].token_ids]
-            given = [
-                entry[token].logprob
-                for token, entry in zip(
-                    tokens[1:], [*result.prompt_logprobs[1:], *result.outputs[0].logprobs], strict=True
-                )
-            ]
+            entries = [*result.prompt_logprobs[1:], *result.outputs[0].logprobs]
+            given = [entry[token].logprob for token, entry in zip(tokens[1:], entries, strict=True)]
             with torch.no_grad():
                 exact = model(torch.tensor([tokens], device=DEVICE)).logits[0, :-1].log_softmax(-1)
             exact = exact[torch.arange(len(given)), torch.tensor(tokens[1:])]
@@ -599,6 +630,7 @@ def test_bfloat16_is_as_close_to_float32_as_vllm_s_own_backends(kv_dtype, tmp_pa
         own, theirs = run(backend)
         alike = sum(a == b for x, y in zip(written, theirs, strict=True) for a, b in zip(x, y, strict=True))
         print(
-            f"{kv_dtype}: largest error of a log probability: {backend} {own:.4f}, Quire {quires:.4f}; tokens alike {alike} of {NEW_TOKENS * len(inputs)}"
+            f"{kv_dtype}: largest error of a log probability: {backend} {own:.4f}, Quire {quires:.4f}; "
+            f"equal tokens {alike} of {NEW_TOKENS * len(inputs)}"
         )
         assert 0 < quires <= 2 * own

@@ -171,7 +171,7 @@ def test_swapping_to_pinned_host_memory_and_back():
 
 def test_compiled_is_eager():
     p, plan, expected = solve(quire.AttentionSpec(**LLAMA), ((1, 3000), (1, 50)))
-    assert plan.scratch is not None
+    assert plan.workspace is not None
     compiled = torch.compile(lambda q: quire.attention(q * 1, p.cache, plan) + 0, fullgraph=True)
     assert torch.equal(compiled(p.q), expected.out)
 

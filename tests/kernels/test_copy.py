@@ -1,4 +1,4 @@
-"""Copying pages. Valid with and without TRITON_INTERPRET=1: one serves the kernel, the other PyTorch."""
+"""Copying pages: by the kernel with TRITON_INTERPRET=1, by PyTorch without."""
 
 from unittest import mock
 
@@ -7,9 +7,10 @@ import torch
 
 import quire
 from quire.kernels import copy
+from quire.kernels.cpu import cache_ops
 
 SIZE, HEADS, DIM, DIM_V = 5, 2, 16, 24
-PACKED_FP8 = [[1, 5], [3, 0], [-1, 2], [2, -1], [1, 3]]
+PAIRS = [[1, 5], [3, 0], [-1, 2], [2, -1], [1, 3]]
 
 
 def random_memory(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -21,7 +22,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_cache(pages: int, dtype=torch.float16, layout="NHD", strides="plain", scales=False) -> quire.PagedKVCache:
-    """Return a cache of random bits: contiguous, in longer rows, among another layer's pages, or with heads and slots in the other order."""
+    """Return a cache of random bits.
+
+    Its strides are those of a contiguous cache, of a slice of longer rows, of one layer among others ("interleaved"),
+    or of heads and slots in the other order ("transposed").
+    """
     middle = {"NHD": (SIZE, HEADS), "HND": (HEADS, SIZE)}.get(layout)
     if layout == "HDNX":
         x = 16 // dtype.itemsize
@@ -76,7 +81,7 @@ def test_pages_and_their_scales_are_copied_and_nothing_else(dtype, layout, strid
     src, dst = (
         make_cache(pages, dtype, layout, s, scales=dtype.itemsize == 1) for pages, s in ((4, "plain"), (6, strides))
     )
-    check_copy(src, dst, torch.tensor(PACKED_FP8, dtype=torch.int32))
+    check_copy(src, dst, torch.tensor(PAIRS, dtype=torch.int32))
     check_copy(dst, src, torch.tensor([[4, 0], [0, 3]]))
 
 
@@ -114,8 +119,9 @@ def test_swapping_skips_what_a_copy_skips():
         make_cache(4, torch.float8_e5m2, scales=True),
         make_cache(6, torch.float8_e5m2, strides="interleaved", scales=True),
     )
-    with mock.patch.object(copy, "copy", copy.swap), mock.patch.object(copy, "copy_on_cpu", copy.swap):
-        check_copy(src, dst, torch.tensor(PACKED_FP8))
+    swap = cache_ops.swap_pages
+    with mock.patch.object(copy, "copy_pages", swap), mock.patch.object(cache_ops, "copy_pages", swap):
+        check_copy(src, dst, torch.tensor(PAIRS))
 
 
 def test_an_ordinary_page_is_one_run_of_memory():

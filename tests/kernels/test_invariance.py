@@ -3,19 +3,12 @@
 import numpy as np
 import pytest
 import torch
-import triton
 
 import quire
-from quire.testing import error_budget, make_problem
+from quire.testing import make_problem
 
 GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-TRITON_RUNS = GPU or triton.knobs.runtime.interpret
-triton_only = pytest.mark.skipif(
-    not TRITON_RUNS,
-    reason="PyTorch, which serves CPU tensors outside the interpreter, refuses such plans (tested below)",
-)
-SCALE = 8 if GPU else 1  # lengths that the interpreter bears
+SCALE = 8 if GPU else 1  # the interpreter is too slow for the lengths of a GPU
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64 if GPU else 16}
 FEATURES = [
     {},
@@ -28,7 +21,7 @@ FEATURES = [
 
 @pytest.fixture(autouse=True)
 def rows_by_themselves(monkeypatch):
-    """In the interpreter a product is NumPy's, whose BLAS rounds a row by where in the matrix it lies, on some processors. A matrix unit does not."""
+    """Replace the interpreter's matrix product, NumPy's, which may round a row by its place. Tensor cores do not."""
     if not GPU:
         monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ik,kj->ij", a.astype(dtype), b.astype(dtype)))
 
@@ -52,12 +45,12 @@ def equal(a, b):
     return torch.equal(a.out, b.out) and torch.equal(a.lse, b.lse)
 
 
-@triton_only
+@pytest.mark.triton
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_the_rest_of_the_batch_and_the_cuts_change_nothing(features):
+def test_the_rest_of_the_batch_and_the_cuts_change_nothing(features, device):
     spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
     length = 1300 * SCALE
-    problem = make_problem(spec, ((1, length), (1, 700), (1, 40), (1, 1100 * SCALE)), device=DEVICE)
+    problem = make_problem(spec, ((1, length), (1, 700), (1, 40), (1, 1100 * SCALE)), device=device)
     alone = attend(spec, problem, ((1, length),))
     assert equal(alone, attend(spec, problem, ((1, length),), num_splits=1))
     assert equal(alone, attend(spec, problem, ((1, length),), num_splits=3))
@@ -66,14 +59,14 @@ def test_the_rest_of_the_batch_and_the_cuts_change_nothing(features):
         assert equal(alone, quire.State(together.out[:1], together.lse[:1])), others
 
 
-@triton_only
+@pytest.mark.triton
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_how_a_prompt_is_split_changes_nothing(features):
+def test_how_a_prompt_is_split_changes_nothing(features, device, assert_within_budget):
     spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
     length, queries = 1100 * SCALE, 13
-    problem = make_problem(spec, ((queries, length),), device=DEVICE)
+    problem = make_problem(spec, ((queries, length),), device=device)
     whole = attend(spec, problem, ((queries, length),))
-    assert error_budget(problem, whole).passed
+    assert_within_budget(problem, whole)
     for sizes in ((1,) * queries, (5, 8), (12, 1)):
         at, parts = length - queries, []
         for size in sizes:
@@ -83,9 +76,9 @@ def test_how_a_prompt_is_split_changes_nothing(features):
         assert equal(whole, joined), sizes
 
 
-@pytest.mark.skipif(TRITON_RUNS, reason="Triton serves such plans")
-def test_pytorch_refuses_what_it_cannot_promise():
+@pytest.mark.pytorch
+def test_pytorch_refuses_what_it_cannot_promise(device):
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float16)
-    problem = make_problem(spec, ((1, 20),), device=DEVICE)
+    problem = make_problem(spec, ((1, 20),), device=device)
     with pytest.raises(quire.UnsupportedError, match="batch_invariant must be left out"):
         quire.plan(spec, problem.batch, **problem.bounds, batch_invariant=True)

@@ -1,10 +1,10 @@
-"""Writing keys and values by slot, quantising on the way. Valid with and without TRITON_INTERPRET=1: one serves the kernel, the other PyTorch."""
+"""Writing keys and values by slot, and quantising them: by the kernel with TRITON_INTERPRET=1, by PyTorch without."""
 
 import pytest
 import torch
 
 import quire
-from quire.kernels import mods
+from quire.kernels import formats
 
 LAYOUTS = ["NHD", "HND", "HDNX"]
 QUANTISED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
@@ -21,7 +21,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def make_memory(dtype: torch.dtype, layout: str, strides: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Return all the memory, and k and v in it: each on its own, beside each other in one row, or among the pages of another layer."""
+    """Return all the memory, and k and v in it: in two tensors, in halves of a row, or among the pages of layers."""
     if layout == "HDNX":
         x = 16 // dtype.itemsize
         k_shape, v_shape = (PAGES, HEADS, DIM // x, SIZE, x), (PAGES, HEADS, DIM_V, SIZE)
@@ -53,8 +53,8 @@ def put(tensor: torch.Tensor, layout: str, slot: int, x: torch.Tensor) -> None:
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round half to even and saturate. PyTorch alone makes NaN or infinity of what is beyond the largest fp8, and anything of it in int8."""
-    x = x.clamp(-mods.LARGEST[dtype], mods.LARGEST[dtype])
+    """Round half to even and saturate; PyTorch converts larger numbers to NaN or infinity, or to anything in int8."""
+    x = x.clamp(-formats.LARGEST[dtype], formats.LARGEST[dtype])
     return (x.round().nan_to_num(0.0) if dtype is torch.int8 else x).to(dtype)
 
 
@@ -78,7 +78,9 @@ def check_write(memory, k_cache, v_cache, layout, x, slots, scales=None) -> None
                 value = value.float()
                 if token_scales:
                     peak = value.abs().amax(-1)
-                    scales[i][slot // SIZE, slot % SIZE] = torch.where(peak > 0, peak / mods.LARGEST[tensor.dtype], 1.0)
+                    scales[i][slot // SIZE, slot % SIZE] = torch.where(
+                        peak > 0, peak / formats.LARGEST[tensor.dtype], 1.0
+                    )
                     value = value / scales[i][slot // SIZE, slot % SIZE][:, None]
                 elif scales is not None:
                     value = value / scales[i].view(-1, 1)
@@ -170,7 +172,7 @@ def test_every_float16_is_rounded_to_the_nearest(dtype):
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_ties_subnormals_and_any_bits_of_float32(dtype):
-    """Every value that can be stored, every midpoint, the float32 neighbours of both, and random bits (NaN and infinities among them)."""
+    """Every value that can be stored, every midpoint, their neighbours in float32, NaN, infinities, and random bits."""
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     values = values[values.isfinite()].unique()
     points = torch.cat([values, (values[1:] + values[:-1]) / 2])
@@ -189,7 +191,7 @@ def test_a_token_s_scale_minds_neither_what_is_not_finite_nor_what_is_next_to_no
     x[1, 0, :3] = torch.tensor([-float("inf"), 0.5, 0.0])
     x[2, 0, :2] = torch.tensor([1e-44, -1e-38])
     quire.write_kv(x, x, cache, torch.arange(3))
-    largest = mods.LARGEST[dtype]
+    largest = formats.LARGEST[dtype]
     assert torch.equal(scales[0][0, :, 0], torch.tensor([2.0 / largest, 0.5 / largest, 1.0])) and torch.equal(*scales)
     stored = cache.k[0, :, 0].float()
     assert stored[0, 0].isnan() if dtype.is_floating_point else stored[0, 0] == 0

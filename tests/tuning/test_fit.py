@@ -1,4 +1,4 @@
-"""The fit: what is known to be best is found, regret counts and not who wins, and leaves serve all that reach them."""
+"""The fit: what is known to be best is found, regret is minimised, and leaves are legal for all that reach them."""
 
 import itertools
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 
 from quire.dispatch.tree import walk
-from quire.tuning.fit import Measured, covered, explain, fit_tree, regrets, with_leaves, within_what_was_seen
+from quire.tuning.fit import Measured, covers_of, explain, fit_tree, limit_to_measured, regrets, replace_leaves
 
 CONFIGS = ("small", "middle", "large")
 
@@ -33,7 +33,7 @@ def test_a_known_rule_is_found_and_holds_for_lengths_never_seen():
     assert regrets(unseen, tree) == {"mean": 1.0, "worst": 1.0, "cases": 16}
 
 
-def test_a_rule_that_no_single_question_begins_to_tell_is_found():
+def test_a_rule_that_no_single_question_improves_on_is_found():
     def crossed(rows, keys):
         return "large" if (rows > 64) != (keys > 1024) else "small"
 
@@ -49,7 +49,7 @@ def test_regret_counts_and_not_who_wins():
 
 
 def test_what_was_not_seen_to_gain_is_left_to_the_generic_tree():
-    """Long sequences gain by another tile; short ones do not, and keep what the generic tree says, whatever that is for each."""
+    """Long sequences gain by another configuration; short ones do not, and keep what the generic tree says."""
     rows = [
         Measured({"keys_per_seq": 128}, {"small": 10.0 + i % 2, "middle": 10.0 + (i + 1) % 2, "generic": 10.0})
         for i in range(4)
@@ -61,12 +61,13 @@ def test_what_was_not_seen_to_gain_is_left_to_the_generic_tree():
 
 
 def test_what_seldom_counts_gives_way():
-    """One tile for all of them: the case that another kernel serves bears the loss."""
+    """One configuration for all of them: the case that another kernel serves bears the loss."""
     rows = [
         Measured({"keys_per_seq": 1}, {"small": 10.0, "large": 11.0}),
         Measured({"keys_per_seq": 1}, {"small": 13.0, "large": 10.0}, weight=0.1),
     ]
-    assert fit_tree(rows) == "small" and fit_tree([rows[0], Measured(rows[1].features, rows[1].times)]) == "large"
+    assert fit_tree(rows) == "small"
+    assert fit_tree([rows[0], Measured(rows[1].features, rows[1].times)]) == "large"
 
 
 def test_noise_is_not_worth_a_leaf():
@@ -97,7 +98,8 @@ def test_trees_are_no_deeper_than_asked():
     def depth(tree):
         return 1 + max(depth(tree[2]), depth(tree[3])) if isinstance(tree, list) else 0
 
-    assert depth(fit_tree(rows)) <= 6 and depth(fit_tree(rows, levels=2)) <= 2
+    assert depth(fit_tree(rows)) <= 6
+    assert depth(fit_tree(rows, levels=2)) <= 2
     assert regrets(rows, fit_tree(rows))["mean"] < regrets(rows, fit_tree(rows, levels=2))["mean"]
 
 
@@ -111,8 +113,8 @@ def test_what_a_tree_covers_and_says():
     rows = [Measured({**kind, "keys_per_seq": k}, {"a": 1.0}) for k in (1, 2)] + [
         Measured({**kind, "head_dim": 128, "keys_per_seq": 1}, {"a": 1.0})
     ]
-    assert covered(rows) == [kind, {**kind, "head_dim": 128}]
-    tree = with_leaves(["keys_per_seq", 512, "hopper", "portable"], {"hopper": True, "portable": False})
+    assert covers_of(rows) == [kind, {**kind, "head_dim": 128}]
+    tree = replace_leaves(["keys_per_seq", 512, "hopper", "portable"], {"hopper": True, "portable": False})
     assert tree == ["keys_per_seq", 512, True, False]
     assert (
         explain(tree)
@@ -120,23 +122,23 @@ def test_what_a_tree_covers_and_says():
     )
 
 
-def test_a_leaf_serves_what_is_like_the_cases_it_was_fitted_to():
+def test_leaves_do_not_extrapolate():
     def cases(queries, *rows_per_sm, head_dim=128):
         return [case(16, 64, "a", queries_per_seq=queries, rows_per_sm=n, head_dim=head_dim) for n in rows_per_sm]
 
     decoding, prompts = cases(1, 1, 4), cases(64, 1, 4)
     few = "rows_per_sm", 12
-    assert within_what_was_seen("a", decoding + prompts) == [*few, "a", "generic"]
-    assert within_what_was_seen("a", decoding) == [*few, ["queries_per_seq", 1, "a", "generic"], "generic"]
-    assert within_what_was_seen("a", prompts) == [*few, ["queries_per_seq", 1, "generic", "a"], "generic"]
-    assert within_what_was_seen("a", decoding + prompts + cases(1, 1, head_dim=64)) == [
+    assert limit_to_measured("a", decoding + prompts) == [*few, "a", "generic"]
+    assert limit_to_measured("a", decoding) == [*few, ["queries_per_seq", 1, "a", "generic"], "generic"]
+    assert limit_to_measured("a", prompts) == [*few, ["queries_per_seq", 1, "generic", "a"], "generic"]
+    assert limit_to_measured("a", decoding + prompts + cases(1, 1, head_dim=64)) == [
         "rows_per_sm",
         3,
         "a",
         "generic",
     ]
-    assert within_what_was_seen("a", decoding, levels=1) == "generic"
+    assert limit_to_measured("a", decoding, levels=1) == "generic"
     told = ["rows_per_sm", 8, ["queries_per_seq", 8, "a", "b"], "generic"]
     kept = ["rows_per_sm", 8, ["queries_per_seq", 8, ["queries_per_seq", 1, "a", "generic"], "b"], "generic"]
-    assert within_what_was_seen(told, decoding + prompts) == kept
-    assert within_what_was_seen(["rows_per_seq", 64, "generic", "generic"], decoding + prompts) == "generic"
+    assert limit_to_measured(told, decoding + prompts) == kept
+    assert limit_to_measured(["rows_per_seq", 64, "generic", "generic"], decoding + prompts) == "generic"

@@ -1,6 +1,7 @@
-"""The sweep with a made-up timer: stopped and resumed, wrong results kept out, the best of a known landscape found."""
+"""The sweep with made-up times: stopped and resumed, wrong results left out, the best of a known landscape found."""
 
 import json
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -9,315 +10,444 @@ import quire
 from quire import targets
 from quire.bench.cases import Case
 from quire.cli import main
+from quire.cli import tune as command
 from quire.dispatch.config import HINTS, KernelConfig
-from quire.dispatch.tree import load_tree
+from quire.dispatch.tree import fitted_trees, forget_trees
+from quire.dispatch.tree_file import load_tree
 from quire.targets import TARGETS
-from quire.cli import tune as command, select
-from quire.tuning.fit import explain
-from quire.tuning.space import tiles
-from quire.tuning.sweep import (
+from quire.tuning.configs import (
     HOPPER,
-    Records,
-    choice,
-    configurations,
-    default,
+    Config,
+    config_of,
+    configs_of,
+    default_config,
     features,
-    header,
-    jobs,
     key_of,
     launches,
     leaf_of,
-    sweep,
-    tile_of,
-    validate,
 )
+from quire.tuning.fit import explain
+from quire.tuning.jobs import jobs
+from quire.tuning.judge import choice, summarize, validate
+from quire.tuning.records import Records, header
+from quire.tuning.space import legal_configs
+from quire.tuning.sweep import sweep
+from quire.tuning.train import as_json, train
 
-TRAITS = TARGETS["sm90"].properties
+SM90 = TARGETS["sm90"].properties
 FEW = [job for job in jobs(quick=True) if "Llama-3-8B" in job.case.name or "70B" in job.case.name]
+FACTS = {"triton": "3.6.0", "torch": "2.11", "commit": "abc", "date": "today"}
+HEADER = header("a made-up device", SM90, True, FEW, FACTS)
 
 
-def made_up_time(case, config) -> float:
-    """Decode likes 64 keys and three programs, long contexts 128 keys; prompts like the Hopper kernel beyond 128 queries."""
-    if config == HOPPER:
+def made_up_time(case: Case, config: Config) -> float:
+    """Decode prefers 64 keys and three programs, long contexts 128 keys; prompts of 32 prefer the Hopper kernel."""
+    if isinstance(config, str):
         return 9.0 if case.bounds["max_query_len"] >= 32 else 30.0
-    likes = 128 if case.bounds["max_seq_len"] > 4096 else 64
-    off = (
-        abs(config.block_n - likes) / 32
-        + abs(config.programs_per_sm - 3)
-        + abs(config.num_stages - 3)
-        + abs(config.num_warps - 4) / 4
-    )
+    best_block_n = 128 if case.bounds["max_seq_len"] > 4096 else 64
+    off = abs(config.block_n - best_block_n) / 32 + abs(config.programs_per_sm - 3)
+    off += abs(config.num_stages - 3) + abs(config.num_warps - 4) / 4
     return 10.0 + off + (abs(config.block_m - 64) / 16 if case.bounds["max_query_len"] > 16 else 0)
 
 
-class MadeUp:
-    """A session whose times are known, which may stop after so many of them."""
+def is_wrong(config: Config) -> bool:
+    """Some configurations give wrong results."""
+    return isinstance(config, KernelConfig) and (config.num_stages, config.block_n) == (2, 32)
 
-    calls: list = []
+
+@dataclass
+class Gpu:
+    """A made-up GPU, which makes the sessions of a sweep.
+
+    Attributes:
+        max_seqs: a case of more sequences does not fit its memory.
+        stop_after: times after which the user stops the sweep; never when None.
+        checked: (case, configuration) of each check.
+        timed: (case, configuration, replays) of each time.
+    """
+
+    max_seqs: int = 1 << 30
     stop_after: int | None = None
+    checked: list[tuple[str, Config]] = field(default_factory=list)
+    timed: list[tuple[str, Config, int]] = field(default_factory=list)
 
-    def __init__(self, case) -> None:
-        self.case = case
+    def __call__(self, case: Case) -> "GpuSession":
+        if len(case.lens) > self.max_seqs:
+            raise torch.cuda.OutOfMemoryError
+        return GpuSession(self, case)
 
-    def check(self, config):
-        self.calls.append(("check", self.case.name, config))
-        return (
-            "error 3" if isinstance(config, KernelConfig) and config.num_stages == 2 and config.block_n == 32 else None
-        )
 
-    def time(self, configs, replays):
+@dataclass
+class GpuSession:
+    """What measures one case on the made-up GPU."""
+
+    gpu: Gpu
+    case: Case
+
+    def check(self, config: Config) -> str | None:
+        self.gpu.checked.append((self.case.name, config))
+        return "error 3" if is_wrong(config) else None
+
+    def time(self, configs, replays: int) -> list[float]:
         times = []
         for config in configs:
-            if self.stop_after is not None and sum(kind == "time" for kind, *_ in self.calls) >= self.stop_after:
+            if len(self.gpu.timed) == self.gpu.stop_after:
                 raise KeyboardInterrupt
-            self.calls.append(("time", self.case.name, config, replays))
+            self.gpu.timed.append((self.case.name, config, replays))
             times.append(made_up_time(self.case, config))
         return times
 
 
 @pytest.fixture
-def session(monkeypatch):
-    monkeypatch.setattr(MadeUp, "calls", [])
-    monkeypatch.setattr(MadeUp, "stop_after", None)
-    return MadeUp
+def gpu() -> Gpu:
+    return Gpu()
 
 
-def start(path, **changes):
-    return Records(
-        path,
-        header(
-            "a made-up device",
-            TRAITS,
-            True,
-            FEW,
-            {"triton": "3.6.0", "torch": "2.11", "commit": "abc", "date": "today"},
-        )
-        | changes,
-    )
+@pytest.fixture
+def records(tmp_path) -> Records:
+    return Records.open(tmp_path / "records.jsonl", HEADER)
 
 
-def test_jobs_have_names_of_their_own_and_held_out_ones_share_no_shape():
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home directory, and no tree remembered from other tests."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    forget_trees()
+    yield tmp_path
+    forget_trees()
+
+
+def test_jobs_have_unique_names():
     for quick in (True, False):
         chosen = jobs(quick)
         assert len({job.case.name for job in chosen}) == len(chosen)
-        train = {(job.case.spec, job.case.lens) for job in chosen if not job.held_out}
-        assert not train & {(job.case.spec, job.case.lens) for job in chosen if job.held_out}
-        assert {job.case.model for job in chosen if job.held_out} - {
-            job.case.model for job in chosen if not job.held_out
-        }
     assert len(jobs(True)) < 200 < len(jobs(False))
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_held_out_jobs_share_no_shape_with_the_others_and_have_models_that_these_lack(quick):
+    train_on = [job.case for job in jobs(quick) if not job.held_out]
+    held_out = [job.case for job in jobs(quick) if job.held_out]
+    assert not {(case.spec, case.lens) for case in train_on} & {(case.spec, case.lens) for case in held_out}
+    assert {case.model for case in held_out} - {case.model for case in train_on}
+
+
+@pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("target", ["sm90", "sm86", "gfx942"])
-def test_the_space_is_legal_and_holds_the_default(target):
+def test_the_space_is_legal_and_begins_with_the_default(target, quick):
     properties = TARGETS[target].properties
     for job in FEW:
-        spec = job.case.spec
-        for quick in (True, False):
-            configs = configurations(job.case, properties, quick)
-            assert len(set(configs)) == len(configs) and configs[0] == default(job.case, properties)
-            assert all(
-                t.shared_memory(spec) * t.programs_per_sm <= properties.shared_memory
-                for t in configs[1:]
-                if isinstance(t, KernelConfig)
-            )
-            assert (HOPPER in configs) == (target == "sm90" and job.case.bounds["max_query_len"] > 1)
+        configs = configs_of(job.case, properties, quick)
+        assert len(set(configs)) == len(configs)
+        assert configs[0] == default_config(job.case, properties)
+        for config in configs[1:]:
+            if isinstance(config, KernelConfig):
+                assert config.shared_memory(job.case.spec) * config.programs_per_sm <= properties.shared_memory
+        assert (HOPPER in configs) == (target == "sm90" and job.case.bounds["max_query_len"] > 1)
+
+
+def test_the_space_has_no_more_rows_than_a_sequence_and_less_of_it_is_tried_when_quick():
     spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
-    every = list(tiles(spec, properties, 4, 128, 128))
-    assert {t.block_m for t in every} == {16} and set(tiles(spec, properties, 4, 128, 128, quick=True)) < set(every)
+    every = set(legal_configs(spec, SM90, 4))
+    assert {config.block_m for config in every} == {16}
+    assert set(legal_configs(spec, SM90, 4, quick=True)) < every
 
 
 def test_only_amd_s_compiler_is_given_hints():
     spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
-    every = {target: list(tiles(spec, TARGETS[target].properties, 1024, 128, 128)) for target in TARGETS}
-    assert {target for target, some in every.items() if any(tile.hints for tile in some)} == {
-        "gfx90a",
-        "gfx942",
-        "gfx950",
+    hinted = {
+        target
+        for target in TARGETS
+        if any(config.hints for config in legal_configs(spec, TARGETS[target].properties, 1024))
     }
-    for target in ("gfx942", "gfx950"):
-        waves, sizes = ([tile for tile in every[target] if tile.hints.keys() == {name}] for name in HINTS)
-        assert waves and all(4 * tile.waves_per_eu == tile.num_warps * tile.programs_per_sm for tile in waves)
-        assert sizes and all(tile.block_m >= 32 and tile.matrix_instr_nonkdim == 16 for tile in sizes)
-        assert len(set(map(key_of, (tile.leaf for tile in every[target])))) == len(every[target])
-        assert not any(tile.hints for tile in tiles(spec, TARGETS[target].properties, 1024, 128, 128, quick=True))
-        case = Case("p", "prefill", ((256, 256),))
-        assert tile_of(json.loads(json.dumps(waves[0].leaf)), case, TARGETS[target].properties) == waves[0]
-    assert "waves_per_eu" not in every["sm90"][0].leaf and ", waves_per_eu 2" in explain(
-        KernelConfig(64, 32, 4, 1, True, 2, 128, 128, 2).leaf
-    )
+    assert hinted == {"gfx90a", "gfx942", "gfx950"}
 
 
-def test_a_sweep_that_was_stopped_goes_on_with_nothing_lost(tmp_path, session):
-    path = tmp_path / "records.jsonl"
-    whole = start(tmp_path / "whole.jsonl")
-    sweep(FEW, whole, TRAITS, True, session)
-    timed = [call for call in session.calls if call[0] == "time"]
-    session.calls.clear()
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_hints_ask_for_the_waves_of_the_expected_programs_or_for_small_matrix_instructions(target):
+    spec, properties = Case("p", "prefill", ((256, 256),)).spec, TARGETS[target].properties
+    every = list(legal_configs(spec, properties, 1024))
+    waves, sizes = ([config for config in every if config.hints.keys() == {name}] for name in HINTS)
+    assert waves
+    assert all(4 * config.waves_per_eu == config.num_warps * config.programs_per_sm for config in waves)
+    assert sizes
+    assert all(config.block_m >= 32 for config in sizes)
+    assert all(config.matrix_instr_nonkdim == 16 for config in sizes)
+    assert len({key_of(config.leaf) for config in every}) == len(every)
+    assert not any(config.hints for config in legal_configs(spec, properties, 1024, quick=True))
 
-    session.stop_after = len(timed) // 2
+
+def test_a_leaf_keeps_hints_and_leaves_out_those_that_are_not_given():
+    case, properties = Case("p", "prefill", ((256, 256),)), TARGETS["gfx942"].properties
+    hinted = KernelConfig(64, 32, 4, 1, True, 2, 128, 128, waves_per_eu=2)
+    assert config_of(json.loads(json.dumps(hinted.leaf)), case, properties) == hinted
+    assert ", waves_per_eu 2" in explain(hinted.leaf)
+    assert "waves_per_eu" not in KernelConfig(64, 32, 4, 1, True, 2, 128, 128).leaf
+
+
+def test_a_sweep_that_was_stopped_goes_on_and_finds_the_same(tmp_path, gpu):
+    whole = Records.open(tmp_path / "whole.jsonl", HEADER)
+    sweep(FEW, whole, SM90, True, gpu)
+
+    path, stopped = tmp_path / "records.jsonl", Gpu(stop_after=len(gpu.timed) // 2)
     with pytest.raises(KeyboardInterrupt):
-        sweep(FEW, start(path), TRAITS, True, session)
+        sweep(FEW, Records.open(path, HEADER), SM90, True, stopped)
     with path.open("a") as file:
         file.write('{"case": "cut off in the mi')
-    kept = start(path)
-    assert len(kept.times) > 10 and kept.done and len(kept.done) < len(FEW)
-    before = len([call for call in session.calls if call[0] == "time"])
+    kept = Records.open(path, HEADER)
+    assert len(kept.times) > 10
+    assert 0 < len(kept.done) < len(FEW)
 
-    session.stop_after = None
-    sweep(FEW, kept, TRAITS, True, session)
-    again = [call for call in session.calls if call[0] == "time"][before:]
-    lost = before + len(again) - len(timed)  # those of the round that was stopped, which were not yet written down
-    assert 0 <= lost <= max(len(configurations(job.case, TRAITS, True)) for job in FEW)
-    assert (
-        start(path).times == whole.times
-        and start(path).wrong == whole.wrong
-        and start(path).done == {job.case.name for job in FEW}
-    )
-    session.calls.clear()
-    sweep(FEW, start(path), TRAITS, True, session)
-    assert not session.calls
+    resumed = Gpu()
+    sweep(FEW, kept, SM90, True, resumed)
+    lost = len(stopped.timed) + len(resumed.timed) - len(gpu.timed)  # of the round that was stopped
+    assert 0 <= lost <= max(len(configs_of(job.case, SM90, True)) for job in FEW)
+    for found in (kept, Records.read(path)):
+        assert found.times == whole.times
+        assert found.wrong == whole.wrong
+        assert found.done == {job.case.name for job in FEW}
 
 
-def test_records_of_another_device_or_version_are_not_mixed(tmp_path):
-    start(tmp_path / "records.jsonl")
+def test_a_sweep_that_is_finished_measures_nothing(records, gpu):
+    sweep(FEW, records, SM90, True, gpu)
+    again = Gpu()
+    sweep(FEW, Records.open(records.path, HEADER), SM90, True, again)
+    assert not again.checked
+    assert not again.timed
+
+
+def test_records_of_another_device_or_version_are_not_mixed(records):
     with pytest.raises(ValueError, match=r"triton '3\.6\.0' there, '3\.9\.0' here; name another file"):
-        start(tmp_path / "records.jsonl", triton="3.9.0")
+        Records.open(records.path, HEADER | {"triton": "3.9.0"})
 
 
-def test_wrong_results_are_never_timed_and_few_are_timed_long(tmp_path, session):
-    records = start(tmp_path / "records.jsonl")
-    sweep(FEW, records, TRAITS, True, session)
-    timed = {(name, config) for kind, name, config, *_ in session.calls if kind == "time"}
-    assert records.wrong and not [
-        c for _, c in timed if isinstance(c, KernelConfig) and (c.num_stages, c.block_n) == (2, 32)
-    ]
-    long = [(name, config) for kind, name, config, *rest in session.calls if kind == "time" and rest == [15]]
-    assert 0 < len(long) < len(timed)
+def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(records):
+    for path in (records.path / "records.jsonl", records.path / "folder" / "records.jsonl"):  # below a file
+        with pytest.raises(
+            ValueError, match=r"records\.jsonl must be a file that can be written, got .*; name another"
+        ):
+            Records.open(path, HEADER)
+
+
+LEAF = KernelConfig(16, 64, 4, 2, False, 1, 128, 128).leaf
+TIME = {"case": "a", "config": LEAF, "round": 0, "micros": 9.5}
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([{"rows": []}], "no device, jobs, properties, quick in the header, in line 1"),
+        ([HEADER | {"properties": {}}], "no has_mfma, "),
+        ([HEADER | {"jobs": "all"}], '"all" at jobs, which must be a list of names, in line 1'),
+        ([HEADER | {"quick": 1}], "1 at quick"),
+        ([[]], r"\[\] where an object is expected, in line 1"),
+        ([HEADER, {}], "no case, config, micros, round in a line of a time, in line 2"),
+        ([HEADER, {"done": 5}], "5 at done, which must be a string, in line 2"),
+        ([HEADER, TIME, TIME | {"micros": "9"}], '"9" at micros, which must be a positive number, in line 3'),
+        ([HEADER, TIME | {"micros": -1}], "-1 at micros"),
+        ([HEADER, TIME | {"round": 0.5}], "0.5 at round"),
+        ([HEADER, TIME | {"case": None}], "null at case"),
+        ([HEADER, TIME | {"config": "block"}], '"block" at config'),
+        ([HEADER, TIME | {"config": LEAF | {"block_m": 17}}], "block_m must be a power of two"),
+        ([HEADER, TIME | {"config": {"tile": 1}}], "no block_m, "),
+        ([HEADER, {"case": "a", "config": LEAF, "wrong": 1}], "1 at wrong"),
+        ([HEADER, {"case": "a", "config": LEAF, "wrong": "x", "by": 1}], "the unknown 'by' in a line of a wrong"),
+    ],
+)  # fmt: skip
+def test_malformed_records_are_refused_by_name_and_line(tmp_path, lines, reason):
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = path.read_bytes()
+    for read in (Records.read, lambda path: Records.open(path, HEADER)):
+        with pytest.raises(
+            ValueError, match=f"records.jsonl must hold the records of a sweep, got .*{reason}"
+        ) as raised:
+            read(path)
+        assert str(raised.value).endswith("; name a .jsonl file that `quire tune` wrote, or a new one")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\xff\xfe\x00", "text that is not UTF-8"),
+        (b"hello\n", "invalid JSON in line 1"),
+        (b"hello", "invalid JSON in line 1"),
+        (b"[" * 100_000, "nested too deeply"),
+        (json.dumps(HEADER).encode() + b"\n{\n" + json.dumps(TIME).encode(), "invalid JSON in line 2"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path, content, reason):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        Records.open(path, HEADER)
+    assert path.read_bytes() == content
+
+
+def test_records_that_cannot_be_read_are_refused_by_name(tmp_path):
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "none.jsonl", "No such file")):
+        with pytest.raises(ValueError, match=f"{path.name} must hold the records of a sweep, got {reason}"):
+            Records.read(path)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="got nothing; sweep first"):
+        Records.read(tmp_path / "empty.jsonl")
+
+
+def test_wrong_results_are_never_timed(records, gpu):
+    sweep(FEW, records, SM90, True, gpu)
+    assert any(is_wrong(config) for _, config in gpu.checked)
+    assert not any(is_wrong(config) for _, config, _ in gpu.timed)
+    assert set(records.wrong.values()) == {"error 3"}
+
+
+def test_few_configurations_are_timed_long_and_the_default_and_the_best_are_among_them(records, gpu):
+    sweep(FEW, records, SM90, True, gpu)
+    timed = {(name, config) for name, config, _ in gpu.timed}
+    long = {(name, config) for name, config, replays in gpu.timed if replays == 15}
+    assert 0 < len(long) < len(timed) / 2
     for job in FEW:
-        names = {key_of(leaf_of(config)) for name, config in long if name == job.case.name}
-        assert key_of(default(job.case, TRAITS).leaf) in names  # the default stays to the end
-        right = [
-            c
-            for c in configurations(job.case, TRAITS, True)
-            if (job.case.name, key_of(leaf_of(c))) not in records.wrong
-        ]
-        best = min(right, key=lambda c, case=job.case: made_up_time(case, c))
-        assert min(records.of(job.case.name).items(), key=lambda item: item[1][max(item[1])])[0] == key_of(
-            leaf_of(best)
-        )
+        name, configs = job.case.name, configs_of(job.case, SM90, True)
+        assert (name, default_config(job.case, SM90)) in long
+        best = min((c for c in configs if not is_wrong(c)), key=lambda config: made_up_time(job.case, config))
+        assert (name, best) in long
+        times = records.last(name)
+        assert min(times, key=lambda key: times[key]) == key_of(leaf_of(best))
 
 
-def test_cases_too_large_for_a_gpu_are_left_out(tmp_path, session):
-    class Small(MadeUp):
-        def __init__(self, case) -> None:
-            if len(case.lens) >= 64:
-                raise torch.cuda.OutOfMemoryError
-            super().__init__(case)
-
-    records = start(tmp_path / "records.jsonl")
-    sweep(FEW, records, TRAITS, True, Small)
-    rows = validate(FEW, records, command.fitted(FEW, records, TRAITS), TRAITS, Small, 25)
-    assert (
-        {job.case.name for job in FEW} - {row["case"] for row in rows}
-        == {job.case.name for job in FEW if len(job.case.lens) >= 64}
-        != set()
-    )
+def test_cases_too_large_for_a_gpu_are_left_out(records):
+    small = Gpu(max_seqs=63)
+    sweep(FEW, records, SM90, True, small)
+    rows = validate(FEW, records, train(FEW, records, SM90), SM90, small, 25)
+    too_large = {job.case.name for job in FEW if len(job.case.lens) >= 64}
+    assert too_large
+    assert {job.case.name for job in FEW} - {row["case"] for row in rows} == too_large
 
 
-def test_what_compiles_badly_is_out_but_for_the_default(tmp_path, session):
-    records, job = start(tmp_path / "records.jsonl"), FEW[0]
-    bad = frozenset((job.case.name, key_of(leaf_of(c))) for c in configurations(job.case, TRAITS, True)[:4])
-    sweep([job], records, TRAITS, True, session, bad)
-    assert len([why for why in records.wrong.values() if "compiles" in why]) == 3
-    assert (job.case.name, key_of(default(job.case, TRAITS).leaf)) in records.times
+def test_what_compiles_badly_is_left_out_but_for_the_default(records, gpu):
+    job = FEW[0]
+    bad = frozenset((job.case.name, key_of(leaf_of(c))) for c in configs_of(job.case, SM90, True)[:4])
+    sweep([job], records, SM90, True, gpu, bad)
+    assert len([wrong for wrong in records.wrong.values() if "compiles" in wrong]) == 3
+    assert (job.case.name, key_of(default_config(job.case, SM90).leaf)) in records.times
 
 
-def test_a_fitted_tree_chooses_what_is_best_also_where_it_was_not_fitted(tmp_path, session):
-    records = start(tmp_path / "records.jsonl")
-    sweep(FEW, records, TRAITS, True, session)
-    tree = command.fitted(FEW, records, TRAITS)
-    tree = json.loads(command.written(tree))
-    assert (
-        tree["properties"]["num_sms"] == TRAITS.num_sms
-        and tree["fitted_on"]["commit"] == "abc"
-        and tree["fitted_on"]["held_out"] == sum(job.held_out for job in FEW)
-    )
-    rows = validate(FEW, records, tree, TRAITS, session, 25)
-    summary = command.summed_up(rows)
-    assert (
-        summary["training"]["mean"] < 1.02
-        and summary["held_out"]["mean"] < 1.05
-        and summary["held_out"]["over_default"] < 1
-    )
+def test_a_fitted_tree_chooses_what_is_best_also_where_it_was_not_fitted(records, gpu):
+    sweep(FEW, records, SM90, True, gpu)
+    tree = json.loads(as_json(train(FEW, records, SM90)))
+    summary = summarize(validate(FEW, records, tree, SM90, gpu, 25))
+    assert summary["training"]["mean"] < 1.02
+    assert summary["held_out"]["mean"] < 1.05
+    assert summary["held_out"]["over_default"] < 1
+
+
+def test_a_fitted_tree_says_where_it_comes_from_and_what_it_covers(records, gpu):
+    sweep(FEW, records, SM90, True, gpu)
+    tree = json.loads(as_json(train(FEW, records, SM90)))
+    assert tree["properties"]["num_sms"] == SM90.num_sms
+    assert tree["fitted_on"]["commit"] == "abc"
+    assert tree["fitted_on"]["held_out"] == sum(job.held_out for job in FEW)
+    assert {features(job.case, SM90)["head_dim"] for job in FEW} == {128}
+    assert [kind["head_dim"] for kind in tree["covers"]] == [128]
+
+
+def test_the_choice_of_a_tree_is_that_of_plans(records, gpu):
+    sweep(FEW, records, SM90, True, gpu)
+    tree = train(FEW, records, SM90)
     prompt = next(job.case for job in FEW if job.case.name.startswith("prefill 1 of 4096"))
-    assert choice(prompt, tree, TRAITS) == HOPPER and "the Hopper kernel" in explain(tree["hopper"])
+    assert choice(prompt, tree, SM90) == HOPPER
+    assert choice(prompt, {**tree, "hopper": False}, SM90) != HOPPER
+    assert choice(FEW[0].case, load_tree("generic"), SM90) == default_config(FEW[0].case, SM90)
+    assert "the Hopper kernel" in explain(tree["hopper"])
     assert "up to 1:\n  the portable kernels" in explain(["queries_per_seq", 1, False, "generic"])
-    assert choice(prompt, {**tree, "hopper": False}, TRAITS) != HOPPER
-    assert all(features(job.case, TRAITS)["head_dim"] == 128 for job in FEW) and [
-        kind["head_dim"] for kind in tree["covers"]
-    ] == [128]
-    assert choice(FEW[0].case, load_tree("generic"), TRAITS) == default(FEW[0].case, TRAITS)
 
 
-def test_a_tree_is_fitted_again_from_records_alone(tmp_path, session, capsys):
-    path, place = tmp_path / "mine.jsonl", tmp_path / "mine.json"
-    records = start(path)
-    sweep(FEW, records, TRAITS, True, session)
-    measured = len(session.calls)
-    assert main(["tune", "--fit", str(path), "--output", str(place)]) == 0 and len(session.calls) == measured
+def test_a_tree_is_fitted_again_from_records_alone(tmp_path, records, gpu, capsys):
+    place = tmp_path / "mine.json"
+    sweep(FEW, records, SM90, True, gpu)
+    measured = len(gpu.timed)
+    assert main(["tune", "--fit", str(records.path), "--output", str(place)]) == 0
+    assert len(gpu.timed) == measured
     tree, text = json.loads(place.read_text()), capsys.readouterr().out
-    assert tree["attention"] == json.loads(command.written(command.fitted(FEW, records, TRAITS)))["attention"]
-    assert (
-        tree["fitted_on"]["judged"] == "by the sweep's own times"
-        and tree["fitted_on"]["regret"]["held_out"]["mean"] < 1.05
-    )
-    assert "held out: regret 1.0" in text and "a tree that no plan uses yet" in text
-    assert main(["tune", "--fit", str(tmp_path / "none.jsonl"), "--output", str(place)]) == 2
-    assert main(["tune", "--fit", str(path)]) == 2
+    assert tree["attention"] == json.loads(as_json(train(FEW, records, SM90)))["attention"]
+    assert tree["fitted_on"]["judged"] == "by the sweep's own times"
+    assert tree["fitted_on"]["regret"]["held_out"]["mean"] < 1.05
+    assert "held out: regret 1.0" in text
+    assert "a tree that no plan uses yet" in text
+
+
+def test_fitting_again_needs_records_and_an_output(tmp_path, records, capsys):
+    assert main(["tune", "--fit", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "mine.json")]) == 2
+    assert "none.jsonl must hold the records of a sweep, got No such file" in capsys.readouterr().err
+    assert main(["tune", "--fit", str(records.path)]) == 2
 
 
 def test_launches_that_compile_alike_are_compiled_once():
-    some = [job.case for job in FEW[:3]]
-    found = launches([(case, configurations(case, TRAITS, True)) for case in some], TRAITS)
+    cases = [job.case for job in FEW[:3]]
+    found = launches([(case, configs_of(case, SM90, True)) for case in cases], SM90)
     names = [name for stands_for in found.values() for name in stands_for]
-    assert (
-        len(names) == len(set(names)) == sum(len(configurations(case, TRAITS, True)) for case in some) > 2 * len(found)
-    )
+    assert len(names) == len(set(names)) == sum(len(configs_of(case, SM90, True)) for case in cases)
+    assert len(names) > 2 * len(found)
 
 
-def test_the_command_stops_and_goes_on_and_writes_a_tree(tmp_path, session, monkeypatch, capsys):
+@pytest.fixture
+def tune(home, gpu, monkeypatch, capsys):
+    """`quire tune --quick` on the made-up GPU; returns the exit status, and what was printed to each stream."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Made-Up Device")
-    monkeypatch.setattr(targets, "here", lambda: TARGETS["sm90"])
-    for name, stand_in in {
-        "device_properties": lambda device: TRAITS,
-        "OnGpu": session,
-        "compile_beforehand": lambda *args: frozenset(),
-    }.items():
-        monkeypatch.setattr(command, name, stand_in)
+    monkeypatch.setattr(targets, "current_target", lambda: TARGETS["sm90"])
+    monkeypatch.setattr(command, "device_properties", lambda device: SM90)
+    monkeypatch.setattr(command, "GpuSession", gpu)
+    monkeypatch.setattr(command, "compile_beforehand", lambda *args: frozenset())
     monkeypatch.setattr(command, "jobs", lambda quick: FEW)
-    monkeypatch.setattr(select, "USER_TREES", tmp_path / "trees")
-    session.stop_after = 100
-    assert main(["tune", "--quick"]) == 130
-    assert "the same command goes on from" in capsys.readouterr().err
-    session.stop_after = None
-    assert main(["tune", "--quick"]) == 0
-    text = capsys.readouterr().out
-    assert "plans use it from now on" in text and "held out: regret 1.0" in text and "held out: decode 2x3000" in text
-    (place,) = (tmp_path / "trees").glob("a_made-up_device.json")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(["tune", "--quick", *arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_stops_and_goes_on(tune, gpu):
+    gpu.stop_after = 100
+    status, _, err = tune()
+    assert status == 130
+    assert "the same command goes on from" in err
+    gpu.stop_after = None
+    status, out, _ = tune()
+    assert status == 0
+    assert "plans use it from now on" in out
+    assert "held out: regret 1.0" in out
+    assert "held out: decode 2x3000" in out
+
+
+def test_the_command_writes_a_tree_where_plans_look_for_it(tune, home, capsys):
+    assert tune()[0] == 0
+    (place,) = (home / ".config" / "quire" / "trees").glob("*.json")
+    assert place.name == "a_made-up_device.json"
     tree = json.loads(place.read_text())
-    assert tree["fitted_on"]["regret"]["held_out"]["mean"] < 1.05 and tree["fitted_on"]["commit"]
+    assert tree["fitted_on"]["regret"]["held_out"]["mean"] < 1.05
+    assert tree["fitted_on"]["commit"]
     assert "| decode 2x3000 Llama-3-70B | yes |" in place.with_suffix(".md").read_text()
-    select.fitted_trees.cache_clear()
-    assert select.fitted_trees(TRAITS)[0] == (str(place), tree)  # nothing beside it is taken for a tree
-    select.fitted_trees.cache_clear()
+    forget_trees()
+    assert fitted_trees(SM90)[0] == (str(place), tree)
     assert main(["tune", "--explain", str(place)]) == 0
     assert "regret, held out" in capsys.readouterr().out
-    assert (
-        main(["tune", "--quick", "--records", str(place.with_suffix(".quick.jsonl"))]) == 0
-    )  # nothing is measured twice but for the proof
+
+
+def test_the_command_measures_nothing_twice_but_to_judge_the_tree(tune, gpu, tmp_path):
+    path = str(tmp_path / "records.jsonl")
+    assert tune("--records", path)[0] == 0
+    gpu.timed.clear()
+    assert tune("--records", path)[0] == 0
+    assert {replays for _, _, replays in gpu.timed} == {command.PROOF}
+
+
+def test_the_command_does_not_mix_records_of_two_devices(tune, monkeypatch, tmp_path):
+    path = str(tmp_path / "records.jsonl")
+    assert tune("--records", path)[0] == 0
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
-    assert main(["tune", "--quick", "--records", str(place.with_suffix(".quick.jsonl"))]) == 2
-    assert "must be of the same sweep" in capsys.readouterr().err
+    status, _, err = tune("--records", path)
+    assert status == 2
+    assert "must be of the same sweep" in err

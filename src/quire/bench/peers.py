@@ -61,7 +61,7 @@ def quire_calls(inputs: Inputs, out: torch.Tensor, **options: Any) -> Planner:
 
 def quire_with_config(inputs: Inputs, out: torch.Tensor, **fields: int | bool) -> Planner:
     """Call Quire's portable kernels, with some fields of the chosen configuration replaced."""
-    config: Any = inputs.plan(inputs.tables[0]).tile
+    config: Any = inputs.plan(inputs.tables[0], kernel="portable").launch.config
     return quire_calls(inputs, out, config=replace(config, **fields))
 
 

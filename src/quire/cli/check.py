@@ -149,7 +149,7 @@ def until_failure(lines: Iterator[Row]) -> Iterator[Row]:
 def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:
     """Return what is served on a device: PyTorch, which serves CPU tensors outside the interpreter, knows no batch-invariant plans."""
     in_torch = device.type == "cpu" and not triton.knobs.runtime.interpret
-    served = [feature for feature in FEATURES if not (in_torch and feature.plan.get("batch_invariant"))]
+    served = [feature for feature in FEATURES if not (in_torch and feature.plan)]
     return served + list(ON_HOPPER) if device_properties(device).has_wgmma and dtype.itemsize == 2 else served
 
 

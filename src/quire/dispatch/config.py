@@ -1,8 +1,11 @@
-"""`KernelConfig` and `HopperConfig`: the configurations of a launch, and what they cost in shared memory."""
+"""`KernelConfig` and `HopperConfig`: the configurations of a launch, and what they cost in shared memory.
 
-from dataclasses import asdict, dataclass, replace
+`CostModel` holds the measured constants that decide between launches. The values of all three are data, in
+`trees/*.json`; `tree.py` chooses among them.
+"""
 
-import torch
+import math
+from dataclasses import asdict, dataclass, fields, replace
 
 from quire.dispatch.device import DeviceProperties
 from quire.spec import AttentionSpec
@@ -20,18 +23,37 @@ class HopperConfig:
         block_t: query tokens of a block, which has as many heads of one KV head as fill its rows.
         block_n: keys of one tile.
         num_stages: tiles of keys, and of values, in flight or in use.
-        num_blocks: blocks whose queries are in shared memory at once.
-        num_byte_stages: tiles of a quantised cache's keys, and of its values, that are in shared memory before they are converted; else 0.
-        in_fp8: whether products are in fp8: the keys' tiles are used as they are.
+        num_q_stages: blocks whose queries are in shared memory at once.
+        num_quantised_stages: tiles of a quantised cache's keys, and of its values, that are in shared memory before they are converted; else 0.
+        fp8_mma: whether products are in fp8: the keys' tiles are used as they are.
     """
 
     num_warpgroups: int
     block_t: int
     block_n: int
     num_stages: int
-    num_blocks: int
-    num_byte_stages: int = 0
-    in_fp8: bool = False
+    num_q_stages: int
+    num_quantised_stages: int = 0
+    fp8_mma: bool = False
+
+    def __post_init__(self) -> None:
+        require_int("num_warpgroups", self.num_warpgroups, 1, 2)
+        require_int("block_t", self.block_t, 8, 64 * self.num_warpgroups, power_of_two=True)
+        require_int("block_n", self.block_n, 16, 256, power_of_two=True)
+        require_int("num_stages", self.num_stages, 1)
+        require_int("num_q_stages", self.num_q_stages, 1)
+        require_int("num_quantised_stages", self.num_quantised_stages, 0)
+        if self.fp8_mma not in (False, True):
+            raise ValueError(f"fp8_mma must be a bool, got {self.fp8_mma!r}; pass True or False")
+        if self.num_quantised_stages and self.num_warpgroups != 2:
+            raise ValueError(
+                f"num_warpgroups must be 2 where num_quantised_stages is not 0, got {self.num_warpgroups}; "
+                "a quantised cache needs two warpgroups that compute and a third that converts"
+            )
+        if self.fp8_mma and not self.num_quantised_stages:
+            raise ValueError(
+                "num_quantised_stages must be at least 1 where fp8_mma is True, got 0; pass how many tiles to buffer"
+            )
 
     @property
     def heads(self) -> int:
@@ -44,38 +66,15 @@ class HopperConfig:
         return 3 - self.num_warpgroups
 
 
-# By head_dim: block_n, num_stages, num_blocks. Two warpgroups have all 227 KiB of shared memory, one has half of it.
-LONG_CONFIGS = {64: (128, 4, 2), 128: (128, 2, 2), 256: (64, 2, 1)}
-SHORT_CONFIGS = {64: (64, 4, 2), 128: (64, 2, 2)}
-FP8_CONFIGS = {128: (128, 3, 2, 2)}  # of products in fp8
-QUANTISED_CONFIGS = {64: (128, 3, 2, 2), 128: (128, 2, 2, 1)}  # of quantised caches, with num_byte_stages last
-
-
-def hopper_config(spec: AttentionSpec, properties: DeviceProperties, short: bool) -> HopperConfig | str:
-    """Return the configuration of the Hopper kernel that serves a spec, or why none does.
-
-    For `short` contexts programs are of one warpgroup: less is left idle where blocks begin and end, and more bytes are copied.
-    """
+def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | None:
+    """Return what the Hopper kernel, in any configuration, does not serve in a spec on a device; None if nothing."""
     if not properties.has_wgmma:
-        return "not a Hopper GPU"
+        return "GPUs other than Hopper"
     if spec.dtype.itemsize != 2:
-        return f"{spec.dtype} queries"
-    quantised = spec.kv_dtype is not spec.dtype
-    if spec.head_dim != spec.head_dim_v or spec.head_dim not in (QUANTISED_CONFIGS if quantised else LONG_CONFIGS):
-        return f"head_dim {spec.head_dim}, {spec.head_dim_v} of a {spec.kv_dtype} cache".replace("torch.", "")
-    in_fp8 = spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and spec.head_dim in FP8_CONFIGS
-    tiles = (
-        FP8_CONFIGS
-        if in_fp8
-        else QUANTISED_CONFIGS
-        if quantised
-        else SHORT_CONFIGS
-        if short and spec.head_dim in SHORT_CONFIGS
-        else LONG_CONFIGS
-    )
-    num_warpgroups = 1 if tiles is SHORT_CONFIGS else 2
-    heads = min(spec.group_size & -spec.group_size, 8 * num_warpgroups)  # of a block, a power of two
-    return replace(HopperConfig(num_warpgroups, 64 * num_warpgroups // heads, *tiles[spec.head_dim]), in_fp8=in_fp8)
+        return f"{spec.dtype} queries".removeprefix("torch.")
+    if spec.head_dim != spec.head_dim_v:
+        return f"head_dim {spec.head_dim} with head_dim_v {spec.head_dim_v}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,21 @@ class KernelConfig:
     block_dv: int
     waves_per_eu: int = 0
     matrix_instr_nonkdim: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_d", "block_dv"):
+            require_int(name, getattr(self, name), 16, power_of_two=True)
+        require_int("num_warps", self.num_warps, 1, 32, power_of_two=True)
+        require_int("num_stages", self.num_stages, 1)
+        require_int("programs_per_sm", self.programs_per_sm, 1)
+        require_int("waves_per_eu", self.waves_per_eu, 0)
+        if not isinstance(self.full_tile_loop, bool):
+            raise ValueError(f"full_tile_loop must be a bool, got {self.full_tile_loop!r}; pass True or False")
+        if self.matrix_instr_nonkdim not in (0, 16, 32):
+            raise ValueError(
+                f"matrix_instr_nonkdim must be 0, 16 or 32, got {self.matrix_instr_nonkdim!r}; "
+                "0 leaves it to the compiler"
+            )
 
     @property
     def leaf(self) -> dict:
@@ -142,3 +156,70 @@ def fit(tile: KernelConfig, spec: AttentionSpec, properties: DeviceProperties) -
         while tile.shared_memory(spec) > properties.shared_memory and shrink(tile) != tile:
             tile = shrink(tile)
     return tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """The constants, measured on one GPU, by which plans and kernels choose between ways to launch.
+
+    They change how fast a result is computed. They do not change what it is, except for the order of a sum.
+
+    A tile is `KernelConfig.block_n` keys of one sequence (`HopperConfig.block_n` in the fields that begin with
+    `hopper`). A partition is what one program of the split-KV kernel attends to. A partial is the state that a program
+    leaves of a block of rows that other programs attend to as well. Combining reduces a block's partials to its result.
+
+    Attributes:
+        combine_cost: time to combine one partial, in units of the time to attend to one tile. More splits shorten the
+            loop over tiles and add partials; this constant decides where the sum of both is least.
+        two_level_combine_discount: factor on `combine_cost` for sequences so long that their partials are combined in
+            two levels, by several programs at once.
+        min_split_tiles: a sequence of at most this many tiles is not split. A partition may also be this many tiles
+            longer than its equal share, if it then ends where a sequence ends.
+        early_exit_max_tiles: a program whose partition has at most this many tiles lets the next kernel in the stream
+            start before it combines (programmatic dependent launch). After longer partitions, the next kernel's
+            programs would take the SMs that finish first.
+        full_tile_loop_min_tiles: a program of the split-KV kernel runs full tiles in a loop without masks only where it
+            has more than this many tiles of a block.
+        two_level_min_partials: a block's partials are combined in two levels if there are more of them than this; for
+            blocks of a single query, than twice this.
+        many_partitions: sequences count as long only where the device holds at least this many programs per KV head at
+            once.
+        two_level_min_tiles: sequences of more tiles than this count as long: their partials are expected to be combined
+            in two levels, so they are split further. Single-query plans without long sequences have one level.
+        two_level_min_tiles_small: the same limit where the device holds at least `2 * many_partitions` programs per
+            KV head and a partial has fewer than 16 rows.
+        short_context: for contexts of at most this many keys, the Hopper kernel runs one warpgroup per CTA, not two.
+        hopper_min_tiles_per_split: the Hopper kernel gives each split at least this many tiles.
+        hopper_max_splits: the Hopper kernel splits the keys of a work tile at most this many times.
+    """
+
+    combine_cost: float
+    two_level_combine_discount: float
+    min_split_tiles: int
+    early_exit_max_tiles: int
+    full_tile_loop_min_tiles: int
+    two_level_min_partials: int
+    many_partitions: int
+    two_level_min_tiles: int
+    two_level_min_tiles_small: int
+    short_context: int
+    hopper_min_tiles_per_split: int
+    hopper_max_splits: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int:
+                require_int(field.name, value, 1 if field.name.startswith("hopper") else 0)
+            elif not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise ValueError(f"{field.name} must be a finite number from 0, got {value!r}; pass a measured ratio")
+
+
+def require_int(name: str, value: object, least: int, most: int | None = None, power_of_two: bool = False) -> None:
+    """Raise ValueError unless `value` is an int within the limits, and a power of two where asked."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= (most or value):
+        if not power_of_two or value & (value - 1) == 0:
+            return
+    kind = "a power of two" if power_of_two else "an int"
+    limits = f"from {least} to {most}" if most else f"of at least {least}"
+    raise ValueError(f"{name} must be {kind} {limits}, got {value!r}; pass one within these limits")

@@ -1,10 +1,16 @@
 """`DeviceProperties`: what a device can hold and do, as it reports it itself. Nothing is decided by a device's name."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
-import triton
+
+HAS_TRITON = find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -12,14 +18,14 @@ class DeviceProperties:
     """What choices are made from.
 
     Attributes:
-        num_sms: multiprocessors (compute units).
-        shared_memory: bytes one program may use.
+        num_sms: streaming multiprocessors (AMD: compute units).
+        shared_memory: bytes that one program may use.
         native_fp8: the compiler converts float8_e4m3fn and float8_e5m2 for this target; else they are decoded in software.
         native_fp8x2: PTX has an instruction that converts two float8_e4m3fn to two float16.
         native_tf32: TF32 matrix products exist.
-        warpgroups: four warps multiply together, from shared memory, which is Hopper's way alone.
-        supports_pdl: a kernel may start while the one ahead of it in the stream drains, and wait for its results itself.
-        mfma: AMD's matrix instructions; the compiler takes their size, and how many waves registers are shared by, as hints.
+        has_wgmma: a warpgroup of four warps multiplies together, from shared memory (Hopper).
+        supports_pdl: programmatic dependent launch: a kernel may start while the one ahead of it in the stream drains.
+        has_mfma: AMD's matrix instructions; the compiler takes their size, and waves per SIMD, as hints.
     """
 
     num_sms: int
@@ -32,13 +38,67 @@ class DeviceProperties:
     has_mfma: bool
 
 
-@cache
+class CrossCompilation(NamedTuple):
+    """A device that is not here, for which launches are compiled but not run."""
+
+    properties: DeviceProperties
+    on_compile: Callable[[str, Any, dict], None]  # is given the kernel's name, what was compiled, and its options
+
+
+_cross: ContextVar[CrossCompilation | None] = ContextVar("quire_cross_compilation", default=None)
+
+# The device under which Triton's interpreter runs the kernels.
+INTERPRETER = DeviceProperties(
+    num_sms=4, shared_memory=64 * 1024, native_fp8=False, native_fp8x2=False, native_tf32=False,
+    has_wgmma=False, supports_pdl=False, has_mfma=False,
+)  # fmt: skip
+
+
+def cross_compilation() -> CrossCompilation | None:
+    """Return the device that `compile_for` names, or None where launches run."""
+    return _cross.get()
+
+
+@contextmanager
+def compile_for(properties: DeviceProperties, on_compile: Callable[[str, Any, dict], None]) -> Iterator[None]:
+    """Plan and compile for another device in this context. Tensors are on the CPU; kernels are compiled and not run.
+
+    Triton's active driver has to name the target: see `quire.targets.compiling`, which is how this is meant to be used.
+    """
+    token = _cross.set(CrossCompilation(properties, on_compile))
+    try:
+        yield
+    finally:
+        _cross.reset(token)
+
+
 def device_properties(device: torch.device) -> DeviceProperties:
-    """Read a device's properties, once per device. The CPU gives those under which Triton's interpreter runs the kernels."""
+    """Return a device's properties; those that `compile_for` names within its context."""
+    cross = _cross.get()
+    return _read(device) if cross is None else cross.properties
+
+
+def interprets() -> bool:
+    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1)."""
+    if not HAS_TRITON:
+        return False
+    import triton
+
+    return triton.knobs.runtime.interpret
+
+
+def is_served_by_torch(device: torch.device) -> bool:
+    """Whether PyTorch serves this device: CPU tensors, unless Triton's interpreter runs or another device is compiled for."""
+    return device.type == "cpu" and _cross.get() is None and not interprets()
+
+
+@cache
+def _read(device: torch.device) -> DeviceProperties:
+    """Read a device's properties from its driver, once."""
     if device.type != "cuda":
-        return DeviceProperties(
-            num_sms=4, shared_memory=64 * 1024, native_fp8=False, native_fp8x2=False, native_tf32=False, has_wgmma=False, supports_pdl=False, has_mfma=False
-        )  # fmt: skip
+        return INTERPRETER
+    import triton
+
     properties = torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     with torch.cuda.device(device):
@@ -46,8 +106,16 @@ def device_properties(device: torch.device) -> DeviceProperties:
     return properties_of(target, properties.multi_processor_count, shared_memory)
 
 
-def properties_of(target, num_sms: int, shared_memory: int) -> DeviceProperties:
-    """Combine what a device reports with what Triton's compiler says of its target (`triton.backends.compiler.GPUTarget`)."""
+def properties_of(target: Any, num_sms: int, shared_memory: int) -> DeviceProperties:
+    """Combine what a device reports with what Triton's compiler says of its target.
+
+    Args:
+        target: triton.backends.compiler.GPUTarget.
+        num_sms: of the device.
+        shared_memory: bytes that one program may use.
+    """
+    import triton
+
     options = triton.compiler.make_backend(target).parse_options({})
     return DeviceProperties(
         num_sms=num_sms,

@@ -1,59 +1,45 @@
-"""Walk a decision tree to a tile. The trees are data (`trees/*.json`), with their provenance inside.
+"""Decision trees: data that choose the kernel, its configuration and the cost model for a spec on a device.
 
-A tree that was fitted says on which properties (`properties`) and for which dtypes and head dims (`covers`); it is used where both are those at hand, whatever
-the device is called. A user's own, written by `quire tune` to USER_TREES, comes before those that are shipped; `generic.json` serves all the rest.
+A tree is a JSON file with its provenance inside. `trees/generic.json` serves every device. A fitted tree, written by
+`quire tune`, says for which device properties (`properties`) and for which dtypes and head dims (`covers`) it was
+fitted. It is used where both match, whatever the device is called. The user's own trees come before the shipped ones.
+
+Nothing is read at import. `tree_file.py` reads and checks the files.
 """
 
-import json
-from collections.abc import Iterator
+import math
 from dataclasses import asdict
 from functools import cache
-from importlib import resources
-from pathlib import Path
+from typing import Any
 
-from quire.dispatch.config import KernelConfig, fit
+import torch
+
+from quire.dispatch.config import CostModel, HopperConfig, KernelConfig, fit, hopper_refusal
 from quire.dispatch.device import DeviceProperties
+from quire.dispatch.tree_file import GENERIC, constants, load_tree, shipped_trees, user_trees
 from quire.spec import AttentionSpec
 
-GENERIC = "generic"  # a leaf of a fitted tree that leaves the choice to the generic one
 FINEST = 64  # rows_per_sm begins at its reciprocal
-USER_TREES = Path.home() / ".config" / "quire" / "trees"
 
 
 @cache
-def load_tree(name: str) -> dict:
-    """Read a shipped tree."""
-    return json.loads(resources.files("quire.dispatch").joinpath(f"trees/{name}.json").read_text())
+def fitted_trees(properties: DeviceProperties) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Return the trees that were fitted to a device with these properties, each with its name or path.
 
-
-@cache
-def fitted_trees(properties: DeviceProperties) -> tuple[tuple[str, dict], ...]:
-    """Return the trees that were fitted on a device with these properties, the user's before the shipped, each with its name. Read once per process.
-
-    Raises:
-        ValueError: one of the user's is not a tree.
+    The user's own come before the shipped ones.
     """
-    return tuple((name, tree) for name, tree in every_tree() if tree.get("properties") == asdict(properties))
+    return tuple(
+        (name, tree) for name, tree in (*user_trees(), *shipped_trees()) if tree["properties"] == asdict(properties)
+    )
 
 
-def every_tree() -> Iterator[tuple[str, dict]]:
-    """Go through the user's trees, then the shipped ones, by name."""
-    for path in sorted(USER_TREES.glob("*.json")):
-        try:
-            tree = json.loads(path.read_text())
-            if not isinstance(tree, dict) or not {"properties", "covers", "attention"} <= tree.keys():
-                raise ValueError("it lacks properties, covers or attention")
-        except ValueError as error:
-            raise ValueError(
-                f"{path} must be a tree that `quire tune` wrote, got {error}; run it again, or move the file away"
-            ) from None
-        yield str(path), tree
-    for path in sorted(resources.files("quire.dispatch").joinpath("trees").iterdir(), key=lambda p: p.name):
-        if path.name.endswith(".json"):
-            yield path.name.removesuffix(".json"), load_tree(path.name.removesuffix(".json"))
+def forget_trees() -> None:
+    """Read trees again when they are next asked for; choices made from those read so far are dropped."""
+    for function in (user_trees, fitted_trees, choose_tree, select, prefers_hopper, cost_model, hopper_config):
+        function.cache_clear()
 
 
-def walk(tree, features: dict[str, float]):
+def walk(tree: Any, features: dict[str, float]) -> Any:
     """Follow `[feature, threshold, at or below, above]` nodes down to a leaf."""
     while isinstance(tree, list):
         feature, threshold, below, above = tree
@@ -63,13 +49,21 @@ def walk(tree, features: dict[str, float]):
 
 def power_of_two(value: float) -> int:
     """Round up to a power of two."""
-    return 1 << max(0, int(-(-value // 1)) - 1).bit_length()
+    return 1 << max(0, math.ceil(value) - 1).bit_length()
+
+
+def padded(dim: int) -> int:
+    """Round a head dim up to the power of two that a tile of it has."""
+    return max(16, power_of_two(dim))
 
 
 def rounded(
     spec: AttentionSpec, properties: DeviceProperties, max_query_len: int, max_seq_len: int, num_tokens: int
 ) -> tuple[int, float, int, int]:
-    """Return what of a batch a tree may look at, rounded up to powers of two so that plans are few: the last four arguments of `features_of`."""
+    """Return what a tree may see of a batch: the last four arguments of `features_of`.
+
+    They are rounded up to powers of two, so that plans are few.
+    """
     rows_per_sm = power_of_two(FINEST * num_tokens * spec.num_q_heads / properties.num_sms) / FINEST
     return (
         power_of_two(max_query_len * spec.group_size),
@@ -92,8 +86,9 @@ def features_of(
     Args:
         spec: what is computed.
         properties: of the device.
-        rows_per_seq: most (query token, query head of one KV head) rows of any sequence, rounded up to a power of two, as are the next three.
-        rows_per_sm: rows of the whole batch over all KV heads, per multiprocessor; of few sequences, a fraction.
+        rows_per_seq: most rows (query token, query head of one KV head) of any sequence. This and the next three are
+            rounded up to powers of two.
+        rows_per_sm: rows of the whole batch over all KV heads, per SM; a fraction where sequences are few.
         keys_per_seq: most keys of any sequence.
         queries_per_seq: most queries of any sequence.
     """
@@ -114,8 +109,11 @@ def features_of(
 
 
 @cache
-def choose_tree(spec: AttentionSpec, properties: DeviceProperties, part: str) -> tuple[str, object]:
-    """Return the name and the part ("attention" or "hopper") of the tree that serves a spec on a device."""
+def choose_tree(spec: AttentionSpec, properties: DeviceProperties, part: str) -> tuple[str, Any]:
+    """Return the name of the tree that serves a spec on a device, and one part of that tree.
+
+    The parts are "attention", "hopper" and "cost_model".
+    """
     features = features_of(spec, properties, 1, 1, 1, 1)
     for name, tree in fitted_trees(properties):
         if part in tree and any(
@@ -125,17 +123,23 @@ def choose_tree(spec: AttentionSpec, properties: DeviceProperties, part: str) ->
     return GENERIC, load_tree(GENERIC)[part]
 
 
-def decision(tree, features: dict[str, float], part: str):
-    """Return what a fitted tree decides, or the generic one where that leaves it to it."""
+def decision(tree: Any, features: dict[str, float], part: str) -> Any:
+    """Return what a fitted tree decides, or what the generic one does where the fitted one leaves it to that."""
     leaf = walk(tree, features)
     return walk(load_tree(GENERIC)[part], features) if leaf == GENERIC else leaf
 
 
 @cache
 def select(
-    spec: AttentionSpec, properties: DeviceProperties, rows_per_seq: int, rows_per_sm: float, keys_per_seq: int, queries_per_seq: int, fitted: bool = True
-) -> tuple[KernelConfig, str]:  # fmt: skip
-    """Choose a tile.
+    spec: AttentionSpec,
+    properties: DeviceProperties,
+    rows_per_seq: int,
+    rows_per_sm: float,
+    keys_per_seq: int,
+    queries_per_seq: int,
+    fitted: bool = True,
+) -> tuple[KernelConfig, str]:
+    """Choose the configuration of the portable kernels.
 
     Args:
         spec: what is computed.
@@ -147,13 +151,15 @@ def select(
         fitted: whether a fitted tree may choose; else the generic one does.
 
     Returns:
-        The tile, and the tree's name and features as words.
+        The configuration, and the tree's name and features in words.
     """
     name, tree = choose_tree(spec, properties, "attention") if fitted else (GENERIC, load_tree(GENERIC)["attention"])
     features = features_of(spec, properties, rows_per_seq, rows_per_sm, keys_per_seq, queries_per_seq)
     leaf = decision(tree, features, "attention")
-    tile = fit(KernelConfig(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v)), spec, properties)
-    return tile, f"{name} tree at " + ", ".join(f"{name} {value:g}" for name, value in features.items())
+    config = fit(
+        KernelConfig(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v)), spec, properties
+    )
+    return config, f"{name} tree at " + ", ".join(f"{name} {value:g}" for name, value in features.items())
 
 
 @cache
@@ -165,13 +171,53 @@ def prefers_hopper(
     keys_per_seq: int,
     queries_per_seq: int,
 ) -> bool:
-    """Whether the Hopper kernel is the faster one, where it serves; the arguments are those of `features_of`."""
+    """Whether the Hopper kernel is expected to be faster than the portable ones, where it serves.
+
+    The arguments are those of `features_of`.
+    """
     _, tree = choose_tree(spec, properties, "hopper")
-    return decision(
-        tree, features_of(spec, properties, rows_per_seq, rows_per_sm, keys_per_seq, queries_per_seq), "hopper"
-    )
+    features = features_of(spec, properties, rows_per_seq, rows_per_sm, keys_per_seq, queries_per_seq)
+    return decision(tree, features, "hopper")
 
 
-def padded(dim: int) -> int:
-    """Round a head dim up to the power of two that a tile has."""
-    return max(16, 1 << (dim - 1).bit_length())
+@cache
+def hopper_config(spec: AttentionSpec, properties: DeviceProperties, short: bool) -> HopperConfig | str:
+    """Choose the configuration of the Hopper kernel.
+
+    The first entry of the generic tree's "hopper_configs" whose conditions all hold is taken. A warpgroup has 64 rows.
+    They hold as many heads of one KV head as the largest power of two that divides the group, at most 8 per warpgroup;
+    `block_t` follows from that.
+
+    Args:
+        spec: what is computed.
+        properties: of the device.
+        short: whether contexts are short. CTAs then have one warpgroup, where heads have at most 128 numbers: the
+            prologue and epilogue of a work tile leave less idle, but each KV tile is loaded twice.
+
+    Returns:
+        The configuration, or in words what the kernel does not serve.
+    """
+    if refusal := hopper_refusal(spec, properties):
+        return refusal
+    facts = {
+        "head_dim": spec.head_dim,
+        "quantised_cache": spec.kv_dtype != spec.dtype,
+        "fp8_products": spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn,
+        "short_context": short,
+    }
+    for entry in load_tree(GENERIC)["hopper_configs"]:
+        if all(facts[fact] == value for fact, value in entry["when"].items()):
+            rows = 64 * entry["config"]["num_warpgroups"]
+            heads = min(spec.group_size & -spec.group_size, rows // 8)
+            return HopperConfig(block_t=rows // heads, **entry["config"])
+    return f"head_dim {spec.head_dim} of a {spec.kv_dtype} cache".replace("torch.", "")
+
+
+@cache
+def cost_model(spec: AttentionSpec, properties: DeviceProperties) -> CostModel:
+    """Return the constants by which plans and kernels choose between ways to launch.
+
+    They are the generic tree's. The tree that serves the spec may override some.
+    """
+    _, overrides = choose_tree(spec, properties, "cost_model")
+    return CostModel(**{**constants(load_tree(GENERIC)), **constants({"cost_model": overrides})})

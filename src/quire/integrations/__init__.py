@@ -1,1 +1,7 @@
-"""Where Quire meets what people already run: one module per front door, built on Quire's public names alone."""
+"""Quire behind other projects' interfaces. A module here uses Quire's public names only."""
+
+from functools import lru_cache
+
+from quire import AttentionSpec
+
+layer_spec = lru_cache(maxsize=256)(AttentionSpec)  # the same spec again for the same fields, without checking it again

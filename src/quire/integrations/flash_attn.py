@@ -68,6 +68,7 @@ def flash_attn_func(
         row_starts(pages, apart, batch, q.device),
         torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device),
         None if seqlen_q == 1 else multiples(batch + 1, seqlen_q, q.device),
+        paged=False,
     )
     plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=seqlen_k)
     out, lse = attend(q.flatten(0, 1), pages, plan, alibi_slopes, s_aux, return_attn_probs)
@@ -261,14 +262,18 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:  # the sequence begins later in its row
         first_token, seq_lens = table + cache_leftpad[:, None], (seq_lens - cache_leftpad).clamp(min=0)
     keys = Batch(
-        first_token, seq_lens.to(torch.int32), None if seqlen_q == 1 else multiples(batch + 1, seqlen_q, device)
+        first_token,
+        seq_lens.to(torch.int32),
+        None if seqlen_q == 1 else multiples(batch + 1, seqlen_q, device),
+        paged=block_table is not None,
     )
     spec = make_spec(
         q, k_cache, v_cache, head_dim, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, k, v
     )
-    plan = quire.plan(
-        spec, keys, max_query_len=seqlen_q, max_seq_len=capacity, num_splits=num_splits if num_splits > 0 else None
-    )
+    if not 0 <= num_splits <= 128:
+        raise ValueError(f"num_splits must be from 1 to 128, or 0 to have it chosen, got {num_splits}")
+    splits = None if num_splits == 0 or device.type == "cpu" else num_splits  # a hint; PyTorch does not split keys
+    plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=capacity, num_splits=splits)
 
     if k is not None:
         positions = cache_seqlens[:, None] + torch.arange(seqlen_new, device=device)

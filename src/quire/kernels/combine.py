@@ -1,9 +1,11 @@
-"""Merge partial states: the algebra of `quire.state`, for any number of them in one launch.
+"""Combine normalised states over disjoint keys: the algebra of `quire.state`, for any number of them in one launch.
 
-Grid: [num_tokens, num_q_heads]; one program owns one query and head over all states.
+Grid: [num_tokens, num_q_heads]; one program owns one query and head over all states. `quire.merge_states` launches it, and so does the Hopper kernel's
+runner, for splits.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -11,20 +13,21 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from quire.dispatch.tree import padded
-from quire.kernels.primitives import LOG2E, finish
-from quire.kernels.primitives import merge as join
+from quire.kernels.launcher import launch
+from quire.kernels.primitives import LOG2E, combine, finish
 from quire.state import State
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_states", "stride_lses_state", "stride_lses_token", "stride_lses_head"])
 def combine_kernel(
     outs, lses, out_ptr, lse_ptr, cu_seqlens_q, num_seqs, num_states,
-    stride_state, stride_token, stride_head, stride_lses_state, stride_lses_token, stride_lses_head, stride_out_token, stride_out_head, stride_lse,
+    stride_state, stride_token, stride_head, stride_lses_state, stride_lses_token, stride_lses_head,
+    stride_out_token, stride_out_head, stride_lse,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if cu_seqlens_q is not None:
         if token >= tl.load(cu_seqlens_q + num_seqs):  # of no sequence
             return
@@ -32,16 +35,17 @@ def combine_kernel(
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
     m_i = tl.full([1], float("-inf"), tl.float32)
     l_i = tl.zeros([1], tl.float32)
+    lse_ptrs = lses + token * stride_lses_token + head * stride_lses_head + one
+    out_ptrs = outs + token * stride_token + head * stride_head + one[:, None] + offs_dv[None, :]
     for i in tl.range(0, num_states):
-        other_m = (
-            tl.load(lses + i * stride_lses_state + token * stride_lses_token + head * stride_lses_head + one) * LOG2E
-        )
-        ptrs = outs + i * stride_state + token * stride_token + head * stride_head + one[:, None] + offs_dv[None, :]
-        # A state over no keys has weight 0, whatever its out holds.
-        held = (other_m > float("-inf"))[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
-        other = tl.load(ptrs, mask=held, other=0.0).to(tl.float32)
-        # A normalised state is (acc, m_i, l_i) = (out, lse, 1); without keys its denominator is 0.
-        acc, m_i, l_i = join(acc, m_i, l_i, other, other_m, tl.where(other_m > float("-inf"), 1.0, 0.0))
+        other_lse = tl.load(lse_ptrs + i.to(tl.int64) * stride_lses_state)
+        # A state over no keys has weight 0, whatever its out holds. flash-attn writes +inf there.
+        empty = tl.abs(other_lse) == float("inf")
+        held = (~empty)[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
+        other = tl.load(out_ptrs + i.to(tl.int64) * stride_state, mask=held, other=0.0).to(tl.float32)
+        # A normalised state is (acc, m_i, l_i) = (out, lse, 1); without keys its sum is 0.
+        other_m = tl.where(empty, float("-inf"), other_lse * LOG2E)
+        acc, m_i, l_i = combine(acc, m_i, l_i, other, other_m, tl.where(empty, 0.0, 1.0))
     out, lse = finish(acc, m_i, l_i)
     ptrs = out_ptr + token * stride_out_token + head * stride_out_head + one[:, None] + offs_dv[None, :]
     tl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=(offs_dv < HEAD_DIM_V)[None, :])
@@ -49,28 +53,27 @@ def combine_kernel(
         tl.store(lse_ptr + token * stride_lse + head + one, lse)
 
 
-def merge(states: Sequence[State]) -> State:
-    """Launch the merge; arguments were checked by `quire.merge_states`."""
+def merge_states(states: Sequence[State]) -> State:
+    """Launch the combine; arguments were checked by `quire.merge_states`."""
     outs, lses = torch.stack([s.out for s in states]), torch.stack([s.lse for s in states])
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     if out.numel():
-        rest, meta = arguments(outs, lses, out.stride(), lse)
-        combine_kernel[tuple(lse.shape)](outs, lses, out, lse, None, 0, *rest, **meta)
+        fixed, meta = combine_arguments(outs, lses, out.stride(), lse)
+        launch(combine_kernel, tuple(lse.shape), (outs, lses, out, lse, None, 0, *fixed), meta)
     return State(out, lse)
 
 
-def arguments(
-    outs: torch.Tensor, lses: torch.Tensor, out_strides: tuple, lse: torch.Tensor | None
-) -> tuple[tuple, dict]:
-    """Return the kernel's arguments after the tensors for states [num_states, num_tokens, num_q_heads, head_dim_v], and those given by name."""
+def combine_arguments(
+    outs: torch.Tensor, lses: torch.Tensor, out_strides: tuple[int, ...], lse: torch.Tensor | None
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the kernel's arguments after `num_seqs`, and those given by name.
+
+    Args:
+        outs: [num_states, num_tokens, num_q_heads, head_dim_v].
+        lses: [num_states, num_tokens, num_q_heads].
+        out_strides: of the result.
+        lse: of the result, or None.
+    """
     dim = outs.shape[3]
     strides = (*outs.stride()[:3], *lses.stride(), *out_strides[:2], 0 if lse is None else lse.stride(0))
     return (len(outs), *strides), {"HEAD_DIM_V": dim, "BLOCK_DV": padded(dim), "PDL": False, "num_warps": 1}
-
-
-def merge_on_cpu(states: Sequence[State]) -> State:
-    """Do the same to CPU tensors in PyTorch."""
-    outs, lses = torch.stack([s.out for s in states]).float(), torch.stack([s.lse for s in states])
-    lse = torch.logsumexp(lses, 0)
-    weights = torch.exp(lses - lse).nan_to_num(0.0)[..., None]  # no keys anywhere: -inf - -inf
-    return State(torch.where(weights > 0, weights * outs, 0.0).sum(0).to(states[0].out.dtype), lse)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from quire.cache import PagedKVCache
+from quire.kernels.formats import page_tensors
+from quire.kernels.launcher import launch
 
 
 class Part(NamedTuple):
@@ -63,39 +65,16 @@ def copy_tile(part, from_page, to_page, offs, SHAPE: tl.constexpr):
     tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
-def copy(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
+def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
     """Launch the copy within one device; arguments were checked by `quire.copy_pages`."""
-    (k, k_shape), (v, v_shape), *scales = (make_part(*tensors) for tensors in tensor_pairs(src, dst))
+    pairs = zip(page_tensors(src), page_tensors(dst), strict=True)
+    (k, k_shape), (v, v_shape), *scales = (make_part(*tensors) for tensors in pairs)
     (k_scale, scale_shape), (v_scale, _) = scales or [(None, None)] * 2
     elements = max(a * b * c * d for a, b, c, d in (k_shape, v_shape))  # scales are fewer
     block = min(2048, triton.next_power_of_2(elements))
     tiles = triton.cdiv(elements, block)
-    copy_kernel[(page_pairs.shape[0] * tiles,)](
-        k, v, k_scale, v_scale, page_pairs, K_SHAPE=k_shape, V_SHAPE=v_shape, SCALE_SHAPE=scale_shape, TILES=tiles, BLOCK=block
-    )  # fmt: skip
-
-
-def copy_on_cpu(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
-    """Do the same to CPU tensors in PyTorch."""
-    from_page, to_page = page_pairs[(page_pairs >= 0).all(1)].long().unbind(1)
-    for source, target in tensor_pairs(src, dst):
-        target[to_page] = source[from_page]
-
-
-def swap(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
-    """Copy between devices, page by page, so that nothing is staged: each copy goes straight from or to the (pinned) page."""
-    pairs = [pair for pair in page_pairs.tolist() if min(pair) >= 0]
-    for source, target in tensor_pairs(src, dst):
-        for from_page, to_page in pairs:
-            target[to_page].copy_(source[from_page], non_blocking=True)
-
-
-def tensor_pairs(src: PagedKVCache, dst: PagedKVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what a copy reads and writes: keys, values, and scales where they belong to tokens."""
-    pairs = [(src.k, dst.k), (src.v, dst.v)]
-    if src.dtype.itemsize == 1:  # neither indexing nor every target's compiler knows every 8-bit float
-        pairs = [(source.view(torch.uint8), target.view(torch.uint8)) for source, target in pairs]
-    return pairs + [(src.k_scale, dst.k_scale), (src.v_scale, dst.v_scale)] * (src.scale_kind == "token")
+    meta = {"K_SHAPE": k_shape, "V_SHAPE": v_shape, "SCALE_SHAPE": scale_shape, "TILES": tiles, "BLOCK": block}
+    launch(copy_kernel, (page_pairs.shape[0] * tiles,), (k, v, k_scale, v_scale, page_pairs), meta)
 
 
 def make_part(source: torch.Tensor, target: torch.Tensor) -> tuple[Part, tuple[int, int, int, int]]:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels import formats
 from quire.spec import AttentionSpec
 
 
@@ -130,9 +131,7 @@ SOFTWARE_DECODERS = {torch.float8_e4m3fn: e4m3_in_software, torch.float8_e5m2: e
 FP8X2_DECODERS = {torch.float8_e4m3fn: (e4m3x2_in_software, e4m3x2), torch.float8_e5m2: (e5m2x2, e5m2x2)}
 SOFTWARE_ENCODERS = {torch.float8_e4m3fn: to_e4m3_in_software, torch.float8_e5m2: to_e5m2_in_software}
 ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8: to_int8}
-# A token's largest magnitude below which its scale is 1 and all of it rounds to 0: the quotient would not be a normal float32.
-SMALLEST_PEAK = tl.constexpr(1e-30)
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+SMALLEST_PEAK = tl.constexpr(formats.SMALLEST_PEAK)
 
 
 def score_mod(spec: AttentionSpec):
@@ -153,8 +152,3 @@ def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool):
 def encoder(dtype: torch.dtype, native_fp8: bool):
     """Return the function that turns float32 into stored elements of `dtype`; None where nothing is quantised."""
     return ENCODERS.get(dtype) if native_fp8 or dtype not in SOFTWARE_ENCODERS else SOFTWARE_ENCODERS[dtype]
-
-
-def largest(dtype: torch.dtype) -> float | None:
-    """Return the largest magnitude that a quantised dtype stores; None for the others."""
-    return LARGEST.get(dtype)

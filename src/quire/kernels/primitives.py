@@ -1,8 +1,11 @@
-"""The steps of paged attention: find the pages, attend to one tile of keys, merge partial states, finish.
+"""The steps of paged attention: find the pages, attend to one tile of keys, combine partial states, finish.
 
-Each is a jit function that reads as its formula; `blocks.py` and `shares.py` string them together. A running state is `(acc, m_i, l_i)`: acc not
-normalised, m_i the maximum of the scores in base-2 exponents, l_i the sum of exponentials relative to m_i. An empty state has m_i = -inf.
+Each step is a jit function that reads as its formula; the block kernel and the split-KV kernel string them together. A running state is
+`(acc, m_i, l_i)`: acc is not normalised, m_i is the maximum of the scores as a base-2 exponent, and l_i is the sum of exponentials relative to m_i.
+An empty state has m_i = -inf. The names are those of FlashAttention-2 (arXiv 2307.08691, section 3.1).
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -11,22 +14,104 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
-def find_pages(row, tile, kv_start, kv_stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the page of each key of the tile that begins at position `tile`; 0 outside [kv_start, kv_stop). `row` points at the table row.
+class Tiling(NamedTuple):
+    """What is known at compile time about a tile of keys. Kernels build it once and pass it as one constexpr."""
 
-    Kernels call this one tile window_right, so that the loads of K and V never wait behind it.
+    BLOCK_N: Any  # keys of a tile
+    PAGE_SIZE: Any
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    BLOCK_D: Any  # HEAD_DIM, padded to a power of two
+    BLOCK_DV: Any
+    K_VEC: Any  # contiguous elements of a head (vLLM's x)
+    V_VEC: Any
+    WIDE_OFFSETS: Any  # an offset within a page may pass 2^31
+    SCORE_MOD: Any  # jit function, or None
+    DECODE: Any  # jit function from stored elements to numbers
+    PACKED_FP8: Any  # a stored element is a pair of fp8 numbers
+    TOKEN_SCALES: Any  # scales per token and head
+    INPUT_PRECISION: Any
+    PER_ROW_MASK: Any  # rows are of several query tokens, which see different keys
+
+
+class Scoring(NamedTuple):
+    """How products become scores, and which keys a query sees."""
+
+    scale: Any  # softmax scale, times the key scale of the head
+    exponent_scale: Any  # factor from what the softmax is given to base-2 exponents
+    softcap: Any
+    window_left: Any  # query position i sees keys i - window_left to i + window_right
+    window_right: Any
+
+
+class Rows(NamedTuple):
+    """The rows of a row block: (query token, query head) pairs of one KV head."""
+
+    token: Any  # int64, of the batch
+    head: Any  # int64, query head
+    q_pos: Any  # position of the token among its sequence's keys
+    owned: Any  # false for padding rows
+
+
+class Outputs(NamedTuple):
+    """Where results go."""
+
+    out_ptr: Any  # [num_tokens, num_q_heads, HEAD_DIM_V]
+    lse_ptr: Any  # [num_tokens, num_q_heads] float32, or None
+    sinks_ptr: Any  # [num_q_heads], or None
+    stride_token: Any
+    stride_head: Any
+    stride_lse: Any
+
+
+@triton.jit
+def find_rows(first_row, q_start, q_len, first_pos, kv_head, GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
+    """Return NUM_ROWS rows of a sequence, from its `first_row`-th on.
+
+    The rows of a sequence are its (token, query head of this KV head) pairs, flattened. All heads of a group share their loads of K and V.
+    """
+    row = first_row + tl.arange(0, NUM_ROWS)
+    owned = row < q_len * GROUP
+    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
+    token = (q_start + row // GROUP).to(tl.int64)
+    return Rows(token, head, first_pos + row // GROUP, owned)
+
+
+@triton.jit
+def head_scales(cache, kv, kv_head, scale, TOKEN_SCALES: tl.constexpr):
+    """Return the softmax scale times the key scale of a KV head, and its value scale."""
+    v_scale = 1.0
+    if cache.k_scale is not None and not TOKEN_SCALES:
+        scale = scale * tl.load(cache.k_scale + kv_head * kv.scale_head)
+        v_scale = tl.load(cache.v_scale + kv_head * kv.scale_head)
+    return scale, v_scale
+
+
+@triton.jit
+def table_row(kv, seq, stride_table):
+    """Return a pointer to the first page number of a sequence."""
+    if kv.cu_pages is None:
+        return kv.page_table + seq.to(tl.int64) * stride_table
+    else:
+        return kv.page_table + tl.load(kv.cu_pages + seq)
+
+
+@triton.jit
+def find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the page of each key of the tile that begins at position `pos`; 0 outside [kv_start, kv_stop). `row` is a `table_row`.
+
+    Kernels call this one tile ahead, so that the loads of K and V never wait for it.
     """
     if PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page
-        return tl.load(row + tile // PAGE_SIZE, mask=tile < kv_stop, other=0)
+        return tl.load(row + pos // PAGE_SIZE, mask=pos < kv_stop, other=0)
     else:
-        kv_pos = tile + tl.arange(0, BLOCK_N)
+        kv_pos = pos + tl.arange(0, BLOCK_N)
         return tl.load(row + kv_pos // PAGE_SIZE, mask=(kv_pos >= kv_start) & (kv_pos < kv_stop), other=0)
 
 
 @triton.jit
 def dim_offsets(offs_d, stride_vec, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where the elements of a head lie, which come in runs of VEC side by side."""
+    """Return the offsets of a head's elements, which come in vectors of VEC contiguous ones."""
     if VEC * 2 > BLOCK:  # a head is contiguous
         return offs_d
     return offs_d // VEC * stride_vec + offs_d % VEC
@@ -34,13 +119,16 @@ def dim_offsets(offs_d, stride_vec, VEC: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_queries(ptrs, owned, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED_FP8: tl.constexpr):
-    """Load the queries of a block, whose rows begin at `ptrs`; with PACKED_FP8 their even and odd dims as float16, and the power of two they were divided by."""
+    """Load the queries of a row block, whose rows begin at `ptrs`.
+
+    With PACKED_FP8 return the even dims, the odd dims, both as float16, and the power of two by which each row was divided.
+    """
     if PACKED_FP8:
         offs_d = 2 * tl.arange(0, BLOCK_D // 2)
         keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
         even = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0).to(tl.float32)
         odd = tl.load(ptrs[:, None] + (offs_d + 1)[None, :], mask=keep, other=0.0).to(tl.float32)
-        # The largest of a row goes to 2^13, so that those down to 2^-27 of it are exact in float16.
+        # The largest magnitude of a row becomes 2^13 or more, so that magnitudes down to 2^-27 of it are exact in float16.
         peak = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
         exponent = tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 14)
         down = ((267 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(13 - e), e = exponent - 127
@@ -53,21 +141,19 @@ def load_queries(ptrs, owned, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAC
 
 @triton.jit
 def empty_state(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8: tl.constexpr):
-    """Return the state over no keys; with PACKED_FP8 its acc is two, of the even and the odd columns."""
+    """Return the state over no keys; with PACKED_FP8 its acc is two, of the even and of the odd columns."""
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if PACKED_FP8:
         return (
-            (tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)),
-            m_i,
-            l_i,
-        )
+            (tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)), m_i, l_i
+        )  # fmt: skip
     else:
         return tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), m_i, l_i
 
 
 @triton.jit
 def join_even_odd(acc, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8: tl.constexpr):
-    """Return acc as one, its columns in order."""
+    """Return acc as one tensor with its columns in order."""
     if PACKED_FP8:
         even, odd = acc
         return tl.reshape(tl.join(even, odd), [BLOCK_M, BLOCK_DV])
@@ -77,60 +163,78 @@ def join_even_odd(acc, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8
 
 @triton.jit
 def attend_tile(
-    acc, m_i, l_i, q, kv, page, tile, kv_head, q_pos, slopes, kv_start, kv_stop, exponent_scale, scale, softcap, window_left, window_right,
-    MASKED: tl.constexpr, PER_ROW_MASK: tl.constexpr, SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, PACKED_FP8: tl.constexpr, TOKEN_SCALES: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, slopes, kv_start, kv_stop, scoring,
+    T: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load the tile of keys that begins at position `tile` and fold it into the state; without masks where every row sees every key."""
-    kv_pos = tile + tl.arange(0, BLOCK_N)
-    # Keys that no row sees may lie in pages that were freed or never written. They must not be read: 0 * NaN is NaN.
-    keep = (kv_pos >= kv_start) & (kv_pos < kv_stop)
-    slot = (
-        tl.arange(0, BLOCK_N) if BLOCK_N % PAGE_SIZE == 0 else kv_pos
-    ) % PAGE_SIZE  # the former is the same in every tile
-    EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
-    offs_d, offs_dv = tl.arange(0, BLOCK_D // EACH), tl.arange(0, BLOCK_DV // EACH)
+    """Fold the tile of keys that begins at position `pos` into the state.
+
+    Args:
+        acc, m_i, l_i: the running state.
+        q: [BLOCK_M, BLOCK_D], from `load_queries`.
+        cache: views.CacheTensors.
+        kv: views.KVLayout.
+        kv_head: KV head, int64.
+        page: page of each key, from `find_pages`.
+        pos: position of the tile's first key.
+        rows: Rows.
+        slopes: ALiBi slope of each row, or None.
+        kv_start, kv_stop: the keys that any row of the sequence sees. Others may lie in freed pages and hold NaN: they must not be read.
+        scoring: Scoring.
+        T: Tiling.
+        MASKED: false where every row sees every key of the tile.
+    """
+    kv_pos = pos + tl.arange(0, T.BLOCK_N)
+    keep = (kv_pos >= kv_start) & (kv_pos < kv_stop)  # 0 * NaN is NaN
+    if T.BLOCK_N % T.PAGE_SIZE == 0:
+        slot = tl.arange(0, T.BLOCK_N) % T.PAGE_SIZE  # the same in every tile
+    else:
+        slot = kv_pos % T.PAGE_SIZE
+    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
+    offs_d, offs_dv = tl.arange(0, T.BLOCK_D // EACH), tl.arange(0, T.BLOCK_DV // EACH)
     page = page.to(tl.int64)  # page * stride passes 2^31
-    offs_k = slot * kv.k_slot + kv_head * kv.k_head + page * kv.k_page
+    if T.WIDE_OFFSETS:
+        slot, offs_d, offs_dv = slot.to(tl.int64), offs_d.to(tl.int64), offs_dv.to(tl.int64)
+    offs_k = slot * kv.k_slot + (page * kv.k_page + kv_head * kv.k_head)
     offs_v = offs_k
     if kv.v_page is not None:
-        offs_v = slot * kv.v_slot + kv_head * kv.v_head + page * kv.v_page
-    k_ptrs = kv.k + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, K_VEC, BLOCK_D // EACH)[None, :]
-    v_ptrs = kv.v + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, V_VEC, BLOCK_DV // EACH)[None, :]
-    k = load_tile(k_ptrs, keep, offs_d, MASKED, HEAD_DIM // EACH, BLOCK_D // EACH)
-    v = load_tile(v_ptrs, keep, offs_dv, MASKED, HEAD_DIM_V // EACH, BLOCK_DV // EACH)
-    if PACKED_FP8:
+        offs_v = slot * kv.v_slot + (page * kv.v_page + kv_head * kv.v_head)
+    k_ptrs = cache.k + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
+    v_ptrs = cache.v + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
+    k = load_tile(k_ptrs, keep, offs_d, MASKED, T.HEAD_DIM // EACH, T.BLOCK_D // EACH)
+    v = load_tile(v_ptrs, keep, offs_dv, MASKED, T.HEAD_DIM_V // EACH, T.BLOCK_DV // EACH)
+    # float16 cannot hold small probabilities times small scales. There values are scaled, as a float16 cache holds them.
+    SCALE_V: tl.constexpr = T.TOKEN_SCALES and q.dtype == tl.float16 if not T.PACKED_FP8 else False
+    if T.PACKED_FP8:
         q_even, q_odd, q_scale = q
-        k_even, k_odd = DECODE(k)
-        v = DECODE(v)
-        scores = (
-            tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even))) * q_scale[:, None]
-        )  # [BLOCK_M, BLOCK_N]
+        k_even, k_odd = T.DECODE(k)
+        v = T.DECODE(v)
+        scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))  # [BLOCK_M, BLOCK_N]
+        scores = scores * q_scale[:, None]
     else:
-        v = DECODE(v, q.dtype)
-        scores = tl.dot(q, tl.trans(DECODE(k, q.dtype)), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+        v = T.DECODE(v, tl.float32 if SCALE_V else q.dtype)
+        scores = tl.dot(q, tl.trans(T.DECODE(k, q.dtype)), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
     v_scale = None
-    if TOKEN_SCALES:
-        offs_scale = page * kv.scale_page + slot * kv.scale_slot + kv_head * kv.scale_head
-        scores *= tl.load(kv.k_scale + offs_scale, mask=keep, other=0.0)[None, :]
-        v_scale = tl.load(kv.v_scale + offs_scale, mask=keep, other=0.0)
-    if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores * scale, q_pos, kv_pos, slopes, softcap)
+    if T.TOKEN_SCALES:
+        offs_scale = slot * kv.scale_slot + (page * kv.scale_page + kv_head * kv.scale_head)
+        scores *= tl.load(cache.k_scale + offs_scale, mask=keep, other=0.0)[None, :]
+        v_scale = tl.load(cache.v_scale + offs_scale, mask=keep, other=0.0)
+        if SCALE_V:
+            v = (v * v_scale[:, None]).to(q.dtype)
+            v_scale = None
+    if T.SCORE_MOD is not None:
+        scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     if MASKED:
         visible = keep[None, :]
-        if PER_ROW_MASK:  # rows of several query tokens, which see different keys
-            visible = (
-                visible
-                & (kv_pos[None, :] >= q_pos[:, None] - window_left)
-                & (kv_pos[None, :] <= q_pos[:, None] + window_right)
-            )
+        if T.PER_ROW_MASK:
+            first, last = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
+            visible = visible & (kv_pos[None, :] >= first[:, None]) & (kv_pos[None, :] <= last[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    return softmax_step(acc, m_i, l_i, scores, v, v_scale, exponent_scale, PACKED_FP8, INPUT_PRECISION)
+    return softmax_step(acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION)
 
 
 @triton.jit
 def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Load [BLOCK_N, BLOCK] elements with no more masks than are needed."""
     if MASKED and DIM == BLOCK:
         return tl.load(ptrs, mask=keep[:, None], other=0.0)
     if MASKED:
@@ -144,8 +248,11 @@ def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK
 def softmax_step(
     acc, m_i, l_i, scores, v, v_scale, exponent_scale, PACKED_FP8: tl.constexpr, INPUT_PRECISION: tl.constexpr
 ):
-    """Fold one tile of scores [M, N] and values [N, DV] into a running state; `scores * exponent_scale` are base-2 exponents."""
-    # Any m_i near the maximum will do. With float16 probabilities, one below it keeps those of long tails from vanishing: at most 2^12, not 1.
+    """Fold one tile of scores [M, N] and values [N, DV] into a running state.
+
+    `scores * exponent_scale` are base-2 exponents.
+    """
+    # Any m_i near the maximum serves. float16 probabilities are given 12 bits of headroom, so that those of long tails do not vanish.
     HEADROOM: tl.constexpr = 12 if PACKED_FP8 else 0
     m_new = tl.maximum(m_i, tl.max(scores, 1) * exponent_scale - HEADROOM)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
@@ -164,12 +271,12 @@ def softmax_step(
 
 
 @triton.jit
-def merge(acc, m_i, l_i, other_acc, other_m, other_l, PACKED_FP8: tl.constexpr = False):
+def combine(acc, m_i, l_i, other_acc, other_m, other_l, PACKED_FP8: tl.constexpr = False):
     """Join two states over disjoint keys: rescale both to the shared maximum and add."""
     m_new = tl.maximum(m_i, other_m)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha, beta = tl.exp2(m_i - shift), tl.exp2(other_m - shift)
-    # Fused by hand, so that every kernel rounds alike, whatever the compiler makes of the rest.
+    # Fused by hand, so that every kernel rounds alike, whatever the compiler makes of the surroundings.
     l_i = tl.fma(l_i, alpha, other_l * beta)
     if PACKED_FP8:
         even, odd = acc
@@ -186,27 +293,27 @@ def weighted_sum(acc, alpha, other, beta):
 
 @triton.jit
 def finish(acc, m_i, l_i):
-    """Normalise a state: return (out, lse), 0 and -inf where no key was seen."""
-    seen = l_i > 0.0
-    safe = tl.where(seen, l_i, 1.0)
-    inverse = 1.0 / safe  # and a Newton step, since `/` on a GPU is good to two units in the last place
+    """Normalise a state: return (out, lse), 0 and -inf where no key was seen, NaN where a score was."""
+    empty = l_i == 0.0
+    safe = tl.where(empty, 1.0, l_i)
+    inverse = 1.0 / safe
+    # One Newton step: `/` on a GPU is good to two units in the last place only.
     inverse = tl.fma(inverse, tl.fma(-safe, inverse, tl.zeros_like(safe) + 1.0), inverse)
     out = acc * inverse[:, None]
-    lse = tl.where(seen, tl.fma(m_i, tl.zeros_like(m_i) + LN2, tl.log(safe)), float("-inf"))
+    lse = tl.where(empty, float("-inf"), tl.fma(m_i, tl.zeros_like(m_i) + LN2, tl.log(safe)))
     return out, lse
 
 
 @triton.jit
-def store_result(
-    out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse, acc, m_i, l_i, v_scale,
-    token, head, owned, offs_dv, HEAD_DIM_V: tl.constexpr,
-):  # fmt: skip
-    """Finish a state and write columns `offs_dv` of its rows; `token` is int64."""
-    if sinks_ptr is not None:  # one more key, of score sink[h] and value 0
-        sink = tl.load(sinks_ptr + head, mask=owned, other=0.0).to(tl.float32) * LOG2E
-        acc, m_i, l_i = merge(acc, m_i, l_i, tl.zeros_like(acc), sink, tl.zeros_like(sink) + 1.0)
+def store_result(outputs, acc, m_i, l_i, v_scale, rows, offs_dv, HEAD_DIM_V: tl.constexpr):
+    """Finish a state and write columns `offs_dv` of its rows."""
+    if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
+        sink = tl.load(outputs.sinks_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32) * LOG2E
+        acc, m_i, l_i = combine(acc, m_i, l_i, tl.zeros_like(acc), sink, tl.zeros_like(sink) + 1.0)
     out, lse = finish(acc, m_i, l_i)
-    ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_dv[None, :]
-    tl.store(ptrs, (out * v_scale).to(out_ptr.dtype.element_ty), mask=owned[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
-    if lse_ptr is not None:
-        tl.store(lse_ptr + token * stride_lse + head, lse, mask=owned)
+    ptrs = outputs.out_ptr + (rows.token * outputs.stride_token + rows.head * outputs.stride_head)[:, None]
+    ptrs += offs_dv[None, :]
+    out = (out * v_scale).to(outputs.out_ptr.dtype.element_ty)
+    tl.store(ptrs, out, mask=rows.owned[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+    if outputs.lse_ptr is not None:
+        tl.store(outputs.lse_ptr + rows.token * outputs.stride_lse + rows.head, lse, mask=rows.owned)

@@ -11,13 +11,18 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache, Strides
 
 
-class PagedKV(NamedTuple):
-    """A cache and the table through which sequences reach it."""
+class CacheTensors(NamedTuple):
+    """The tensors of a cache, which change from layer to layer."""
 
-    k: Any  # element (page, slot, head, dim) at page * k_page + slot * k_slot + head * k_head + dim // k_vec_size * k_vec + dim % k_vec_size
+    k: Any  # element (page, slot, head, dim) at page * k_page + slot * k_slot + head * k_head + dim // vec * k_vec + dim % vec
     v: Any
-    k_scale: Any  # element (page, slot, head) likewise, or None
+    k_scale: Any  # element (page, slot, head) likewise; None where the cache is not quantised
     v_scale: Any
+
+
+class KVLayout(NamedTuple):
+    """Strides of a cache, and the table through which sequences reach it. They are the same for all layers."""
+
     page_table: Any  # row of sequence s at s * stride_table, or at cu_pages[s]
     cu_pages: Any
     seq_lens: Any  # [num_seqs] int32
@@ -26,7 +31,7 @@ class PagedKV(NamedTuple):
     k_slot: int
     k_head: int
     k_vec: int
-    v_page: int | None  # None, with the next two, where v lies as k does: its offsets need not be computed again
+    v_page: int | None  # None, with the next two, where v has k's strides: its offsets need not be computed again
     v_slot: int | None
     v_head: int | None
     v_vec: int
@@ -35,34 +40,40 @@ class PagedKV(NamedTuple):
     scale_head: int
 
 
-class Scratch(NamedTuple):
-    """Partial states of blocks that are cut, and the counters by which the last program of each knows that it is the last.
+class Partials(NamedTuple):
+    """Scratch of the split-KV kernel: partials of row blocks that are cut, and the counters of their arrivals.
 
-    A share has two slots: the first for the block in whose midst it begins, the second for the one that it leaves unfinished. Where chunks are states of
-    their own, each chunk has one. Of the Hopper kernel's blocks the states lie as [tokens, num_q_heads, num_parts], acc normalised and m_i the lse.
+    A partition has two slots: the first for the row block that it enters midway, the second for the one that it leaves unfinished. With fixed splits,
+    each split has one slot.
     """
 
     acc: Any  # [num_slots, num_kv_heads, rows, head_dim_v] float32, not normalised
-    m_i: Any  # [num_slots, num_kv_heads, rows] float32, running maximum in base-2 exponents
+    m_i: Any  # [num_slots, num_kv_heads, rows] float32, running maximum as a base-2 exponent
     l_i: Any  # same shape, sum of exponentials relative to m_i
-    counter: Any  # [2 * num_shares, num_kv_heads] int32, 0 between launches; arrivals count at the slot of a partial state that is waited for
+    counter: Any  # [2 * num_partitions, num_kv_heads] int32, 0 between launches; arrivals are counted at the slot of a partial
 
 
-def paged_kv(cache: PagedKVCache, batch: Batch, element: torch.dtype) -> PagedKV:
-    """Assemble the view; its elements are those of `element`: the cache's own dtype, its bytes, or pairs of them."""
+def cache_tensors(cache: PagedKVCache, element: torch.dtype) -> CacheTensors:
+    """Return a cache's tensors, as elements of `element`: the cache's dtype, its bytes, or pairs of them."""
+    if element is cache.dtype:
+        return CacheTensors(cache.k, cache.v, cache.k_scale, cache.v_scale)
+    return CacheTensors(cache.k.view(element), cache.v.view(element), cache.k_scale, cache.v_scale)
+
+
+def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_offsets: bool = True) -> KVLayout:
+    """Return a cache's strides in elements of `element`; `share_offsets` leaves out those of v that are k's."""
     ks, vs = cache.strides
-    k, v = (cache.k, cache.v) if element is cache.dtype else (cache.k.view(element), cache.v.view(element))
     if element.itemsize > cache.dtype.itemsize:
         ks, vs = (Strides(*(stride // 2 for stride in s)) for s in (ks, vs))
-    v_strides = (None, None, None) if vs[:3] == ks[:3] else vs[:3]
-    return PagedKV(
-        k, v, cache.k_scale, cache.v_scale, batch.page_table, batch.cu_pages, batch.seq_lens, batch.query_offsets,
-        ks.page, ks.slot, ks.head, ks.run, *v_strides, vs.run, *cache.scale_strides,
+    v_strides = (None, None, None) if share_offsets and vs[:3] == ks[:3] else vs[:3]
+    return KVLayout(
+        batch.page_table, batch.cu_pages, batch.seq_lens, batch.query_offsets,
+        ks.page, ks.slot, ks.head, ks.vec, *v_strides, vs.vec, *cache.scale_strides,
     )  # fmt: skip
 
 
 def can_pack_fp8(cache: PagedKVCache) -> bool:
-    """Whether the elements of every head lie side by side and can be read two by two."""
+    """Whether the elements of every head are contiguous and can be read two by two."""
     return cache.layout != "HDNX" and all(
         tensor.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in tensor.stride()[:-1])
         for tensor in (cache.k, cache.v)

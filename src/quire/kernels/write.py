@@ -12,6 +12,8 @@ from quire.cache import PagedKVCache
 from quire.dispatch.device import device_properties
 from quire.dispatch.tree import padded
 from quire.kernels import mods
+from quire.kernels.formats import largest
+from quire.kernels.launcher import launch
 from quire.kernels.primitives import dim_offsets
 
 
@@ -63,7 +65,7 @@ def write_head(
     tl.store(target + dim_offsets(offs_d.to(tl.int64), stride_vec, VEC, BLOCK), x, mask=inside)
 
 
-def write(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
     """Launch the write; arguments were checked by `quire.write_kv`."""
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
@@ -73,41 +75,12 @@ def write(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: t
     as_bytes = not native and cache.dtype in mods.SOFTWARE_DECODERS
     k_cache, v_cache = (t.view(torch.uint8) if as_bytes else t for t in (cache.k, cache.v))
     ks, vs = cache.strides
-    write_kernel[(num_tokens, cache.num_kv_heads)](
-        k, v, k_cache, v_cache, cache.k_scale, cache.v_scale, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        *ks[:4], *vs[:4], *cache.scale_strides,
-        PAGE_SIZE=cache.page_size, HEAD_DIM=cache.head_dim, HEAD_DIM_V=cache.head_dim_v, BLOCK_D=padded(cache.head_dim),
-        BLOCK_DV=padded(cache.head_dim_v), K_VEC=ks.vec_size, V_VEC=vs.vec_size, ENCODE=encoder, LARGEST=mods.largest(cache.dtype),
-        TOKEN_SCALES=cache.scale_kind == "token", num_warps=1,
-    )  # fmt: skip
-
-
-def write_on_cpu(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
-    """Do the same to CPU tensors in PyTorch."""
-    kept = (slot_mapping >= 0).nonzero()[:, 0]
-    positions = slot_mapping[kept]
-    page, slot = positions // cache.page_size, positions % cache.page_size
-    largest = mods.largest(cache.dtype)
-    for x, stored, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
-        x = x.detach()[kept]  # a cache is no part of a graph, as it is none on a GPU
-        if largest is not None:
-            x = x.float()
-            if cache.scale_kind == "token":
-                peak = torch.where(x.isfinite(), x.abs(), 0.0).amax(-1)
-                fresh = torch.where(peak > mods.SMALLEST_PEAK.value, peak / largest, 1.0)
-                scale[page, slot] = fresh
-                x = x / fresh[..., None]
-            elif scale is not None:
-                x = x / scale[:, None]
-            x = (x.round().nan_to_num(0.0) if cache.dtype is torch.int8 else x).clamp(-largest, largest)
-        x = x.to(cache.dtype)
-        if x.dtype.itemsize == 1:  # indexing is not implemented for every 8-bit float
-            x, stored = x.view(torch.uint8), stored.view(torch.uint8)
-        if cache.layout == "NHD":
-            stored[page, slot] = x
-        elif cache.layout == "HND":
-            stored[page, :, slot] = x
-        elif stored.dim() == 5:
-            stored[page, :, :, slot] = x.unflatten(-1, (stored.shape[2], stored.shape[4]))
-        else:
-            stored[page, :, :, slot] = x
+    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *ks[:4], *vs[:4], *cache.scale_strides
+    meta = {
+        "PAGE_SIZE": cache.page_size, "HEAD_DIM": cache.head_dim, "HEAD_DIM_V": cache.head_dim_v,
+        "BLOCK_D": padded(cache.head_dim), "BLOCK_DV": padded(cache.head_dim_v), "K_VEC": ks.vec_size,
+        "V_VEC": vs.vec_size, "ENCODE": encoder, "LARGEST": largest(cache.dtype),
+        "TOKEN_SCALES": cache.scale_kind == "token", "num_warps": 1,
+    }  # fmt: skip
+    arguments = k, v, k_cache, v_cache, cache.k_scale, cache.v_scale, slot_mapping, *strides
+    launch(write_kernel, (num_tokens, cache.num_kv_heads), arguments, meta)

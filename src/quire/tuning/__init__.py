@@ -1,1 +1,1 @@
-"""How a launch is chosen: device properties, legal tiles, and decision trees kept as data."""
+"""`quire tune`, offline: the space of configurations, the sweep that measures it, the fit of a tree, and its judge."""

@@ -1,4 +1,4 @@
-"""The space that `quire tune` sweeps: which configurations are legal for a spec on a device."""
+"""The space that `quire tune` sweeps: the configurations that are legal for a spec on a device."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,79 +6,93 @@ from itertools import product
 
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import DeviceProperties
+from quire.dispatch.tree import padded
 from quire.spec import AttentionSpec
 
-ROWS, KEYS, WARPS, STAGES, PROGRAMS = (16, 32, 64, 128), (16, 32, 64, 128, 256), (2, 4, 8), (1, 2, 3, 4), (1, 2, 3, 4)
-NUMBERS_PER_THREAD = 160  # of accumulators and scores, beside which 255 registers leave room for the rest
-FEW_ROWS = 64  # of decode and drafts, whose keys are split between programs
-SIMDS = 4  # of AMD's compute units
+BLOCK_M = (16, 32, 64, 128)
+BLOCK_N = (16, 32, 64, 128, 256)
+NUM_WARPS = (2, 4, 8)
+NUM_STAGES = (1, 2, 3, 4)
+PROGRAMS_PER_SM = (1, 2, 3, 4)
+MAX_VALUES_PER_THREAD = 160  # of accumulators and scores; the rest of a thread's 255 registers hold everything else
+MAX_SPLIT_ROWS = 64  # sequences of at most so many rows (decode, drafts) have their keys split between programs
+LARGE_SHARED_MEMORY = 128 * 1024  # bytes
+SIMDS_PER_CU = 4  # AMD
 
 
-def tiles(
-    spec: AttentionSpec,
-    properties: DeviceProperties,
-    rows_per_seq: int,
-    block_d: int,
-    block_dv: int,
-    quick: bool = False,
+def legal_configs(
+    spec: AttentionSpec, properties: DeviceProperties, rows_per_seq: int, quick: bool = False
 ) -> Iterator[KernelConfig]:
-    """Go through the configurations that are legal for a spec on a device, for batches whose sequences have up to `rows_per_seq` rows.
+    """Go through the configurations that are legal for a spec on a device.
 
-    A block has no more rows than a sequence; what is in flight fits the shared memory, of all programs that a multiprocessor is expected to hold at once;
-    and a thread's part of the accumulators and scores fits its registers. What a compiler makes of it is seen only afterwards.
+    A block has no more rows than a sequence. The tiles in flight fit the shared memory, for all programs that an SM is
+    expected to hold at once. A thread's accumulators and scores fit its registers; whether the compiler spills is known
+    only after compilation.
 
     Args:
         spec: what is computed.
         properties: of the device.
-        rows_per_seq: most rows of any sequence.
-        block_d: head_dim, padded.
-        block_dv: head_dim_v, padded.
-        quick: only those that are usual winners, AMD's hints left to the compiler.
+        rows_per_seq: most rows of any sequence: (query token, query head of one KV head) pairs.
+        quick: go through the usual winners only, and leave AMD's hints to the compiler.
     """
-    few, roomy = rows_per_seq <= FEW_ROWS, properties.shared_memory >= 128 * 1024
-    if quick:
-        keys, warps, stages, programs = KEYS[1:4], WARPS[1:], STAGES[1:3], PROGRAMS[:3] if few else PROGRAMS[:1]
-    else:
-        stages = STAGES[1:] if roomy else STAGES
-        if few:
-            keys, warps, programs = KEYS[1:] if roomy else KEYS, WARPS, PROGRAMS if rows_per_seq <= 16 else PROGRAMS[:3]
-        else:  # arithmetic is the limit: more programs would only share it
-            keys, warps, programs = KEYS[1:4], WARPS[1:], PROGRAMS[:2]
-    for block_m, block_n, num_warps, num_stages, unmasked, per_sm in product(
-        ROWS, keys, warps, stages, (False, True), programs
+    block_d, block_dv = padded(spec.head_dim), padded(spec.head_dim_v)
+    splits_keys = rows_per_seq <= MAX_SPLIT_ROWS
+    block_ns, warps, stages, programs = ranges(properties, rows_per_seq, quick)
+    for block_m, block_n, num_warps, num_stages, full_tile_loop, programs_per_sm in product(
+        BLOCK_M, block_ns, warps, stages, (False, True), programs
     ):
-        tile = KernelConfig(block_m, block_n, num_warps, num_stages, unmasked, per_sm, block_d, block_dv)
-        fits = tile.shared_memory(spec) * per_sm <= properties.shared_memory
-        held = block_m * (block_dv + block_n) // ((64 if properties.has_mfma else 32) * num_warps) <= NUMBERS_PER_THREAD
-        if not (fits and held and block_m <= max(16, rows_per_seq)) or (unmasked and few):
+        config = KernelConfig(
+            block_m, block_n, num_warps, num_stages, full_tile_loop, programs_per_sm, block_d, block_dv
+        )
+        num_threads = (64 if properties.has_mfma else 32) * num_warps
+        if (
+            config.shared_memory(spec) * programs_per_sm > properties.shared_memory
+            or block_m * (block_dv + block_n) // num_threads > MAX_VALUES_PER_THREAD
+            or block_m > max(16, rows_per_seq)
+            or (full_tile_loop and splits_keys)
+        ):
             continue
         if not quick:
-            yield from hinted(tile, properties)
+            yield from hinted(config, properties)
         elif (num_warps == 8) == (block_m == 128) and (
-            few or unmasked == (num_stages == deepest(tile, spec, properties))
+            # Prompts: a loop without masks with as many stages as fit, and one loop with masks with fewer.
+            splits_keys or full_tile_loop == (num_stages == max_stages(config, spec, properties))
         ):
-            yield tile
+            yield config
 
 
-def deepest(tile: KernelConfig, spec: AttentionSpec, properties: DeviceProperties) -> int:
-    """Return how many stages of a tile fit, up to three."""
-    return next(
-        (
-            n
-            for n in (3, 2)
-            if replace(tile, num_stages=n).shared_memory(spec) * tile.programs_per_sm <= properties.shared_memory
-        ),
-        1,
-    )
+def ranges(properties: DeviceProperties, rows_per_seq: int, quick: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the values of block_n, num_warps, num_stages and programs_per_sm that are tried."""
+    splits_keys = rows_per_seq <= MAX_SPLIT_ROWS
+    if quick:
+        programs = PROGRAMS_PER_SM[:3] if splits_keys else PROGRAMS_PER_SM[:1]
+        return BLOCK_N[1:4], NUM_WARPS[1:], NUM_STAGES[1:3], programs
+    large = properties.shared_memory >= LARGE_SHARED_MEMORY
+    stages = NUM_STAGES[1:] if large else NUM_STAGES
+    if not splits_keys:  # prompts are bound by arithmetic, which more programs per SM only divide
+        return BLOCK_N[1:4], NUM_WARPS[1:], stages, PROGRAMS_PER_SM[:2]
+    programs = PROGRAMS_PER_SM if rows_per_seq <= 16 else PROGRAMS_PER_SM[:3]
+    return BLOCK_N[1:] if large else BLOCK_N, NUM_WARPS, stages, programs
 
 
-def hinted(tile: KernelConfig, properties: DeviceProperties) -> Iterator[KernelConfig]:
-    """Go through what the target's compiler may be told about a tile: nothing; on AMD also to have as many waves on a SIMD as the programs that are expected
-    come to, or to take smaller matrix instructions than the largest that fit, which are its own choice.
+def max_stages(config: KernelConfig, spec: AttentionSpec, properties: DeviceProperties) -> int:
+    """Return how many stages of a configuration fit the shared memory, up to three."""
+    for num_stages in (3, 2):
+        per_program = replace(config, num_stages=num_stages).shared_memory(spec)
+        if per_program * config.programs_per_sm <= properties.shared_memory:
+            return num_stages
+    return 1
+
+
+def hinted(config: KernelConfig, properties: DeviceProperties) -> Iterator[KernelConfig]:
+    """Go through a configuration with each hint that the target's compiler may be given: none, and on AMD two more.
+
+    One asks for registers for as many waves per SIMD as the expected programs come to. The other asks for 16 × 16
+    matrix instructions; the compiler's own choice is the largest that fit.
     """
-    waves, rest = divmod(tile.num_warps * tile.programs_per_sm, SIMDS)
-    yield tile
+    yield config
+    waves, rest = divmod(config.num_warps * config.programs_per_sm, SIMDS_PER_CU)
     if properties.has_mfma and waves and not rest:
-        yield replace(tile, waves_per_eu=waves)
-    if properties.has_mfma and tile.block_m > 16:
-        yield replace(tile, matrix_instr_nonkdim=16)
+        yield replace(config, waves_per_eu=waves)
+    if properties.has_mfma and config.block_m > 16:
+        yield replace(config, matrix_instr_nonkdim=16)

@@ -1,7 +1,7 @@
-"""A platform plug-in with which vLLM runs on a CPU with no compiled operators and with the attention backend that was asked for.
+"""A platform plug-in: vLLM on a CPU without compiled operators, with any attention backend.
 
-vLLM finds it by the `dist-info` folder beside it, when this folder is on `sys.path`. Its own CPU platform takes one attention backend only, and looks up some
-operators of a compiled build, which stand here in PyTorch.
+vLLM finds it by the `dist-info` folder next to it, if this folder is on `sys.path`. vLLM's own CPU platform accepts one
+attention backend only, and needs some operators of a compiled build. Here they are written in PyTorch.
 """
 
 import torch
@@ -41,7 +41,10 @@ def expand(out: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_
 
 
 OPERATORS = {
-    "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int page_size) -> ()": slots_of_tokens,
+    (
+        "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, "
+        "int page_size) -> ()"
+    ): slots_of_tokens,
     "expand_kernel_impl(Tensor(a!) out, Tensor values, Tensor ends, int replace_from, int replace_to) -> ()": expand,
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()": gated_gelu,

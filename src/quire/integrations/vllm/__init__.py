@@ -1,7 +1,10 @@
-"""Quire as a plug-in attention backend of vLLM: `vllm serve MODEL --attention-backend CUSTOM`, or `QUIRE` from vLLM 0.32 on.
+"""Quire as a plug-in attention backend of vLLM.
 
-Scheduling, sampling, parallelism and speculation stay vLLM's; nothing of it is patched. vLLM finds `register` by the entry point `vllm.general_plugins`
-and calls it in each of its processes. `contract.py` holds what differs between versions, `backend.py` the rest.
+Choose it with `vllm serve MODEL --attention-backend CUSTOM`, or `--attention-backend QUIRE` from vLLM 0.32 on.
+
+Scheduling, sampling, parallelism and speculation stay vLLM's. Nothing of vLLM is patched. vLLM finds `register` by the
+entry point `vllm.general_plugins` and calls it in each of its processes. `contract.py` holds what differs between
+versions of vLLM, `backend.py` the rest.
 """
 
 from quire.integrations.vllm.contract import register

@@ -1,9 +1,9 @@
-"""The backend itself: what it can serve, a builder that turns a step's metadata into plans, and a layer's two calls, `write_kv` and `attention`.
+"""vLLM's attention backend: what it serves, a builder that turns a step's metadata into plans, and a layer's two calls.
 
-Plans are made when a layer first asks, so that steps which replay a captured graph make none, and they are kept by their bounds and by the memory that
-they read, which vLLM reuses from step to step. All that varies is read on the device: nothing here waits for it.
+A plan is made when a layer first asks for it, so a step that replays a captured graph makes none. Plans are kept by
+their bounds and by the memory that they read, which vLLM reuses from step to step. All that varies is read on the
+device: nothing here waits for it.
 """
-# pyright: reportMissingImports=false
 
 import time
 from collections import OrderedDict
@@ -14,31 +14,28 @@ from typing import Any, ClassVar
 import torch
 
 import quire
-from quire import AttentionSpec, Batch, PagedKVCache, Plan, UnsupportedError
+from quire import AttentionSpec, PagedKVCache, Plan, UnsupportedError
+from quire.integrations import layer_spec
 from quire.integrations.vllm import contract
 
 contract.check_version()
 
-from vllm import envs  # noqa: E402
-from vllm.v1.attention.backend import (  # noqa: E402
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-    MultipleOf,
-)
+envs: Any = contract.load("vllm.envs")
+base: Any = contract.load("vllm.v1.attention.backend")  # the abstract classes
 
 KV_DTYPES = {  # vLLM's names; "auto" is the model's own
-    "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
-}  # fmt: skip
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_PLANS = 256  # kept by a builder
 
 
-class QuireBackend(contract.CacheShape, AttentionBackend):
-    """What vLLM asks before it chooses."""
+class QuireBackend(contract.CacheShape, base.AttentionBackend):
+    """What vLLM asks before it chooses a backend."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar = ["auto", *KV_DTYPES]
@@ -57,25 +54,26 @@ class QuireBackend(contract.CacheShape, AttentionBackend):
         return QuireMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list:
-        return [MultipleOf(1)]
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [base.MultipleOf(1)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         try:
             AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=head_size)
-        except ValueError:
+        except (ValueError, UnsupportedError):
             return False
         return True
 
     @classmethod
-    def supports_compute_capability(cls, capability) -> bool:
+    def supports_compute_capability(cls, capability: Any) -> bool:
         return capability.major >= 8
 
     @classmethod
-    def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest) -> str | None:
-        kept = KV_DTYPES.get(kv_cache_dtype or "auto", dtype)
-        if kept in (dtype, torch.float8_e4m3fn, torch.float8_e5m2):
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest: Any
+    ) -> str | None:
+        if KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *FP8_DTYPES):
             return None
         return f"kv_cache_dtype must be auto or fp8 for a model in {dtype}, got {kv_cache_dtype}"
 
@@ -101,10 +99,10 @@ class QuireBackend(contract.CacheShape, AttentionBackend):
 
 
 @dataclass
-class QuireMetadata(AttentionMetadata):
+class QuireMetadata(base.AttentionMetadata):
     """One step of the layers that share a page table."""
 
-    num_reqs: int  # padding included, as in all that follows
+    num_reqs: int  # here and below, padding included
     num_actual_tokens: int
     max_query_len: int
     max_seq_len: int
@@ -124,32 +122,34 @@ class QuireMetadata(AttentionMetadata):
         return plan
 
 
-class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
-    """Make the metadata of a group of layers; it owns their plans and scratch memory."""
+class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata]):
+    """Makes the metadata of a group of layers, and owns their plans and scratch memory."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    _cudagraph_support: ClassVar[Any] = base.AttentionCGSupport.ALWAYS
     supports_update_block_table = True
 
-    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
-        self.layers = {layers[name].impl.spec: layers[name] for name in layer_names}  # one for each kind
-        self.bounds = {
+        self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in layer_names}
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.bounds: dict[str, Any] = {
             "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
             "max_num_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
             "max_seq_len": vllm_config.model_config.max_model_len,
-            "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
+            "batch_invariant": self.batch_invariant,
         }
         num_bytes = max(quire.workspace_size(spec, **self.bounds, device=device) for spec in self.layers)
         self.workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
-        self.plans: OrderedDict[tuple, Plan] = OrderedDict()
+        self.plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         extra = vllm_config.additional_config
         self.warm = isinstance(extra, dict) and not extra.get("quire_warmup", True)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> QuireMetadata:
-        """Take a step that is about to be captured; before the first, compile what any step can need, so that no request waits for a compiler.
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> QuireMetadata:
+        """Return the metadata of a step that is about to be captured.
 
-        Where graphs are off, or with `additional_config={"quire_warmup": False}`, kernels are compiled when they are first launched.
+        Before the first capture, compile what any step can need, so that no request waits for a compiler. Without
+        graphs, or with `additional_config={"quire_warmup": False}`, kernels are compiled when they are first launched.
         """
         if not self.warm:
             self.warm = True
@@ -164,19 +164,26 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
                 )
         return self.build(0, common_attn_metadata)
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> QuireMetadata:
-        """Take a step's metadata as it is."""
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> QuireMetadata:
+        """Return a step's metadata: vLLM's, unchanged."""
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
             raise UnsupportedError(
-                "causal must be one for the whole batch, got one for each request; leave --attention-backend out for this model"
+                "causal must be one bool for the whole batch, got one for each request; "
+                "leave --attention-backend out for this model"
             )
         return QuireMetadata(
-            common.num_reqs, common.num_actual_tokens, common.max_query_len, common.max_seq_len, common.query_start_loc, common.seq_lens,
-            common.block_table_tensor, common.slot_mapping, common.causal, self,
-        )  # fmt: skip
+            num_reqs=common.num_reqs,
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
+            builder=self,
+        )
 
     def update_block_table(
         self, metadata: QuireMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -185,13 +192,14 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, builder=self, plans={})
 
     def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int) -> Plan:
-        """Return a plan for a step, an earlier one's where bounds and memory are the same.
+        """Return a plan for a step: an earlier one if bounds and memory are the same.
 
-        Keys are bounded by the next power of two, or the table's width, so that decoding does not need a new plan for every token.
+        The bound of the keys is the next power of two, or the table's width, so that decoding does not need a new plan
+        for every token.
         """
         max_seq_len = min(1 << max(0, step.max_seq_len - 1).bit_length(), step.block_table.shape[1] * page_size)
-        one_each = step.max_query_len == 1 and step.num_actual_tokens == step.num_reqs
-        starts = None if one_each else step.query_start_loc
+        one_query_each = step.max_query_len == 1 and step.num_actual_tokens == step.num_reqs
+        starts = None if one_query_each else step.query_start_loc
         memory = (
             step.block_table.data_ptr(),
             step.block_table.stride(0),
@@ -201,11 +209,15 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         key = spec, num_tokens, step.max_query_len, max_seq_len, step.num_reqs, memory
         plan = self.plans.get(key)
         if plan is None:
-            batch = Batch(step.block_table, step.seq_lens, starts)
             plan = self.plans[key] = quire.plan(
-                spec, batch, max_query_len=step.max_query_len, max_seq_len=max_seq_len, num_tokens=num_tokens, workspace=self.workspace,
-                batch_invariant=self.bounds["batch_invariant"],
-            )  # fmt: skip
+                spec,
+                quire.Batch(step.block_table, step.seq_lens, starts),
+                max_query_len=step.max_query_len,
+                max_seq_len=max_seq_len,
+                num_tokens=num_tokens,
+                workspace=self.workspace,
+                batch_invariant=self.batch_invariant,
+            )
             if len(self.plans) > MAX_PLANS:
                 self.plans.popitem(last=False)
         else:
@@ -213,7 +225,7 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
         return plan
 
 
-class QuireImpl(AttentionImpl):
+class QuireImpl(base.AttentionImpl):
     """One layer's attention."""
 
     def __init__(
@@ -226,40 +238,46 @@ class QuireImpl(AttentionImpl):
         sliding_window: int | None = None,
         kv_cache_dtype: str = "auto",
         logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
+        attn_type: str = base.AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,  # [num_heads]
-        **others,
+        **others: Any,
     ) -> None:
-        if attn_type != AttentionType.DECODER:
+        if attn_type != base.AttentionType.DECODER:
             raise UnsupportedError(
-                f"attn_type must be decoder, got {AttentionType(attn_type).value}; leave --attention-backend out for this model"
+                f"attn_type must be decoder, got {base.AttentionType(attn_type).value}; "
+                "leave --attention-backend out for this model"
             )
-        for name, value in others.items():  # what a model of vLLM's passes on to backends that know it
+        for name, value in others.items():  # arguments that a model passes to backends that know them
             if not (value is None or value is False or (isinstance(value, int) and value == -1)):
                 raise UnsupportedError(
                     f"{name} must be left out, got {value}; leave --attention-backend out for this model"
                 )
-        self.num_heads, self.head_size, self.scale, self.num_kv_heads = (
-            num_heads,
-            head_size,
-            float(scale),
-            num_kv_heads or num_heads,
-        )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
         self.sliding_window, self.kv_cache_dtype, self.logits_soft_cap = sliding_window, kv_cache_dtype, logits_soft_cap
         self.attn_type, self.kv_sharing_target_layer_name, self.sinks = attn_type, kv_sharing_target_layer_name, sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         dtype = torch.get_default_dtype()  # the model's, while its layers are made
+        self.kv_dtype = KV_DTYPES.get(kv_cache_dtype, dtype)
         self.spec = layer_spec(
-            num_heads, self.num_kv_heads, head_size, dtype, KV_DTYPES.get(kv_cache_dtype, dtype), self.scale, sliding_window, logits_soft_cap or None,
-            alibi_slopes is not None, sinks is not None, True,
-        )  # fmt: skip
+            num_q_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=head_size,
+            dtype=dtype,
+            kv_dtype=self.kv_dtype,
+            softmax_scale=self.scale,
+            sliding_window=sliding_window,
+            softcap=logits_soft_cap or None,
+            alibi=alibi_slopes is not None,
+            sinks=sinks is not None,
+        )
         self.bound: torch.Tensor | None = None  # the cache that `pages` are a view of
         self.pages: Any = None
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,
+        layer: Any,  # vLLM's module
         key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size], padding included
         value: torch.Tensor,
         kv_cache: torch.Tensor,
@@ -273,7 +291,7 @@ class QuireImpl(AttentionImpl):
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,  # vLLM's module
         query: torch.Tensor,  # [num_tokens, num_heads, head_size], padding included
         key: torch.Tensor,
         value: torch.Tensor,
@@ -286,7 +304,8 @@ class QuireImpl(AttentionImpl):
         """Attend to the cache, which has the step's own keys already."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError(
-                "output_scale must be None, got one; switch off the fusion of attention with quantisation (fuse_attn_quant)"
+                "output_scale must be None, got one; "
+                "switch off the fusion of attention with quantisation (fuse_attn_quant)"
             )
         if attn_metadata is None:
             return output.fill_(0)
@@ -296,10 +315,10 @@ class QuireImpl(AttentionImpl):
         quire.attention(query, pages, plan, sinks=self.sinks, alibi_slopes=self.alibi_slopes, out=output)
         return output
 
-    def bind(self, layer: torch.nn.Module, kv_cache: torch.Tensor) -> PagedKVCache:
-        """Note where the layer's pages are: views of vLLM's tensor, which hands fp8 over as bytes."""
-        k, v, layout = contract.keys_and_values(kv_cache.view(self.spec.kv_dtype), self.head_size)
-        scales = (layer._k_scale, layer._v_scale) if self.spec.kv_dtype.itemsize == 1 else (None, None)
+    def bind(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:
+        """Remember the layer's pages: views of vLLM's tensor, whose fp8 numbers have the dtype of bytes."""
+        k, v, layout = contract.keys_and_values(kv_cache.view(self.kv_dtype), self.head_size)
+        scales = (layer._k_scale, layer._v_scale) if self.kv_dtype in FP8_DTYPES else (None, None)
         self.bound, self.pages = kv_cache, PagedKVCache(k, v, layout, *scales)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)
@@ -307,19 +326,11 @@ class QuireImpl(AttentionImpl):
 
 
 @cache
-def layer_spec(q_heads, kv_heads, dim, dtype, kv_dtype, scale, window, softcap, alibi, sinks, causal) -> AttentionSpec:
-    """Return the spec of a kind of layer, the same object for all of them."""
-    return AttentionSpec(
-        num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, kv_dtype=kv_dtype, softmax_scale=scale, sliding_window=window,
-        softcap=softcap, alibi=alibi, sinks=sinks, causal=causal,
-    )  # fmt: skip
-
-
-@cache
 def bidirectional(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of the same layer in a step that is not causal."""
     if spec.sliding_window is not None:
         raise UnsupportedError(
-            "causal must be True in layers with a sliding window, got False; leave --attention-backend out for this model"
+            "causal must be True in layers with a sliding window, got False; "
+            "leave --attention-backend out for this model"
         )
     return replace(spec, causal=False)

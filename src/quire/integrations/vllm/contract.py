@@ -1,16 +1,20 @@
-"""What differs between the versions of vLLM that Quire serves, in one place: the backend's name, and how a layer's cache is laid out.
+"""What differs between the versions of vLLM that Quire serves: the backend's name, and the layout of a layer's cache.
 
-Up to 0.31 there is one name for backends from outside, CUSTOM; from 0.32 on each has a name of its own. Up to 0.28 a backend says how its cache is shaped:
-here a page's keys, then its values, [num_pages, 2, page_size, num_kv_heads, head_dim]. From 0.29 on vLLM shapes it,
-[num_pages, num_kv_heads, page_size, head_dim + head_dim_v], a key and its value in one row, in any of six physical orders. Both are told by what vLLM has,
-not by its number.
+Up to 0.31 there is one name for backends of plug-ins, CUSTOM. From 0.32 on each has its own name.
+
+Up to 0.28 a backend chooses the shape of its cache: here a page's keys, then its values, [num_pages, 2, page_size,
+num_kv_heads, head_dim]. From 0.29 on vLLM chooses it: [num_pages, num_kv_heads, page_size, head_dim + head_dim_v], a
+key and its value in one row, in any of six physical orders.
+
+Both are recognised by what vLLM has, not by its version number.
 """
-# pyright: reportMissingImports=false
 
+import copyreg
+import importlib
 import logging
+from typing import Any
 
 import torch
-import vllm
 from packaging.version import Version
 
 from quire import UnsupportedError
@@ -18,12 +22,20 @@ from quire import UnsupportedError
 SUPPORTED = (Version("0.20"), Version("0.34"))  # from, and before
 BACKEND = "quire.integrations.vllm.backend.QuireBackend"
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's own, so that its handlers show it
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, so that its handlers show the messages
+
+
+def load(name: str) -> Any:
+    """Import a module of vLLM.
+
+    vLLM is not installed where types are checked. This is the one place where it enters, so its types are `Any`.
+    """
+    return importlib.import_module(name)
 
 
 def check_version() -> None:
     """Raise UnsupportedError unless this version of vLLM is in the supported range."""
-    version = Version(vllm.__version__)
+    version = Version(load("vllm").__version__)
     if not SUPPORTED[0] <= version < SUPPORTED[1]:
         raise UnsupportedError(
             f"vllm must be from {SUPPORTED[0]} to before {SUPPORTED[1]}, got {version}; install a version in that range"
@@ -31,43 +43,46 @@ def check_version() -> None:
 
 
 def register() -> None:
-    """Register the backend with vLLM, by its path alone; calling it again changes nothing.
+    """Register the backend with vLLM, by its path alone. Calling it again changes nothing.
 
-    It never raises, as it runs in every vLLM process of an environment that has Quire: an unsupported version is refused when the backend is chosen.
+    It never raises, because it runs in every vLLM process of an environment that has Quire. An unsupported version is
+    refused when the backend is chosen.
     """
-    try:
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    except ImportError:
+    if not has_registry():
         logger.warning(
             "Quire serves vLLM from %s to before %s, got %s, which has no registry of attention backends",
             *SUPPORTED,
-            vllm.__version__,
+            load("vllm").__version__,
         )
         return
-    name = backend_name()
-    if not takes_names():
-        custom = AttentionBackendEnum.CUSTOM
-        if custom.is_overridden() and custom.get_path() != BACKEND:
-            logger.warning(
-                "Quire leaves the backend CUSTOM to %s, which came first; set VLLM_PLUGINS=quire to have Quire's",
-                custom.get_path(),
-            )
-            return
-        register_backend(custom, BACKEND)
-    elif name not in AttentionBackendEnum.__members__:
-        register_backend(name, BACKEND)
-        AttentionBackendEnum[name].__reduce_ex__ = lambda protocol: (
-            registered,
-            (),
-        )  # by value it would be looked up before there is one
+    backends = backend_names()
+    if takes_names():
+        if backend_name() not in backends.__members__:
+            registry().register_backend(backend_name(), BACKEND)
+            copyreg.pickle(backends, reduce_backend_name)
+    elif backends.CUSTOM.is_overridden() and backends.CUSTOM.get_path() != BACKEND:
+        logger.warning(
+            "Quire leaves the backend CUSTOM to %s, which came first; set VLLM_PLUGINS=quire to have Quire's",
+            backends.CUSTOM.get_path(),
+        )
+    else:
+        registry().register_backend(backends.CUSTOM, BACKEND)
 
 
-def registered():
-    """Return the name as vLLM keeps it; called where vLLM hands its configuration to a process that begins anew, in which no plug-in is loaded yet."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+def reduce_backend_name(name: Any) -> tuple[Any, ...]:
+    """Say how to pickle a name of vLLM's enum of backends; this function is in Python's own table, `copyreg`.
 
+    vLLM sends its configuration to new processes, which have loaded no plug-in when they read it. There an enum member
+    is looked up by its value, and Quire's does not exist yet. So Quire's name is pickled as a call of
+    `registered_name`, and any other name as it would be without this function.
+    """
+    return (registered_name, ()) if name.name == backend_name() else name.__reduce_ex__(2)
+
+
+def registered_name() -> Any:
+    """Register the backend, and return the member of vLLM's enum that names it."""
     register()
-    return AttentionBackendEnum[backend_name()]
+    return backend_names()[backend_name()]
 
 
 def backend_name() -> str:
@@ -76,14 +91,30 @@ def backend_name() -> str:
 
 
 def takes_names() -> bool:
-    """Whether this vLLM takes backends under names of their own."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    """Whether this vLLM accepts new names of backends."""
+    return hasattr(backend_names(), "register")
 
-    return hasattr(AttentionBackendEnum, "register")
+
+def has_registry() -> bool:
+    """Whether this vLLM has a registry of attention backends."""
+    try:
+        return hasattr(registry(), "register_backend")
+    except ImportError:
+        return False
+
+
+def registry() -> Any:
+    """Return vLLM's registry of attention backends."""
+    return load("vllm.v1.attention.backends.registry")
+
+
+def backend_names() -> Any:
+    """Return vLLM's enum of backends."""
+    return registry().AttentionBackendEnum
 
 
 class CacheShape:
-    """How a backend says the shape of its cache, which vLLM asks up to 0.28."""
+    """The shape of a layer's cache, which vLLM up to 0.28 asks of a backend."""
 
     @staticmethod
     def get_kv_cache_shape(
@@ -94,10 +125,9 @@ class CacheShape:
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Return in which order the dimensions lie in memory, all layers' caches being one tensor where asked."""
-        from vllm.v1.attention.backends.utils import get_kv_cache_layout
-
-        if get_kv_cache_layout() == "HND":  # with layers: pages, K and V, heads, layers, slots
+        """Return the physical order of the dimensions; with a dimension of layers if all caches are one tensor."""
+        if load("vllm.v1.attention.backends.utils").get_kv_cache_layout() == "HND":
+            # With layers: pages, K and V, heads, layers, slots.
             return (1, 2, 4, 0, 3, 5) if include_num_layers_dimension else (0, 1, 3, 2, 4)
         return (1, 0, 2, 3, 4, 5) if include_num_layers_dimension else (0, 1, 2, 3, 4)
 
@@ -105,5 +135,5 @@ class CacheShape:
 def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Return views of a layer's keys and values, and the name of their layout."""
     if kv_cache.dim() == 5:  # CacheShape's
-        return *kv_cache.unbind(1), "NHD"
+        return kv_cache[:, 0], kv_cache[:, 1], "NHD"
     return kv_cache[..., :head_dim], kv_cache[..., head_dim:], "HND"

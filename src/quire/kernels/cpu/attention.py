@@ -1,133 +1,187 @@
-"""Attention over the pages for CPU tensors, in PyTorch: what a plan chooses where Triton has no driver.
+"""Attention over pages for CPU tensors, in PyTorch.
 
-Sequences with equal query lengths go together in one padded gather, so that a step of decoding is one call of
-`scaled_dot_product_attention` however many sequences it has; unequal prompts go one by one.
+Sequences with equal query lengths go together in one padded gather, so that a decode step is one call of
+`scaled_dot_product_attention` for all its sequences. Prompts of more than 16 queries go one by one.
 """
 
 import torch
 
+from quire.batch import Batch
+from quire.batch_check import check_reads
 from quire.cache import PagedKVCache
-from quire.plan import Plan
+from quire.kernels.cpu.softmax import softmax_and_lse
+from quire.kernels.formats import as_bytes
+from quire.spec import QUANTISED_DTYPES, AttentionSpec
+
+LONGEST_GROUPED = 16  # queries; padding the keys of longer prompts would cost more than a call for each
 
 
-def launch(
+@torch.no_grad()
+@torch.autocast("cpu", enabled=False)
+def attend(
     q: torch.Tensor,
     cache: PagedKVCache,
-    plan: Plan,
+    spec: AttentionSpec,
+    batch: Batch,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    *,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
 ) -> None:
-    """Compute what the kernels would; arguments were checked by `quire.attention`."""
-    batch = plan.batch
-    query_starts = batch.query_starts
-    starts = query_starts.tolist()
+    """Compute attention into `out` and `lse`; `quire.attention` has checked shapes, dtypes and devices.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim].
+        cache: the pages.
+        spec: what to compute.
+        batch: the sequences.
+        out: [num_tokens, num_q_heads, head_dim_v], written where a sequence owns the token.
+        lse: [num_tokens, num_q_heads] float32, written likewise; or None.
+        sinks: [num_q_heads], where the spec has sinks.
+        alibi_slopes: [num_q_heads], where the spec has ALiBi.
+        max_query_len: the plan's bound on queries per sequence; None to leave it unchecked.
+        max_seq_len: the plan's bound on keys per sequence; None to leave it unchecked.
+
+    Raises:
+        ValueError: lengths, offsets or page numbers are out of range; nothing was written.
+    """
+    check_reads(batch, cache, spec, num_tokens=q.shape[0], max_query_len=max_query_len, max_seq_len=max_seq_len)
+    starts = batch.query_starts.tolist()
     groups: dict[tuple[int, int], list[int]] = {}
     for seq in range(batch.num_seqs):
         q_len = starts[seq + 1] - starts[seq]
-        if q_len:  # short ones together; a long prompt alone, since padding its keys would cost more than a call
-            groups.setdefault((q_len, 0 if q_len <= 16 else seq), []).append(seq)
-    for (q_len, _), seqs in groups.items():
-        index = torch.tensor(seqs)
-        rows = query_starts[index].long()[:, None] + torch.arange(q_len)  # [num_seqs, q_len]
-        part_out, part_lse = attend(q[rows], cache, plan, index, q_len, sinks, alibi_slopes, lse is not None)
-        out[rows] = part_out.to(out.dtype)
-        if lse is not None:
-            lse[rows] = part_lse
+        if q_len:
+            groups.setdefault((q_len, 0 if q_len <= LONGEST_GROUPED else seq), []).append(seq)
+    for (q_len, _), group in groups.items():
+        seqs = torch.tensor(group, device=q.device)
+        rows = batch.query_starts[seqs].long()[:, None] + torch.arange(q_len, device=q.device)  # [num_seqs, q_len]
+        group_out, group_lse = attend_group(q[rows], cache, spec, batch, seqs, sinks, alibi_slopes, lse is not None)
+        out[rows] = group_out.to(out.dtype)
+        if lse is not None and group_lse is not None:
+            lse[rows] = group_lse
 
 
-def attend(q, cache, plan, index, q_len, sinks, alibi_slopes, want_lse):
-    """Attend for sequences `index`, which have `q_len` queries each.
+def attend_group(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    spec: AttentionSpec,
+    batch: Batch,
+    seqs: torch.Tensor,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    want_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend for sequences with equal query lengths.
 
     Args:
         q: [num_seqs, q_len, num_q_heads, head_dim].
+        cache: the pages.
+        spec: what to compute.
+        batch: all sequences of the step.
+        seqs: [num_seqs] int64, which of them these are.
+        sinks: [num_q_heads] or None.
+        alibi_slopes: [num_q_heads] or None.
+        want_lse: whether the caller needs the lse.
 
     Returns:
-        out [num_seqs, q_len, num_q_heads, head_dim_v] and, where wanted, lse [num_seqs, q_len, num_q_heads] float32.
+        out [num_seqs, q_len, num_q_heads, head_dim_v], and lse [num_seqs, q_len, num_q_heads] float32 or None.
     """
-    spec, batch = plan.spec, plan.batch
-    seq_lens = batch.seq_lens[index].long()
-    first = seq_lens - q_len if batch.query_offsets is None else batch.query_offsets[index].long()
-    q_pos = first[:, None] + torch.arange(q_len)
+    q_len, num_q_heads = q.shape[1:3]
+    q_pos, kv_pos, visible = visible_keys(spec, batch, seqs, q_len)
+    k, v = gather(cache, batch, seqs, kv_pos, visible.any(1))
+    q, k, v, mask = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible[:, None]
+
+    if not (want_lse or spec.sinks or spec.alibi or spec.softcap is not None or mask.shape[-1] == 0):
+        # Dequantised numbers may be too small for float16: a quantised cache is computed in float32.
+        dtype = torch.float32 if cache.dtype in QUANTISED_DTYPES else q.dtype
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask, scale=spec.softmax_scale, enable_gqa=True
+        )
+        return torch.where(mask.any(-1, keepdim=True), out, 0.0).transpose(1, 2), None
+
+    grouped = (spec.num_kv_heads, num_q_heads // spec.num_kv_heads)
+    q = q.float().unflatten(1, grouped)  # [num_seqs, num_kv_heads, group_size, q_len, head_dim]
+    k, v = k.float()[:, :, None], v.float()[:, :, None]  # [num_seqs, num_kv_heads, 1, num_keys, head_dim]
+    scores = q @ k.transpose(-1, -2) * spec.softmax_scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if alibi_slopes is not None:
+        distance = (q_pos[..., None] - kv_pos).abs()[:, None, None]
+        scores = scores - alibi_slopes.float().view(*grouped, 1, 1) * distance
+    scores = scores.masked_fill(~mask[:, :, None], float("-inf"))
+    if sinks is not None:  # a sink is one more key, whose value is 0
+        sink = sinks.float().view(*grouped, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    p, lse = softmax_and_lse(scores)
+    out = p[..., : kv_pos.shape[0]] @ v
+    return out.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2).transpose(1, 2)
+
+
+def visible_keys(
+    spec: AttentionSpec, batch: Batch, seqs: torch.Tensor, q_len: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what sequences of `q_len` queries each see.
+
+    Returns:
+        q_pos [num_seqs, q_len], the queries' positions; kv_pos [num_keys], the positions that any query may see; and
+        visible [num_seqs, q_len, num_keys] bool, which of these each query sees.
+    """
+    seq_lens = batch.seq_lens[seqs].long()
+    first = seq_lens - q_len if batch.query_offsets is None else batch.query_offsets[seqs].long()
+    q_pos = first[:, None] + torch.arange(q_len, device=first.device)
     window_left, window_right = spec.window
     low = int((first - window_left).clamp(min=0).min())
     high = max(low, int(torch.minimum(seq_lens, first + q_len + window_right).max()))
-    kv_pos = torch.arange(low, high)
+    kv_pos = torch.arange(low, high, device=first.device)
     visible = (
         (kv_pos >= q_pos[..., None] - window_left)
         & (kv_pos <= q_pos[..., None] + window_right)
         & (kv_pos < seq_lens[:, None, None])
     )
-    k, v = gather(
-        cache, plan, index, kv_pos, visible.any(1)
-    )  # keys that no query sees come out as 0: they may hold anything
-
-    plain = spec.softcap is None and not (spec.alibi or spec.sinks or want_lse)
-    q, k, v, mask = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible[:, None]
-    if plain and high > low:
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=spec.softmax_scale, enable_gqa=True
-        )
-        return torch.where(mask.any(-1, keepdim=True), out, 0.0).transpose(1, 2), None
-
-    q = q.float().unflatten(
-        1, (spec.num_kv_heads, spec.group_size)
-    )  # [num_seqs, num_kv_heads, group_size, q_len, head_dim]
-    k, v = k.float()[:, :, None], v.float()[:, :, None]
-    scores = q @ k.transpose(-1, -2) * spec.softmax_scale
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if spec.alibi:
-        distance = (q_pos[..., None] - kv_pos).abs()[:, None, None]
-        scores = scores - alibi_slopes.float().view(1, spec.num_kv_heads, spec.group_size, 1, 1) * distance
-    scores = scores.masked_fill(~mask[:, :, None], float("-inf"))
-    if spec.sinks:
-        sink = sinks.float().view(1, spec.num_kv_heads, spec.group_size, 1, 1).expand(*scores.shape[:-1], 1)
-        lse = torch.logsumexp(torch.cat([scores, sink], -1), -1, keepdim=True)
-    else:
-        lse = (
-            torch.logsumexp(scores, -1, keepdim=True)
-            if high > low
-            else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
-        )
-    out = torch.exp(scores - lse).nan_to_num(0.0) @ v  # a row that sees nothing: -inf - -inf
-    return out.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)[..., 0].transpose(1, 2)
+    return q_pos, kv_pos, visible
 
 
-def gather(cache: PagedKVCache, plan: Plan, index: torch.Tensor, kv_pos: torch.Tensor, needed: torch.Tensor):
-    """Read keys and values at positions `kv_pos` [num_keys] of sequences `index`, dequantised; 0 where not `needed` [num_seqs, num_keys].
+def gather(
+    cache: PagedKVCache, batch: Batch, seqs: torch.Tensor, kv_pos: torch.Tensor, needed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read keys and values through the page table, dequantised.
+
+    Args:
+        cache: the pages.
+        batch: all sequences of the step.
+        seqs: [num_seqs] int64, the sequences to read.
+        kv_pos: [num_keys] int64, the positions to read.
+        needed: [num_seqs, num_keys] bool; the others may hold anything and come out as 0.
 
     Returns:
-        k [num_seqs, num_keys, num_kv_heads, head_dim] and v likewise.
+        k [num_seqs, num_keys, num_kv_heads, head_dim] and v [num_seqs, num_keys, num_kv_heads, head_dim_v].
     """
-    batch = plan.batch
     entry = kv_pos // cache.page_size
     if batch.cu_pages is None:
-        table = batch.page_table[index][:, entry.clamp(max=batch.page_table.shape[1] - 1)]
+        table = batch.page_table[seqs][:, entry.clamp(max=batch.page_table.shape[1] - 1)]
     else:
-        flat = (batch.cu_pages[index].long()[:, None] + entry).clamp(max=max(batch.page_table.shape[0] - 1, 0))
-        table = batch.page_table[flat] if batch.page_table.shape[0] else torch.zeros_like(flat)
+        index = batch.cu_pages[seqs].long()[:, None] + entry
+        table = batch.page_table[torch.where(needed, index, 0)] if batch.page_table.shape[0] else index
     page = torch.where(needed, table.long(), 0)
     slot = torch.where(needed, kv_pos % cache.page_size, 0)
-    k, v = cache.k, cache.v
-    if k.dtype.itemsize == 1:  # indexing is not implemented for every 8-bit float
-        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    k, v = as_bytes(cache.k), as_bytes(cache.v)
     if cache.layout == "THD":
-        token = page + slot
-        k, v = k[token], v[token]
+        k, v = k[page + slot], v[page + slot]
     elif cache.layout == "NHD":
         k, v = k[page, slot], v[page, slot]
     elif cache.layout == "HND":
         k, v = k[page, :, slot], v[page, :, slot]
     else:
         k, v = k[page, :, :, slot].flatten(3), v[page, :, :, slot]
-    if cache.dtype.itemsize == 1:
+    if cache.dtype in QUANTISED_DTYPES:
         k, v = k.view(cache.dtype).float(), v.view(cache.dtype).float()
+    k_scale, v_scale = cache.k_scale, cache.v_scale
+    if isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor):
         if cache.scale_kind == "token":
-            k, v = k * cache.k_scale[page, slot][..., None], v * cache.v_scale[page, slot][..., None]
-        elif cache.scale_kind == "head":
-            k, v = k * cache.k_scale[:, None], v * cache.v_scale[:, None]
+            k_scale, v_scale = k_scale[page, slot], v_scale[page, slot]
+        k, v = k * k_scale[..., None], v * v_scale[..., None]
     unread = ~needed[..., None, None]
     return k.masked_fill(unread, 0.0), v.masked_fill(unread, 0.0)

@@ -1,1 +1,1 @@
-"""Kernels for Hopper GPUs, in Gluon: what the portable ones leave of the matrix units and the copy engine."""
+"""The Hopper kernel, in Gluon: prompts on GPUs with TMA and warpgroup products. Gluon is imported when a plan has such a launch."""

@@ -1,8 +1,8 @@
-"""Tiles and queries turned into what the matrix unit is given, where a cache is quantised.
+"""Convert the tiles and queries of a quantised cache to what tensor cores take.
 
-A tile of bytes becomes one of float16, which holds every fp8 and int8 number and takes one instruction for two; bfloat16 queries become float16 too, times a
-power of two for each row. Where products in fp8 are allowed, queries are rounded to fp8, keys are used as they come, and tiles of values are only turned on
-their side, as the matrix unit wants bytes.
+A tile of bytes becomes a tile of float16, which holds every fp8 and int8 number; one instruction converts two. bfloat16
+queries become float16 too, times a power of two for each row. With fp8 products, queries are rounded to fp8, keys are
+used as they are stored, and tiles of values are transposed, since 8-bit operands need the keys contiguous.
 """
 
 from triton.experimental import gluon
@@ -16,95 +16,100 @@ from quire.kernels.hopper.pipeline import (
     producer_commit,
     reinterpret,
 )
-from quire.kernels.hopper.tile_scheduler import ROWS, keys_of, read_work_tile
+from quire.kernels.hopper.tile_scheduler import ROWS, read_work_tile, visible_keys
 
-EACH = gl.constexpr(32)  # elements that a thread converts at once
+ELEMENTS_PER_THREAD = gl.constexpr(32)  # converted at once
 
 
 @gluon.jit
-def convert(k_bytes, v_bytes, k_pipe, v_pipe, q_pipe, work_tiles, window_left, window_right):
-    """Turn the tiles of bytes that are fetched into what the matrix unit is given, with one warpgroup."""
+def convert(k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right):
+    """Convert the raw tiles that the producer loads, with one warpgroup."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    IN_FP8: gl.constexpr = k_pipe.tiles.dtype == k_bytes.tiles.dtype
-    block_i = 0
+    FP8_MMA: gl.constexpr = k_pipe.tiles.dtype == k_raw.tiles.dtype
+    work_i = 0
     tile_i = 0
-    block = read_work_tile(work_tiles, consumer_wait(q_pipe, block_i))
-    while block.q_len > 0:
-        kv_low, kv_high = keys_of(block, window_left, window_right)
-        pos = block.tile * BLOCK_N
-        for i in range(tile_i, tile_i + block.num_tiles):
-            if not IN_FP8:
-                convert_tile(k_bytes, k_pipe, i, pos, kv_low, kv_high, False)  # scores are masked
+    work = read_work_tile(published, consumer_wait(q_pipe, work_i))
+    while work.q_len > 0:
+        kv_low, kv_high = visible_keys(work, window_left, window_right)
+        pos = work.tile * BLOCK_N
+        for i in range(tile_i, tile_i + work.num_tiles):
+            if not FP8_MMA:
+                convert_tile(k_raw, k_pipe, i, pos, kv_low, kv_high, False)  # scores are masked
             if (pos >= kv_low) & (pos + BLOCK_N <= kv_high):
-                convert_values(v_bytes, v_pipe, i, pos, kv_low, kv_high, IN_FP8, False)
+                convert_values(v_raw, v_pipe, i, pos, kv_low, kv_high, FP8_MMA, False)
             else:
-                convert_values(v_bytes, v_pipe, i, pos, kv_low, kv_high, IN_FP8, True)
+                convert_values(v_raw, v_pipe, i, pos, kv_low, kv_high, FP8_MMA, True)
             pos -= BLOCK_N
-        tile_i += block.num_tiles
-        block_i += 1
-        block = read_work_tile(work_tiles, consumer_wait(q_pipe, block_i))
+        tile_i += work.num_tiles
+        work_i += 1
+        work = read_work_tile(published, consumer_wait(q_pipe, work_i))
 
 
 @gluon.jit
-def convert_values(stored, pipe, i, pos, kv_low, kv_high, IN_FP8: gl.constexpr, ZERO_UNSEEN: gl.constexpr):
-    """Convert the i-th tile of values, the one way or the other."""
-    if IN_FP8:
-        transpose_v_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_UNSEEN)
+def convert_values(stored, pipe, i, pos, kv_low, kv_high, FP8_MMA: gl.constexpr, ZERO_INVISIBLE: gl.constexpr):
+    """Convert the i-th tile of values, or transpose it for fp8 products."""
+    if FP8_MMA:
+        transpose_v_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_INVISIBLE)
     else:
-        convert_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_UNSEEN)
+        convert_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_INVISIBLE)
 
 
 @gluon.jit
-def convert_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexpr):
-    """Convert the i-th tile, of the keys from position `pos` on; zero the rows outside `kv_low` to `kv_high` if asked: 0 * NaN is NaN."""
+def convert_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_INVISIBLE: gl.constexpr):
+    """Convert the i-th tile, of the keys from position `pos` on.
+
+    With ZERO_INVISIBLE, rows outside [kv_low, kv_high) are zeroed: they may hold anything, and 0 * NaN is NaN.
+    """
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     HEAD_DIM: gl.constexpr = pipe.tiles.shape[2]
-    STEP: gl.constexpr = EACH * 128 // HEAD_DIM  # rows at once
+    STEP: gl.constexpr = ELEMENTS_PER_THREAD * 128 // HEAD_DIM  # rows at once
     LANES: gl.constexpr = HEAD_DIM // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    from_slot = consumer_wait(stored, i)
-    slot = producer_acquire(pipe, i)
+    from_stage = consumer_wait(stored, i)
+    stage = producer_acquire(pipe, i)
     for first in gl.static_range(0, BLOCK_N, STEP):
-        numbers = stored.tiles.index(from_slot).slice(first, STEP).load(LAYOUT).to(pipe.tiles.dtype)
-        if ZERO_UNSEEN:
+        numbers = stored.tiles.index(from_stage).slice(first, STEP).load(LAYOUT).to(pipe.tiles.dtype)
+        if ZERO_INVISIBLE:
             kv_pos = pos + first + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
             numbers = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None], numbers, 0.0)
-        pipe.tiles.index(slot).slice(first, STEP).store(numbers)
+        pipe.tiles.index(stage).slice(first, STEP).store(numbers)
     producer_commit(pipe, i)
     consumer_release(stored, i)
 
 
 @gluon.jit
-def transpose_v_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_UNSEEN: gl.constexpr):
-    """Turn the i-th tile of values in fp8 on its side: a row for each column of the values, with keys `permute_for_fp8_operand`; else as `convert_tile`."""
+def transpose_v_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_INVISIBLE: gl.constexpr):
+    """Transpose the i-th tile of fp8 values, its keys permuted by `permute_for_fp8_operand`; zero rows as `convert_tile`."""
     BLOCK_N: gl.constexpr = stored.tiles.shape[1]
     HEAD_DIM: gl.constexpr = stored.tiles.shape[2]
-    # Two columns side by side are one 16-bit element, which the shared memory's own transposition serves: a thread has keys 2n and 2n + 1 of it.
+    # Two neighbouring columns are one 16-bit element, which ldmatrix transposes: a thread holds keys 2n and 2n + 1 of it.
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    from_slot = consumer_wait(stored, i)
-    slot = producer_acquire(pipe, i)
+    from_stage = consumer_wait(stored, i)
+    stage = producer_acquire(pipe, i)
     pairs = reinterpret(
-        stored.tiles.index(from_slot), gl.int16, [BLOCK_N, HEAD_DIM // 2], gl.NVMMASharedLayout(HEAD_DIM, 16, 2)
+        stored.tiles.index(from_stage), gl.int16, [BLOCK_N, HEAD_DIM // 2], gl.NVMMASharedLayout(HEAD_DIM, 16, 2)
     )
     both = pairs.permute((1, 0)).load(LAYOUT)
-    if ZERO_UNSEEN:
+    if ZERO_INVISIBLE:
         kv_pos = pos + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         both = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[None, :], both, 0)
-    split: gl.constexpr = (
-        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"  # low bytes of four elements, and high ones
-    )
+    # Bytes 0 and 2, and bytes 1 and 3, of two registers that hold four elements.
+    unzip: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"
     even, odd = gl.inline_asm_elementwise(
-        split, "=r,=r,r,r", [permute_for_fp8_operand(both)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+        unzip, "=r,=r,r,r", [permute_for_fp8_operand(both)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
     )
-    turned = gl.join(even, odd).permute((0, 2, 1)).reshape([HEAD_DIM, BLOCK_N]).to(pipe.tiles.dtype, bitcast=True)
-    pipe.tiles.index(slot).store(turned)
+    transposed = gl.join(even, odd).permute((0, 2, 1)).reshape([HEAD_DIM, BLOCK_N]).to(pipe.tiles.dtype, bitcast=True)
+    pipe.tiles.index(stage).store(transposed)
     producer_commit(pipe, i)
     consumer_release(stored, i)
 
 
 @gluon.jit
 def permute_for_fp8_operand(x):
-    """Reorder columns by 16, so that the four that a thread has of them in an accumulator, two and two, are the four side by side of an operand in bytes."""
+    """Permute each group of 16 columns.
+
+    The four values that a thread holds in the accumulator layout become adjacent, as the 8-bit operand layout requires.
+    """
     HEIGHT: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     return x.reshape([HEIGHT, COLUMNS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([HEIGHT, COLUMNS])
@@ -112,7 +117,7 @@ def permute_for_fp8_operand(x):
 
 @gluon.jit
 def to_fp8(x):
-    """Round float32 to e4m3, four numbers that a thread has side by side at once: Triton takes one at a time out of the pairs that the GPU makes."""
+    """Round float32 to e4m3, four adjacent numbers of a thread at once. Triton's own conversion takes them one by one."""
     pack: gl.constexpr = """{ .reg .b16 low, high;
         cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"""
     return gl.inline_asm_elementwise(pack, "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4).to(
@@ -122,18 +127,22 @@ def to_fp8(x):
 
 @gluon.jit
 def quantize_queries(q, element: gl.constexpr, FIRST: gl.constexpr, PEAK: gl.constexpr, OF_SCORES: gl.constexpr):
-    """Turn a warpgroup's queries, in the rows of a tile from FIRST on, into another element where they lie, each row times the power of two that brings its
-    largest number to 2^PEAK or above, below twice that; return the tile, and one over those powers.
+    """Convert a warpgroup's queries, rows from FIRST on, to `element` in place.
+
+    Each row is scaled by a power of two, so that its absolute maximum is in [2^PEAK, 2^(PEAK + 1)).
+
+    Returns:
+        The tile and the inverse scales.
     """
     COLUMNS: gl.constexpr = q.shape[1]
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.NVMMASharedLayout(128, element.primitive_bitwidth, 2)
     numbers = q.slice(FIRST, ROWS).load(IN_ROWS).to(gl.float32)
-    # Biased by 127; a row of zeros has one too, and far enough from 0 that no scale makes `shrunk` vanish: -inf * 0 is NaN.
+    # Biased by 127, and at least 64, so that `inverse_scale` of a row of zeros does not vanish: -inf * 0 is NaN.
     exponent = gl.maximum(gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True) >> 23, 64)
-    grown = ((254 + PEAK - exponent) << 23).to(gl.float32, bitcast=True)
-    shrunk = ((exponent - PEAK) << 23).to(gl.float32, bitcast=True)
+    scale = ((254 + PEAK - exponent) << 23).to(gl.float32, bitcast=True)
+    inverse_scale = ((exponent - PEAK) << 23).to(gl.float32, bitcast=True)
     tile = reinterpret(q, element, [q.shape[0] * 16 // element.primitive_bitwidth, COLUMNS], NARROW)
-    tile.slice(FIRST, ROWS).store((numbers * grown[:, None]).to(element))
+    tile.slice(FIRST, ROWS).store((numbers * scale[:, None]).to(element))
     fence_async_shared()
-    return tile.slice(FIRST, ROWS), gl.convert_layout(shrunk, gl.SliceLayout(1, OF_SCORES))
+    return tile.slice(FIRST, ROWS), gl.convert_layout(inverse_scale, gl.SliceLayout(1, OF_SCORES))

@@ -1,12 +1,13 @@
-"""Attention for prompts on Hopper GPUs: warp-specialised, keys and values through the copy engine page by page.
+"""The Hopper kernel: prompts on Hopper GPUs, persistent and warp-specialised.
 
-A program has two warpgroups that compute, 64 rows each, and a warp that fetches (`produce.py`). It stays on its multiprocessor and draws one block of rows
-after the other. A block (`block.py`) is BLOCK_T query tokens of a sequence times as many heads of one KV head as make 128 rows, a head's tokens side by side.
-For short contexts a program has one warpgroup and half of the rows.
-The warpgroups take the matrix unit in turns, one's softmax beside the other's products. For a quantised cache, a third warpgroup stands between the warp that
-fetches and those that compute (`convert.py`).
+Grid: as many programs as the GPU holds at once. A program takes one work tile after the other (`tile_scheduler.py`). Its
+producer warp loads queries, keys and values by TMA, page by page (`producer.py`). Two consumer warpgroups own 64 rows
+each and take turns on the tensor cores: one computes its softmax while the other computes products. For short contexts a
+program has one consumer warpgroup, and an SM holds two programs. For a quantised cache a further warpgroup converts
+tiles between the producer and the consumers (`convert.py`).
 
-The shape is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2).
+The shape is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2). Softmax and state are those of
+`primitives.py`, written again in Gluon, where layouts are explicit.
 """
 
 from typing import Any, NamedTuple
@@ -24,102 +25,78 @@ from quire.kernels.primitives import LN2, LOG2E
 
 
 class Scoring(NamedTuple):
-    """How products become scores, and which are seen."""
+    """How products become scores, and which keys a query sees."""
 
     scale: Any
-    k_scale_ptr: Any  # of a quantised cache, by head
+    k_scale_ptr: Any  # [num_kv_heads] of a quantised cache, or None
     softcap: Any
     window_left: Any
     window_right: Any
-    slopes_ptr: Any
+    slopes_ptr: Any  # [num_q_heads], or None
 
 
 class Outputs(NamedTuple):
-    """Where results go: to the caller, or as states of the parts of the keys, in float32, side by side for each row."""
+    """Where results go: to the caller, or, of splits, to scratch as float32 [num_tokens, num_q_heads, num_splits, ...]."""
 
     out_ptr: Any
     lse_ptr: Any
     sinks_ptr: Any
-    v_scale_ptr: Any
+    v_scale_ptr: Any  # [num_kv_heads] of a quantised cache, or None
     stride_out_token: Any
     stride_out_head: Any
     stride_lse: Any
-    num_parts: Any
+    num_splits: Any
 
 
 @gluon.jit
 def attend(
-    wg: gl.constexpr, q_pipe, k_pipe, v_pipe, work_tiles, scoring, outputs, stride_scale,
+    wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
-    """Attend with one warpgroup to the tiles that are fetched, and write the results of each block."""
+    """Attend with one consumer warpgroup to the tiles that are loaded, and write the results of each work tile."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     HEAD_DIM: gl.constexpr = k_pipe.tiles.shape[2]
     element: gl.constexpr = k_pipe.tiles.dtype
-    IN_FP8: gl.constexpr = element.primitive_bitwidth == 8
-    DEPTH: gl.constexpr = 256 // element.primitive_bitwidth  # numbers that one instruction multiplies and adds up
+    FP8_MMA: gl.constexpr = element.primitive_bitwidth == 8
+    DEPTH: gl.constexpr = 256 // element.primitive_bitwidth  # of one tensor-core instruction, in elements
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
     OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, DEPTH])
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
 
-    block_i = 0
+    work_i = 0
     tile_i = 0
-    slot = consumer_wait(q_pipe, block_i)
-    block = read_work_tile(work_tiles, slot)
-    while block.q_len > 0:
+    stage = consumer_wait(q_pipe, work_i)
+    work = read_work_tile(published, stage)
+    while work.q_len > 0:
         slopes = None
         if scoring.slopes_ptr is not None:
-            slopes = gl.load(scoring.slopes_ptr + block.head + rows // BLOCK_T).to(gl.float32)
+            slopes = gl.load(scoring.slopes_ptr + work.head + rows // BLOCK_T).to(gl.float32)
         scale = scoring.scale
         if scoring.k_scale_ptr is not None:
-            scale *= gl.load(scoring.k_scale_ptr + block.head // GROUP * stride_scale)
+            scale *= gl.load(scoring.k_scale_ptr + work.head // GROUP * stride_scale)
         if element == q_pipe.tiles.dtype:
-            q = q_pipe.tiles.index(slot).slice(wg * ROWS, ROWS)
+            q = q_pipe.tiles.index(stage).slice(wg * ROWS, ROWS)
         else:
-            q, shrunk = quantize_queries(q_pipe.tiles.index(slot), element, wg * ROWS, 7 if IN_FP8 else 14, OF_SCORES)
-            scale *= shrunk
-        if IN_FP8:
-            acc, m_i, l_i = attend_block_in_fp8(
-                q,
-                k_pipe,
-                v_pipe,
-                tile_i,
-                rows,
-                cols,
-                block,
-                slopes,
-                scale,
-                scoring,
-                OF_SCORES,
-                OF_OUT,
-                BLOCK_T,
-                SCORE_MOD,
+            q, inverse_scale = quantize_queries(
+                q_pipe.tiles.index(stage), element, wg * ROWS, 7 if FP8_MMA else 14, OF_SCORES
             )
+            scale *= inverse_scale
+        if FP8_MMA:
+            acc, m_i, l_i = attend_work_tile_in_fp8(
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T, SCORE_MOD
+            )  # fmt: skip
         else:
-            acc, m_i, l_i = attend_block(
-                q,
-                k_pipe,
-                v_pipe,
-                tile_i,
-                rows,
-                cols,
-                block,
-                slopes,
-                scale,
-                scoring,
-                OF_SCORES,
-                OF_OUT,
-                BLOCK_T,
-                SCORE_MOD,
-            )
-        tile_i += block.num_tiles
+            acc, m_i, l_i = attend_work_tile(
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T, SCORE_MOD
+            )  # fmt: skip
+        tile_i += work.num_tiles
         if outputs.v_scale_ptr is not None:
-            acc = acc * gl.load(outputs.v_scale_ptr + block.head // GROUP * stride_scale)
-        finish(wg, acc, m_i, l_i, q_pipe, block_i, block, rows, outputs, BLOCK_T)
-        block_i += 1
-        slot = consumer_wait(q_pipe, block_i)
-        block = read_work_tile(work_tiles, slot)
+            acc = acc * gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale)
+        finish(wg, acc, m_i, l_i, q_pipe, work_i, work, rows, outputs, BLOCK_T)
+        work_i += 1
+        stage = consumer_wait(q_pipe, work_i)
+        work = read_work_tile(published, stage)
 
 
 @gluon.jit
@@ -131,26 +108,29 @@ def empty_state(OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, HEAD_DIM: gl.cons
 
 
 @gluon.jit
-def attend_block(
-    q, k_pipe, v_pipe, tile_i, rows, cols, block, slopes, scale, scoring,
+def attend_work_tile(
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
-    """Return the state of a block's rows over its tiles of keys, from the last down, which is the tile_i-th use of the rings."""
+    """Return the state of a work tile's rows over its KV tiles, from the last tile down.
+
+    Its first KV tile is the tile_i-th use of the pipelines.
+    """
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
     element: gl.constexpr = k_pipe.tiles.dtype
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
     acc, m_i, l_i = empty_state(OF_SCORES, OF_OUT, k_pipe.tiles.shape[2])
-    pos = block.tile * BLOCK_N
+    pos = work.tile * BLOCK_N
     k = k_pipe.tiles.index(consumer_wait(k_pipe, tile_i))
     scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     consumer_release(k_pipe, tile_i)
     p, m_i, l_i, _ = softmax_step(
-        scores, m_i, l_i, pos, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+        scores, m_i, l_i, pos, rows, cols, work, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
     )
     p = gl.convert_layout(p.to(element), OF_P)
-    for i in range(tile_i + 1, tile_i + block.num_tiles):
+    for i in range(tile_i + 1, tile_i + work.num_tiles):
         pos -= BLOCK_N
         k = k_pipe.tiles.index(consumer_wait(k_pipe, i))
         scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -158,15 +138,16 @@ def attend_block(
         acc = warpgroup_mma(p, v, acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         consumer_release(k_pipe, i)
-        # The other warpgroup's softmax runs beside these two products. (One's own beside the second of them was slower.)
+        # The other warpgroup's softmax overlaps these two products. Overlapping the second with this warpgroup's own
+        # softmax was slower (NVIDIA H200).
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         consumer_release(v_pipe, i - 1)
         p, m_i, l_i, alpha = softmax_step(
-            scores, m_i, l_i, pos, rows, cols, block, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+            scores, m_i, l_i, pos, rows, cols, work, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
         )
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
         p = gl.convert_layout(p.to(element), OF_P)
-    last = tile_i + block.num_tiles - 1
+    last = tile_i + work.num_tiles - 1
     v = v_pipe.tiles.index(consumer_wait(v_pipe, last))
     acc = warpgroup_mma(p, v, acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
@@ -175,14 +156,15 @@ def attend_block(
 
 
 @gluon.jit
-def attend_block_in_fp8(
-    q, k_pipe, v_pipe, tile_i, rows, cols, block, slopes, scale, scoring,
+def attend_work_tile_in_fp8(
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
-    """As `attend_block`, with products in fp8 of keys as they come and of values on their side.
+    """Return the same as `attend_work_tile`, with fp8 products: of keys as they are stored, and of transposed values.
 
-    The matrix unit adds fp8 products up with 14 bits or so: a tile's are added to the others in float32. Products are short beside the softmax, and
-    accumulators of three kinds would not fit the registers: one's own products run one after the other, the other warpgroup's softmax beside them.
+    Tensor cores accumulate fp8 products with about 14 bits, so each tile's products are added to the others in float32.
+    Products take little time compared with the softmax, and three accumulators would not fit the registers. So a
+    warpgroup's products run one after the other, and overlap the other warpgroup's softmax.
     """
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
@@ -190,64 +172,50 @@ def attend_block_in_fp8(
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
     no_out, m_i, l_i = empty_state(OF_SCORES, OF_OUT, k_pipe.tiles.shape[2])
     acc = no_out
-    pos = block.tile * BLOCK_N
-    for i in range(tile_i, tile_i + block.num_tiles):
+    pos = work.tile * BLOCK_N
+    for i in range(tile_i, tile_i + work.num_tiles):
         k = k_pipe.tiles.index(consumer_wait(k_pipe, i))
         scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         consumer_release(k_pipe, i)
         p, m_i, l_i, alpha = softmax_step(
-            scores, m_i, l_i, pos, rows, cols, block, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
+            scores, m_i, l_i, pos, rows, cols, work, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
         )
         p = gl.convert_layout(to_fp8(permute_for_fp8_operand(p)), OF_P)
         v = v_pipe.tiles.index(consumer_wait(v_pipe, i))
-        part = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
-        part = warpgroup_mma_wait(0, deps=[part])
+        product = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
         consumer_release(v_pipe, i)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + part
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + product
         pos -= BLOCK_N
     return acc, m_i - LIFT, l_i
 
 
 @gluon.jit
 def softmax_step(
-    scores,
-    m_i,
-    l_i,
-    pos,
-    rows,
-    cols,
-    block,
-    slopes,
-    scale,
-    scoring,
-    LIFT: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    SCORE_MOD: gl.constexpr,
-):
-    """Fold a tile of scores, of the keys from `pos` on, into the running maximum and denominator; return the probabilities times 2^LIFT first, and last the
-    factor for what was accumulated before.
+    scores, m_i, l_i, pos, rows, cols, work, slopes, scale, scoring,
+    LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+):  # fmt: skip
+    """Fold a tile of scores, of the keys from `pos` on, into the running maximum and sum.
+
+    Returns:
+        p: the probabilities, times 2^LIFT.
+        m_i, l_i: the new maximum and sum.
+        alpha: the factor for what was accumulated before.
     """
-    low_pos, high_pos = (
-        block.first_pos + block.token,
-        block.first_pos + gl.minimum(block.token + BLOCK_T, block.q_len) - 1,
-    )
+    low_pos = work.first_pos + work.token
+    high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
     q_pos = low_pos + rows % BLOCK_T
     exponent_scale = scale * LOG2E
     if SCORE_MOD is not None:
         exponent_scale = LOG2E
         scores = SCORE_MOD(scores * by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
-    # Else every row sees all of the tile.
-    if (pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, block.seq_len)) | (
-        pos < high_pos - scoring.window_left
-    ):
-        first_col, last_col = (
-            q_pos - scoring.window_left - pos,
-            gl.minimum(q_pos + scoring.window_right, block.seq_len - 1) - pos,
-        )
-        scores = gl.where(
-            (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None]), scores, float("-inf")
-        )
+    is_past_right = pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
+    if is_past_right | (pos < high_pos - scoring.window_left):  # else every row sees every key of the tile
+        first_col = q_pos - scoring.window_left - pos
+        last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
+        visible = (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
+        scores = gl.where(visible, scores, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * exponent_scale)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
     p = gl.exp2(scores * by_row(exponent_scale) - (shift - LIFT)[:, None])
@@ -257,126 +225,145 @@ def softmax_step(
 
 @gluon.jit
 def by_row(factor):
-    """Return a factor of a tile's rows, or one of all of them."""
+    """Return a factor of each row as a column; a factor of the whole tile as it is."""
     if isinstance(factor, gl.tensor) and len(factor.shape) == 1:
         factor = factor[:, None]
     return factor
 
 
 @gluon.jit
-def finish(wg: gl.constexpr, acc, m_i, l_i, q_pipe, block_i, block, rows, outputs, BLOCK_T: gl.constexpr):
-    """Normalise a block's results and write them, by way of the shared memory of its queries, which it then releases; states of parts as they lie."""
+def finish(wg: gl.constexpr, acc, m_i, l_i, q_pipe, work_i, work, rows, outputs, BLOCK_T: gl.constexpr):
+    """Normalise a work tile's results and write them.
+
+    Results go through the shared memory of the work tile's queries, which is then released. States of splits do not.
+    """
     element: gl.constexpr = q_pipe.tiles.dtype
-    STATES: gl.constexpr = outputs.out_ptr.dtype.element_ty != element
+    IS_SPLIT: gl.constexpr = outputs.out_ptr.dtype.element_ty != element
     HEAD_DIM: gl.constexpr = q_pipe.tiles.shape[2]
     OF_OUT: gl.constexpr = acc.type.layout
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
-        if block.part == 0:
-            sink = gl.load(outputs.sinks_ptr + block.head + rows // BLOCK_T).to(gl.float32) * LOG2E
+        if work.split == 0:
+            sink = gl.load(outputs.sinks_ptr + work.head + rows // BLOCK_T).to(gl.float32) * LOG2E
             m_new = gl.maximum(m_i, sink)
             alpha = gl.exp2(m_i - m_new)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
             l_i = l_i * alpha + gl.exp2(sink - m_new)
             m_i = m_new
-    seen = l_i > 0.0
-    safe = gl.where(seen, l_i, 1.0)
+    empty = l_i == 0.0
+    safe = gl.where(empty, 1.0, l_i)
     if outputs.lse_ptr is not None:
-        tokens = block.token + rows % BLOCK_T
-        lse = gl.where(seen, m_i * LN2 + gl.log(safe), float("-inf"))
-        at = (
-            (block.q_start + tokens).to(gl.int64) * outputs.stride_lse
-            + (block.head + rows // BLOCK_T) * outputs.num_parts
-            + block.part
-        )
-        gl.store(outputs.lse_ptr + at, lse, mask=tokens < block.q_len)
+        tokens = work.token + rows % BLOCK_T
+        lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(safe))
+        offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
+        offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + work.split
+        gl.store(outputs.lse_ptr + offsets, lse, mask=tokens < work.q_len)
     result = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OF_OUT))[:, None]
-    if not STATES:
-        staged = q_pipe.tiles.index(block_i % q_pipe.empty.shape[0]).slice(wg * ROWS, ROWS)
+    if not IS_SPLIT:
+        staged = q_pipe.tiles.index(work_i % q_pipe.empty.shape[0]).slice(wg * ROWS, ROWS)
         staged.store(result.to(element))
         result = staged.load(IN_ROWS)
         fence_async_shared()
-    consumer_release(q_pipe, block_i)
+    consumer_release(q_pipe, work_i)
     LAYOUT: gl.constexpr = result.type.layout
     out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    tokens = block.token + out_rows % BLOCK_T
-    offsets = (block.q_start + tokens).to(gl.int64) * outputs.stride_out_token + (
-        block.head + out_rows // BLOCK_T
-    ) * outputs.stride_out_head
-    offsets += block.part * HEAD_DIM
+    tokens = work.token + out_rows % BLOCK_T
+    offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_out_token
+    offsets += (work.head + out_rows // BLOCK_T).to(gl.int64) * outputs.stride_out_head
+    offsets += work.split * HEAD_DIM
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
-    gl.store(
-        outputs.out_ptr + offsets[:, None] + offs_d[None, :],
-        result,
-        mask=(tokens < block.q_len)[:, None] & (offs_d < HEAD_DIM)[None, :],
-    )
+    inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    gl.store(outputs.out_ptr + offsets[:, None] + offs_d[None, :], result, mask=inside)
 
 
 @gluon.jit(
-    do_not_specialize_on_alignment=["num_parts", "stride_lse"],
-    do_not_specialize=["few", "num_seqs", "stride_table", "window_left", "window_right"],
+    do_not_specialize_on_alignment=["num_splits", "stride_lse"],
+    do_not_specialize=["max_decode_queries", "num_seqs", "stride_table", "window_left", "window_right"],
 )
 def hopper_kernel(
-    out_ptr, lse_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter,
-    scale, softcap, window_left, window_right, few, num_seqs, num_parts, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr,
-    WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, BYTE_STAGES: gl.constexpr,
-    IN_FP8: gl.constexpr, BOX: gl.constexpr, Q_BOX: gl.constexpr,
+    out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM], or the scratch of splits
+    lse_ptr,  # [num_tokens, num_q_heads] float32, or the scratch of splits, or None
+    sinks_ptr,  # [num_q_heads], or None
+    slopes_ptr,  # [num_q_heads], or None
+    k_scale_ptr, v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
+    q_desc, k_desc, v_desc,  # TMA descriptors
+    kv,  # views.KVLayout
+    cu_seqlens_q,  # [num_seqs + 1] int32
+    tile_counter,  # [1] int32, 0 between launches
+    scale, softcap, window_left, window_right,
+    max_decode_queries,  # sequences of at most so many queries belong to the decode launch; 0 where there is none
+    num_seqs, num_splits, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    SCORE_MOD: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, QUANTISED_STAGES: gl.constexpr, FP8_MMA: gl.constexpr,
+    KV_BOX: gl.constexpr, Q_BOX: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
-    if (
-        (few > 0) | (num_parts > 1)
-    ):  # what comes second may begin wherever there is room: sequences of few queries, or the merge of parts, which waits
+    # A second launch may begin wherever there is room: the decode launch, or the combine of splits, which waits.
+    if (max_decode_queries > 0) | (num_splits > 1):
         gdc_launch_dependents()
-    q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, HEAD_DIM, BLOCKS, WARPGROUPS)
-    NUMBER: gl.constexpr = k_desc.dtype if BYTE_STAGES == 0 or IN_FP8 else gl.float16
+    q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, HEAD_DIM, Q_STAGES, WARPGROUPS)
+    NUMBER: gl.constexpr = k_desc.dtype if QUANTISED_STAGES == 0 or FP8_MMA else gl.float16
     k_pipe = make_pipeline(NUMBER, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
-    if IN_FP8:
+    if FP8_MMA:
         v_pipe = make_pipeline(NUMBER, HEAD_DIM, BLOCK_N, STAGES, WARPGROUPS)
     else:
         v_pipe = make_pipeline(NUMBER, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
-    work_tiles = gl.allocate_shared_memory(gl.int32, [BLOCKS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr)
     outputs = Outputs(
-        out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse, num_parts
+        out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse, num_splits
     )
+    # The argument lists stand in each call: what is known at compile time in a tuple stays so only where the tuple is
+    # written out in the call of `warp_specialize`.
     if WARPGROUPS == 1:
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend, (0, q_pipe, k_pipe, v_pipe, work_tiles, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (produce, (q_pipe, k_pipe, v_pipe, work_tiles, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, num_parts, window_left,
-                         window_right, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
+                (attend, (
+                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                (produce, (
+                    q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
+                    max_decode_queries, num_seqs, num_splits, window_left, window_right, stride_table, stride_q_head,
+                    NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [1],
             [40],
         )  # fmt: skip
-    elif BYTE_STAGES == 0:
+    elif QUANTISED_STAGES == 0:
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend, (0, q_pipe, k_pipe, v_pipe, work_tiles, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (attend, (1, q_pipe, k_pipe, v_pipe, work_tiles, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (produce, (q_pipe, k_pipe, v_pipe, work_tiles, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, num_parts, window_left,
-                         window_right, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
+                (attend, (
+                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                (attend, (
+                    1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                (produce, (
+                    q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
+                    max_decode_queries, num_seqs, num_splits, window_left, window_right, stride_table, stride_q_head,
+                    NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [4, 1],
             [232, 40],  # registers of each thread of the second and of the third
         )  # fmt: skip
     else:
-        k_bytes = k_pipe
-        if not IN_FP8:
-            k_bytes = make_pipeline(k_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
-        v_bytes = make_pipeline(v_desc.dtype, BLOCK_N, HEAD_DIM, BYTE_STAGES, 1)
+        k_raw = k_pipe
+        if not FP8_MMA:
+            k_raw = make_pipeline(k_desc.dtype, BLOCK_N, HEAD_DIM, QUANTISED_STAGES, 1)
+        v_raw = make_pipeline(v_desc.dtype, BLOCK_N, HEAD_DIM, QUANTISED_STAGES, 1)
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend, (0, q_pipe, k_pipe, v_pipe, work_tiles, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (attend, (1, q_pipe, k_pipe, v_pipe, work_tiles, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (convert, (k_bytes, v_bytes, k_pipe, v_pipe, q_pipe, work_tiles, window_left, window_right)),
-                (produce, (q_pipe, k_bytes, v_bytes, work_tiles, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, num_parts, window_left,
-                         window_right, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, BOX)),
+                (attend, (
+                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                (attend, (
+                    1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right)),
+                (produce, (
+                    q_pipe, k_raw, v_raw, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
+                    max_decode_queries, num_seqs, num_splits, window_left, window_right, stride_table, stride_q_head,
+                    NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [4, 4, 1],
-            [200, 72, 40] if IN_FP8 else [208, 56, 40],
+            [200, 72, 40] if FP8_MMA else [208, 56, 40],
         )  # fmt: skip

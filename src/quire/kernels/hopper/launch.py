@@ -1,173 +1,176 @@
-"""Launch attention on a Hopper GPU as a plan says: queries, keys and values as rows that the copy engine addresses."""
+"""`HopperLaunch`: a launch of the Hopper kernel, and when a plan has one."""
 
-from functools import cache, lru_cache
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.driver import driver
 
+from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.dispatch.config import MIN_TMA_BOX
-from quire.kernels import mods, views
-from quire.kernels import portable_tmp as portable
-from quire.kernels.combine import arguments as merge_arguments
-from quire.kernels.combine import combine_kernel
-from quire.kernels.hopper.kernel import hopper_kernel
-from quire.kernels.hopper.pipeline import LINE
-from quire.kernels.hopper.tile_scheduler import ROWS
-from quire.plan import Plan
+from quire.dispatch import tree
+from quire.dispatch.config import CostModel, HopperConfig
+from quire.dispatch.request import Bounds, Options, Request, cdiv
+from quire.kernels.hopper.tma import matrices_of_cache
+from quire.kernels.launch import Runner
+from quire.kernels.portable import PortableLaunch
+from quire.kernels.scratch import ScratchSize, counter_bytes
+from quire.kernels.split_kv.launch import SplitKVLaunch, rounded
+from quire.kernels.split_kv.launch import propose as propose_portable
+
+MAX_DECODE_ROWS = 16  # sequences of no more rows than this go to the decode launch of a mixed batch
 
 
-def launch(
-    q: torch.Tensor,
-    cache: PagedKVCache,
-    plan: Plan,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> None:
-    """Launch `hopper_kernel`, and behind it the merge of its parts or the kernel for sequences of few queries, if the plan has one; or what the plan has
-    for tensors that are no such rows. Arguments were checked by `quire.attention`.
+@dataclass(frozen=True)
+class HopperLaunch:
+    """A persistent, warp-specialised kernel for prompts; a second launch for decoding sequences, or for combining splits.
+
+    Attributes:
+        request: what it serves.
+        config: of the kernel.
+        fallback: the launch for tensors that TMA cannot address, and for scales per token: caches come later than plans.
+        num_splits: into how many splits the keys of each work tile are cut, to be combined by a second launch; 1 where they are not.
+        decode: the launch for sequences of few queries, concurrent with this one; None where there is none.
     """
-    fast, spec = plan.fast, plan.spec
-    q_rows = (
-        rows(q, (1, *q.shape[:2], spec.head_dim), (0, *q.stride()[:2]))
-        if q.stride(1) < q.stride(0) or q.shape[1] == 1
-        else None
-    )
-    kv_rows = rows_of_cache(cache)
-    if q_rows is None or kv_rows is None:
-        portable.launch(q, cache, plan.instead or plan, out, lse, sinks, alibi_slopes)
-        return
-    num_items = plan.num_items(q.shape[0]) * plan.num_parts
-    if num_items == 0:
-        return
-    into, into_lse = (out, lse) if plan.num_parts == 1 else (plan.scratch.acc, plan.scratch.m_i)
-    grid = (min(num_items, plan.properties.num_sms * fast.programs_per_sm), 1, 1)
-    box, q_box = min(fast.block_n, page_box(cache)), min(fast.block_t, ROWS.value)
-    descriptors = tuple(
-        boxes(t, *m_i, [n, spec.head_dim])
-        for t, m_i, n in ((q, q_rows, q_box), (cache.k, kv_rows[0], box), (cache.v, kv_rows[1], box))
-    )
-    addresses = tuple(None if t is None else t.data_ptr() for t in (into, into_lse, sinks, alibi_slopes))
-    aligned = not any((at or 0) % 16 for at in addresses)
-    per_head = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
-    key = "hopper", cache.kind, q.stride(), into.stride(), None if into_lse is None else into_lse.stride(0), per_head
-    prepared = plan.prepared.get(key) if aligned else None
-    if prepared is not None and prepared.device == driver.active.get_current_device():
-        stream = driver.active.get_current_stream(prepared.device)
-        prepared.kernel[grid](*addresses, *cache.addresses[2:], *descriptors, *prepared.rest, stream=stream)
-    else:
-        rest, meta = arguments(q, cache, plan, into, into_lse)
-        meta |= {"BOX": box, "Q_BOX": q_box}
-        options = {"num_warps": 4, "launch_pdl": True} | (
-            {"maxnreg": 128} if fast.num_warpgroups == 1 else {}
-        )  # two programs fit a multiprocessor
-        compiled = hopper_kernel[grid](
-            into, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale, *descriptors, *rest, **meta, **options
+
+    request: Request
+    config: HopperConfig
+    fallback: PortableLaunch
+    num_splits: int = 1
+    decode: SplitKVLaunch | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel family."""
+        return "hopper"
+
+    @property
+    def max_decode_queries(self) -> int:
+        """Sequences of at most this many queries are the decode launch's; 0 where there is none."""
+        return 0 if self.decode is None else self.decode.max_decode_queries
+
+    @property
+    def split_rows(self) -> int:
+        """Rows of the states of splits: those of as many work tiles as run at once, whatever the bounds."""
+        return 64 * self.config.num_warpgroups * self.request.device.num_sms if self.num_splits > 1 else 0
+
+    def num_work_tiles(self, num_tokens: int) -> int:
+        """Return the most work tiles, before they are split, that `num_tokens` query tokens need over all heads."""
+        if num_tokens == 0:
+            return 0
+        request, block_t = self.request, self.config.block_t
+        blocks = min(
+            num_tokens // block_t + request.num_seqs, request.num_seqs * cdiv(request.bounds.max_query_len, block_t)
         )
-        if aligned:
-            constants = tuple(meta[name] for name in hopper_kernel.arg_names[9 + len(rest) :])
-            plan.prepared[key] = portable.Prepared(
-                compiled, driver.active.get_current_device(), (), portable.address_of(rest) + constants
-            )
-    if plan.num_parts > 1:
-        merge_parts(plan, out, lse)
-    if plan.beside is not None:
-        portable.launch(q, cache, plan.beside, out, lse, sinks, alibi_slopes)
+        return blocks * (request.spec.num_q_heads // self.config.heads)
 
+    def num_programs(self, num_tokens: int) -> int:
+        """Return the programs of the grid: as many as run at once, or fewer if there are fewer work tiles."""
+        resident = self.request.device.num_sms * self.config.programs_per_sm
+        return min(self.num_work_tiles(num_tokens) * self.num_splits, resident)
 
-def merge_parts(plan: Plan, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Launch the merge of the states of all parts, which lie in the plan's scratch."""
-    batch, outs, lses, grid = plan.batch, plan.scratch.acc, plan.scratch.m_i, (*out.shape[:2], 1)
-    lse_at = None if lse is None else lse.data_ptr()
-    key = "merge", out.stride(), None if lse is None else lse.stride(0)
-    aligned = (out.data_ptr() | (lse_at or 0)) % 16 == 0
-    prepared = plan.prepared.get(key) if aligned else None
-    if prepared is not None and prepared.device == driver.active.get_current_device():
-        addresses = (outs.data_ptr(), lses.data_ptr(), out.data_ptr(), lse_at)
-        prepared.kernel[grid](*addresses, *prepared.rest, stream=driver.active.get_current_stream(prepared.device))
-        return
-    rest, meta = merge_arguments(outs.permute(2, 0, 1, 3), lses.permute(2, 0, 1), out.stride(), lse)
-    rest, meta = (batch.cu_seqlens_q, batch.num_seqs, *rest), meta | {"PDL": True}
-    compiled = combine_kernel[grid](outs, lses, out, lse, *rest, **meta, launch_pdl=True)
-    if aligned:
-        constants = tuple(meta[name] for name in combine_kernel.arg_names[4 + len(rest) :])
-        plan.prepared[key] = portable.Prepared(
-            compiled, driver.active.get_current_device(), (), portable.address_of(rest) + constants
+    def scratch_size(self) -> ScratchSize:
+        """Return the scratch for the tile counter, and for the states of splits or the decode launch."""
+        if self.decode is not None:
+            size, states = self.decode.scratch_size(), 0
+        else:
+            size, states = ScratchSize(), 4 * self.split_rows * (self.request.spec.head_dim_v + 1)
+        fallback = self.fallback.scratch_size()
+        counters = max(counter_bytes(self.request.device, 0), size.counters, fallback.counters)
+        return ScratchSize(max(counters + states, size.total, fallback.total), counters)
+
+    def constexprs(self) -> dict[str, Any]:
+        """Return the kernel's constexprs, but those that a cache decides."""
+        from quire.kernels import mods
+
+        spec, config = self.request.spec, self.config
+        return {
+            "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
+            "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": config.num_warpgroups, "BLOCK_T": config.block_t,
+            "BLOCK_N": config.block_n, "STAGES": config.num_stages, "Q_STAGES": config.num_q_stages,
+            "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
+        }  # fmt: skip
+
+    def compile_key(self) -> Hashable:
+        """Return what tells the compiled kernels from others, for caches of one kind."""
+        decode = None if self.decode is None else self.decode.compile_key()
+        return self.name, self.num_splits > 1, decode, *sorted(self.constexprs().items(), key=lambda item: item[0])
+
+    def for_cache(self, cache: PagedKVCache) -> "HopperLaunch | PortableLaunch":
+        """Return this launch, or its fallback where TMA cannot address the cache."""
+        return self.fallback if matrices_of_cache(cache) is None else self
+
+    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
+        """Return what launches it for a batch, with scratch in a workspace of `scratch_size` bytes."""
+        from quire.kernels.hopper.runner import HopperRunner
+
+        assert workspace is not None
+        return HopperRunner(self, batch, workspace)
+
+    def __str__(self) -> str:
+        config = self.config
+        details = f"{config.num_stages} stages, {self.num_work_tiles(self.request.bounds.num_tokens)} work tiles"
+        if config.fp8_mma:
+            details += ", products in fp8"
+        if self.num_splits > 1:
+            details += f", num_splits {self.num_splits}"
+        if self.decode is not None:
+            details += f"; decode launch: {self.decode}"
+        return (
+            f"Hopper kernel: {config.block_t} queries × {config.heads} heads × {config.block_n} keys, {details}; "
+            f"fallback for scales per token and tensors that TMA cannot address: {self.fallback}"
         )
 
 
-def arguments(q: torch.Tensor, cache: PagedKVCache, plan: Plan, out: torch.Tensor, lse: torch.Tensor | None) -> tuple:
-    """Return the positional arguments after the descriptors, and those given by name."""
-    spec, batch, fast, v = plan.spec, plan.batch, plan.fast, cache.strides[1]
-    kv = views.paged_kv(cache, batch, cache.dtype)._replace(
-        k=None, v=None, k_scale=None, v_scale=None, v_page=v.page, v_slot=v.slot, v_head=v.head
-    )
-    strides = (
-        batch.page_table.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        0 if lse is None else lse.stride(0),
-    )
-    numbers = (spec.softmax_scale, spec.softcap or 0.0, *spec.window, plan.few, batch.num_seqs, plan.num_parts)
-    return (kv, batch.cu_seqlens_q, plan.scratch.counter, *numbers, *strides), {
-        "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim, "PAGE_SIZE": cache.page_size,
-        "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": fast.num_warpgroups, "BLOCK_T": fast.block_t, "BLOCK_N": fast.block_n,
-        "STAGES": fast.num_stages, "BLOCKS": fast.num_blocks, "BYTE_STAGES": fast.num_byte_stages, "IN_FP8": bool(fast.in_fp8),
-    }  # fmt: skip
+def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | str:
+    """Return a launch of the Hopper kernel and the reason; or why it does not serve, or is not the faster one."""
+    spec, bounds = request.spec, request.bounds
+    if options.config is not None or options.num_splits is not None or options.batch_invariant:
+        return "a config, num_splits or batch_invariant of the caller's"
+    costs = tree.cost_model(spec, request.device)
+    config = tree.hopper_config(spec, request.device, bounds.max_seq_len <= costs.short_context)
+    if isinstance(config, str):
+        return config
+    if not request.has_cu_seqlens:
+        return "a batch without cu_seqlens_q"
+    fallback, reason = propose_portable(request, options)
+    launch = HopperLaunch(request, config, fallback)
+    launch = replace(launch, num_splits=choose_num_splits(launch, costs))
+    if options.kernel is None and launch.num_splits == 1:
+        if fallback.name != "block" or not tree.prefers_hopper(spec, request.device, *rounded(request)):
+            return "batches like this, where the portable kernels are faster"
+    return with_decode_launch(launch, costs), reason
 
 
-def boxes(tensor: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
-    """Describe a matrix of `rows` to the copy engine: boxes of so many rows, as wide as a head or as a line, which it swizzles for the matrix unit."""
-    columns = min(box[1], LINE.value // tensor.itemsize)
-    return TensorDescriptor(
-        tensor, shape, strides, [box[0], columns], swizzled(columns * tensor.itemsize, 8 * tensor.itemsize)
-    )
+def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
+    """Return into how many splits the keys of each work tile are cut: 1, unless work tiles alone leave half of the device idle."""
+    bounds, device = launch.request.bounds, launch.request.device
+    num_work_tiles = launch.num_work_tiles(bounds.num_tokens)
+    may_decode = bounds.num_tokens < launch.request.num_seqs * bounds.max_query_len
+    short = bounds.max_query_len < launch.config.block_t or bounds.max_seq_len <= costs.short_context
+    if may_decode or short or num_work_tiles == 0:
+        return 1
+    most = bounds.max_seq_len // (costs.hopper_min_tiles_per_split * launch.config.block_n)
+    return max(1, min(device.num_sms // num_work_tiles, most, costs.hopper_max_splits))
 
 
-@cache
-def swizzled(num_bytes: int, num_bits: int) -> gl.NVMMASharedLayout:
-    """Return the layout of tiles whose lines are so long."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=num_bytes, element_bitwidth=num_bits, rank=2)
+def with_decode_launch(launch: HopperLaunch, costs: CostModel) -> HopperLaunch:
+    """Return the launch with a decode launch, where the batch may mix decoding sequences with prompts.
 
-
-def rows_of_cache(cache: PagedKVCache) -> tuple | None:
-    """Return a cache's keys and values as `rows`; None where the kernel cannot have them so: scales per token, pages or strides that do not divide."""
-    found = tuple(
-        rows(tensor, extents, strides[:3]) if strides.vec_size == extents[3] else None
-        for tensor, extents, strides in zip((cache.k, cache.v), cache.extents, cache.strides, strict=True)
-    )
-    return None if cache.scale_kind == "token" or page_box(cache) < MIN_TMA_BOX or None in found else found
-
-
-def page_box(cache: PagedKVCache) -> int:
-    """Return the largest power of two that divides the page size."""
-    return cache.page_size & -cache.page_size
-
-
-def rows(
-    tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]
-) -> tuple[list[int], list[int]] | None:
-    """Return the shape and strides of a matrix in which element (page, slot, head, dim) lies at row and column
-    `divmod(page * page_stride + slot * slot_stride + head * head_stride, slot_stride)`, dim further on; None where the copy engine cannot have it so.
+    The host knows the number of tokens, not the length of each sequence: lengths differ if there are fewer tokens than equal lengths would make.
     """
-    return None if tensor.data_ptr() % 16 else rows_of(tensor.itemsize, extents, strides)
-
-
-@lru_cache(maxsize=4096)
-def rows_of(
-    itemsize: int, extents: tuple[int, int, int, int], strides: tuple[int, int, int]
-) -> tuple[list[int], list[int]] | None:
-    (num_pages, page_size, num_heads, dim), (page, slot, head) = extents, strides
-    if num_heads == 1:
-        head = 0
-    if slot == 0 or slot * itemsize % 16 or num_pages * page_size * num_heads == 0:
-        return None
-    if page % slot or (head > slot and head % slot) or (head < slot and (num_heads - 1) * head + dim > slot):
-        return None
-    last = (num_pages - 1) * page + (page_size - 1) * slot + (num_heads - 1) * head
-    return [last // slot + 1, dim if head >= slot else (num_heads - 1) * head + dim], [slot, 1]
+    request, bounds = launch.request, launch.request.bounds
+    max_queries = max(1, MAX_DECODE_ROWS // request.spec.group_size)
+    may_decode = request.num_seqs > 1 and bounds.num_tokens < request.num_seqs * bounds.max_query_len
+    if not may_decode or bounds.max_query_len <= max_queries:
+        return launch
+    num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
+    decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, num_tokens))
+    decode, _ = propose_portable(decoding, Options())
+    if not isinstance(decode, SplitKVLaunch):
+        return launch
+    # The decoding sequences may have the longest contexts: prompts are then of short ones.
+    short = bounds.max_query_len <= costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
+    config = tree.hopper_config(request.spec, request.device, short)
+    assert isinstance(config, HopperConfig)
+    return replace(launch, config=config, decode=replace(decode, max_decode_queries=max_queries))

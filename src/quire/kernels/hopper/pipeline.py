@@ -1,8 +1,9 @@
-"""Rings of shared-memory buffers, filled by the copy engine or a warpgroup and used by warpgroups: the only place that touches barriers.
+"""`SmemPipeline`: a circular buffer of shared-memory tiles between producers and consumers. Only this file touches barriers.
 
-A pipe has SLOTS tiles and two barriers for each: `full`, which completes when all bytes of a copy have landed (or with `producer_commit`), and `empty`, at which every
-consumer arrives when it is done. One more `full` is spare, for a copy that somebody has to look at before it is handed on. The i-th use of a pipe is of slot
-`i % SLOTS`, and waits for the phase of that slot's barriers that `i // SLOTS` says.
+A pipeline has STAGES tiles and two barriers for each. `full` completes when all bytes of a TMA load have landed, or with
+`producer_commit`. `empty` completes when every consumer has arrived. One more `full` barrier is spare: for a load that
+the producer has to look at before it hands the tile over. The i-th use of a pipeline is of stage `i % STAGES`, and waits
+for the phase `i // STAGES` of that stage's barriers.
 """
 
 from typing import Any, NamedTuple
@@ -12,14 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # Renamed after Triton 3.6.
-copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
-LINE = gl.constexpr(128)  # bytes of a row that the copy engine swizzles together, at most
+SWIZZLE_BYTES = gl.constexpr(128)  # most bytes of a row that TMA swizzles together
 
 
 class SmemPipeline(NamedTuple):
-    """Tiles [SLOTS, rows, columns] and their barriers."""
+    """Tiles [STAGES, rows, columns] and their barriers."""
 
     tiles: Any
     full: Any
@@ -28,19 +29,19 @@ class SmemPipeline(NamedTuple):
 
 @gluon.jit
 def make_pipeline(
-    element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr
+    element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr
 ):
-    """Allocate a pipe of tiles, which as many warpgroups as CONSUMERS use."""
+    """Allocate a pipeline of tiles for CONSUMERS warpgroups."""
     BITS: gl.constexpr = element.primitive_bitwidth
     tiles = gl.allocate_shared_memory(
-        element, [SLOTS, ROWS, COLUMNS], gl.NVMMASharedLayout(min(LINE.value, COLUMNS * BITS // 8), BITS, 2)
+        element, [STAGES, ROWS, COLUMNS], gl.NVMMASharedLayout(min(SWIZZLE_BYTES.value, COLUMNS * BITS // 8), BITS, 2)
     )
-    return SmemPipeline(tiles, make_barriers(SLOTS + 1, 1), make_barriers(SLOTS, CONSUMERS))
+    return SmemPipeline(tiles, make_barriers(STAGES + 1, 1), make_barriers(STAGES, CONSUMERS))
 
 
 @gluon.jit
 def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate barriers that complete after so many arrivals."""
+    """Allocate NUMBER barriers that complete after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), ARRIVALS)
@@ -48,59 +49,59 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def wait(barriers, slot, phase):
+def wait(barriers, stage, phase):
     """Wait until a barrier has completed its phase-th phase."""
-    mbarrier.wait(barriers.index(slot), phase & 1)
+    mbarrier.wait(barriers.index(stage), phase & 1)
 
 
 @gluon.jit
 def producer_acquire(pipe, i):
-    """Wait until the slot of the i-th use is free, and return it."""
-    SLOTS: gl.constexpr = pipe.empty.shape[0]
-    wait(pipe.empty, i % SLOTS, i // SLOTS + 1)  # the phase before the first counts as completed
-    return i % SLOTS
+    """Wait until the stage of the i-th use is free, and return it."""
+    STAGES: gl.constexpr = pipe.empty.shape[0]
+    wait(pipe.empty, i % STAGES, i // STAGES + 1)  # the phase before the first counts as completed
+    return i % STAGES
 
 
 @gluon.jit
-def expect_bytes(barriers, slot, BYTES: gl.constexpr):
-    """Let a barrier complete when so many bytes have been copied; at once if none are to come."""
+def expect_bytes(barriers, stage, BYTES: gl.constexpr):
+    """Let a barrier complete when BYTES bytes have been loaded; at once if there are none."""
     if BYTES == 0:
-        mbarrier.arrive(barriers.index(slot), count=1)
+        mbarrier.arrive(barriers.index(stage), count=1)
     else:
-        mbarrier.expect_bytes(barriers.index(slot), BYTES)
+        mbarrier.expect(barriers.index(stage), BYTES)
 
 
 @gluon.jit
 def panels(tile):
-    """Return a tile's panels of columns, a line wide, one below the other, as they lie in memory."""
-    COLUMNS: gl.constexpr = min(tile.shape[1], LINE * 8 // tile.dtype.primitive_bitwidth)
+    """Return a tile as its panels, which TMA swizzles: SWIZZLE_BYTES wide, one below the other, as in memory."""
+    COLUMNS: gl.constexpr = min(tile.shape[1], SWIZZLE_BYTES * 8 // tile.dtype.primitive_bitwidth)
     return reinterpret(tile, tile.dtype, [tile.shape[0] * tile.shape[1] // COLUMNS, COLUMNS], tile.layout)
 
 
 @gluon.jit
-def copy_rows(desc, row, col, barrier, tile, FIRST: gl.constexpr, ROWS: gl.constexpr):
-    """Have ROWS rows of a tensor copied to rows from FIRST on of a tile, every panel of its columns on its own."""
+def load_rows(desc, row, col, barrier, tile, FIRST: gl.constexpr, ROWS: gl.constexpr):
+    """Load ROWS rows of a matrix by TMA, to rows from FIRST on of a tile, one load for each panel."""
     COLUMNS: gl.constexpr = panels(tile).shape[1]
     for panel in gl.static_range(tile.shape[1] // COLUMNS):
-        copy_box(desc, [row, col + panel * COLUMNS], barrier, panels(tile).slice(panel * tile.shape[0] + FIRST, ROWS))
+        tma_load(desc, [row, col + panel * COLUMNS], barrier, panels(tile).slice(panel * tile.shape[0] + FIRST, ROWS))
 
 
 @gluon.jit
 def consumer_wait(pipe, i):
-    """Wait until the i-th use has been filled, and return its slot."""
-    SLOTS: gl.constexpr = pipe.empty.shape[0]
-    wait(pipe.full, i % SLOTS, i // SLOTS)
-    return i % SLOTS
+    """Wait until the i-th use has been filled, and return its stage."""
+    STAGES: gl.constexpr = pipe.empty.shape[0]
+    wait(pipe.full, i % STAGES, i // STAGES)
+    return i % STAGES
 
 
 @gluon.jit
 def producer_commit(pipe, i):
-    """Say that the i-th use has been filled, by stores of this warpgroup."""
-    fence_async_shared()  # the matrix unit reads past the path that stores take
+    """Hand over the i-th use, which this warpgroup filled by stores."""
+    fence_async_shared()  # tensor cores read shared memory through another proxy than stores
     mbarrier.arrive(pipe.full.index(i % pipe.empty.shape[0]), count=1)
 
 
 @gluon.jit
 def consumer_release(pipe, i):
-    """Say that this warpgroup is done with the i-th use."""
+    """Give back the i-th use, with which this warpgroup is done."""
     mbarrier.arrive(pipe.empty.index(i % pipe.empty.shape[0]), count=1)

@@ -1,23 +1,35 @@
-"""The warp that fetches: draws one block of rows after the other, late ones first since they see the most keys, and has the copy engine bring their queries,
-keys and values page by page. It runs window_right of the warpgroups that compute, over the borders of blocks too.
+"""The producer warp: takes one work tile after the other and loads its queries, keys and values by TMA, page by page.
+
+It runs ahead of the consumer warpgroups, across the borders of work tiles too.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from quire.kernels.hopper.pipeline import copy_rows, expect_bytes, panels, producer_acquire, wait
-from quire.kernels.hopper.tile_scheduler import Block, keys_of, publish_work_tile, span
-
-SEQS = gl.constexpr(128)  # sequences looked at at once
+from quire.kernels.hopper.pipeline import expect_bytes, load_rows, panels, producer_acquire, wait
+from quire.kernels.hopper.tile_scheduler import (
+    WorkTile,
+    count_row_blocks,
+    find_row_block,
+    publish_work_tile,
+    row_block_ends,
+    split_of_keys,
+    visible_keys,
+)
 
 
 @gluon.jit
 def produce(
-    q_pipe, k_pipe, v_pipe, work_tiles, q_desc, k_desc, v_desc, kv, cu_seqlens_q, counter, few, num_seqs, num_parts, window_left, window_right, stride_table, stride_q_head,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
+    q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
+    max_decode_queries, num_seqs, num_splits, window_left, window_right, stride_table, stride_q_head,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
 ):  # fmt: skip
-    """Draw blocks until there are none, and have their queries, keys and values copied: to the rings of their bytes, where they are to be converted."""
+    """Take work tiles until there are none, and load their queries, keys and values.
+
+    A quantised cache's tiles go to the pipelines of its raw bytes, from which `convert` takes them.
+    """
     BLOCK_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
     HEADS: gl.constexpr = BLOCK_ROWS // BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
@@ -26,181 +38,125 @@ def produce(
     Q_BYTES: gl.constexpr = HEAD_DIM * 2  # of a row
     BYTES: gl.constexpr = HEAD_DIM * k_pipe.tiles.dtype.primitive_bitwidth // 8
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
-    SLOTS: gl.constexpr = v_pipe.tiles.shape[0]
+    SPARE: gl.constexpr = v_pipe.tiles.shape[0]  # the pipeline's spare barrier
     ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    block_i = 0
+    work_i = 0
     tile_i = 0
     edge_i = 0
-    k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the copy engine
+    k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the TMA matrix
     k_row, k_col = kv.k_head // kv.k_slot, kv.k_head % kv.k_slot  # one of them is 0
     v_row, v_col = kv.v_head // kv.v_slot, kv.v_head % kv.v_slot
     lane = gl.arange(0, 32, ONE_WARP)
-    ends = block_ends(cu_seqlens_q, 0, num_seqs, few, BLOCK_T)
-    num_blocks = count_blocks(ends, cu_seqlens_q, num_seqs, few, BLOCK_T)
-    num_items = num_blocks * HEAD_BLOCKS * num_parts
-    item = gl.program_id(0)
-    while item < num_items:
-        number = num_blocks - 1 - item // (HEAD_BLOCKS * num_parts)
-        head = item % HEAD_BLOCKS * HEADS
-        part = item // HEAD_BLOCKS % num_parts
-        seq, first_block = find_block(ends, number, cu_seqlens_q, num_seqs, few, BLOCK_T)
+    ends = row_block_ends(cu_seqlens_q, 0, num_seqs, max_decode_queries, BLOCK_T)
+    num_row_blocks = count_row_blocks(ends, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
+    num_work_tiles = num_row_blocks * HEAD_BLOCKS * num_splits
+    index = gl.program_id(0)
+    while index < num_work_tiles:
+        row_block = num_row_blocks - 1 - index // (HEAD_BLOCKS * num_splits)
+        head = index % HEAD_BLOCKS * HEADS
+        split = index // HEAD_BLOCKS % num_splits
+        seq, first_row_block = find_row_block(ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
         q_start = gl.load(cu_seqlens_q + seq)
         q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
         seq_len = gl.load(kv.seq_lens + seq)
-        token = (number - first_block) * BLOCK_T
-        drawn = gl.zeros([32], gl.int32, ONE_WARP)
+        token = (row_block - first_row_block) * BLOCK_T
+        taken = gl.zeros([32], gl.int32, ONE_WARP)
         if kv.query_offsets is None:
             first_pos = seq_len - q_len
         else:
             first_pos = gl.load(kv.query_offsets + seq)
-        tile, left = span(
-            token, q_len, first_pos, seq_len, window_left, window_right, part, num_parts, BLOCK_T, BLOCK_N
+        tile, left = split_of_keys(
+            token, q_len, first_pos, seq_len, window_left, window_right, split, num_splits, BLOCK_T, BLOCK_N
         )
-        block = Block(head, token, q_start, q_len, first_pos, seq_len, tile, left, part)
+        work = WorkTile(head, token, q_start, q_len, first_pos, seq_len, tile, left, split)
         if kv.cu_pages is None:
             row = kv.page_table + seq.to(gl.int64) * stride_table
         else:
             row = kv.page_table + gl.load(kv.cu_pages + seq)
-        kv_low, kv_high = keys_of(block, window_left, window_right)
-        pages = pages_of(row, tile * BLOCK_N + lane * BOX, tile * BLOCK_N + BLOCK_N, kv_low, kv_high, PAGE_SIZE, BOX)
-        slot = producer_acquire(q_pipe, block_i)
-        publish_work_tile(work_tiles, slot, block)
-        expect_bytes(q_pipe.full, slot, BLOCK_ROWS * Q_BYTES)
+        kv_low, kv_high = visible_keys(work, window_left, window_right)
+        pos = tile * BLOCK_N
+        pages = load_page_numbers(row, pos + lane * KV_BOX, pos + BLOCK_N, kv_low, kv_high, PAGE_SIZE, KV_BOX)
+        stage = producer_acquire(q_pipe, work_i)
+        publish_work_tile(published, stage, work)
+        expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
         for first in gl.static_range(0, BLOCK_ROWS, Q_BOX):
-            at, col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
-            copy_rows(q_desc, at, col, q_pipe.full.index(slot), q_pipe.tiles.index(slot), first, Q_BOX)
+            q_row, q_col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
+            load_rows(q_desc, q_row, q_col, q_pipe.full.index(stage), q_pipe.tiles.index(stage), first, Q_BOX)
 
         kv_head = head // GROUP
         while left > 0:
-            here = ()
-            for i in gl.static_range(BLOCK_N // BOX):
-                here = here + (gl.sum(gl.where(lane == i, pages, 0), 0),)
-            # The next tile's are on their way while this one's are used. So is the next block, no sooner: other programs may be done before this one.
+            pages_of_boxes = ()
+            for i in gl.static_range(BLOCK_N // KV_BOX):
+                pages_of_boxes = pages_of_boxes + (gl.sum(gl.where(lane == i, pages, 0), 0),)
+            # Prefetch the next tile's page numbers. Take the next work tile only during the last tile, so that an idle
+            # program can take it first.
             pos = (tile - 1) * BLOCK_N
-            pages = pages_of(
-                row, pos + lane * BOX, gl.where(left > 1, pos + BLOCK_N, pos), kv_low, kv_high, PAGE_SIZE, BOX
-            )
-            drawn = gl.atomic_add(
-                counter + lane, gl.full([32], 1, gl.int32, ONE_WARP), mask=(lane == 0) & (left == 1), sem="relaxed"
-            )
-            slot = producer_acquire(k_pipe, tile_i)
-            expect_bytes(k_pipe.full, slot, BLOCK_N * BYTES)
-            copy_tile(
-                k_desc,
-                k_pipe,
-                slot,
-                k_pipe.full.index(slot),
-                here,
-                tile * BLOCK_N,
-                k_page,
-                kv_head * k_row,
-                kv_head * k_col,
-                PAGE_SIZE,
-                BOX,
-            )
-            slot = producer_acquire(v_pipe, tile_i)
-            barrier = slot
+            stop = gl.where(left > 1, pos + BLOCK_N, pos)
+            pages = load_page_numbers(row, pos + lane * KV_BOX, stop, kv_low, kv_high, PAGE_SIZE, KV_BOX)
+            one, is_last_tile = gl.full([32], 1, gl.int32, ONE_WARP), (lane == 0) & (left == 1)
+            taken = gl.atomic_add(tile_counter + lane, one, mask=is_last_tile, sem="relaxed")
+            pos = tile * BLOCK_N
+            stage = producer_acquire(k_pipe, tile_i)
+            expect_bytes(k_pipe.full, stage, BLOCK_N * BYTES)
+            load_kv_tile(
+                k_desc, k_pipe, stage, k_pipe.full.index(stage), pages_of_boxes, pos, k_page, kv_head * k_row,
+                kv_head * k_col, PAGE_SIZE, KV_BOX,
+            )  # fmt: skip
+            stage = producer_acquire(v_pipe, tile_i)
+            barrier = stage
             if not CONVERTED:
-                seen = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
+                whole = (pos >= kv_low) & (pos + BLOCK_N <= kv_high)
                 barrier = gl.where(
-                    seen, slot, SLOTS
-                )  # the spare one, where some rows must be zeroed before they are used
+                    whole, stage, SPARE
+                )  # where some rows have to be zeroed before the tile is handed over
             expect_bytes(v_pipe.full, barrier, BLOCK_N * BYTES)
-            copy_tile(
-                v_desc,
-                v_pipe,
-                slot,
-                v_pipe.full.index(barrier),
-                here,
-                tile * BLOCK_N,
-                v_page,
-                kv_head * v_row,
-                kv_head * v_col,
-                PAGE_SIZE,
-                BOX,
-            )
-            if not CONVERTED and barrier == SLOTS:
-                wait(v_pipe.full, SLOTS, edge_i)
-                zero_unseen(v_pipe.tiles.index(slot), tile * BLOCK_N, kv_low, kv_high)
+            load_kv_tile(
+                v_desc, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, pos, v_page, kv_head * v_row,
+                kv_head * v_col, PAGE_SIZE, KV_BOX,
+            )  # fmt: skip
+            if not CONVERTED and barrier == SPARE:
+                wait(v_pipe.full, SPARE, edge_i)
+                zero_invisible_rows(v_pipe.tiles.index(stage), pos, kv_low, kv_high)
                 fence_async_shared()
-                expect_bytes(v_pipe.full, slot, 0)
+                expect_bytes(v_pipe.full, stage, 0)
                 edge_i += 1
             tile_i += 1
             tile -= 1
             left -= 1
-        block_i += 1
-        item = gl.num_programs(0) + gl.sum(gl.where(lane == 0, drawn, 0), 0)
-    if item == num_items + gl.num_programs(0) - 1:  # the last draw of all: the counter is ready for the next launch
-        gl.store(counter, 0)
-    slot = producer_acquire(q_pipe, block_i)
-    publish_work_tile(work_tiles, slot, Block(0, 0, 0, 0, 0, 0, 0, 0, 0))
-    expect_bytes(q_pipe.full, slot, 0)
+        work_i += 1
+        index = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), 0)
+    if index == num_work_tiles + gl.num_programs(0) - 1:  # the last to take one resets the counter for the next launch
+        gl.store(tile_counter, 0)
+    stage = producer_acquire(q_pipe, work_i)
+    publish_work_tile(published, stage, WorkTile(0, 0, 0, 0, 0, 0, 0, 0, 0))
+    expect_bytes(q_pipe.full, stage, 0)
 
 
 @gluon.jit
-def add(a, b):
-    return a + b
+def load_page_numbers(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr):
+    """Load the pages of the boxes at positions `pos` that begin before `stop` and hold a key from [kv_low, kv_high)."""
+    inside = (pos < stop) & (pos + KV_BOX > kv_low) & (pos < kv_high)
+    return gl.load(row + pos // PAGE_SIZE, mask=inside, other=0).to(gl.int32)
 
 
 @gluon.jit
-def block_ends(cu_seqlens_q, first, num_seqs, few, BLOCK_T: gl.constexpr):
-    """Return of SEQS sequences from `first` on where the blocks of each end, if they are laid side by side; sequences of at most `few` queries have none."""
-    seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
-    here = seqs < num_seqs
-    q_len = gl.load(cu_seqlens_q + seqs + 1, mask=here, other=0) - gl.load(cu_seqlens_q + seqs, mask=here, other=0)
-    return gl.associative_scan(gl.where(q_len > few, (q_len + BLOCK_T - 1) // BLOCK_T, 0), 0, add)
-
-
-@gluon.jit
-def count_blocks(ends, cu_seqlens_q, num_seqs, few, BLOCK_T: gl.constexpr):
-    """Return how many blocks the batch has; `ends` are the first SEQS sequences' block ends."""
-    number = gl.max(ends, 0)
-    for first in range(SEQS, num_seqs, SEQS):
-        number += gl.max(block_ends(cu_seqlens_q, first, num_seqs, few, BLOCK_T), 0)
-    return number
-
-
-@gluon.jit
-def find_block(ends, number, cu_seqlens_q, num_seqs, few, BLOCK_T: gl.constexpr):
-    """Return the sequence that owns a block, by the block's number in the batch, and that sequence's first block."""
-    seq = gl.sum((ends <= number).to(gl.int32), 0)
-    first_block = gl.max(gl.where(ends <= number, ends, 0), 0)
-    before = gl.max(ends, 0)
-    for first in range(SEQS, num_seqs, SEQS):
-        more = before + block_ends(cu_seqlens_q, first, num_seqs, few, BLOCK_T)
-        seq += gl.sum((more <= number).to(gl.int32), 0)
-        first_block = gl.maximum(first_block, gl.max(gl.where(more <= number, more, 0), 0))
-        before = gl.max(more, 0)
-    return seq, first_block
-
-
-@gluon.jit
-def pages_of(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
-    """Load the pages of the boxes that begin at positions `pos`, before `stop`, and hold keys from `kv_low` on and before `kv_high`."""
-    return gl.load(row + pos // PAGE_SIZE, mask=(pos < stop) & (pos + BOX > kv_low) & (pos < kv_high), other=0).to(
-        gl.int32
-    )
-
-
-@gluon.jit
-def copy_tile(desc, pipe, slot, barrier, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
-    """Have the keys or values from position `pos` on copied, BOX of a page at a time; a head of page 0 begins at (row, col)."""
+def load_kv_tile(
+    desc, pipe, stage, barrier, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr
+):
+    """Load the keys or values from position `pos` on, KV_BOX of a page at a time; a head of page 0 begins at (row, col)."""
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
-    for box in gl.static_range(BLOCK_N // BOX):
-        copy_rows(
-            desc,
-            pages[box] * page_rows + row + (pos + box * BOX) % PAGE_SIZE,
-            col,
-            barrier,
-            pipe.tiles.index(slot),
-            box * BOX,
-            BOX,
-        )
+    tile = pipe.tiles.index(stage)
+    for box in gl.static_range(BLOCK_N // KV_BOX):
+        box_row = pages[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE
+        load_rows(desc, box_row, col, barrier, tile, box * KV_BOX, KV_BOX)
 
 
 @gluon.jit
-def zero_unseen(values, pos, kv_low, kv_high):
-    """Zero the rows of a tile of values, from position `pos` on, that no query of the sequence sees and that may hold anything: 0 * NaN is NaN."""
+def zero_invisible_rows(values, pos, kv_low, kv_high):
+    """Zero those rows of a tile of values, from position `pos` on, that no query of the sequence sees.
+
+    Such rows may hold anything, and 0 * NaN is NaN.
+    """
     BLOCK_N: gl.constexpr = values.shape[0]
     PANELS: gl.constexpr = values.shape[1] // panels(values).shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
@@ -209,5 +165,5 @@ def zero_unseen(values, pos, kv_low, kv_high):
             kv_pos = pos + first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
             seen = ((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]
             for panel in gl.static_range(PANELS):
-                some = panels(values).slice(panel * BLOCK_N + first, 8)
-                some.store(gl.where(seen, some.load(LAYOUT), 0.0))
+                rows = panels(values).slice(panel * BLOCK_N + first, 8)
+                rows.store(gl.where(seen, rows.load(LAYOUT), 0.0))

@@ -1,70 +1,114 @@
-"""A block of rows, or a part of its keys: what it is, which tiles it sees, and how the warp that fetches tells the warpgroups, by a note in shared memory."""
+"""The dynamic persistent tile scheduler: which work tile a program takes next, and how the producer warp tells the consumers.
+
+A row block is BLOCK_T query tokens of one sequence. A work tile is a row block times as many heads of one KV head as
+fill the program's rows, or one split of the keys of that. Programs take work tiles from a counter, late row blocks
+first, so that programs with unequal prompts end together. The producer warp writes the fields of a work tile to shared
+memory, where the consumer warpgroups read them.
+"""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-ROWS = gl.constexpr(64)  # of a warpgroup, which are all of a block or half of it
-NUMBERS, WORDS = gl.constexpr(9), gl.constexpr(16)  # of a block, and the words of shared memory that they are given
+ROWS = gl.constexpr(64)  # of a warpgroup: all rows of a work tile, or half of them
+SEQS = gl.constexpr(128)  # sequences that the scheduler looks at in one step
+FIELDS = gl.constexpr(9)  # of WorkTile
+WORDS = gl.constexpr(16)  # of shared memory for a WorkTile
 
 
-class Block(NamedTuple):
-    """What the warp that fetches tells those that compute of a block; without queries it is the end."""
+class WorkTile(NamedTuple):
+    """A work tile; one without queries says that there are no more."""
 
-    head: Any  # its first
-    token: Any  # its first, of the sequence
-    q_start: Any  # the sequence's first token, of the batch
-    q_len: Any  # the sequence's queries
-    first_pos: Any  # of the sequence's first query among its keys
+    head: Any  # its first query head
+    token: Any  # its first query token, counted from the sequence's first
+    q_start: Any  # the sequence's first query token, in the batch
+    q_len: Any  # the sequence's query tokens
+    first_pos: Any  # position of the sequence's first query among its keys
     seq_len: Any  # the sequence's keys
-    tile: Any  # the last tile of keys, which is the first to be attended to
-    num_tiles: Any  # one at least
-    part: Any  # of the keys that the block sees
+    tile: Any  # the last KV tile, which is attended to first
+    num_tiles: Any  # at least 1
+    split: Any  # which split of the visible keys
 
 
 @gluon.jit
-def span(
-    token,
-    q_len,
-    first_pos,
-    seq_len,
-    window_left,
-    window_right,
-    part,
-    num_parts,
-    BLOCK_T: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """Return the last tile of a part of the keys that any query of a block sees, and how many the part has, one at least: else one that nobody sees."""
+def split_of_keys(
+    token, q_len, first_pos, seq_len, window_left, window_right, split, num_splits,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Return (last tile, number of tiles) of a split of the keys that a row block sees.
+
+    An empty split gets one tile, which is fully masked.
+    """
     kv_start = gl.maximum(first_pos + token - window_left, 0)
     kv_stop = gl.minimum(first_pos + gl.minimum(token + BLOCK_T, q_len) + window_right, seq_len)
     start = kv_start // BLOCK_N
     stop = gl.maximum((kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)
-    low = start + (stop - start) * part // num_parts
-    high = start + (stop - start) * (part + 1) // num_parts
+    low = start + (stop - start) * split // num_splits
+    high = start + (stop - start) * (split + 1) // num_splits
     return gl.where(high > low, high - 1, stop), gl.maximum(high - low, 1)
 
 
 @gluon.jit
-def keys_of(block, window_left, window_right):
-    """Return the first key that any query of the block's sequence sees, and the one after the last: what else there is may be gone."""
-    return block.first_pos - window_left, gl.minimum(block.first_pos + block.q_len + window_right, block.seq_len)
+def visible_keys(work, window_left, window_right):
+    """Return the first key that any query of the sequence sees, and the one after the last. Others may be in freed pages."""
+    return work.first_pos - window_left, gl.minimum(work.first_pos + work.q_len + window_right, work.seq_len)
 
 
 @gluon.jit
-def publish_work_tile(work_tiles, slot, block):
-    """Leave a block's numbers in shared memory."""
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
+    """Return where the row blocks of each of SEQS sequences from `first` on end, counted from those of `first`.
+
+    Sequences of at most `max_decode_queries` queries have none: they are the decode launch's.
+    """
+    seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
+    inside = seqs < num_seqs
+    q_stop = gl.load(cu_seqlens_q + seqs + 1, mask=inside, other=0)
+    q_len = q_stop - gl.load(cu_seqlens_q + seqs, mask=inside, other=0)
+    return gl.associative_scan(gl.where(q_len > max_decode_queries, (q_len + BLOCK_T - 1) // BLOCK_T, 0), 0, add)
+
+
+@gluon.jit
+def count_row_blocks(ends, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
+    """Return the row blocks of the batch; `ends` are those of the first SEQS sequences."""
+    count = gl.max(ends, 0)
+    for first in range(SEQS, num_seqs, SEQS):
+        count += gl.max(row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T), 0)
+    return count
+
+
+@gluon.jit
+def find_row_block(ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
+    """Return the sequence that owns a row block of the batch, and that sequence's first row block."""
+    seq = gl.sum((ends <= row_block).to(gl.int32), 0)
+    first_row_block = gl.max(gl.where(ends <= row_block, ends, 0), 0)
+    before = gl.max(ends, 0)
+    for first in range(SEQS, num_seqs, SEQS):
+        more = before + row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T)
+        seq += gl.sum((more <= row_block).to(gl.int32), 0)
+        first_row_block = gl.maximum(first_row_block, gl.max(gl.where(more <= row_block, more, 0), 0))
+        before = gl.max(more, 0)
+    return seq, first_row_block
+
+
+@gluon.jit
+def publish_work_tile(published, stage, work):
+    """Write a work tile's fields to shared memory."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    for i in gl.static_range(NUMBERS):
-        work_tiles.index(slot * WORDS + i).store(gl.full([1], block[i], gl.int32, LAYOUT))
+    for i in gl.static_range(FIELDS):
+        published.index(stage * WORDS + i).store(gl.full([1], work[i], gl.int32, LAYOUT))
 
 
 @gluon.jit
-def read_work_tile(work_tiles, slot):
-    """Return the block that `publish_work_tile` was given."""
+def read_work_tile(published, stage):
+    """Return the work tile that `publish_work_tile` wrote."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    numbers = ()
-    for i in gl.static_range(NUMBERS):
-        numbers = numbers + (gl.max(work_tiles.index(slot * WORDS + i).load(LAYOUT), 0),)
-    return Block(*numbers)
+    fields = ()
+    for i in gl.static_range(FIELDS):
+        fields = fields + (gl.max(published.index(stage * WORDS + i).load(LAYOUT), 0),)
+    return WorkTile(*fields)

@@ -1,0 +1,168 @@
+"""Check what only a batch's tensors say: lengths, offsets and page numbers.
+
+`quire.attention` runs `check_reads` on CPU tensors, where reading them is cheap. On a GPU it does not, since the check
+copies to the host and waits: call `quire.testing.check_batch` there to debug.
+"""
+
+import torch
+
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+from quire.spec import AttentionSpec
+
+
+def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True) -> None:
+    """Check lengths and page numbers, and that no two sequences write to one page.
+
+    This copies to the host and waits: use it to debug, not in a serving loop.
+
+    Args:
+        batch: the sequences.
+        cache: the pages that they index.
+        shared_pages: allow sequences to share pages that none of them writes in this step (a common prefix).
+
+    Raises:
+        ValueError: a contract is broken; the message names the sequence and the value.
+    """
+    check_reads(batch, cache)
+    check_writers(batch, cache, shared_pages)
+
+
+def check_reads(
+    batch: Batch,
+    cache: PagedKVCache,
+    spec: AttentionSpec | None = None,
+    *,
+    num_tokens: int | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+) -> None:
+    """Check that every query and every key that attention reads exists.
+
+    Args:
+        batch: the sequences.
+        cache: the pages that they index.
+        spec: what is computed; only pages that hold a key which some query sees are checked. Without it, all pages of
+            each sequence are.
+        num_tokens: rows of q.
+        max_query_len: the plan's bound on queries per sequence.
+        max_seq_len: the plan's bound on keys per sequence.
+
+    Raises:
+        ValueError: a contract is broken; the message names the sequence and the value.
+    """
+    query_starts, seq_lens = batch.query_starts.cpu().long(), batch.seq_lens.cpu().long()
+    query_lens = query_starts.diff()
+    if int(query_starts[0]) != 0 or bool((query_lens < 0).any()):
+        raise ValueError(
+            f"cu_seqlens_q must start at 0 and not decrease, got {query_starts.tolist()}; build it with cumsum"
+        )
+    if num_tokens is not None and int(query_starts[-1]) > num_tokens:
+        raise ValueError(
+            f"q must have the {int(query_starts[-1])} tokens that cu_seqlens_q counts, got {num_tokens}; "
+            "pass all tokens of the step"
+        )
+    seq = first_true(seq_lens < 0)
+    if seq is not None:
+        length = int(seq_lens[seq])
+        raise ValueError(f"seq_lens must be at least 0, got {length} for sequence {seq}; a padding row has 0")
+    for name, lens, bound in (("max_query_len", query_lens, max_query_len), ("max_seq_len", seq_lens, max_seq_len)):
+        seq = None if bound is None else first_true(lens > bound)
+        if seq is not None:
+            raise ValueError(
+                f"{name} must bound every sequence, got {bound} for a batch whose sequence {seq} has {int(lens[seq])}; "
+                "plan with the true bound"
+            )
+    check_pages(batch, cache, *visible_span(batch, spec, query_lens, seq_lens))
+
+
+def visible_span(
+    batch: Batch, spec: AttentionSpec | None, query_lens: torch.Tensor, seq_lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each sequence's first key that some query sees and the first key after the last one, both [num_seqs]."""
+    if spec is None:
+        return torch.zeros_like(seq_lens), seq_lens
+    first = seq_lens - query_lens if batch.query_offsets is None else batch.query_offsets.cpu().long()
+    window_left, window_right = spec.window
+    start = (first - window_left).clamp(min=0)
+    stop = torch.minimum(seq_lens, first + query_lens + window_right)
+    return start, torch.where(query_lens > 0, torch.maximum(start, stop), start)
+
+
+def check_pages(batch: Batch, cache: PagedKVCache, start: torch.Tensor, stop: torch.Tensor) -> None:
+    """Check the page table's entries for the keys from `start` to `stop` of each sequence, both [num_seqs] int64."""
+    table, size = batch.page_table.cpu().long(), cache.page_size
+    if batch.cu_pages is None:
+        seq = first_true(-(-batch.seq_lens.cpu().long() // size) > table.shape[1])
+        if seq is not None:
+            raise ValueError(
+                f"page_table must cover sequence {seq}'s {int(batch.seq_lens[seq])} keys, "
+                f"got {table.shape[1]} pages of {size}; widen it"
+            )
+        run_starts = torch.arange(batch.num_seqs, device="cpu") * table.shape[1]
+        table = table.flatten()
+    else:
+        run_starts = batch.cu_pages[: batch.num_seqs].cpu().long()
+        seq = first_true((run_starts < 0) | (run_starts + -(-stop // size) > table.shape[0]))
+        if seq is not None:
+            raise ValueError(
+                f"cu_pages must give sequence {seq} a run for {int(stop[seq])} keys in page_table's {table.shape[0]} "
+                f"entries, got one from {int(run_starts[seq])} with pages of {size}; append its pages to the table"
+            )
+    # The entries in use, one row of indices after the other.
+    first_entry = start // size
+    num_entries = torch.where(stop > start, -(-stop // size) - first_entry, 0)
+    owner = torch.repeat_interleave(num_entries)
+    row_begin = num_entries.cumsum(0) - num_entries
+    entries = (run_starts + first_entry - row_begin)[owner] + torch.arange(owner.shape[0], device="cpu")
+    pages = table[entries]
+    if cache.layout == "THD":  # a sequence is one page that begins at its first token
+        bad = first_true((pages < 0) | (pages + stop[owner] > cache.num_pages))
+        if bad is not None:
+            begin, end = int(pages[bad]), int(pages[bad] + stop[owner[bad]])
+            raise ValueError(
+                f"cu_seqlens_k must lie within k's {cache.num_pages} tokens, got keys {begin} to {end} for sequence "
+                f"{int(owner[bad])}; pass all tokens of k"
+            )
+        return
+    bad = first_true((pages < 0) | (pages >= cache.num_pages))
+    if bad is not None:
+        raise ValueError(
+            f"page_table must hold pages 0 to {cache.num_pages - 1}, got {int(pages[bad])} for sequence "
+            f"{int(owner[bad])}; allocate the page first"
+        )
+
+
+def check_writers(batch: Batch, cache: PagedKVCache, shared_pages: bool) -> None:
+    """Check that each sequence holds its new tokens and that the pages it writes them to are its own.
+
+    `check_reads` has passed.
+    """
+    starts, table = batch.query_starts.tolist(), batch.page_table.cpu()
+    run_starts = None if batch.cu_pages is None else batch.cu_pages.tolist()
+    writers: dict[int, int] = {}
+    readers: dict[int, int] = {}
+    for seq, kv_len in enumerate(batch.seq_lens.tolist()):
+        q_len = starts[seq + 1] - starts[seq]
+        if 0 < kv_len < q_len and batch.query_offsets is None:
+            raise ValueError(
+                f"seq_lens must include the new tokens, got {kv_len} keys for {q_len} queries of sequence {seq}; "
+                "add the step's tokens"
+            )
+        row = table[seq] if run_starts is None else table[run_starts[seq] :]
+        pages = row[: -(-kv_len // cache.page_size)].tolist()
+        first_written = max(kv_len - q_len, 0) // cache.page_size
+        for i, page in enumerate(pages):
+            writes = i >= first_written and q_len > 0
+            other = writers.get(page, readers.get(page, seq) if writes or not shared_pages else seq)
+            if other != seq:
+                raise ValueError(
+                    f"page_table must give a page that is written to one sequence, got page {page} in sequences "
+                    f"{other} and {seq}; copy it first (`quire.copy_pages`)"
+                )
+            (writers if writes else readers)[page] = seq
+
+
+def first_true(mask: torch.Tensor) -> int | None:
+    """Return the index of the first True of [n] bool, or None."""
+    return int(mask.int().argmax()) if bool(mask.any()) else None

@@ -1,0 +1,463 @@
+"""What the verbs ask of their arguments: types, shapes, dtypes, strides and devices, which the host knows.
+
+Nothing here reads from a device. What only a batch's tensors say is checked in `batch_check`, for CPU tensors.
+
+A verb that runs once per layer tests everything in one expression and looks for the reason only if that fails.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+from quire.dispatch.config import KernelConfig
+from quire.dispatch.device import is_served_by_torch
+from quire.dispatch.request import Bounds
+from quire.errors import UnsupportedError, check_flag, check_integer, check_tensor, describe
+from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
+from quire.state import State
+
+MAX_SPLITS = 128
+MAX_TOKENS = (1 << 31) - 1  # of a batch: cu_seqlens_q is int32
+PER_HEAD_DTYPES = (*QUERY_DTYPES, torch.float64)  # of sinks and slopes
+WORKSPACE_ALIGNMENT = 16  # bytes; kernels are compiled for it
+DEVICES = ("cpu", "cuda")
+
+
+class Planned(Protocol):
+    """What the checks read of a plan, which `quire.plan` makes with their help."""
+
+    @property
+    def spec(self) -> AttentionSpec: ...
+    @property
+    def batch(self) -> Batch: ...
+    @property
+    def bounds(self) -> Bounds: ...
+
+
+def check_attention(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    plan: Planned,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+) -> None:
+    """Raise unless the inputs of `attention` fit together."""
+    try:
+        spec, batch, bounds = plan.spec, plan.batch, plan.bounds
+        num_tokens, num_heads, head_dim = q.shape
+        fits = (
+            num_heads == spec.num_q_heads
+            and head_dim == spec.head_dim
+            and q.dtype is spec.dtype
+            and q.stride(2) == 1
+            and cache.signature == spec.cache_signature
+            and q.device == cache.device == batch.device
+            and num_tokens <= bounds.num_tokens
+            and (batch.cu_seqlens_q is not None or num_tokens >= batch.num_seqs)
+            and batch.paged is (cache.layout != "THD")
+            and (batch.table_width is None or batch.table_width * cache.page_size >= bounds.max_seq_len)
+            and (_is_per_head(sinks, q) if spec.sinks else sinks is None)
+            and (_is_per_head(alibi_slopes, q) if spec.alibi else alibi_slopes is None)
+            and not (q.requires_grad and torch.is_grad_enabled())
+        )
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        _explain_attention(q, cache, plan, sinks, alibi_slopes)
+
+
+def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: Any) -> None:
+    check_tensor("q", q, "pass the queries of all sequences")
+    if not isinstance(getattr(plan, "spec", None), AttentionSpec):
+        raise TypeError(f"plan must be a Plan, got {describe(plan)}; make it with `quire.plan`")
+    spec, batch, bounds = plan.spec, plan.batch, plan.bounds
+    if q.dim() != 3 or q.shape[1:] != (spec.num_q_heads, spec.head_dim):
+        raise ValueError(
+            f"q must be [num_tokens, {spec.num_q_heads}, {spec.head_dim}] as the spec says, got {list(q.shape)}; "
+            "reshape it"
+        )
+    if q.dtype is not spec.dtype:
+        raise ValueError(f"q must be {spec.dtype}, got {q.dtype}; cast it, or make a spec for it")
+    if q.stride(2) != 1 and not q.is_contiguous():
+        raise ValueError(f"q must have a contiguous head, got strides {q.stride()}; copy it with `q.contiguous()`")
+    check_cache(cache, spec)
+    if not q.device == cache.device == batch.device:
+        raise ValueError(
+            f"q, cache and batch must be on one device, got {q.device}, {cache.device} and {batch.device}; "
+            "move them together"
+        )
+    if batch.cu_seqlens_q is None and q.shape[0] < batch.num_seqs:
+        raise ValueError(
+            f"q must have a token for each of {batch.num_seqs} sequences, got {q.shape[0]}; "
+            "a batch without cu_seqlens_q has one query each"
+        )
+    if q.shape[0] > bounds.num_tokens:
+        raise ValueError(
+            f"q must have at most the {bounds.num_tokens} tokens planned for, got {q.shape[0]}; "
+            f"plan with num_tokens={q.shape[0]}"
+        )
+    if batch.paged and cache.layout == "THD":
+        raise ValueError(
+            "cache must be paged, as the plan's batch is, got layout THD; "
+            "describe sequences without pages with Batch.varlen"
+        )
+    if not batch.paged and cache.layout != "THD":
+        raise ValueError(
+            f"cache must be of layout THD, as the plan's batch has no pages, got {cache.layout}; "
+            "give the batch a page table"
+        )
+    if batch.table_width is not None and batch.table_width * cache.page_size < bounds.max_seq_len:
+        raise ValueError(
+            f"page_table must cover max_seq_len = {bounds.max_seq_len} keys, got {batch.table_width} pages of "
+            f"{cache.page_size}; widen the table or plan with the true bound"
+        )
+    _check_per_head("sinks", sinks, spec.sinks, q)
+    _check_per_head("alibi_slopes", alibi_slopes, spec.alibi, q)
+    if q.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "q must not require a gradient, got one that does; "
+            "Quire has no backward pass: call it under torch.no_grad()"
+        )
+
+
+def _is_per_head(tensor: torch.Tensor | None, q: torch.Tensor) -> bool:
+    return (
+        tensor is not None
+        and tensor.shape == q.shape[1:2]
+        and tensor.dtype in PER_HEAD_DTYPES
+        and tensor.device == q.device
+        and tensor.is_contiguous()
+    )
+
+
+def _check_per_head(name: str, tensor: Any, wanted: bool, q: torch.Tensor) -> None:
+    if (tensor is not None) != wanted:
+        raise ValueError(
+            f"{name} must be given exactly when the spec has it, got {'none' if wanted else 'one'}; "
+            "set it in the spec too"
+        )
+    if tensor is None:
+        return
+    num_heads = q.shape[1]
+    check_tensor(name, tensor, "it has one entry per query head")
+    if tensor.dtype not in PER_HEAD_DTYPES:
+        raise ValueError(f"{name} must be of dtype {dtype_names(PER_HEAD_DTYPES)}, got {tensor.dtype}; cast it")
+    if not _is_per_head(tensor, q):
+        raise ValueError(
+            f"{name} must be contiguous [num_q_heads] = [{num_heads}] on {q.device}, got {list(tensor.shape)} with "
+            f"strides {tensor.stride()} on {tensor.device}; slice it to this rank's heads"
+        )
+
+
+def check_cache(cache: Any, spec: AttentionSpec) -> None:
+    """Raise unless a cache fits a spec."""
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
+    if cache.dtype is not spec.kv_dtype:
+        raise ValueError(
+            f"cache must be of the spec's kv_dtype {spec.kv_dtype}, got {cache.dtype}; make the spec with that kv_dtype"
+        )
+    if cache.signature != spec.cache_signature:
+        raise ValueError(
+            f"cache must have {spec.num_kv_heads} heads of {spec.head_dim} (values {spec.head_dim_v}) as the spec says,"
+            f" got {cache.num_kv_heads} of {cache.head_dim} (values {cache.head_dim_v}); "
+            f"check its layout, {cache.layout}"
+        )
+
+
+def check_out(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise unless an output buffer fits."""
+    try:
+        fits = (
+            tensor.shape == shape
+            and tensor.dtype is dtype
+            and tensor.device == device
+            and tensor.is_contiguous()
+            and not tensor.requires_grad
+        )
+    except (AttributeError, RuntimeError, TypeError):
+        fits = False
+    if not fits:
+        _explain_out(name, tensor, shape, dtype, device)
+
+
+def _explain_out(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    check_tensor(name, tensor, "leave it out to have it allocated")
+    if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
+        raise ValueError(
+            f"{name} must be {list(shape)} {dtype} on {device}, got {list(tensor.shape)} {tensor.dtype} on "
+            f"{tensor.device}; leave it out to have it allocated"
+        )
+    if not tensor.is_contiguous() and (tensor.stride(-1) != 1 or _overlaps(tensor)):
+        raise ValueError(
+            f"{name} must have a contiguous last dimension and rows that do not overlap, "
+            f"got strides {tensor.stride()}; leave it out to have it allocated"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{name} must not require a gradient, got one that does; Quire has no backward pass: detach it"
+        )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may have one address."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def check_write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    """Raise unless the arguments of `write_kv` fit together."""
+    try:
+        dtype, num_heads, head_dim, head_dim_v = cache.signature
+        num_tokens = k.shape[0]
+        fits = (
+            k.shape == (num_tokens, num_heads, head_dim)
+            and v.shape == (num_tokens, num_heads, head_dim_v)
+            and k.stride(2) == 1
+            and v.stride(2) == 1
+            and ((k.dtype is dtype and v.dtype is dtype) or _is_encodable(k, v, dtype))
+            and slot_mapping.dtype is torch.int64
+            and slot_mapping.dim() == 1
+            and slot_mapping.shape[0] <= num_tokens
+            and slot_mapping.is_contiguous()
+            and k.device == v.device == cache.device == slot_mapping.device
+            and cache.layout != "THD"
+            and not ((cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled())
+            and cache.device.type in DEVICES
+        )
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        fits = False
+    if not fits:
+        _explain_write_kv(k, v, cache, slot_mapping)
+
+
+def _is_encodable(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> bool:
+    return dtype in QUANTISED_DTYPES and k.dtype in QUERY_DTYPES and v.dtype in QUERY_DTYPES
+
+
+def _explain_write_kv(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
+    if cache.layout == "THD":
+        raise UnsupportedError("cache must be paged to be written by slot, got layout THD; index its tensors instead")
+    check_tensor("k", k, "pass the step's new keys")
+    check_tensor("v", v, "pass the step's new values")
+    check_tensor("slot_mapping", slot_mapping, "it has one slot per token of k")
+    for name, x, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
+        fits = x.dim() == 3 and x.shape == (k.shape[0], cache.num_kv_heads, dim)
+        if not fits or (x.stride(2) != 1 and not x.is_contiguous()):
+            raise ValueError(
+                f"{name} must be [num_tokens, {cache.num_kv_heads}, {dim}] with a contiguous head, "
+                f"got {list(x.shape)} with strides {x.stride()}; reshape it as the cache"
+            )
+        served = QUERY_DTYPES if cache.dtype in QUANTISED_DTYPES else (cache.dtype,)
+        if x.dtype not in served:
+            raise ValueError(
+                f"{name} must be of the cache's dtype {cache.dtype} ({dtype_names(QUERY_DTYPES)} for a quantised one), "
+                f"got {x.dtype}; cast it"
+            )
+    fits = slot_mapping.dtype is torch.int64 and slot_mapping.dim() == 1 and slot_mapping.shape[0] <= k.shape[0]
+    if not fits or not slot_mapping.is_contiguous():
+        raise ValueError(
+            f"slot_mapping must be contiguous int64 with one dimension and at most k's {k.shape[0]} entries, "
+            f"got {describe(slot_mapping)} with strides {slot_mapping.stride()}; it has one slot per token of k"
+        )
+    if not k.device == v.device == cache.device == slot_mapping.device:
+        raise ValueError(
+            f"k, v, cache and slot_mapping must be on one device, got {k.device}, {v.device}, {cache.device} and "
+            f"{slot_mapping.device}; move them together"
+        )
+    _check_writable("cache", cache)
+
+
+def _check_writable(name: str, cache: PagedKVCache) -> None:
+    if (cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{name} must not require a gradient, got k or v that does; Quire has no backward pass: detach them"
+        )
+    _check_served(name, cache.device)
+
+
+def _check_served(name: str, device: torch.device) -> None:
+    if device.type not in DEVICES:
+        raise UnsupportedError(f"{name} must be on a GPU or the CPU, got {device}; move it there")
+
+
+def check_copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
+    """Raise unless the arguments of `copy_pages` fit together."""
+    for name, cache in (("src", src), ("dst", dst)):
+        if not isinstance(cache, PagedKVCache):
+            raise TypeError(f"{name} must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
+        if cache.layout == "THD":
+            raise UnsupportedError(
+                f"{name} must be paged to be copied by page, got layout THD; copy its tensors instead"
+            )
+        _check_writable(name, cache)
+    for fact, wanted, got in (
+        ("layout", src.layout, dst.layout),
+        ("dtype", src.dtype, dst.dtype),
+        ("page shape", (*src.k.shape[1:], *src.v.shape[1:]), (*dst.k.shape[1:], *dst.v.shape[1:])),
+        ("kind of scales", src.scale_kind, dst.scale_kind),
+    ):
+        if wanted != got:
+            raise ValueError(
+                f"dst must have src's layout, dtype, page shape and kind of scales, got {fact} {got} for {wanted}; "
+                "allocate both alike"
+            )
+    check_tensor("page_pairs", page_pairs, "stack a column of sources and one of destinations")
+    if (
+        page_pairs.dim() != 2
+        or page_pairs.shape[1] != 2
+        or page_pairs.dtype not in (torch.int32, torch.int64)
+        or not page_pairs.is_contiguous()
+    ):
+        raise ValueError(
+            f"page_pairs must be contiguous int32 or int64 [num_pairs, 2], got {describe(page_pairs)} with strides "
+            f"{page_pairs.stride()}; stack a column of sources and one of destinations"
+        )
+    _check_served("page_pairs", page_pairs.device)
+
+
+def check_merge_states(states: Sequence[State]) -> None:
+    """Raise unless states can be merged."""
+    if isinstance(states, State) or not isinstance(states, list | tuple):
+        raise TypeError(f"states must be a list of states, got {describe(states)}; put a single state in a list")
+    if not states:
+        raise ValueError("states must hold at least one state, got none; an empty set of keys has out 0 and lse -inf")
+    for i, state in enumerate(states):
+        name = f"states[{i}]"
+        if not isinstance(state, State):
+            raise TypeError(f"{name} must be a State, got {describe(state)}; call State(out, lse)")
+        out, lse = state
+        check_tensor(f"{name}.out", out, "attention returns it with return_lse=True")
+        check_tensor(f"{name}.lse", lse, "attention returns it with return_lse=True")
+        if out.dim() != 3:
+            raise ValueError(
+                f"{name}.out must be [num_tokens, num_q_heads, head_dim_v], got {list(out.shape)}; see State"
+            )
+        if out.dtype not in QUERY_DTYPES:
+            raise UnsupportedError(f"{name}.out must be of dtype {dtype_names(QUERY_DTYPES)}, got {out.dtype}; cast it")
+        first = states[0].out
+        if out.shape != first.shape or out.dtype is not first.dtype or out.device != first.device:
+            raise ValueError(
+                f"{name}.out must be like states[0].out, {list(first.shape)} {first.dtype} on {first.device}, "
+                f"got {list(out.shape)} {out.dtype} on {out.device}; cast or move it"
+            )
+        if lse.shape != out.shape[:2] or lse.dtype is not torch.float32 or lse.device != out.device:
+            raise ValueError(
+                f"{name}.lse must be {list(out.shape[:2])} torch.float32 on {out.device}, "
+                f"got {list(lse.shape)} {lse.dtype} on {lse.device}; see State"
+            )
+        if (out.requires_grad or lse.requires_grad) and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{name} must not require a gradient, got one that does; "
+                "Quire has no backward pass: call it under torch.no_grad()"
+            )
+    _check_served("states", states[0].out.device)
+
+
+def check_plan_arguments(
+    spec: AttentionSpec,
+    batch: Batch,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+    num_tokens: int | None,
+    num_splits: int | None,
+    config: KernelConfig | None,
+    batch_invariant: bool,
+    workspace: torch.Tensor | None,
+    kernel: str | None,
+    kernels: Sequence[str],
+) -> tuple[Bounds, int | None]:
+    """Raise unless the arguments of `plan` are sound; return the bounds and num_splits as plain integers.
+
+    Args:
+        spec, batch, max_query_len, max_seq_len, num_tokens, num_splits, config, batch_invariant, workspace, kernel:
+            as for `quire.plan`.
+        kernels: names that `kernel` may be.
+
+    Returns:
+        The bounds, with num_tokens `num_seqs * max_query_len` where None was given, and num_splits.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch must be a Batch, got {describe(batch)}; make one from the page table and the lengths")
+    _check_served("batch", batch.device)
+    advice = "pass an upper bound over the batch"
+    max_query_len = check_integer("max_query_len", max_query_len, advice, 0, UNBOUNDED)
+    max_seq_len = check_integer("max_seq_len", max_seq_len, advice, 0, UNBOUNDED)
+    if num_tokens is None:
+        num_tokens = min(batch.num_seqs * max_query_len, MAX_TOKENS)
+    num_tokens = check_integer("num_tokens", num_tokens, advice, 0, MAX_TOKENS)
+    if batch.cu_seqlens_q is None and max_query_len != 1:
+        raise ValueError(
+            f"max_query_len must be 1 where the batch has no cu_seqlens_q, got {max_query_len}; "
+            "say in the batch which queries are whose"
+        )
+    if num_splits is not None:
+        num_splits = check_integer("num_splits", num_splits, "leave it out to have it chosen", 1, MAX_SPLITS)
+    if config is not None and not isinstance(config, KernelConfig):
+        raise TypeError(f"config must be a KernelConfig, got {describe(config)}; leave it out to have it chosen")
+    check_flag("batch_invariant", batch_invariant, "pass True for results that do not depend on the rest of the batch")
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel must be the name of a kernel, got {describe(kernel)}; leave it out to have it chosen")
+    if kernel is not None and kernel not in kernels:
+        raise ValueError(f"kernel must be one of {', '.join(kernels)}, got {kernel!r}; leave it out to have it chosen")
+    if workspace is not None:
+        _check_workspace(workspace, batch.device)
+    if is_served_by_torch(batch.device):
+        for name, value in (
+            ("kernel", kernel),
+            ("num_splits", num_splits),
+            ("config", config),
+            ("batch_invariant", batch_invariant or None),
+            ("workspace", workspace if workspace is not None and workspace.numel() else None),
+        ):
+            if value is not None:
+                raise UnsupportedError(
+                    f"{name} must be left out for CPU tensors, which PyTorch serves, got {describe(value)}; "
+                    "plan for a GPU"
+                )
+    return Bounds(max_query_len, max_seq_len, num_tokens), num_splits
+
+
+def _check_workspace(workspace: Any, device: torch.device) -> None:
+    advice = "allocate it with torch.zeros(quire.workspace_size(...), dtype=torch.uint8, device=...)"
+    check_tensor("workspace", workspace, advice)
+    if workspace.dtype is not torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
+        raise ValueError(
+            f"workspace must be contiguous uint8 with one dimension, got {describe(workspace)} with strides "
+            f"{workspace.stride()}; {advice}"
+        )
+    if workspace.device != device:
+        raise ValueError(f"workspace must be on the batch's device {device}, got {workspace.device}; {advice}")
+    if workspace.data_ptr() % WORKSPACE_ALIGNMENT:
+        raise ValueError(
+            f"workspace must be aligned to {WORKSPACE_ALIGNMENT} bytes, got address {workspace.data_ptr():#x}; {advice}"
+        )
+
+
+def check_limits(
+    spec: AttentionSpec, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, batch_invariant: bool
+) -> tuple[int, int, int]:
+    """Raise unless a server's limits are sound; return them as plain integers, in this order."""
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
+    check_flag("batch_invariant", batch_invariant, "say whether the plans are")
+    advice = "pass the server's limit"
+    return (
+        check_integer("max_num_seqs", max_num_seqs, advice, 1, UNBOUNDED),
+        check_integer("max_num_tokens", max_num_tokens, advice, 1, MAX_TOKENS),
+        check_integer("max_seq_len", max_seq_len, advice, 1, UNBOUNDED),
+    )

@@ -1,0 +1,68 @@
+"""`Request`: what a plan decides about, in host values alone."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.dispatch.config import KernelConfig
+from quire.dispatch.device import DeviceProperties
+from quire.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Upper bounds of a batch.
+
+    Attributes:
+        max_query_len: most queries of any sequence.
+        max_seq_len: most keys of any sequence.
+        num_tokens: most query tokens of the whole batch.
+    """
+
+    max_query_len: int
+    max_seq_len: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """A batch to be planned for.
+
+    Attributes:
+        spec: what is computed.
+        num_seqs: sequences of the batch.
+        has_cu_seqlens: whether the batch has `cu_seqlens_q`; else every sequence has one query.
+        bounds: of the batch.
+        device: what the device can hold and do.
+    """
+
+    spec: AttentionSpec
+    num_seqs: int
+    has_cu_seqlens: bool
+    bounds: Bounds
+    device: DeviceProperties
+
+    @property
+    def rows_per_seq(self) -> int:
+        """Most rows of any sequence: (query token, query head of one KV head) pairs."""
+        return self.bounds.max_query_len * self.spec.group_size
+
+
+class Options(NamedTuple):
+    """What the caller of `quire.plan` asks for.
+
+    Attributes:
+        num_splits: into how many parts the keys of a sequence are cut; chosen when None.
+        config: of the portable kernels; chosen when None.
+        batch_invariant: results depend on the sequence alone.
+        kernel: "portable", "hopper" or None.
+    """
+
+    num_splits: int | None = None
+    config: KernelConfig | None = None
+    batch_invariant: bool = False
+    kernel: str | None = None
+
+
+def cdiv(a: int, b: int) -> int:
+    """Divide and round up."""
+    return -(-a // b)

@@ -1,0 +1,1 @@
+"""The block kernel: one program for each row block of a sequence."""

@@ -1,0 +1,41 @@
+"""`BlockLaunch`: a launch of the block kernel."""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.batch import Batch
+from quire.kernels.portable import PortableLaunch, PortableRunner
+from quire.kernels.scratch import ScratchSize
+
+
+@dataclass(frozen=True)
+class BlockLaunch(PortableLaunch):
+    """One program for each row block and KV head, which attends to all keys that the block sees."""
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel family."""
+        return "block"
+
+    def num_programs(self, num_tokens: int) -> int:
+        """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
+        return self.num_row_blocks(num_tokens) * self.request.spec.num_kv_heads
+
+    def scratch_size(self) -> ScratchSize:
+        """Return that no scratch is needed."""
+        return ScratchSize()
+
+    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> PortableRunner:
+        """Return what launches it for a batch."""
+        from quire.kernels.block.kernel import block_kernel
+
+        spec = self.request.spec
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs
+        return PortableRunner(self, batch, block_kernel, (batch.cu_seqlens_q, *numbers))
+
+    def __str__(self) -> str:
+        blocks = self.num_row_blocks(self.request.bounds.num_tokens)
+        return (
+            f"block kernel: {self.describe_config()}, {blocks} row blocks × {self.request.spec.num_kv_heads} KV heads"
+        )

@@ -1,0 +1,98 @@
+"""Write, copy and swap pages of a cache in PyTorch, to the same bits as the Triton kernels."""
+
+import torch
+
+from quire.cache import PagedKVCache
+from quire.kernels.formats import SMALLEST_PEAK, as_bytes, largest, page_tensors
+
+
+@torch.no_grad()
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    """Store new keys and values in their slots; `quire.write_kv` has checked shapes, dtypes and devices.
+
+    Raises:
+        ValueError: a slot lies outside the pool; nothing was written.
+    """
+    num_slots = cache.num_pages * cache.page_size
+    if slot_mapping.numel() and int(slot_mapping.max()) >= num_slots:
+        token = int(slot_mapping.argmax())
+        raise ValueError(
+            f"slot_mapping must hold slots below num_pages * page_size = {num_slots}, got {int(slot_mapping[token])} "
+            f"for token {token}; allocate its page first"
+        )
+    kept = (slot_mapping >= 0).nonzero()[:, 0]
+    positions = slot_mapping[kept]
+    page, slot = positions // cache.page_size, positions % cache.page_size
+    limit = largest(cache.dtype)
+    for x, stored, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+        x = x[kept]
+        if limit is not None:
+            x = x.float()
+            if cache.scale_kind == "token":
+                peak = torch.where(x.isfinite(), x.abs(), 0.0).amax(-1)
+                fresh = torch.where(peak > SMALLEST_PEAK, peak / limit, 1.0)
+                scale[page, slot] = fresh
+                x = x / fresh[..., None]
+            elif scale is not None:
+                x = x / scale[:, None]
+            x = (x.round().nan_to_num(0.0) if cache.dtype is torch.int8 else x).clamp(-limit, limit)
+        x, stored = as_bytes(x.to(cache.dtype)), as_bytes(stored)
+        if cache.layout == "NHD":
+            stored[page, slot] = x
+        elif cache.layout == "HND":
+            stored[page, :, slot] = x
+        elif stored.dim() == 5:
+            stored[page, :, :, slot] = x.unflatten(-1, (stored.shape[2], stored.shape[4]))
+        else:
+            stored[page, :, :, slot] = x
+
+
+@torch.no_grad()
+def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
+    """Copy whole pages within host memory; `quire.copy_pages` has checked shapes, dtypes and devices.
+
+    Raises:
+        ValueError: a page lies outside its pool, or is written twice; nothing was written.
+    """
+    from_page, to_page = check_pairs(src, dst, page_pairs).unbind(1)
+    for source, target in zip(page_tensors(src), page_tensors(dst), strict=True):
+        target[to_page] = source[from_page]
+
+
+@torch.no_grad()
+def swap_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
+    """Copy whole pages between two devices; `quire.copy_pages` has checked shapes, dtypes and devices.
+
+    Each page is copied by itself, straight from or to the (pinned) page, so that nothing is staged.
+
+    Raises:
+        ValueError: a page lies outside its pool, or is written twice; nothing was written.
+    """
+    pairs = check_pairs(src, dst, page_pairs.cpu()).tolist()
+    for source, target in zip(page_tensors(src), page_tensors(dst), strict=True):
+        for from_page, to_page in pairs:
+            target[to_page].copy_(source[from_page], non_blocking=True)
+
+
+def check_pairs(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> torch.Tensor:
+    """Return the pairs without a negative page, [num_pairs, 2] int64, or raise where one cannot be copied."""
+    pairs = page_pairs[(page_pairs >= 0).all(1)].long()
+    for name, column, cache in (("source", pairs[:, 0], src), ("destination", pairs[:, 1], dst)):
+        if column.numel() and int(column.max()) >= cache.num_pages:
+            raise ValueError(
+                f"page_pairs must hold {name} pages below {cache.num_pages}, got {int(column.max())}; "
+                "allocate the page first"
+            )
+    written, times = pairs[:, 1].unique(return_counts=True)
+    if bool((times > 1).any()):
+        raise ValueError(
+            f"page_pairs must write each page once, got page {int(written[times > 1][0])} {int(times.max())} times; "
+            "leave out the pairs whose result is not wanted"
+        )
+    if src.k.data_ptr() == dst.k.data_ptr():
+        both = written[torch.isin(written, pairs[:, 0])]
+        if both.numel():
+            raise ValueError(
+                f"page_pairs must not read and write a page, got page {int(both[0])} as both; copy in two calls"
+            )
+    return pairs

@@ -1,0 +1,72 @@
+"""`TorchLaunch`: attention in PyTorch, for CPU tensors."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+from quire.dispatch.request import Options, Request
+from quire.kernels.cpu.attention import attend
+from quire.kernels.launch import Runner
+from quire.kernels.scratch import ScratchSize
+
+
+@dataclass(frozen=True)
+class TorchLaunch:
+    """Vectorised PyTorch. Triton has no driver for CPUs.
+
+    Attributes:
+        request: what it serves.
+    """
+
+    request: Request
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel family."""
+        return "torch"
+
+    def num_programs(self, num_tokens: int) -> int:
+        """Return that there is no grid."""
+        return 0
+
+    def scratch_size(self) -> ScratchSize:
+        """Return that no scratch is needed."""
+        return ScratchSize()
+
+    def compile_key(self) -> Hashable:
+        """Return the family's name: nothing is compiled."""
+        return self.name
+
+    def for_cache(self, cache: PagedKVCache) -> "TorchLaunch":
+        """Return this launch, which serves every cache."""
+        return self
+
+    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
+        """Return what computes it for a batch."""
+        spec, bounds = self.request.spec, self.request.bounds
+
+        def run(
+            q: torch.Tensor,
+            cache: PagedKVCache,
+            out: torch.Tensor,
+            lse: torch.Tensor | None,
+            sinks: torch.Tensor | None,
+            alibi_slopes: torch.Tensor | None,
+        ) -> None:
+            attend(
+                q, cache, spec, batch, out, lse, sinks, alibi_slopes,
+                max_query_len=bounds.max_query_len, max_seq_len=bounds.max_seq_len,
+            )  # fmt: skip
+
+        return run
+
+    def __str__(self) -> str:
+        return "PyTorch"
+
+
+def propose(request: Request, options: Options) -> tuple[TorchLaunch, str]:
+    """Return the launch and the reason."""
+    return TorchLaunch(request), "CPU tensors; Triton has no driver for CPUs"

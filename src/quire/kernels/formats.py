@@ -1,0 +1,25 @@
+"""The range of quantised dtypes and the tensors of a page, for host code on every device. Does not import Triton."""
+
+import torch
+
+from quire.cache import PagedKVCache
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+# A token with no larger magnitude gets scale 1 and is stored as zeros: its scale would not be a normal float32.
+SMALLEST_PEAK = 1e-30
+
+
+def largest(dtype: torch.dtype) -> float | None:
+    """Return the largest magnitude that a quantised dtype stores; None for other dtypes."""
+    return LARGEST.get(dtype)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View an 8-bit tensor as uint8: neither PyTorch's indexing nor every compiler supports every 8-bit float."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def page_tensors(cache: PagedKVCache) -> list[torch.Tensor]:
+    """Return the tensors that hold a part of each page: keys, values, and scales per token where the cache has them."""
+    tensors = [as_bytes(cache.k), as_bytes(cache.v)]
+    return [*tensors, cache.k_scale, cache.v_scale] if cache.scale_kind == "token" else tensors

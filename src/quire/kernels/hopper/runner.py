@@ -1,0 +1,142 @@
+"""Launch the Hopper kernel: queries, keys and values by TMA descriptors, then the decode launch or the combine of splits."""
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+from quire.kernels import views
+from quire.kernels.combine import combine_arguments, combine_kernel
+from quire.kernels.hopper.kernel import hopper_kernel
+from quire.kernels.hopper.launch import HopperLaunch
+from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
+from quire.kernels.hopper.tile_scheduler import ROWS
+from quire.kernels.hopper.tma import Matrix, matrices_of_cache, matrix_of_queries, page_box
+from quire.kernels.launcher import LaunchCache
+from quire.kernels.scratch import TILE_COUNTER_BYTES
+
+
+class HopperRunner:
+    """Launch the Hopper kernel for one batch.
+
+    Args:
+        launch: what was decided.
+        batch: the sequences.
+        workspace: of `launch.scratch_size()` bytes.
+    """
+
+    def __init__(self, launch: HopperLaunch, batch: Batch, workspace: torch.Tensor) -> None:
+        self.decided, self.batch = launch, batch
+        self.launches = LaunchCache()
+        self.tile_counter = workspace[:TILE_COUNTER_BYTES].view(torch.int32)
+        self.fallback = launch.fallback.bind(batch, workspace)
+        self.decode = None if launch.decode is None else launch.decode.bind(batch, workspace)
+        self.split_out, self.split_lse = None, None
+        if launch.num_splits > 1:
+            spec, size = launch.request.spec, launch.scratch_size()
+            tokens = launch.split_rows // (spec.num_q_heads * launch.num_splits)
+            shape = tokens, spec.num_q_heads, launch.num_splits
+            states, after_out = (
+                workspace[size.counters : size.total].view(torch.float32),
+                launch.split_rows * spec.head_dim_v,
+            )
+            self.split_out = states[: math.prod(shape) * spec.head_dim_v].view(*shape, spec.head_dim_v)
+            self.split_lse = states[after_out : after_out + math.prod(shape)].view(shape)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+    ) -> None:
+        decided = self.decided
+        q_matrix, kv_matrices = matrix_of_queries(q), matrices_of_cache(cache)
+        if q_matrix is None or kv_matrices is None:
+            self.fallback(q, cache, out, lse, sinks, alibi_slopes)
+            return
+        grid = (decided.num_programs(q.shape[0]), 1, 1)
+        if grid[0] == 0:
+            return
+        into, into_lse = (out, lse) if self.split_out is None else (self.split_out, self.split_lse)
+        kv_box, q_box = min(decided.config.block_n, page_box(cache)), min(decided.config.block_t, ROWS.value)
+        head_dim = decided.request.spec.head_dim
+        descriptors = (
+            describe(q, q_matrix, q_box, head_dim),
+            describe(cache.k, kv_matrices[0], kv_box, head_dim),
+            describe(cache.v, kv_matrices[1], kv_box, head_dim),
+        )
+        tensors = into, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale
+        addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
+        key = None
+        if not any((at or 0) % 16 for at in addresses[:4]):
+            dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
+            lse_stride = None if into_lse is None else into_lse.stride(0)
+            key = "hopper", cache.kind, q.stride(), into.stride(), lse_stride, dtypes
+        if key is None or not self.launches.relaunch(key, grid, (*addresses, *descriptors)):
+            fixed, meta = self.arguments(q, cache, into, into_lse)
+            meta |= {"KV_BOX": kv_box, "Q_BOX": q_box}
+            self.launches.launch(key, hopper_kernel, grid, (*tensors, *descriptors), fixed, meta)
+        if self.split_out is not None:
+            self.combine(out, lse)
+        if self.decode is not None:
+            self.decode(q, cache, out, lse, sinks, alibi_slopes)
+
+    def combine(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Launch the combine of the states of all splits."""
+        assert self.split_out is not None and self.split_lse is not None
+        grid, lse_at = (out.shape[0], out.shape[1], 1), None if lse is None else lse.data_ptr()
+        key = None
+        if (out.data_ptr() | (lse_at or 0)) % 16 == 0:
+            key = "combine", out.stride(), None if lse is None else lse.stride(0)
+            addresses = self.split_out.data_ptr(), self.split_lse.data_ptr(), out.data_ptr(), lse_at
+            if self.launches.relaunch(key, grid, addresses):
+                return
+        states = self.split_out.permute(2, 0, 1, 3), self.split_lse.permute(2, 0, 1)
+        fixed, meta = combine_arguments(*states, out.stride(), lse)
+        fixed = self.batch.cu_seqlens_q, self.batch.num_seqs, *fixed
+        meta |= {"PDL": True, "launch_pdl": True}
+        self.launches.launch(key, combine_kernel, grid, (self.split_out, self.split_lse, out, lse), fixed, meta)
+
+    def arguments(
+        self, q: torch.Tensor, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments after the descriptors, and those given by name."""
+        decided, batch, spec = self.decided, self.batch, self.decided.request.spec
+        kv = views.kv_layout(cache, batch, cache.dtype, share_offsets=False)
+        strides = (
+            batch.page_table.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            0 if lse is None else lse.stride(0),
+        )
+        numbers = (
+            spec.softmax_scale, spec.softcap or 0.0, *spec.window, decided.max_decode_queries, batch.num_seqs,
+            decided.num_splits,
+        )  # fmt: skip
+        meta = decided.constexprs() | {"PAGE_SIZE": cache.page_size, "num_warps": 4, "launch_pdl": True}
+        if decided.config.num_warpgroups == 1:
+            meta["maxnreg"] = 128  # so that two programs fit an SM
+        return (kv, batch.cu_seqlens_q, self.tile_counter, *numbers, *strides), meta
+
+
+def describe(tensor: torch.Tensor, matrix: Matrix, box_rows: int, head_dim: int) -> TensorDescriptor:
+    """Return the TMA descriptor of a matrix, in boxes of so many rows, as wide as a head or as what TMA swizzles together."""
+    columns = min(head_dim, SWIZZLE_BYTES.value // tensor.itemsize)
+    layout = swizzled(columns * tensor.itemsize, 8 * tensor.itemsize)
+    shape, strides = [matrix.num_rows, matrix.num_columns], [matrix.stride, 1]
+    return TensorDescriptor(tensor, shape, strides, [box_rows, columns], layout)
+
+
+@cache
+def swizzled(num_bytes: int, num_bits: int) -> gl.NVMMASharedLayout:
+    """Return the layout of shared-memory tiles whose rows have so many bytes."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=num_bytes, element_bitwidth=num_bits, rank=2)

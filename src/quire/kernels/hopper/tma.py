@@ -1,0 +1,78 @@
+"""Tensors as matrices that TMA addresses.
+
+A cache whose heads are contiguous and whose strides divide is one matrix, its rows a slot's stride apart: element (page, slot, head, dim) lies in row and
+column `divmod(page * page_stride + slot * slot_stride + head * head_stride, slot_stride)`, with dim added to the column. So one line serves NHD, HND, keys
+and values in one tensor, and sequences that are not paged.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from quire.cache import PagedKVCache
+from quire.dispatch.config import MIN_TMA_BOX
+
+MAX_COORDINATE = 1 << 31  # TMA coordinates are int32
+
+
+class Matrix(NamedTuple):
+    """A matrix with contiguous rows."""
+
+    num_rows: int
+    num_columns: int
+    stride: int
+
+
+def matrix_of(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> Matrix | None:
+    """Return a tensor as a matrix; None if TMA cannot address it so.
+
+    Args:
+        tensor: to be addressed.
+        extents: pages, slots of a page, heads, elements of a head.
+        strides: of pages, slots and heads, in elements.
+    """
+    return None if tensor.data_ptr() % 16 else _matrix_of(tensor.itemsize, extents, strides)
+
+
+@lru_cache(maxsize=4096)
+def _matrix_of(itemsize: int, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> Matrix | None:
+    (num_pages, page_size, num_heads, dim), (page, slot, head) = extents, strides
+    if num_heads == 1:
+        head = 0
+    if slot == 0 or slot * itemsize % 16 or num_pages * page_size * num_heads == 0:
+        return None
+    if page % slot or (head > slot and head % slot) or (head < slot and (num_heads - 1) * head + dim > slot):
+        return None
+    last = (num_pages - 1) * page + (page_size - 1) * slot + (num_heads - 1) * head
+    num_columns = dim if head >= slot else (num_heads - 1) * head + dim
+    if last // slot + 1 >= MAX_COORDINATE or num_columns >= MAX_COORDINATE:
+        return None
+    return Matrix(last // slot + 1, num_columns, slot)
+
+
+def matrix_of_queries(q: torch.Tensor) -> Matrix | None:
+    """Return queries [num_tokens, num_q_heads, head_dim] as a matrix with a row for each token; None if TMA cannot address them so."""
+    if q.stride(1) >= q.stride(0) and q.shape[1] > 1:
+        return None
+    return matrix_of(q, (1, *q.shape), (0, q.stride(0), q.stride(1)))
+
+
+def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
+    """Return a cache's keys and values as matrices.
+
+    Returns:
+        None where the kernel cannot have them so: scales per token, pages that are too small, or strides that do not divide.
+    """
+    if cache.scale_kind == "token" or page_box(cache) < MIN_TMA_BOX:
+        return None
+    (ks, vs), (k_extents, v_extents) = cache.strides, cache.extents
+    if ks.vec_size != k_extents[3] or vs.vec_size != v_extents[3]:
+        return None
+    k, v = matrix_of(cache.k, k_extents, ks[:3]), matrix_of(cache.v, v_extents, vs[:3])
+    return None if k is None or v is None else (k, v)
+
+
+def page_box(cache: PagedKVCache) -> int:
+    """Return the largest power of two that divides the page size: the most rows that one TMA box may have."""
+    return cache.page_size & -cache.page_size

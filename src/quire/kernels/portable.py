@@ -1,0 +1,174 @@
+"""What the block kernel and the split-KV kernel share on the host: their arguments, and how they are launched."""
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+from quire.dispatch.config import KernelConfig
+from quire.dispatch.request import Request, cdiv
+from quire.kernels.scratch import ScratchSize
+
+
+@dataclass(frozen=True)
+class PortableLaunch:
+    """A launch of one of the portable kernels.
+
+    Attributes:
+        request: what it serves.
+        config: of the kernel.
+    """
+
+    request: Request
+    config: KernelConfig
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name of the kernel family."""
+
+    @property
+    def multi_block(self) -> bool:
+        """Whether a sequence may have several row blocks, so that a program has to search for its sequence."""
+        return self.request.rows_per_seq > self.config.block_m
+
+    @property
+    def full_tile_loop(self) -> bool:
+        """Whether tiles that every row sees whole have a loop without masks."""
+        return self.config.full_tile_loop
+
+    def num_row_blocks(self, num_tokens: int) -> int:
+        """Return the row blocks of a batch of `num_tokens` query tokens, with one spare block for each sequence."""
+        request, block_m = self.request, self.config.block_m
+        if not request.has_cu_seqlens:
+            return request.num_seqs * cdiv(request.spec.group_size, block_m)
+        if request.num_seqs == 0 or num_tokens == 0:
+            return 0
+        if not self.multi_block:
+            return request.num_seqs
+        return num_tokens * request.spec.group_size // block_m + request.num_seqs
+
+    def constexprs(self) -> dict[str, Any]:
+        """Return the kernel's constexprs and compiler options, but those that a cache decides."""
+        # Score mods are jit functions, so this imports Triton: a plan is made without it.
+        from quire.kernels import mods
+
+        spec, config, device = self.request.spec, self.config, self.request.device
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints
+        if device.supports_pdl:
+            options["launch_pdl"] = True
+        return {
+            "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
+            "HEAD_DIM_V": spec.head_dim_v, "BLOCK_D": config.block_d, "BLOCK_DV": config.block_dv,
+            "SCORE_MOD": mods.score_mod(spec),
+            "INPUT_PRECISION": "tf32" if spec.allow_tf32 and device.native_tf32 else "ieee",
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,
+            "PER_ROW_MASK": self.request.bounds.max_query_len > 1, "MULTI_BLOCK": self.multi_block,
+            "PDL": device.supports_pdl,
+        } | options  # fmt: skip
+
+    def compile_key(self) -> Hashable:
+        """Return what tells the compiled kernel from others, for caches of one kind."""
+        return self.name, self.request.has_cu_seqlens, *sorted(self.constexprs().items(), key=lambda item: item[0])
+
+    def for_cache(self, cache: PagedKVCache) -> "PortableLaunch":
+        """Return this launch, which serves every cache."""
+        return self
+
+    @abstractmethod
+    def num_programs(self, num_tokens: int) -> int:
+        """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
+
+    @abstractmethod
+    def scratch_size(self) -> ScratchSize:
+        """Return the scratch that the launch needs."""
+
+    def describe_config(self) -> str:
+        """Describe the configuration."""
+        config = self.config
+        hints = "".join(f", {name} {value}" for name, value in config.hints.items())
+        loops = ", full-tile loop" if self.full_tile_loop else ""
+        return f"{config.block_m} rows × {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages{loops}{hints}"
+
+
+class PortableRunner:
+    """Launch a portable kernel for one batch.
+
+    Args:
+        launch: what was decided.
+        batch: the sequences.
+        kernel: the jit function.
+        fixed: its arguments between the cache and the strides: `cu_seqlens_q`, scratch and numbers.
+    """
+
+    def __init__(self, launch: PortableLaunch, batch: Batch, kernel: Any, fixed: tuple) -> None:
+        from quire.kernels.launcher import LaunchCache
+
+        self.decided, self.batch, self.kernel, self.fixed = launch, batch, kernel, fixed
+        self.launches = LaunchCache()
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+    ) -> None:
+        grid = (self.decided.num_programs(q.shape[0]), 1, 1)
+        if grid[0] == 0:
+            return
+        q_at, out_at, cache_at = q.data_ptr(), out.data_ptr(), cache.addresses
+        lse_at = None if lse is None else lse.data_ptr()
+        sinks_at = None if sinks is None else sinks.data_ptr()
+        slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
+        key = None
+        if (q_at | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | cache_at[0] | cache_at[1]) % 16 == 0:
+            dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
+            key = cache.kind, q.stride(), out.stride(), None if lse is None else lse.stride(0), dtypes
+            if self.launches.relaunch(key, grid, (q_at, out_at, lse_at, sinks_at, slopes_at, cache_at)):
+                return
+        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes)
+        self.launches.launch(key, self.kernel, grid, tensors, fixed, meta)
+
+    def arguments(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+    ) -> tuple[tuple, tuple, dict[str, Any]]:
+        """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those given by name."""
+        from quire.kernels import mods, views
+
+        decided, batch = self.decided, self.batch
+        config, device = decided.config, decided.request.device
+        quantised = cache.dtype is not q.dtype
+        packed = cache.dtype in mods.FP8X2_DECODERS and q.dtype.itemsize == 2 and cache.scale_kind != "token"
+        packed = packed and views.can_pack_fp8(cache) and min(config.block_d, config.block_dv) >= 32
+        if packed:
+            element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, device.native_fp8x2)
+        else:
+            as_bytes = not device.native_fp8 and cache.dtype in mods.SOFTWARE_DECODERS
+            element = torch.uint8 if as_bytes else cache.dtype
+            decode = mods.decoder(cache.dtype, device.native_fp8)
+        meta = decided.constexprs() | {
+            "K_VEC": cache.strides[0].vec_size, "V_VEC": cache.strides[1].vec_size, "PAGE_SIZE": cache.page_size,
+            "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "PACKED_FP8": packed,
+            "TOKEN_SCALES": cache.scale_kind == "token",
+        }  # fmt: skip
+        if quantised and not packed:  # numbers that are converted one by one take registers: fewer keys at once
+            meta["BLOCK_N"] = max(16, config.block_n // 2)
+        strides = (
+            batch.page_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+            0 if lse is None else lse.stride(0),
+        )  # fmt: skip
+        tensors = q, out, lse, sinks, alibi_slopes, views.cache_tensors(cache, element)
+        return tensors, (views.kv_layout(cache, batch, element), *self.fixed, *strides), meta

@@ -1,0 +1,234 @@
+"""`SplitKVLaunch`: a launch of the split-KV kernel, and into how many partitions it cuts a batch."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quire.batch import Batch
+from quire.dispatch import tree
+from quire.dispatch.config import CostModel, KernelConfig
+from quire.dispatch.request import Options, Request, cdiv
+from quire.dispatch.tree import power_of_two
+from quire.kernels.block.launch import BlockLaunch
+from quire.kernels.portable import PortableLaunch, PortableRunner
+from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
+
+FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
+NEVER = 1 << 30  # tiles
+MAX_UNITS = 1 << 31  # of the row that is cut; the kernel counts them in int32
+
+
+@dataclass(frozen=True)
+class SplitKVLaunch(PortableLaunch):
+    """Every program an equal partition of the KV tiles of the whole batch, for one KV head.
+
+    Attributes:
+        num_partitions: for each KV head.
+        costs: constants of the device.
+        combine_cost: what a partial costs, in tiles of keys; 0 where the caller chose how many splits there are.
+        fixed_split_size: keys of a split where results do not depend on the rest of the batch; else 0.
+        max_decode_queries: sequences of more queries belong to another launch; 0 where this one serves all.
+    """
+
+    num_partitions: int
+    costs: CostModel
+    combine_cost: float = 0.0
+    fixed_split_size: int = 0
+    max_decode_queries: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel family."""
+        return "split_kv"
+
+    @property
+    def full_tile_loop(self) -> bool:
+        """Whether full tiles have a loop without masks: only where a sequence is one row block, since short partitions would pay for it."""
+        return self.config.full_tile_loop and not self.multi_block
+
+    @property
+    def partial_rows(self) -> int:
+        """Rows of a partial: as few as sequences have, rounded up, so that few lengths of steps decide what is compiled."""
+        bounds = self.request.bounds
+        return min(self.config.block_m, power_of_two(max(1, bounds.max_query_len) * self.request.spec.group_size))
+
+    @property
+    def seqs_at_once(self) -> int:
+        """Sequences that a program looks at in one step when it finds its partition."""
+        return 32 if self.request.num_seqs <= 32 else 256
+
+    @property
+    def is_two_level(self) -> bool:
+        """Whether many partials are combined in two levels: large ones, and those of single queries where they may be many."""
+        if self.fixed_split_size:
+            return False
+        if self.request.bounds.max_query_len > 1:
+            return self.partial_rows >= 16
+        return cdiv(self.request.bounds.max_seq_len, self.config.block_n) > self._two_level_min_tiles
+
+    @property
+    def two_level_min_tiles(self) -> int:
+        """Tiles of keys beyond which sequences are cut more finely, since two levels combine their partials."""
+        return self._two_level_min_tiles if self.is_two_level else NEVER
+
+    @property
+    def _two_level_min_tiles(self) -> int:
+        costs = self.costs
+        if self.capacity < costs.many_partitions:
+            return NEVER
+        if self.capacity >= 2 * costs.many_partitions and self.partial_rows < 16:
+            return costs.two_level_min_tiles_small
+        return costs.two_level_min_tiles
+
+    @property
+    def capacity(self) -> int:
+        """Programs that the device holds at once, for each KV head."""
+        return max(1, self.request.device.num_sms * self.config.programs_per_sm // self.request.spec.num_kv_heads)
+
+    @property
+    def max_units(self) -> int:
+        """Most units of the row: splits of the fixed size, or else tiles, once for each row block."""
+        unit = self.fixed_split_size or self.config.block_n
+        bounds = self.request.bounds
+        return self.num_row_blocks(bounds.num_tokens) * max(1, cdiv(bounds.max_seq_len, unit))
+
+    def num_programs(self, num_tokens: int) -> int:
+        """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
+        if self.num_row_blocks(num_tokens) == 0:
+            return 0
+        return self.num_partitions * self.request.spec.num_kv_heads
+
+    def constexprs(self) -> dict[str, Any]:
+        """Return the kernel's constexprs and compiler options, but those that a cache decides."""
+        costs = self.costs
+        return super().constexprs() | {
+            "PARTIAL_ROWS": self.partial_rows, "SEQS": self.seqs_at_once,
+            "MORE_SEQS": self.request.num_seqs > self.seqs_at_once, "MAX_DECODE_QUERIES": self.max_decode_queries,
+            "FIXED_SPLIT": self.fixed_split_size, "TWO_LEVEL": self.is_two_level,
+            "MIN_SPLIT_TILES": costs.min_split_tiles, "TWO_LEVEL_DISCOUNT": costs.two_level_combine_discount,
+            "TWO_LEVEL_MIN_TILES": self.two_level_min_tiles, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
+            "EARLY_EXIT_MAX_TILES": costs.early_exit_max_tiles,
+            "FULL_TILE_LOOP_MIN_TILES": costs.full_tile_loop_min_tiles,
+        }  # fmt: skip
+
+    def scratch_size(self) -> ScratchSize:
+        """Return the scratch for partials and arrival counters."""
+        spec = self.request.spec
+        num_slots = self.max_units if self.fixed_split_size else 2 * self.num_partitions
+        counters = counter_bytes(self.request.device, self.num_partitions * spec.num_kv_heads)
+        rows = 32 * cdiv(num_slots * spec.num_kv_heads * self.partial_rows, 32)
+        return ScratchSize(counters + 4 * rows * (spec.head_dim_v + 2), counters)
+
+    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> PortableRunner:
+        """Return what launches it for a batch, with partials in a workspace of `scratch_size` bytes."""
+        from quire.kernels.split_kv.kernel import split_kv_kernel
+        from quire.kernels.views import Partials
+
+        assert workspace is not None
+        spec, (total, counters) = self.request.spec, self.scratch_size()
+        states = workspace[counters:total].view(torch.float32)
+        rows = states.numel() // (spec.head_dim_v + 2)
+        counter = workspace[TILE_COUNTER_BYTES:counters].view(torch.int32)
+        partials = Partials(states[2 * rows :], states[:rows], states[rows : 2 * rows], counter)
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs
+        fixed = batch.cu_seqlens_q, partials, *numbers, self.num_partitions, self.combine_cost
+        return PortableRunner(self, batch, split_kv_kernel, fixed)
+
+    def __str__(self) -> str:
+        details = f"{self.num_partitions} partitions × {self.request.spec.num_kv_heads} KV heads"
+        if self.is_two_level:
+            details += ", two-level combine"
+        if self.fixed_split_size:
+            details += f", batch-invariant splits of {self.fixed_split_size} keys"
+        if self.max_decode_queries:
+            details += f", sequences of at most {self.max_decode_queries} queries"
+        return f"split-KV kernel: {self.describe_config()}, {details}"
+
+
+def rounded(request: Request) -> tuple[int, float, int, int]:
+    """Return what of a batch a decision tree looks at."""
+    bounds = request.bounds
+    return tree.rounded(request.spec, request.device, bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens)
+
+
+def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str]:
+    """Return a launch of one of the portable kernels, and the reason."""
+    spec, device = request.spec, request.device
+    if options.config is not None:
+        config, reason = options.config, "config given by the caller"
+    elif options.batch_invariant:
+        # By the generic tree: one configuration serves all batches, and a fitted tree has one for each kind.
+        rows = power_of_two(spec.group_size)
+        config, reason = tree.select(spec, device, rows, 1, FIXED_SPLIT_SIZE, 1, fitted=False)
+        if config.block_dv > 128:  # two accumulators in registers, of the row block and of the split
+            config = replace(config, block_n=max(16, config.block_n // 2), programs_per_sm=2)
+    else:
+        config, reason = tree.select(spec, device, *rounded(request))
+    launch = choose_partitions(request, config, tree.cost_model(spec, device), options)
+    if isinstance(launch, SplitKVLaunch):
+        reason += (
+            f", {launch.num_partitions} partitions for each of {spec.num_kv_heads} KV heads on {device.num_sms} SMs"
+        )
+    return launch, reason
+
+
+def choose_partitions(
+    request: Request, config: KernelConfig, costs: CostModel, options: Options
+) -> SplitKVLaunch | BlockLaunch:
+    """Decide into how many partitions a batch is cut, per KV head; the block kernel serves where it is not cut.
+
+    Args:
+        request: the batch.
+        config: of the kernel.
+        costs: constants of the device.
+        options: the caller's `num_splits` and `batch_invariant`.
+    """
+    block = BlockLaunch(request, config)
+    num_blocks = block.num_row_blocks(request.bounds.num_tokens)
+    if num_blocks == 0:
+        return block
+    split = SplitKVLaunch(
+        request, config, 1, costs,
+        combine_cost=costs.combine_cost if options.num_splits is None and not options.batch_invariant else 0.0,
+        fixed_split_size=FIXED_SPLIT_SIZE if options.batch_invariant else 0,
+    )  # fmt: skip
+    if options.batch_invariant:
+        wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
+        num_partitions = min(wanted, split.max_units)
+    elif options.num_splits is not None:
+        num_partitions = options.num_splits * num_blocks if options.num_splits > 1 else 0
+    else:
+        num_partitions = partitions_that_pay(split, num_blocks)
+    if num_partitions == 0 or split.max_units >= MAX_UNITS:
+        return block
+    return replace(split, num_partitions=num_partitions)
+
+
+def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
+    """Return how many partitions fill the device; 0 to leave row blocks whole.
+
+    A sequence of several row blocks is cut only where blocks alone would leave half of the device idle: uncut, each reads no more keys than it sees.
+    """
+    tiles = cdiv(split.request.bounds.max_seq_len, split.config.block_n)
+    if tiles <= split.costs.min_split_tiles or (split.multi_block and 2 * num_blocks > split.capacity):
+        return 0
+    shortest = min_partition_tiles(tiles, split.combine_cost, split.costs, split.two_level_min_tiles)
+    return min(split.capacity, num_blocks * cdiv(tiles, shortest))
+
+
+def min_partition_tiles(mean: float, combine_cost: float, costs: CostModel, two_level_min_tiles: int) -> int:
+    """Return the shortest partition that pays, for sequences of `mean` tiles.
+
+    A cut costs a combine. A sequence of t tiles in partitions of s takes s tiles one after the other and t / s partials to combine, which together cost
+    least at s = sqrt(t * combine_cost). Partials that are combined in two levels cost a fraction. Very short sequences are not cut.
+
+    The kernel computes the same, from the mean length on the device (`schedule.min_partition_units`).
+    """
+    if mean <= costs.min_split_tiles and combine_cost > 0:
+        shortest = mean
+    else:
+        cost = costs.two_level_combine_discount * combine_cost if mean > two_level_min_tiles else combine_cost
+        shortest = math.sqrt(mean * cost)
+    return max(1, int(shortest + 0.5))

@@ -1,0 +1,132 @@
+"""The schedule of the split-KV kernel: which KV tiles each program owns, found by every program from the lengths on the device.
+
+The KV tiles of all sequences form one row: sequence after sequence, and within a sequence once for each of its row blocks. The row is cut into equal
+partitions, wherever the cuts fall, as Stream-K cuts the work of a matrix product (arXiv 2301.03598). A unit of the row is one KV tile of BLOCK_N keys,
+or, with fixed splits, one split of FIXED_SPLIT keys.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Schedule(NamedTuple):
+    """What is known at compile time about the row of units. The kernel builds it once and passes it as one constexpr."""
+
+    GROUP: Any
+    BLOCK_M: Any
+    UNIT: Any  # keys of a unit
+    SEQS: Any  # sequences that a program looks at in one step
+    MORE_SEQS: Any  # the batch may have more than SEQS
+    MAX_DECODE_QUERIES: Any  # sequences of more queries belong to another kernel; 0 where this one serves all
+    MIN_SPLIT_TILES: Any  # the next three are fields of dispatch.config.CostModel
+    TWO_LEVEL_DISCOUNT: Any
+    TWO_LEVEL_MIN_TILES: Any
+
+
+@triton.jit
+def sequence_span(kv, cu_seqlens_q, seq, window_left, window_right, S: tl.constexpr):
+    """Return what a sequence, or each of a vector of sequences, asks for.
+
+    Returns:
+        q_start: its first query token of the batch.
+        q_len: its query tokens.
+        first_pos: the position of its first query among its keys.
+        kv_start, kv_stop: the keys that any of its queries sees.
+        first: the first unit that holds such a key.
+        num_units: units of each row block; at least 1, so that a padding row has its zeros written.
+        num_blocks: row blocks; at least 1.
+    """
+    seq_len = tl.load(kv.seq_lens + seq)
+    q_start = seq
+    q_len = seq * 0 + 1
+    if cu_seqlens_q is not None:
+        q_start = tl.load(cu_seqlens_q + seq)
+        q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
+    if kv.query_offsets is None:
+        first_pos = seq_len - q_len
+    else:
+        first_pos = tl.load(kv.query_offsets + seq)
+    kv_start = tl.maximum(first_pos - window_left, 0)
+    kv_stop = tl.maximum(tl.minimum(first_pos + q_len + window_right, seq_len), 0)
+    first = kv_start // S.UNIT
+    num_units = tl.maximum(tl.cdiv(kv_stop, S.UNIT) - first, 1)
+    num_blocks = tl.maximum(tl.cdiv(q_len * S.GROUP, S.BLOCK_M), 1)
+    return q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_blocks
+
+
+@triton.jit
+def count_units(kv, cu_seqlens_q, first, num_seqs, window_left, window_right, S: tl.constexpr):
+    """Return the units of each of SEQS sequences from `first` on, over all row blocks; 0 for sequences of another kernel."""
+    seqs = first + tl.arange(0, S.SEQS)
+    _, q_len, _, _, _, _, num_units, num_blocks = sequence_span(
+        kv, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1), window_left, window_right, S
+    )
+    ours = seqs < num_seqs
+    if S.MAX_DECODE_QUERIES > 0:
+        ours = ours & (q_len <= S.MAX_DECODE_QUERIES)
+    return tl.where(ours, num_units * num_blocks, 0)
+
+
+@triton.jit
+def min_partition_units(mean, combine_cost, S: tl.constexpr):
+    """Return the shortest partition that pays, as a float, for sequences of `mean` units.
+
+    The formula is that of `split_kv.launch.min_partition_tiles`, which the host uses; see there.
+    """
+    cost = tl.where(mean > S.TWO_LEVEL_MIN_TILES, S.TWO_LEVEL_DISCOUNT * combine_cost, combine_cost)
+    return tl.where((mean <= S.MIN_SPLIT_TILES) & (combine_cost > 0), mean, tl.sqrt(mean * cost))
+
+
+@triton.jit
+def find_partition(
+    kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S: tl.constexpr
+):
+    """Return the units of a partition.
+
+    Returns:
+        low, high: its units, high not included.
+        size: units of every partition but the last.
+        seq: the sequence of unit `low`.
+        seq_unit: that sequence's first unit.
+    """
+    units = count_units(kv, cu_seqlens_q, 0, num_seqs, window_left, window_right, S)
+    total, longest = tl.sum(units, 0), tl.max(units, 0)
+    if S.MORE_SEQS:
+        for first in tl.range(S.SEQS, num_seqs, S.SEQS, num_stages=1):
+            more = count_units(kv, cu_seqlens_q, first, num_seqs, window_left, window_right, S)
+            total += tl.sum(more, 0)
+            longest = tl.maximum(longest, tl.max(more, 0))
+    shortest = min_partition_units(total.to(tl.float32) / num_seqs, combine_cost, S)
+    size = tl.maximum(tl.cdiv(total, num_partitions), (shortest + 0.5).to(tl.int32))
+    if S.MAX_DECODE_QUERIES > 0:  # there may be no sequence of this kernel's
+        size, longest = tl.maximum(size, 1), tl.maximum(longest, 1)
+    # Where all sequences are equal, a slightly longer partition may end where they do, and nothing is left to combine. This is a selection, not a
+    # branch: with a branch here, Triton 3.9.0 keeps no loads in flight in the loop over tiles.
+    shorter, longer = tl.cdiv(longest, tl.maximum(longest // size, 1)), tl.cdiv(size, longest) * longest
+    even = tl.where(size < longest, shorter, longer)
+    size = tl.where((longest * num_seqs == total) & (combine_cost > 0) & (even <= size + S.MIN_SPLIT_TILES), even, size)
+    low = partition * size
+    high = tl.minimum(low + size, total)
+    seq, seq_unit = find_sequence(units, 0, low)
+    if S.MORE_SEQS:
+        end = tl.sum(units, 0)
+        for first in tl.range(S.SEQS, num_seqs, S.SEQS, num_stages=1):
+            units = count_units(kv, cu_seqlens_q, first, num_seqs, window_left, window_right, S)
+            seqs_before, unit = find_sequence(units, end, low)
+            seq += seqs_before
+            seq_unit = tl.maximum(seq_unit, unit)
+            end += tl.sum(units, 0)
+    return low, high, size, seq, seq_unit
+
+
+@triton.jit
+def find_sequence(units, first_unit, unit):
+    """Return how many of these sequences end at or before `unit`, and where the last of those ends; 0 if none does.
+
+    The sequences' units begin at `first_unit`.
+    """
+    ends = first_unit + tl.cumsum(units, 0)
+    before = ends <= unit
+    return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)

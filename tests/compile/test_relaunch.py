@@ -1,0 +1,74 @@
+"""A relaunch hands the GPU what Triton's own binder would: seen without a GPU, by recording what reaches the launcher."""
+
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+import quire
+from quire.dispatch.device import compile_for
+from quire.plan import make_plan
+from quire.targets import TARGETS, StubDriver
+from tests.compile import launches
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
+
+
+def plain(value):
+    """Return tensors as their addresses, wherever they are."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, tuple):
+        return tuple(plain(v) for v in value)
+    if hasattr(value, "base"):  # a tensor descriptor
+        return plain((value.base, tuple(value.shape), tuple(value.strides), tuple(value.block_shape)))
+    return value
+
+
+@pytest.mark.parametrize(
+    ("target", "batch"),
+    [
+        *((target, batch) for target in ("sm80", "sm90") for batch in ("decode", "drafts", "prompt", "mixed")),
+        ("sm90", "chunk, split"),
+    ],
+)
+@pytest.mark.parametrize("features", ["plain", "many, with lse", "e4m3", "fp8 products"])
+def test_a_relaunch_passes_what_the_binder_passes(target, batch, features, monkeypatch):
+    passed = []
+
+    def stand_in(kernel):
+        kernel.function = 0
+        kernel._run = lambda x, y, z, stream, function, packed, metadata, enter, leave, *args: passed.append(
+            (kernel.name, (x, y, z), plain(args))
+        )
+
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", stand_in)
+    before = driver._active
+    driver.set_active(StubDriver(TARGETS[target]))
+    try:
+        wanted = launches.FEATURES[features]
+        spec = launches.make_spec(128, wanted)
+        with compile_for(TARGETS[target].properties, on_compile=None):
+            plan = launches.plan_of(batch, spec, wanted)
+        inputs = [launches.make_inputs(plan, wanted) for _ in range(2)]
+        for some in inputs:
+            out = torch.empty_like(some["q"])
+            some["out"] = quire.State(out, torch.empty(out.shape[:2])) if wanted.lse else out
+        quire.attention(**inputs[0], plan=plan)
+        first = len(passed)
+        with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
+            quire.attention(**inputs[1], plan=plan)
+        again = passed[first:]
+        unbound = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
+        quire.attention(**inputs[1], plan=unbound)
+    finally:
+        driver._active = before
+    assert again == passed[first + len(again) :] != passed[:first]
+    launch = plan.launch
+    has_second = launch.name == "hopper" and (launch.decode is not None or launch.num_splits > 1)
+    assert len(again) == (2 if has_second else 1)
+    assert (launch.name == "hopper" and launch.num_splits > 1) == (target == "sm90" and batch == "chunk, split")

@@ -1,0 +1,76 @@
+"""Fixtures and marks of tests that run on a GPU, in Triton's interpreter (TRITON_INTERPRET=1), or through PyTorch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+import quire
+from quire.testing import Problem, error_budget, make_problem
+
+GPU = torch.cuda.is_available()
+TRITON_RUNS = GPU or triton.knobs.runtime.interpret
+MARKS = {
+    "triton": (TRITON_RUNS, "Triton has no driver for CPUs: this needs a GPU or TRITON_INTERPRET=1"),
+    "pytorch": (
+        not TRITON_RUNS,
+        "Triton serves this device; PyTorch serves CPU tensors outside of the interpreter",
+    ),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marks."""
+    for mark, (_, reason) in MARKS.items():
+        config.addinivalue_line("markers", f"{mark}: skipped elsewhere, since {reason}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what does not run here."""
+    for item in items:
+        for mark, (runs, reason) in MARKS.items():
+            if not runs and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where tests compute: on the GPU if there is one."""
+    return "cuda" if GPU else "cpu"
+
+
+@pytest.fixture(scope="session")
+def options() -> Callable[..., dict[str, Any]]:
+    """Return a function that keeps options of `quire.plan` where Triton runs; PyTorch has none."""
+
+    def options(**chosen: Any) -> dict[str, Any]:
+        return chosen if TRITON_RUNS else {}
+
+    return options
+
+
+@pytest.fixture(scope="session")
+def solve(device: str, options: Callable[..., dict[str, Any]]) -> Callable[..., tuple[Problem, quire.State]]:
+    """Return a function that makes a problem, attends, and returns the problem and the state."""
+
+    def solve(
+        spec: quire.AttentionSpec, lens: Sequence[tuple[int, int]], num_splits: int | None = None, **problem: Any
+    ) -> tuple[Problem, quire.State]:
+        p = make_problem(spec, lens, device=device, **problem)
+        plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
+        return p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+
+    return solve
+
+
+@pytest.fixture(scope="session")
+def assert_within_budget() -> Callable[[Problem, torch.Tensor | quire.State], None]:
+    """Return a function that fails unless a result, out or a state, is within its problem's error budget."""
+
+    def assert_within_budget(problem: Problem, result: torch.Tensor | quire.State) -> None:
+        verdict = error_budget(problem, result)
+        assert verdict.passed, verdict
+
+    return assert_within_budget

@@ -1,0 +1,636 @@
+"""Bad input of every kind, to every public function: an error in the house grammar, or a result that is right.
+
+The matrix replaces each argument of each function by each hostile value. A refusal must name the contract and the value
+and leave every tensor as it was. What is accepted is judged by the oracle, or by a few lines from the definition.
+"""
+
+import dataclasses
+import inspect
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import quire
+from quire.allocator import PageSequence
+from quire.dispatch.config import KernelConfig
+from quire.dispatch.device import interprets
+from quire.testing import Oracle, Problem, make_problem
+
+pytestmark = pytest.mark.skipif(interprets(), reason="the interpreter runs kernels, which do not look at contents")
+
+HOUSE = (ValueError, TypeError, quire.UnsupportedError, quire.OutOfPagesError)
+SECONDS = 1.0  # of processor time, for one call
+SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, causal=False)
+LENS = ((1, 9), (3, 5))
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CONSTANTS: dict[str, Any] = {
+    "None": None,
+    "a list": [1, 2],
+    "an empty list": [],
+    "a word": "junk",
+    "an empty string": "",
+    "an array": np.ones((2, 3), np.float32),
+    "an array of integers": np.ones(2, np.int32),
+    "2.5": 2.5,
+    "NaN": float("nan"),
+    "infinity": float("inf"),
+    "1e-320": 1e-320,
+    "-1": -1,
+    "0": 0,
+    "True": True,
+    "False": False,
+    "2 ** 62": 1 << 62,
+    "10 ** 5000": 10**5000,
+    "1j": 1j,
+    "an object": object(),
+    "a class": int,
+    "a dict": {},
+    "a lambda": lambda: None,
+    "a tensor of no dimension": torch.tensor(3),
+    "a float tensor of no dimension": torch.tensor(2.5),
+    "a tensor": torch.ones(2, 3),
+    "a dtype": torch.float64,
+    "uint8": torch.uint8,
+    "a meta device": torch.device("meta"),
+    "a spec": SPEC,
+    "a state": quire.State(torch.zeros(4, 4, 16), torch.zeros(4, 4)),
+    "a page sequence": PageSequence(),
+    "another batch": quire.Batch(int32(1)[:, None], int32(3)),
+    "another cache": quire.PagedKVCache(torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2, 16)),
+}
+
+
+def hostile(good: Any) -> Iterator[tuple[str, Any]]:
+    """Return names and values: constants, and distortions of the good value."""
+    yield from CONSTANTS.items()
+    if isinstance(good, torch.Tensor):
+        yield from distorted(good)
+    elif isinstance(good, quire.State):
+        yield "a plain tuple", tuple(good)
+        yield "a state without lse", quire.State(good.out, None)
+        yield "a state without out", quire.State(None, good.lse)
+        yield "a state turned round", quire.State(good.lse, good.out)
+        yield "a transposed lse", quire.State(good.out, good.lse.t())
+    elif isinstance(good, list):
+        yield "a generator", (x for x in good)
+        yield "one of them", good[0]
+        yield "None among them", [good[0], None]
+        yield from ((f"[good, {name}]", [good[0], value]) for name, value in hostile(good[0]))
+    elif isinstance(good, int) and not isinstance(good, bool):
+        yield "a numpy integer", np.int64(good)
+        yield "a numpy float", np.float32(good)
+        yield "a float", float(good)
+        yield "a tensor", torch.tensor(good)
+        yield "digits", str(good)
+
+
+def distorted(good: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return tensors that are `good` but for one property."""
+    for dtype in (torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64):
+        yield f"as {dtype}", good.to(dtype)
+    yield "on meta", good.to("meta")
+    yield "sparse", good.to_sparse()
+    yield "empty", good[:0]
+    yield "of no numbers and no dimension to speak of", good.new_empty(0)
+    yield "empty, with strides of 0", torch.from_numpy(np.empty((0, *good.shape[1:]), np.float32)).to(good.dtype)
+    yield "one dimension less", good[0]
+    yield "one dimension more", good[None]
+    yield "shorter", good[:-1].clone()
+    yield "longer", torch.cat([good, good])
+    yield "strided", good.repeat_interleave(2, -1)[..., ::2]
+    yield "expanded", good[:1].expand_as(good)
+    yield "flipped dimensions", good.permute(*reversed(range(good.dim())))
+    yield "filled with -1", torch.full_like(good, -1)
+    if good.is_floating_point():
+        yield "with a gradient", good.clone().requires_grad_()
+        yield "a parameter", torch.nn.Parameter(good.clone())
+    else:
+        yield "filled with its largest number", torch.full_like(good, torch.iinfo(good.dtype).max)
+        yield "descending", good.flip(0)
+
+
+# Good calls. Each returns a function and its arguments, all of them new; `confirm` judges what such a call returned.
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    make: Callable[[], tuple[Callable, dict[str, Any]]]
+    confirm: Callable[[dict[str, Any], Any], bool]
+
+
+def run(problem: Problem) -> bool:
+    """Plan and attend; the oracle judges."""
+    plan = quire.plan(problem.spec, problem.batch, **problem.bounds)
+    return confirm_attention({"q": problem.q, "cache": problem.cache, "plan": plan, **problem.tables}, None)
+
+
+def confirm_attention(a: dict[str, Any], result: Any) -> bool:
+    """Judge the result of these arguments; the rows that no sequence owns are not judged."""
+    batch = a["plan"].batch
+    if result is None:
+        result = quire.attention(a["q"], a["cache"], a["plan"], **{n: a[n] for n in ("sinks", "alibi_slopes")})
+    oracle = Oracle(Problem(a["plan"].spec, batch, a["cache"], a["q"], (), (), a["sinks"], a["alibi_slopes"]))
+    owned = int(batch.query_starts[-1])
+    if isinstance(result, torch.Tensor):
+        return oracle.judge(torch.cat([result[:owned], oracle.exact.out[owned:].to(result.dtype)])).passed
+    rows = (torch.cat([x[:owned], y[owned:].to(x.dtype)]) for x, y in zip(result, oracle.exact, strict=True))
+    return oracle.judge(quire.State(*rows)).passed
+
+
+def paged_problem(**features: bool) -> Problem:
+    """A problem without poison: hostile tables may name any page."""
+    p = make_problem(dataclasses.replace(SPEC, **features), LENS, page_size=4)
+    return dataclasses.replace(p, cache=quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num()))
+
+
+def make_attention(**features: bool) -> tuple[Callable, dict[str, Any]]:
+    p = paged_problem(**features)
+    out = quire.State(torch.full((4, 4, 16), 7.0), torch.full((4, 4), 7.0))
+    plan = quire.plan(p.spec, p.batch, **p.bounds)
+    return quire.attention, dict(q=p.q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
+
+
+def make_varlen_attention() -> tuple[Callable, dict[str, Any]]:
+    k, v = torch.randn(14, 2, 16), torch.randn(14, 2, 16)
+    batch = quire.Batch.varlen(int32(0, 1, 4), int32(0, 9, 14))
+    plan = quire.plan(SPEC, batch, max_query_len=3, max_seq_len=9, num_tokens=4)
+    arguments = dict(q=torch.randn(4, 4, 16), k=k, v=v, plan=plan, sinks=None, alibi_slopes=None)
+    return quire.varlen_attention, arguments | {"out": torch.full((4, 4, 16), 7.0), "return_lse": False}
+
+
+def confirm_varlen_attention(a: dict[str, Any], result: Any) -> bool:
+    return confirm_attention(a | {"cache": quire.PagedKVCache(a["k"], a["v"], "THD")}, result)
+
+
+def make_plan() -> tuple[Callable, dict[str, Any]]:
+    p = paged_problem()
+    options = dict(num_splits=None, config=None, batch_invariant=False, workspace=None, kernel=None)
+    return quire.plan, dict(spec=p.spec, batch=p.batch, **p.bounds, **options)
+
+
+def confirm_plan(a: dict[str, Any], plan: Any) -> bool:
+    p = paged_problem()
+    return confirm_attention({"q": p.q, "cache": p.cache, "plan": plan, **p.tables}, None)
+
+
+def make_spec() -> tuple[Callable, dict[str, Any]]:
+    fields = {field.name: getattr(SPEC, field.name) for field in dataclasses.fields(SPEC) if field.init}
+    return quire.AttentionSpec, fields
+
+
+def confirm_spec(a: dict[str, Any], spec: Any) -> bool:
+    same = dataclasses.replace(spec)
+    return same == spec and hash(same) == hash(spec) and run(make_problem(spec, LENS, page_size=4))
+
+
+def make_cache() -> tuple[Callable, dict[str, Any]]:
+    p = make_problem(dataclasses.replace(SPEC, kv_dtype=torch.int8), LENS, page_size=4, scales="tensor")
+    return quire.PagedKVCache, dict(k=p.cache.k, v=p.cache.v, layout="NHD", k_scale=0.02, v_scale=0.5)
+
+
+def confirm_cache(a: dict[str, Any], cache: Any) -> bool:
+    p = make_problem(dataclasses.replace(SPEC, kv_dtype=torch.int8), LENS, page_size=4, scales="tensor")
+    return run(dataclasses.replace(p, cache=cache))
+
+
+def make_empty() -> tuple[Callable, dict[str, Any]]:
+    spec = dataclasses.replace(SPEC, kv_dtype=torch.int8)
+    return quire.PagedKVCache.empty, dict(spec=spec, num_pages=8, page_size=4, layout="HND", device=None)
+
+
+def confirm_empty(a: dict[str, Any], cache: Any) -> bool:
+    served = cache.signature == a["spec"].cache_signature and cache.layout == a["layout"]
+    return served and (cache.num_pages, cache.page_size) == (a["num_pages"], a["page_size"])
+
+
+def make_batch(flat: bool = False) -> tuple[Callable, dict[str, Any]]:
+    batch = make_problem(SPEC, LENS, page_size=4, flat_table=flat).batch
+    tensors = dict(page_table=batch.page_table, seq_lens=batch.seq_lens, cu_seqlens_q=batch.cu_seqlens_q)
+    return quire.Batch, tensors | dict(cu_pages=batch.cu_pages, query_offsets=int32(8, 2), paged=True)
+
+
+def confirm_batch(a: dict[str, Any], batch: Any) -> bool:
+    p = paged_problem()
+    one_query = batch.cu_seqlens_q is None
+    return run(dataclasses.replace(p, batch=batch, query_lens=(1,) if one_query else p.query_lens))
+
+
+def make_varlen() -> tuple[Callable, dict[str, Any]]:
+    return quire.Batch.varlen, dict(cu_seqlens_q=int32(0, 1, 4), cu_seqlens_k=int32(0, 9, 14))
+
+
+def confirm_varlen(a: dict[str, Any], batch: Any) -> bool:
+    _, arguments = make_varlen_attention()
+    query_len = 1 if batch.cu_seqlens_q is None else 3
+    plan = quire.plan(SPEC, batch, max_query_len=query_len, max_seq_len=9, num_tokens=4)
+    return confirm_varlen_attention(arguments | {"plan": plan}, None)
+
+
+def make_write() -> tuple[Callable, dict[str, Any]]:
+    cache = quire.PagedKVCache(torch.zeros(5, 4, 2, 16), torch.zeros(5, 4, 2, 16))
+    slots = torch.tensor([3, -1, 17])
+    return quire.write_kv, dict(k=torch.randn(3, 2, 16), v=torch.randn(3, 2, 16), cache=cache, slot_mapping=slots)
+
+
+def confirm_write(a: dict[str, Any], result: Any) -> bool:
+    memory = {slot: token for token, slot in enumerate(a["slot_mapping"].tolist()) if slot >= 0}
+    stored = zip((a["cache"].k, a["cache"].v), (a["k"], a["v"]), strict=True)
+    return result is None and all(
+        torch.equal(pages.flatten(0, 1)[slot], new[token]) for pages, new in stored for slot, token in memory.items()
+    )
+
+
+def make_copy() -> tuple[Callable, dict[str, Any]]:
+    src, dst = (quire.PagedKVCache(torch.randn(5, 4, 2, 16), torch.randn(5, 4, 2, 16)) for _ in range(2))
+    return quire.copy_pages, dict(src=src, dst=dst, page_pairs=torch.tensor([[0, 3], [-1, 2], [4, 1]]))
+
+
+def confirm_copy(a: dict[str, Any], result: Any) -> bool:
+    pairs = [pair for pair in a["page_pairs"].tolist() if min(pair) >= 0]
+    return result is None and all(torch.equal(a["src"].k[s], a["dst"].k[d]) for s, d in pairs)
+
+
+def make_merge() -> tuple[Callable, dict[str, Any]]:
+    states = [quire.State(torch.randn(4, 4, 16), torch.randn(4, 4)) for _ in range(3)]
+    return quire.merge_states, dict(states=states)
+
+
+def within_budget(compute: Callable[[torch.dtype], torch.Tensor], result: torch.Tensor) -> bool:
+    """Whether a result is as close to float64 as twice what its own dtype can do."""
+    exact, naive = compute(torch.float64), compute(result.dtype).double()
+    if exact.numel() == 0:
+        return result.shape == exact.shape
+    budget = 2 * ((naive - exact).abs().max() + torch.finfo(result.dtype).eps * exact.abs().max())
+    return bool((result.double() - exact).abs().max() <= budget)
+
+
+def confirm_merge(a: dict[str, Any], result: Any) -> bool:
+    def merge(dtype: torch.dtype) -> torch.Tensor:
+        weights = torch.softmax(torch.stack([state.lse for state in a["states"]]).to(dtype), 0)[..., None]
+        return (weights * torch.stack([state.out for state in a["states"]]).to(dtype)).sum(0)
+
+    def lse(dtype: torch.dtype) -> torch.Tensor:
+        return torch.logsumexp(torch.stack([state.lse for state in a["states"]]).to(dtype), 0)
+
+    return within_budget(merge, result.out) and within_budget(lse, result.lse)
+
+
+def make_service(function: Callable, **more: Any) -> tuple[Callable, dict[str, Any]]:
+    limits = dict(max_num_seqs=4, max_num_tokens=8, max_seq_len=32, batch_invariant=False)
+    return function, dict(spec=SPEC, **limits, **more)
+
+
+def make_warmup() -> tuple[Callable, dict[str, Any]]:
+    return make_service(quire.warmup, cache=paged_problem().cache, return_lse=False, progress=None)
+
+
+def make_pool(method: str) -> tuple[Callable, dict[str, Any]]:
+    pool = quire.PageAllocator(8, 4)
+    sequence = pool.allocate(6)
+    arguments: dict[str, dict[str, Any]] = {
+        "allocate": dict(num_tokens=5),
+        "grow": dict(sequence=sequence, num_tokens=3),
+        "fork": dict(sequence=sequence),
+        "free": dict(sequence=sequence),
+        "page_table": dict(sequences=[sequence], width=3, device=None),
+        "slot_mapping": dict(sequence=sequence, num_tokens=2, device=None),
+    }
+    return getattr(pool, method), arguments[method]
+
+
+def confirm_pool(a: dict[str, Any], result: Any) -> bool:
+    if "sequences" in a:
+        width = 2 if a["width"] is None else a["width"]
+        return result.is_meta or result.tolist() == [s.pages + [-1] * (width - len(s.pages)) for s in a["sequences"]]
+    return result.is_meta or len(result) == a["num_tokens"]
+
+
+def confirm_pages(a: dict[str, Any], result: Any) -> bool:
+    sequence = result if isinstance(result, PageSequence) else a["sequence"]
+    return len(sequence.pages) == -(-sequence.num_tokens // 4) and result in (sequence, None, [])
+
+
+CALLS = {
+    "attention": Call(make_attention, confirm_attention),
+    "attention, sinks and slopes": Call(lambda: make_attention(sinks=True, alibi=True), confirm_attention),
+    "varlen_attention": Call(make_varlen_attention, confirm_varlen_attention),
+    "plan": Call(make_plan, confirm_plan),
+    "AttentionSpec": Call(make_spec, confirm_spec),
+    "PagedKVCache": Call(make_cache, confirm_cache),
+    "PagedKVCache.empty": Call(make_empty, confirm_empty),
+    "Batch": Call(make_batch, confirm_batch),
+    "Batch, flat": Call(lambda: make_batch(flat=True), confirm_batch),
+    "Batch.varlen": Call(make_varlen, confirm_varlen),
+    "write_kv": Call(make_write, confirm_write),
+    "copy_pages": Call(make_copy, confirm_copy),
+    "merge_states": Call(make_merge, confirm_merge),
+    "warmup": Call(make_warmup, lambda a, result: result == []),
+    "workspace_size": Call(lambda: make_service(quire.workspace_size, device="cpu"), lambda a, result: result == 0),
+    "PageAllocator": Call(
+        lambda: (quire.PageAllocator, dict(num_pages=8, page_size=4)),
+        lambda a, pool: pool.num_free_pages == a["num_pages"] and pool.page_size == a["page_size"],
+    ),
+    **{
+        f"PageAllocator.{method}": Call(lambda method=method: make_pool(method), confirm)
+        for confirm, methods in (
+            (confirm_pages, ("allocate", "grow", "fork", "free")),
+            (confirm_pool, ("page_table", "slot_mapping")),
+        )
+        for method in methods
+    },
+}
+EXEMPT = {
+    "OutOfPagesError": "an exception",
+    "UnsupportedError": "an exception",
+    "Plan": "made by quire.plan alone",
+    "State": "holds what it is given; the verbs check it",
+    "no_compilation": "has no arguments",
+}
+CASES = [(call, name) for call in CALLS for name in CALLS[call].make()[1]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lazy_imports_of_torch() -> None:
+    """Let torch import what meta tensors need before calls are timed."""
+    int32(0, 1).to("meta").diff()
+
+
+def contents(value: Any) -> Any:
+    """Return all that a call could change in a value, to be compared with ==."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:
+            return None
+        return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, PageSequence):
+        return list(value.pages), value.num_tokens
+    if isinstance(value, quire.PageAllocator):
+        return value.num_free_pages
+    if isinstance(value, quire.PagedKVCache):
+        return [contents(x) for x in (value.k, value.v, value.k_scale, value.v_scale)]
+    if isinstance(value, quire.Plan):
+        return contents(value.batch)
+    if isinstance(value, quire.Batch):
+        return [contents(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        return [contents(x) for x in value.values()]
+    return [contents(x) for x in value] if isinstance(value, list | tuple) else None
+
+
+def in_house_grammar(error: Exception) -> bool:
+    """Whether an error is one of Quire's, and says what must be and what it got."""
+    return isinstance(error, HOUSE) and re.search(r" must .* got .+", str(error), re.DOTALL) is not None
+
+
+def complaint(call: Call, name: str, value: Any) -> str | None:
+    """Return what is wrong with how a call takes this value for one of its arguments."""
+    torch.manual_seed(0)
+    function, arguments = call.make()
+    arguments[name] = value
+    owner = getattr(function, "__self__", None)
+    before = contents(arguments), contents(owner)
+    start = time.process_time()
+    try:
+        result = function(**arguments)
+    except Exception as error:
+        if not in_house_grammar(error):
+            return f"raised {type(error).__name__}: {error}"
+        if (contents(arguments), contents(owner)) != before:
+            return f"wrote before it raised {error}"
+        return None
+    finally:
+        if time.process_time() - start > SECONDS:
+            pytest.fail(f"{name} took {time.process_time() - start:.1f} s")
+    try:
+        return None if call.confirm(arguments, result) else f"accepted, and returned what is wrong: {result}"
+    except Exception as error:  # a noun may be sound and still not fit the rest
+        return None if in_house_grammar(error) else f"accepted, then {type(error).__name__}: {error}"
+
+
+def test_every_public_function_and_argument_is_in_the_matrix():
+    named = {call.split(",")[0].split(".")[0] for call in CALLS}
+    assert named == set(quire.__all__) - set(EXEMPT)
+    methods = {name for name, _ in inspect.getmembers(quire.PageAllocator, inspect.isfunction) if name[0] != "_"}
+    assert {f"PageAllocator.{name}" for name in methods} <= set(CALLS)
+    for call in CALLS.values():
+        function, arguments = call.make()
+        assert set(arguments) == set(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_are_right_before_anything_is_replaced(name):
+    torch.manual_seed(0)
+    function, arguments = CALLS[name].make()
+    assert CALLS[name].confirm(arguments, function(**arguments))
+
+
+@pytest.mark.parametrize(("call", "name"), CASES, ids=lambda word: word.replace(" ", "_"))
+def test_hostile_values_are_refused_or_served_rightly(call, name):
+    torch.manual_seed(0)
+    _, arguments = CALLS[call].make()
+    found = {kind: complaint(CALLS[call], name, value) for kind, value in hostile(arguments[name])}
+    wrong = [f"{name} = {kind}: {what[:300]}" for kind, what in found.items() if what]
+    assert not wrong, "\n".join(wrong)
+
+
+# The commands of the issue on defects, each a test of its own.
+
+
+def decode_problem() -> tuple[Problem, quire.Plan]:
+    p = make_problem(SPEC, ((1, 9), (1, 5)), page_size=4)
+    return p, quire.plan(SPEC, p.batch, **p.bounds)
+
+
+def test_a_cache_without_pages_is_refused_by_a_plan_for_pages():
+    p, plan = decode_problem()
+    flat = quire.PagedKVCache(torch.randn(14, 2, 16), torch.randn(14, 2, 16), "THD")
+    with pytest.raises(ValueError, match="cache must be paged, as the plan's batch is, got layout THD"):
+        quire.attention(p.q, flat, plan)
+
+
+def test_pages_are_refused_by_a_plan_for_a_cache_without_pages():
+    p, _ = decode_problem()
+    batch = quire.Batch.varlen(int32(0, 1, 2), int32(0, 4, 7))
+    plan = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=4)
+    with pytest.raises(ValueError, match="cache must be of layout THD, as the plan's batch has no pages, got NHD"):
+        quire.attention(p.q, p.cache, plan)
+
+
+@pytest.mark.parametrize("strides", [(0, 16, 1), (64, 0, 1), (16, 16, 1), (40, 16, 1)])
+def test_out_may_not_overlap_itself(strides):
+    p, plan = decode_problem()
+    out = torch.full((256,), 7.0).as_strided((2, 4, 16), strides)
+    with pytest.raises(ValueError, match="out must have a contiguous last dimension and rows that do not overlap"):
+        quire.attention(p.q, p.cache, plan, out=out)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("strides", [(16, 32, 1), (1000, 16, 1)])
+def test_out_may_have_any_strides_that_do_not_overlap(strides):
+    p, plan = decode_problem()
+    out = torch.zeros(2000).as_strided((2, 4, 16), strides)
+    assert Oracle(p).judge(quire.attention(p.q, p.cache, plan, out=out)).passed
+
+
+def test_vectors_of_sixteen_bytes_need_a_head_dim_of_whole_vectors():
+    spec = dataclasses.replace(SPEC, head_dim=24, kv_dtype=torch.int8)
+    with pytest.raises(quire.UnsupportedError, match=r"layout must be NHD or HND for head_dim 24 in torch.int8"):
+        quire.PagedKVCache.empty(spec, 8, 4, layout="HDNX")
+
+
+@pytest.mark.parametrize(("sizes", "name"), [((0, 4), "num_pages"), ((8, 0), "page_size")])
+def test_a_cache_has_pages_and_pages_have_slots(sizes, name):
+    with pytest.raises(ValueError, match=f"{name} must be from 1 to .*, got 0"):
+        quire.PagedKVCache.empty(SPEC, *sizes)
+    with pytest.raises(ValueError, match="k must have no empty dimension"):
+        quire.PagedKVCache(torch.zeros(*sizes, 2, 16), torch.zeros(*sizes, 2, 16))
+
+
+def test_a_slot_past_the_pool_is_refused_before_anything_is_written():
+    _, arguments = make_write()
+    cache = arguments["cache"]
+    with pytest.raises(ValueError, match=r"slot_mapping must hold slots below .* got 20"):
+        quire.write_kv(arguments["k"], arguments["v"], cache, torch.tensor([0, 1, 20]))
+    assert not cache.k.any() and not cache.v.any()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "values", "name"),
+    [
+        ("seq_lens", (-1, 5), "seq_lens"),
+        ("seq_lens", (9, 500), "max_seq_len"),
+        ("cu_seqlens_q", (0, 3, 2), "cu_seqlens_q"),
+        ("cu_seqlens_q", (1, 2, 4), "cu_seqlens_q"),
+        ("cu_seqlens_q", (0, 1, 9), "q"),
+        ("page_table", (99, 1, 2, 3, 4, 5), "page_table"),
+        ("page_table", (-1, 1, 2, 3, 4, 5), "page_table"),
+    ],
+)
+def test_contents_out_of_range_are_refused_for_cpu_tensors(tensor, values, name):
+    p = make_problem(SPEC, LENS, page_size=4)
+    plan = quire.plan(SPEC, p.batch, **p.bounds)
+    out = torch.full((4, 4, 16), 7.0)
+    broken = getattr(p.batch, tensor)
+    broken.copy_(torch.tensor(values).view(broken.shape))
+    with pytest.raises(ValueError, match=f"^{name} must .* got"):
+        quire.attention(p.q, p.cache, plan, out=out)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("kernel", ["hoper", "torch", 3])
+def test_a_kernel_that_does_not_exist_is_refused(kernel):
+    p = make_problem(SPEC, LENS)
+    with pytest.raises((ValueError, TypeError), match=r"kernel must be .* got"):
+        quire.plan(SPEC, p.batch, **p.bounds, kernel=kernel)
+
+
+@pytest.mark.parametrize("option", ["kernel", "num_splits", "config", "workspace", "batch_invariant"])
+def test_options_that_pytorch_does_not_serve_are_refused_by_name(option):
+    p = make_problem(SPEC, LENS)
+    config = KernelConfig(16, 32, 4, 2, False, 1, 16, 16)
+    values = dict(kernel="hopper", num_splits=2, config=config, workspace=torch.zeros(64, dtype=torch.uint8))
+    with pytest.raises(quire.UnsupportedError, match=f"{option} must be left out for CPU tensors"):
+        quire.plan(SPEC, p.batch, **p.bounds, **{option: values.get(option, True)})
+
+
+def test_the_workspace_that_workspace_size_asks_for_is_accepted():
+    p = make_problem(SPEC, LENS)
+    size = quire.workspace_size(SPEC, max_num_seqs=2, max_num_tokens=4, max_seq_len=16, device="cpu")
+    quire.plan(SPEC, p.batch, **p.bounds, workspace=torch.zeros(size, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("value", [2.5, float("nan"), True, torch.tensor(2)])
+def test_an_integer_is_an_integer(value):
+    p = make_problem(SPEC, LENS)
+    bounds = p.bounds
+    for name in ("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "sliding_window", "sliding_window_right"):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got"):
+            dataclasses.replace(SPEC, **{name: value})
+    for name in ("max_query_len", "max_seq_len", "num_tokens", "num_splits"):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got"):
+            quire.plan(SPEC, p.batch, **bounds | {name: value})
+    for sizes in ((value, 4), (8, value)):
+        with pytest.raises(TypeError, match="must be an integer, got"):
+            quire.PageAllocator(*sizes)
+
+
+def test_a_scale_that_float32_does_not_hold_is_refused():
+    for name in ("softmax_scale", "softcap"):
+        for value in (1e-320, 1e39, float("nan"), -1.0, True, "1"):
+            with pytest.raises((ValueError, TypeError), match=f"{name} must be .* got"):
+                dataclasses.replace(SPEC, **{name: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_sinks_and_slopes_are_real_numbers(dtype):
+    for name, feature in (("sinks", "sinks"), ("alibi_slopes", "alibi")):
+        p = make_problem(dataclasses.replace(SPEC, **{feature: True}), LENS)
+        plan = quire.plan(p.spec, p.batch, **p.bounds)
+        with pytest.raises(ValueError, match=f"{name} must be of dtype float16, bfloat16, float32, float64, got"):
+            quire.attention(p.q, p.cache, plan, **p.tables | {name: p.tables[name].to(dtype)})
+
+
+def test_an_empty_tensor_from_numpy_is_served():
+    empty = torch.from_numpy(np.empty((0, 4, 16), np.float32))
+    assert empty.stride() == (0, 0, 0)
+    nothing = torch.from_numpy(np.empty((0, 3), np.int32))
+    batch = quire.Batch(nothing, int32(), int32(0))
+    plan = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=4)
+    assert quire.attention(empty, paged_problem().cache, plan).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize(("offset", "step"), [(1, 1), (0, 2)])
+def test_a_workspace_is_aligned_and_contiguous(offset, step):
+    p = make_problem(SPEC, LENS)
+    workspace = torch.zeros(4096, dtype=torch.uint8)[offset::step]
+    with pytest.raises(ValueError, match=r"workspace must be (aligned|contiguous)"):
+        quire.plan(SPEC, p.batch, **p.bounds, workspace=workspace)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a device, the GPU is meant")
+def test_workspace_size_needs_no_gpu():
+    assert quire.workspace_size(SPEC, max_num_seqs=2, max_num_tokens=4, max_seq_len=16) == 0
+    with pytest.raises(quire.UnsupportedError, match="device must be a device of this machine, got cuda"):
+        quire.workspace_size(SPEC, max_num_seqs=2, max_num_tokens=4, max_seq_len=16, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
+def test_merging_serves_the_dtypes_of_queries(dtype):
+    state = quire.State(torch.ones(1, 4, 16, dtype=dtype), torch.zeros(1, 4))
+    with pytest.raises(
+        quire.UnsupportedError, match=r"states\[0\].out must be of dtype float16, bfloat16, float32, got"
+    ):
+        quire.merge_states([state, state])
+
+
+def test_merging_takes_a_list_of_states_that_have_memory():
+    state = quire.State(torch.ones(1, 4, 16), torch.zeros(1, 4))
+    with pytest.raises(TypeError, match="states must be a list of states, got"):
+        quire.merge_states(state)
+    with pytest.raises(TypeError, match="states must be a list of states, got"):
+        quire.merge_states(s for s in (state, state))
+    meta = quire.State(state.out.to("meta"), state.lse.to("meta"))
+    with pytest.raises(quire.UnsupportedError, match="states must be on a GPU or the CPU, got meta"):
+        quire.merge_states([meta, meta])
+
+
+def test_warmup_looks_at_the_cache_on_every_device():
+    other = quire.PagedKVCache.empty(dataclasses.replace(SPEC, num_kv_heads=1), 8, 4)
+    with pytest.raises(ValueError, match="cache must have 2 heads of 16"):
+        quire.warmup(SPEC, other, max_num_seqs=2, max_num_tokens=4, max_seq_len=16)
+
+
+@pytest.mark.parametrize("dim", [0, 8, 20, 264, 4096])
+def test_a_head_dim_that_is_not_served_is_unsupported(dim):
+    for name in ("head_dim", "head_dim_v"):
+        with pytest.raises(quire.UnsupportedError, match=f"{name} must be a multiple of 8 from 16 to 256, got {dim}"):
+            dataclasses.replace(SPEC, **{name: dim})

@@ -1,0 +1,256 @@
+"""CPU tensors outside of the interpreter, which PyTorch serves: what can go wrong there, and in no kernel."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+import quire
+from quire.testing import Oracle, make_problem
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="in the interpreter Triton serves CPU tensors")
+
+HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+LENS = ((1, 20), (3, 9), (1, 0), (18, 40))
+FEATURES = {
+    "plain": {},
+    "float16": {"dtype": torch.float16},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 2.0},
+    "ALiBi": {"alibi": True},
+    "int8": {"kv_dtype": torch.int8},
+    "fp8": {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.bfloat16},
+}
+
+
+def int32(*entries):
+    return torch.tensor(entries, dtype=torch.int32)
+
+
+def make_spec(**fields):
+    return quire.AttentionSpec(**HEADS | {"dtype": torch.float32} | fields)
+
+
+def attend(p, **options):
+    plan = quire.plan(p.spec, p.batch, **p.bounds)
+    return quire.attention(p.q, p.cache, plan, **p.tables | options)
+
+
+def same(a, b):
+    return torch.equal(a.nan_to_num(nan=-1.0), b.nan_to_num(nan=-1.0))
+
+
+def test_the_cpu_path_needs_no_triton():
+    """Triton is on Linux alone. `quire` itself is left out: what it imports is the business of `test_public_api.py`."""
+    root = Path(quire.__file__).parent
+    script = f"""
+import sys, types
+sys.modules["triton"] = None
+package = types.ModuleType("quire")
+package.__path__ = [{str(root)!r}]
+sys.modules["quire"] = package
+from quire.kernels.cpu import attention, cache_ops, launch, merge
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_probabilities_add_up_to_one_at_large_scores(return_lse):
+    """Scores of -46,341, where the lse is rounded to 1/256. All values are 1, and so is every mean of them."""
+    q, k, v = torch.full((3, 1, 128), 64.0), torch.full((7, 1, 128), -64.0), torch.ones(7, 1, 128)
+    spec = quire.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=128, dtype=torch.float32)
+    plan = quire.plan(spec, quire.Batch.varlen(int32(0, 3), int32(0, 7)), max_query_len=3, max_seq_len=7)
+    result = quire.varlen_attention(q, k, v, plan, return_lse=return_lse)
+    torch.testing.assert_close(result.out if return_lse else result, torch.ones(3, 1, 128))
+
+
+def test_merged_weights_add_up_to_one_at_a_large_lse():
+    states = [quire.State(torch.ones(2, 1, 16), torch.full((2, 1), -46341.0 + i / 256)) for i in range(5)]
+    torch.testing.assert_close(quire.merge_states(states).out, torch.ones(2, 1, 16))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_query_of_nan_gives_nan(feature, bad):
+    """Infinite queries have scores of +inf or NaN, unless softcap makes them finite. Other queries do not change."""
+    p = make_problem(make_spec(**FEATURES[feature]), ((1, 20), (3, 9), (1, 0)))
+    expected = attend(p, return_lse=True)
+    p.q[[0, 2, 4]] = bad  # of the three sequences
+    found = attend(p, return_lse=True)
+    for token in (0, 2):
+        if bad != bad:
+            assert found.out[token].isnan().all() and found.lse[token].isnan().all()
+            assert attend(p)[token].isnan().all()
+        elif feature != "softcap":
+            assert not found.lse[token].isfinite().any()
+    others = [1, 3, 4]  # the last sees no key
+    assert same(found.out[others], expected.out[others]) and same(found.lse[others], expected.lse[others])
+    assert (attend(p)[4] == 0).all()
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_autocast_changes_nothing(feature):
+    p = make_problem(make_spec(**FEATURES[feature]), LENS)
+    states = [attend(p, return_lse=True), attend(p, return_lse=True)]
+    k, v, slots = p.q[:2, :2].contiguous(), p.q[2:4, :2].contiguous(), torch.tensor([3, 7])
+    caches = [quire.PagedKVCache.empty(p.spec, 2, 4) for _ in "ab"]
+
+    def step(cache):
+        quire.write_kv(k, v, cache, slots)
+        return attend(p), *attend(p, return_lse=True), *quire.merge_states(states), cache.k.float()[0, 3]
+
+    expected = step(caches[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = step(caches[1])
+    for a, b in zip(expected, found, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("of", ["sinks", "alibi_slopes", "k", "v", "k_scale"])
+def test_a_result_has_no_graph(of, return_lse):
+    """Sinks are an `nn.Parameter` in many models; a kernel's result has no graph either."""
+    kv_dtype = torch.float8_e4m3fn if of == "k_scale" else None
+    p = make_problem(make_spec(sinks=of == "sinks", alibi=of == "alibi_slopes", kv_dtype=kv_dtype), LENS)
+    c = p.cache
+    options = {}
+    if of in ("sinks", "alibi_slopes"):
+        options[of] = torch.nn.Parameter(p.tables[of])
+    elif of == "k_scale":
+        scale = torch.ones(2, requires_grad=True)
+        c = quire.PagedKVCache(c.k, c.v, "NHD", scale, scale)
+    else:
+        c = quire.PagedKVCache(*(t.clone().requires_grad_(name == of) for name, t in (("k", c.k), ("v", c.v))))
+    plan = quire.plan(p.spec, p.batch, **p.bounds)
+    result = quire.attention(p.q, c, plan, **p.tables | options, return_lse=return_lse)
+    assert not any(t.requires_grad for t in (result if return_lse else [result]))
+
+
+def test_written_keys_have_no_graph():
+    p = make_problem(make_spec(), LENS)
+    k, v = (torch.randn(2, 2, 16, requires_grad=True) for _ in "kv")
+    quire.write_kv(k, v, p.cache, torch.tensor([3, 7]))
+    assert not p.cache.k.requires_grad and not p.cache.v.requires_grad
+
+
+def test_a_default_device_is_no_matter():
+    """Model loaders call under `torch.device("meta")`, or make a GPU the default."""
+    p = make_problem(make_spec(sinks=True), LENS)
+    expected = attend(p, return_lse=True)
+    plan = quire.plan(p.spec, p.batch, **p.bounds)
+    with torch.device("meta"):
+        found = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("amplitude", [1.0, 1e-3, 1e-4, 1e-5])
+def test_small_values_survive_scales_per_token(kv_dtype, amplitude):
+    """float16 queries: a probability times a scale of 1e-5 would be a subnormal float16."""
+    p = make_problem(make_spec(dtype=torch.float16, kv_dtype=kv_dtype), LENS, scales="token")
+    p.cache.v_scale.mul_(amplitude)
+    oracle = Oracle(p)
+    for result in (attend(p), attend(p, return_lse=True)):
+        assert oracle.judge(result).passed, oracle.judge(result)
+
+
+def with_table(p, row, column, page):
+    table = p.batch.page_table.clone()
+    table[row, column] = page
+    return quire.Batch(table, p.batch.seq_lens, p.batch.cu_seqlens_q)
+
+
+OUT_OF_RANGE = {
+    "a page past the pool": lambda p: with_table(p, 0, 1, p.cache.num_pages),
+    "a page of -1": lambda p: with_table(p, 0, 0, -1),
+    "more keys than the table has": lambda p: quire.Batch(p.batch.page_table, int32(20, 49, 0), p.batch.cu_seqlens_q),
+    "more keys than planned for": lambda p: quire.Batch(p.batch.page_table, int32(21, 9, 0), p.batch.cu_seqlens_q),
+    "fewer keys than none": lambda p: quire.Batch(p.batch.page_table, int32(20, -9, 0), p.batch.cu_seqlens_q),
+    "more queries than q has": lambda p: quire.Batch(p.batch.page_table, p.batch.seq_lens, int32(0, 1, 4, 6)),
+    "more queries than planned for": lambda p: quire.Batch(p.batch.page_table, p.batch.seq_lens, int32(0, 0, 4, 5)),
+    "fewer queries than none": lambda p: quire.Batch(p.batch.page_table, p.batch.seq_lens, int32(0, 3, 1, 5)),
+    "queries that do not begin at 0": lambda p: quire.Batch(p.batch.page_table, p.batch.seq_lens, int32(1, 2, 4, 5)),
+    "a run past the flat table": lambda p: quire.Batch(
+        p.batch.page_table.flatten(), p.batch.seq_lens, p.batch.cu_seqlens_q, int32(0, 6, 0)
+    ),
+    "a run before the flat table": lambda p: quire.Batch(
+        p.batch.page_table.flatten(), p.batch.seq_lens, p.batch.cu_seqlens_q, int32(-1, 2, 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_RANGE)
+def test_contents_out_of_range_are_found_before_anything_is_written(case):
+    p = make_problem(make_spec(), ((1, 20), (3, 9), (1, 0)))
+    batch = OUT_OF_RANGE[case](p)
+    plan = quire.plan(p.spec, batch, **p.bounds)
+    out = quire.State(torch.full((5, 4, 16), 7.0), torch.full((5, 4), 7.0))
+    with pytest.raises(ValueError, match=r"must .*, got .*; "):
+        quire.attention(p.q, p.cache, plan, out=out)
+    assert (out.out == 7).all() and (out.lse == 7).all()
+
+
+@pytest.mark.parametrize("cu_seqlens_k", [(0, 5, 12), (-1, 5, 11), (0, 7, 3)])
+def test_keys_that_are_not_there_are_found(cu_seqlens_k):
+    q, k, v = (torch.randn(n, 2, 16) for n in (2, 11, 11))
+    spec = make_spec(num_q_heads=2)
+    plan = quire.plan(spec, quire.Batch.varlen(int32(0, 1, 2), int32(*cu_seqlens_k)), max_query_len=1, max_seq_len=12)
+    with pytest.raises(ValueError, match=r"must .*, got .*; "):
+        quire.varlen_attention(q, k, v, plan)
+
+
+def test_table_entries_that_no_query_sees_may_be_junk():
+    """Past a sequence's end, and before its window."""
+    p = make_problem(make_spec(sliding_window=5), ((1, 90), (3, 40)))
+    expected = attend(p)
+    p.batch.page_table[0, :5] = p.cache.num_pages + 3
+    p.batch.page_table[1, 3:] = -5
+    assert torch.equal(attend(p), expected)
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_a_slot_past_the_pool_leaves_the_cache_as_it_was(scales):
+    p = make_problem(make_spec(kv_dtype=torch.int8), LENS, scales=scales)
+    c = p.cache
+    before = [t.clone() for t in (c.k, c.v, c.k_scale, c.v_scale)]
+    k, v = torch.randn(2, 3, 2, 16)
+    slots = torch.tensor([16, -1, c.num_pages * c.page_size])
+    with pytest.raises(ValueError, match=r"slot_mapping must hold .*, got .*; "):
+        quire.write_kv(k, v, c, slots)
+    assert all(same(a, b) for a, b in zip(before, (c.k, c.v, c.k_scale, c.v_scale), strict=True))
+
+
+@pytest.mark.parametrize("pairs", [[[1, 2], [3, 4]], [[4, 1], [0, 2]], [[0, 3], [1, 3]]], ids=str)
+def test_a_page_past_the_pool_or_written_twice_leaves_the_cache_as_it_was(pairs):
+    cache = quire.PagedKVCache(torch.randn(4, 8, 2, 16), torch.randn(4, 8, 2, 16))
+    before = cache.k.clone(), cache.v.clone()
+    with pytest.raises(ValueError, match=r"page_pairs must .*, got .*; "):
+        quire.copy_pages(cache, cache, torch.tensor(pairs))
+    assert torch.equal(cache.k, before[0]) and torch.equal(cache.v, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_state_with_an_infinite_lse_is_empty(dtype):
+    """FlashAttention writes +inf where a row sees no key."""
+    one, empty = (quire.State(torch.randn(3, 2, 16).to(dtype), torch.randn(3, 2)) for _ in "ab")
+    empty.lse[:2], empty.out[0] = float("inf"), float("nan")
+    empty.lse[2] = -float("inf")
+    for states in ([one, empty], [empty, one], [empty, one, empty]):
+        merged = quire.merge_states(states)
+        assert torch.equal(merged.out, one.out) and torch.equal(merged.lse, one.lse)
+    merged = quire.merge_states([empty, empty])
+    assert (merged.out == 0).all() and (merged.lse == -float("inf")).all()
+
+
+def test_a_state_with_lse_nan_makes_the_result_nan():
+    one, other = (quire.State(torch.randn(3, 2, 16), torch.randn(3, 2)) for _ in "ab")
+    expected = quire.merge_states([one, other])
+    other.lse[1, 0] = float("nan")
+    merged = quire.merge_states([one, other])
+    assert merged.out[1, 0].isnan().all() and merged.lse[1, 0].isnan()
+    rest = torch.ones(3, 2, dtype=torch.bool)
+    rest[1, 0] = False
+    assert torch.equal(merged.out[rest], expected.out[rest]) and torch.equal(merged.lse[rest], expected.lse[rest])

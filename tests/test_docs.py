@@ -1,0 +1,187 @@
+"""The documentation: links resolve, examples run, lines are short enough to review, and retired words stay retired."""
+
+import json
+import math
+import re
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+ROOT = Path(__file__).parent.parent
+HANDWRITTEN_RESULTS = {"README.md", "decode_h200.md", "prefill_h200.md"}  # commands write the other pages of results
+PAGES = sorted(
+    page.relative_to(ROOT)
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/quire/**/*.md")]
+    if page.parent.name != "results" or page.name in HANDWRITTEN_RESULTS
+)
+WITH_EXAMPLES = ("README.md", "docs/usage.md", "docs/serving.md", "docs/flash_attn.md")
+MAY_NAME_OLD_WORDS = {Path("CHANGELOG.md"), Path("DESIGN.md")}
+LONGEST_LINE = 200
+FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+RETIRED = {  # as a regular expression: what to say instead
+    r"copy engine": "TMA",
+    r"matrix units?": "tensor core",
+    r"multiprocessors?": "SM",
+    r"num_shares|equal shares": "num_partitions, partitions",
+    r"num_parts": "num_splits",
+    r"Fast(Tile|_tile)|FAST_TILES|Plan\.fast": "HopperConfig",
+    r"Plan\.(tile|traits|beside|instead|few|prepared|chunk|why)": "Plan.launch",
+    r"merge[_ ]cost": "combine cost",
+    r"device_traits|Traits": "DeviceProperties",
+    r"unmasked[_ ]loop|loops? without masks": "full-tile loop",
+    r"(blocks|shares|prefill|merge)_kernel": "block_kernel, split_kv_kernel, hopper_kernel, combine_kernel",
+    r"kernels/(blocks|shares|merge|attention)\.py|hopper/(prefill|fetch|block|attention)\.py": "the new path",
+    r"tuning/(traits|select)\.py|bench/page\.py": "the new path",
+    r"the warp that fetches|fetching warp": "producer warp",
+    r"compile ring|test ring|GPU ring": "compile tests, GPU tests",
+    r"beside|anew|mended?|nobody|shall|lays? out|laid out": "plain English",
+}
+
+
+def prose(page: Path) -> str:
+    """Return the text of a page without its blocks of code, each line in its place."""
+    return FENCE.sub(lambda block: "\n" * block[0].count("\n"), (ROOT / page).read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    slugs, seen = set(), Counter()
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
+        slugs.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return slugs
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the links of a page into the repository that lead nowhere."""
+    broken = []
+    for link in LINK.findall(prose(page)):
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target.resolve().relative_to(ROOT.resolve()))):
+            broken.append(link)
+    return broken
+
+
+def long_lines(page: Path) -> list[int]:
+    """Return the numbers of lines of prose over LONGEST_LINE columns. Tables and the targets of links do not count."""
+    lines = enumerate(prose(page).splitlines(), start=1)
+    return [
+        i for i, line in lines if not line.startswith("|") and len(re.sub(r"\]\([^)]*\)", "]", line)) > LONGEST_LINE
+    ]
+
+
+def retired_words(text: str) -> list[str]:
+    """Return the retired words of a text, each with what to say instead."""
+    found = []
+    for pattern, instead in RETIRED.items():
+        found += [f"{match[0]!r}: say {instead}" for match in re.finditer(rf"\b(?:{pattern})\b", text)]
+    return found
+
+
+def examples(page: str) -> list[tuple[int, str, str]]:
+    """Return the Python blocks of a page: line, code, and what a comment ahead of it says that it needs."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.finditer(r"(?:<!-- needs (.*?) -->\n)?^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, block.start(2)), block[2], block[1] or "") for block in blocks]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_into_the_repository_resolve(page):
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_lines_of_prose_are_short_enough_to_review(page):
+    assert long_lines(page) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in MAY_NAME_OLD_WORDS], ids=str)
+def test_retired_words_stay_retired(page):
+    assert retired_words((ROOT / page).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES)
+def test_examples_run_as_they_stand(page):
+    if triton.knobs.runtime.interpret:
+        pytest.skip("the examples are in bfloat16, which Triton's interpreter computes wrongly")
+    names: dict = {}
+    blocks = examples(page)
+    assert blocks
+    for line, code, needs in blocks:
+        if needs == "a GPU" and not torch.cuda.is_available():
+            continue
+        exec(compile("\n" * line + code, page, "exec"), names)
+
+
+# The README's table: its rows are these cases of docs/results/h200.json.
+CASES = {
+    "decode, 1 sequence of 128 keys": "decode 1x128",
+    "decode, 8 × 1,024": "decode 8x1024",
+    "decode, 64 sequences of 16 to 4,096": "decode 64 of 16 to 4096",
+    "decode, 128 × 4,096": "decode 128x4096",
+    "decode, 1 × 131,072": "decode 1x131072",
+    "prefill, 2,048 tokens": "prefill 2048",
+    "prefill, 8,192": "prefill 8192",
+    "prefill, 4,096, head_dim 64": "prefill 4096 32/8/64",
+    "chunk of 64 tokens on 16,384 keys": "chunk 64 on 16384",
+    "32 decoding sequences and 2 prompts": "mixed 32 decoding + 2 prompts",
+}
+LIBRARIES = (("FlashAttention 3",), ("FlashInfer fa2", "FlashInfer fa3"), ("vLLM Triton",))
+
+
+def measured() -> dict[str, tuple[float, float, list[float]]]:
+    """Return of each case the floor, Quire's time, and the times of the libraries, infinite where there is none."""
+    found = {}
+    for row in json.loads((ROOT / "docs/results/h200.json").read_text(encoding="utf-8"))["rows"]:
+        times = {name: result["micros"] for name, result in row["results"].items() if "micros" in result}
+        others = [min(times.get(name, math.inf) for name in names) for names in LIBRARIES]
+        found[row["case"]] = row["floor_micros"], times["Quire"], others
+    return found
+
+
+def test_the_readme_says_what_was_measured():
+    readme, results = (ROOT / "README.md").read_text(encoding="utf-8"), measured()
+    rows = re.findall(r"^\| ([^|]*) \| ([\d.,*| ]+) \|$", readme, re.MULTILINE)
+    assert [label for label, _ in rows] == list(CASES)
+    for label, cells in rows:
+        floor, quire, others = results[CASES[label]]
+        times = [floor, quire, *others]
+        for cell, time in zip(cells.replace(",", "").split(" | "), times, strict=True):
+            decimals = len(cell.strip("*").partition(".")[2])
+            assert float(cell.strip("*")) == pytest.approx(time, abs=0.5001 * 10**-decimals), (label, cell, time)
+            assert cell.startswith("**") == (time == min(times[1:])), (label, cell)
+    ratios = [quire / min(others) for _, quire, others in results.values()]
+    mean, slower = math.exp(sum(map(math.log, ratios)) / len(ratios)), sum(ratio > 1 for ratio in ratios)
+    assert f"Over {len(ratios)} cases, Quire takes {mean:.2f} of the time" in readme
+    assert f"In {slower} of them another library is faster" in readme
+
+
+def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="plots need quire[bench]")
+    picture, results = tmp_path / "summary.png", ROOT / "docs/results/h200.json"
+    monkeypatch.setattr("sys.argv", ["draw_summary.py", str(results), "--out", str(picture)])
+    runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_checks_see_what_they_look_for(tmp_path, monkeypatch):
+    page = Path("page.md")
+    text = f"# A heading\n[here](#a-heading) [gone](#no-heading) [lost](lost.md)\n\n| {'x' * 300} |\n{'y' * 201}\n"
+    (tmp_path / page).write_text(f"{text}```\n{'z' * 300} [code](lost.md)\n```\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    assert broken_links(page) == ["#no-heading", "lost.md"]
+    assert long_lines(page) == [5]
+    assert [word.split("'")[1] for word in retired_words("The copy engine, mended. Shares of a page.")] == [
+        "copy engine",
+        "mended",
+    ]

@@ -1,0 +1,76 @@
+"""Each example runs as a reader runs it, and prints what it claims to show."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+GRAPH = "captured" if torch.cuda.is_available() else "no GPU here"
+SHOWS = {  # what an example prints if it works
+    "decode_loop": r"the same tokens as without a cache; 32 of 32 pages are free again",
+    "cuda_graph": rf"{GRAPH}(.*\n)+step 2: sequences of \[8, 103\] tokens; error \S+, 0\.\d+ of its budget",
+    "split_context": r"merged +0\.\d+\n +first half alone +\d",
+    "prefix_sharing": r"4 pages in use instead of 6\nerror against separate copies: \S+, 0\.\d+ of its budget",
+}
+VLLM = importlib.util.find_spec("vllm")
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python on a command line, with the modules of this process."""
+    paths = os.pathsep.join([*environment.pop("paths", "").split(), *sys.path])
+    return subprocess.run(
+        [sys.executable, *command], env=os.environ | {"PYTHONPATH": paths} | environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_an_example_shows_what_it_claims(name):
+    done = run("-W", "error::DeprecationWarning:__main__", str(EXAMPLES / f"{name}.py"))
+    assert done.returncode == 0, done.stderr
+    assert re.search(SHOWS[name], done.stdout), done.stdout
+
+
+def test_every_example_is_run_here():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWS, "vllm_offline"}
+
+
+@pytest.mark.skipif(VLLM is not None, reason="vLLM is installed")
+def test_the_vllm_example_says_how_to_install_vllm():
+    done = run(str(EXAMPLES / "vllm_offline.py"))
+    assert done.returncode == 1
+    assert "pip install 'quire[vllm]'" in done.stderr and "Traceback" not in done.stderr
+
+
+# Where vLLM has no compiled operators, as in `make test-vllm`, its engine needs these options.
+ON_A_CPU = """
+import functools, runpy, sys, vllm
+options = {"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 1 << 28,
+           "compilation_config": {"mode": 0, "custom_ops": ["none"]}}
+vllm.LLM = functools.partial(vllm.LLM, **options)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(VLLM is None, reason="vLLM is not installed; `make test-vllm` runs this")
+def test_the_vllm_example_generates_text_through_quire():
+    example = str(EXAMPLES / "vllm_offline.py")
+    command = (example,) if torch.cuda.is_available() else ("-c", ON_A_CPU, example)
+    done = run(
+        *command,
+        paths=str(Path(__file__).parent / "engines" / "vllm_cpu"),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"attention backend (QUIRE|CUSTOM)", done.stdout)
+    assert done.stdout.count("continues as") == 3
