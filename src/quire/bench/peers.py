@@ -61,8 +61,8 @@ def quire_calls(inputs: Inputs, out: torch.Tensor, **options: Any) -> Planner:
 
 def quire_with_config(inputs: Inputs, out: torch.Tensor, **fields: int | bool) -> Planner:
     """Call Quire's portable kernels, with some fields of the chosen configuration replaced."""
-    config: Any = inputs.plan(inputs.tables[0], kernel="portable").launch.config
-    return quire_calls(inputs, out, config=replace(config, **fields))
+    launch: Any = inputs.plan(inputs.tables[0], kernel="portable").launch
+    return quire_calls(inputs, out, config=replace(launch.config, **fields))
 
 
 def naive_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
