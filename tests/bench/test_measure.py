@@ -107,6 +107,64 @@ def test_a_range_holds_four_fifths_of_the_times():
     assert measure.median_and_range([3.0, 1.0]) == (2.0, 1.0, 3.0)
 
 
+@pytest.fixture
+def without_graphs(monkeypatch):
+    """Let `compare` run on a CPU: a graph is the list of its calls, and a replay takes 10 µs a call."""
+    make_inputs = measure.make_inputs
+    monkeypatch.setattr(measure, "make_inputs", lambda case, table_len: make_inputs(case, "cpu", table_len=table_len))
+    monkeypatch.setattr(measure, "capture", list)
+    monkeypatch.setattr(measure, "replay", lambda graph: 10.0 * len(graph))
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: 0)
+
+
+@pytest.mark.pytorch
+@pytest.mark.usefixtures("without_graphs")
+def test_right_results_are_timed_and_the_others_have_a_reason():
+    (ours,) = (peer for peer in PEERS if peer.name == "Quire")
+    tables = []
+
+    def right(inputs, out):
+        plan = ours.adapter(inputs, out)
+
+        def record(table):
+            tables.append(table)
+            return plan(table)
+
+        return record
+
+    def wrong(inputs, out):
+        plan = ours.adapter(inputs, out)
+        return lambda table: lambda: plan(table)().mul_(1.1)
+
+    def lacking(inputs, out):
+        raise measure.NotServed("no such thing")
+
+    def broken(inputs, out):
+        raise RuntimeError("out of order\nwith details")
+
+    peers = [Peer(adapter.__name__, "quire", adapter) for adapter in (lacking, right, wrong, broken)]
+    peers.append(replace(ours, name="planned"))
+    case = Case("small", "decode", ((1, 300),) * 4, dtype="float32")
+    found = measure.compare(case, peers, seconds=0.01)
+    assert list(found) == ["lacking", "right", "wrong", "broken", "planned"]
+    assert found["lacking"] == measure.NoResult("no such thing")
+    assert found["broken"] == measure.NoResult("RuntimeError: out of order")
+    assert "times its budget" in found["wrong"].why
+    assert found["right"].micros == found["right"].low == found["right"].high == 10
+    assert found["right"].replays >= 7
+    assert found["right"].of_budget <= 1
+    assert found["right"].bytes_per_second == pytest.approx(case.nbytes / 10e-6)
+    assert found["right"].plan_micros is None
+    assert found["planned"].plan_micros > 0
+    # One call is checked, then the graph has a call for each table.
+    checked, *captured = (table.data_ptr() for table in tables)
+    assert captured[0] == checked
+    assert len(captured) == len(set(captured)) == 2
+
+
 def test_errors_are_described_in_one_line():
     assert measure.describe_error(measure.NotServed("no sinks")) == "no sinks"
     assert measure.describe_error(ValueError("\n  first\nsecond")) == "ValueError: first"
