@@ -348,7 +348,7 @@ def draw(results: list[dict[str, Any]]) -> Any:
 
     For each model: speed by output length, relative to the first backend, and tokens per second by load.
     """
-    from quire.bench.plots import COLOURS, name_lines, panels
+    from quire.bench.plots import COLOURS, add_legend, panels
 
     wanted = []
     for title, group in groups_of(results).items():
@@ -396,7 +396,7 @@ def draw(results: list[dict[str, Any]]) -> Any:
             axis.grid(axis="x", visible=False)
             axis.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
         axis.set_title(title)
-    name_lines(figure)
+    add_legend(figure)
     return figure
 
 

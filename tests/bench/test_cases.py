@@ -7,16 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.bench import cases as workloads
-from quire.bench.cases import MODELS, SETS, Case, cases, log_normal, replay, visible_pairs
+from quire.bench.cases import MODELS, SETS, Case, cases, cases_from_trace, log_normal, visible_pairs
 
 
 def test_names_are_unique_and_every_set_and_model_is_there():
     every = cases()
-    assert len({c.name for c in every}) == len(every) > 100
+    assert len({case.name for case in every}) == len(every)
+    assert len(every) > 100
     assert {name for case in every for name in workloads.sets_of(case)} == set(SETS)
     assert {case.model for case in every} == set(MODELS)
     assert {case.kind for case in every} == set(workloads.KINDS)
-    assert all(case.spec.head_dim and case.nbytes and case.flops for case in every)
+    for case in every:
+        assert case.nbytes > 0, case
+        assert case.flops > 0, case
 
 
 def test_sets_and_parts_of_names_choose():
@@ -31,7 +34,7 @@ def test_sets_and_parts_of_names_choose():
 
 
 @given(q_len=st.integers(1, 40), before=st.integers(0, 60), window=st.integers(1, 120))
-def test_pairs_are_those_that_one_counts(q_len, before, window):
+def test_pairs_are_counted_as_one_by_one(q_len, before, window):
     seq_len = before + q_len
     assert visible_pairs(q_len, seq_len, window) == sum(min(before + i + 1, window) for i in range(q_len))
 
@@ -44,26 +47,34 @@ def test_bytes_are_keys_values_queries_and_outputs():
     assert Case("fp8", "decode", ((1, 64),), kv_dtype="float8_e4m3fn").nbytes == 64 * 8 * 256 + 2 * 32 * 256
 
 
-def test_lengths_are_drawn_alike_from_one_seed():
+def test_lengths_depend_on_the_seed_alone():
     lengths = log_normal(2000, 512, seed=1)
-    assert lengths == log_normal(2000, 512, seed=1) != log_normal(2000, 512, seed=2)
-    assert 460 < sorted(lengths)[1000] < 570 and min(lengths) >= 32 and max(lengths) <= 512 * 16 and max(lengths) > 2048
+    assert lengths == log_normal(2000, 512, seed=1)
+    assert lengths != log_normal(2000, 512, seed=2)
+    assert 460 < sorted(lengths)[1000] < 570
+    assert min(lengths) >= 32
+    assert 2048 < max(lengths) <= 512 * 16
 
 
 def test_a_trace_becomes_cases(tmp_path):
     trace, rng = tmp_path / "served.csv", random.Random(0)
     pairs = [(rng.randint(10, 900), rng.randint(1, 200)) for _ in range(50)]
     trace.write_text("ContextTokens,GeneratedTokens\n" + "".join(f"{p},{o}\n" for p, o in pairs))
-    found = replay(trace, seed=4)
-    assert found == replay(trace, seed=4)
-    assert [c.kind for c in found] == ["decode", "mixed"] * 3 and {len(c.lens) for c in found} == {8, 32, 128}
+    found = cases_from_trace(trace, seed=4)
+    assert found == cases_from_trace(trace, seed=4)
+    assert [case.kind for case in found] == ["decode", "mixed"] * 3
+    assert {len(case.lens) for case in found} == {8, 32, 128}
     assert max(s for c in found for _, s in c.lens) <= max(p + o + 1 for p, o in pairs)
     assert found[3].decode_share == 30 / 32
 
 
-@pytest.mark.parametrize("text", ["", "prompt,output\n", "12,30\nmany,few\n"])
-def test_what_is_no_trace_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"prompt,output\n", b"12,30\nmany,few\n", b"12,30\n12\n", b"\xff\xfe\x00\x81", b'12,30\n"' + b"x" * 200_000],
+)
+def test_what_is_no_trace_is_refused(tmp_path, content):
     path = tmp_path / "trace.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="must hold `prompt tokens,output tokens`"):
-        replay(path)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="must hold `prompt tokens,output tokens`") as caught:
+        cases_from_trace(path)
+    assert str(path) in str(caught.value)

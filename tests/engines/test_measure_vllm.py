@@ -82,8 +82,6 @@ def test_tables_give_the_speed_relative_to_the_first_backend(script):
 
 def test_a_figure_has_a_panel_for_each_experiment_with_something_to_compare(script):
     pytest.importorskip("matplotlib")
-    from quire.bench.plots import close_figures
-
     both = [
         result(b, latency={"100": 0.5, "1600": 8.0}, load={"8": 700.0, "32": 2000.0}) for b in ("FLASH_ATTN", "CUSTOM")
     ]
@@ -91,4 +89,3 @@ def test_a_figure_has_a_panel_for_each_experiment_with_something_to_compare(scri
     assert [axis.get_title() for axis in figure.axes] == ["llama-3.1-8b, 32 layers"] * 2
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["FLASH_ATTN", "Quire"]
     assert script.draw([result("CUSTOM", latency={"100": 0.3})]) is None
-    close_figures()

@@ -1,1 +1,1 @@
-"""Named workloads, a method, adapters for other libraries, and reports: the inside of `quire bench`."""
+"""The inside of `quire bench`: named workloads, the method, adapters for other libraries, and reports."""

@@ -1,42 +1,26 @@
-"""The report as files: `results.json`, Markdown, plots, and one page of HTML that holds them all and reads well on a phone."""
+"""The report as files: `results.json`, Markdown, plots, and one page of HTML with all of them.
+
+The page is `templates/report.html`. It links to nothing outside itself, and reads well on a phone.
+"""
 
 import base64
-import html
-import math
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
+import jinja2
+from matplotlib.figure import Figure
+from PIL import Image  # which matplotlib needs
+
+from quire.bench import report as reports
+from quire.bench import results
 from quire.bench.cases import MODELS
-from quire.bench.plots import close_figures, plots
-from quire.bench.report import (
-    by_kind,
-    compiled_table,
-    detail_table,
-    markdown,
-    range_line,
-    range_table,
-    save,
-    summary_table,
-    times_table,
-    told_of,
-    why_not,
-)
+from quire.bench.plots import plots
+from quire.bench.results import Report
 
-STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 1rem; color: #212529; background: #fff; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
-img { max-width: min(100%, 38rem); height: auto; display: block; margin: 0.5rem auto; }
-.wide { overflow-x: auto; -webkit-overflow-scrolling: touch; border: 1px solid #dee2e6; border-radius: 6px; }
-table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.3rem 0.6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e9ecef; }
-th { background: #f1f3f5; white-space: normal; vertical-align: bottom; }
-th:first-child, td:first-child { position: sticky; left: 0; background: #f8f9fa; text-align: left; }
-@media (max-width: 40rem) { th:first-child, td:first-child { white-space: normal; min-width: 8.5rem; } }
-td.best { font-weight: 700; } .dim { color: #5c677d; font-size: 0.9rem; }
-"""
 PALETTE = 255  # colours of a plot
-CAPTIONS = {  # title, and what there is to see
+CAPTIONS = {  # by name of the plot: its title, and what it shows
     "roofline": (
         "Roofline",
         "Every case under the two ceilings. Left of the ridge memory is the limit, right of it arithmetic.",
@@ -47,96 +31,71 @@ CAPTIONS = {  # title, and what there is to see
     ),
     "shares": (
         "By composition",
-        "Batches that prefill, mix and decode: it is there that libraries differ, more than by length.",
+        "Prompts only, a mix, and decode only. Libraries differ by composition more than by length.",
     ),
-    "length": ("By length", "Against the keys of each sequence."),
-    "batch": ("By batch", "Against the number of sequences."),
-    "graph_range": ("By range", "One captured graph for many lengths, against a graph for each."),
+    "length": ("By length", "Times over the number of keys of each sequence."),
+    "batch": ("By batch", "Times over the number of sequences."),
+    "graph_range": ("By range", "One captured graph for many lengths, compared with a graph for each."),
 }
 
 
-def page(report: dict, images: dict[str, bytes]) -> str:
-    """Return the whole report as one HTML page with no links to anything outside it."""
-    e = html.escape
+class Picture(NamedTuple):
+    """A plot in the page.
 
-    def table(heads: list[str], cells: list[list[str]], times: range = range(0)) -> str:
-        def value(text: str) -> float:
-            return float(text) if text not in ("–", "") else math.inf
+    Attributes:
+        title: above it.
+        caption: what it shows.
+        data: the PNG file in base64.
+    """
 
-        body = []
-        for line in cells:
-            best = min((value(line[i]) for i in times), default=math.inf)
-            marks = [' class="best"' if i in times and value(t) == best != math.inf else "" for i, t in enumerate(line)]
-            body.append("<tr>" + "".join(f"<td{m}>{e(t)}</td>" for m, t in zip(marks, line, strict=True)) + "</tr>")
-        return f'<div class="wide"><table><thead><tr>{"".join(f"<th>{e(h)}</th>" for h in heads)}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    title: str
+    caption: str
+    data: str
 
-    rows, parts = report["rows"], []
-    parts.append(f'<h1>quire bench: {e(report["provenance"]["device"])}</h1><p class="dim">{e(told_of(report))}</p>')
-    heads, cells = summary_table(rows)
-    if cells:
-        parts.append(
-            f'{table(heads, cells)}<p class="dim">Geometric means, and over how many cases. Below 1 Quire is faster.</p>'
-        )
-    for name, image in images.items():
-        title, caption = CAPTIONS[name]
-        source = base64.b64encode(image).decode()
-        parts.append(
-            f'<h2>{e(title)}</h2><p class="dim">{e(caption)}</p><img alt="{e(caption)}" src="data:image/png;base64,{source}">'
-        )
-    if any("compiled" in row for row in rows):
-        parts.append(f"<h2>What each case needs, and what its kernels compile to</h2>{table(*compiled_table(rows))}")
-    else:
-        for kind, some in by_kind(rows).items():
-            heads, cells = times_table(some)
-            parts.append(f"<h2>{e(kind)}, µs</h2>{table(heads, cells, range(3, len(heads)))}")
-        parts.append(f"<h2>Quire in detail</h2>{table(*detail_table(rows))}")
-        parts.append('<p class="dim">±: half the range of four fifths of the replays. Host and plan: one eager call, and what is decided once per step. '
-                     "Error: the largest against the float64 oracle, and its part of the budget that the precision of the inputs allows.</p>")  # fmt: skip
-    if report.get("graph_range"):
-        told = e(range_line(report["graph_range"]))
-        parts.append(
-            f"<h2>Graphs captured for a range of lengths</h2><p>{told}</p>{table(*range_table(report['graph_range']))}"
-        )
-    heads = "".join(
-        f"<li>{e(name)}: {m.num_q_heads} query heads over {m.num_kv_heads} of {m.head_dim}</li>"
-        for name, m in MODELS.items()
+
+def page(report: Report, images: Mapping[str, bytes]) -> str:
+    """Return the whole report as one HTML page."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    parts.append(
-        "<h2>Who took part</h2><ul>"
-        + "".join(f"<li>{e(name)}: {e(told)}</li>" for name, told in report["peers"].items())
-        + "</ul>"
-    )
-    gaps = "".join(
-        f"<li>{e(name)}: {e(why)} ({n} case{'s' * (n != 1)})</li>"
-        for name, some in why_not(rows).items()
-        for why, n in some.items()
-    )
-    parts.append(f"<h2>Not served</h2><ul>{gaps}</ul>" if gaps else "")
-    parts.append(f"<h2>Heads</h2><ul>{heads}</ul>")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>quire bench: {e(report['provenance']['device'])}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    rows = report.rows
+    return environment.get_template("report.html").render(
+        device=report.provenance.device,
+        description=reports.describe_run(report),
+        summary=reports.summary_table(rows),
+        pictures=[Picture(*CAPTIONS[name], base64.b64encode(image).decode()) for name, image in images.items()],
+        compiled=reports.compiled_table(rows) if reports.was_compiled(report) else None,
+        times={kind: reports.times_table(some) for kind, some in reports.by_kind(rows).items()},
+        detail=reports.detail_table(rows),
+        ranges=reports.range_table(report.graph_range),
+        ranges_description=reports.describe_ranges(report.graph_range) if report.graph_range else "",
+        peers=report.peers,
+        reasons=reports.reasons_in(rows),
+        models=MODELS,
     )
 
 
-def write(report: dict, folder: Path) -> list[Path]:
-    """Write `results.json`, `results.md`, the plots as PNG, and `report.html`; return what was written."""
-    save(report, folder)
-    (folder / "results.md").write_text(markdown(report))
-    from PIL import Image  # which matplotlib needs
+def png(figure: Figure) -> bytes:
+    """Return a figure as a PNG file with a palette, which is a third of the size."""
+    drawn, packed = BytesIO(), BytesIO()
+    figure.savefig(drawn, dpi=160)
+    # The default, median cut, merges a rare colour with its neighbour.
+    image = Image.open(drawn).convert("RGB").quantize(PALETTE, Image.Quantize.FASTOCTREE)
+    image.save(packed, format="PNG", optimize=True)
+    return packed.getvalue()
 
-    images = {}
-    for name, figure in plots(report).items():
-        path = folder / f"{name}.png"
-        figure.savefig(drawn := BytesIO(), dpi=160)
-        # A third of the size. (Median cut, the default, merges a rare colour with its neighbour.)
-        Image.open(drawn).convert("RGB").quantize(PALETTE, Image.Quantize.FASTOCTREE).save(path, optimize=True)
-        images[name] = path.read_bytes()
-    close_figures()
-    (folder / "report.html").write_text(page(report, images))
-    return [
-        folder / "report.html",
-        folder / "results.json",
-        folder / "results.md",
-        *(folder / f"{name}.png" for name in images),
-    ]
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """Write `results.json`, `results.md`, the plots as PNG, and `report.html`; return their paths, the page first."""
+    results.save(report, folder)
+    images = {name: png(figure) for name, figure in plots(report).items()}
+    files = {"results.md": reports.markdown(report).encode()}
+    files |= {f"{name}.png": image for name, image in images.items()}
+    files["report.html"] = page(report, images).encode()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return [folder / name for name in ("report.html", results.FILE_NAME, "results.md", *(f"{n}.png" for n in images))]

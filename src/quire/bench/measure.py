@@ -1,16 +1,26 @@
-"""How things are measured: side by side, correctness first, CUDA-graph replays that rotate over distinct pages, medians; host cost apart.
+"""How libraries are measured: side by side, correctness first, by replays of CUDA graphs; the cost of the host apart.
 
-All peers get the same tensors. Nobody's time is told before a sample of its results has met the error budget of the float64 oracle. Each is captured as one
-graph of many calls, every call with a page table of its own that shares no page with the others', so that neither launch gaps nor a warm L2 cache flatter
-anyone. The graphs are replayed in turn, so that a clock that changes changes for all.
+All libraries get the same tensors.
+A library is timed only after a sample of its output has passed the error budget of the float64 oracle.
+Many calls are captured as one graph, so launch gaps do not count.
+Every call has its own page table, and no two tables share a page, so a warm L2 cache helps no library.
+The graphs of all libraries are replayed round-robin, so clock drift affects all of them alike.
+The result is the median over the replays.
+
+Quire has its own timing because `triton.testing.do_bench_cudagraph` neither rotates nor interleaves.
+It captures repeated calls on the same inputs, which stay in the L2 cache if they fit, and times one function at a time.
 """
 
+import importlib
+import importlib.metadata
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -18,23 +28,66 @@ import quire
 from quire.bench.cases import Case
 from quire.testing import Oracle, Problem, Verdict
 
-MOST_TABLES = 256
-SAMPLE = 16  # queries at either end of a sequence that are held against the oracle
+MAX_TABLES = 256
+L2_MULTIPLE = 6  # the page tables together point at this many times the bytes of the L2 cache
+SAMPLE = 16  # queries at each end of a sequence that are compared with the oracle
 Call = Callable[[], torch.Tensor | None]
+Planner = Callable[[torch.Tensor], Call]  # from a page table to a call
+Adapter = Callable[["Inputs", torch.Tensor], Planner]
 
 
 class NotServed(Exception):
-    """What a library lacks for a case."""
+    """A library lacks what a case needs."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured of one library on one case; times are in µs.
+
+    Attributes:
+        micros: median time of a call on the GPU.
+        low: with `high`, the range that holds four fifths of the replays.
+        high: see `low`.
+        replays: how many there were.
+        error: largest error of the sample against the float64 oracle.
+        of_budget: that error over the error budget.
+        scratch_bytes: GPU memory that planning and calling allocate.
+        host_micros: what an eager call costs the host.
+        plan_micros: what planning costs the host, once per step; None where there is no planning.
+        bytes_per_second: bytes that the case must move, over the time.
+        flops_per_second: operations of the case, over the time.
+    """
+
+    micros: float
+    low: float
+    high: float
+    replays: int
+    error: float
+    of_budget: float
+    scratch_bytes: int
+    host_micros: float
+    plan_micros: float | None
+    bytes_per_second: float
+    flops_per_second: float
+
+
+@dataclass(frozen=True)
+class NoResult:
+    """Why there is no time of a library on a case."""
+
+    why: str
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A case's tensors: one cache, and page tables that share no page, several times the L2 cache in all.
+    """The tensors of a case: one cache, and page tables that share no page.
+
+    Together the tables point at several times as many bytes as the L2 cache holds, unless that takes too many tables.
 
     Attributes:
-        case: what they are for.
+        case: the case.
         q: queries, [num_tokens, num_q_heads, head_dim].
-        cache: pages in NHD layout, filled with normal numbers; scales are 1, of int8 1/40.
+        cache: pages in NHD layout, filled with normal random numbers; scales are 1, of int8 1/40.
         tables: page tables, each [num_seqs, max_pages_per_seq] int32.
         seq_lens: [num_seqs] int32.
         cu_seqlens_q: [num_seqs + 1] int32.
@@ -50,57 +103,70 @@ class Inputs:
     sinks: torch.Tensor | None
 
     def batch(self, table: torch.Tensor) -> quire.Batch:
-        """The sequences, with one of the tables."""
+        """Return the sequences, with one of the tables."""
         return quire.Batch(table, self.seq_lens, None if self.case.bounds["max_query_len"] == 1 else self.cu_seqlens_q)
 
-    def plan(self, table: torch.Tensor, **options) -> quire.Plan:
-        """Plan for one of the tables."""
-        return quire.plan(self.case.spec, self.batch(table), **self.case.bounds | options)
+    def plan(self, table: torch.Tensor, **options: Any) -> quire.Plan:
+        """Plan for one of the tables; `options` are those of `quire.plan`, bounds included."""
+        arguments: dict[str, Any] = {**self.case.bounds, **options}
+        return quire.plan(self.case.spec, self.batch(table), **arguments)
 
 
 def make_inputs(
-    case: Case, device: torch.device | str = "cuda", most_tables: int = MOST_TABLES, table_len: int = 0
+    case: Case, device: torch.device | str = "cuda", max_tables: int = MAX_TABLES, table_len: int = 0
 ) -> Inputs:
-    """Fill a cache with random numbers and deal its pages out at random.
+    """Fill a cache with random numbers and assign its pages to sequences at random.
 
     Args:
         case: the batch.
-        device: where.
-        most_tables: make no more page tables than this.
-        table_len: keys that a table shall have room for, if more than the case has.
+        device: where the tensors are.
+        max_tables: make no more page tables than this.
+        table_len: keys that each row of a table has room for, if more than the case has.
     """
     spec, device = case.spec, torch.device(device)
     generator = torch.Generator(device).manual_seed(0)
-    pages_of = [-(-s // case.page_size) for _, s in case.lens]
-    bytes_per_call = sum(pages_of) * case.page_size * spec.num_kv_heads * 2 * spec.head_dim * spec.kv_dtype.itemsize
-    l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20) if device.type == "cuda" else 0
-    rotations = min(most_tables, max(2, math.ceil(6 * l2 / bytes_per_call)))
-    num_pages = rotations * sum(pages_of)
-    cache = quire.PagedKVCache.empty(spec, num_pages, case.page_size, device=device)
-    unit = 40.0 if spec.kv_dtype is torch.int8 else 1.0
-    for tensor in (cache.k, cache.v):
-        for part in tensor.split(max(1, num_pages // 16)):
-            part.copy_((unit * torch.randn(part.shape, device=device, generator=generator)).clamp(-127, 127))
-    if spec.kv_dtype is torch.int8:
-        cache = quire.PagedKVCache(cache.k, cache.v, "NHD", 1 / unit, 1 / unit)
-    order = torch.randperm(num_pages, device=device, generator=generator).to(torch.int32)
-    width, tables = max(*pages_of, -(-table_len // case.page_size)), []
-    for r in range(rotations):
+    pages_per_seq = case.pages_per_seq
+    pages_per_table = sum(pages_per_seq)
+    bytes_per_call = pages_per_table * case.page_size * spec.num_kv_heads * 2 * spec.head_dim * spec.kv_dtype.itemsize
+    num_tables = min(max_tables, max(2, math.ceil(L2_MULTIPLE * l2_bytes(device) / bytes_per_call)))
+    cache = make_cache(case, num_tables * pages_per_table, device, generator)
+    order = torch.randperm(cache.num_pages, device=device, generator=generator).to(torch.int32)
+    width = max(*pages_per_seq, -(-table_len // case.page_size))
+    tables = []
+    for pages in order.split(pages_per_table):
         table = torch.zeros(len(case.lens), width, dtype=torch.int32, device=device)
-        begin = r * sum(pages_of)
-        for row, n in zip(table, pages_of, strict=True):
-            row[:n] = order[begin : begin + n]
-            begin += n
+        for row, owned in zip(table, pages.split(pages_per_seq), strict=True):
+            row[: len(owned)] = owned
         tables.append(table)
-    cu = torch.tensor([0, *accumulate(q for q, _ in case.lens)], dtype=torch.int32, device=device)
-    seq_lens = torch.tensor([s for _, s in case.lens], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *accumulate(case.query_lens)], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
     q = torch.randn(case.num_tokens, spec.num_q_heads, spec.head_dim, device=device, generator=generator).to(spec.dtype)
     sinks = torch.randn(spec.num_q_heads, device=device, generator=generator).to(spec.dtype) if spec.sinks else None
-    return Inputs(case, q, cache, tuple(tables), seq_lens, cu, sinks)
+    return Inputs(case, q, cache, tuple(tables), seq_lens, starts, sinks)
+
+
+def make_cache(case: Case, num_pages: int, device: torch.device, generator: torch.Generator) -> quire.PagedKVCache:
+    """Fill pages with normal random numbers, in int8 with 40 times these, and scales of 1/40."""
+    cache = quire.PagedKVCache.empty(case.spec, num_pages, case.page_size, device=device)
+    is_int8 = case.spec.kv_dtype is torch.int8
+    unit = 40.0 if is_int8 else 1.0
+    for tensor in (cache.k, cache.v):
+        for some in tensor.split(max(1, num_pages // 16)):  # a sixteenth at a time, since random numbers are float32
+            some.copy_((unit * torch.randn(some.shape, device=device, generator=generator)).clamp(-127, 127))
+    return quire.PagedKVCache(cache.k, cache.v, "NHD", 1 / unit, 1 / unit) if is_int8 else cache
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Return the size of the L2 cache; 64 MiB where torch does not know it, 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
 
 
 class Sample:
-    """What queries at both ends of some sequences should come out as: of the first, the last, the longest, and that of most queries.
+    """The oracle's results for queries at both ends of some sequences.
+
+    The sequences are the first, the last, the longest, and the one with the most queries.
 
     Args:
         inputs: of the case.
@@ -109,32 +175,38 @@ class Sample:
 
     def __init__(self, inputs: Inputs, table: torch.Tensor) -> None:
         case, device = inputs.case, inputs.q.device
-        every, starts = range(len(case.lens)), [0, *accumulate(q for q, _ in case.lens)]
-        seqs, rows, lens = [], [], []
-        for seq in sorted(
-            {0, every[-1], max(every, key=lambda i: case.lens[i][0]), max(every, key=lambda i: case.lens[i][1])}
-        ):
+        starts = [0, *accumulate(case.query_lens)]
+        last = len(case.lens) - 1
+        most_queries = max(range(last + 1), key=case.query_lens.__getitem__)
+        longest = max(range(last + 1), key=case.seq_lens.__getitem__)
+        seqs, rows, query_lens, seq_lens, offsets = [], [], [], [], []
+        for seq in sorted({0, last, most_queries, longest}):
             q_len, seq_len = case.lens[seq]
-            for first in sorted({0, max(0, q_len - SAMPLE)}):
-                last = min(q_len, first + SAMPLE)
+            for begin in sorted({0, max(0, q_len - SAMPLE)}):
+                end = min(q_len, begin + SAMPLE)
                 seqs.append(seq)
-                rows.append(torch.arange(starts[seq] + first, starts[seq] + last, device=device))
-                lens.append((last - first, seq_len, seq_len - q_len + first))
+                rows.append(torch.arange(starts[seq] + begin, starts[seq] + end, device=device))
+                query_lens.append(end - begin)
+                seq_lens.append(seq_len)
+                offsets.append(seq_len - q_len + begin)
         self.rows = torch.cat(rows)
-        q_lens, seq_lens, offsets = zip(*lens, strict=True)
-        numbers = torch.tensor([[0, *accumulate(q_lens)], [*offsets, 0]], dtype=torch.int32, device=device)
-        batch = quire.Batch(table[seqs], inputs.seq_lens[seqs], numbers[0], query_offsets=numbers[1, :-1])
-        self.oracle = Oracle(
-            Problem(case.spec, batch, inputs.cache, inputs.q[self.rows], q_lens, seq_lens, inputs.sinks, None)
+        batch = quire.Batch(
+            table[seqs],
+            inputs.seq_lens[seqs],
+            torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
+            query_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
         )
+        q = inputs.q[self.rows]
+        problem = Problem(case.spec, batch, inputs.cache, q, tuple(query_lens), tuple(seq_lens), inputs.sinks, None)
+        self.oracle = Oracle(problem)
 
     def judge(self, out: torch.Tensor) -> Verdict:
-        """Judge a result: the sample by its error budget, all of it by being finite."""
+        """Judge a result: the sample must be within its error budget, and all of the result finite."""
         verdict = self.oracle.judge(out[self.rows])
-        return verdict if bool(out.isfinite().all()) else Verdict(float("inf"), None, float("inf"))
+        return verdict if bool(out.isfinite().all()) else Verdict(math.inf, None, math.inf)
 
 
-def capture(calls: list[Call]) -> torch.cuda.CUDAGraph:
+def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     """Capture calls, one after the other, as one graph, and replay it once."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -155,122 +227,202 @@ def replay(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(stop) * 1e3
 
 
-def in_turn(timers: dict[str, Callable[[], float]], seconds: float, least: int = 7) -> dict[str, list[float]]:
-    """Call timers in turn for so long, each at least `least` times, but for those so slow that three calls take longer; return what each returned."""
+def round_robin(
+    timers: Mapping[str, Callable[[], float]], seconds: float, min_replays: int = 7
+) -> dict[str, list[float]]:
+    """Call timers round-robin and return what each returned.
+
+    Args:
+        timers: each runs once per call and returns its time.
+        seconds: go on for this long.
+        min_replays: call each timer at least this often, or three times if its calls take longer than `seconds` in all.
+    """
     times: dict[str, list[float]] = {name: [] for name in timers}
-    taken = dict.fromkeys(timers, 0.0)
+    spent = dict.fromkeys(timers, 0.0)
     deadline = time.perf_counter() + seconds
 
-    def wants(name: str) -> bool:
+    def is_due(name: str) -> bool:
         count = len(times[name])
-        return count < 3 or (count < least and taken[name] < seconds) or time.perf_counter() < deadline
+        if count < 3 or time.perf_counter() < deadline:
+            return True
+        return count < min_replays and spent[name] < seconds
 
-    while waiting := [name for name in timers if wants(name)]:
-        for name in waiting:
-            begun = time.perf_counter()
+    while due := [name for name in timers if is_due(name)]:
+        for name in due:
+            start = time.perf_counter()
             times[name].append(timers[name]())
-            taken[name] += time.perf_counter() - begun
+            spent[name] += time.perf_counter() - start
     return times
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    """Return the median in µs and the range that holds four fifths of the replays."""
+def median_and_range(times: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, and the ends of the range that holds four fifths of the times."""
     ordered = sorted(times)
     cut = len(ordered) // 10
-    return {
-        "micros": statistics.median(ordered),
-        "low": ordered[cut],
-        "high": ordered[-1 - cut],
-        "replays": len(ordered),
-    }
+    return statistics.median(ordered), ordered[cut], ordered[-1 - cut]
 
 
 def host_micros(call: Callable[[], object], synchronise: Callable[[], None]) -> float:
     """Return what a call costs the host in µs: the median over calls, the GPU idle before each few of them."""
     taken = []
     synchronise()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     call()
     synchronise()
-    times = max(2, min(20, int(0.005 / (time.perf_counter() - begun))))
+    calls = max(2, min(20, int(0.005 / (time.perf_counter() - start))))
     for _ in range(3):
         synchronise()
-        for _ in range(times):
-            begun = time.perf_counter()
+        for _ in range(calls):
+            start = time.perf_counter()
             call()
-            taken.append(time.perf_counter() - begun)
+            taken.append(time.perf_counter() - start)
     synchronise()
     return 1e6 * statistics.median(taken)
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A library to measure.
+
+    Attributes:
+        name: in tables and plots; the names of Quire's variants begin with "Quire".
+        module: what must be importable.
+        adapter: makes the calls; see `quire.bench.peers`.
+        plans: there is host work per step, which is timed separately.
+        package: the distribution whose version is reported; the first part of `module` when not given.
+        slow: it compiles for seconds per case, so it is measured on the cases of --quick only, unless it is named.
+    """
+
+    name: str
+    module: str
+    adapter: Adapter
+    plans: bool = False
+    package: str = ""
+    slow: bool = False
+
+    def why_absent(self) -> str | None:
+        """Return why it cannot be used here; None if it can."""
+        try:
+            importlib.import_module(self.module)
+        except Exception as error:  # a library built for another machine may raise anything
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else self.module}"
+        return None
+
+    def version(self) -> str:
+        """Return the version that is installed."""
+        module = self.module.split(".")[0]
+        try:
+            return importlib.metadata.version(self.package or module)
+        except importlib.metadata.PackageNotFoundError:
+            return str(getattr(importlib.import_module(module), "__version__", "present"))
+
+
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A peer that has passed: its graph, and what was found on the way."""
+class Candidate:
+    """A library whose result was right: its captured graph, and what was measured before.
+
+    Attributes:
+        graph: one call for each page table.
+        calls: the captured calls, kept because they own the memory that the graph uses.
+        error: see `Timing`, as the others.
+        of_budget: see there.
+        scratch_bytes: see there.
+        host_micros: see there.
+        plan_micros: see there.
+    """
 
     graph: torch.cuda.CUDAGraph
-    keep: list
-    found: dict
+    calls: Sequence[Call]
+    error: float
+    of_budget: float
+    scratch_bytes: int
+    host_micros: float
+    plan_micros: float | None
+
+    def timing(self, case: Case, times: Sequence[float]) -> Timing:
+        """Return the result, given the times of a call in each replay."""
+        micros, low, high = median_and_range(times)
+        return Timing(
+            micros=micros,
+            low=low,
+            high=high,
+            replays=len(times),
+            error=self.error,
+            of_budget=self.of_budget,
+            scratch_bytes=self.scratch_bytes,
+            host_micros=self.host_micros,
+            plan_micros=self.plan_micros,
+            bytes_per_second=case.nbytes / micros * 1e6,
+            flops_per_second=case.flops / micros * 1e6,
+        )
 
 
-def prepare(peer, inputs: Inputs, sample: Sample) -> Prepared:
-    """Make a peer's calls, check one, and capture all.
+def check_and_capture(peer: Peer, inputs: Inputs, sample: Sample) -> Candidate:
+    """Make a library's calls, check the result of one, and capture all.
 
     Raises:
-        NotServed: the library lacks what the case asks for, or its result is wrong.
+        NotServed: the library lacks what the case needs, or its result is wrong.
         Exception: whatever the library raises.
     """
     device, table = inputs.q.device, inputs.tables[0]
-    out = torch.full_like(inputs.q, float("nan"))
+    out = torch.full_like(inputs.q, math.nan)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    plan = peer.prepare(inputs, out)
+    plan = peer.adapter(inputs, out)
     call = plan(table)
     result = call()
     torch.cuda.synchronize()
-    scratch = torch.cuda.max_memory_allocated(device) - before
-    result = out if result is None else result.reshape(out.shape)
-    verdict = sample.judge(result)
+    scratch_bytes = torch.cuda.max_memory_allocated(device) - before
+    verdict = sample.judge(out if result is None else result.reshape(out.shape))
     del result
     if not verdict.passed:
         raise NotServed(f"wrong: error {verdict.error:.2g}, {verdict.out:.1f} times its budget")
-    found = {"error": verdict.error, "of_budget": verdict.out, "scratch_bytes": scratch}
-    found["host_micros"] = host_micros(call, torch.cuda.synchronize)
-    found["plan_micros"] = host_micros(lambda: plan(table), torch.cuda.synchronize) if peer.plans else None
+    call_micros = host_micros(call, torch.cuda.synchronize)
+    plan_micros = host_micros(lambda: plan(table), torch.cuda.synchronize) if peer.plans else None
     calls = [plan(t) for t in inputs.tables]
     for each in calls[:2]:
         each()
-    return Prepared(capture(calls), calls, found)
+    graph = capture(calls)
+    return Candidate(graph, calls, verdict.error, verdict.out, scratch_bytes, call_micros, plan_micros)
 
 
-def compare(case: Case, peers: list, seconds: float = 0.4, table_len: int = 0) -> dict[str, dict]:
-    """Measure a case with every peer, in turn, on the current GPU; page tables have room for `table_len` keys.
+def compare(
+    case: Case, peers: Sequence[Peer], seconds: float = 0.4, table_len: int = 0
+) -> dict[str, Timing | NoResult]:
+    """Measure a case with every library, round-robin, on the current GPU.
+
+    Args:
+        case: the batch.
+        peers: the libraries.
+        seconds: replay the graphs for this long.
+        table_len: keys that each row of a page table has room for, if more than the case has.
 
     Returns:
-        For each peer its `summary` with `bytes_per_second`, `flops_per_second`, `host_micros`, `plan_micros`, `scratch_bytes`, `error` and `of_budget`;
-        or `why` there is no time.
+        By name, in the order of `peers`: the timing, or why there is none.
     """
     inputs = make_inputs(case, table_len=table_len)
-    sample, ready, results = Sample(inputs, inputs.tables[0]), {}, {}
+    sample = Sample(inputs, inputs.tables[0])
+    ready: dict[str, Candidate] = {}
+    results: dict[str, Timing | NoResult] = {}
     for peer in peers:
         try:
-            ready[peer.name] = prepare(peer, inputs, sample)
-        except Exception as error:  # libraries raise what they like
-            results[peer.name] = {"why": told(error)}
-            torch.cuda.synchronize()  # raises where the device is lost to this process
-    timers = {name: (lambda graph=p.graph: replay(graph) / len(inputs.tables)) for name, p in ready.items()}
-    times = in_turn(timers, seconds)
-    for name, p in ready.items():
-        found = summary(times[name]) | p.found
-        results[name] = found | {
-            "bytes_per_second": case.nbytes / found["micros"] * 1e6,
-            "flops_per_second": case.flops / found["micros"] * 1e6,
-        }
-    del ready, timers
+            ready[peer.name] = check_and_capture(peer, inputs, sample)
+        except Exception as error:  # a library may raise anything
+            results[peer.name] = NoResult(describe_error(error))
+            torch.cuda.synchronize()  # raises if the error has made the device unusable for this process
+    timers = {name: partial(time_of_call, candidate, len(inputs.tables)) for name, candidate in ready.items()}
+    times = round_robin(timers, seconds)
+    results |= {name: candidate.timing(case, times[name]) for name, candidate in ready.items()}
     return {peer.name: results[peer.name] for peer in peers}
 
 
-def told(error: BaseException) -> str:
+def time_of_call(candidate: Candidate, num_calls: int) -> float:
+    """Replay a candidate's graph once, and return the time of one of its calls in µs."""
+    return replay(candidate.graph) / num_calls
+
+
+def describe_error(error: BaseException) -> str:
     """Return an exception in one line."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return first[:160] if isinstance(error, NotServed) else f"{type(error).__name__}: {first[:160]}"

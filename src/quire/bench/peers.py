@@ -1,146 +1,146 @@
-"""The libraries that are measured beside Quire, each one small adapter: used when installed, reported absent when not.
+"""The libraries that are measured, Quire among them.
 
-An adapter is a function of a case's inputs and the output tensor. It returns `plan(page_table) -> call`: what a server does once per step, and what it does
-once per layer. A call writes `out`, or returns its result in an order of tokens like that of `out`. Libraries whose keys are not paged are given contiguous
-copies, made beforehand, which flatters them.
+Each has an adapter. A library that is not installed is reported as absent.
+
+An adapter takes a case's inputs and the output tensor, and returns `plan(page_table) -> call`.
+`plan` is what a server does once per step, `call` what it does once per layer.
+A call writes `out`, or returns its result with the tokens in the same order.
+Libraries that read no pages get contiguous copies of the keys and values. The copies are not timed, which favours them.
+
+To add a library, write one adapter and add one line to `PEERS`.
 """
 
-import importlib
-import importlib.metadata
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 import quire
-from quire.bench.measure import Call, Inputs, NotServed
+from quire.bench.measure import Call, Inputs, NotServed, Peer, Planner
 from quire.bench.naive import naive_attention, owners
 
 FLASHINFER_WORKSPACE = 256 << 20  # bytes
-PATIENCE = 5e10  # operations, for which the naive kernel takes 20 ms (NVIDIA H200, 2026-11-21)
+MAX_NAIVE_FLOPS = 5e10  # for which the naive kernel takes 20 ms (NVIDIA H200, 2026-11-21)
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A library to measure.
-
-    Attributes:
-        name: in tables and plots; Quire's own begin with "Quire".
-        module: what must be importable.
-        prepare: the adapter.
-        plans: there is host work per step, to be timed on its own.
-        package: whose version is told.
-        slow: it compiles for seconds per case, so it is measured on the cases of --quick alone, unless it is named.
-    """
-
-    name: str
-    module: str
-    prepare: Callable[[Inputs, torch.Tensor], Callable[[torch.Tensor], Call]]
-    plans: bool = False
-    package: str = ""
-    slow: bool = False
-
-    def absent(self) -> str | None:
-        """Return why it cannot be used here; None if it can."""
-        try:
-            importlib.import_module(self.module)
-        except Exception as error:  # a library built for another machine raises what it likes
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else self.module}"
-        return None
-
-    def version(self) -> str:
-        """Return what is installed."""
-        try:
-            return importlib.metadata.version(self.package or self.module.split(".")[0])
-        except importlib.metadata.PackageNotFoundError:
-            return str(getattr(importlib.import_module(self.module.split(".")[0]), "__version__", "present"))
+def refuse(condition: bool, why: str) -> None:
+    """Raise NotServed if a library lacks what a case needs."""
+    if condition:
+        raise NotServed(why)
 
 
-def serves(wrong: bool, what: str) -> None:
-    """Raise unless a library has what a case needs."""
-    if wrong:
-        raise NotServed(what)
-
-
-def plain(inputs: Inputs) -> None:
-    """Raise unless the case is ordinary causal attention in 16 bits."""
+def refuse_special_dtypes_and_sinks(inputs: Inputs) -> None:
+    """Raise NotServed unless queries and cache have the same 16-bit dtype, and there are no sinks."""
     spec = inputs.case.spec
-    serves(
-        spec.dtype.itemsize != 2 or spec.kv_dtype != spec.dtype,
-        f"does not serve {spec.dtype} on {spec.kv_dtype}".replace("torch.", ""),
-    )
-    serves(spec.sinks, "does not serve sinks")
+    dtypes = f"{spec.dtype} on {spec.kv_dtype}".replace("torch.", "")
+    refuse(spec.dtype.itemsize != 2 or spec.kv_dtype != spec.dtype, f"does not serve {dtypes}")
+    refuse(spec.sinks, "does not serve sinks")
 
 
 def window_of(spec: quire.AttentionSpec) -> tuple[int, int]:
+    """Return the window as FlashAttention takes it: keys to the left and right of a query's own, -1 for no limit."""
     return (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
 
 
-def quire_calls(inputs: Inputs, out: torch.Tensor, **options) -> Callable[[torch.Tensor], Call]:
-    workspace: list = []  # of the first plan; the others never run at the same time
+def quire_calls(inputs: Inputs, out: torch.Tensor, **options: Any) -> Planner:
+    """Call Quire; `options` are those of `quire.plan`."""
+    workspace: torch.Tensor | None = (
+        None  # of the first plan; the others may share it, since no two run at the same time
+    )
 
     def plan(table: torch.Tensor) -> Call:
-        made = inputs.plan(table, workspace=workspace[0] if workspace else None, **options)
-        if made.workspace is not None and not workspace:
-            workspace.append(made.workspace)
+        nonlocal workspace
+        made = inputs.plan(table, workspace=workspace, **options)
+        if workspace is None:
+            workspace = made.workspace
         return partial(quire.attention, inputs.q, inputs.cache, made, sinks=inputs.sinks, out=out)
 
     return plan
 
 
-def quire_with_config(inputs: Inputs, out: torch.Tensor, **fields: int) -> Callable[[torch.Tensor], Call]:
-    """As `quire_calls`, with some fields of the tile that a plan would choose replaced; never the Hopper kernel."""
-    return quire_calls(inputs, out, config=replace(inputs.plan(inputs.tables[0]).launch.config, **fields))
+def quire_with_config(inputs: Inputs, out: torch.Tensor, **fields: int | bool) -> Planner:
+    """Call Quire's portable kernels, with some fields of the chosen configuration replaced."""
+    launch: Any = inputs.plan(inputs.tables[0], kernel="portable").launch
+    return quire_calls(inputs, out, config=replace(launch.config, **fields))
 
 
-def naive_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
+def naive_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
     spec, case = inputs.case.spec, inputs.case
-    serves(case.flops > PATIENCE, "too slow to wait for")
-    serves(spec.sinks or spec.sliding_window is not None or spec.kv_dtype != spec.dtype, "knows causal attention alone")
-    seq_of, pos_of = owners([q for q, _ in case.lens], [s for _, s in case.lens], inputs.q.device)
-    return lambda table: partial(
-        naive_attention, inputs.q, inputs.cache, table, seq_of, pos_of, spec.softmax_scale, out
+    refuse(case.flops > MAX_NAIVE_FLOPS, "too slow to wait for")
+    refuse(spec.sinks or spec.sliding_window is not None or spec.kv_dtype != spec.dtype, "serves causal attention only")
+    seq_of, pos_of = owners(case.query_lens, case.seq_lens, inputs.q.device)
+
+    def plan(table: torch.Tensor) -> Call:
+        return partial(naive_attention, inputs.q, inputs.cache, table, seq_of, pos_of, spec.softmax_scale, out)
+
+    return plan
+
+
+def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Planner:
+    from vllm.vllm_flash_attn import (  # pyright: ignore[reportMissingImports]
+        flash_attn_varlen_func,
+        get_scheduler_metadata,
     )
 
-
-def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Callable[[torch.Tensor], Call]:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata  # pyright: ignore[reportMissingImports]
-
     spec, case, bounds = inputs.case.spec, inputs.case, inputs.case.bounds
-    serves(spec.kv_dtype != spec.dtype, "fp8 caches only with fp8 queries")
-    serves(spec.sinks and version < 3, "does not serve sinks")
+    refuse(spec.kv_dtype != spec.dtype, "fp8 caches only with fp8 queries")
+    refuse(spec.sinks and version < 3, "does not serve sinks")
     metadata = None
 
     def plan(table: torch.Tensor) -> Call:
         nonlocal metadata
         if version == 3:
             metadata = get_scheduler_metadata(
-                batch_size=len(case.lens), max_seqlen_q=bounds["max_query_len"], max_seqlen_k=bounds["max_seq_len"], num_heads_q=spec.num_q_heads,
-                num_heads_kv=spec.num_kv_heads, headdim=spec.head_dim, cache_seqlens=inputs.seq_lens, qkv_dtype=spec.dtype,
-                cu_seqlens_q=inputs.cu_seqlens_q, page_size=case.page_size, causal=True, window_size=window_of(spec), num_splits=0,
-            )  # fmt: skip
+                batch_size=len(case.lens),
+                max_seqlen_q=bounds["max_query_len"],
+                max_seqlen_k=bounds["max_seq_len"],
+                num_heads_q=spec.num_q_heads,
+                num_heads_kv=spec.num_kv_heads,
+                headdim=spec.head_dim,
+                cache_seqlens=inputs.seq_lens,
+                qkv_dtype=spec.dtype,
+                cu_seqlens_q=inputs.cu_seqlens_q,
+                page_size=case.page_size,
+                causal=True,
+                window_size=window_of(spec),
+                num_splits=0,
+            )
         return partial(
-            flash_attn_varlen_func, inputs.q, inputs.cache.k, inputs.cache.v, max_seqlen_q=bounds["max_query_len"], cu_seqlens_q=inputs.cu_seqlens_q,
-            max_seqlen_k=bounds["max_seq_len"], seqused_k=inputs.seq_lens, softmax_scale=spec.softmax_scale, causal=True,
-            window_size=list(window_of(spec)), block_table=table, out=out, scheduler_metadata=metadata, num_splits=0, fa_version=version, s_aux=inputs.sinks,
-        )  # fmt: skip
+            flash_attn_varlen_func,
+            inputs.q,
+            inputs.cache.k,
+            inputs.cache.v,
+            max_seqlen_q=bounds["max_query_len"],
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            max_seqlen_k=bounds["max_seq_len"],
+            seqused_k=inputs.seq_lens,
+            softmax_scale=spec.softmax_scale,
+            causal=True,
+            window_size=list(window_of(spec)),
+            block_table=table,
+            out=out,
+            scheduler_metadata=metadata,
+            num_splits=0,
+            fa_version=version,
+            s_aux=inputs.sinks,
+        )
 
     return plan
 
 
-def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Callable[[torch.Tensor], Call]:
+def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner:
     import flashinfer  # pyright: ignore[reportMissingImports]
 
     spec, case = inputs.case.spec, inputs.case
-    serves(spec.sinks, "sinks only through a variant compiled at run time")
-    serves(
+    refuse(spec.sinks, "sinks only through a variant compiled at run time")
+    refuse(
         backend == "fa3" and (case.bounds["max_query_len"] == 1 or spec.kv_dtype != spec.dtype),
         "its fa3 kernels are for prefill in 16 bits",
     )
-    pages = [-(-s // case.page_size) for _, s in case.lens]
+    pages = case.pages_per_seq
     indptr = torch.tensor([0, *pages]).cumsum(0).to(torch.int32)
-    last = torch.tensor([(s - 1) % case.page_size + 1 for _, s in case.lens], dtype=torch.int32)
+    last = torch.tensor([(s - 1) % case.page_size + 1 for s in case.seq_lens], dtype=torch.int32)
     starts = inputs.cu_seqlens_q.cpu()
     heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, case.page_size)
     options = {
@@ -166,38 +166,56 @@ def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Callabl
     return plan
 
 
-def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
-    from vllm.v1.attention.ops.triton_unified_attention import unified_attention  # pyright: ignore[reportMissingImports]
+def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
+    from vllm.v1.attention.ops.triton_unified_attention import (  # pyright: ignore[reportMissingImports]
+        unified_attention,
+    )
 
     spec, bounds = inputs.case.spec, inputs.case.bounds
-    serves(spec.kv_dtype is torch.int8, "its int8 caches have scales per token")
+    refuse(spec.kv_dtype is torch.int8, "its int8 caches have scales per token")
     shape = (inputs.q.shape[0], spec.num_q_heads, 16)
-    scratch = {"dtype": torch.float32, "device": inputs.q.device}
-    segments = (
-        torch.empty(*shape, spec.head_dim, **scratch),
-        torch.empty(shape, **scratch),
-        torch.empty(shape, **scratch),
-    )
+    segment_out = torch.empty(*shape, spec.head_dim, dtype=torch.float32, device=inputs.q.device)
+    segment_max = torch.empty(shape, dtype=torch.float32, device=inputs.q.device)
+    segment_expsum = torch.empty_like(segment_max)
     return lambda table: partial(
-        unified_attention, inputs.q, inputs.cache.k, inputs.cache.v, out, inputs.cu_seqlens_q, bounds["max_query_len"], inputs.seq_lens,
-        bounds["max_seq_len"], spec.softmax_scale, True, window_of(spec), table, 0, None, None, None,
-        seq_threshold_3D=128 // spec.num_kv_heads, num_par_softmax_segments=16, sinks=inputs.sinks,
-        softmax_segm_output=segments[0], softmax_segm_max=segments[1], softmax_segm_expsum=segments[2],
-    )  # fmt: skip
+        unified_attention,
+        inputs.q,
+        inputs.cache.k,
+        inputs.cache.v,
+        out,
+        inputs.cu_seqlens_q,
+        bounds["max_query_len"],
+        inputs.seq_lens,
+        bounds["max_seq_len"],
+        spec.softmax_scale,
+        True,
+        window_of(spec),
+        table,
+        0,
+        None,
+        None,
+        None,
+        seq_threshold_3D=128 // spec.num_kv_heads,
+        num_par_softmax_segments=16,
+        sinks=inputs.sinks,
+        softmax_segm_output=segment_out,
+        softmax_segm_max=segment_max,
+        softmax_segm_expsum=segment_expsum,
+    )
 
 
-def cudnn_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
+def cudnn_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
     import cudnn  # pyright: ignore[reportMissingImports]
 
-    plain(inputs)
+    refuse_special_dtypes_and_sinks(inputs)
     spec, case = inputs.case.spec, inputs.case
     q_len = case.lens[0][0]
-    serves(any(q != q_len for q, _ in case.lens), "one query length per batch")
-    serves(
+    refuse(any(q != q_len for q, _ in case.lens), "one query length per batch")
+    refuse(
         q_len > 1 and any(q != s for q, s in case.lens),
         "queries of several tokens only where they are the whole sequence",
     )
-    serves(spec.sliding_window is not None, "no window beside a page table here")
+    refuse(spec.sliding_window is not None, "no window together with a page table here")
     num_seqs, device = len(case.lens), inputs.q.device
     kind = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[spec.dtype]
     graph = cudnn.pygraph(
@@ -212,16 +230,26 @@ def cudnn_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], C
     table = inputs.tables[0][:, None, :, None]
     names = [graph.tensor_like(x) for x in (q, k, v, table, table, *lens)]
     result, _ = graph.sdpa(
-        name="sdpa", q=names[0], k=names[1], v=names[2], is_inference=True, attn_scale=spec.softmax_scale, use_causal_mask=q_len > 1,
-        use_padding_mask=True, seq_len_q=names[5], seq_len_kv=names[6], paged_attention_k_table=names[3], paged_attention_v_table=names[4],
+        name="sdpa",
+        q=names[0],
+        k=names[1],
+        v=names[2],
+        is_inference=True,
+        attn_scale=spec.softmax_scale,
+        use_causal_mask=q_len > 1,
+        use_padding_mask=True,
+        seq_len_q=names[5],
+        seq_len_kv=names[6],
+        paged_attention_k_table=names[3],
+        paged_attention_v_table=names[4],
         paged_attention_max_seq_len_kv=case.bounds["max_seq_len"],
-    )  # fmt: skip
+    )
     result.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
     graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
     handle = cudnn.create_handle()
 
-    def run(tensors: dict) -> None:
+    def run(tensors: dict[Any, torch.Tensor]) -> None:
         cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
         graph.execute(tensors, workspace, handle=handle)
 
@@ -232,62 +260,63 @@ def cudnn_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], C
     return plan
 
 
-def contiguous(inputs: Inputs, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of sequences that are all alike, [num_seqs, num_kv_heads, seq_len, head_dim] each."""
+def contiguous_kv(inputs: Inputs, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of sequences of one length, [num_seqs, num_kv_heads, seq_len, head_dim] each."""
     seq_len = inputs.case.lens[0][1]
-    return tuple(
-        cache[table.long()].flatten(1, 2)[:, :seq_len].transpose(1, 2).contiguous()
-        for cache in (inputs.cache.k, inputs.cache.v)
-    )
+
+    def gather(cache: torch.Tensor) -> torch.Tensor:
+        return cache[table.long()].flatten(1, 2)[:, :seq_len].transpose(1, 2).contiguous()
+
+    return gather(inputs.cache.k), gather(inputs.cache.v)
 
 
-def alike(inputs: Inputs) -> tuple[torch.Tensor, int, int]:
-    """Return the queries of sequences that are all alike, [num_seqs, num_q_heads, query_len, head_dim], and both lengths."""
-    plain(inputs)
-    serves(not inputs.case.uniform, "one length per batch, keys not paged")
+def uniform_queries(inputs: Inputs) -> tuple[torch.Tensor, int, int]:
+    """Return the queries, [num_seqs, num_q_heads, query_len, head_dim], and both lengths; refuse other batches."""
+    refuse_special_dtypes_and_sinks(inputs)
+    refuse(not inputs.case.uniform, "one length per batch, keys not paged")
     q_len, seq_len = inputs.case.lens[0]
     return inputs.q.view(-1, q_len, *inputs.q.shape[1:]).transpose(1, 2), q_len, seq_len
 
 
-def sdpa_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
+def sdpa_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
     from torch.nn.attention.bias import causal_lower_right
     from torch.nn.functional import scaled_dot_product_attention
 
-    q, q_len, seq_len = alike(inputs)
+    q, q_len, seq_len = uniform_queries(inputs)
     spec = inputs.case.spec
-    serves(spec.sliding_window is not None, "does not serve windows")
-    options = {"scale": spec.softmax_scale, "enable_gqa": True}
+    refuse(spec.sliding_window is not None, "does not serve windows")
+    options: dict[str, Any] = {"scale": spec.softmax_scale, "enable_gqa": True}
     if q_len == seq_len:
         options["is_causal"] = True
     elif q_len > 1:
         options["attn_mask"] = causal_lower_right(q_len, seq_len)
 
     def plan(table: torch.Tensor) -> Call:
-        k, v = contiguous(inputs, table)
+        k, v = contiguous_kv(inputs, table)
         return lambda: scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     return plan
 
 
-def flex_calls(inputs: Inputs, out: torch.Tensor) -> Callable[[torch.Tensor], Call]:
+def flex_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    q, q_len, seq_len = alike(inputs)
+    q, q_len, seq_len = uniform_queries(inputs)
     spec = inputs.case.spec
     before, window = seq_len - q_len, spec.sliding_window or seq_len
+    mask = None
+    if q_len > 1 or window < seq_len:
 
-    def visible(batch, head, q_index, kv_index):
-        return (kv_index <= q_index + before) & (kv_index > q_index + before - window)
+        def is_visible(
+            batch: torch.Tensor, head: torch.Tensor, q_index: torch.Tensor, kv_index: torch.Tensor
+        ) -> torch.Tensor:
+            return (kv_index <= q_index + before) & (kv_index > q_index + before - window)
 
-    mask = (
-        None
-        if q_len == 1 and window >= seq_len
-        else create_block_mask(visible, None, None, q_len, seq_len, device=inputs.q.device.type)
-    )
+        mask = create_block_mask(is_visible, None, None, q_len, seq_len, device=inputs.q.device.type)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def plan(table: torch.Tensor) -> Call:
-        k, v = contiguous(inputs, table)
+        k, v = contiguous_kv(inputs, table)
         return lambda: compiled(q, k, v, block_mask=mask, scale=spec.softmax_scale, enable_gqa=True).transpose(1, 2)
 
     return plan
@@ -319,7 +348,4 @@ PEERS = (
     Peer("FlexAttention, not paged", "torch", flex_calls, slow=True),
     Peer(NAIVE, "quire", naive_calls),
 )
-BASELINES = (
-    "SDPA, not paged",
-    "FlexAttention, not paged",
-)  # which read no pages: never "the best other", nor are Quire's own variants
+BASELINES = ("SDPA, not paged", "FlexAttention, not paged")  # they read no pages, so neither is "the best other"

@@ -1,12 +1,24 @@
-"""The bench's plots: a roofline with every case as a point, and times against what varies, one panel under another as a phone shows them."""
+"""The plots of a report: a roofline with every case as a point, ratios, and times over what varies.
+
+Panels stand one below the other, so that a plot reads well on a phone.
+"""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from quire.bench.cases import KINDS
 from quire.bench.peers import BASELINES, NAIVE
-from quire.bench.report import QUIRE, Row, best_other, by_kind, peers_in, times_of
+from quire.bench.report import best_other, by_kind, peers_in, ratio_to_best
+from quire.bench.results import QUIRE, RangeRow, Report, Row, is_ours
+from quire.bench.roofline import Ceilings
 
 COLOURS = (
     "#d9480f",
@@ -22,228 +34,245 @@ COLOURS = (
     "#868e96",
 )
 KIND_COLOURS = dict(zip(KINDS, COLOURS, strict=False))
+STYLE: dict[Any, Any] = {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
+Dimension = Literal["max_seq_len", "num_seqs"]
 
 
-def colours(peers: Iterable[str]) -> dict[str, str]:
-    """Give each peer a colour: Quire always the first."""
-    others = [p for p in peers if p != QUIRE]
-    return {QUIRE: COLOURS[0]} | {p: COLOURS[1 + i % (len(COLOURS) - 1)] for i, p in enumerate(others)}
+def colours_of(peers: Iterable[str]) -> dict[str, str]:
+    """Give each library a colour, Quire always the first."""
+    others = [name for name in peers if name != QUIRE]
+    return {QUIRE: COLOURS[0]} | {name: COLOURS[1 + i % (len(COLOURS) - 1)] for i, name in enumerate(others)}
 
 
-def panels(count: int, height: float = 3.0, strips: bool = False):
-    """Return a figure of panels under one another, as a phone shows them, and their axes; with `strips`, every second one is low."""
-    import matplotlib
+def panels(
+    count: int, height: float = 3.0, height_ratios: Sequence[float] | None = None
+) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure with panels one below the other, and their axes.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update(
-        {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
-    )
-    ratios = {"height_ratios": [2, 1] * (count // 2)} if strips else None
-    figure, axes = pyplot.subplots(
-        count, 1, figsize=(5.2, height * count), squeeze=False, layout="constrained", gridspec_kw=ratios
-    )
-    return figure, axes[:, 0]
+    Args:
+        count: how many.
+        height: of each in inches, on average.
+        height_ratios: of the panels to each other; all the same when not given.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.2, height * count), layout="constrained")
+        axes = figure.subplots(count, 1, squeeze=False, height_ratios=height_ratios)
+    return figure, axes[:, 0].tolist()
 
 
-def plot_roofline(report: dict):
-    """Every case as a point under the two ceilings: Quire by kind of batch, the best other beside it."""
-    c, rows = report["ceilings"], report["rows"]
+def plot_roofline(report: Report) -> Figure | None:
+    """Draw every case as a point under the two ceilings: Quire by kind of batch, and the best other library."""
+    ceilings, rows = report.ceilings, report.rows
+    if not rows:
+        return None
     figure, (axis,) = panels(1, 4.2)
-    low, high = min(r["intensity"] for r in rows) / 2, max(r["intensity"] for r in rows) * 2
-    ridge = c["flops_per_second"] / c["bytes_per_second"]
-    high = max(high, 2 * ridge)
-    axis.plot(
-        [low, ridge, high],
-        [low * c["bytes_per_second"] / 1e12, c["flops_per_second"] / 1e12, c["flops_per_second"] / 1e12],
-        color="black",
-        lw=1.5,
-    )
-    middle = math.sqrt(low * ridge)
-    at = (middle, middle * c["bytes_per_second"] / 1e12)
-    axis.annotate(
-        f"{c['bytes_per_second'] / 1e12:.1f} TB/s", at, xytext=(-6, 4), textcoords="offset points", ha="right"
-    )
-    axis.annotate(
-        f"{c['flops_per_second'] / 1e12:.0f} TFLOP/s",
-        (high, c["flops_per_second"] / 1e12),
-        xytext=(-4, 4),
-        textcoords="offset points",
-        ha="right",
-    )
-    measured = False
+    draw_ceilings(axis, ceilings, min(row.intensity for row in rows) / 2, max(row.intensity for row in rows) * 2)
+    is_measured = any(QUIRE in row.times for row in rows)
     for kind, some in by_kind(rows).items():
-        others = [(r["intensity"], r["flops"] / best[1] / 1e6) for r in some if (best := best_other(r))]
-        ours = [(r["intensity"], r["flops"] / t / 1e6) for r in some if (t := times_of(r).get(QUIRE))]
-        measured = measured or bool(ours)
+        others = [(row.intensity, row.flops / best[1] / 1e6) for row in some if (best := best_other(row))]
+        ours = [(row.intensity, row.flops / row.times[QUIRE] / 1e6) for row in some if QUIRE in row.times]
+        at_best = [(row.intensity, row.flops / row.floor_micros / 1e6) for row in some]
+        colour = KIND_COLOURS[kind]
         if others:
-            axis.scatter(
-                *zip(*others, strict=True), s=34, facecolors="none", edgecolors=KIND_COLOURS[kind], linewidths=0.8
-            )
-        points = ours or [(r["intensity"], r["flops"] / r["floor_micros"] / 1e6) for r in some]
-        axis.scatter(*zip(*points, strict=True), s=16, color=KIND_COLOURS[kind], label=kind, zorder=3)
+            axis.scatter(*zip(*others, strict=True), s=34, facecolors="none", edgecolors=colour, linewidths=0.8)
+        axis.scatter(*zip(*(ours or at_best), strict=True), s=16, color=colour, label=kind, zorder=3)
     axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
-    axis.set_title(
-        "Roofline: Quire (filled), the best other (rings)" if measured else "Roofline: where each case could be at best"
-    )
+    if is_measured:
+        axis.set_title("Roofline: Quire (filled), the best other (rings)")
+    else:
+        axis.set_title("Roofline: where each case could be at best")
     axis.legend(loc="lower right")
     return figure
 
 
-def lines(
-    axis, rows: list[Row], x: str, tints: dict[str, str], over: Callable[[Row], float | None] = lambda row: 1
+def draw_ceilings(axis: Axes, ceilings: Ceilings, low: float, high: float) -> None:
+    """Draw the two ceilings from `low` to `high` operations per byte, or beyond the ridge."""
+    read, compute, ridge = ceilings.bytes_per_second / 1e12, ceilings.flops_per_second / 1e12, ceilings.ridge
+    low, high = min(low, ridge / 2), max(high, 2 * ridge)
+    axis.plot([low, ridge, high], [low * read, compute, compute], color="black", lw=1.5)
+    middle = math.sqrt(low * ridge)
+    label: dict[str, Any] = {"textcoords": "offset points", "ha": "right"}
+    axis.annotate(f"{read:.1f} TB/s", (middle, middle * read), xytext=(-6, 4), **label)
+    axis.annotate(f"{compute:.0f} TFLOP/s", (high, compute), xytext=(-4, 4), **label)
+
+
+def draw_lines(
+    axis: Axes,
+    rows: Iterable[Row],
+    x: Callable[[Row], float],
+    colours: dict[str, str],
+    unit: Callable[[Row], float | None] = lambda row: 1,
 ) -> None:
-    """Draw one line per peer over a row's `x`: its µs over what `over` says of the row, which is left out where that is nothing."""
-    rows = sorted((r for r in rows if over(r)), key=lambda r: r[x])
-    for peer, tint in tints.items():
-        points = [(r[x], t / over(r)) for r in rows if (t := times_of(r).get(peer)) is not None]
+    """Draw one line for each library.
+
+    Args:
+        axis: where.
+        rows: the cases.
+        x: where a case is on the x axis.
+        colours: of the libraries.
+        unit: what a case's times are divided by, 1 µs when not given; cases for which this is None are left out.
+    """
+    units = {row.case: unit(row) for row in rows}
+    rows = sorted((row for row in rows if units[row.case]), key=x)
+    for name, colour in colours.items():
+        points = [(x(row), row.times[name] / (units[row.case] or 1)) for row in rows if name in row.times]
         if points:
-            ours = peer == QUIRE
-            axis.plot(
-                *zip(*points, strict=True),
-                color=tint,
-                marker="o",
-                ms=3.5,
-                lw=2.2 if ours else 1.1,
-                zorder=3 if ours else 2,
-                label=peer,
-            )
+            is_ours = name == QUIRE
+            width, zorder = (2.2, 3) if is_ours else (1.1, 2)
+            axis.plot(*zip(*points, strict=True), color=colour, marker="o", ms=3.5, lw=width, zorder=zorder, label=name)
 
 
-def name_lines(figure) -> None:
+def add_legend(figure: Figure) -> None:
     """Put one legend for all panels below them."""
-    named = {
-        label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3, fontsize=7)
+    handles = {}
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=3, fontsize=7)
 
 
-def short(number: float) -> str:
-    """Return a power of two as people write it."""
+def abbreviate(number: float) -> str:
+    """Return a number with "k" for 1,024."""
     return f"{number / 1024:g}k" if number >= 1024 and number % 1024 == 0 else f"{number:g}"
 
 
-def sweeps(rows: list[Row], x: str, same: tuple[str, ...]) -> dict[tuple, list[Row]]:
-    """Return groups of uniform rows that differ in `x` alone, of three rows and more."""
-    groups = defaultdict(dict)
+class Sweep(NamedTuple):
+    """What the cases of one panel share; groups are in this order."""
+
+    kind: str
+    model: str
+    page_size: int
+    dtype: str
+    kv_dtype: str
+    fixed: float  # the dimension that does not vary
+
+
+def sweeps(rows: Iterable[Row], x: Dimension, fixed: Dimension) -> dict[Sweep, list[Row]]:
+    """Return groups of three and more uniform cases that differ in one dimension only, in its order."""
+    groups: dict[Sweep, dict[float, Row]] = defaultdict(dict)
     for row in rows:
-        if row["uniform"] and row["kind"] in ("decode", "prefill") and row["results"]:
-            groups[tuple(row[name] for name in same)][row[x]] = row
-    return {key: list(some.values()) for key, some in groups.items() if len(some) >= 3}
+        is_swept = row.kind == "decode" or (row.kind == "prefill" and fixed == "num_seqs")
+        if is_swept and row.uniform and row.results:
+            key = Sweep(row.kind, row.model, row.page_size, row.dtype, row.kv_dtype, getattr(row, fixed))
+            groups[key][getattr(row, x)] = row
+    return {key: [some[at] for at in sorted(some)] for key, some in groups.items() if len(some) >= 3}
 
 
-def plot_sweep(rows: list[Row], x: str, fixed: str, label: str):
-    """Time against length or batch, a panel for each value of the other; below it the same times over Quire's, which µs hardly tell apart."""
-    groups = sweeps(rows, x, ("kind", "model", "page_size", "dtype", "kv_dtype", fixed))
-    groups = {k: v for k, v in groups.items() if k[0] == "decode" or fixed == "num_seqs"}
+def plot_sweep(rows: Sequence[Row], x: Dimension, fixed: Dimension, label: str) -> Figure | None:
+    """Draw time over length or batch size, a panel for each value of the other.
+
+    Below each panel is one of the same times over Quire's, which shows differences that are too small for the first.
+    """
+    groups = sorted(sweeps(rows, x, fixed).items(), key=lambda group: (group[0].kind, group[0].fixed))
     if not groups:
         return None
-    figure, axes = panels(2 * len(groups), 2.3, strips=True)
-    tints = colours(peers_in(rows))
-    for axis, strip, (key, some) in zip(
-        axes[::2], axes[1::2], sorted(groups.items(), key=lambda g: (g[0][0], g[0][-1])), strict=True
-    ):
-        kind, model, *_, value = key
-        some = sorted(some, key=lambda r: r[x])
+    figure, axes = panels(2 * len(groups), 2.3, height_ratios=[2, 1] * len(groups))
+    colours = colours_of(peers_in(rows))
+
+    def at(row: Row) -> float:
+        return getattr(row, x)
+
+    for axis, strip, (key, some) in zip(axes[::2], axes[1::2], groups, strict=True):
         for each in (axis, strip):
             each.set(xscale="log", yscale="log")
-            each.set_xticks([row[x] for row in some], [short(row[x]) for row in some])
+            each.set_xticks([at(row) for row in some], [abbreviate(at(row)) for row in some])
             each.minorticks_off()
-        what = f"{value:,.0f} sequence{'s' * (value != 1)}" if fixed == "num_seqs" else f"{value:,.0f} keys each"
-        axis.set(ylabel="µs", title=f"{kind}, {what} ({model})")
-        axis.plot([r[x] for r in some], [r["floor_micros"] for r in some], color="black", ls=":", lw=1.2, label="floor")
-        lines(axis, some, x, tints)
-        lines(strip, some, x, tints, over=lambda row: times_of(row).get(QUIRE))
+        held = f"{key.fixed:,.0f} keys each"
+        if fixed == "num_seqs":
+            held = f"{key.fixed:,.0f} sequence{'s' * (key.fixed != 1)}"
+        axis.set(ylabel="µs", title=f"{key.kind}, {held} ({key.model})")
+        floors = [row.floor_micros for row in some]
+        axis.plot([at(row) for row in some], floors, color="black", ls=":", lw=1.2, label="floor")
+        draw_lines(axis, some, at, colours)
+        draw_lines(strip, some, at, colours, unit=lambda row: row.times.get(QUIRE))
         strip.set(xlabel=label, ylabel="over Quire's", ylim=(0.7, 3))
         strip.set_yticks([0.7, 1, 1.5, 2, 3], ["0.7", "1", "1.5", "2", "3"])
-    name_lines(figure)
+    add_legend(figure)
     return figure
 
 
-def plot_shares(rows: list[Row]):
-    """Time over the floor against the share of sequences that decode: composition is what libraries differ by. All but the naive kernel, which is far off."""
-    groups = defaultdict(list)
+def plot_shares(rows: Sequence[Row]) -> Figure | None:
+    """Draw time over the floor against the share of sequences that decode, which is what libraries differ by most.
+
+    The naive kernel is left out: it would double the height of the axis.
+    """
+    by_shape: dict[tuple[int, bool], list[Row]] = defaultdict(list)
     for row in rows:
-        if "share" in row["sets"] and row["results"]:
-            groups[row["num_seqs"], "log-normal" in row["case"]].append(row)
-    groups = {key: some for key, some in groups.items() if len(some) >= 2}
+        if "share" in row.sets and row.results:
+            by_shape[row.num_seqs, "log-normal" in row.case].append(row)
+    groups = [(shape, some) for shape, some in sorted(by_shape.items()) if len(some) >= 2]
     if not groups:
         return None
     figure, axes = panels(len(groups))
-    tints = {peer: tint for peer, tint in colours(peers_in(rows)).items() if peer != NAIVE}
-    for axis, ((num_seqs, unequal), some) in zip(axes, sorted(groups.items()), strict=True):
-        lines(axis, some, "decode_share", tints, over=lambda row: row["floor_micros"])
+    colours = {name: colour for name, colour in colours_of(peers_in(rows)).items() if name != NAIVE}
+    for axis, ((num_seqs, is_unequal), some) in zip(axes, groups, strict=True):
+        draw_lines(axis, some, lambda row: row.decode_share, colours, unit=lambda row: row.floor_micros)
         axis.set(xlabel="share of sequences that decode", ylabel="time over the floor", yscale="log")
         axis.set_xticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
-        axis.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        axis.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if str(v)[0] in "235" else "")
-        axis.set_title(f"{num_seqs} sequences, {'log-normal' if unequal else 'equal'} lengths")
-    name_lines(figure)
+        label_log_axis(axis.yaxis, (2, 3, 5))
+        axis.set_title(f"{num_seqs} sequences, {'log-normal' if is_unequal else 'equal'} lengths")
+    add_legend(figure)
     return figure
 
 
-def plot_ratios(rows: list[Row]):
-    """Quire's time over each other's, case by case."""
-    rows = [r for r in rows if best_other(r) and QUIRE in times_of(r)]
+def label_log_axis(axis: XAxis | YAxis, multiples: Sequence[float]) -> None:
+    """Label a logarithmic axis with plain numbers, at the powers of ten and at these multiples of them."""
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(LogLocator(subs=multiples))
+    axis.set_minor_formatter("{x:g}")
+
+
+def plot_ratios(rows: Sequence[Row]) -> Figure | None:
+    """Draw Quire's time over each other library's, case by case."""
+    ratios = {row.case: ratio for row in rows if (ratio := ratio_to_best(row)) is not None}
+    rows = sorted((row for row in rows if row.case in ratios), key=lambda row: ratios[row.case], reverse=True)
     if not rows:
         return None
-    tints = {p: c for p, c in colours(peers_in(rows)).items() if not p.startswith(QUIRE) and p not in BASELINES}
     figure, (axis,) = panels(1, max(2.5, 0.17 * len(rows) + 1.2))
-    rows = sorted(rows, key=lambda r: times_of(r)[QUIRE] / best_other(r)[1], reverse=True)
-    for peer, tint in tints.items():
-        points = [(times_of(r)[QUIRE] / times_of(r)[peer], i) for i, r in enumerate(rows) if peer in times_of(r)]
+    for name, colour in colours_of(peers_in(rows)).items():
+        if is_ours(name) or name in BASELINES:
+            continue
+        points = [(row.times[QUIRE] / row.times[name], i) for i, row in enumerate(rows) if name in row.times]
         if points:
-            axis.scatter(*zip(*points, strict=True), s=14, color=tint, label=peer, zorder=3)
+            axis.scatter(*zip(*points, strict=True), s=14, color=colour, label=name, zorder=3)
     axis.axvline(1, color="black", lw=1)
     axis.set(xscale="log", xlabel="Quire's time over theirs", ylim=(-1, len(rows)))
-    axis.set_yticks(range(len(rows)), [r["case"] for r in rows], fontsize=7)
-    axis.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
-    axis.xaxis.set_minor_formatter(lambda v, _: f"{v:g}" if str(v).lstrip("0.")[:1] in "25" else "")
-    name_lines(figure)
+    axis.set_yticks(range(len(rows)), [row.case for row in rows], fontsize=7)
+    label_log_axis(axis.xaxis, (2, 5))
+    add_legend(figure)
     return figure
 
 
-def plot_range(rows: list[Row]):
-    """What a graph captured for a range of lengths loses at each."""
+def plot_range(rows: Sequence[RangeRow]) -> Figure | None:
+    """Draw what a graph captured for a range of lengths loses at each length."""
     if not rows:
         return None
     figure, (axis,) = panels(1)
-    groups = defaultdict(list)
-    for r in rows:
-        groups[r["num_seqs"], r["captured_for"]].append(r)
+    groups: dict[tuple[int, int], list[RangeRow]] = defaultdict(list)
+    for row in rows:
+        groups[row.num_seqs, row.captured_for].append(row)
     for (num_seqs, bound), some in groups.items():
-        axis.plot(
-            [r["seq_len"] for r in some],
-            [r["micros"] / r["own_micros"] for r in some],
-            marker="o",
-            ms=3.5,
-            label=f"{num_seqs} × up to {bound:,}",
-        )
+        label = f"{num_seqs} × up to {bound:,}"
+        axis.plot([row.seq_len for row in some], [row.ratio for row in some], marker="o", ms=3.5, label=label)
     axis.axhline(1, color="black", lw=1)
     axis.set(xscale="log", xlabel="keys of each sequence at replay", ylabel="over a graph for these keys")
-    axis.set_xticks(values := sorted({r["seq_len"] for r in rows}), map(short, values))
+    lengths = sorted({row.seq_len for row in rows})
+    axis.set_xticks(lengths, [abbreviate(length) for length in lengths])
     axis.minorticks_off()
     axis.set_title("Graphs captured for a range of lengths")
-    name_lines(figure)
+    add_legend(figure)
     return figure
 
 
-def plots(report: dict) -> dict:
-    """Return the figures by file name, those that the cases give."""
-    rows = report["rows"]
+def plots(report: Report) -> dict[str, Figure]:
+    """Return the figures that the cases allow, by file name."""
+    rows = report.rows
     figures = {
-        "roofline": plot_roofline(report) if rows else None,
+        "roofline": plot_roofline(report),
         "ratios": plot_ratios(rows),
         "shares": plot_shares(rows),
         "length": plot_sweep(rows, "max_seq_len", "num_seqs", "keys of each sequence"),
         "batch": plot_sweep(rows, "num_seqs", "max_seq_len", "sequences"),
-        "graph_range": plot_range(report.get("graph_range", [])),
+        "graph_range": plot_range(report.graph_range),
     }
     return {name: figure for name, figure in figures.items() if figure is not None}
-
-
-def close_figures() -> None:
-    from matplotlib import pyplot
-
-    pyplot.close("all")

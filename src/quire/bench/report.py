@@ -1,344 +1,336 @@
-"""What a run of the bench found: rows of `results.json`, tables of them as text, and what moved between two runs."""
+"""What the results of a run say: ratios, tables, Markdown, and what changed between two runs."""
 
-import json
-import math
 import statistics
-import subprocess
-import time
-from collections import defaultdict
-from collections.abc import Iterable
-from pathlib import Path
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
 
-import torch
-import triton
-
-import quire
-from quire.bench.cases import KINDS, Case, sets_of
+from quire.bench.cases import KINDS, Kind
 from quire.bench.peers import BASELINES
-from quire.bench.roofline import Ceilings
+from quire.bench.results import QUIRE, RangeRow, Report, Result, Row, is_ours
+from quire.bench.tables import Column, Table, Value, to_markdown
+from quire.targets import Compiled
 
-QUIRE, BEST = "Quire", "best other"
-Row = dict  # one case: what it is, what it needs, and `results` by peer
-
-
-def provenance(device: str, commit: str | None) -> dict[str, str]:
-    """Return what the numbers belong to."""
-    facts = {
-        "device": device,
-        "quire": quire.__version__,
-        "commit": commit or commit_here(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
-    if torch.cuda.is_available():
-        facts |= {"cuda": torch.version.cuda or f"hip {torch.version.hip}", "driver": driver()}
-    return facts | {"date": time.strftime("%Y-%m-%d")}
-
-
-def commit_here() -> str:
-    """Return the commit that this package is checked out at."""
-
-    def git(*words: str) -> str:
-        try:
-            done = subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True)
-        except OSError:
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    tracked = git(
-        "ls-files", "--error-unmatch", Path(__file__).name
-    )  # an installed package may lie in a repository of someone else's
-    return (tracked and git("rev-parse", "--short", "HEAD")) or "not known"
-
-
-def driver() -> str:
-    """Return the version of the kernel's driver."""
-    path = Path("/proc/driver/nvidia/version")
-    words = path.read_text().split() if path.exists() else []
-    return next((w for w in words if w[0].isdigit() and "." in w), "not known")
-
-
-def row_of(case: Case, ceilings: Ceilings, results: dict) -> Row:
-    """Describe a case and what was measured."""
-    q_lens, seq_lens = zip(*case.lens, strict=True)
-    shape = {
-        "num_seqs": len(case.lens), "num_tokens": case.num_tokens, "mean_query_len": statistics.mean(q_lens), "mean_seq_len": statistics.mean(seq_lens),
-        "max_seq_len": max(seq_lens), "decode_share": case.decode_share, "uniform": case.uniform, "page_size": case.page_size, "dtype": case.dtype,
-        "kv_dtype": case.kv_dtype or case.dtype,
-    }  # fmt: skip
-    named = {"case": case.name, "kind": case.kind, "sets": sets_of(case), "model": case.model}
-    floor = ceilings.floor(case)
-    results = {name: r | {"of_floor": floor / r["micros"]} if "micros" in r else r for name, r in results.items()}
-    return named | shape | ceilings.of(case) | {"results": results}
-
-
-def save(report: dict, folder: Path) -> None:
-    """Write `results.json`; whole at any moment, so that a run that is stopped leaves what it had."""
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "results.json.part"
-    part.write_text(json.dumps(report, indent=1))
-    part.replace(folder / "results.json")
-
-
-def load(path: Path) -> dict:
-    """Read a `results.json`, or the one in a folder.
-
-    Raises:
-        ValueError: it is not one.
-    """
-    path = path / "results.json" if path.is_dir() else path
-    try:
-        report = json.loads(path.read_text())
-        _ = report["rows"], report["provenance"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} must be a results.json of `quire bench`, got {type(error).__name__}: {error}; give the file or its folder"
-        ) from None
-    return report
-
-
-def times_of(row: Row) -> dict[str, float]:
-    """Return the median µs of each peer that has one."""
-    return {name: r["micros"] for name, r in row["results"].items() if "micros" in r}
+BEST = "best other"
 
 
 def best_other(row: Row) -> tuple[str, float] | None:
-    """Return the fastest library that is not Quire's and reads the same pages."""
-    others = {name: t for name, t in times_of(row).items() if not name.startswith(QUIRE) and name not in BASELINES}
+    """Return the fastest library, and its time, of those that read the same pages and are not Quire's."""
+    others = {name: t for name, t in row.times.items() if not is_ours(name) and name not in BASELINES}
     return min(others.items(), key=lambda item: item[1]) if others else None
 
 
-def peers_in(rows: Iterable[Row]) -> list[str]:
-    """Return the peers that have a time anywhere, in order."""
-    return list(
-        dict.fromkeys(
-            name for row in rows for name in row["results"] if any("micros" in r["results"].get(name, {}) for r in rows)
-        )
-    )
+def ratio_to_best(row: Row) -> float | None:
+    """Return Quire's time over the best other's; None where one is missing."""
+    best = best_other(row)
+    return row.times[QUIRE] / best[1] if best and QUIRE in row.times else None
 
 
-def geometric_means(rows: list[Row]) -> dict[str, tuple[float, int]]:
-    """Return Quire's time over each other's, over the cases that both serve, and how many these are."""
-    ratios = defaultdict(list)
+def peers_in(rows: Sequence[Row]) -> list[str]:
+    """Return the libraries that have a time on some case, in the order of the results."""
+    timed = {name for row in rows for name in row.times}
+    return list(dict.fromkeys(name for row in rows for name in row.results if name in timed))
+
+
+def by_kind(rows: Iterable[Row]) -> dict[Kind, list[Row]]:
+    """Return the rows of each kind of batch that there is."""
+    groups: dict[Kind, list[Row]] = {kind: [] for kind in KINDS}
     for row in rows:
-        times, best = times_of(row), best_other(row)
-        if QUIRE in times:
-            for name, t in [*times.items(), *([(BEST, best[1])] if best else [])]:
-                if name != QUIRE:
-                    ratios[name].append(times[QUIRE] / t)
-    return {name: (statistics.geometric_mean(values), len(values)) for name, values in ratios.items()}
-
-
-def times_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells: Quire's time over the best other's, where a phone shows it, the floor, and µs of every peer side by side."""
-    peers = peers_in(rows)
-    cells = []
-    for row in rows:
-        times, best = times_of(row), best_other(row)
-        ratio = f"{times[QUIRE] / best[1]:.2f}" if best and QUIRE in times else "–"
-        cells.append(
-            [
-                row["case"],
-                ratio,
-                f"{row['floor_micros']:.1f}",
-                *(f"{times[p]:.1f}" if p in times else "–" for p in peers),
-            ]
-        )
-    return ["case", "Quire / best other", "floor", *peers], cells
-
-
-def detail_table(rows: list[Row], peer: str = QUIRE) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells: what each case needs, and what one peer reaches."""
-    cells = []
-    for row in rows:
-        r = row["results"].get(peer, {})
-        need = [
-            row["case"],
-            f"{row['nbytes'] / 1e6:.1f}",
-            f"{row['flops'] / 1e9:.1f}",
-            f"{row['intensity']:.0f}",
-            row["bound"],
-        ]
-        if "micros" in r:
-            spread = (r["high"] - r["low"]) / 2 / r["micros"]
-            plan = "–" if r["plan_micros"] is None else f"{r['plan_micros']:.0f}"
-            cells.append([
-                *need, f"{r['micros']:.1f}", f"{spread:.1%}", f"{r['bytes_per_second'] / 1e12:.2f}", f"{r['flops_per_second'] / 1e12:.0f}",
-                f"{r['of_floor']:.0%}", f"{r['host_micros']:.0f}", plan, f"{r['scratch_bytes'] / 1e6:.1f}", f"{r['error']:.1e}", f"{r['of_budget']:.0%}",
-            ])  # fmt: skip
-        else:
-            cells.append([*need, *["–"] * 10])
-    heads = [
-        "case",
-        "MB",
-        "GFLOP",
-        "flop/B",
-        "bound",
-        "µs",
-        "±",
-        "TB/s",
-        "TFLOP/s",
-        "of ceiling",
-        "host µs",
-        "plan µs",
-        "scratch MB",
-        "error",
-        "of budget",
-    ]
-    return heads, cells
-
-
-def compiled_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells: what each case's kernels need on a target, as compiled."""
-    cells = []
-    for row in rows:
-        need = [
-            row["case"],
-            f"{row['nbytes'] / 1e6:.1f}",
-            f"{row['flops'] / 1e9:.1f}",
-            f"{row['intensity']:.0f}",
-            row["bound"],
-            f"{row['floor_micros']:.1f}",
-        ]
-        for c in row.get("compiled", []) or [None]:
-            if c is None:
-                cells.append([*need, row.get("why", "not compiled"), *[""] * 5])
-            else:
-                cells.append(
-                    [
-                        *need,
-                        c["kernel"],
-                        *(str(c[name]) for name in ("registers", "spills", "shared", "occupancy")),
-                        c["tile"],
-                    ]
-                )
-            need = [""] * 6
-    return [
-        "case",
-        "MB",
-        "GFLOP",
-        "flop/B",
-        "bound",
-        "floor µs",
-        "kernel",
-        "registers",
-        "spilled B",
-        "shared B",
-        "occupancy",
-        "tile",
-    ], cells
-
-
-def range_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells: graphs captured for a range of lengths, replayed at one."""
-    cells = [
-        [str(r["num_seqs"]), *(f"{r[name]:,}" for name in ("captured_for", "seq_len")), *(f"{r[name]:.1f}" for name in ("micros", "own_micros")),
-         f"{r['micros'] / r['own_micros']:.3f}"]
-        for r in rows
-    ]  # fmt: skip
-    return ["sequences", "captured for", "keys", "µs", "captured for these keys, µs", "ratio"], cells
-
-
-def by_kind(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each kind of batch."""
-    groups = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
+        groups[row.kind].append(row)
     return {kind: some for kind, some in groups.items() if some}
 
 
-def why_not(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Return for each peer the reasons why cases have no time, and how often."""
-    reasons: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+def reasons_in(rows: Iterable[Row]) -> dict[str, Counter[str]]:
+    """Return for each library the reasons why cases have no time, and how often."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
-        for name, r in row["results"].items():
-            if "why" in r:
-                reasons[name][r["why"]] += 1
-    return reasons
+        for name, why in row.reasons.items():
+            found[name][why] += 1
+    return found
 
 
-def summary_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells: Quire's time over each other's in geometric mean, by kind of batch, and over how many cases."""
-    peers = [BEST, *(p for p in peers_in(rows) if p != QUIRE)]
-    groups = {"all": rows, **by_kind(rows)}
-    means = {kind: geometric_means(some) for kind, some in groups.items()}
-    cells = [
-        [kind, *(f"{m[p][0]:.2f} ({m[p][1]})" if p in m else "–" for p in peers)] for kind, m in means.items() if m
+@dataclass(frozen=True)
+class Mean:
+    """The geometric mean of Quire's time over another's.
+
+    Attributes:
+        ratio: the mean.
+        num_cases: how many cases both serve.
+    """
+
+    ratio: float
+    num_cases: int
+
+
+def geometric_means(rows: Iterable[Row]) -> dict[str, Mean]:
+    """Return the mean of Quire's time over that of every other library, and over the best other's of each case."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if QUIRE not in row.times:
+            continue
+        best = ratio_to_best(row)
+        if best is not None:
+            ratios[BEST].append(best)
+        for name, micros in row.times.items():
+            if name != QUIRE:
+                ratios[name].append(row.times[QUIRE] / micros)
+    return {name: Mean(statistics.geometric_mean(values), len(values)) for name, values in ratios.items()}
+
+
+# Tables
+
+NEED: tuple[Column[Row], ...] = (
+    Column("case", lambda row: row.case),
+    Column("MB", lambda row: row.nbytes / 1e6, ".1f"),
+    Column("GFLOP", lambda row: row.flops / 1e9, ".1f"),
+    Column("flop/B", lambda row: row.intensity, ".0f"),
+    Column("bound", lambda row: row.bound),
+)
+
+
+def times_table(rows: Sequence[Row]) -> Table[Row]:
+    """Return Quire's time over the best other's, the floor, and the time of every library in µs."""
+    columns: list[Column[Row]] = [
+        Column("case", lambda row: row.case),
+        Column("Quire / best other", ratio_to_best, ".2f", is_essential=True),
+        Column("floor", lambda row: row.floor_micros, ".1f", is_essential=True),
     ]
-    return ["Quire's time over", *peers], cells
+    columns += [time_column(name) for name in peers_in(rows)]
+    return Table(columns, rows)
 
 
-def range_line(rows: list[Row]) -> str:
-    """Return what graphs captured for a range of lengths lose, in a sentence."""
-    ratios = [r["micros"] / r["own_micros"] for r in rows]
-    mean = statistics.geometric_mean(ratios)
-    return f"Graphs captured for a range of lengths take {mean:.3f} of the time of graphs for each length in geometric mean, {max(ratios):.2f} at worst."
+def time_column(name: str) -> Column[Row]:
+    """Return the column of a library's times."""
+    return Column(name, lambda row: row.times.get(name), ".1f", is_essential=name == QUIRE, is_contest=True)
 
 
-def told_of(report: dict) -> str:
-    """Return where the numbers come from, in one sentence."""
-    c = report["ceilings"]
-    facts = ", ".join(f"{k} {v}" if k != "device" else v for k, v in report["provenance"].items())
-    return f"{facts}. Ceilings ({c['source']}): {c['bytes_per_second'] / 1e12:.2f} TB/s, {c['flops_per_second'] / 1e12:.0f} TFLOP/s in bf16."
+def detail_table(rows: Sequence[Row]) -> Table[Row]:
+    """Return what each case needs, and what Quire reaches."""
+
+    def column(head: str, value: Callable[[Result], Value], spec: str, is_essential: bool = False) -> Column[Row]:
+        def read(row: Row) -> Value:
+            return value(row.timed[QUIRE]) if QUIRE in row.timed else None
+
+        return Column(head, read, spec, is_essential)
+
+    reached = (
+        column("µs", lambda r: r.micros, ".1f", is_essential=True),
+        column("±", lambda r: (r.high - r.low) / 2 / r.micros, ".1%"),
+        column("TB/s", lambda r: r.bytes_per_second / 1e12, ".2f"),
+        column("TFLOP/s", lambda r: r.flops_per_second / 1e12, ".0f"),
+        column("of ceiling", lambda r: r.of_floor, ".0%", is_essential=True),
+        column("host µs", lambda r: r.host_micros, ".0f"),
+        column("plan µs", lambda r: r.plan_micros, ".0f"),
+        column("scratch MB", lambda r: r.scratch_bytes / 1e6, ".1f"),
+        column("error", lambda r: r.error, ".1e"),
+        column("of budget", lambda r: r.of_budget, ".0%"),
+    )
+    return Table((*NEED, *reached), rows)
 
 
-def markdown(report: dict) -> str:
-    """Return the tables as Markdown."""
+@dataclass(frozen=True)
+class KernelLine:
+    """A line of the table of compiled kernels.
 
-    def table(heads, cells) -> str:
-        return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *cells])
+    Attributes:
+        row: the case; None in the lines after its first.
+        kernel: one of its kernels; None where it has none.
+        why: why it has none.
+    """
 
-    parts = [f"# `quire bench`\n\n{told_of(report)}"]
-    if any("compiled" in row for row in report["rows"]):
-        return "\n\n".join([parts[0], table(*compiled_table(report["rows"]))]) + "\n"
-    parts.append(f"Geometric means, over how many cases:\n\n{table(*summary_table(report['rows']))}")
-    parts += [f"## {kind}, µs\n\n{table(*times_table(some))}" for kind, some in by_kind(report["rows"]).items()]
-    parts.append(f"## Quire in detail\n\n{table(*detail_table(report['rows']))}")
-    if report.get("graph_range"):
-        parts.append(
-            f"## Graphs captured for a range of lengths\n\n{range_line(report['graph_range'])}\n\n{table(*range_table(report['graph_range']))}"
+    row: Row | None
+    kernel: Compiled | None
+    why: str = ""
+
+    def name(self) -> str:
+        """Return the kernel's name, or why there is none."""
+        return self.kernel.kernel if self.kernel else self.why
+
+
+def compiled_table(rows: Sequence[Row]) -> Table[KernelLine]:
+    """Return what each case needs, and what its kernels compiled to."""
+    lines = []
+    for row in rows:
+        kernels = row.compiled or []
+        if not kernels:
+            lines.append(KernelLine(row, None, row.why or "not compiled"))
+        lines += [KernelLine(row if kernel is kernels[0] else None, kernel) for kernel in kernels]
+
+    def of_case(column: Column[Row]) -> Column[KernelLine]:
+        return Column(
+            column.head, lambda line: column.value(line.row) if line.row else "", column.spec, column.is_essential
         )
-    parts.append("## Who took part\n\n" + "\n".join(f"* {name}: {told}" for name, told in report["peers"].items()))
+
+    def of_kernel(head: str, value: Callable[[Compiled], Value], is_essential: bool = False) -> Column[KernelLine]:
+        return Column(head, lambda line: value(line.kernel) if line.kernel else "", is_essential=is_essential)
+
+    columns = (
+        *(of_case(column) for column in NEED),
+        of_case(Column("floor µs", lambda row: row.floor_micros, ".1f", is_essential=True)),
+        Column("kernel", KernelLine.name),
+        of_kernel("registers", lambda kernel: kernel.registers, is_essential=True),
+        of_kernel("spilled B", lambda kernel: kernel.spills, is_essential=True),
+        of_kernel("shared B", lambda kernel: kernel.shared),
+        of_kernel("occupancy", lambda kernel: kernel.occupancy, is_essential=True),
+        of_kernel("config", lambda kernel: kernel.tile),
+    )
+    return Table(columns, lines)
+
+
+def range_table(rows: Sequence[RangeRow]) -> Table[RangeRow]:
+    """Return the times of graphs captured for a range of lengths and replayed at one."""
+    columns: tuple[Column[RangeRow], ...] = (
+        Column("sequences", lambda row: row.num_seqs),
+        Column("captured for", lambda row: row.captured_for, ","),
+        Column("keys", lambda row: row.seq_len, ","),
+        Column("µs", lambda row: row.micros, ".1f", is_essential=True),
+        Column("captured for these keys, µs", lambda row: row.own_micros, ".1f"),
+        Column("ratio", lambda row: row.ratio, ".3f", is_essential=True),
+    )
+    return Table(columns, rows)
+
+
+@dataclass(frozen=True)
+class KindMeans:
+    """The means over the cases of one kind, or over all."""
+
+    kind: str
+    means: dict[str, Mean]
+
+
+def summary_table(rows: Sequence[Row]) -> Table[KindMeans]:
+    """Return the means of Quire's time over that of every other library, by kind of batch, and over how many cases."""
+    groups = {"all": rows, **by_kind(rows)}
+    lines = [KindMeans(kind, means) for kind, some in groups.items() if (means := geometric_means(some))]
+
+    def column(name: str) -> Column[KindMeans]:
+        def read(line: KindMeans) -> Value:
+            mean = line.means.get(name)
+            return f"{mean.ratio:.2f} ({mean.num_cases})" if mean else None
+
+        return Column(name, read, is_essential=name == BEST)
+
+    names = [BEST, *(name for name in peers_in(rows) if name != QUIRE)]
+    return Table((Column("Quire's time over", lambda line: line.kind), *map(column, names)), lines)
+
+
+def describe_ranges(rows: Sequence[RangeRow]) -> str:
+    """Return what graphs captured for a range of lengths lose, in a sentence."""
+    ratios = [row.ratio for row in rows]
+    return (
+        f"Graphs captured for a range of lengths take {statistics.geometric_mean(ratios):.3f} of the time of graphs "
+        f"for each length in geometric mean, {max(ratios):.2f} at worst."
+    )
+
+
+def describe_run(report: Report) -> str:
+    """Return where the numbers come from: device, versions, date and ceilings."""
+    ceilings = report.ceilings
+    facts = [f"{name} {value}" for name, value in asdict(report.provenance).items() if value and name != "device"]
+    return (
+        f"{', '.join([report.provenance.device, *facts])}. "
+        f"Ceilings ({ceilings.source}): {ceilings.bytes_per_second / 1e12:.2f} TB/s, "
+        f"{ceilings.flops_per_second / 1e12:.0f} TFLOP/s in bf16."
+    )
+
+
+def was_compiled(report: Report) -> bool:
+    """Return whether kernels were compiled instead of measured."""
+    return any(row.compiled is not None for row in report.rows)
+
+
+def markdown(report: Report) -> str:
+    """Return the tables as Markdown."""
+    rows = report.rows
+    parts = [f"# `quire bench`\n\n{describe_run(report)}"]
+    if was_compiled(report):
+        parts.append(to_markdown(compiled_table(rows)))
+    else:
+        parts.append(f"Geometric means, over how many cases:\n\n{to_markdown(summary_table(rows))}")
+        parts += [f"## {kind}, µs\n\n{to_markdown(times_table(some))}" for kind, some in by_kind(rows).items()]
+        parts.append(f"## Quire in detail\n\n{to_markdown(detail_table(rows))}")
+        if report.graph_range:
+            parts.append(f"## Graphs captured for a range of lengths\n\n{describe_ranges(report.graph_range)}")
+            parts.append(to_markdown(range_table(report.graph_range)))
+        parts.append("## Libraries\n\n" + "\n".join(f"* {name}: {state}" for name, state in report.peers.items()))
     return "\n\n".join(parts) + "\n"
 
 
 # Two runs
 
-LEAST_NOISE = 0.01  # of a median: what clocks and placement move between two runs of the same code
+MIN_NOISE = 0.01  # of a median: how much clocks and placement move it between two runs of the same code
+Verdict = Literal["slower", "faster", "same", "lost"]
 
 
-def noise(result: dict) -> float:
-    """Return by how many µs the median of another run may differ: half the range of four fifths of the replays, or 1 %."""
-    return max((result["high"] - result["low"]) / 2, LEAST_NOISE * result["micros"])
+@dataclass(frozen=True)
+class Change:
+    """How a library's time on a case changed between two runs.
+
+    Attributes:
+        case: name of the case.
+        peer: name of the library.
+        before: median of the first run in µs.
+        after: median of the second run in µs; None where it has no time there.
+        noise: how far the medians of two runs of the same code may differ, in µs.
+    """
+
+    case: str
+    peer: str
+    before: float
+    after: float | None
+    noise: float
+
+    @property
+    def ratio(self) -> float | None:
+        """The time after over the time before."""
+        return None if self.after is None else self.after / self.before
+
+    @property
+    def verdict(self) -> Verdict:
+        """The direction of a change that is larger than the noise, else "same"; "lost" if a time is missing now."""
+        if self.after is None:
+            return "lost"
+        if abs(self.after - self.before) <= self.noise:
+            return "same"
+        return "slower" if self.after > self.before else "faster"
 
 
-def changes(before: dict, after: dict) -> list[dict]:
-    """Return for every case and peer of both runs: the two medians, the noise of both, and whether it is "slower", "faster" or the "same"."""
-    old, found = {row["case"]: row["results"] for row in before["rows"]}, []
-    for row in after["rows"]:
-        for peer, b in row["results"].items():
-            a = old.get(row["case"], {}).get(peer, {})
-            if "micros" not in a or "micros" not in b:
-                if "micros" in a:
-                    found.append(
-                        {
-                            "case": row["case"],
-                            "peer": peer,
-                            "before": a["micros"],
-                            "after": math.nan,
-                            "noise": noise(a),
-                            "verdict": "lost",
-                        }
-                    )
-                continue
-            by, limit = b["micros"] - a["micros"], noise(a) + noise(b)
-            verdict = "slower" if by > limit else "faster" if by < -limit else "same"
-            found.append(
-                {
-                    "case": row["case"],
-                    "peer": peer,
-                    "before": a["micros"],
-                    "after": b["micros"],
-                    "noise": limit,
-                    "verdict": verdict,
-                }
-            )
+def noise(result: Result) -> float:
+    """Return by how many µs the median of another run may differ.
+
+    That is half the range that holds four fifths of the replays, and at least 1 % of the median.
+    """
+    return max((result.high - result.low) / 2, MIN_NOISE * result.micros)
+
+
+def changes(before: Report, after: Report) -> list[Change]:
+    """Return the changes of every case and library that has a time in the first run and is in both."""
+    old = {row.case: row.timed for row in before.rows}
+    found = []
+    for row in after.rows:
+        for peer in row.results:
+            a, b = old.get(row.case, {}).get(peer), row.timed.get(peer)
+            if a and b:
+                found.append(Change(row.case, peer, a.micros, b.micros, noise(a) + noise(b)))
+            elif a:
+                found.append(Change(row.case, peer, a.micros, None, noise(a)))
     return found
+
+
+def changes_table(found: Iterable[Change]) -> Table[Change]:
+    """Return the changes that are larger than the noise, the worst first."""
+
+    def badness(change: Change) -> float:
+        return float("inf") if change.ratio is None else change.ratio
+
+    columns: tuple[Column[Change], ...] = (
+        Column("case", lambda change: change.case),
+        Column("library", lambda change: change.peer, is_essential=True),
+        Column("before µs", lambda change: change.before, ".1f"),
+        Column("after µs", lambda change: change.after, ".1f"),
+        Column("ratio", lambda change: change.ratio, ".3f", is_essential=True),
+        Column("±", lambda change: change.noise / change.before, ".1%"),
+        Column("", lambda change: change.verdict, is_essential=True),
+    )
+    return Table(columns, sorted((c for c in found if c.verdict != "same"), key=badness, reverse=True))

@@ -1,13 +1,16 @@
-"""What a device could do at best: ceilings, measured where there is a GPU, from data sheets where there is none; and which of them bounds a case."""
+"""The ceilings of a device, measured or from its data sheet, and which of them bounds a case."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
 from quire.bench.cases import Case
-from quire.bench.measure import replay
+from quire.bench.measure import capture, replay
+from quire.bench.schema import require_positive
 
 
 @dataclass(frozen=True)
@@ -15,10 +18,10 @@ class Ceilings:
     """What bounds a case.
 
     Attributes:
-        device: whose they are.
-        bytes_per_second: reading memory.
-        flops_per_second: bf16 matrix products.
-        source: "measured", or "data sheet".
+        device: its name.
+        bytes_per_second: of reading memory.
+        flops_per_second: of bf16 matrix products.
+        source: "measured" or "data sheet".
     """
 
     device: str
@@ -26,30 +29,28 @@ class Ceilings:
     flops_per_second: float
     source: str
 
+    def __post_init__(self) -> None:
+        require_positive(bytes_per_second=self.bytes_per_second, flops_per_second=self.flops_per_second)
+
+    @property
+    def ridge(self) -> float:
+        """Operations per byte at which both ceilings allow the same."""
+        return self.flops_per_second / self.bytes_per_second
+
     def floor(self, case: Case) -> float:
-        """Return the least time of a case in µs: the larger of its bytes and its flops over the ceilings; float32 is held to the same."""
+        """Return the least time of a case in µs: the larger of its bytes and its operations over their ceilings.
+
+        The ceiling of operations is that of bf16 for every dtype.
+        """
         return 1e6 * max(case.nbytes / self.bytes_per_second, case.flops / self.flops_per_second)
 
-    def bound(self, case: Case) -> str:
+    def bound(self, case: Case) -> Literal["memory", "compute"]:
         """Return which ceiling that is."""
-        return "memory" if case.nbytes / self.bytes_per_second >= case.flops / self.flops_per_second else "compute"
-
-    def of(self, case: Case) -> dict[str, float | str]:
-        """Return what a case needs and what bounds it."""
-        return {
-            "nbytes": case.nbytes,
-            "flops": case.flops,
-            "intensity": case.intensity,
-            "floor_micros": self.floor(case),
-            "bound": self.bound(case),
-        }
-
-    def as_dict(self) -> dict:
-        """For a report."""
-        return asdict(self)
+        return "memory" if case.intensity <= self.ridge else "compute"
 
 
-DATA_SHEETS = {  # by name: target of quire.targets, bytes per second, dense bf16 matrix operations per second, as their makers print them
+# By name: a target of quire.targets; bytes per second and dense bf16 operations per second, as the maker states them.
+DATA_SHEETS = {
     "A100": ("sm80", 2.04e12, 312e12),
     "A40": ("sm86", 0.696e12, 149.7e12),
     "L40S": ("sm89", 0.864e12, 362e12),
@@ -64,14 +65,14 @@ DATA_SHEETS = {  # by name: target of quire.targets, bytes per second, dense bf1
 
 
 def from_data_sheet(name: str) -> Ceilings:
-    """Return the ceilings that a maker prints."""
+    """Return the ceilings that a maker states."""
     _, read, compute = DATA_SHEETS[name]
     return Ceilings(name, read, compute, "data sheet")
 
 
 @triton.jit
 def read_kernel(x_ptr, out_ptr, PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program adds up PER_PROGRAM numbers of its own."""
+    """Sum PER_PROGRAM consecutive numbers in each program."""
     offs = tl.program_id(0).to(tl.int64) * PER_PROGRAM + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for i in range(0, PER_PROGRAM, BLOCK):
@@ -80,22 +81,25 @@ def read_kernel(x_ptr, out_ptr, PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def measure_ceilings() -> Ceilings:
-    """Measure this GPU: reading 2 GiB, and a bf16 matrix product of 8,192 cubed on random numbers; the best of some replays each."""
+    """Measure this GPU: reading 2 GiB, and a bf16 product of 8,192 cubed of random numbers, the best replay of each."""
     device = torch.device("cuda")
-    per_program, num = 1 << 16, 1 << 13
-    x, sums = torch.ones(per_program * num, device=device), torch.empty(num, device=device)
-    read = best(lambda: read_kernel[(num,)](x, sums, PER_PROGRAM=per_program, BLOCK=4096, num_warps=8))
-    nbytes = x.numel() * x.element_size()
+    per_program, num_programs = 1 << 16, 1 << 13
+    x = torch.ones(per_program * num_programs, device=device)
+    sums = torch.empty(num_programs, device=device)
+
+    def read() -> None:
+        read_kernel[(num_programs,)](x, sums, PER_PROGRAM=per_program, BLOCK=4096, num_warps=8)  # pyright: ignore[reportCallIssue]
+
+    read_micros = shortest_replay(read)
     a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
-    product = best(lambda: torch.mm(a, b))
-    return Ceilings(torch.cuda.get_device_name(), nbytes / read * 1e6, 2 * 8192**3 / product * 1e6, "measured")
+    product_micros = shortest_replay(lambda: torch.mm(a, b))
+    nbytes, flops = x.numel() * x.element_size(), 2 * 8192**3
+    return Ceilings(torch.cuda.get_device_name(), nbytes / read_micros * 1e6, flops / product_micros * 1e6, "measured")
 
 
-def best(call, times: int = 12) -> float:
-    """Return the shortest of some replays in µs."""
+def shortest_replay(call: Callable[[], torch.Tensor | None], replays: int = 12) -> float:
+    """Return the shortest time of some replays of a call in µs."""
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return min(replay(graph) for _ in range(times))
+    graph = capture([call])
+    return min(replay(graph) for _ in range(replays))

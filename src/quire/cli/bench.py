@@ -5,9 +5,10 @@ rotating pages. Without a GPU, or with --device, it tells what each case needs o
 """
 
 import argparse
-import math
 import sys
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import torch
 
 from quire.bench import cases as workloads
 from quire.bench.cases import Case
-from quire.bench.measure import compare
+from quire.bench.measure import NoResult, Timing, compare
 from quire.bench.peers import PEERS, Peer, quire_calls, quire_with_config
+from quire.bench.results import QUIRE, RangeRow, Report, Row, is_ours, load, make_row, provenance, save
 from quire.bench.roofline import DATA_SHEETS, from_data_sheet, measure_ceilings
 from quire.targets import TARGETS, Launch, compile_all, current_target
 
@@ -42,9 +44,6 @@ TILE = (
     "matrix_instr_nonkdim",
 )
 RANGES = ((1, 131072), (8, 32768), (32, 16384), (128, 8192))  # sequences, and the keys that a graph is captured for
-VITAL = (  # columns of any terminal
-    "µs", "floor", "Quire", "Quire / best other", "of ceiling", "floor µs", "registers", "spilled B", "occupancy", "ratio", "best other",
-)  # fmt: skip
 
 
 def add_parser(subparsers) -> None:
@@ -122,20 +121,20 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         print(f"quire bench needs {error.name}, which is not installed; pip install 'quire[bench]'", file=sys.stderr)
         return 2
-    from quire.bench import html, report
+    from quire.bench import html
 
     console = Console()
     try:
         if args.compare:
-            before, after = (report.load(path) for path in args.compare)
+            before, after = (load(path) for path in args.compare)
             return tell_changes(before, after, console)
         if args.report:
-            found = report.load(args.report)
+            found = load(args.report)
             written = html.write(found, args.output or (args.report if args.report.is_dir() else args.report.parent))
             tell(found, console)
             return tell_files(written, console)
         chosen = (
-            workloads.replay(args.trace, model=args.model)
+            workloads.cases_from_trace(args.trace, model=args.model)
             if args.trace
             else workloads.cases(["quick"] if args.quick else args.set, args.only)
         )
@@ -183,9 +182,9 @@ def run(args: argparse.Namespace) -> int:
     written = html.write(found, args.output or Path("quire-bench"))
     tell(found, console)
     tell_files(written, console)
-    wrong = [row for row in found["rows"] if "why" in row["results"].get("Quire", {})]
+    wrong = [row for row in found.rows if QUIRE in row.reasons]
     for row in wrong:
-        console.print(f"Quire has no time for {row['case']}: {row['results']['Quire']['why']}", highlight=False)
+        console.print(f"Quire has no time for {row.case}: {row.reasons[QUIRE]}", highlight=False)
     return 1 if wrong else 0
 
 
@@ -230,11 +229,9 @@ def launch_of(case: Case, **options) -> Launch:
 
 def measure(
     cases: list[Case], peers: list[Peer], seconds: float, graphs: bool, commit: str | None, folder: Path, console
-) -> dict:
+) -> Report:
     """Measure, telling each case as it is done; what there is so far is always in `results.json`."""
-    from quire.bench import report
-
-    absent = {peer.name: peer.absent() for peer in peers}
+    absent = {peer.name: peer.why_absent() for peer in peers}
     present = [peer for peer in peers if absent[peer.name] is None]
     for name, why in absent.items():
         if why:
@@ -248,44 +245,44 @@ def measure(
             progress.advance(task)
         progress.remove_task(task)
         ceilings = measure_ceilings()
-        found = {
-            "provenance": report.provenance(ceilings.device, commit), "ceilings": ceilings.as_dict(), "seconds": seconds,
-            "peers": {peer.name: f"absent, {absent[peer.name]}" if absent[peer.name] else peer.version() for peer in peers}, "rows": [],
-        }  # fmt: skip
+        found = Report(
+            provenance=provenance(ceilings.device, commit),
+            ceilings=ceilings,
+            seconds=seconds,
+            peers={peer.name: f"absent, {why}" if (why := absent[peer.name]) else peer.version() for peer in peers},
+            rows=[],
+        )
         if graphs:
-            found["graph_range"] = list(capture_ranges(seconds, progress, console))
+            found.graph_range = list(capture_ranges(seconds, progress, console))
             return found
         task = progress.add_task("measuring", total=len(cases))
         for case in cases:
             progress.update(task, description=case.name)
             some = [peer for peer in present if not peer.slow or case.name in workloads.QUICK]
-            late = {
-                peer.name: {"why": "compiles for seconds: measured on some cases only"}
-                for peer in present
-                if peer not in some
-            }
+            why = NoResult("compiles for seconds: measured on some cases only")
+            late = {peer.name: why for peer in present if peer not in some}
             try:
-                found["rows"].append(report.row_of(case, ceilings, compare(case, some, seconds) | late))
+                found.rows.append(make_row(case, ceilings, compare(case, some, seconds) | late))
             except torch.cuda.OutOfMemoryError:
                 console.print(
                     f"left out: {case.name}, for which this GPU has too little memory", style="dim", highlight=False
                 )
             except KeyboardInterrupt:
                 console.print(
-                    f"stopped: this is the report of {len(found['rows'])} of {len(cases)} cases",
+                    f"stopped: this is the report of {len(found.rows)} of {len(cases)} cases",
                     style="bold",
                     highlight=False,
                 )
                 break
             else:
-                report.save(found, folder)
-                tell_row(found["rows"][-1], console)
+                save(found, folder)
+                tell_row(found.rows[-1], console)
             torch.cuda.empty_cache()
             progress.advance(task)
     return found
 
 
-def capture_ranges(seconds: float, progress, console):
+def capture_ranges(seconds: float, progress, console) -> Iterator[RangeRow]:
     """Measure graphs captured for a range of lengths, at lengths in it, beside graphs for these lengths alone."""
     steps = [
         (n, bound, length) for n, bound in RANGES for length in (128 << i for i in range(0, 11, 2)) if length <= bound
@@ -300,17 +297,12 @@ def capture_ranges(seconds: float, progress, console):
         results = compare(
             case, [Peer("own", "quire", quire_calls), Peer("range", "quire", for_the_range)], seconds, table_len=bound
         )
-        if not all("micros" in r for r in results.values()):
+        own, ranged = results["own"], results["range"]
+        if not (isinstance(own, Timing) and isinstance(ranged, Timing)):
             raise RuntimeError(f"{case.name} must be right to be timed, got {results}; run quire check")
-        row = {
-            "num_seqs": num_seqs,
-            "captured_for": bound,
-            "seq_len": length,
-            "micros": results["range"]["micros"],
-            "own_micros": results["own"]["micros"],
-        }
+        row = RangeRow(num_seqs, bound, length, ranged.micros, own.micros)
         console.print(
-            f"{case.name}: captured for {bound:,} keys {row['micros']:.1f} µs, for these {row['own_micros']:.1f}",
+            f"{case.name}: captured for {bound:,} keys {row.micros:.1f} µs, for these {row.own_micros:.1f}",
             highlight=False,
         )
         progress.advance(task)
@@ -318,29 +310,23 @@ def capture_ranges(seconds: float, progress, console):
         yield row
 
 
-def analyse(cases: list[Case], device: str, compiled: bool, commit: str | None, console) -> dict:
+def analyse(cases: list[Case], device: str, compiled: bool, commit: str | None, console) -> Report:
     """Tell what each case needs of a device that is not here, and what Quire's kernels compile to for it."""
-    from quire.bench import report
-
     ceilings, target = from_data_sheet(device), TARGETS[DATA_SHEETS[device][0]]
-    found = {
-        "provenance": report.provenance(device, commit),
-        "ceilings": ceilings.as_dict(),
-        "peers": {"Quire": "not measured: compiled"},
-    }
-    found["rows"] = rows = [report.row_of(case, ceilings, {}) for case in cases]
+    rows = [make_row(case, ceilings, {}) for case in cases]
+    peers = {QUIRE: "not measured: compiled"}
+    found = Report(provenance=provenance(device, commit), ceilings=ceilings, peers=peers, rows=rows)
     if not compiled:
         return found
     launches: dict[Launch, list[int]] = {}
     for i, case in enumerate(cases):
-        rows[i]["compiled"] = []
         launches.setdefault(launch_of(case), []).append(i)
     with bar(console) as progress:
         task = progress.add_task(f"compiling for {target.name}", total=len(launches))
         for launch, words, kernels in compile_all(list(launches), target):
             for i in launches[launch]:
-                rows[i]["compiled"] = [asdict(kernel) for kernel in kernels]
-                rows[i]["plan" if kernels else "why"] = words
+                plan, why = (words, None) if kernels else (None, words)
+                rows[i] = replace(rows[i], compiled=kernels, plan=plan, why=why)
             progress.advance(task)
     return found
 
@@ -355,91 +341,60 @@ def tell_cases(cases: list[Case], console) -> int:
     return 0
 
 
-def tell_row(row: dict, console) -> None:
+def tell_row(row: Row, console) -> None:
     """Print a case as one line: the times of all that have one."""
-    times = "  ".join(
-        f"{name} {r['micros']:.1f}" if "micros" in r else f"{name} –" for name, r in row["results"].items()
-    )
-    console.print(
-        f"{row['case']:34} floor {row['floor_micros']:.1f}  {times}", highlight=False, markup=False, soft_wrap=True
-    )
+    times = "  ".join(f"{name} {row.times[name]:.1f}" if name in row.times else f"{name} –" for name in row.results)
+    console.print(f"{row.case:34} floor {row.floor_micros:.1f}  {times}", highlight=False, markup=False, soft_wrap=True)
 
 
-def tell(found: dict, console) -> None:
+def tell(found: Report, console) -> None:
     """Print the tables and the summary."""
-    from rich.table import Table
-
     from quire.bench import report
+    from quire.bench.tables import to_rich
 
-    def table(title: str, heads: list[str], cells: list[list[str]]) -> None:
-        widths = [3 + max(map(len, [*head.split(), *(line[i] for line in cells)])) for i, head in enumerate(heads)]
-        shown = list(range(len(heads)))
-        spare = [i for i in shown[1:] if heads[i] not in VITAL]
-        while spare and 1 + sum(widths[i] for i in shown) > console.width:
-            shown.remove(spare.pop())
-        rest = [heads[i] for i in range(len(heads)) if i not in shown]
-        caption = f"in the report: {', '.join(rest)}" if rest else None
-        made = Table(title=title, title_justify="left", header_style="bold", caption=caption, caption_justify="left")
-        for i in shown:
-            made.add_column(heads[i], justify="right" if i else "left", no_wrap=i == 0)
-        for line in cells:
-            made.add_row(*(line[i] for i in shown))
-        console.print(made)
-
-    rows = found["rows"]
-    if any("compiled" in row for row in rows):
-        table(
-            f"{found['provenance']['device']}, from its data sheet and compiled kernels", *report.compiled_table(rows)
-        )
+    rows = found.rows
+    if report.was_compiled(found):
+        title = f"{found.provenance.device}, from its data sheet and compiled kernels"
+        console.print(to_rich(report.compiled_table(rows), title, console))
+    elif report.peers_in(rows):
+        console.print(to_rich(report.times_table(rows), "µs", console))
+        console.print(to_rich(report.detail_table(rows), "Quire in detail", console))
     elif rows:
-        table("µs", *report.times_table(rows)) if report.peers_in(rows) else table("needs", *report.detail_table(rows))
-        if report.peers_in(rows):
-            table("Quire in detail", *report.detail_table(rows))
-    if found.get("graph_range"):
-        table("graphs captured for a range of lengths", *report.range_table(found["graph_range"]))
-        console.print(report.range_line(found["graph_range"]), highlight=False)
-    if report.summary_table(rows)[1]:
-        table("geometric means, over how many cases", *report.summary_table(rows))
-    console.print(report.told_of(found), highlight=False, style="dim")
+        console.print(to_rich(report.detail_table(rows), "needs", console))
+    if found.graph_range:
+        table = report.range_table(found.graph_range)
+        console.print(to_rich(table, "graphs captured for a range of lengths", console))
+        console.print(report.describe_ranges(found.graph_range), highlight=False)
+    summary = report.summary_table(rows)
+    if summary.rows:
+        console.print(to_rich(summary, "geometric means, over how many cases", console))
+    console.print(report.describe_run(found), highlight=False, style="dim")
 
 
-def tell_changes(before: dict, after: dict, console) -> int:
-    """Print what changed between two runs beyond their noise; the exit code is 1 if something of Quire's became slower or was lost."""
+def tell_changes(before: Report, after: Report, console) -> int:
+    """Print what changed between two runs by more than their noise; the exit code is 1 if something of Quire's became slower or was lost."""
     import statistics
 
-    from rich.table import Table
-
     from quire.bench import report
+    from quire.bench.tables import to_rich
 
     found = report.changes(before, after)
     for name in ("device", "driver", "torch", "triton"):
-        a, b = before["provenance"].get(name), after["provenance"].get(name)
+        a, b = getattr(before.provenance, name), getattr(after.provenance, name)
         if a != b:
             console.print(f"the runs differ in {name}: {a} and {b}", style="bold")
-    ours = [c for c in found if c["peer"].startswith("Quire")]
-    shown = [c for c in ours if c["verdict"] != "same"]
-    made = Table("case", "library", "before µs", "after µs", "ratio", "noise", "", header_style="bold")
-    for c in sorted(shown, key=lambda c: -c["after"] / c["before"] if math.isfinite(c["after"]) else -math.inf):
-        ratio = f"{c['after'] / c['before']:.3f}" if math.isfinite(c["after"]) else "–"
-        made.add_row(
-            c["case"],
-            c["peer"],
-            f"{c['before']:.1f}",
-            f"{c['after']:.1f}",
-            ratio,
-            f"±{c['noise'] / c['before']:.1%}",
-            c["verdict"],
-        )
-    if shown:
-        console.print(made)
-    counts = {verdict: sum(c["verdict"] == verdict for c in ours) for verdict in ("slower", "lost", "faster", "same")}
-    console.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()) + " (beyond the noise of both runs)")
-    others = [
-        c["after"] / c["before"] for c in found if not c["peer"].startswith("Quire") and math.isfinite(c["after"])
-    ]
+    ours = [change for change in found if is_ours(change.peer)]
+    table = report.changes_table(ours)
+    if table.rows:
+        console.print(to_rich(table, "changes", console))
+    counts = Counter(change.verdict for change in ours)
+    words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("slower", "lost", "faster", "same"))
+    console.print(f"{words} (beyond the noise of both runs)")
+    others = [change.ratio for change in found if change.ratio is not None and not is_ours(change.peer)]
     if others:
+        mean = statistics.geometric_mean(others)
         console.print(
-            f"other libraries on the same cases: {statistics.geometric_mean(others):.3f} of their time before, which tells what the machine did"
+            f"other libraries on the same cases: {mean:.3f} of their time before, which is what the machine did"
         )
     if not ours:
         print("A and B must share cases that Quire was timed on, got none; run the same sets", file=sys.stderr)

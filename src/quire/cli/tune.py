@@ -14,7 +14,7 @@ import torch
 import triton
 
 from quire.bench.cases import Case
-from quire.bench.report import commit_here
+from quire.bench.results import commit_here
 from quire.cli.bench import bar
 from quire.dispatch.device import DeviceProperties, device_properties
 from quire.dispatch.tree import fitted_trees

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from quire.bench.cases import Case
-from quire.bench.measure import Inputs, Sample, capture, make_inputs, replay, told
+from quire.bench.measure import Inputs, Sample, capture, describe_error, make_inputs, replay
 from quire.bench.peers import quire_calls
 from quire.dispatch.device import DeviceProperties
 from quire.tuning.configs import HOPPER, Config, configs_of, key_of, leaf_of, options_of
@@ -43,7 +43,7 @@ class GpuSession:
     """Measures on the current GPU, as the bench does."""
 
     def __init__(self, case: Case) -> None:
-        self.inputs: Inputs = make_inputs(case, most_tables=MAX_TABLES)
+        self.inputs: Inputs = make_inputs(case, max_tables=MAX_TABLES)
         self.sample = Sample(self.inputs, self.inputs.tables[0])
         self.ready: dict[Config, tuple[torch.cuda.CUDAGraph, list]] = {}
 
@@ -60,7 +60,7 @@ class GpuSession:
             self.ready[config] = capture(calls), calls
         except Exception as error:  # Triton's compiler raises many kinds
             torch.cuda.synchronize()  # raises if this process has lost the device
-            return told(error)
+            return describe_error(error)
         return None
 
     def time(self, configs: Sequence[Config], replays: int) -> list[float]:

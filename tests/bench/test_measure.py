@@ -1,0 +1,214 @@
+"""The method, as far as it needs no GPU: inputs, the oracle's sample, replays, adapters, ceilings."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+
+import quire
+from quire.bench import measure
+from quire.bench.cases import Case, cases
+from quire.bench.peers import BASELINES, PEERS, Peer
+from quire.bench.roofline import DATA_SHEETS, from_data_sheet
+from quire.targets import TARGETS
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+def test_a_floor_is_bytes_or_flops_whichever_takes_longer(ceilings):
+    decode, prompt = Case("d", "decode", ((1, 4096),)), Case("p", "prefill", ((8192, 8192),))
+    assert ceilings.bound(decode) == "memory"
+    assert ceilings.floor(decode) == pytest.approx(1e6 * decode.nbytes / 4e12)
+    assert ceilings.bound(prompt) == "compute"
+    assert ceilings.floor(prompt) == pytest.approx(1e6 * prompt.flops / 800e12)
+
+
+def test_every_target_has_a_data_sheet():
+    assert {target for target, *_ in DATA_SHEETS.values()} == set(TARGETS)
+    assert {from_data_sheet(name).source for name in DATA_SHEETS} == {"data sheet"}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="tables as on a GPU, which the interpreter walks slowly")
+def test_a_sample_is_compared_with_the_oracle():
+    case = Case("small", "mixed", ((1, 70), (40, 90), (3, 200)), model="gpt-oss-120b, local", dtype="float32")
+    inputs = measure.make_inputs(case, "cpu")
+    table, sample = inputs.tables[1], measure.Sample(inputs, inputs.tables[1])
+    out = quire.attention(inputs.q, inputs.cache, inputs.plan(table), sinks=inputs.sinks)
+    assert sample.judge(out).passed
+    assert not measure.Sample(inputs, inputs.tables[0]).judge(out).passed
+    for token in (0, 1, 40, 41, 43):  # ends of sequences
+        wrong = out.clone()
+        wrong[token] *= 1.001
+        assert not sample.judge(wrong).passed, token
+    out[20] = float("nan")
+    assert not sample.judge(out).passed
+
+
+def test_a_sample_has_both_ends_of_the_first_last_longest_and_widest_sequence():
+    case = Case("small", "mixed", ((3, 70), (1, 40), (40, 90), (1, 200), (1, 30), (2, 60)), dtype="float32")
+    inputs = measure.make_inputs(case, "cpu")
+    sample = measure.Sample(inputs, inputs.tables[0])
+    first, widest, longest, last = [0, 1, 2], [*range(4, 20), *range(28, 44)], [44], [46, 47]
+    assert sample.rows.tolist() == [*first, *widest, *longest, *last]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
+def test_inputs_of_every_kind_of_case_are_made_and_judged():
+    kinds = {
+        (c.dtype, c.kv_dtype, c.spec.sinks, c.spec.sliding_window, c.page_size): c
+        for c in sorted(cases(), key=lambda c: -c.spec.num_q_heads)
+    }
+    assert len(kinds) > 10
+    for case in kinds.values():
+        inputs = measure.make_inputs(replace(case, lens=((2, 150),)), "cpu")
+        out = quire.attention(inputs.q, inputs.cache, inputs.plan(inputs.tables[0]), sinks=inputs.sinks)
+        sample = measure.Sample(inputs, inputs.tables[0])
+        assert sample.judge(out).passed, case
+        assert not sample.judge(out * 1.2).passed, case
+
+
+def test_tables_share_no_page():
+    inputs = measure.make_inputs(Case("small", "decode", ((1, 70), (1, 33))), "cpu", table_len=500)
+    pages = [int(p) for table in inputs.tables for row, n in zip(table, (5, 3), strict=True) for p in row[:n]]
+    assert len(pages) == len(set(pages)) == inputs.cache.num_pages
+    assert inputs.tables[0].shape[1] == 32
+
+
+def test_the_same_inputs_are_made_each_time():
+    case = Case("small", "decode", ((1, 70), (1, 33)))
+    first, second = (measure.make_inputs(case, "cpu", max_tables=2) for _ in range(2))
+    assert len(first.tables) == 2
+    assert torch.equal(first.q, second.q)
+    assert torch.equal(first.cache.k, second.cache.k)
+    assert torch.equal(torch.stack(first.tables), torch.stack(second.tables))
+
+
+def test_timers_run_round_robin():
+    order = []
+    timers = {name: lambda name=name, at=at: order.append(name) or at for name, at in (("a", 3.0), ("b", 5.0))}
+    times = measure.round_robin(timers, seconds=0.01, min_replays=10)
+    assert order[:20] == ["a", "b"] * 10
+    assert set(times["a"]) == {3.0}
+    assert len(times["b"]) >= 10
+
+
+def test_a_slow_timer_runs_three_times():
+    timers = {"fast": lambda: 3.0, "slow": lambda: time.sleep(0.02) or 7.0}
+    times = measure.round_robin(timers, seconds=0.01, min_replays=10)
+    assert times["slow"] == [7.0] * 3
+    assert len(times["fast"]) >= 10
+
+
+def test_a_range_holds_four_fifths_of_the_times():
+    assert measure.median_and_range([90.0] + [2.0] * 8 + [1.0]) == (2.0, 2.0, 2.0)
+    assert measure.median_and_range([float(i) for i in range(21)]) == (10.0, 2.0, 18.0)
+    assert measure.median_and_range([3.0, 1.0]) == (2.0, 1.0, 3.0)
+
+
+@pytest.fixture
+def without_graphs(monkeypatch):
+    """Let `compare` run on a CPU: a graph is the list of its calls, and a replay takes 10 µs a call."""
+    make_inputs = measure.make_inputs
+    monkeypatch.setattr(measure, "make_inputs", lambda case, table_len: make_inputs(case, "cpu", table_len=table_len))
+    monkeypatch.setattr(measure, "capture", list)
+    monkeypatch.setattr(measure, "replay", lambda graph: 10.0 * len(graph))
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: 0)
+
+
+@pytest.mark.pytorch
+@pytest.mark.usefixtures("without_graphs")
+def test_right_results_are_timed_and_the_others_have_a_reason():
+    (ours,) = (peer for peer in PEERS if peer.name == "Quire")
+    tables = []
+
+    def right(inputs, out):
+        plan = ours.adapter(inputs, out)
+
+        def record(table):
+            tables.append(table)
+            return plan(table)
+
+        return record
+
+    def wrong(inputs, out):
+        plan = ours.adapter(inputs, out)
+        return lambda table: lambda: plan(table)().mul_(1.1)
+
+    def lacking(inputs, out):
+        raise measure.NotServed("no such thing")
+
+    def broken(inputs, out):
+        raise RuntimeError("out of order\nwith details")
+
+    peers = [Peer(adapter.__name__, "quire", adapter) for adapter in (lacking, right, wrong, broken)]
+    peers.append(replace(ours, name="planned"))
+    case = Case("small", "decode", ((1, 300),) * 4, dtype="float32")
+    found = measure.compare(case, peers, seconds=0.01)
+    assert list(found) == ["lacking", "right", "wrong", "broken", "planned"]
+    assert found["lacking"] == measure.NoResult("no such thing")
+    assert found["broken"] == measure.NoResult("RuntimeError: out of order")
+    assert "times its budget" in found["wrong"].why
+    assert found["right"].micros == found["right"].low == found["right"].high == 10
+    assert found["right"].replays >= 7
+    assert found["right"].of_budget <= 1
+    assert found["right"].bytes_per_second == pytest.approx(case.nbytes / 10e-6)
+    assert found["right"].plan_micros is None
+    assert found["planned"].plan_micros > 0
+    # One call is checked, then the graph has a call for each table.
+    checked, *captured = (table.data_ptr() for table in tables)
+    assert captured[0] == checked
+    assert len(captured) == len(set(captured)) == 2
+
+
+def test_errors_are_described_in_one_line():
+    assert measure.describe_error(measure.NotServed("no sinks")) == "no sinks"
+    assert measure.describe_error(ValueError("\n  first\nsecond")) == "ValueError: first"
+    assert measure.describe_error(KeyError()) == "KeyError: "
+
+
+def test_peers_are_reported_absent_with_the_reason():
+    present = [peer for peer in PEERS if peer.module == "quire"]
+    assert len(present) == 3
+    for peer in present:
+        assert peer.why_absent() is None
+        assert peer.version() == quire.__version__
+    absent = Peer("none", "quire_that_nobody_wrote", present[0].adapter)
+    assert absent.why_absent() == "ModuleNotFoundError: No module named 'quire_that_nobody_wrote'"
+
+
+def test_baselines_are_peers():
+    assert set(BASELINES) < {peer.name for peer in PEERS}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="bfloat16 cases, which the interpreter does not serve")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["Quire", "SDPA, not paged", "FlexAttention, not paged"])
+def test_adapters_without_a_gpu_are_right(name, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    (peer,) = (peer for peer in PEERS if peer.name == name)
+    for lens in (((1, 40),) * 2, ((12, 40),), ((20, 20),) * 2):
+        inputs = measure.make_inputs(Case("small", "chunk", lens), "cpu", max_tables=2)
+        for table in inputs.tables:
+            out = torch.full_like(inputs.q, float("nan"))
+            result = peer.adapter(inputs, out)(table)()
+            judged = out if result is None else result.reshape(out.shape)
+            assert measure.Sample(inputs, table).judge(judged).passed, lens
+
+
+def test_adapters_refuse_what_their_library_lacks():
+    cases_by_peer = {
+        "Quire, naive": Case("window", "decode", ((1, 40),), model="Mistral window"),
+        "SDPA, not paged": Case("fp8", "decode", ((1, 40),), kv_dtype="float8_e4m3fn"),
+        "FlexAttention, not paged": Case("unequal", "decode", ((1, 40), (1, 50))),
+    }
+    for peer in PEERS:
+        if peer.name in cases_by_peer:
+            inputs = measure.make_inputs(cases_by_peer.pop(peer.name), "cpu", max_tables=2)
+            with pytest.raises(measure.NotServed):
+                peer.adapter(inputs, torch.empty_like(inputs.q))
+    assert not cases_by_peer
