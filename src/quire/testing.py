@@ -18,6 +18,9 @@ from quire.state import State
 __all__ = ["Oracle", "Problem", "Verdict", "check_batch", "error_budget", "make_problem", "owned_slots", "poison"]
 
 
+EXP2_ERROR = 2.0**-22  # relative, of `ex2.approx.ftz.f32` (PTX ISA), by which kernels compute exponentials
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """The inputs of `quire.attention`, and their lengths on the host.
@@ -199,8 +202,9 @@ class Verdict:
 class Oracle:
     """The float64 result of a problem and the error that its precision allows, to judge any number of results.
 
-    The budget comes from the data: 2 · (error of `quire.reference` at the input dtype + eps · max|exact|). Where a spec
-    allows products in fp8, the reference rounds as they do.
+    The budget comes from the data: 2 · (error of `quire.reference` at the input dtype + eps · max|exact|), with the eps of
+    the dtype, or the error of a GPU's exp2 if that is larger. Where a spec allows products in fp8, the reference rounds
+    as they do.
 
     Args:
         problem: what is computed.
@@ -212,7 +216,7 @@ class Oracle:
         self.budget = 0.0
         if self.exact.out.numel():
             naive = self._reference(problem.spec.dtype)
-            eps = torch.finfo(problem.spec.dtype).eps
+            eps = max(torch.finfo(problem.spec.dtype).eps, EXP2_ERROR)
             self.budget = 2 * (
                 (naive.out.double() - self.exact.out).abs().max().item() + eps * self.exact.out.abs().max().item()
             )

@@ -92,6 +92,13 @@ class PortableLaunch:
         config = self.config
         hints = "".join(f", {name} {value}" for name, value in config.hints.items())
         loops = ", full-tile loop" if self.full_tile_loop else ""
+        rows = ", several row blocks a sequence" if self.multi_block else ""
+        if not self.request.has_cu_seqlens:
+            queries = "one query each"
+        elif self.request.bounds.max_query_len <= 1:
+            queries = "at most one query each"
+        else:
+            queries = "any number of queries"
         return f"{config.block_m} rows × {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages{loops}{hints}"
 
 
