@@ -95,7 +95,7 @@ def test_what_a_step_needs_goes_from_forks_to_tensors():
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """Every sequence's tokens, kept as plain lists and written into simulated pages, read back the same; who holds which page, counted anew."""
+    """Tokens written into simulated pages are read back as the plain lists that the model keeps; no page leaks."""
 
     @initialize(page_size=st.integers(1, 5))
     def start(self, page_size):

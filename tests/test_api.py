@@ -1,4 +1,4 @@
-"""What bad input gets: an error that names the argument, the contract and the value, before anything is launched or written."""
+"""Bad input gets an error that names the argument, the contract and the value, before anything is written."""
 
 import dataclasses
 
@@ -177,7 +177,7 @@ def test_batches_without_query_counts_have_one_query_each():
 
 
 def test_allow_fp8_is_a_permission():
-    """Kernels without such products leave it alone; the budget widens by what they would round, and not where the cache is another one."""
+    """Kernels without fp8 products ignore it. The budget widens by what they would round, for an e4m3 cache alone."""
     for dtype, widens in ((torch.float8_e4m3fn, True), (torch.int8, False)):
         strict = make_problem(dataclasses.replace(SPEC, kv_dtype=dtype), ((5, 60), (1, 9)))
         allowed = dataclasses.replace(strict, spec=dataclasses.replace(strict.spec, allow_fp8=True))
@@ -215,7 +215,7 @@ def test_the_interpreter_refuses_bfloat16():
         quire.plan(p.spec, p.batch, **p.bounds)
 
 
-def test_a_plan_tells_what_it_decided():
+def test_a_plan_prints_its_launch_and_the_reason():
     p = make_problem(SPEC, ((1, 20), (2, 9)))
     plan = quire.plan(SPEC, p.batch, **p.bounds)
     assert "2 sequences, at most 2 queries and 20 keys each" in repr(plan)

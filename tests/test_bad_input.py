@@ -19,6 +19,7 @@ import quire
 from quire.allocator import PageSequence
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import interprets
+from quire.integrations import flash_attn
 from quire.testing import Oracle, Problem, make_problem
 
 pytestmark = pytest.mark.skipif(interprets(), reason="the interpreter runs kernels, which do not look at contents")
@@ -320,6 +321,126 @@ def confirm_pages(a: dict[str, Any], result: Any) -> bool:
     return len(sequence.pages) == -(-sequence.num_tokens // 4) and result in (sequence, None, [])
 
 
+def attend_by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: dict[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
+    """Attention of one sequence, [tokens, heads, head_dim], with flash-attn's arguments `a`."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.detach().to(dtype).transpose(0, 1) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = q @ k.mT * (a["softmax_scale"] or q.shape[-1] ** -0.5)
+    if a["softcap"]:
+        scores = a["softcap"] * torch.tanh(scores / a["softcap"])
+    distance = torch.arange(k.shape[1]) - torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
+    if a["alibi_slopes"] is not None:
+        scores = scores - a["alibi_slopes"].to(dtype)[:, None, None] * distance.abs()
+    left, right = (int(side) for side in a["window_size"])
+    right = 0 if a["causal"] else right
+    hidden = (left >= 0) & (distance < -left) | (right >= 0) & (distance > right)
+    sinks = torch.full((q.shape[0],), float("-inf"), dtype=dtype) if a["s_aux"] is None else a["s_aux"].to(dtype)
+    scores = torch.cat([scores.masked_fill(hidden, float("-inf")), sinks[:, None, None].expand(-1, q.shape[1], 1)], -1)
+    return (torch.softmax(scores, -1).nan_to_num(0.0)[..., :-1] @ v).transpose(0, 1)
+
+
+FLASH = dict(softmax_scale=None, causal=True, window_size=(2, 0), softcap=0.0)
+
+
+def make_flash(heads: bool = False) -> tuple[Callable, dict[str, Any]]:
+    tables = dict(alibi_slopes=torch.rand(4), s_aux=torch.randn(4)) if heads else dict(alibi_slopes=None, s_aux=None)
+    tensors = dict(q=torch.randn(2, 3, 4, 16), k=torch.randn(2, 5, 2, 16), v=torch.randn(2, 5, 2, 16))
+    return flash_attn.flash_attn_func, tensors | FLASH | tables | dict(
+        dropout_p=0.0, deterministic=False, return_attn_probs=False
+    )
+
+
+def confirm_flash(a: dict[str, Any], result: Any) -> bool:
+    def compute(dtype: torch.dtype) -> torch.Tensor:
+        outs = [attend_by_definition(*x, a, dtype) for x in zip(a["q"], a["k"], a["v"], strict=True)]
+        return torch.stack(outs) if outs else a["q"].to(dtype)
+
+    return within_budget(compute, result[0] if a["return_attn_probs"] else result)
+
+
+def make_flash_varlen(paged: bool = False) -> tuple[Callable, dict[str, Any]]:
+    _, arguments = make_flash()
+    shape = (5, 4, 2, 16) if paged else (14, 2, 16)
+    arguments |= dict(
+        q=torch.randn(4, 4, 16), k=torch.randn(shape), v=torch.randn(shape), max_seqlen_q=3, max_seqlen_k=9
+    )
+    table = torch.tensor([[1, 4, 2], [3, 0, -1]], dtype=torch.int32) if paged else None
+    return flash_attn.flash_attn_varlen_func, arguments | dict(
+        cu_seqlens_q=int32(0, 1, 4), cu_seqlens_k=int32(0, 9, 14), block_table=table
+    )
+
+
+def confirm_flash_varlen(a: dict[str, Any], result: Any) -> bool:
+    def compute(dtype: torch.dtype) -> torch.Tensor:
+        outs = []
+        starts, ends = a["cu_seqlens_q"].tolist(), a["cu_seqlens_k"].tolist()
+        for i, (q0, q1, k0, k1) in enumerate(zip(starts, starts[1:], ends, ends[1:], strict=False)):
+            k, v = a["k"], a["v"]
+            if a["block_table"] is not None:
+                pages = a["block_table"][i, : -(-(k1 - k0) // k.shape[1])].long()
+                k, v, k0, k1 = k[pages].flatten(0, 1), v[pages].flatten(0, 1), 0, k1 - k0
+            outs.append(attend_by_definition(a["q"][q0:q1], k[k0:k1], v[k0:k1], a, dtype))
+        return torch.cat(outs)
+
+    out = result[0] if a["return_attn_probs"] else result
+    return within_budget(compute, out[: int(a["cu_seqlens_q"][-1])])
+
+
+def make_flash_kvcache(paged: bool = False) -> tuple[Callable, dict[str, Any]]:
+    _, arguments = make_flash()
+    caches = dict(k_cache=torch.randn(5, 4, 2, 16), v_cache=torch.randn(5, 4, 2, 16))
+    where = dict(
+        block_table=torch.tensor([[1, 4], [3, 0]], dtype=torch.int32), cache_batch_idx=None, cache_leftpad=None
+    )
+    if not paged:
+        where = dict(block_table=None, cache_batch_idx=int32(4, 1), cache_leftpad=int32(1, 0))
+    for name in ("dropout_p", "deterministic", "return_attn_probs"):
+        del arguments[name]
+    arguments |= dict(q=torch.randn(2, 1, 4, 16), k=torch.randn(2, 1, 2, 16), v=torch.randn(2, 1, 2, 16))
+    arguments |= dict(rotary_cos=torch.rand(8, 8), rotary_sin=torch.rand(8, 8), rotary_interleaved=False)
+    lengths = int32(6, 3) if paged else int32(2, 3)
+    more = dict(cache_seqlens=lengths, num_splits=0, return_softmax_lse=False)
+    return flash_attn.flash_attn_with_kvcache, arguments | caches | where | more
+
+
+def confirm_flash_kvcache(a: dict[str, Any], result: Any) -> bool:
+    """Judge by the cache as it is after the call, which has the new keys."""
+    batch, length = a["q"].shape[0], 0 if a["k"] is None else a["k"].shape[1]
+    lens = torch.as_tensor(a["cache_seqlens"]).expand(batch)
+
+    def rotated(x: torch.Tensor, position: int) -> torch.Tensor:
+        if a["rotary_cos"] is None:
+            return x
+        c, s = a["rotary_cos"][position].to(x.dtype), a["rotary_sin"][position].to(x.dtype)
+        even, odd = (x[..., ::2], x[..., 1::2]) if a["rotary_interleaved"] else x[..., : 2 * len(c)].split(len(c), -1)
+        pair = even * c - odd * s, even * s + odd * c
+        return (
+            torch.stack(pair, -1).flatten(-2)
+            if a["rotary_interleaved"]
+            else torch.cat([*pair, x[..., 2 * len(c) :]], -1)
+        )
+
+    def compute(dtype: torch.dtype) -> torch.Tensor:
+        outs = []
+        for i in range(batch):
+            begin, row = 0, i
+            end = int(lens[i]) + length
+            if a["block_table"] is not None:
+                k, v = (x[a["block_table"][i].long()].flatten(0, 1) for x in (a["k_cache"], a["v_cache"]))
+            else:
+                row = i if a["cache_batch_idx"] is None else int(a["cache_batch_idx"][i])
+                begin = 0 if a["cache_leftpad"] is None else int(a["cache_leftpad"][i])
+                k, v = a["k_cache"][row], a["v_cache"][row]
+            q = rotated(a["q"][i].to(dtype), end - length)
+            outs.append(attend_by_definition(q, k[begin:end], v[begin:end], a, dtype))
+        return torch.stack(outs)
+
+    return within_budget(compute, result[0] if a["return_softmax_lse"] else result)
+
+
 CALLS = {
     "attention": Call(make_attention, confirm_attention),
     "attention, sinks and slopes": Call(lambda: make_attention(sinks=True, alibi=True), confirm_attention),
@@ -348,6 +469,12 @@ CALLS = {
         )
         for method in methods
     },
+    "flash_attn_func": Call(make_flash, confirm_flash),
+    "flash_attn_func, slopes and sinks": Call(lambda: make_flash(heads=True), confirm_flash),
+    "flash_attn_varlen_func": Call(make_flash_varlen, confirm_flash_varlen),
+    "flash_attn_varlen_func, paged": Call(lambda: make_flash_varlen(paged=True), confirm_flash_varlen),
+    "flash_attn_with_kvcache": Call(make_flash_kvcache, confirm_flash_kvcache),
+    "flash_attn_with_kvcache, paged": Call(lambda: make_flash_kvcache(paged=True), confirm_flash_kvcache),
 }
 EXEMPT = {
     "OutOfPagesError": "an exception",
@@ -418,7 +545,7 @@ def complaint(call: Call, name: str, value: Any) -> str | None:
 
 def test_every_public_function_and_argument_is_in_the_matrix():
     named = {call.split(",")[0].split(".")[0] for call in CALLS}
-    assert named == set(quire.__all__) - set(EXEMPT)
+    assert named == (set(quire.__all__) - set(EXEMPT)) | set(flash_attn.__all__)
     methods = {name for name, _ in inspect.getmembers(quire.PageAllocator, inspect.isfunction) if name[0] != "_"}
     assert {f"PageAllocator.{name}" for name in methods} <= set(CALLS)
     for call in CALLS.values():

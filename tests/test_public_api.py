@@ -1,10 +1,12 @@
-"""What is public is what `__all__` says: importable, documented in the house grammar, quick to import, and nothing else."""
+"""What is public is what `__all__` says: importable, documented in the house grammar, cheap to import; nothing else."""
 
+import dataclasses
 import inspect
 import re
 import subprocess
 import sys
 import tomllib
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,17 @@ import pytest
 import quire
 from quire.integrations import flash_attn
 
-VERBS = ("attention", "copy_pages", "merge_states", "plan", "varlen_attention", "warmup", "workspace_size", "write_kv")
+VERBS = (
+    "attention",
+    "copy_pages",
+    "merge_states",
+    "no_compilation",
+    "plan",
+    "varlen_attention",
+    "warmup",
+    "workspace_size",
+    "write_kv",
+)
 NOUNS = ("AttentionSpec", "Batch", "PagedKVCache", "Plan", "State", "PageAllocator")
 SUBMODULES = {path.stem for path in Path(quire.__file__).parent.iterdir()}
 
@@ -41,9 +53,13 @@ def test_verbs_are_documented(name):
 @pytest.mark.parametrize("name", NOUNS)
 def test_nouns_and_their_public_members_are_documented(name):
     noun = getattr(quire, name)
-    assert inspect.getdoc(noun)
+    text = inspect.getdoc(noun)
+    assert text
+    for field in dataclasses.fields(noun) if dataclasses.is_dataclass(noun) else ():
+        assert re.search(rf"^    {field.name}: ", text, re.MULTILINE), f"{name}'s docstring must name {field.name}"
     for member, value in vars(noun).items():
-        if not member.startswith("_") and (inspect.isroutine(value) or isinstance(value, (property, classmethod))):
+        described = inspect.isroutine(value) or isinstance(value, (property, cached_property, classmethod))
+        if not member.startswith("_") and described:
             assert inspect.getdoc(getattr(noun, member) if isinstance(value, classmethod) else value), (
                 f"{name}.{member} must have a docstring"
             )
@@ -66,7 +82,8 @@ def check_documented(function) -> None:
         assert re.search(rf"^    (\*\*)?{parameter.name}: ", sections["Args"], re.MULTILINE), (
             f"{function.__name__}: Args must name {parameter.name}"
         )
-    assert signature.return_annotation is None or "Returns" in sections or "Return" in text, (
+    is_context = inspect.isgeneratorfunction(inspect.unwrap(function))
+    assert signature.return_annotation is None or "Returns" in sections or "Return" in text or is_context, (
         f"{function.__name__} must say what it returns"
     )
     assert "Raises" in sections, f"{function.__name__} must say what it raises"
@@ -81,21 +98,18 @@ def test_verbs_are_annotated_and_take_few_positional_arguments(name):
     assert all(p.annotation is not p.empty for p in positional)
 
 
-def test_importing_quire_costs_well_under_a_second_beyond_torch():
-    measure = (
-        "import torch, time; begun = time.perf_counter(); import quire; took = time.perf_counter() - begun; import sys;"
-        "print(took, *(name for name in ('transformers', 'rich', 'numpy.testing') if name in sys.modules))"
+def test_importing_quire_imports_torch_and_nothing_else():
+    code = (
+        "import sys, torch; before = set(sys.modules); import quire;"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))"
     )
-    runs = [
-        subprocess.run([sys.executable, "-c", measure], capture_output=True, text=True, check=True).stdout.split()
-        for _ in range(2)
-    ]
-    assert min(float(took) for took, *_ in runs) < 1.0
-    assert all(len(run) == 1 for run in runs), (
-        f"importing quire must not import what only its commands need, got {runs[0][1:]}"
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["quire"]
 
 
 def test_importing_quire_touches_no_device():
-    code = "import torch; torch.cuda.init = torch.cuda._lazy_init = None; import quire; assert not torch.cuda.is_initialized()"
+    code = (
+        "import torch; torch.cuda.init = torch.cuda._lazy_init = None; import quire;"
+        "assert not torch.cuda.is_initialized()"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

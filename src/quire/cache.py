@@ -66,6 +66,7 @@ class PagedKVCache:
         head_dim_v: width of a value.
         signature: dtype, KV heads and both head dims, to be compared with `AttentionSpec.cache_signature`.
         scale_kind: "none", "head" (per tensor or per head) or "token" (per token and head).
+        is_expanded: whether k, v or scales per token are expanded (a stride is 0): then they can be read, not written.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -87,6 +88,7 @@ class PagedKVCache:
     head_dim_v: int = field(init=False, repr=False)
     signature: tuple[torch.dtype, int, int, int] = field(init=False, repr=False)
     scale_kind: Literal["none", "head", "token"] = field(init=False, repr=False)
+    is_expanded: bool = field(init=False, repr=False)
 
     def __init__(
         self,
@@ -133,6 +135,9 @@ class PagedKVCache:
         object.__setattr__(self, "k_scale", k_scale)
         object.__setattr__(self, "v_scale", v_scale)
         object.__setattr__(self, "scale_kind", scale_kind)
+        written = (k, v, k_scale, v_scale) if scale_kind == "token" else (k, v)
+        is_expanded = any(_is_expanded(x) for x in written if x is not None)
+        object.__setattr__(self, "is_expanded", is_expanded)
 
     @classmethod
     def empty(
@@ -308,3 +313,7 @@ def _check_pages(k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
             f"v must have k's pages, slots and heads, got shape {tuple(v.shape)} where k has {tuple(k.shape)} "
             f"in layout {layout}; allocate both alike"
         )
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

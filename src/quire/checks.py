@@ -231,6 +231,7 @@ def check_write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_m
             and slot_mapping.is_contiguous()
             and k.device == v.device == cache.device == slot_mapping.device
             and cache.layout != "THD"
+            and not cache.is_expanded
             and not ((cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled())
             and cache.device.type in DEVICES
         )
@@ -277,14 +278,19 @@ def _explain_write_kv(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
             f"{slot_mapping.device}; move them together"
         )
     _check_writable("cache", cache)
+    _check_served("cache", cache.device)
 
 
 def _check_writable(name: str, cache: PagedKVCache) -> None:
+    if cache.is_expanded:
+        raise ValueError(
+            f"{name} must have memory for every slot to be written, got strides {cache.k.stride()} and "
+            f"{cache.v.stride()}, or scales that are expanded; allocate it with `PagedKVCache.empty`"
+        )
     if (cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled():
         raise UnsupportedError(
             f"{name} must not require a gradient, got k or v that does; Quire has no backward pass: detach them"
         )
-    _check_served(name, cache.device)
 
 
 def _check_served(name: str, device: torch.device) -> None:
@@ -301,7 +307,8 @@ def check_copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Ten
             raise UnsupportedError(
                 f"{name} must be paged to be copied by page, got layout THD; copy its tensors instead"
             )
-        _check_writable(name, cache)
+        _check_served(name, cache.device)
+    _check_writable("dst", dst)
     for fact, wanted, got in (
         ("layout", src.layout, dst.layout),
         ("dtype", src.dtype, dst.dtype),

@@ -42,11 +42,11 @@ def check_integer(name: str, value: Any, advice: str, low: int | None = None, hi
         if isinstance(value, bool | torch.Tensor) or not isinstance(value, Integral):
             raise TypeError(f"{name} must be an integer, got {describe(value)}; {advice}")
         value = int(value)
-    if low is not None and value < low:
-        contract = f"at least {low}" if high == LARGEST else f"from {low} to {high}"
+    if value > high or (low is not None and value < low):
+        contract = f"at most {high}" if low is None else f"from {low} to {high}"
+        if value <= high == LARGEST:
+            contract = f"at least {low}"
         raise ValueError(f"{name} must be {contract}, got {describe(value)}; {advice}")
-    if value > high:
-        raise ValueError(f"{name} must be at most {high}, got {describe(value)}; {advice}")
     return value
 
 

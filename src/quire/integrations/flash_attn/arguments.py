@@ -12,6 +12,7 @@ import torch
 from quire import AttentionSpec, UnsupportedError
 from quire.integrations import layer_spec
 
+LARGEST = (1 << 63) - 1  # integer that fits into a tensor
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -100,10 +101,13 @@ def as_number(name: str, value: float) -> float:
     """Return a number of the host as a float, or raise."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {shown(value)}; convert it with float()")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an int with hundreds of digits
+        raise ValueError(f"{name} must fit into a float, got {shown(value)}; see the docstring") from None
 
 
-def as_int(name: str, value: int | torch.Tensor, least: int | None = None, most: int | None = None) -> int:
+def as_int(name: str, value: int | torch.Tensor, least: int | None = None, most: int = LARGEST) -> int:
     """Return an integer, or raise. A tensor of one integer is accepted: Transformers passes such bounds at times."""
     try:
         if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
@@ -112,15 +116,19 @@ def as_int(name: str, value: int | torch.Tensor, least: int | None = None, most:
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {shown(value)}; convert it with int()") from None
     if least is not None and number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}; see the docstring")
-    if most is not None and number > most:
-        raise ValueError(f"{name} must be at most {most}, got {number}; see the docstring")
+        raise ValueError(f"{name} must be at least {least}, got {shown(number)}; see the docstring")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, got {shown(number)}; see the docstring")
     return number
 
 
 def shown(value: object) -> str:
     """Return a value as an error shows it; a tensor by its shape, which does not wait for a device."""
-    return f"a tensor {list(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def check_tensor(name: str, x: torch.Tensor, device: torch.device | None, **dims: int | None) -> torch.Size:
@@ -128,8 +136,9 @@ def check_tensor(name: str, x: torch.Tensor, device: torch.device | None, **dims
 
     None stands for any size, and for any device.
     """
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}; see flash-attn's shapes in the docstring")
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+        kind = x.layout if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a tensor with strides, got {kind}; see flash-attn's shapes in the docstring")
     if x.dim() != len(dims) or any(want not in (None, got) for got, want in zip(x.shape, dims.values(), strict=True)):
         wanted = ", ".join(dim if size is None else f"{dim} = {size}" for dim, size in dims.items())
         raise ValueError(f"{name} must be [{wanted}], got {list(x.shape)}; see flash-attn's shapes in the docstring")

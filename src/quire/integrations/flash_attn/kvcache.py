@@ -121,6 +121,9 @@ def read_new_tokens(
     heads, dim, dim_v = pages.num_kv_heads, pages.head_dim, pages.head_dim_v
     _, length, _, _ = check_tensor("k", k, pages.device, batch=batch, seqlen_new=None, num_kv_heads=heads, head_dim=dim)
     check_tensor("v", v, pages.device, batch=batch, seqlen_new=length, num_kv_heads=heads, head_dim_v=dim_v)
+    for name, x in (("k", k), ("v", v)):
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating-point, got {x.dtype}; cast it")
     if cache.table.shape[1] == 0:
         raise ValueError("block_table must have a column to append k, got none; widen it")
     return NewTokens(contiguous_last(k), contiguous_last(v), length)
