@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 import quire
+from quire.dispatch.device import is_served_by_torch
 from quire.testing import Problem, error_budget, make_problem
 
 GPU = torch.cuda.is_available()
-TRITON_RUNS = GPU or triton.knobs.runtime.interpret
+TRITON_RUNS = not is_served_by_torch(torch.device("cuda" if GPU else "cpu"))
 MARKS = {
     "triton": (TRITON_RUNS, "Triton has no driver for CPUs: this needs a GPU or TRITON_INTERPRET=1"),
     "pytorch": (

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 import quire
-from quire.testing import Oracle, make_problem
+from quire.dispatch.device import is_served_by_torch
+from quire.testing import make_problem
 
-pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="in the interpreter Triton serves CPU tensors")
+pytestmark = pytest.mark.skipif(
+    not is_served_by_torch(torch.device("cpu")), reason="in Triton's interpreter the kernels serve CPU tensors"
+)
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 LENS = ((1, 20), (3, 9), (1, 0), (18, 40))
@@ -55,40 +57,6 @@ sys.modules["quire"] = package
 from quire.kernels.cpu import attention, cache_ops, launch, merge
 """
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_probabilities_add_up_to_one_at_large_scores(return_lse):
-    """Scores of -46,341, where the lse is rounded to 1/256. All values are 1, and so is every mean of them."""
-    q, k, v = torch.full((3, 1, 128), 64.0), torch.full((7, 1, 128), -64.0), torch.ones(7, 1, 128)
-    spec = quire.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=128, dtype=torch.float32)
-    plan = quire.plan(spec, quire.Batch.varlen(int32(0, 3), int32(0, 7)), max_query_len=3, max_seq_len=7)
-    result = quire.varlen_attention(q, k, v, plan, return_lse=return_lse)
-    torch.testing.assert_close(result.out if return_lse else result, torch.ones(3, 1, 128))
-
-
-def test_merged_weights_add_up_to_one_at_a_large_lse():
-    states = [quire.State(torch.ones(2, 1, 16), torch.full((2, 1), -46341.0 + i / 256)) for i in range(5)]
-    torch.testing.assert_close(quire.merge_states(states).out, torch.ones(2, 1, 16))
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_query_of_nan_gives_nan(feature, bad):
-    """Infinite queries have scores of +inf or NaN, unless softcap makes them finite. Other queries do not change."""
-    p = make_problem(make_spec(**FEATURES[feature]), ((1, 20), (3, 9), (1, 0)))
-    expected = attend(p, return_lse=True)
-    p.q[[0, 2, 4]] = bad  # of the three sequences
-    found = attend(p, return_lse=True)
-    for token in (0, 2):
-        if bad != bad:
-            assert found.out[token].isnan().all() and found.lse[token].isnan().all()
-            assert attend(p)[token].isnan().all()
-        elif feature != "softcap":
-            assert not found.lse[token].isfinite().any()
-    others = [1, 3, 4]  # the last sees no key
-    assert same(found.out[others], expected.out[others]) and same(found.lse[others], expected.lse[others])
-    assert (attend(p)[4] == 0).all()
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -144,17 +112,6 @@ def test_a_default_device_is_no_matter():
     with torch.device("meta"):
         found = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
     assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
-@pytest.mark.parametrize("amplitude", [1.0, 1e-3, 1e-4, 1e-5])
-def test_small_values_survive_scales_per_token(kv_dtype, amplitude):
-    """float16 queries: a probability times a scale of 1e-5 would be a subnormal float16."""
-    p = make_problem(make_spec(dtype=torch.float16, kv_dtype=kv_dtype), LENS, scales="token")
-    p.cache.v_scale.mul_(amplitude)
-    oracle = Oracle(p)
-    for result in (attend(p), attend(p, return_lse=True)):
-        assert oracle.judge(result).passed, oracle.judge(result)
 
 
 def with_table(p, row, column, page):
@@ -230,27 +187,3 @@ def test_a_page_past_the_pool_or_written_twice_leaves_the_cache_as_it_was(pairs)
     with pytest.raises(ValueError, match=r"page_pairs must .*, got .*; "):
         quire.copy_pages(cache, cache, torch.tensor(pairs))
     assert torch.equal(cache.k, before[0]) and torch.equal(cache.v, before[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_state_with_an_infinite_lse_is_empty(dtype):
-    """FlashAttention writes +inf where a row sees no key."""
-    one, empty = (quire.State(torch.randn(3, 2, 16).to(dtype), torch.randn(3, 2)) for _ in "ab")
-    empty.lse[:2], empty.out[0] = float("inf"), float("nan")
-    empty.lse[2] = -float("inf")
-    for states in ([one, empty], [empty, one], [empty, one, empty]):
-        merged = quire.merge_states(states)
-        assert torch.equal(merged.out, one.out) and torch.equal(merged.lse, one.lse)
-    merged = quire.merge_states([empty, empty])
-    assert (merged.out == 0).all() and (merged.lse == -float("inf")).all()
-
-
-def test_a_state_with_lse_nan_makes_the_result_nan():
-    one, other = (quire.State(torch.randn(3, 2, 16), torch.randn(3, 2)) for _ in "ab")
-    expected = quire.merge_states([one, other])
-    other.lse[1, 0] = float("nan")
-    merged = quire.merge_states([one, other])
-    assert merged.out[1, 0].isnan().all() and merged.lse[1, 0].isnan()
-    rest = torch.ones(3, 2, dtype=torch.bool)
-    rest[1, 0] = False
-    assert torch.equal(merged.out[rest], expected.out[rest]) and torch.equal(merged.lse[rest], expected.lse[rest])

@@ -98,6 +98,34 @@ def attention(
     return out if lse is None else State(out, lse)
 
 
+@overload
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | None = None, return_lse: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None, out: State, return_lse: bool = False,
+) -> State: ...  # fmt: skip
+
+
+@overload
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | State | None = None, return_lse: Literal[True],
+) -> State: ...  # fmt: skip
+
+
+@overload
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | State | None = None, return_lse: bool = False,
+) -> torch.Tensor | State: ...  # fmt: skip
+
+
 def varlen_attention(
     q: torch.Tensor,  # [num_tokens_q, num_q_heads, head_dim]
     k: torch.Tensor,  # [num_tokens_k, num_kv_heads, head_dim]

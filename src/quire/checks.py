@@ -437,7 +437,7 @@ def _check_workspace(workspace: Any, device: torch.device) -> None:
     check_tensor("workspace", workspace, advice)
     if workspace.dtype is not torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
         raise ValueError(
-            f"workspace must be contiguous uint8 with one dimension, got {describe(workspace)} with strides "
+            f"workspace must be uint8, contiguous and of one dimension, got {describe(workspace)} with strides "
             f"{workspace.stride()}; {advice}"
         )
     if workspace.device != device:

@@ -133,7 +133,7 @@ def gather(
         k, v = cache.k[page, :, :, slot].flatten(2), cache.v[page, :, :, slot]
     k, v = k.to(dtype), v.to(dtype)
     k_scale, v_scale = cache.k_scale, cache.v_scale  # [num_kv_heads], or [num_pages, page_size, num_kv_heads]
-    if isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor):
+    if k_scale is not None and v_scale is not None:
         if cache.scale_kind == "token":
             k_scale, v_scale = k_scale[page, slot], v_scale[page, slot]
         k, v = k * k_scale.to(dtype)[..., None], v * v_scale.to(dtype)[..., None]

@@ -172,7 +172,7 @@ def poison(cache: PagedKVCache, owned: torch.Tensor) -> None:
         else:
             stored[index] = value.to(stored.device)
     for scale in (cache.k_scale, cache.v_scale):
-        if isinstance(scale, torch.Tensor) and cache.scale_kind == "token":
+        if scale is not None and cache.scale_kind == "token":
             scale[page, slot] = float("nan")
 
 

@@ -281,3 +281,48 @@ def test_a_decode_launch_leaves_the_other_sequences_alone(lens, device):
     torch.testing.assert_close(out[served], whole.out[served])
     torch.testing.assert_close(lse[served], whole.lse[served])
     assert (out[~served] == 7).all() and (lse[~served] == 7).all()
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_probabilities_add_up_to_one_at_large_scores(return_lse, device):
+    """Scores of -46,341, where the lse is rounded to 1/256. All values are 1, and so is every mean of them."""
+    q, k, v = (torch.full((n, 1, 128), x, device=device) for n, x in ((3, 64.0), (7, -64.0), (7, 1.0)))
+    spec = quire.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=128, dtype=torch.float32)
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (3, 7))
+    plan = quire.plan(spec, quire.Batch.varlen(cu_q, cu_k), max_query_len=3, max_seq_len=7)
+    result = quire.varlen_attention(q, k, v, plan, return_lse=return_lse)
+    torch.testing.assert_close(result.out if return_lse else result, torch.ones(3, 1, 128, device=device))
+
+
+@splits(1, 3)
+@pytest.mark.parametrize("feature", ["causal", "window", "softcap", "alibi", "sinks"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_query_of_nan_gives_nan(bad, feature, num_splits, device, options):
+    """An lse of -inf would say that the query saw no key. Infinite queries have infinite scores, but for softcap."""
+    spec = quire.AttentionSpec(**HEADS | FEATURES[feature], dtype=torch.float32)
+    p = make_problem(spec, ((1, 20), (3, 9), (1, 0)), device=device)
+    plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
+    expected = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+    p.q[[0, 2, 4]] = bad  # one query of each sequence
+    found = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+    if bad != bad:
+        assert found.out[[0, 2]].isnan().all()
+        assert found.lse[[0, 2]].isnan().all()
+        assert quire.attention(p.q, p.cache, plan, **p.tables)[[0, 2]].isnan().all()
+    elif feature != "softcap":
+        assert not found.lse[[0, 2]].isfinite().any()
+    others = [1, 3, 4]  # the last sees no key
+    assert torch.equal(found.out[others], expected.out[others])
+    assert torch.equal(found.lse[others], expected.lse[others])
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("amplitude", [1.0, 1e-3, 1e-4, 1e-5])
+def test_small_values_survive_scales_per_token(amplitude, kv_dtype, device, assert_within_budget):
+    """float16 queries: a probability times a scale of 1e-5 would be a subnormal float16."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float16, kv_dtype=kv_dtype)
+    p = make_problem(spec, MIXED, scales="token", device=device)
+    p.cache.v_scale.mul_(amplitude)
+    plan = quire.plan(spec, p.batch, **p.bounds)
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan))
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))

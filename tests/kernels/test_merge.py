@@ -79,6 +79,41 @@ def test_what_an_empty_state_holds_does_not_matter():
     close(quire.merge_states([a, b]), a, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_state_with_an_infinite_lse_is_empty(dtype, device):
+    """FlashAttention writes +inf where a row sees no key."""
+    one, empty = (State(s.out.to(device), s.lse.to(device)) for s in random_states(2, dtype=dtype))
+    empty.lse[:2], empty.out[0] = float("inf"), float("nan")
+    empty.lse[2] = -float("inf")
+    for states in ([one, empty], [empty, one], [empty, one, empty]):
+        merged = quire.merge_states(states)
+        torch.testing.assert_close(merged.out, one.out)
+        torch.testing.assert_close(merged.lse, one.lse)
+    merged = quire.merge_states([empty, empty])
+    assert (merged.out == 0).all()
+    assert (merged.lse == -float("inf")).all()
+
+
+def test_a_state_with_lse_nan_makes_the_result_nan(device):
+    one, other = (State(s.out.to(device), s.lse.to(device)) for s in random_states(2, dtype=torch.float32))
+    expected = quire.merge_states([one, other])
+    other.lse[1, 0] = float("nan")
+    merged = quire.merge_states([one, other])
+    assert merged.out[1, 0].isnan().all()
+    assert merged.lse[1, 0].isnan()
+    rest = torch.ones(merged.lse.shape, dtype=torch.bool)
+    rest[1, 0] = False
+    assert torch.equal(merged.out[rest], expected.out[rest])
+    assert torch.equal(merged.lse[rest], expected.lse[rest])
+
+
+def test_weights_add_up_to_one_at_a_large_lse(device):
+    """At -46,341 an lse is rounded to 1/256. All outs are 1, and so is every mean of them."""
+    out, lse = torch.ones(2, 1, 16, device=device), torch.full((2, 1), -46341.0, device=device)
+    states = [State(out, lse + i / 256) for i in range(5)]
+    torch.testing.assert_close(quire.merge_states(states).out, out)
+
+
 def test_bad_input_is_refused():
     a, b = random_states(2, dtype=torch.float32)
     with pytest.raises(ValueError, match="at least one"):

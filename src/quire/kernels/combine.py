@@ -38,11 +38,11 @@ def combine_kernel(
     lse_ptrs = lses + token * stride_lses_token + head * stride_lses_head + one
     out_ptrs = outs + token * stride_token + head * stride_head + one[:, None] + offs_dv[None, :]
     for i in tl.range(0, num_states):
-        other_lse = tl.load(lse_ptrs + i.to(tl.int64) * stride_lses_state)
+        other_lse = tl.load(lse_ptrs + tl.cast(i, tl.int64) * stride_lses_state)
         # A state over no keys has weight 0, whatever its out holds. flash-attn writes +inf there.
         empty = tl.abs(other_lse) == float("inf")
         held = (~empty)[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
-        other = tl.load(out_ptrs + i.to(tl.int64) * stride_state, mask=held, other=0.0).to(tl.float32)
+        other = tl.load(out_ptrs + tl.cast(i, tl.int64) * stride_state, mask=held, other=0.0).to(tl.float32)
         # A normalised state is (acc, m_i, l_i) = (out, lse, 1); without keys its sum is 0.
         other_m = tl.where(empty, float("-inf"), other_lse * LOG2E)
         acc, m_i, l_i = combine(acc, m_i, l_i, other, other_m, tl.where(empty, 0.0, 1.0))

@@ -22,4 +22,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def page_tensors(cache: PagedKVCache) -> list[torch.Tensor]:
     """Return the tensors that hold a part of each page: keys, values, and scales per token where the cache has them."""
     tensors = [as_bytes(cache.k), as_bytes(cache.v)]
-    return [*tensors, cache.k_scale, cache.v_scale] if cache.scale_kind == "token" else tensors
+    if cache.scale_kind == "token" and cache.k_scale is not None and cache.v_scale is not None:
+        tensors += [cache.k_scale, cache.v_scale]
+    return tensors

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     """The rows of a row block: (query token, query head) pairs of one KV head."""
 
     token: Any  # int64, of the batch
-    head: Any  # int64, query head
+    head: Any  # query head
     q_pos: Any  # position of the token among its sequence's keys
     owned: Any  # false for padding rows
 
@@ -72,7 +72,7 @@ def find_rows(first_row, q_start, q_len, first_pos, kv_head, GROUP: tl.constexpr
     """
     row = first_row + tl.arange(0, NUM_ROWS)
     owned = row < q_len * GROUP
-    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
     token = (q_start + row // GROUP).to(tl.int64)
     return Rows(token, head, first_pos + row // GROUP, owned)
 
@@ -173,7 +173,7 @@ def attend_tile(
         q: [BLOCK_M, BLOCK_D], from `load_queries`.
         cache: views.CacheTensors.
         kv: views.KVLayout.
-        kv_head: KV head, int64.
+        kv_head: KV head.
         page: page of each key, from `find_pages`.
         pos: position of the tile's first key.
         rows: Rows.
@@ -194,12 +194,15 @@ def attend_tile(
     page = page.to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot, offs_d, offs_dv = slot.to(tl.int64), offs_d.to(tl.int64), offs_dv.to(tl.int64)
-    offs_k = slot * kv.k_slot + (page * kv.k_page + kv_head * kv.k_head)
+    kv_head = kv_head.to(tl.int64)  # heads may lie outermost
+    k_head, v_head = cache.k + kv_head * kv.k_head, cache.v + kv_head * kv.k_head  # the same in every tile
+    offs_k = slot * kv.k_slot + page * kv.k_page
     offs_v = offs_k
     if kv.v_page is not None:
-        offs_v = slot * kv.v_slot + (page * kv.v_page + kv_head * kv.v_head)
-    k_ptrs = cache.k + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
-    v_ptrs = cache.v + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
+        v_head = cache.v + kv_head * kv.v_head
+        offs_v = slot * kv.v_slot + page * kv.v_page
+    k_ptrs = k_head + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
+    v_ptrs = v_head + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
     k = load_tile(k_ptrs, keep, offs_d, MASKED, T.HEAD_DIM // EACH, T.BLOCK_D // EACH)
     v = load_tile(v_ptrs, keep, offs_dv, MASKED, T.HEAD_DIM_V // EACH, T.BLOCK_DV // EACH)
     # float16 cannot hold small probabilities times small scales. There values are scaled, as a float16 cache holds them.
@@ -311,7 +314,7 @@ def store_result(outputs, acc, m_i, l_i, v_scale, rows, offs_dv, HEAD_DIM_V: tl.
         sink = tl.load(outputs.sinks_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32) * LOG2E
         acc, m_i, l_i = combine(acc, m_i, l_i, tl.zeros_like(acc), sink, tl.zeros_like(sink) + 1.0)
     out, lse = finish(acc, m_i, l_i)
-    ptrs = outputs.out_ptr + (rows.token * outputs.stride_token + rows.head * outputs.stride_head)[:, None]
+    ptrs = outputs.out_ptr + (rows.token * outputs.stride_token + rows.head.to(tl.int64) * outputs.stride_head)[:, None]
     ptrs += offs_dv[None, :]
     out = (out * v_scale).to(outputs.out_ptr.dtype.element_ty)
     tl.store(ptrs, out, mask=rows.owned[:, None] & (offs_dv < HEAD_DIM_V)[None, :])

@@ -38,6 +38,8 @@ from quire.integrations.flash_attn.kvcache import (
     widen,
 )
 
+MAX_SPLITS = 128  # flash-attn's limit, and Quire's
+
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 
@@ -231,7 +233,8 @@ def flash_attn_with_kvcache(
         block_table: [batch, max_blocks_per_seq] int32, the pages of each sequence.
         softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux: as in `flash_attn_func`.
         rotary_interleaved: rotate neighbours (2i, 2i + 1) instead of halves (i, i + rotary_dim / 2).
-        num_splits: how many splits of the keys to attend to in parallel, from 1; 0 to have it chosen.
+        num_splits: how many splits of the keys to attend to in parallel, from 1 to 128; 0 to have it chosen. On a CPU
+            there are none.
         return_softmax_lse: also return the lse.
 
     Returns:
@@ -245,7 +248,7 @@ def flash_attn_with_kvcache(
             also if a length, a row or a page is out of range.
     """
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
-    num_splits = as_int("num_splits", num_splits, least=0)
+    num_splits = as_int("num_splits", num_splits, least=0, most=MAX_SPLITS)
     batch, seqlen_q, *_ = check_tensor("q", q, None, batch=None, seqlen_q=None, num_q_heads=None, head_dim=None)
     scoring = read_scoring(q, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     cache = find_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
@@ -263,13 +266,10 @@ def flash_attn_with_kvcache(
         first_page, seq_lens = first_page + cache_leftpad[:, None], (seq_lens - cache_leftpad).clamp(min=0)
     starts = None if seqlen_q == 1 else multiples(batch + 1, seqlen_q, q.device)
     keys = Batch(first_page, seq_lens.to(torch.int32), starts, paged=block_table is not None)
-    plan = quire.plan(
-        scoring.spec(q, k_cache, v_cache),
-        keys,
-        max_query_len=seqlen_q,
-        max_seq_len=cache.capacity,
-        num_splits=num_splits or None,
-    )
+    spec, capacity = scoring.spec(q, k_cache, v_cache), cache.capacity
+    plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=capacity)
+    if num_splits and plan.kernel != "torch":
+        plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=capacity, num_splits=num_splits)
 
     if new is not None:
         q = append(q, new, rotary, lens_before, cache, scoring)

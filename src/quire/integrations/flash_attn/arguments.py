@@ -103,7 +103,7 @@ def as_number(name: str, value: float) -> float:
     return float(value)
 
 
-def as_int(name: str, value: int | torch.Tensor, least: int | None = None) -> int:
+def as_int(name: str, value: int | torch.Tensor, least: int | None = None, most: int | None = None) -> int:
     """Return an integer, or raise. A tensor of one integer is accepted: Transformers passes such bounds at times."""
     try:
         if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
@@ -113,6 +113,8 @@ def as_int(name: str, value: int | torch.Tensor, least: int | None = None) -> in
         raise TypeError(f"{name} must be an integer, got {shown(value)}; convert it with int()") from None
     if least is not None and number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}; see the docstring")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}; see the docstring")
     return number
 
 

@@ -73,7 +73,7 @@ def block_kernel(
     )  # fmt: skip
     # Which rows: a row block of one sequence.
     pid = tl.program_id(0)
-    kv_head = (pid % NUM_KV_HEADS).to(tl.int64)
+    kv_head = pid % NUM_KV_HEADS
     seq = pid // NUM_KV_HEADS
     row_block = 0
     if MULTI_BLOCK and cu_seqlens_q is None:
@@ -118,7 +118,7 @@ def block_kernel(
     pos = full_start * BLOCK_N
     page = find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # in flight while the queries are loaded
 
-    q_ptrs = q_ptr + rows.token * stride_q_token + rows.head * stride_q_head
+    q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
     q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8)
     acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
     slopes = None

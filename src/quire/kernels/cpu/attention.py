@@ -179,7 +179,7 @@ def gather(
     if cache.dtype in QUANTISED_DTYPES:
         k, v = k.view(cache.dtype).float(), v.view(cache.dtype).float()
     k_scale, v_scale = cache.k_scale, cache.v_scale
-    if isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor):
+    if k_scale is not None and v_scale is not None:
         if cache.scale_kind == "token":
             k_scale, v_scale = k_scale[page, slot], v_scale[page, slot]
         k, v = k * k_scale[..., None], v * v_scale[..., None]

@@ -28,7 +28,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
         x = x[kept]
         if limit is not None:
             x = x.float()
-            if cache.scale_kind == "token":
+            if scale is not None and cache.scale_kind == "token":
                 peak = torch.where(x.isfinite(), x.abs(), 0.0).amax(-1)
                 fresh = torch.where(peak > SMALLEST_PEAK, peak / limit, 1.0)
                 scale[page, slot] = fresh

@@ -77,7 +77,7 @@ def split_kv_kernel(
     COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
     P: tl.constexpr = Partial(PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK)
     partition = tl.program_id(0) // NUM_KV_HEADS  # neighbours read the same pages, of other heads, at the same time
-    kv_head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
     unit, high, size, seq, seq_unit = find_partition(
         kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
     )
@@ -105,7 +105,7 @@ def split_kv_kernel(
         )  # in flight while the queries are loaded
 
         rows = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
-        q_ptrs = q_ptr + rows.token * stride_q_token + rows.head * stride_q_head
+        q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
         q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8)
         slopes = None
         if slopes_ptr is not None:

@@ -1,0 +1,107 @@
+"""No address is an int32 product: in the compiled kernels, a run-time stride is only ever multiplied as an int64.
+
+A stride is any integer argument of a kernel that is not a count or a window. The kernels' IR is read as text, before the layouts of a GPU. The exception are
+offsets within a page in attention: `slot * k_slot` and its like are int32 where the cache has said that they stay below 2^31 (`WIDE_OFFSETS` is False).
+"""
+
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import quire
+from quire import targets
+from quire.kernels.launcher import launch
+from quire.targets import TARGETS, compiling
+from tests.compile import launches
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
+
+NO_STRIDES = {"num_seqs", "num_states", "num_partitions", "window_left", "window_right"}
+WITHIN_A_PAGE = {"kv.k_slot", "kv.v_slot", "kv.scale_slot", "kv.k_vec", "kv.v_vec"}
+ARGUMENT = re.compile(r'(%[\w.]+): i32 (?:\{[^}]*\} )?loc\("([\w.]+)"')
+SHAPED = re.compile(r"(%[\w.]+) = tt\.(?:splat|broadcast|expand_dims) (%[\w.]+)")
+PRODUCT = re.compile(r"= arith\.muli (%[\w.]+), (%[\w.]+)(?: overflow<\w+>)? : (?:i32|tensor<[\dx]+xi32[,>])")
+
+
+def int32_products(ir: str) -> list[str]:
+    """Return the names of the strides that a kernel multiplies as int32."""
+    signature = next(line for line in ir.splitlines() if "tt.func public" in line)
+    strides = {value: name for value, name in ARGUMENT.findall(signature) if name not in NO_STRIDES}
+    found = []
+    for line in ir.splitlines():
+        if shaped := SHAPED.search(line):
+            value, source = shaped.groups()
+            if source in strides:
+                strides[value] = strides[source]
+        elif product := PRODUCT.search(line):
+            found += [strides[value] for value in product.groups() if value in strides]
+    return found
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Collect (name, constexprs and options, IR) of what is compiled in the test."""
+    collected, inspect = [], targets.inspect
+
+    def collect(name, kernel, target, options):
+        collected.append((name, options, kernel.asm["ttir"]))
+        return inspect(name, kernel, target, options)
+
+    monkeypatch.setattr(targets, "inspect", collect)
+    return collected
+
+
+def wrong(compiled: list) -> list[str]:
+    """Return what is wrong in some compiled kernels."""
+    found = []
+    for name, options, ir in compiled:
+        served = WITHIN_A_PAGE if options.get("WIDE_OFFSETS") is False else set()
+        found += [f"{name}: {stride} is multiplied as int32" for stride in int32_products(ir) if stride not in served]
+    return found
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("features", ["many, with lse", "int8 per token", "vLLM's original", "other value width"])
+def test_strides_are_multiplied_as_int64(features, wide, compiled, monkeypatch):
+    monkeypatch.setattr(quire.PagedKVCache, "has_wide_offsets", wide)
+    with compiling(TARGETS["sm80"]):
+        launches.attend("prompt", 64, features)
+        launches.attend("decode, split", 64, features)
+        if not wide:
+            launches.write(64, features)
+            launches.merge(64, features)
+    kernels = {"block_kernel", "split_kv_kernel"} | (set() if wide else {"write_kernel", "copy_kernel", "combine_kernel"})
+    assert {name for name, _, _ in compiled} == kernels
+    assert not wrong(compiled)
+
+
+@triton.jit
+def narrow_kernel(ptr, stride_row):
+    offs = tl.program_id(0) * stride_row
+    tl.store(ptr + offs, 1.0)
+
+
+@triton.jit
+def narrow_tensor_kernel(ptr, stride_row):
+    rows = tl.arange(0, 16)
+    tl.store(ptr + (rows * stride_row).to(tl.int64), 1.0)  # too late
+
+
+@triton.jit
+def wide_kernel(ptr, stride_row):
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 16)
+    tl.store(ptr + rows * stride_row, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "narrow"),
+    [(narrow_kernel, ["stride_row"]), (narrow_tensor_kernel, ["stride_row"]), (wide_kernel, [])],
+)
+def test_the_check_sees_an_int32_product(kernel, narrow, compiled):
+    with compiling(TARGETS["sm80"]):
+        launch(kernel, (1,), (torch.zeros(16), 48), {})
+    assert int32_products(compiled[0][2]) == narrow
