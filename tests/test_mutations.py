@@ -46,7 +46,7 @@ def test_a_broken_kernel_is_noticed(name, tmp_path):
     run = [
         sys.executable,
         "-m",
-        "quire.cli",
+        "quire",
         "check",
         "--json",
         "--fail-fast",

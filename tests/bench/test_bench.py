@@ -8,8 +8,8 @@ from rich.console import Console
 from quire.bench import html, report, results
 from quire.bench.measure import NoResult
 from quire.bench.peers import PEERS
-from quire.cli import bench as command
-from quire.cli import main
+from quire.cli import bench, bench_measure, main
+from quire.cli.console import progress_bar
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def on_a_gpu(monkeypatch, ceilings):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(results, "driver_version", lambda: "none")
-        monkeypatch.setattr(command, "compare", compare)
-        monkeypatch.setattr(command, "measure_ceilings", lambda: ceilings)
-        monkeypatch.setattr(command, "compile_all", lambda *args: ())
-        monkeypatch.setattr(command, "current_target", lambda: None)
+        monkeypatch.setattr(bench_measure, "compare", compare)
+        monkeypatch.setattr(bench_measure, "measure_ceilings", lambda: ceilings)
+        monkeypatch.setattr(bench_measure, "compile_all", lambda *args: ())
+        monkeypatch.setattr(bench_measure, "current_target", lambda: None)
 
     return install
 
@@ -150,7 +150,7 @@ def test_without_a_gpu_what_kernels_need_is_reported(tmp_path):
 
 
 def test_fields_of_a_configuration_are_named():
-    assert command.fields("block_n=128,num_warps=8") == {"block_n": 128, "num_warps": 8}
+    assert bench.config_fields("block_n=128,num_warps=8") == {"block_n": 128, "num_warps": 8}
     for text in ("block_k=3", "block_n", "block_n=many"):
         with pytest.raises(SystemExit) as leaving:
             main(["bench", "--config", text])
@@ -164,10 +164,10 @@ def test_graphs_for_a_range_are_measured_and_graphs_for_each_length(monkeypatch,
         asked.append((case.name, table_len))
         return {"own": make_timing(10.0), "range": make_timing(10.4)}
 
-    monkeypatch.setattr(command, "compare", compare)
+    monkeypatch.setattr(bench_measure, "compare", compare)
     console = Console(quiet=True)
-    with command.bar(console) as progress:
-        rows = list(command.capture_ranges(0.1, progress, console))
+    with progress_bar(console) as progress:
+        rows = list(bench_measure.capture_ranges(0.1, progress, console))
     assert ("decode 32x2048", 16384) in asked
     assert all(row.seq_len <= row.captured_for for row in rows)
     assert report.describe_ranges(rows).startswith("Graphs captured for a range of lengths take 1.040 of the time")
@@ -175,10 +175,10 @@ def test_graphs_for_a_range_are_measured_and_graphs_for_each_length(monkeypatch,
 
 def test_graphs_whose_results_are_wrong_are_not_timed(monkeypatch, make_timing):
     found = {"own": make_timing(10.0), "range": NoResult("wrong")}
-    monkeypatch.setattr(command, "compare", lambda *args, **kwargs: found)
+    monkeypatch.setattr(bench_measure, "compare", lambda *args, **kwargs: found)
     console = Console(quiet=True)
-    with command.bar(console) as progress, pytest.raises(RuntimeError, match="must be right to be timed"):
-        next(command.capture_ranges(0.1, progress, console))
+    with progress_bar(console) as progress, pytest.raises(RuntimeError, match="must be right to be timed"):
+        next(bench_measure.capture_ranges(0.1, progress, console))
 
 
 @pytest.mark.parametrize("arguments", [["--only", "no such case"], ["--trace", "/nowhere"]])
@@ -197,6 +197,6 @@ def test_bad_results_of_our_own_leave_with_1(make_report, tmp_path, monkeypatch,
     found = make_report()
     found.rows[2].results["Quire"] = NoResult("wrong: error 0.1, 3.0 times its budget")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "measure", lambda *args: found)
+    monkeypatch.setattr(bench_measure, "measure", lambda *args: found)
     assert main(["bench", "--quick", "--output", str(tmp_path)]) == 1
     assert f"Quire has no time for {found.rows[2].case}: wrong: error 0.1" in capsys.readouterr().out

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import quire
-from quire import targets
 from quire.bench.cases import Case
-from quire.cli import main
-from quire.cli import tune as command
+from quire.cli import main, tune_sweep
 from quire.dispatch.config import HINTS, KernelConfig
 from quire.dispatch.tree import fitted_trees, forget_trees
 from quire.dispatch.tree_file import load_tree
@@ -396,11 +394,11 @@ def tune(home, gpu, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Made-Up Device")
-    monkeypatch.setattr(targets, "current_target", lambda: TARGETS["sm90"])
-    monkeypatch.setattr(command, "device_properties", lambda device: SM90)
-    monkeypatch.setattr(command, "GpuSession", gpu)
-    monkeypatch.setattr(command, "compile_beforehand", lambda *args: frozenset())
-    monkeypatch.setattr(command, "jobs", lambda quick: FEW)
+    monkeypatch.setattr(tune_sweep, "current_target", lambda: TARGETS["sm90"])
+    monkeypatch.setattr(tune_sweep, "device_properties", lambda device: SM90)
+    monkeypatch.setattr(tune_sweep, "GpuSession", gpu)
+    monkeypatch.setattr(tune_sweep, "compile_beforehand", lambda *args: frozenset())
+    monkeypatch.setattr(tune_sweep, "jobs", lambda quick: FEW)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         status = main(["tune", "--quick", *arguments])
@@ -413,7 +411,7 @@ def test_the_command_stops_and_goes_on(tune, gpu):
     gpu.stop_after = 100
     status, _, err = tune()
     assert status == 130
-    assert "the same command goes on from" in err
+    assert "the same command continues from" in err
     gpu.stop_after = None
     status, out, _ = tune()
     assert status == 0
@@ -441,7 +439,7 @@ def test_the_command_measures_nothing_twice_but_to_judge_the_tree(tune, gpu, tmp
     assert tune("--records", path)[0] == 0
     gpu.timed.clear()
     assert tune("--records", path)[0] == 0
-    assert {replays for _, _, replays in gpu.timed} == {command.PROOF}
+    assert {replays for _, _, replays in gpu.timed} == {tune_sweep.JUDGE_REPLAYS}
 
 
 def test_the_command_does_not_mix_records_of_two_devices(tune, monkeypatch, tmp_path):

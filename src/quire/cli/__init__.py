@@ -3,14 +3,29 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
+import quire
+from quire.cli.arguments import CommandError
+from quire.cli.exit_codes import BAD_ARGUMENTS, INTERRUPTED, READER_LEFT
+from quire.cli.streams import allow_any_encoding, discard_output
+
+COMMANDS = {
+    "generate": "continue prompts with a Hugging Face model",
+    "check": "compare the kernels with the float64 oracle",
+    "bench": "time attention, compared with other libraries, and report it",
+    "tune": "measure this GPU and fit a decision tree for plans",
+    "env": "versions, device, and what a plan chooses and why",
+}
 EXAMPLES = """examples:
-  quire generate                                     # the embedded model continues a few prompts
+  quire generate                        # the embedded model continues a few prompts
   quire generate --model DIR --prompt 'Once upon a time'
-  quire check                                        # the kernels against the float64 oracle, on what this machine has
-  quire bench --quick                                # time beside the other libraries that are installed; without a GPU, a roofline
-  quire tune --quick                                 # measure this GPU and fit the tree that plans walk
-  quire env                                          # what is installed, and what would be chosen on this device and why
+  quire check                           # compare the kernels with the float64 oracle on this machine
+  quire bench --quick                   # time Quire and the other libraries installed here; without a GPU, a roofline
+  quire tune --quick                    # measure this GPU and fit the tree that chooses kernels
+  quire env                             # what is installed, and what a plan chooses on this device and why
+
+exit codes: 0 success, 1 a check failed, 2 bad arguments or a missing package, 130 interrupted
 """
 
 
@@ -21,26 +36,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; those of the process when not given.
 
     Returns:
-        The exit code: 0 for success, 1 when what was checked is wrong, 2 for bad arguments, 130 when interrupted.
+        The exit code: 0 for success, 1 when what was checked is wrong, 2 for bad arguments or a missing package, 130
+        when interrupted, 141 when the reader of the output left early.
     """
-    from quire import __version__
-    from quire.cli import bench, check, env, generate, tune
-
-    parser = argparse.ArgumentParser(
-        prog="quire", description="Paged attention for LLM inference, in Python and Triton alone.", epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--version", action="version", version=f"quire {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, check, bench, tune, env):
-        command.add_parser(subparsers)
-    args = parser.parse_args(argv)
+    allow_any_encoding()
     try:
-        return args.run(args)
+        try:
+            args = parse(sys.argv[1:] if argv is None else argv)
+            return args.run(args)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except CommandError as error:
+        print(error, file=sys.stderr)
+        return BAD_ARGUMENTS
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
+    except BrokenPipeError:
+        discard_output()
+        return READER_LEFT
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments; of the commands, import only the one that is named."""
+    parser = argparse.ArgumentParser(
+        prog="quire",
+        description="Paged attention for LLM inference, in Python and Triton alone.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        if name in argv:
+            import_module(f"quire.cli.{name}").add_parser(subparsers, summary)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser.parse_args(argv)

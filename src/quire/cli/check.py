@@ -1,118 +1,94 @@
 """`quire check`: compare every kernel with the float64 oracle on whatever this machine has.
 
-On a GPU it runs the Triton kernels in float16, bfloat16 and float32; without one, the PyTorch path, or the Triton kernels in the interpreter when
-TRITON_INTERPRET=1 is set.
+On a GPU it runs the Triton kernels in float16, bfloat16 and float32. Without one it runs the PyTorch path, or, with
+TRITON_INTERPRET=1, the Triton kernels in the interpreter, in float16 and float32.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Unpack
 
 import torch
-import triton
 
 from quire.api import attention, merge_states, write_kv
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.dispatch.device import device_properties
-from quire.plan import plan
+from quire.cli.check_features import FEATURES, HEADS, HOPPER_FEATURES, Feature, PlanOptions
+from quire.dispatch.device import device_properties, interprets, is_served_by_torch
+from quire.plan import Plan, plan
 from quire.spec import QUERY_DTYPES, AttentionSpec
+from quire.state import State
 from quire.testing import Problem, Verdict, error_budget, make_problem
 
-MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17), (33, 70))
-HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32}
+EXAMPLES = """examples:
+  quire check
+  quire check --dtype float16 --fail-fast
+  quire check --json > check.json
+  TRITON_INTERPRET=1 quire check        # the Triton kernels on a CPU; takes some minutes
+"""
 
 
-@dataclass(frozen=True)
-class Feature:
-    """A named problem: what to add to the spec, the lengths, what to ask of the plan, and how the problem is laid out."""
-
-    name: str
-    spec: dict = field(default_factory=dict)
-    lens: tuple = MIXED
-    plan: dict = field(default_factory=dict)
-    problem: dict = field(default_factory=dict)
-
-
-FEATURES = (
-    Feature("decode", lens=((1, 130), (1, 1), (1, 77))),
-    Feature("decode, one query each", lens=((1, 130), (1, 1), (1, 0), (1, 77)), problem={"one_query": True}),
-    Feature("drafted tokens", lens=((4, 130), (4, 20), (4, 77))),
-    Feature("prefill", lens=((70, 70), (33, 33))),
-    Feature("chunk on a context", lens=((33, 150), (20, 64))),
-    Feature("mixed"),
-    Feature("split keys", lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}),
-    Feature("split keys, drafted tokens", lens=((3, 300), (1, 40), (0, 9), (2, 170)), plan={"num_splits": 3}),
-    Feature("split keys, several blocks", {"num_q_heads": 34}, lens=((9, 200), (1, 40)), plan={"num_splits": 2}),
-    Feature(
-        "split keys, sliding window", {"sliding_window": 90}, lens=((1, 300), (1, 5), (1, 200)), plan={"num_splits": 4}
-    ),
-    Feature("batch-invariant", lens=((1, 700), (1, 5), (1, 0), (3, 300)), plan={"batch_invariant": True}),
-    Feature("bidirectional", {"causal": False}),
-    Feature("sliding window", {"sliding_window": 9}),
-    Feature("window on both sides", {"causal": False, "sliding_window": 9, "sliding_window_right": 4}),
-    Feature("softcap", {"softcap": 3.0}),
-    Feature("ALiBi", {"alibi": True}),
-    Feature("sinks", {"sinks": True}),
-    Feature("sinks, split keys", {"sinks": True}, lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}),
-    Feature("all at once", {"softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 20}),
-    Feature("values of another width", {"head_dim": 40, "head_dim_v": 24}),
-    Feature("head_dim 256, MQA", {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 256}, lens=((1, 40), (5, 30))),
-    Feature("pages of 1, flat table", problem={"page_size": 1, "flat_table": True}),
-    Feature("pages of 7, HND", problem={"page_size": 7, "layout": "HND"}),
-    Feature("vLLM's original layout", {"head_dim": 32}, problem={"layout": "HDNX"}),
-    Feature("fp8 e4m3 cache", {"kv_dtype": torch.float8_e4m3fn}),
-    Feature("fp8 e5m2 cache, scales per token", {"kv_dtype": torch.float8_e5m2}, problem={"scales": "token"}),
-    Feature("int8 cache, one scale", {"kv_dtype": torch.int8}, problem={"scales": "tensor"}),
-)
-ON_HOPPER = tuple(
-    Feature(
-        name,
-        {"head_dim": 64} | extra,
-        lens=((150, 150), (33, 300), (1, 0), (1, 70), (130, 131)),
-        plan={"kernel": "hopper"},
-        problem=problem,
-    )
-    for name, extra, problem in (
-        ("prompts on Hopper", {}, {}),
-        (
-            "prompts on Hopper, all at once",
-            {"head_dim": 128, "softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 90},
-            {"layout": "HND"},
-        ),
-        (
-            "prompts on Hopper, both sides",
-            {"head_dim": 256, "causal": False, "sliding_window": 90, "sliding_window_right": 40},
-            {"page_size": 24},
-        ),
-    )
-)
-
-
-def add_parser(subparsers) -> None:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str) -> None:
     """Add the command to the `quire` parser."""
     parser = subparsers.add_parser(
-        "check", help="compare the kernels with the float64 oracle", description=__doc__,
-        epilog="examples:\n  quire check\n  TRITON_INTERPRET=1 quire check\n  quire check --json > check.json",
+        "check",
+        help=summary,
+        description=__doc__,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--dtype",
-        choices=[str(d).removeprefix("torch.") for d in QUERY_DTYPES],
+        choices=[name_of(dtype) for dtype in QUERY_DTYPES],
         action="append",
         help="check only this; may be repeated",
     )
-    parser.add_argument("--fail-fast", action="store_true", help="stop at the first line that fails")
+    parser.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
     parser.set_defaults(run=run)
 
 
+def run(args: argparse.Namespace) -> int:
+    """Run the command; the exit code is 1 when a check failed."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtypes = [getattr(torch, name) for name in args.dtype] if args.dtype else default_dtypes()
+    checked = check_all(device, dtypes)
+    if args.fail_fast:
+        checked = until_failure(checked)
+    if args.json:
+        checks = list(checked)
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        checks = print_checks(checked, device, sum(len(features(device, dtype)) + 2 for dtype in dtypes))
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def default_dtypes() -> list[torch.dtype]:
+    """Return the dtypes that are checked unless some are named; the interpreter has no bfloat16."""
+    return [torch.float32, torch.float16] + [torch.bfloat16] * (not interprets())
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
-class Row:
-    """One line of the table."""
+class Check:
+    """One line of the table.
+
+    Attributes:
+        kernel: what was checked.
+        dtype: of the queries.
+        feature: what was asked of it.
+        error: largest absolute error of out.
+        over_budget: largest error over its budget, of out and of lse.
+        passed: whether that is at most 1.
+    """
 
     kernel: str
     dtype: str
@@ -122,113 +98,113 @@ class Row:
     passed: bool
 
 
-def rows(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[Row]:
+def check_all(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Check]:
     """Check every feature in every dtype."""
     for dtype in dtypes:
         problem = make_problem(AttentionSpec(**HEADS, dtype=dtype), ((5, 60), (1, 33)), device=device)
-        yield row("write_kv", dtype, "written, then read", error_budget(problem, written(problem)))
-        yield row("merge_states", dtype, "two halves of the keys", error_budget(problem, in_halves(problem)))
+        yield as_check("write_kv", dtype, "written, then read", error_budget(problem, write_and_attend(problem)))
+        yield as_check("merge_states", dtype, "two halves of the keys", error_budget(problem, merge_halves(problem)))
         for feature in features(device, dtype):
-            spec = AttentionSpec(**HEADS | {"dtype": dtype} | feature.spec)
-            problem = make_problem(spec, feature.lens, device=device, **feature.problem)
-            chosen = plan(spec, problem.batch, **problem.bounds, **feature.plan)
-            verdict = error_budget(
-                problem, attention(problem.q, problem.cache, chosen, **problem.tables, return_lse=True)
-            )
-            yield row(f"attention ({chosen.kernel})", dtype, feature.name, verdict)
+            yield check_feature(feature, device, dtype)
 
 
-def until_failure(lines: Iterator[Row]) -> Iterator[Row]:
-    """Pass lines on, up to the first that failed."""
-    for line in lines:
-        yield line
-        if not line.passed:
+def until_failure(checks: Iterable[Check]) -> Iterator[Check]:
+    """Pass checks on, up to the first that failed."""
+    for check in checks:
+        yield check
+        if not check.passed:
             return
 
 
-def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:
-    """Return what is served on a device: PyTorch, which serves CPU tensors outside the interpreter, knows no batch-invariant plans."""
-    in_torch = device.type == "cpu" and not triton.knobs.runtime.interpret
-    served = [feature for feature in FEATURES if not (in_torch and feature.plan)]
-    return served + list(ON_HOPPER) if device_properties(device).has_wgmma and dtype.itemsize == 2 else served
-
-
-def row(kernel: str, dtype: torch.dtype, feature: str, verdict: Verdict) -> Row:
-    """Turn a verdict into a line."""
-    return Row(
-        kernel,
-        str(dtype).removeprefix("torch."),
-        feature,
-        verdict.error,
-        max(verdict.out, verdict.lse or 0.0),
-        verdict.passed,
-    )
-
-
-def written(problem: Problem) -> torch.Tensor:
-    """Attend after writing the problem's keys and values into fresh pages, in reverse order, through `write_kv`."""
-    cache, batch, size = problem.cache, problem.batch, problem.cache.page_size
-    fresh = PagedKVCache(torch.full_like(cache.k, float("nan")), torch.full_like(cache.v, float("nan")))
-    slots = [
-        int(batch.page_table[s, p // size]) * size + p % size for s, n in enumerate(problem.seq_lens) for p in range(n)
-    ]
-    mapping = torch.tensor(slots[::-1], device=cache.device)
-    write_kv(cache.k.flatten(0, 1)[mapping], cache.v.flatten(0, 1)[mapping], fresh, mapping)
-    return attention(problem.q, fresh, plan(problem.spec, batch, **problem.bounds))
-
-
-def in_halves(problem: Problem):
-    """Attend to the first 20 keys and to the rest on their own, then merge."""
-    spec, batch, cut = problem.spec, problem.batch, 20
-    size = problem.cache.page_size
-    spread = problem.cache.k.flatten(0, 1)[:, None], problem.cache.v.flatten(0, 1)[:, None]
-    tokens = PagedKVCache(*spread)  # the same memory, as pages of one token
-    offsets = torch.tensor(problem.seq_lens, dtype=torch.int32, device=batch.device) - batch.query_starts.diff()
-    states = []
-    for low, high in ((0, cut), (cut, max(problem.seq_lens))):
-        runs = [
-            [int(batch.page_table[s, p // size]) * size + p % size for p in range(low, min(high, n))]
-            for s, n in enumerate(problem.seq_lens)
-        ]
-        lens = torch.tensor([len(r) for r in runs], dtype=torch.int32, device=batch.device)
-        starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-        flat = torch.tensor([slot for r in runs for slot in r], dtype=torch.int32, device=batch.device)
-        part = Batch(flat, lens, batch.cu_seqlens_q, cu_pages=starts, query_offsets=offsets - low)
-        states.append(attention(problem.q, tokens, plan(spec, part, **problem.bounds), return_lse=True))
-    return merge_states(states)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the command; the exit code is 1 when a line failed."""
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
-    dtypes = tuple(
-        getattr(torch, name)
-        for name in args.dtype or ("float32", "float16") + (() if triton.knobs.runtime.interpret else ("bfloat16",))
-    )
-    begun, lines = time.perf_counter(), []
-    checked = rows(device, dtypes)
-    if args.fail_fast:
-        checked = until_failure(checked)
-    total = sum(len(features(device, dtype)) + 2 for dtype in dtypes)
-    if args.json:
-        lines = list(checked)
-        json.dump([asdict(line) for line in lines], sys.stdout, indent=2)
-        print()
-        return 0 if all(line.passed for line in lines) else 1
-    print(
-        f"{torch.cuda.get_device_name() if gpu else 'CPU'}{', Triton interpreter' if triton.knobs.runtime.interpret else ''}"
-    )
-    print(f"{'kernel':20} {'dtype':9} {'feature':34} {'error':>9} {'of budget':>9}")
-    for line in checked:
-        lines.append(line)
-        verdict = "pass" if line.passed else "FAIL"
-        print(
-            f"{line.kernel:20} {line.dtype:9} {line.feature:34} {line.error:9.1e} {line.over_budget:9.0%}  {verdict}",
-            flush=True,
-        )
+def print_checks(checked: Iterable[Check], device: torch.device, total: int) -> list[Check]:
+    """Print each check when it is done, and a summary; return the checks."""
+    begun, checks = time.perf_counter(), []
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{name}, Triton interpreter" if interprets() else name)
+    print(f"{'kernel':20} {'dtype':9} {'feature':34} {'error':>9} {'of budget':>9}", flush=True)
+    for check in checked:
+        checks.append(check)
+        numbers = f"{check.error:9.1e} {check.over_budget:9.0%}  {'pass' if check.passed else 'FAIL'}"
+        print(f"{check.kernel:20} {check.dtype:9} {check.feature:34} {numbers}", flush=True)
         if sys.stderr.isatty():
-            print(f"\r{len(lines)} of {total}", end="\r", file=sys.stderr, flush=True)
-    failed = sum(not line.passed for line in lines)
-    print(f"{len(lines) - failed} passed, {failed} failed in {time.perf_counter() - begun:.0f} s")
-    return 1 if failed else 0
+            print(f"\r{len(checks)} of {total}", end="\r", file=sys.stderr, flush=True)
+    failed = sum(not check.passed for check in checks)
+    print(f"{len(checks) - failed} passed, {failed} failed in {time.perf_counter() - begun:.0f} s")
+    return checks
+
+
+def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:
+    """Return the features that a device serves in a dtype; PyTorch takes no options of a plan."""
+    served = [feature for feature in FEATURES if not (feature.plan and is_served_by_torch(device))]
+    if device_properties(device).has_wgmma and dtype.itemsize == 2:
+        served += HOPPER_FEATURES
+    return served
+
+
+def check_feature(feature: Feature, device: torch.device, dtype: torch.dtype) -> Check:
+    """Compare the result of one feature with the oracle."""
+    problem = make_problem(feature.spec(dtype), feature.lens, device=device, **feature.problem)
+    chosen = plan_for(problem, **feature.plan)
+    state = attention(
+        problem.q, problem.cache, chosen, sinks=problem.sinks, alibi_slopes=problem.alibi_slopes, return_lse=True
+    )
+    return as_check(f"attention ({chosen.kernel})", dtype, feature.name, error_budget(problem, state))
+
+
+def as_check(kernel: str, dtype: torch.dtype, feature: str, verdict: Verdict) -> Check:
+    """Turn a verdict into a line of the table."""
+    over_budget = max(verdict.out, verdict.lse or 0.0)
+    return Check(kernel, name_of(dtype), feature, verdict.error, over_budget, verdict.passed)
+
+
+def plan_for(problem: Problem, batch: Batch | None = None, **options: Unpack[PlanOptions]) -> Plan:
+    """Plan for a problem, or for another batch within its bounds."""
+    bounds = problem.bounds
+    return plan(
+        problem.spec,
+        problem.batch if batch is None else batch,
+        max_query_len=bounds["max_query_len"],
+        max_seq_len=bounds["max_seq_len"],
+        num_tokens=bounds["num_tokens"],
+        **options,
+    )
+
+
+def write_and_attend(problem: Problem) -> torch.Tensor:
+    """Write the problem's keys and values into fresh pages with `write_kv`, in reverse order, and attend to these."""
+    cache = problem.cache
+    fresh = PagedKVCache(torch.full_like(cache.k, float("nan")), torch.full_like(cache.v, float("nan")))
+    slots = [slot for seq, n in enumerate(problem.seq_lens) for slot in slots_of(problem, seq, range(n))]
+    slot_mapping = torch.tensor(slots[::-1], device=cache.device)
+    write_kv(cache.k.flatten(0, 1)[slot_mapping], cache.v.flatten(0, 1)[slot_mapping], fresh, slot_mapping)
+    return attention(problem.q, fresh, plan_for(problem))
+
+
+def merge_halves(problem: Problem) -> State:
+    """Attend to the first 20 keys and to the others separately, then merge the two states."""
+    k, v = problem.cache.k.flatten(0, 1)[:, None], problem.cache.v.flatten(0, 1)[:, None]
+    tokens = PagedKVCache(k, v)  # the same memory, as pages of one token
+    cut = 20
+    return merge_states(
+        [
+            attention(problem.q, tokens, plan_for(problem, batch_of_keys(problem, low, high)), return_lse=True)
+            for low, high in ((0, cut), (cut, max(problem.seq_lens)))
+        ]
+    )
+
+
+def batch_of_keys(problem: Problem, low: int, high: int) -> Batch:
+    """Return a problem's batch, cut to the keys from `low` to `high`, with a flat table of pages of one token."""
+    batch, device = problem.batch, problem.batch.device
+    slots = [slots_of(problem, seq, range(low, min(high, n))) for seq, n in enumerate(problem.seq_lens)]
+    page_table = torch.tensor([slot for some in slots for slot in some], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([len(some) for some in slots], dtype=torch.int32, device=device)
+    cu_pages = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    first_queries = torch.tensor(problem.seq_lens, dtype=torch.int32, device=device) - batch.query_starts.diff()
+    return Batch(page_table, seq_lens, batch.cu_seqlens_q, cu_pages=cu_pages, query_offsets=first_queries - low)
+
+
+def slots_of(problem: Problem, seq: int, positions: Iterable[int]) -> list[int]:
+    """Return the slots of some positions of a sequence."""
+    page_size, pages = problem.cache.page_size, problem.batch.page_table[seq].tolist()
+    return [pages[position // page_size] * page_size + position % page_size for position in positions]

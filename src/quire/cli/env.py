@@ -1,20 +1,26 @@
-"""`quire env`: what is installed, what the device can do, and what a plan would choose on it and why."""
+"""`quire env`: what is installed, what the device can do, and what a plan chooses on it and why."""
 
 import argparse
 import importlib.metadata
 import json
 import platform
-import sys
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from quire.batch import Batch
 from quire.dispatch.device import device_properties
-from quire.plan import plan
+from quire.plan import Plan, plan
 from quire.spec import AttentionSpec
 
-TYPICAL = {
+EXAMPLES = """examples:
+  quire env
+  quire env --verbose                   # for a bug report: what torch says of the system as well
+  quire env --json | jq .device
+"""
+PACKAGES = ("quire", "torch", "triton", "transformers", "numpy")
+TYPICAL_BATCHES = {  # (query length, sequence length) of each sequence
     "decode, 32 sequences of 2,048": ((1, 2048),) * 32,
     "decode, one sequence of 16,384": ((1, 16384),),
     "prefill of 4,096": ((4096, 4096),),
@@ -22,60 +28,78 @@ TYPICAL = {
 }
 
 
-def add_parser(subparsers) -> None:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str) -> None:
     """Add the command to the `quire` parser."""
     parser = subparsers.add_parser(
-        "env", help="versions, device, and what would be chosen and why", description=__doc__,
-        epilog="examples:\n  quire env\n  quire env --json | jq .device", formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        "env",
+        help=summary,
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--verbose", action="store_true", help="add what `python -m torch.utils.collect_env` prints, for a bug report"
+    )
     parser.set_defaults(run=run)
-
-
-def describe() -> dict:
-    """Collect what the command prints."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    versions = {"python": platform.python_version()}
-    for name in ("quire", "torch", "triton", "transformers", "numpy"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype)
-    plans = {}
-    for name, lens in TYPICAL.items():
-        ones = torch.ones(len(lens), dtype=torch.int32, device=device)
-        batch = Batch(
-            torch.zeros(len(lens), 1, dtype=torch.int32, device=device),
-            ones,
-            torch.zeros(len(lens) + 1, dtype=torch.int32, device=device),
-        )
-        bounds = {
-            "max_query_len": max(q for q, _ in lens),
-            "max_seq_len": max(s for _, s in lens),
-            "num_tokens": sum(q for q, _ in lens),
-        }
-        plans[name] = repr(plan(spec, batch, **bounds))
-    return {
-        "versions": versions,
-        "device": {
-            "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
-            **asdict(device_properties(device)),
-        },
-        "plans": {"spec": f"32 query heads over 8 KV heads of 128, {dtype}".replace("torch.", ""), **plans},
-    }
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     facts = describe()
     if args.json:
-        json.dump(facts, sys.stdout, indent=2)
-        print()
+        print(json.dumps(facts | ({"collect_env": collect_env()} if args.verbose else {}), indent=2))
         return 0
-    for title, rows in facts.items():
+    for title, values in facts.items():
         print(title)
-        for name, value in rows.items():
+        for name, value in values.items():
             print(f"  {name:32} {value}")
+    if args.verbose:
+        print("torch.utils.collect_env")
+        for line in collect_env().splitlines():
+            print(f"  {line}".rstrip())
     return 0
+
+
+def describe() -> dict[str, dict[str, Any]]:
+    """Collect what the command prints."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    name = torch.cuda.get_device_name(device) if gpu else f"{platform.machine()} CPU"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype)
+    plans = {title: str(plan_for(spec, lens, device)) for title, lens in TYPICAL_BATCHES.items()}
+    return {
+        "versions": {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES},
+        "device": {"name": name} | asdict(device_properties(device)),
+        "plans": {"spec": f"32 query heads over 8 KV heads of 128, {dtype}".replace("torch.", "")} | plans,
+    }
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package that is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def plan_for(spec: AttentionSpec, lens: tuple[tuple[int, int], ...], device: torch.device) -> Plan:
+    """Plan for a batch of these (query length, sequence length) without its cache, which planning does not read."""
+    page_table = torch.zeros(len(lens), 1, dtype=torch.int32, device=device)
+    seq_lens = torch.ones(len(lens), dtype=torch.int32, device=device)
+    cu_seqlens_q = torch.zeros(len(lens) + 1, dtype=torch.int32, device=device)
+    return plan(
+        spec,
+        Batch(page_table, seq_lens, cu_seqlens_q),
+        max_query_len=max(q for q, _ in lens),
+        max_seq_len=max(s for _, s in lens),
+        num_tokens=sum(q for q, _ in lens),
+    )
+
+
+def collect_env() -> str:
+    """Return what torch says of the system, for bug reports."""
+    from torch.utils.collect_env import get_pretty_env_info
+
+    return get_pretty_env_info()

@@ -1,76 +1,58 @@
-"""`quire tune`: measure this GPU and fit a decision tree that plans then walk: once per kind of GPU, offline.
+"""`quire tune`: measure this GPU and fit a decision tree, by which plans then choose kernels; once per kind of GPU.
 
-Every legal configuration is checked, then timed, on cases that span what is served; a small tree is fitted that loses least against the best of them; and it
-is timed beside the default, on other cases too. The tree goes where plans look for it. A sweep that was stopped goes on where it was.
+Every legal configuration is checked and then timed, on cases that span what is served. A small tree is fitted that
+loses least against the best configuration of each case. It is then timed against the default, on other cases as well,
+and written where plans look for it. A sweep that was stopped continues where it was.
 """
 
 import argparse
-import sys
-import time
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-import triton
 
-from quire.bench.cases import Case
-from quire.bench.results import commit_here
-from quire.cli.bench import bar
-from quire.dispatch.device import DeviceProperties, device_properties
+from quire.cli.arguments import CommandError, check_file, require_packages
+from quire.dispatch.device import device_properties
 from quire.dispatch.tree import fitted_trees
 from quire.dispatch.tree_file import GENERIC, USER_TREES, load_tree, read_tree, user_folder
-from quire.tuning.configs import Config, configs_of, launches
 from quire.tuning.fit import explain
-from quire.tuning.jobs import jobs
-from quire.tuning.judge import Comparison, RecordedSession, candidates, summarize, validate
-from quire.tuning.records import Records, header
-from quire.tuning.sweep import MAX_SPILLS, GpuSession, sweep
-from quire.tuning.train import as_json, train
 
 EXAMPLES = """examples:
-  quire tune --quick                      # some minutes; the tree is used by every plan from then on
-  quire tune                              # all cases and configurations; stop it with Ctrl-C, and the next call goes on
-  quire tune --output mine.json           # a tree somewhere else, which no plan uses
-  quire tune --explain                    # the tree that plans use here, as text
+  quire tune --quick                    # some minutes; every plan uses the tree from then on
+  quire tune                            # all cases and configurations; Ctrl-C stops it, and the next call continues
+  quire tune --output mine.json         # a tree somewhere else, which no plan uses
+  quire tune --explain                  # the tree that plans use here, as text
   quire tune --explain mine.json
-  quire tune --fit mine.jsonl --output mine.json   # the tree again from what was measured, without a GPU
+  quire tune --fit mine.jsonl --output mine.json   # fit the tree again to what was measured, without a GPU
 """
-PROOF = 25  # replays
 
 
-def add_parser(subparsers) -> None:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str) -> None:
     """Add the command to the `quire` parser."""
     parser = subparsers.add_parser(
-        "tune", help="measure this GPU and fit a decision tree for plans", description=__doc__,
-        epilog=f"{EXAMPLES}\nplans look for trees in {USER_TREES}, by what a device holds and can do, not by its name",
+        "tune",
+        help=summary,
+        description=__doc__,
+        epilog=f"{EXAMPLES}\nplans look for trees in {USER_TREES} and choose among them by device properties",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="fewer cases and the usual winners only")
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cases, and only the usual winners")
     parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the tree there; a file of its own where plans look when not given",
+        "--output", type=Path, metavar="FILE", help=f"write the tree there (default: a file of {USER_TREES})"
     )
     parser.add_argument(
-        "--records",
-        type=Path,
-        metavar="FILE",
-        help="what was measured, line by line (default: beside the tree, in .jsonl)",
+        "--records", type=Path, metavar="FILE", help="measured times, line by line (default: next to the tree, .jsonl)"
     )
-    parser.add_argument("--commit", help="say that this commit was measured; asked of git when not given")
+    parser.add_argument("--commit", help="the commit that is measured; git is asked when not given")
     parser.add_argument(
-        "--fit",
-        type=Path,
-        metavar="RECORDS",
-        help="measure nothing: fit a tree to these records and judge it by their times",
+        "--fit", type=Path, metavar="RECORDS", help="measure nothing: fit a tree to these times and judge it by them"
     )
     parser.add_argument(
         "--explain",
         nargs="?",
         const="",
         metavar="FILE",
-        help="print a tree as text and leave: that in use here, when no file is given",
+        help="print a tree as text, and measure nothing; the tree in use here when no file is given",
     )
     parser.set_defaults(run=run)
 
@@ -78,244 +60,62 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.explain is not None:
-        return tell_tree(args.explain)
-    if args.fit and not args.output:
-        print("--output must name the tree that --fit writes, got none; give a file", file=sys.stderr)
-        return 2
-    try:
-        from rich.console import Console
-    except ImportError as error:
-        print(f"quire tune needs {error.name}, which is not installed; pip install 'quire[bench]'", file=sys.stderr)
-        return 2
+        print(explain_tree(*tree_to_explain(args.explain)), end="")
+        return 0
+    require_packages("tune", "bench", "rich")
+
+    from quire.cli import tune_sweep
+    from quire.cli.console import CommandConsole
+
+    console = CommandConsole()
     if args.fit:
-        return refit(args.fit, args.output, Console())
+        if args.output is None:
+            raise CommandError("--output must name the tree that --fit writes, got none; give a file")
+        check_file("--output", args.output)
+        tune_sweep.fit_again(args.fit, args.output, console)
+        return 0
     if not torch.cuda.is_available():
-        print(
-            "quire tune must have a GPU to measure, got none; trees that were fitted elsewhere can be told with --explain",
-            file=sys.stderr,
+        raise CommandError(
+            "quire tune must have a GPU to measure, got none; --explain prints trees that were fitted elsewhere"
         )
-        return 2
-    from quire.targets import current_target
-
-    console = Console()
-    device, name = torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_name()
-    properties, chosen = device_properties(device), jobs(args.quick)
-    place, folder = args.output, user_folder()
-    if place is None:
-        if folder is None:
-            print("--output must name a file where the user has no home directory, got none; give one", file=sys.stderr)
-            return 2
-        place = folder / f"{'_'.join(name.lower().split())}.json"
-    path = args.records or place.with_suffix(".quick.jsonl" if args.quick else ".jsonl")
-    facts = {
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": args.commit or commit_here(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    try:
-        records = Records.open(path, header(name, properties, args.quick, chosen, facts))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    console.print(
-        f"{name}: {len(chosen)} cases; what is measured goes to {path}", style="dim", highlight=False, soft_wrap=True
-    )
-    try:
-        begun_before = bool(records.done)
-        left = [job.case for job in chosen if job.case.name not in records.done]
-        out = compile_beforehand(
-            [(case, configs_of(case, properties, args.quick)) for case in left],
-            properties,
-            current_target(),
-            console,
-        )
-        begun = time.perf_counter()
-        with bar(console) as progress:
-            task = progress.add_task(
-                "measuring", total=sum(len(configs_of(job.case, properties, args.quick)) for job in chosen)
-            )
-            sweep(
-                chosen,
-                records,
-                properties,
-                args.quick,
-                GpuSession,
-                out,
-                lambda case, n: progress.update(task, advance=n, description=case),
-            )
-        console.print(
-            f"measured in {time.perf_counter() - begun:.0f} s: {len(records.wrong)} wrong or ruled out",
-            style="dim",
-            highlight=False,
-        )
-        tree = train(chosen, records, properties)
-        if begun_before:  # in another process, and perhaps on a machine that had compiled what this one has not
-            compile_beforehand(
-                [(job.case, list(candidates(job.case, records, tree, properties).values())) for job in chosen],
-                properties,
-                current_target(),
-                console,
-            )
-        with bar(console) as progress:
-            task = progress.add_task("proving", total=len(chosen))
-            rows = validate(
-                chosen,
-                records,
-                tree,
-                properties,
-                GpuSession,
-                PROOF,
-                lambda case, n: progress.update(task, advance=n, description=case),
-            )
-    except KeyboardInterrupt:
-        print(f"stopped; the same command goes on from {path}", file=sys.stderr)
-        return 130
-    keep(tree, rows, place, console)
-    return 0
+    tree = args.output or default_path(torch.cuda.get_device_name())
+    records = args.records or tree.with_suffix(".quick.jsonl" if args.quick else ".jsonl")
+    check_file("--output", tree)
+    check_file("--records", records)
+    return tune_sweep.tune_here(tree, records, args.quick, args.commit, console)
 
 
-def refit(path: Path, place: Path, console) -> int:
-    """Fit a tree to records alone, with no GPU."""
-    try:
-        records = Records.read(path)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    properties, names = records.properties, records.header["jobs"]
-    chosen = [job for job in jobs(records.header["quick"]) if job.case.name in names]
-    if gone := set(names) - {job.case.name for job in chosen}:
-        console.print(
-            f"left out, since the sweep has no such cases any more: {', '.join(sorted(gone))}", highlight=False
-        )
-    tree = train(chosen, records, properties)
-    tree["fitted_on"] |= {"judged": "by the sweep's own times"}
-    judged = [
-        job
-        for job in chosen
-        if (found := candidates(job.case, records, tree, properties))
-        and not RecordedSession(records, job.case).check(found["tuned"])
-    ]
-    if len(judged) < len(chosen):
-        console.print(
-            f"not judged, since the records lack the tree's choice: {len(chosen) - len(judged)} cases", highlight=False
-        )
-    keep(tree, validate(judged, records, tree, properties, partial(RecordedSession, records), 0), place, console)
-    return 0
+def default_path(device_name: str) -> Path:
+    """Return the file of the user's tree for a device."""
+    folder = user_folder()
+    if folder is None:
+        raise CommandError("--output must name a file where the user has no home directory, got none; give one")
+    return folder / f"{'_'.join(device_name.lower().split())}.json"
 
 
-def keep(tree: dict, rows: list[Comparison], place: Path, console) -> None:
-    """Write a tree with its regret, and a table beside it, and tell both."""
-    tree["fitted_on"] |= {"regret": summarize(rows)}
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(as_json(tree))
-    place.with_suffix(".md").write_text(markdown(rows, tree["fitted_on"]))
-    tell_rows(rows, console)
-    used = "plans use it from now on" if place.parent == user_folder() else "a tree that no plan uses yet"
-    console.print(f"{place}: {used}", highlight=False, soft_wrap=True)
-
-
-def compile_beforehand(
-    wanted: list[tuple[Case, list[Config]]], properties: DeviceProperties, target, console
-) -> frozenset[tuple[str, str]]:
-    """Fill Triton's cache with all cores; return the (case, configuration) names that spill too much, or do not compile."""
-    from quire.targets import compile_all
-
-    begun, stands_for, out = time.perf_counter(), launches(wanted, properties), set()
-    if not stands_for:
-        return frozenset()
-    with bar(console) as progress:
-        task = progress.add_task("compiling", total=len(stands_for))
-        for launch, _, compiled in compile_all(list(stands_for), target):
-            hopper = any(
-                kernel.kernel == "hopper_kernel" for kernel in compiled
-            )  # its parts keep some numbers on the stack
-            if not compiled or (not hopper and max(kernel.spills for kernel in compiled) > MAX_SPILLS):
-                out |= set(stands_for[launch])
-            progress.advance(task)
-    words = f"{len(stands_for)} kernels compiled in {time.perf_counter() - begun:.0f} s; {len(out)} configurations of cases ruled out by what they compile to"
-    console.print(words, style="dim", highlight=False)
-    return frozenset(out)
-
-
-def markdown(rows: list[Comparison], facts: dict) -> str:
-    """Return tuned against default and best, case by case, as a Markdown table."""
-
-    def micros(value: float | None) -> str:
-        return f"{value:.1f}" if value else "–"
-
-    lines = [
-        f"# `quire tune` on {facts['device']}",
-        "",
-        ", ".join(f"{k} {v}" for k, v in facts.items() if not isinstance(v, dict)) + "; µs.",
-        "",
-    ]
-    lines += ["| case | held out | choice | default | tuned | best | regret |", "| --- |" + " --- |" * 6]
-    for r in rows:
-        numbers = " | ".join(micros(r[name]) for name in ("default", "tuned", "best"))
-        lines.append(
-            f"| {r['case']} | {'yes' if r['held_out'] else ''} | {r['config']} | {numbers} | {r['regret']:.3f} |"
-        )
-    return "\n".join([*lines, "", *sentences(rows)]) + "\n"
-
-
-def sentences(rows: list[Comparison]) -> list[str]:
-    """Return what a tree is worth, in words."""
-    return [
-        f"{name.replace('_', ' ')}: regret {some['mean']:.3f} in geometric mean, {some['worst']:.2f} at worst; {some['over_default']:.3f} of the "
-        f"default's time, whose regret is {some['default_mean']:.3f}"
-        for name, some in summarize(rows).items()
-    ]
-
-
-def tell_rows(rows: list[Comparison], console) -> None:
-    """Print tuned against default and best, case by case."""
-    from rich.table import Table
-
-    wide = console.width >= 120
-    made = Table(header_style="bold")
-    made.add_column("case", overflow="fold")
-    for head in (*["config"] * wide, "default µs", "tuned µs", "best µs", *["tuned / default"] * wide, "regret"):
-        made.add_column(head, justify="right", no_wrap=True)
-    for r in sorted(rows, key=lambda r: r["held_out"]):
-        numbers = [f"{r[name]:.1f}" if r[name] else "–" for name in ("default", "tuned", "best")]
-        ratio = f"{r['tuned'] / r['default']:.3f}" if r["default"] else "–"
-        made.add_row(
-            f"{'held out: ' * r['held_out']}{r['case']}",
-            *[r["config"]] * wide,
-            *numbers,
-            *[ratio] * wide,
-            f"{r['regret']:.3f}",
-        )
-    console.print(made)
-    for line in sentences(rows):
-        console.print(line, highlight=False)
-
-
-def tell_tree(file: str) -> int:
-    """Print a tree as text."""
-    name, tree = "generic", load_tree("generic")
+def tree_to_explain(file: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and content of the tree in a file; of the tree in use here when `file` is empty."""
     if file:
         try:
-            name, tree = file, read_tree(Path(file))
+            return file, read_tree(Path(file))
         except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
-    elif torch.cuda.is_available():
+            raise CommandError(f"--explain {error}") from None
+    if torch.cuda.is_available():
         found = fitted_trees(device_properties(torch.device("cuda", torch.cuda.current_device())))
-        name, tree = found[0] if found else (name, tree)
+        if found:
+            return found[0]
+    return GENERIC, load_tree(GENERIC)
+
+
+def explain_tree(name: str, tree: dict[str, Any]) -> str:
+    """Return a tree and its provenance as text."""
     facts = ", ".join(f"{key} {value}" for key, value in tree["fitted_on"].items() if not isinstance(value, dict))
-    print(f"{name}: {facts}")
-    for part, some in tree["fitted_on"].get("regret", {}).items():
-        print(f"regret, {part.replace('_', ' ')}: {some['mean']:.3f} in geometric mean, {some['worst']:.3f} at worst")
+    lines = [f"{name}: {facts}"]
+    for part, regret in tree["fitted_on"].get("regret", {}).items():
+        words = f"{regret['mean']:.3f} in geometric mean, {regret['worst']:.3f} at worst"
+        lines.append(f"regret, {part.replace('_', ' ')}: {words}")
     if "covers" in tree:
-        print(
-            "serves "
-            + "; ".join(", ".join(f"{k} {v}" for k, v in kind.items()) for kind in tree["covers"])
-            + "; the generic tree serves the rest"
-        )
-    print(
-        f"\nkernel of prompts, where the Hopper one serves:\n{explain(tree.get('hopper', GENERIC), '  ')}\ntile:\n{explain(tree['attention'], '  ')}",
-        end="",
-    )
-    return 0
+        kinds = (", ".join(f"{feature} {value}" for feature, value in kind.items()) for kind in tree["covers"])
+        lines.append(f"serves {'; '.join(kinds)}; the generic tree serves the others")
+    lines += ["", "kernel of prompts, where the Hopper kernel serves:", explain(tree.get("hopper", GENERIC), "  ")]
+    return "\n".join(lines) + f"configuration of the portable kernels:\n{explain(tree['attention'], '  ')}"

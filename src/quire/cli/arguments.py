@@ -1,0 +1,69 @@
+"""Checks of arguments that several commands make, before they start to work."""
+
+import argparse
+import importlib
+import math
+import os
+import tempfile
+from pathlib import Path
+
+
+class CommandError(Exception):
+    """Why a command cannot do its work: an argument that breaks its contract, a package that is missing.
+
+    The message goes to standard error, and the exit code is 2.
+    """
+
+
+def require_packages(command: str, extra: str, *packages: str) -> None:
+    """Raise CommandError unless the packages that a command needs can be imported; say what to install.
+
+    Args:
+        command: name of the command.
+        extra: name of the extra of Quire that has the packages.
+        packages: names to import.
+    """
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            reason = "which is not installed" if isinstance(error, ModuleNotFoundError) else f"got {error}"
+            raise CommandError(
+                f"quire {command} needs {error.name or package}, {reason}; pip install 'quire[{extra}]'"
+            ) from None
+
+
+def positive_seconds(text: str) -> float:
+    """Read a number of seconds, for argparse."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Make a folder if it is not there; raise CommandError unless files can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        is_file = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "not a folder" if is_file else error.strerror
+        raise CommandError(
+            f"{option} must be a folder that can be written, got {folder} ({reason}); name another"
+        ) from None
+
+
+def check_file(option: str, file: Path) -> None:
+    """Make the folder of a file if it is not there; raise CommandError unless the file can be written."""
+    if file.is_dir():
+        raise CommandError(
+            f"{option} must be a file that can be written, got {file}, which is a folder; name a file in it"
+        )
+    if file.exists() and not os.access(file, os.W_OK):
+        raise CommandError(f"{option} must be a file that can be written, got {file}, which is read-only; name another")
+    check_folder(f"the folder of {option}", file.parent)

@@ -1,0 +1,172 @@
+"""Measure, or analyse, the cases of `quire bench` with a progress bar."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from quire.bench import cases as workloads
+from quire.bench.cases import Case
+from quire.bench.measure import NoResult, Peer, Timing, compare
+from quire.bench.peers import quire_calls
+from quire.bench.results import QUIRE, RangeRow, Report, Row, make_row, provenance, save
+from quire.bench.roofline import DATA_SHEETS, Ceilings, from_data_sheet, measure_ceilings
+from quire.cli.bench_print import print_row
+from quire.cli.console import progress_bar
+from quire.targets import TARGETS, Launch, compile_all, current_target
+
+GRAPH_RANGES = ((1, 131072), (8, 32768), (32, 16384), (128, 8192))  # sequences, and keys that a graph is captured for
+GRAPH_LENGTHS = tuple(128 << i for i in range(0, 11, 2))  # keys at which it is replayed
+SLOW = NoResult("compiles for seconds: measured on some cases only")
+
+
+def measure(
+    cases: Sequence[Case], peers: Sequence[Peer], seconds: float, commit: str | None, folder: Path, console: Console
+) -> Report:
+    """Measure cases on this GPU, and print each when it is done.
+
+    An interrupt ends the run, not the report.
+
+    Args:
+        cases: the batches.
+        peers: the libraries; those that are absent are left out.
+        seconds: how long each case is measured.
+        commit: the commit that is measured, if the caller knows it.
+        folder: `results.json` there is always what was measured so far.
+        console: to print on.
+    """
+    absent = why_absent(peers, console)
+    present = [peer for peer in peers if peer.name not in absent]
+    with progress_bar(console) as progress:
+        if any(peer.name == QUIRE for peer in present):
+            compile_kernels(cases, progress)
+        ceilings = measure_ceilings()
+        report = empty_report(ceilings, peers, absent, seconds, commit)
+        task = progress.add_task("measuring", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.name)
+            try:
+                row = measure_case(case, present, seconds, ceilings)
+            except torch.cuda.OutOfMemoryError:
+                words = f"left out: {case.name}, for which this GPU has too little memory"
+                console.print(words, style="dim", highlight=False)
+            except KeyboardInterrupt:
+                words = f"stopped: this is the report of {len(report.rows)} of {len(cases)} cases"
+                console.print(words, style="bold", highlight=False)
+                break
+            else:
+                report.rows.append(row)
+                save(report, folder)
+                print_row(row, console)
+            torch.cuda.empty_cache()
+            progress.advance(task)
+    return report
+
+
+def why_absent(peers: Sequence[Peer], console: Console) -> dict[str, str]:
+    """Return why some of the libraries cannot be used here, by name, and print it."""
+    reasons = {peer.name: why for peer in peers if (why := peer.why_absent())}
+    for name, why in reasons.items():
+        console.print(f"absent: {name} ({why})", style="dim", highlight=False, markup=False)
+    return reasons
+
+
+def empty_report(
+    ceilings: Ceilings, peers: Sequence[Peer], absent: dict[str, str], seconds: float, commit: str | None
+) -> Report:
+    """Return the report of a run that has measured no case yet."""
+    states = {peer.name: f"absent, {absent[peer.name]}" if peer.name in absent else peer.version() for peer in peers}
+    return Report(
+        provenance=provenance(ceilings.device, commit), ceilings=ceilings, seconds=seconds, peers=states, rows=[]
+    )
+
+
+def compile_kernels(cases: Sequence[Case], progress: Progress) -> None:
+    """Fill Triton's cache for the cases, with all cores."""
+    launches = list(dict.fromkeys(map(launch_of, cases)))
+    task = progress.add_task("compiling", total=len(launches))
+    for _ in compile_all(launches, current_target()):
+        progress.advance(task)
+    progress.remove_task(task)
+
+
+def launch_of(case: Case) -> Launch:
+    """Return the launch that Quire's plan for a case leads to."""
+    return Launch(case.spec, len(case.lens), **case.bounds, page_size=case.page_size)
+
+
+def measure_case(case: Case, peers: Sequence[Peer], seconds: float, ceilings: Ceilings) -> Row:
+    """Measure a case with the libraries; those that compile for long only where the case is one of --quick."""
+    chosen = [peer for peer in peers if not peer.slow or case.name in workloads.QUICK]
+    left_out = {peer.name: SLOW for peer in peers if peer not in chosen}
+    return make_row(case, ceilings, compare(case, chosen, seconds) | left_out)
+
+
+def measure_ranges(peers: Sequence[Peer], seconds: float, commit: str | None, console: Console) -> Report:
+    """Measure what graphs captured for a range of lengths lose on this GPU, against graphs for each length."""
+    absent = why_absent(peers, console)
+    with progress_bar(console) as progress:
+        report = empty_report(measure_ceilings(), peers, absent, seconds, commit)
+        report.graph_range = list(capture_ranges(seconds, progress, console))
+    return report
+
+
+def capture_ranges(seconds: float, progress: Progress, console: Console) -> Iterator[RangeRow]:
+    """Measure graphs captured for a range of lengths at lengths within it, and print each."""
+    steps = [(n, bound, length) for n, bound in GRAPH_RANGES for length in GRAPH_LENGTHS if length <= bound]
+    task = progress.add_task("graphs", total=len(steps))
+    for num_seqs, bound, length in steps:
+        case = workloads.decode(num_seqs, length)
+        own = Peer("own", "quire", quire_calls)
+        ranged = Peer("range", "quire", partial(quire_calls, max_seq_len=bound))
+        results = compare(case, [own, ranged], seconds, table_len=bound)
+        own_result, range_result = results["own"], results["range"]
+        if not (isinstance(own_result, Timing) and isinstance(range_result, Timing)):
+            raise RuntimeError(f"{case.name} must be right to be timed, got {results}; run quire check")
+        row = RangeRow(num_seqs, bound, length, range_result.micros, own_result.micros)
+        words = f"captured for {bound:,} keys {row.micros:.1f} µs, for these {row.own_micros:.1f}"
+        console.print(f"{case.name}: {words}", highlight=False)
+        progress.advance(task)
+        torch.cuda.empty_cache()
+        yield row
+
+
+def analyse(cases: Sequence[Case], device: str, is_compiled: bool, commit: str | None, console: Console) -> Report:
+    """Return what each case needs of a device that is not here, and what Quire's kernels compile to for it.
+
+    Args:
+        cases: the batches.
+        device: a key of DATA_SHEETS.
+        is_compiled: whether kernels are compiled.
+        commit: the commit that is compiled, if the caller knows it.
+        console: for the progress bar.
+    """
+    ceilings = from_data_sheet(device)
+    report = Report(
+        provenance=provenance(device, commit),
+        ceilings=ceilings,
+        peers={QUIRE: "not measured: compiled"},
+        rows=[make_row(case, ceilings, {}) for case in cases],
+    )
+    if is_compiled:
+        add_kernels(report.rows, cases, device, console)
+    return report
+
+
+def add_kernels(rows: list[Row], cases: Sequence[Case], device: str, console: Console) -> None:
+    """Compile the cases for a device, and put what they compile to into their rows."""
+    target = TARGETS[DATA_SHEETS[device][0]]
+    rows_of: dict[Launch, list[int]] = {}
+    for i, case in enumerate(cases):
+        rows_of.setdefault(launch_of(case), []).append(i)
+    with progress_bar(console) as progress:
+        task = progress.add_task(f"compiling for {target.name}", total=len(rows_of))
+        for launch, words, kernels in compile_all(list(rows_of), target):
+            plan, why = (words, None) if kernels else (None, words)
+            for i in rows_of[launch]:
+                rows[i] = replace(rows[i], compiled=kernels, plan=plan, why=why)
+            progress.advance(task)

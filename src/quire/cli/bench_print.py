@@ -1,0 +1,78 @@
+"""What `quire bench` prints: cases, results, and what changed between two runs."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+
+from rich.console import Console
+
+from quire.bench import report as tables
+from quire.bench.cases import Case
+from quire.bench.results import Report, Row, is_ours
+from quire.bench.tables import to_rich
+from quire.cli.arguments import CommandError
+
+
+def print_cases(cases: Iterable[Case], console: Console) -> None:
+    """Print what each case is and needs."""
+    for case in cases:
+        spec = case.spec
+        heads = f"{spec.num_q_heads}/{spec.num_kv_heads}/{spec.head_dim}"
+        shape = f"{len(case.lens)} sequences, {case.num_tokens} queries, {heads}"
+        needs = f"{case.nbytes / 1e6:.1f} MB, {case.flops / 1e9:.1f} GFLOP"
+        console.print(f"{case.name:44} {shape}, {needs}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_row(row: Row, console: Console) -> None:
+    """Print a case as one line: the time of each library, and a dash where it has none."""
+    times = "  ".join(f"{name} {row.times[name]:.1f}" if name in row.times else f"{name} –" for name in row.results)
+    console.print(f"{row.case:34} floor {row.floor_micros:.1f}  {times}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the tables of a report, and where its numbers come from."""
+    rows = report.rows
+    if tables.was_compiled(report):
+        title = f"{report.provenance.device}, from its data sheet and compiled kernels"
+        console.print(to_rich(tables.compiled_table(rows), title, console))
+    elif tables.peers_in(rows):
+        console.print(to_rich(tables.times_table(rows), "µs", console))
+        console.print(to_rich(tables.detail_table(rows), "Quire in detail", console))
+    elif rows:
+        console.print(to_rich(tables.detail_table(rows), "needs", console))
+    if report.graph_range:
+        table = tables.range_table(report.graph_range)
+        console.print(to_rich(table, "graphs captured for a range of lengths", console))
+        console.print(tables.describe_ranges(report.graph_range), highlight=False)
+    summary = tables.summary_table(rows)
+    if summary.rows:
+        console.print(to_rich(summary, "geometric means, over how many cases", console))
+    console.print(tables.describe_run(report), highlight=False, markup=False, style="dim")
+
+
+def print_changes(before: Report, after: Report, console: Console) -> int:
+    """Print what changed between two runs by more than their noise.
+
+    Returns:
+        The exit code: 1 if a case of Quire's became slower or has no result any more.
+    """
+    changes = tables.changes(before, after)
+    ours = [change for change in changes if is_ours(change.peer)]
+    if not ours:
+        raise CommandError("A and B must share cases that Quire was timed on, got none; run the same sets")
+    for name in ("device", "driver", "torch", "triton"):
+        a, b = getattr(before.provenance, name), getattr(after.provenance, name)
+        if a != b:
+            console.print(f"the runs differ in {name}: {a} and {b}", style="bold", markup=False)
+    table = tables.changes_table(ours)
+    if table.rows:
+        console.print(to_rich(table, "changes", console))
+    counts = Counter(change.verdict for change in ours)
+    words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("slower", "lost", "faster", "same"))
+    console.print(f"{words} (by more than the noise of both runs)")
+    others = [change.ratio for change in changes if change.ratio is not None and not is_ours(change.peer)]
+    if others:
+        mean = statistics.geometric_mean(others)
+        words = f"other libraries on the same cases: {mean:.3f} of their time before, which is what the machine changed"
+        console.print(words, highlight=False)
+    return 1 if counts["slower"] or counts["lost"] else 0

@@ -1,0 +1,122 @@
+"""What `quire check` asks of the kernels: named combinations of spec, lengths, plan and layout."""
+
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+import torch
+
+from quire.spec import AttentionSpec
+
+
+class SpecOptions(TypedDict, total=False):
+    """Arguments of `AttentionSpec` that a feature sets."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    kv_dtype: torch.dtype
+    causal: bool
+    sliding_window: int
+    sliding_window_right: int
+    softcap: float
+    alibi: bool
+    sinks: bool
+
+
+class PlanOptions(TypedDict, total=False):
+    """Arguments of `quire.plan` that a feature sets."""
+
+    num_splits: int
+    batch_invariant: bool
+    kernel: str
+
+
+class ProblemOptions(TypedDict, total=False):
+    """Arguments of `quire.testing.make_problem` that a feature sets."""
+
+    page_size: int
+    layout: str
+    scales: str
+    flat_table: bool
+    one_query: bool
+
+
+HEADS: SpecOptions = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32}
+MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17), (33, 70))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A named problem.
+
+    Attributes:
+        name: in the table.
+        spec_options: what the spec has in addition to HEADS, or in place of them.
+        lens: (query length, sequence length) of each sequence.
+        plan: arguments of `quire.plan`.
+        problem: arguments of `quire.testing.make_problem`.
+    """
+
+    name: str
+    spec_options: SpecOptions = field(default_factory=SpecOptions)
+    lens: tuple[tuple[int, int], ...] = MIXED
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    problem: ProblemOptions = field(default_factory=ProblemOptions)
+
+    def spec(self, dtype: torch.dtype) -> AttentionSpec:
+        """Return the spec for queries of a dtype."""
+        return AttentionSpec(**HEADS | self.spec_options, dtype=dtype)
+
+
+FEATURES = (
+    Feature("decode", lens=((1, 130), (1, 1), (1, 77))),
+    Feature("decode, one query each", lens=((1, 130), (1, 1), (1, 0), (1, 77)), problem={"one_query": True}),
+    Feature("drafted tokens", lens=((4, 130), (4, 20), (4, 77))),
+    Feature("prefill", lens=((70, 70), (33, 33))),
+    Feature("chunk on a context", lens=((33, 150), (20, 64))),
+    Feature("mixed"),
+    Feature("split keys", lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}),
+    Feature("split keys, drafted tokens", lens=((3, 300), (1, 40), (0, 9), (2, 170)), plan={"num_splits": 3}),
+    Feature("split keys, several blocks", {"num_q_heads": 34}, lens=((9, 200), (1, 40)), plan={"num_splits": 2}),
+    Feature(
+        "split keys, sliding window", {"sliding_window": 90}, lens=((1, 300), (1, 5), (1, 200)), plan={"num_splits": 4}
+    ),
+    Feature("batch-invariant", lens=((1, 700), (1, 5), (1, 0), (3, 300)), plan={"batch_invariant": True}),
+    Feature("bidirectional", {"causal": False}),
+    Feature("sliding window", {"sliding_window": 9}),
+    Feature("window on both sides", {"causal": False, "sliding_window": 9, "sliding_window_right": 4}),
+    Feature("softcap", {"softcap": 3.0}),
+    Feature("ALiBi", {"alibi": True}),
+    Feature("sinks", {"sinks": True}),
+    Feature("sinks, split keys", {"sinks": True}, lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}),
+    Feature("all at once", {"softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 20}),
+    Feature("values of another width", {"head_dim": 40, "head_dim_v": 24}),
+    Feature("head_dim 256, MQA", {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 256}, lens=((1, 40), (5, 30))),
+    Feature("pages of 1, flat table", problem={"page_size": 1, "flat_table": True}),
+    Feature("pages of 7, HND", problem={"page_size": 7, "layout": "HND"}),
+    Feature("vLLM's original layout", problem={"layout": "HDNX"}),
+    Feature("fp8 e4m3 cache", {"kv_dtype": torch.float8_e4m3fn}),
+    Feature("fp8 e5m2 cache, scales per token", {"kv_dtype": torch.float8_e5m2}, problem={"scales": "token"}),
+    Feature("int8 cache, one scale", {"kv_dtype": torch.int8}, problem={"scales": "tensor"}),
+)
+
+PROMPTS = ((150, 150), (33, 300), (1, 0), (1, 70), (130, 131))
+HOPPER: PlanOptions = {"kernel": "hopper"}
+HOPPER_FEATURES = (
+    Feature("prompts on Hopper", {"head_dim": 64}, PROMPTS, HOPPER),
+    Feature(
+        "prompts on Hopper, all at once",
+        {"head_dim": 128, "softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 90},
+        PROMPTS,
+        HOPPER,
+        {"layout": "HND"},
+    ),
+    Feature(
+        "prompts on Hopper, both sides",
+        {"head_dim": 256, "causal": False, "sliding_window": 90, "sliding_window_right": 40},
+        PROMPTS,
+        HOPPER,
+        {"page_size": 24},
+    ),
+)

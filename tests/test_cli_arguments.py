@@ -1,0 +1,211 @@
+"""What `quire bench` and `quire tune` refuse before they work: numbers, other files, folders they cannot write."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from quire.cli import bench_measure, main, tune_sweep
+from quire.targets import TARGETS
+from quire.tuning.jobs import jobs
+
+PROPERTIES = asdict(TARGETS["sm90"].properties)
+HEADER = {"device": "a made-up device", "properties": PROPERTIES, "jobs": [jobs(True)[0].case.name], "quick": True}
+CONFIG = {
+    "block_m": 16,
+    "block_n": 64,
+    "num_warps": 4,
+    "num_stages": 2,
+    "full_tile_loop": False,
+    "programs_per_sm": 1,
+}
+MEASURED = {"case": HEADER["jobs"][0], "config": CONFIG, "round": 0, "micros": 10.0}
+OTHER_FILES = {
+    "empty": b"",
+    "binary": bytes(range(128, 256)),
+    "text": b"nothing of the kind",
+    "a list": b"[1, 2]",
+    "an object": b"{}",
+    "a number": b"7",
+    "nested": b"[" * 100_000,
+}
+
+
+def records(*lines: object) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+OTHER_RECORDS = OTHER_FILES | {
+    "jobs of numbers": records(HEADER | {"jobs": [1]}),
+    "jobs missing": records({name: value for name, value in HEADER.items() if name != "jobs"}),
+    "properties of another version": records(HEADER | {"properties": PROPERTIES | {"num_cores": 3}}),
+    "properties of another type": records(HEADER | {"properties": PROPERTIES | {"num_sms": "many"}}),
+    "a line that is a list": records(HEADER, [1]),
+    "a line without a configuration": records(HEADER, {"case": "decode"}),
+    "a configuration without warps": records(HEADER, MEASURED | {"config": {"block_m": 16}}),
+    "a configuration that is illegal": records(HEADER, MEASURED | {"config": CONFIG | {"block_n": 48}}),
+    "a time that is text": records(HEADER, MEASURED | {"micros": "10"}),
+    "a time below 0": records(HEADER, MEASURED | {"micros": -1.0}),
+    "no case measured": records(HEADER),
+}
+OTHER_TREES = OTHER_FILES | {
+    "no provenance": b'{"properties": {}, "covers": [], "attention": {}}',
+    "records": records(HEADER, MEASURED),
+}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Return a function that writes a file, and gives its path."""
+
+    def write(content: bytes):
+        path = tmp_path / "other"
+        path.write_bytes(content)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Fail the test if a command begins to measure or compile."""
+
+    def work(*args):
+        raise AssertionError("the command began to work")
+
+    monkeypatch.setattr(bench_measure, "measure", work)
+    monkeypatch.setattr(bench_measure, "analyse", work)
+    monkeypatch.setattr(tune_sweep, "tune_here", work)
+
+
+def refused(capsys, arguments: list[str], *words: str) -> None:
+    """Assert that a command leaves with 2, and with one line that has these words."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    for word in words:
+        assert word in captured.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--seconds", value) for value in ("nan", "-1", "0", "inf", "soon")),
+        *(("--config", value) for value in ("foo", "block_n", "block_k=3", "block_n=many", "block_n=12", "")),
+    ],
+)
+def test_values_that_bench_cannot_take_are_named(option, value, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["bench", option, value])
+    assert leaving.value.code == 2
+    assert f"argument {option}: must be" in (error := capsys.readouterr().err)
+    assert f"got {value!r}" in error
+
+
+@pytest.mark.parametrize("content", OTHER_FILES.values(), ids=OTHER_FILES)
+@pytest.mark.parametrize("arguments", [("--report",), ("--compare",), ("--trace", "--list")], ids=lambda a: a[0])
+def test_bench_refuses_files_of_another_kind(arguments, content, written, capsys):
+    path, (option, *others) = written(content), arguments
+    refused(capsys, ["bench", option, path, *others, *[path] * (option == "--compare")], path)
+
+
+@pytest.mark.parametrize("option", ["--report", "--compare", "--trace"])
+def test_bench_refuses_folders_without_results(option, tmp_path, capsys):
+    refused(capsys, ["bench", option, str(tmp_path), *[str(tmp_path)] * (option == "--compare")], str(tmp_path))
+
+
+@pytest.mark.parametrize("content", OTHER_RECORDS.values(), ids=OTHER_RECORDS)
+def test_tune_fits_no_files_of_another_kind(content, written, tmp_path, capsys):
+    path = written(content)
+    refused(
+        capsys,
+        ["tune", "--fit", path, "--output", str(tmp_path / "tree.json")],
+        f"--fit {path} must hold",
+    )
+    assert not (tmp_path / "tree.json").exists()
+
+
+def test_tune_fits_no_folder(tmp_path, capsys):
+    arguments = ["tune", "--fit", str(tmp_path), "--output", str(tmp_path / "tree.json")]
+    refused(capsys, arguments, f"--fit {tmp_path} must hold the records of a sweep, got Is a directory")
+
+
+@pytest.mark.parametrize("content", OTHER_TREES.values(), ids=OTHER_TREES)
+def test_tune_explains_no_files_of_another_kind(content, written, capsys):
+    path = written(content)
+    refused(capsys, ["tune", "--explain", path], f"--explain {path} must be a tree that `quire tune` wrote")
+
+
+def test_tune_explains_no_folder(tmp_path, capsys):
+    refused(
+        capsys, ["tune", "--explain", str(tmp_path)], f"--explain {tmp_path} must be a tree that `quire tune` wrote"
+    )
+
+
+@pytest.mark.parametrize("content", [OTHER_RECORDS["text"], OTHER_RECORDS["a time that is text"]])
+def test_tune_adds_to_no_records_of_another_kind(content, written, tmp_path, monkeypatch, capsys):
+    path = written(content)
+    with_a_gpu(monkeypatch)
+    monkeypatch.setattr(tune_sweep, "device_properties", lambda device: TARGETS["sm90"].properties)
+    arguments = ["tune", "--quick", "--records", path, "--output", str(tmp_path / "tree.json")]
+    refused(capsys, arguments, f"{path} must hold the records of a sweep")
+
+
+def with_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Made-Up Device")
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_bench_finds_a_folder_it_cannot_write_before_it_works(has_gpu, written, monkeypatch, capsys):
+    if has_gpu:
+        with_a_gpu(monkeypatch)
+    file = written(b"")
+    for folder in (file, f"{file}/inside"):
+        assert main(["bench", "--quick", "--output", folder]) == 2
+        assert f"--output must be a folder that can be written, got {folder}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("option", ["--output", "--records"])
+def test_tune_finds_a_file_it_cannot_write_before_it_works(option, written, tmp_path, monkeypatch, capsys):
+    with_a_gpu(monkeypatch)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file = written(b"")
+    refused(capsys, ["tune", option, str(tmp_path)], f"{option} must be a file", f"got {tmp_path}, which is a folder")
+    refused(capsys, ["tune", option, f"{file}/tree.json"], f"the folder of {option} must be a folder", file)
+
+
+def test_tune_fits_again_only_if_it_can_write(written, tmp_path, capsys):
+    path = written(records(HEADER, MEASURED))
+    refused(capsys, ["tune", "--fit", path, "--output", str(tmp_path)], "--output must be a file", "which is a folder")
+    refused(capsys, ["tune", "--fit", path], "--output must name the tree that --fit writes, got none")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "no such case"], "--only must be part of the name of a case, got 'no such case'"),
+        (["--trace", "/nowhere"], "--trace must be a file that can be read, got /nowhere"),
+        (["--graphs"], "--graphs must be measured on a GPU, got none"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_bench_cannot_do_is_named(arguments, words, tmp_path, capsys):
+    refused(capsys, ["bench", *arguments, "--output", str(tmp_path)], words)
+
+
+def test_libraries_that_do_not_exist_are_named(monkeypatch, tmp_path, capsys):
+    with_a_gpu(monkeypatch)
+    refused(
+        capsys, ["bench", "--peers", "Nobody", "--output", str(tmp_path)], "--peers must begin the names of some of"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tune_needs_a_gpu(capsys):
+    refused(capsys, ["tune", "--quick"], "must have a GPU to measure, got none")
