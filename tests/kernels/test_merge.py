@@ -79,6 +79,29 @@ def test_what_an_empty_state_holds_does_not_matter():
     close(quire.merge_states([a, b]), a, 1e-6)
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_state_with_an_infinite_lse_is_empty(at):
+    """flash-attn writes +inf where a row sees no key."""
+    states = random_states(2, dtype=torch.float32)
+    states[1 - at].lse[0, 0] = 0.5
+    expected = quire.merge_states([states[1 - at]])
+    states[at].lse.fill_(float("inf"))
+    states[at].out.fill_(float("nan"))
+    close(quire.merge_states(states), expected, 1e-6)
+    empty = quire.merge_states([states[at]] * 2)
+    assert (empty.out == 0).all() and (empty.lse == float("-inf")).all()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_state_with_lse_nan_makes_the_result_nan(at):
+    states = random_states(2, dtype=torch.float32)
+    states[at].lse[1, 0] = float("nan")
+    merged, nan = quire.merge_states(states), torch.zeros(3, 2, dtype=torch.bool)
+    nan[1, 0] = True
+    assert torch.equal(merged.out.isnan(), nan[..., None].expand_as(merged.out))
+    assert torch.equal(merged.lse.isnan(), nan)
+
+
 def test_bad_input_is_refused():
     a, b = random_states(2, dtype=torch.float32)
     with pytest.raises(ValueError, match="at least one"):
