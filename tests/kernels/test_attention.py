@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import quire
 from quire.dispatch.config import KernelConfig
 from quire.plan import make_plan
-from quire.testing import make_problem
+from quire.testing import error_budget, make_problem, owned_slots
 
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17))
 HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
@@ -44,6 +44,48 @@ def splits(*numbers):
 def test_features(feature, num_splits, solve, assert_within_budget):
     spec = quire.AttentionSpec(**HEADS | FEATURES[feature], dtype=torch.float32)
     assert_within_budget(*solve(spec, MIXED, num_splits, page_size=5))
+
+
+def full_tile_config(block_m: int = 16, block_n: int = 16) -> KernelConfig:
+    return KernelConfig(
+        block_m, block_n, num_warps=4, num_stages=2, full_tile_loop=True, programs_per_sm=1, block_d=16, block_dv=16
+    )
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_full_tiles_in_a_loop_without_masks(feature, dtype, device, assert_within_budget):
+    """No tree has such a loop for float32, and for float16 only from 65 rows on.
+
+    The rows of a block end at different keys, sequences end within tiles, and windows are longer than a block and several tiles.
+    """
+    features = dict(FEATURES[feature])
+    if features.get("sliding_window") in (5, 11):
+        features["sliding_window"] += 70
+    heads = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 16}
+    spec = quire.AttentionSpec(**heads | features, dtype=dtype)
+    p = make_problem(spec, ((60, 106), (30, 170), (18, 18), (1, 90)), page_size=8, device=device)
+    plan = quire.plan(spec, p.batch, **p.bounds, config=full_tile_config(32), num_splits=1)
+    assert plan.kernel == "block" and plan.launch.full_tile_loop
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("offset", [-7, 0, 25, 200])
+def test_the_loop_without_masks_ends_with_the_keys(offset, device):
+    """Queries that lie past the last key, or that see keys to their right, have full tiles up to the last key only."""
+    spec = quire.AttentionSpec(
+        **HEADS, causal=False, sliding_window=150, sliding_window_right=30, dtype=torch.float32
+    )
+    p = make_problem(dataclasses.replace(spec, sliding_window=None, sliding_window_right=None), ((20, 90),), device=device)
+    offsets = torch.tensor([offset], dtype=torch.int32, device=device)
+    batch = dataclasses.replace(p.batch, query_offsets=offsets)
+    plan = quire.plan(spec, batch, **p.bounds, config=full_tile_config(), num_splits=1)
+    p = dataclasses.replace(p, spec=spec, batch=batch)
+    verdict = error_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+    assert verdict.passed, verdict
+
 
 
 @splits(1, 2, 7, 128)
@@ -83,6 +125,16 @@ def test_drafts_on_long_sequences(block_m, num_splits, window, device, assert_wi
     assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
 
 
+@pytest.mark.triton
+def test_the_loop_without_masks_ends_where_the_first_draft_s_keys_end(device, assert_within_budget):
+    """The last draft of each sequence sees the tile to its end, the first lacks keys of it: none, one, two."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    p = make_problem(spec, ((5, 402), (5, 403), (5, 404), (5, 405), (2, 400)), device=device)
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=2, config=full_tile_config())
+    assert plan.launch.full_tile_loop and plan.kernel == "split_kv"
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+
+
 def test_more_sequences_than_a_program_looks_at_at_once(solve, assert_within_budget):
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
     lens = tuple((1, 400 if i in (3, 258, 299) else i % 7) for i in range(300))
@@ -116,6 +168,55 @@ def test_pages_and_layouts(page_size, layout, solve, assert_within_budget):
 def test_quantised_caches(dtype, kv_dtype, scales, solve, assert_within_budget):
     spec = quire.AttentionSpec(**HEADS, dtype=dtype, kv_dtype=kv_dtype)
     assert_within_budget(*solve(spec, MIXED, 2, page_size=5, scales=scales))
+
+
+@pytest.mark.parametrize("amplitude", [1e-2, 1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_small_values_survive_scales_per_token(kv_dtype, amplitude, device, assert_within_budget):
+    """float16 cannot hold probabilities times small scales."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float16, kv_dtype=kv_dtype)
+    p = make_problem(spec, ((1, 128), (3, 40)), scales="token", device=device)
+    slots = owned_slots(p.batch, p.cache).flatten().nonzero()[:, 0]
+    k, v = torch.randn(2, len(slots), 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    quire.write_kv(k, v * amplitude, p.cache, slots)
+    plan = quire.plan(spec, p.batch, **p.bounds)
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+
+
+@pytest.mark.parametrize("page_size", [4, 64])
+@splits(1, 3)
+def test_table_entries_that_no_query_sees_may_be_junk(num_splits, page_size, device, options, assert_within_budget):
+    """Pages before every query's window were freed, and a row of the table may be longer than the sequence."""
+    spec = quire.AttentionSpec(**HEADS, sliding_window=20, dtype=torch.float32)
+    p = make_problem(spec, ((1, 300), (3, 150)), page_size=page_size, device=device)
+    plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
+    expected = quire.attention(p.q, p.cache, plan, return_lse=True)
+    table = p.batch.page_table
+    for row, q_len, seq_len in zip(table, p.query_lens, p.seq_lens, strict=True):
+        row[: max(0, seq_len - q_len - 19) // page_size] = -(1 << 30)
+        row[-(-seq_len // page_size) :] = 1 << 30
+    found = quire.attention(p.q, p.cache, plan, return_lse=True)
+    assert_within_budget(p, found)
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, in the interpreter
+@splits(1, 3)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_of_nan_gives_nan(sinks, num_splits, device, options, assert_within_budget):
+    """out and lse of a query of NaN are NaN; no other query changes, and a query that sees no key is empty."""
+    spec = quire.AttentionSpec(**HEADS, sinks=sinks, dtype=torch.float32)
+    p = make_problem(spec, ((4, 70), (1, 90), (1, 0)), device=device)
+    plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
+    expected = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+    q = p.q.clone()
+    q[1, 2, 3], q[4], q[5] = float("nan"), float("nan"), float("nan")
+    found = quire.attention(q, p.cache, plan, **p.tables, return_lse=True)
+    wrong = torch.zeros(6, 6, dtype=torch.bool, device=device)
+    wrong[1, 2] = wrong[4] = True
+    assert found.out[wrong].isnan().all() and found.lse[wrong].isnan().all()
+    assert torch.equal(found.out[~wrong], expected.out[~wrong]) and torch.equal(found.lse[~wrong], expected.lse[~wrong])
+
 
 
 @splits(1, 3)

@@ -99,7 +99,10 @@ class PortableLaunch:
             queries = "at most one query each"
         else:
             queries = "any number of queries"
-        return f"{config.block_m} rows × {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages{loops}{hints}"
+        return (
+            f"{config.block_m} rows × {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages"
+            f"{loops}{hints}, {queries}{rows}"
+        )
 
 
 class PortableRunner:

@@ -138,8 +138,11 @@ class SplitKVLaunch(PortableLaunch):
 
     def __str__(self) -> str:
         details = f"{self.num_partitions} partitions × {self.request.spec.num_kv_heads} KV heads"
+        details += f", partials of {self.partial_rows} rows"
         if self.is_two_level:
             details += ", two-level combine"
+        if self.request.num_seqs > self.seqs_at_once:
+            details += f", more than {self.seqs_at_once} sequences"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
         if self.max_decode_queries:

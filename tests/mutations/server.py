@@ -1,0 +1,140 @@
+"""Judge mutants: run a test of the suite on a copy of the package with one place broken.
+
+`Server` is the side of the tests. `python -m tests.mutations.server` is a process that imports PyTorch, Triton and pytest once, and never Quire. It forks a
+child for each mutant. The child imports the broken copy and runs the judge in pytest, so a mutant costs the time of its judge and few tenths of a second.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGE = ROOT / "src" / "quire"
+PASSED, FAILED = 0, 1  # exit codes of pytest
+TOO_LONG = 120  # seconds
+
+
+class Mutant(NamedTuple):
+    """One place of the package, broken, and the tests that must notice.
+
+    Attributes:
+        file: relative to the package.
+        right: the text to replace, found once.
+        wrong: the text to put there.
+        judge: node ids of tests, separated by blanks, relative to tests/.
+    """
+
+    file: str
+    right: str
+    wrong: str
+    judge: str
+
+
+class Verdict(NamedTuple):
+    """What became of a judge."""
+
+    status: int  # exit code of pytest; negative where a signal ended it
+    output: str
+
+    @property
+    def noticed(self) -> bool:
+        """Whether a test failed, or the process crashed."""
+        return self.status == FAILED or self.status in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+
+
+class Server:
+    """A process that judges mutants, until it is closed."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutations.server"],
+            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def judge(self, mutant: Mutant) -> Verdict:
+        """Run a mutant's judge on the broken package."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(mutant), file=self.process.stdin, flush=True)
+        return Verdict(*json.loads(self.process.stdout.readline()))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+def broken_copy(mutant: Mutant, folder: Path) -> None:
+    """Copy the package to a folder, and break it.
+
+    Raises:
+        LookupError: the text to replace is not there exactly once.
+    """
+    shutil.copytree(PACKAGE, folder / "quire", ignore=shutil.ignore_patterns("__pycache__", "demo_model"))
+    file = folder / "quire" / mutant.file
+    text = file.read_text()
+    if text.count(mutant.right) != 1:
+        raise LookupError(f"{mutant.file} holds {mutant.right!r} {text.count(mutant.right)} times; the place has moved")
+    file.write_text(text.replace(mutant.right, mutant.wrong))
+
+
+def run_judge(mutant: Mutant, folder: str, log: str) -> int:
+    """Run the judge in this process, which ends afterwards; return its exit code."""
+    import pytest
+
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    signal.alarm(TOO_LONG)
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"  # of the processes that judges start
+    sys.dont_write_bytecode = True
+    tests = [str(ROOT / "tests" / test) for test in mutant.judge.split()]
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(ROOT), *tests])
+    import quire
+
+    assert str(quire.__file__).startswith(folder)
+    return int(code)
+
+
+def main() -> None:
+    """Judge the mutants that come in, each in a child."""
+    import hypothesis  # noqa: F401
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import triton  # noqa: F401
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        mutant = Mutant(*json.loads(line))
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "log"
+            try:
+                broken_copy(mutant, Path(folder))
+            except LookupError as error:
+                print(json.dumps((-1000, str(error))), flush=True)
+                continue
+            child = os.fork()
+            if child == 0:
+                code = 99
+                try:
+                    code = run_judge(mutant, folder, str(log))
+                finally:
+                    sys.stdout.flush()
+                    os._exit(code)
+            _, status = os.waitpid(child, 0)
+            output = log.read_text(errors="replace") if log.exists() else ""
+            print(json.dumps((os.waitstatus_to_exitcode(status), output[-3000:])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The suite is itself tested: in a copy of the package with one place broken, the tests that are meant for it must fail."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import triton
+
+from tests.mutations.mutants import IN_INTERPRETER, OUTSIDE
+from tests.mutations.server import Mutant, Server
+
+INTERPRETS = triton.knobs.runtime.interpret
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+def check(mutant: Mutant, server: Server) -> None:
+    verdict = server.judge(mutant)
+    assert verdict.noticed, f"{mutant.judge} ended with {verdict.status}\n{verdict.output}"
+
+
+@pytest.mark.skipif(not INTERPRETS, reason="runs Triton kernels in the interpreter, which TRITON_INTERPRET=1 selects")
+@pytest.mark.parametrize("name", IN_INTERPRETER)
+def test_a_broken_kernel_is_noticed(name, server):
+    check(IN_INTERPRETER[name], server)
+
+
+@pytest.mark.skipif(INTERPRETS, reason="runs what serves CPU tensors and compiles kernels, which TRITON_INTERPRET=1 prevents")
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_broken_function_is_noticed(name, server):
+    mutant = OUTSIDE[name]
+    for engine in ("transformers", "vllm"):
+        if engine in mutant.judge and find_spec(engine) is None:
+            pytest.skip(f"{engine} is not installed")
+    check(mutant, server)
