@@ -90,7 +90,7 @@ class PageAllocator:
         return twin
 
     def free(self, sequence: PageSequence) -> None:
-        """Give a sequence's pages back; those that others share stay theirs. The sequence cannot be used again.
+        """Release a sequence's pages; those that other sequences hold stay allocated. The sequence becomes unusable.
 
         Raises:
             TypeError: the sequence is not a PageSequence.
@@ -151,7 +151,7 @@ class PageAllocator:
 
     def _extend(self, sequence: PageSequence, num_tokens: int) -> list[tuple[int, int]]:
         num_tokens = check_integer(
-            "num_tokens", num_tokens, "free the sequence and allocate a shorter one instead of shrinking it", 0
+            "num_tokens", num_tokens, "to shrink a sequence, free it and allocate a shorter one", 0
         )
         total = sequence.num_tokens + num_tokens
         fresh = -(-total // self.page_size) - len(sequence.pages)

@@ -1,6 +1,7 @@
 """The verbs: check, then launch.
 
-Checks compare host numbers (shapes, dtypes, strides). Nothing is read from the device, and nothing is launched or written unless all of them pass.
+Checks compare host numbers (shapes, dtypes, strides). They read nothing from the device. Nothing is launched or written
+unless all of them pass.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from quire.checks import check_attention, check_copy_pages, check_merge_states, 
 from quire.dispatch.device import is_served_by_torch
 from quire.errors import check_flag
 from quire.kernels.cpu import cache_ops
-from quire.kernels.cpu import merge as cpu_merge
+from quire.kernels.cpu import combine as cpu_combine
 from quire.plan import Plan
 from quire.state import State
 
@@ -57,9 +58,10 @@ def attention(
     out: torch.Tensor | State | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | State:
-    """Attend from a batch's queries to its cached keys and values: decode, drafted tokens and (chunked) prefill, in any mix.
+    """Attend from a batch's queries to its cached keys and values.
 
-    The step's own keys and values must be in the cache already (`write_kv`). Rows of `out` that belong to no sequence are left as they are.
+    Decode, drafted tokens and (chunked) prefill may be mixed in one batch. The keys and values of this step must be in
+    the cache already (`write_kv`). Rows of `out` that belong to no sequence are left as they are.
 
     Args:
         q: queries, [num_tokens, num_q_heads, head_dim], of the spec's dtype; any strides with a contiguous head.
@@ -67,8 +69,10 @@ def attention(
         plan: how to launch, from `quire.plan`.
         sinks: [num_q_heads], natural-log logits, where the spec has sinks.
         alibi_slopes: [num_q_heads], where the spec has ALiBi.
-        out: where to write: a tensor [num_tokens, num_q_heads, head_dim_v] like `q`, or a `State` to have the lse written as well.
-        return_lse: return a `State` with the natural-log lse, [num_tokens, num_q_heads] float32. With sinks, it includes them.
+        out: where to write: a tensor [num_tokens, num_q_heads, head_dim_v] like `q`, or a `State`, whose lse is written
+            as well.
+        return_lse: return a `State` with the natural-log lse, [num_tokens, num_q_heads] float32. With sinks, it
+            includes them.
 
     Returns:
         out, or `State(out, lse)` when the lse was asked for.
@@ -166,18 +170,19 @@ def write_kv(
     cache: PagedKVCache,
     slot_mapping: torch.Tensor,  # [num_tokens] int64
 ) -> None:
-    """Write new keys and values into their slots, quantising on the way where the cache is fp8 or int8.
+    """Write new keys and values into their slots; quantise them if the cache is fp8 or int8.
 
-    Stored values are `x / scale`, rounded half to even and saturated at ±448 (e4m3), ±57,344 (e5m2) or ±127 (int8); NaN stays NaN, and is 0 in int8.
-    Scales per tensor or per head are used as they are, and are 1 where the cache has none. Scales per token and head are computed (largest finite
-    magnitude over the largest stored value; 1 for a token of zeros) and written too.
+    Stored values are `x / scale`, rounded half to even and saturated at ±448 (e4m3), ±57,344 (e5m2) or ±127 (int8). NaN
+    stays NaN in fp8 and becomes 0 in int8. Scales per tensor or per head are read from the cache; without scales they
+    are 1. Scales per token and head are computed and written too: the largest finite magnitude over the largest value
+    of the dtype, or 1 for a token of zeros.
 
     Args:
         k: new keys, [num_tokens, num_kv_heads, head_dim]; any strides with a contiguous head.
         v: new values, [num_tokens, num_kv_heads, head_dim_v].
         cache: the layer's pages, changed in place.
-        slot_mapping: [num_tokens] int64, `page * page_size + slot` of each token; negative to leave a token out. May be shorter than `k`, whose
-            further tokens are then padding.
+        slot_mapping: [num_tokens] int64, `page * page_size + slot` of each token; negative to leave a token out. It may
+            be shorter than `k`. The further tokens of `k` are then padding.
 
     Raises:
         TypeError: an argument is of another type.
@@ -200,19 +205,24 @@ def copy_pages(
     dst: PagedKVCache,
     page_pairs: torch.Tensor,  # [num_pairs, 2] int32 or int64
 ) -> None:
-    """Copy whole pages, with their scales per token: copy on write within a cache, or swapping to and from a cache in host memory.
+    """Copy pages, with their scales per token, within a cache or between two.
 
-    Swapping is asynchronous where the host's cache is pinned (`tensor.pin_memory()`): synchronise before reading it on the host. Give it `page_pairs`
-    on the host, and a copy within a GPU on that GPU: elsewhere they are moved first, and waited for.
+    Use it for copy on write, or to swap pages to and from a cache in host memory. Swapping is asynchronous if the
+    host's cache is pinned (`tensor.pin_memory()`): synchronise before reading it on the host. Pass `page_pairs` on the
+    host for a swap, and on the GPU for a copy within that GPU. Otherwise they are moved there first, which waits for
+    the device.
 
     Args:
         src: cache to read.
-        dst: cache to write, of the same layout, dtype and page shape; may be `src`. No page may be written twice, or read and written.
-        page_pairs: [num_pairs, 2] (source page, destination page), on any device; pairs with a negative page are left out.
+        dst: cache to write, of the same layout, dtype and page shape; may be `src`. No page may be written twice, or
+            read and written.
+        page_pairs: [num_pairs, 2] (source page, destination page), int32 or int64, on any device; pairs with a negative
+            page are left out.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: the caches differ in layout, dtype or page shape, or page_pairs is not such a tensor; nothing was written.
+        ValueError: the caches differ in layout, dtype or page shape, or page_pairs has another shape or dtype; nothing
+            was written.
         UnsupportedError: the caches are not paged.
     """
     check_copy_pages(src, dst, page_pairs)
@@ -231,11 +241,12 @@ def copy_pages(
 def merge_states(states: Sequence[State]) -> State:
     """Merge states over disjoint sets of keys into the state over all of them, exactly.
 
-    Order and grouping do not matter but for rounding: `merge_states([a, b, c])` is `merge_states([a, merge_states([b, c])])`.
+    Order and grouping change the rounding only: `merge_states([a, b, c])` is `merge_states([a, merge_states([b, c])])`.
 
     Args:
-        states: one or more; all with out [num_tokens, num_q_heads, head_dim_v] of one dtype (float16, bfloat16 or float32) and lse [num_tokens, num_q_heads]
-            float32. An lse of -inf says that a row saw no key; so does +inf, which flash-attn writes there.
+        states: one or more. All have out [num_tokens, num_q_heads, head_dim_v] of one dtype (float16, bfloat16 or
+            float32) and lse [num_tokens, num_q_heads] float32. An lse of -inf says that a row saw no key; so does +inf,
+            which flash-attn writes there.
 
     Returns:
         A new state: lse = log Σ exp(lse_i), out = Σ exp(lse_i - lse) out_i, summed in float32.
@@ -248,7 +259,10 @@ def merge_states(states: Sequence[State]) -> State:
     if torch.compiler.is_compiling():
         return ops.merge_states(states)
     if is_served_by_torch(states[0].out.device):
-        return cpu_merge.merge_states(states)
+        return cpu_combine.merge_states(states)
     from quire.kernels import combine
 
     return combine.merge_states(states)
+
+
+ops.register(attention, write_kv, merge_states)

@@ -121,7 +121,7 @@ def check_pages(batch: Batch, cache: PagedKVCache, start: torch.Tensor, stop: to
         if bad is not None:
             begin, end = int(pages[bad]), int(pages[bad] + stop[owner[bad]])
             raise ValueError(
-                f"cu_seqlens_k must lie within k's {cache.num_pages} tokens, got keys {begin} to {end} for sequence "
+                f"cu_seqlens_k must be within k's {cache.num_pages} tokens, got keys {begin} to {end} for sequence "
                 f"{int(owner[bad])}; pass all tokens of k"
             )
         return
@@ -134,9 +134,9 @@ def check_pages(batch: Batch, cache: PagedKVCache, start: torch.Tensor, stop: to
 
 
 def check_writers(batch: Batch, cache: PagedKVCache, shared_pages: bool) -> None:
-    """Check that each sequence holds its new tokens and that the pages it writes them to are its own.
+    """Check that seq_lens include each sequence's new tokens, and that their pages are in no other sequence.
 
-    `check_reads` has passed.
+    Call it after `check_reads`.
     """
     starts, table = batch.query_starts.tolist(), batch.page_table.cpu()
     run_starts = None if batch.cu_pages is None else batch.cu_pages.tolist()

@@ -11,9 +11,9 @@ import torch
 
 @lru_cache(maxsize=1024)
 def encode(value: Any) -> str:
-    """Return a frozen dataclass of numbers, words, dtypes and such dataclasses as JSON.
+    """Return a frozen dataclass as JSON. Its fields are numbers, strings, dtypes and further dataclasses.
 
-    Parts that many launches share, such as the spec, are encoded once.
+    A value that several launches contain, for example the spec, is encoded once.
     """
     stored = [field.name for field in fields(value) if field.init]
     values = ", ".join(f"{json.dumps(name)}: {_encode(getattr(value, name))}" for name in stored)
@@ -31,7 +31,7 @@ def _encode(value: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def decode(text: str) -> Any:
-    """Return what `encode` was given."""
+    """Return the dataclass that `encode` was given."""
     return json.loads(text, object_hook=_decode)
 
 
@@ -39,5 +39,5 @@ def _decode(found: dict[str, Any]) -> Any:
     if "class" not in found:
         return getattr(torch, found["dtype"])
     module, name = found.pop("class").split(":")
-    assert module.startswith("quire."), f"{module} must be a module of Quire's"
+    assert module.startswith("quire."), f"{module} must be a module of Quire"
     return getattr(import_module(module), name)(**found)

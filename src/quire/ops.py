@@ -1,20 +1,19 @@
-"""The verbs as `torch.library` operators, so that `torch.compile(fullgraph=True)` sees them whole. The eager path does not come here.
+"""The verbs as `torch.library` operators, for `torch.compile(fullgraph=True)`. Eager calls do not use them.
 
-An operator takes tensors, numbers and strings. The verb takes the nouns apart; the operator puts them together again and calls the verb.
+An operator takes tensors, numbers and strings. The functions here take caches, batches, plans and states apart and call
+the operator. The operator builds them again and calls the verb, which `register` gave it.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.launch_codec import decode
+from quire.plan import Plan, make_plan
 from quire.state import State
-
-if TYPE_CHECKING:
-    from quire.plan import Plan
 
 LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
@@ -32,7 +31,7 @@ LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
 def attention(
     q: torch.Tensor,
     cache: PagedKVCache,
-    plan: "Plan",
+    plan: Plan,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
@@ -62,47 +61,49 @@ def merge_states(states: Sequence[State]) -> State:
     return State(*torch.ops.quire.merge_states([s.out for s in states], [s.lse for s in states]))
 
 
-def attention_impl(
-    q, k, v, k_scale, v_scale, layout, page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, sinks, alibi_slopes,
-    out, lse, workspace, launch,
-):  # fmt: skip
-    """Put the nouns together and call the verb."""
-    from quire import api
-    from quire.plan import make_plan
+def register(
+    attention_verb: Callable[..., Any], write_kv_verb: Callable[..., Any], merge_states_verb: Callable[..., State]
+) -> None:
+    """Implement the operators by the eager verbs. `quire.api` calls this once."""
 
-    decided = decode(launch)
-    batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD")
-    plan = make_plan(decided.request.spec, batch, decided, "compiled", workspace)
-    cache = PagedKVCache(k, v, layout, k_scale, v_scale)
-    into = out if lse is None else State(out, lse)
-    api.attention(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=into)
+    def attention_impl(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
+        layout: str, page_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
+        cu_pages: torch.Tensor | None, query_offsets: torch.Tensor | None, sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None,
+        workspace: torch.Tensor | None, launch: str,
+    ) -> None:  # fmt: skip
+        decided = decode(launch)
+        batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD")
+        plan = make_plan(decided.request.spec, batch, decided, "compiled", workspace)
+        cache = PagedKVCache(k, v, layout, k_scale, v_scale)
+        into = out if lse is None else State(out, lse)
+        attention_verb(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=into)
+
+    def write_kv_impl(
+        k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, k_token_scale: torch.Tensor | None,
+        v_token_scale: torch.Tensor | None, layout: str, slot_mapping: torch.Tensor,
+    ) -> None:  # fmt: skip
+        scales = (k_scale, v_scale) if k_token_scale is None else (k_token_scale, v_token_scale)
+        write_kv_verb(k, v, PagedKVCache(k_cache, v_cache, layout, *scales), slot_mapping)
+
+    def merge_states_impl(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = merge_states_verb([State(*s) for s in zip(outs, lses, strict=True)])
+        return out, lse
+
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl("attention", attention_impl, key)
+        LIBRARY.impl("write_kv", write_kv_impl, key)
+        LIBRARY.impl("merge_states", merge_states_impl, key)
 
 
-def write_kv_impl(k, v, k_cache, v_cache, k_scale, v_scale, k_token_scale, v_token_scale, layout, slot_mapping):
-    """Put the cache together and call the verb."""
-    from quire import api
-
-    scales = (k_scale, v_scale) if k_token_scale is None else (k_token_scale, v_token_scale)
-    api.write_kv(k, v, PagedKVCache(k_cache, v_cache, layout, *scales), slot_mapping)
-
-
-def merge_states_impl(outs, lses):
-    """Put the states together and call the verb."""
-    from quire import api
-
-    return tuple(api.merge_states([State(*s) for s in zip(outs, lses, strict=True)]))
-
-
-def merge_states_fake(outs, lses):
+def merge_states_fake(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tensors like the results."""
     contiguous = torch.contiguous_format
     return torch.empty_like(outs[0], memory_format=contiguous), torch.empty_like(lses[0], memory_format=contiguous)
 
 
-for key in ("CPU", "CUDA"):
-    LIBRARY.impl("attention", attention_impl, key)
-    LIBRARY.impl("write_kv", write_kv_impl, key)
-    LIBRARY.impl("merge_states", merge_states_impl, key)
 torch.library.register_fake("quire::attention", lambda *arguments: None)
 torch.library.register_fake("quire::write_kv", lambda *arguments: None)
 torch.library.register_fake("quire::merge_states", merge_states_fake)

@@ -1,6 +1,7 @@
 """`Plan`: how a batch is launched, decided once per step (or once per captured graph) and shared by all layers.
 
-A plan is made from host numbers only. Lengths and page tables stay on the device and may change under it, within the bounds that it was made for.
+A plan is made from host numbers only. Lengths and page tables stay on the device. They may change between launches,
+within the bounds that the plan was made for.
 """
 
 from collections.abc import Callable
@@ -25,22 +26,23 @@ from quire.spec import AttentionSpec
 
 Proposal = Callable[[Request, Options], tuple[Launch, str] | str]
 
-# Kernel families by the name that `plan(kernel=...)` takes, the preferred ones first. Each proposes a launch, or says what it does not serve.
+# Kernel families by the name that `plan(kernel=...)` takes, the preferred one first. Each proposes a launch, or says
+# what it does not serve.
 FAMILIES: dict[str, Proposal] = {"hopper": hopper.propose, "portable": portable.propose}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Hold what was decided for a batch; `print(plan)` says all of it, and why.
+    """How a batch is launched. `print(plan)` shows the decision and the reason.
 
     Attributes:
         spec: what is computed.
         batch: the sequences, read on the device at launch.
-        bounds: the upper bounds that it was made for: `max_query_len`, `max_seq_len`, `num_tokens`.
+        bounds: the upper bounds that the plan was made for: `max_query_len`, `max_seq_len`, `num_tokens`.
         launch: `BlockLaunch`, `SplitKVLaunch`, `HopperLaunch` or `TorchLaunch`: which kernel, and how.
-        reason: why, in words.
-        workspace: the memory of its scratch; None where it needs none.
-        runner: launches it.
+        reason: why this launch was chosen, in words.
+        workspace: memory for the launch's scratch; None if it needs none.
+        runner: runs the launch; `quire.attention` calls it.
         encoded_launch: the launch as a string, for `torch.compile`.
     """
 
@@ -60,8 +62,8 @@ class Plan:
 
     def __repr__(self) -> str:
         bounds = self.bounds
-        shape = f"{self.batch.num_seqs} sequences, at most {bounds.max_query_len} queries and {bounds.max_seq_len} keys each"
-        return f"Plan({shape}; {self.launch}; {self.reason})"
+        most = f"at most {bounds.max_query_len} queries and {bounds.max_seq_len} keys each"
+        return f"Plan({self.batch.num_seqs} sequences, {most}; {self.launch}; {self.reason})"
 
 
 def plan(
@@ -79,8 +81,9 @@ def plan(
 ) -> Plan:
     """Decide how `batch` is launched, from host numbers only.
 
-    Make a plan once per step and share it between the layers that have this spec; or once per captured graph, with the largest lengths that the graph is to
-    serve. A plan owns its scratch memory: two plans may run at the same time on two streams, one plan may not.
+    Make a plan once per step and pass it to every layer with this spec. For a captured graph, make it once, with the
+    largest lengths that the graph has to serve. A plan holds scratch memory: two plans may run at the same time on two
+    streams; one plan may not.
 
     Args:
         spec: what is computed.
@@ -88,23 +91,28 @@ def plan(
         max_query_len: an upper bound of any sequence's queries in this batch.
         max_seq_len: an upper bound of any sequence's keys.
         num_tokens: an upper bound of the batch's query tokens; `num_seqs * max_query_len` when not given.
-        num_splits: into how many splits the keys of a sequence are cut, on average over the batch, from 1 to 128; chosen to fill the device when not given.
+        num_splits: into how many splits the keys of a sequence are cut, on average over the batch, from 1 to 128.
+            Chosen to fill the device when not given.
         config: configuration of the portable kernels; chosen by the device's decision tree when not given.
-        batch_invariant: make each token's result depend on its own sequence alone, bit for bit: not on the rest of the batch, nor on how a prompt is split
-            into chunks, nor on the bounds given here. Decode pays some per cent, long prompts several times: they take the configuration of decode.
-        workspace: uint8 memory for the scratch, all 0 when it is first used, which plans that never run at the same time may share; of
-            `quire.workspace_size` bytes, it serves every plan within those bounds. Allocated when not given.
-        kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU; chosen when not given. Caches come later:
-            one with pages, strides or scales that the Hopper kernel does not serve is served by the fallback that the plan names.
+        batch_invariant: make each token's result depend on its sequence alone, bit for bit. It then does not depend on
+            the rest of the batch, on how a prompt is split into chunks, or on the bounds given here. Decode takes a few
+            per cent longer. Long prompts take several times as long, since they use the configuration of decode.
+        workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
+            use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
+            Allocated when not given.
+        kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU;
+            chosen when not given. A plan is made before the cache is known. If the Hopper kernel does not serve the
+            cache's pages, strides or scales, the fallback that the plan names does.
 
     Returns:
         The plan, with its scratch memory.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: a bound is negative, num_splits out of range, config does not fit the spec, or the workspace is too small.
-        UnsupportedError: bfloat16 under Triton's interpreter, options that PyTorch does not serve for CPU tensors, a config with hints for another target, or
-            a kernel that does not serve the request, or a batch on a device that has no kernel.
+        ValueError: a bound is negative, num_splits is out of range, config does not fit the spec, or the workspace is
+            too small.
+        UnsupportedError: bfloat16 under Triton's interpreter, options that PyTorch does not serve for CPU tensors, a
+            config with hints for another target, a kernel that does not serve the request, or a device that has none.
     """
     bounds, num_splits = check_plan_arguments(
         spec, batch, max_query_len=max_query_len, max_seq_len=max_seq_len, num_tokens=num_tokens, num_splits=num_splits,
@@ -126,14 +134,16 @@ def check_device(request: Request, options: Options) -> None:
     """Raise unless Triton serves the request on its device, and the options fit it."""
     if interprets() and request.spec.dtype is torch.bfloat16:
         raise UnsupportedError(
-            "dtype must not be bfloat16 under Triton's interpreter, got bfloat16, which it computes wrongly; use float32 or float16 there"
+            "dtype must not be bfloat16 under Triton's interpreter, got bfloat16, which it computes wrongly; "
+            "use float32 or float16 there"
         )
     config, spec = options.config, request.spec
     if config is None:
         return
     if config.hints and not request.device.has_mfma:
         raise UnsupportedError(
-            f"config must leave {' and '.join(config.hints)} at 0 here, got hints for the compiler of AMD's GPUs; leave them out"
+            f"config must leave {' and '.join(config.hints)} at 0 here, got hints for the compiler of AMD's GPUs; "
+            "leave them out"
         )
     wanted = padded(spec.head_dim), padded(spec.head_dim_v)
     if (config.block_d, config.block_dv) != wanted:
@@ -192,5 +202,6 @@ def check_workspace(launch: Launch, size: scratch.ScratchSize, workspace: torch.
     request = launch.request
     if size.counters > scratch.counter_bytes(request.device, request.spec.num_kv_heads):
         raise ValueError(
-            f"num_splits must leave at most {scratch.MAX_PROGRAMS_PER_SM} programs per SM with a workspace, got {launch}"
+            f"num_splits must leave at most {scratch.MAX_PROGRAMS_PER_SM} programs per SM with a workspace, "
+            f"got {launch}; pass fewer splits, or leave out the workspace"
         )

@@ -1,11 +1,13 @@
-"""What a server settles before its first request: how much scratch all its plans need, and which kernels they launch.
+"""What a server does before its first request: find how much scratch its plans need, and compile their kernels.
 
-A plan is chosen from a batch's bounds, rounded up to powers of two, so all plans within given bounds are few and can be enumerated:
-`workspace_size` takes the largest scratch among them, `warmup` launches each kind once on nothing, and `no_compilation` proves that nothing was forgotten.
+A plan is chosen from a batch's bounds, rounded up to powers of two. So there is a small number of launches within given
+bounds, and they can be enumerated. `workspace_size` returns the largest scratch among them. `warmup` compiles each of
+them once. `no_compilation` raises if a launch was not covered.
 """
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import torch
 
@@ -42,8 +44,8 @@ def workspace_size(
         batch_invariant: whether the plans are.
 
     Returns:
-        Bytes, for `plan(..., workspace=torch.zeros(bytes, dtype=torch.uint8, device=device))`. Without batch_invariant they depend on the device and the
-        spec, hardly on the bounds. 0 where PyTorch serves the device.
+        Bytes, for `plan(..., workspace=torch.zeros(bytes, dtype=torch.uint8, device=device))`. Without batch_invariant
+        they depend on the device and the spec, hardly on the bounds. 0 where PyTorch serves the device.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -69,14 +71,16 @@ def warmup(
     return_lse: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Compile every attention kernel that batches within the bounds can need, and the write of new tokens, and load them.
+    """Compile and load the write kernel and every attention kernel that batches within the bounds can need.
 
-    Queries and outputs are taken to be contiguous, or strided in multiples of 16 elements as slices of a fused projection are, and tables to be rectangular
-    and int32. Batches with and without `cu_seqlens_q` are both served.
+    Queries and outputs are expected to be contiguous, or strided in multiples of 16 elements, as slices of a fused
+    projection are. Page tables are expected to be rectangular and int32. Batches with and without `cu_seqlens_q` are
+    both covered.
 
     Args:
         spec: what is computed.
-        cache: one layer's pages; its layout, strides and scales decide what is compiled. Nothing in it is read or written.
+        cache: one layer's pages; its layout, strides and scales decide what is compiled. It is neither read nor
+            written.
         max_num_seqs: most sequences of a batch.
         max_num_tokens: most query tokens of a batch.
         max_seq_len: most keys of a sequence.
@@ -115,27 +119,26 @@ def warmup(
         compiled[key] = str(launch)
         if progress:
             progress(compiled[key])
-        launch_on_nothing(launch, cache, return_lse)
+        launch_without_keys(launch, cache, return_lse)
     return list(compiled.values())
 
 
 @contextlib.contextmanager
 def no_compilation() -> Iterator[None]:
-    """Raise when one of Quire's kernels is compiled, or loaded from Triton's cache, in this context: a server's guard after `warmup`.
-
+    """Raise if a Quire kernel is compiled, or loaded from Triton's cache, in this context. Use it after `warmup`.
     Raises:
         RuntimeError: a kernel was compiled or loaded.
     """
     if not HAS_TRITON:
         yield
         return
-    import triton
+    from triton import knobs
 
     from quire.kernels.launcher import LAUNCHED
 
-    hooks = triton.knobs.runtime.kernel_load_start_hook
+    hooks = knobs.runtime.kernel_load_start_hook
 
-    def refuse(module, function, name, metadata_group, hash):
+    def refuse(module: Any, function: Any, name: str, metadata_group: Any, hash: str) -> None:
         if name in LAUNCHED:
             raise RuntimeError(
                 f"{name} must not be compiled in service, got a launch that warmup did not cover; widen its bounds"
@@ -156,7 +159,7 @@ def launches_within(
     max_seq_len: int,
     batch_invariant: bool,
 ) -> Iterator[Launch]:
-    """Enumerate the launches of all batches within the bounds: one for every set of bounds that a plan tells apart."""
+    """Enumerate the launches of all batches within the bounds, once for each set of bounds that plans distinguish."""
     options = Options(batch_invariant=batch_invariant)
     for num_seqs in sorted({min(n, max_num_seqs) for n in (1, 32, 33, 256, 257, max_num_seqs)}):
         for max_query_len in powers(max_num_tokens):
@@ -175,8 +178,8 @@ def powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]
 
 
-def launch_on_nothing(launch: Launch, cache: PagedKVCache, return_lse: bool) -> None:
-    """Launch a kernel for sequences without keys."""
+def launch_without_keys(launch: Launch, cache: PagedKVCache, return_lse: bool) -> None:
+    """Launch a kernel for sequences without keys, which compiles it."""
     request, device = launch.request, cache.device
     spec, num_seqs = request.spec, request.num_seqs
     pages = cdiv(request.bounds.max_seq_len, cache.page_size)

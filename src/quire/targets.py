@@ -1,8 +1,11 @@
-"""GPUs that are not here: what they hold, and what Quire's launches need there, read from what was compiled. No GPU needed.
+"""Compile for GPUs that this machine lacks, and read registers, spills and shared memory from the compiled kernels.
 
-`compiling(target)` gives plans that target's properties (`quire.dispatch.device.compile_for`) and Triton a driver that names the target. Launches end after
-compilation. The verbs are called as a user calls them, on small CPU tensors: arguments, specialisation and configurations are those of a real launch. What is
-compiled so goes to Triton's cache, where a real launch on such a GPU finds it: `compile_all` fills it with all cores before anything is timed.
+`compiling(target)` gives plans that target's properties (`quire.dispatch.device.compile_for`) and Triton a driver that
+names the target. Launches end after compilation. The verbs are called as a user calls them, on small CPU tensors, so
+arguments, specialisation and configurations are those of a real launch.
+
+Compiled kernels stay in Triton's cache, where a real launch on such a GPU finds them. `compile_all` fills the cache with
+all cores before anything is timed.
 """
 
 import contextlib
@@ -33,17 +36,27 @@ KB = 1024
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU as its data sheet describes it; for occupancy, what one multiprocessor holds."""
+    """A GPU as its data sheet describes it.
+
+    Attributes:
+        name: of the target.
+        gpu: the target of Triton's compiler.
+        num_sms: SMs (AMD: compute units).
+        shared_memory: bytes that one program may use.
+        max_warps: warps that an SM holds at once; NVIDIA only, like the next.
+        max_programs: programs that an SM holds at once.
+    """
 
     name: str
     gpu: GPUTarget
     num_sms: int
-    shared_memory: int  # bytes one program may use
+    shared_memory: int
     max_warps: int = 0
     max_programs: int = 0
 
     @property
     def properties(self) -> DeviceProperties:
+        """The properties that a plan for this GPU sees."""
         return properties_of(self.gpu, self.num_sms, self.shared_memory)
 
 
@@ -64,27 +77,28 @@ TARGETS = {
 
 
 def current_target() -> Target:
-    """Describe the GPU that is here as a target."""
+    """Return the current GPU as a target."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    gpu = driver.active.get_current_target()
+    active: Any = driver.active
+    gpu: GPUTarget = active.get_current_target()
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     max_warps = properties.max_threads_per_multi_processor // gpu.warp_size
-    return Target(f"{properties.name}, here", gpu, properties.multi_processor_count, shared_memory, max_warps, 32)
+    return Target(properties.name, gpu, properties.multi_processor_count, shared_memory, max_warps, 32)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one launch compiled to.
+    """The resources of a compiled kernel.
 
     Attributes:
         kernel: its name.
         registers: per thread (AMD: vector registers, accumulation registers included).
         spills: bytes of registers spilled to memory, per thread.
-        scalar_spills: AMD's scalar registers that were parked in lanes of vector registers, without touching memory.
+        scalar_spills: AMD: scalar registers that were spilled to lanes of vector registers, not to memory.
         shared: bytes of shared memory per program.
-        occupancy: programs that one multiprocessor holds at once (AMD: waves per SIMD).
+        occupancy: programs that an SM holds at once (AMD: waves per SIMD).
         num_warps: warps per program.
-        tile: the configuration, in words.
+        config: the configuration, in words.
     """
 
     kernel: str
@@ -94,31 +108,37 @@ class Compiled:
     shared: int
     occupancy: int
     num_warps: int
-    tile: str
+    config: str
 
 
 class StubDriver:
-    """Stand in for a GPU driver up to the launch. Each target is a device of its own, so that compiled kernels are kept apart."""
+    """A driver of Triton that names a target and launches nothing.
+
+    The device is the target's name, so that Triton keeps the kernels of different targets apart.
+    """
 
     def __init__(self, target: Target) -> None:
         self.target = target
 
     def get_current_target(self) -> GPUTarget:
+        """Return the target of the compiler."""
         return self.target.gpu
 
     def get_current_device(self) -> str:
+        """Return the target's name."""
         return self.target.name
 
     def get_current_stream(self, device: str) -> int:
+        """Return the default stream."""
         return 0
 
 
 @contextlib.contextmanager
 def compiling(target: Target) -> Iterator[list[Compiled]]:
-    """Compile what is launched in this context for `target`, and collect it.
+    """Compile every launch in this context for `target`, without running it, and collect the compiled kernels.
 
     Raises:
-        RuntimeError: Triton's interpreter is on: its kernels cannot be compiled.
+        RuntimeError: Triton's interpreter is on, which compiles nothing.
     """
     if interprets():
         raise RuntimeError("TRITON_INTERPRET must be unset to compile, got 1; start the process without it")
@@ -128,7 +148,8 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
         collected.append(inspect(name, kernel, target, options))
 
     before = driver._active
-    driver.set_active(StubDriver(target))
+    stub: Any = StubDriver(target)
+    driver.set_active(stub)
     try:
         with compile_for(target.properties, on_compile):
             yield collected
@@ -136,50 +157,56 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
         driver._active = before
 
 
-def inspect(name: str, kernel, target: Target, options: dict) -> Compiled:
-    """Read a compiled kernel's needs."""
-    names = {
-        "BLOCK_M": "m",
-        "BLOCK_N": "n",
-        "num_warps": "warps ",
-        "num_stages": "stages ",
-        "WARPGROUPS": "warpgroups ",
+def inspect(name: str, kernel: CompiledKernel, target: Target, options: dict[str, Any]) -> Compiled:
+    """Return the resources of a compiled kernel."""
+    words = {
+        "BLOCK_M": "rows",
+        "BLOCK_N": "keys",
+        "WARPGROUPS": "warpgroups",
+        "num_warps": "warps",
+        "num_stages": "stages",
     }
-    tile = ", ".join(
-        f"{short}{options[name]}" for name, short in names.items() if options.get(name)
-    ) + ", two loops" * options.get("FULL_TILE_LOOP", False)
+    config = [f"{options[option]} {word}" for option, word in words.items() if options.get(option)]
+    if options.get("FULL_TILE_LOOP"):
+        config.append("full-tile loop")
+    metadata: Any = kernel.metadata
     read = inspect_nvidia if target.gpu.backend == "cuda" else inspect_amd
     registers, spills, scalar_spills, occupancy = read(kernel, target)
     return Compiled(
-        name, registers, spills, scalar_spills, kernel.metadata.shared, occupancy, kernel.metadata.num_warps, tile
+        name, registers, spills, scalar_spills, metadata.shared, occupancy, metadata.num_warps, ", ".join(config)
     )
 
 
-def inspect_nvidia(kernel, target: Target) -> tuple[int, int, int, int]:
+def inspect_nvidia(kernel: CompiledKernel, target: Target) -> tuple[int, int, int, int]:
+    """Return registers, spilled bytes, 0 scalar spills and occupancy of a kernel for an NVIDIA GPU."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
-    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-    per_warp = -(-usage["REG"] * 32 // 256) * 256
-    held = min(
-        65536 // per_warp // warps,
-        target.max_warps // warps,
+    metadata: Any = kernel.metadata
+    registers_of_warp = 256 * cdiv(32 * usage["REG"], 256)
+    occupancy = min(
+        65536 // registers_of_warp // metadata.num_warps,
+        target.max_warps // metadata.num_warps,
         target.max_programs,
-        (target.shared_memory + KB) // (shared + KB),
+        (target.shared_memory + KB) // (metadata.shared + KB),
     )
-    return usage["REG"], usage["STACK"] + usage["LOCAL"], 0, held
+    return usage["REG"], usage["STACK"] + usage["LOCAL"], 0, occupancy
 
 
-def inspect_amd(kernel, target: Target) -> tuple[int, int, int, int]:
+def inspect_amd(kernel: CompiledKernel, target: Target) -> tuple[int, int, int, int]:
+    """Return registers, spilled bytes, scalar spills and occupancy of a kernel for an AMD GPU."""
     text = kernel.asm["amdgcn"]
 
     def number(pattern: str) -> int:
-        return int(re.search(pattern + r":\s*(\d+)", text)[1])
+        found = re.search(pattern + r":\s*(\d+)", text)
+        assert found is not None, f"{pattern} must be in the assembly"
+        return int(found[1])
 
-    # The private segment is no measure: parking scalar registers in vector lanes reserves 36 bytes of it that nothing touches.
+    # The size of the private segment is no measure of spills: 36 bytes of it are reserved, and not used, if scalar
+    # registers are spilled to vector lanes.
     return (
         number(r"; TotalNumVgprs"),
         4 * number(r"\.vgpr_spill_count"),
@@ -199,7 +226,7 @@ class Launch:
         max_seq_len: most keys of any.
         num_tokens: query tokens of the batch.
         page_size: tokens per page.
-        options: further arguments of `quire.plan`.
+        options: further arguments of `quire.plan`, as pairs of name and value.
     """
 
     spec: quire.AttentionSpec
@@ -208,19 +235,23 @@ class Launch:
     max_seq_len: int
     num_tokens: int
     page_size: int = 16
-    options: tuple[tuple[str, object], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     def compile(self, target: Target) -> tuple[quire.Plan, list[Compiled]]:
-        """Compile it, and return its plan and what was compiled."""
+        """Compile the launch; return its plan and the compiled kernels."""
         with compiling(target) as compiled:
             starts = None if self.max_query_len == 1 else torch.zeros(self.num_seqs + 1, dtype=torch.int32)
             table = torch.zeros(self.num_seqs, cdiv(self.max_seq_len, self.page_size), dtype=torch.int32)
             batch = quire.Batch(table, torch.zeros(self.num_seqs, dtype=torch.int32), starts)
-            bounds: dict[str, Any] = {
-                "max_query_len": self.max_query_len, "max_seq_len": self.max_seq_len, "num_tokens": self.num_tokens,
-            }  # fmt: skip
-            plan = quire.plan(self.spec, batch, **bounds, **dict(self.options))
-            spec = self.spec
+            spec, options = self.spec, dict(self.options)
+            plan = quire.plan(
+                spec,
+                batch,
+                max_query_len=self.max_query_len,
+                max_seq_len=self.max_seq_len,
+                num_tokens=self.num_tokens,
+                **options,
+            )
             q = torch.empty(self.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)
             sinks = torch.zeros(spec.num_q_heads, dtype=spec.dtype) if spec.sinks else None
             slopes = torch.zeros(spec.num_q_heads) if spec.alibi else None
@@ -230,9 +261,11 @@ class Launch:
 
 
 def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[Launch, str, list[Compiled]]]:
-    """Compile launches in processes of their own, as many as there are cores; yield each when it is done, with its plan in words, or why it failed.
+    """Compile launches in parallel, with one process per core. The compiled kernels stay in Triton's cache.
 
-    What was compiled is left in Triton's cache.
+    Yields:
+        Each launch when it is done, with its plan in words and its compiled kernels; or with the error in words and an
+        empty list.
     """
     with ProcessPoolExecutor(
         min(len(launches), os.cpu_count() or 1) or 1, multiprocessing.get_context("spawn"), _prepare_process
@@ -247,7 +280,7 @@ def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[La
 
 def _prepare_process() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it stops it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops this one
 
 
 def _compile(launch: Launch, target: Target) -> tuple[str, list[Compiled]]:

@@ -74,7 +74,9 @@ def test_strides_are_multiplied_as_int64(features, wide, compiled, monkeypatch):
         if not wide:
             launches.write(64, features)
             launches.merge(64, features)
-    kernels = {"block_kernel", "split_kv_kernel"} | (set() if wide else {"write_kernel", "copy_kernel", "combine_kernel"})
+    kernels = {"block_kernel", "split_kv_kernel"} | (
+        set() if wide else {"write_kernel", "copy_kernel", "combine_kernel"}
+    )
     assert {name for name, _, _ in compiled} == kernels
     assert not wrong(compiled)
 

@@ -75,17 +75,16 @@ def test_full_tiles_in_a_loop_without_masks(feature, dtype, device, assert_withi
 @pytest.mark.parametrize("offset", [-7, 0, 25, 200])
 def test_the_loop_without_masks_ends_with_the_keys(offset, device):
     """Queries that lie past the last key, or that see keys to their right, have full tiles up to the last key only."""
-    spec = quire.AttentionSpec(
-        **HEADS, causal=False, sliding_window=150, sliding_window_right=30, dtype=torch.float32
+    spec = quire.AttentionSpec(**HEADS, causal=False, sliding_window=150, sliding_window_right=30, dtype=torch.float32)
+    p = make_problem(
+        dataclasses.replace(spec, sliding_window=None, sliding_window_right=None), ((20, 90),), device=device
     )
-    p = make_problem(dataclasses.replace(spec, sliding_window=None, sliding_window_right=None), ((20, 90),), device=device)
     offsets = torch.tensor([offset], dtype=torch.int32, device=device)
     batch = dataclasses.replace(p.batch, query_offsets=offsets)
     plan = quire.plan(spec, batch, **p.bounds, config=full_tile_config(), num_splits=1)
     p = dataclasses.replace(p, spec=spec, batch=batch)
     verdict = error_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
     assert verdict.passed, verdict
-
 
 
 @splits(1, 2, 7, 128)
@@ -216,7 +215,6 @@ def test_a_query_of_nan_gives_nan(sinks, num_splits, device, options, assert_wit
     wrong[1, 2] = wrong[4] = True
     assert found.out[wrong].isnan().all() and found.lse[wrong].isnan().all()
     assert torch.equal(found.out[~wrong], expected.out[~wrong]) and torch.equal(found.lse[~wrong], expected.lse[~wrong])
-
 
 
 @splits(1, 3)

@@ -126,11 +126,11 @@ def test_swapping_skips_what_a_copy_skips():
 
 def test_an_ordinary_page_is_one_run_of_memory():
     cache = make_cache(4)
-    part, shape = copy.make_part(cache.k, cache.k)
+    part, shape = copy.make_page_tensor(cache.k, cache.k)
     assert shape == (1, 1, 1, SIZE * HEADS * DIM) and part.source_page == SIZE * HEADS * DIM
     rows = make_cache(4, strides="longer rows")
-    assert copy.make_part(rows.k, rows.k)[1] == (1, 1, SIZE * HEADS, DIM)
-    assert copy.make_part(cache.k, make_cache(4, strides="transposed").k)[1] == (1, SIZE, HEADS, DIM)
+    assert copy.make_page_tensor(rows.k, rows.k)[1] == (1, 1, SIZE * HEADS, DIM)
+    assert copy.make_page_tensor(cache.k, make_cache(4, strides="transposed").k)[1] == (1, SIZE, HEADS, DIM)
 
 
 def test_bad_input_is_refused_before_anything_is_written():

@@ -147,7 +147,9 @@ def write_far_apart():
     cache = quire.PagedKVCache(*torch.zeros(2, 1, NUM_KEYS, 2, 16).half())
     quire.write_kv(source, -source, cache, slots)
     far = quire.PagedKVCache(*(spread(torch.zeros(1, NUM_KEYS, 2, 16).half(), 1, FAR_TOKEN) for _ in "kv"))
-    quire.write_kv(spread(source, 0, FAR_HEAD), spread(-source.transpose(0, 1), 1, FAR_HEAD).transpose(0, 1), far, slots)
+    quire.write_kv(
+        spread(source, 0, FAR_HEAD), spread(-source.transpose(0, 1), 1, FAR_HEAD).transpose(0, 1), far, slots
+    )
     assert torch.equal(far.k, cache.k) and torch.equal(far.v, cache.v)
 
 
@@ -179,7 +181,9 @@ CASES = {
 } | {"combine": (combine_states_far_apart, ()), "write": (write_far_apart, ()), "copy": (copy_far_apart, ())}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the interpreter's kernels, in sparse memory, which a GPU lacks")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs the interpreter's kernels, in sparse memory, which a GPU lacks"
+)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.triton) if c == "combine" else c for c in CASES])
 def test_far_strides_reach_what_they_say(case):
     done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True)

@@ -30,7 +30,9 @@ def test_a_broken_kernel_is_noticed(name, server):
     check(IN_INTERPRETER[name], server)
 
 
-@pytest.mark.skipif(INTERPRETS, reason="runs what serves CPU tensors and compiles kernels, which TRITON_INTERPRET=1 prevents")
+@pytest.mark.skipif(
+    INTERPRETS, reason="runs what serves CPU tensors and compiles kernels, which TRITON_INTERPRET=1 prevents"
+)
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_broken_function_is_noticed(name, server):
     mutant = OUTSIDE[name]

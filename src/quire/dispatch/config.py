@@ -11,7 +11,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.spec import AttentionSpec
 
 HINTS = "waves_per_eu", "matrix_instr_nonkdim"
-MIN_TMA_BOX = 8  # rows of a page that the copy engine moves at once; it swizzles eight rows together
+MIN_TMA_BOX = 8  # least rows of a page in one TMA load; TMA swizzles eight rows together
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class HopperConfig:
     """One configuration of the Hopper kernel for prompts.
 
     Attributes:
-        num_warpgroups: warpgroups of a program that compute, 64 rows of a block each.
-        block_t: query tokens of a block, which has as many heads of one KV head as fill its rows.
+        num_warpgroups: consumer warpgroups of a CTA; each owns 64 rows of a work tile.
+        block_t: query tokens of a work tile. As many heads of one KV head as fill the rows share it.
         block_n: keys of one tile.
-        num_stages: tiles of keys, and of values, in flight or in use.
-        num_q_stages: blocks whose queries are in shared memory at once.
-        num_quantised_stages: tiles of a quantised cache's keys, and of its values, that are in shared memory before they are converted; else 0.
-        fp8_mma: whether products are in fp8: the keys' tiles are used as they are.
+        num_stages: stages of the pipelines of K and V tiles.
+        num_q_stages: stages of the pipeline of queries.
+        num_quantised_stages: stages of the pipelines of unconverted K and V tiles of a quantised cache; else 0.
+        fp8_mma: whether products are in fp8. K tiles are then used as they are stored.
     """
 
     num_warpgroups: int
@@ -57,12 +57,12 @@ class HopperConfig:
 
     @property
     def heads(self) -> int:
-        """Heads of a block."""
+        """Heads of a work tile."""
         return 64 * self.num_warpgroups // self.block_t
 
     @property
     def programs_per_sm(self) -> int:
-        """Programs that a multiprocessor holds at once."""
+        """CTAs that an SM holds at once."""
         return 3 - self.num_warpgroups
 
 
@@ -79,20 +79,22 @@ def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | N
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One configuration of the attention kernel.
+    """One configuration of the block and split-KV kernels.
 
     Attributes:
         block_m: rows (query token, query head) of one program; a power of two from 16.
         block_n: keys of one tile; a power of two from 16, unrelated to the page size.
         num_warps: warps of one program.
-        num_stages: tiles in flight, this one included.
-        full_tile_loop: treat tiles that every row sees whole in a loop without masks. Pays where arithmetic is the limit; where memory is, one
-            loop keeps the loads of the last tile in flight.
-        programs_per_sm: programs that one multiprocessor is expected to hold at once; how many the keys are split for.
+        num_stages: tiles in flight, the current one included.
+        full_tile_loop: process full tiles, of which every row sees every key, in a loop without masks. This is faster
+            where arithmetic is the limit. Where memory is the limit, one loop is faster, since it keeps the loads of
+            the next tile in flight from the first tile to the last.
+        programs_per_sm: programs that one SM is expected to hold at once. The split-KV kernel starts that many.
         block_d: head_dim, padded to a power of two.
         block_dv: head_dim_v, padded to a power of two.
-        waves_per_eu: AMD: waves that a SIMD shall hold at once, for which the compiler saves registers; 0 leaves it to the compiler, as does the next.
-        matrix_instr_nonkdim: AMD: rows and columns of a matrix instruction, 16 or 32.
+        waves_per_eu: AMD: waves that a SIMD must hold at once, for which the compiler saves registers; 0 leaves it to
+            the compiler.
+        matrix_instr_nonkdim: AMD: rows and columns of a matrix instruction, 16 or 32; 0 leaves it to the compiler.
     """
 
     block_m: int
@@ -122,8 +124,8 @@ class KernelConfig:
             )
 
     @property
-    def leaf(self) -> dict:
-        """What a decision tree says of it: all but what the spec decides, or is left to the compiler."""
+    def leaf(self) -> dict[str, int]:
+        """The configuration as a leaf of a decision tree, without what the spec decides and hints that are 0."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -132,37 +134,39 @@ class KernelConfig:
 
     @property
     def hints(self) -> dict[str, int]:
-        """What the compiler of one target is told by name, and no other knows."""
+        """Options that the compiler for AMD GPUs takes and others do not, by name."""
         return {name: getattr(self, name) for name in HINTS if getattr(self, name)}
 
     def shared_memory(self, spec: AttentionSpec) -> int:
-        """Return an upper bound of the bytes of shared memory this tile needs: the queries, and K and V tiles in flight."""
+        """Return an upper bound of the bytes of shared memory, for the queries and all K and V tiles in flight."""
         kv_tile = self.block_n * (self.block_d * spec.kv_dtype.itemsize + self.block_dv * spec.kv_dtype.itemsize)
         return self.block_m * self.block_d * spec.dtype.itemsize + self.num_stages * kv_tile
 
 
-def fit(tile: KernelConfig, spec: AttentionSpec, properties: DeviceProperties) -> KernelConfig:
-    """Return `tile`, or the nearest smaller one whose shared memory fits the device: fewer stages first (down to two), then shorter tiles, then one
-    stage, then fewer rows. A 16 × 16 tile of one stage always fits.
+def reduced(config: KernelConfig, spec: AttentionSpec, properties: DeviceProperties) -> KernelConfig:
+    """Return `config`, or the nearest smaller one that fits the device's shared memory.
+
+    The order is: fewer stages, down to two; shorter tiles; one stage; fewer rows. 16 rows × 16 keys with one stage
+    always fit.
     """
-    smaller = (
-        lambda t: replace(t, num_stages=t.num_stages - 1) if t.num_stages > 2 else t,
-        lambda t: replace(t, block_n=t.block_n // 2) if t.block_n > 32 else t,
-        lambda t: replace(t, num_stages=1),
-        lambda t: replace(t, block_m=t.block_m // 2) if t.block_m > 16 else t,
-        lambda t: replace(t, block_n=16),
+    steps = (
+        lambda c: replace(c, num_stages=c.num_stages - 1) if c.num_stages > 2 else c,
+        lambda c: replace(c, block_n=c.block_n // 2) if c.block_n > 32 else c,
+        lambda c: replace(c, num_stages=1),
+        lambda c: replace(c, block_m=c.block_m // 2) if c.block_m > 16 else c,
+        lambda c: replace(c, block_n=16),
     )
-    for shrink in smaller:
-        while tile.shared_memory(spec) > properties.shared_memory and shrink(tile) != tile:
-            tile = shrink(tile)
-    return tile
+    for step in steps:
+        while config.shared_memory(spec) > properties.shared_memory and step(config) != config:
+            config = step(config)
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The constants, measured on one GPU, by which plans and kernels choose between ways to launch.
+    """Constants, measured on one GPU, by which plans and kernels choose between ways to launch.
 
-    They change how fast a result is computed. They do not change what it is, except for the order of a sum.
+    They change the speed of a result and the order of its sums, nothing else.
 
     A tile is `KernelConfig.block_n` keys of one sequence (`HopperConfig.block_n` in the fields that begin with
     `hopper`). A partition is what one program of the split-KV kernel attends to. A partial is the state that a program
@@ -174,7 +178,7 @@ class CostModel:
         two_level_combine_discount: factor on `combine_cost` for sequences so long that their partials are combined in
             two levels, by several programs at once.
         min_split_tiles: a sequence of at most this many tiles is not split. A partition may also be this many tiles
-            longer than its equal share, if it then ends where a sequence ends.
+            longer than the others, if it then ends where a sequence ends.
         early_exit_max_tiles: a program whose partition has at most this many tiles lets the next kernel in the stream
             start before it combines (programmatic dependent launch). After longer partitions, the next kernel's
             programs would take the SMs that finish first.

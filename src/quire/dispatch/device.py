@@ -15,16 +15,17 @@ HAS_TRITON = find_spec("triton") is not None
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What choices are made from.
+    """The properties of a device by which a plan is decided.
 
     Attributes:
-        num_sms: streaming multiprocessors (AMD: compute units).
+        num_sms: SMs (AMD: compute units).
         shared_memory: bytes that one program may use.
-        native_fp8: the compiler converts float8_e4m3fn and float8_e5m2 for this target; else they are decoded in software.
+        native_fp8: the compiler converts float8_e4m3fn and float8_e5m2 for this target; else they are decoded in
+            software.
         native_fp8x2: PTX has an instruction that converts two float8_e4m3fn to two float16.
-        native_tf32: TF32 matrix products exist.
-        has_wgmma: a warpgroup of four warps multiplies together, from shared memory (Hopper).
-        supports_pdl: programmatic dependent launch: a kernel may start while the one ahead of it in the stream drains.
+        native_tf32: tensor cores have TF32 products.
+        has_wgmma: a warpgroup of four warps multiplies tiles from shared memory (Hopper).
+        supports_pdl: programmatic dependent launch: a kernel may start while the previous one in the stream drains.
         has_mfma: AMD's matrix instructions; the compiler takes their size, and waves per SIMD, as hints.
     """
 
@@ -39,15 +40,15 @@ class DeviceProperties:
 
 
 class CrossCompilation(NamedTuple):
-    """A device that is not here, for which launches are compiled but not run."""
+    """A device that this machine lacks, for which launches are compiled but not run."""
 
     properties: DeviceProperties
-    on_compile: Callable[[str, Any, dict], None]  # is given the kernel's name, what was compiled, and its options
+    on_compile: Callable[[str, Any, dict[str, Any]], None]  # takes the kernel's name, the compiled kernel, its options
 
 
 _cross: ContextVar[CrossCompilation | None] = ContextVar("quire_cross_compilation", default=None)
 
-# The device under which Triton's interpreter runs the kernels.
+# The device that plans see when Triton's interpreter runs the kernels.
 INTERPRETER = DeviceProperties(
     num_sms=4, shared_memory=64 * 1024, native_fp8=False, native_fp8x2=False, native_tf32=False,
     has_wgmma=False, supports_pdl=False, has_mfma=False,
@@ -60,10 +61,10 @@ def cross_compilation() -> CrossCompilation | None:
 
 
 @contextmanager
-def compile_for(properties: DeviceProperties, on_compile: Callable[[str, Any, dict], None]) -> Iterator[None]:
+def compile_for(properties: DeviceProperties, on_compile: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
     """Plan and compile for another device in this context. Tensors are on the CPU; kernels are compiled and not run.
 
-    Triton's active driver has to name the target: see `quire.targets.compiling`, which is how this is meant to be used.
+    Triton's active driver must name the target. `quire.targets.compiling` sets both.
     """
     token = _cross.set(CrossCompilation(properties, on_compile))
     try:
@@ -82,13 +83,16 @@ def interprets() -> bool:
     """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1)."""
     if not HAS_TRITON:
         return False
-    import triton
+    from triton import knobs
 
-    return triton.knobs.runtime.interpret
+    return knobs.runtime.interpret
 
 
 def is_served_by_torch(device: torch.device) -> bool:
-    """Whether PyTorch serves this device: CPU tensors, unless Triton's interpreter runs or another device is compiled for."""
+    """Whether PyTorch serves this device.
+
+    It serves the CPU, unless Triton's interpreter runs the kernels or `compile_for` names another device.
+    """
     return device.type == "cpu" and _cross.get() is None and not interprets()
 
 
@@ -116,7 +120,7 @@ def properties_of(target: Any, num_sms: int, shared_memory: int) -> DeviceProper
     """
     import triton
 
-    options = triton.compiler.make_backend(target).parse_options({})
+    options: Any = triton.compiler.make_backend(target).parse_options({})
     return DeviceProperties(
         num_sms=num_sms,
         shared_memory=shared_memory,

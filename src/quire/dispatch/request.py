@@ -1,4 +1,4 @@
-"""`Request`: what a plan decides about, in host values alone."""
+"""`Request`: a batch to be planned for, in host values; and `Options`: what the caller of `quire.plan` asks for."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Bounds:
     Attributes:
         max_query_len: most queries of any sequence.
         max_seq_len: most keys of any sequence.
-        num_tokens: most query tokens of the whole batch.
+        num_tokens: most query tokens of the batch.
     """
 
     max_query_len: int
@@ -32,7 +32,7 @@ class Request:
         num_seqs: sequences of the batch.
         has_cu_seqlens: whether the batch has `cu_seqlens_q`; else every sequence has one query.
         bounds: of the batch.
-        device: what the device can hold and do.
+        device: the device's properties.
     """
 
     spec: AttentionSpec
@@ -43,7 +43,7 @@ class Request:
 
     @property
     def rows_per_seq(self) -> int:
-        """Most rows of any sequence: (query token, query head of one KV head) pairs."""
+        """Most rows of any sequence. A row is a query token and a query head of one KV head."""
         return self.bounds.max_query_len * self.spec.group_size
 
 
@@ -51,9 +51,9 @@ class Options(NamedTuple):
     """What the caller of `quire.plan` asks for.
 
     Attributes:
-        num_splits: into how many parts the keys of a sequence are cut; chosen when None.
+        num_splits: into how many splits the keys of a sequence are cut; chosen when None.
         config: of the portable kernels; chosen when None.
-        batch_invariant: results depend on the sequence alone.
+        batch_invariant: whether a result depends on its sequence alone.
         kernel: "portable", "hopper" or None.
     """
 

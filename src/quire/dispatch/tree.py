@@ -2,7 +2,7 @@
 
 A tree is a JSON file with its provenance inside. `trees/generic.json` serves every device. A fitted tree, written by
 `quire tune`, says for which device properties (`properties`) and for which dtypes and head dims (`covers`) it was
-fitted. It is used where both match, whatever the device is called. The user's own trees come before the shipped ones.
+fitted. It is used where both match, whatever the device's name. The user's trees take precedence over the shipped ones.
 
 Nothing is read at import. `tree_file.py` reads and checks the files.
 """
@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from quire.dispatch.config import CostModel, HopperConfig, KernelConfig, fit, hopper_refusal
+from quire.dispatch.config import CostModel, HopperConfig, KernelConfig, hopper_refusal, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.tree_file import GENERIC, constants, load_tree, shipped_trees, user_trees
 from quire.spec import AttentionSpec
 
-FINEST = 64  # rows_per_sm begins at its reciprocal
+FINEST = 64  # the smallest rows_per_sm is 1 / FINEST
 
 
 @cache
 def fitted_trees(properties: DeviceProperties) -> tuple[tuple[str, dict[str, Any]], ...]:
     """Return the trees that were fitted to a device with these properties, each with its name or path.
 
-    The user's own come before the shipped ones.
+    The user's trees come before the shipped ones.
     """
     return tuple(
         (name, tree) for name, tree in (*user_trees(), *shipped_trees()) if tree["properties"] == asdict(properties)
@@ -62,7 +62,7 @@ def rounded(
 ) -> tuple[int, float, int, int]:
     """Return what a tree may see of a batch: the last four arguments of `features_of`.
 
-    They are rounded up to powers of two, so that plans are few.
+    They are rounded up to powers of two, so that the number of different plans is small.
     """
     rows_per_sm = power_of_two(FINEST * num_tokens * spec.num_q_heads / properties.num_sms) / FINEST
     return (
@@ -88,7 +88,7 @@ def features_of(
         properties: of the device.
         rows_per_seq: most rows (query token, query head of one KV head) of any sequence. This and the next three are
             rounded up to powers of two.
-        rows_per_sm: rows of the whole batch over all KV heads, per SM; a fraction where sequences are few.
+        rows_per_sm: rows of the batch over all KV heads, per SM; below 1 for small batches.
         keys_per_seq: most keys of any sequence.
         queries_per_seq: most queries of any sequence.
     """
@@ -109,24 +109,24 @@ def features_of(
 
 
 @cache
-def choose_tree(spec: AttentionSpec, properties: DeviceProperties, part: str) -> tuple[str, Any]:
-    """Return the name of the tree that serves a spec on a device, and one part of that tree.
+def choose_tree(spec: AttentionSpec, properties: DeviceProperties, section: str) -> tuple[str, Any]:
+    """Return the name of the tree that serves a spec on a device, and one section of that tree.
 
-    The parts are "attention", "hopper" and "cost_model".
+    The sections are "attention", "hopper" and "cost_model".
     """
     features = features_of(spec, properties, 1, 1, 1, 1)
     for name, tree in fitted_trees(properties):
-        if part in tree and any(
+        if section in tree and any(
             all(features[feature] == value for feature, value in kind.items()) for kind in tree["covers"]
         ):
-            return name, tree[part]
-    return GENERIC, load_tree(GENERIC)[part]
+            return name, tree[section]
+    return GENERIC, load_tree(GENERIC)[section]
 
 
-def decision(tree: Any, features: dict[str, float], part: str) -> Any:
-    """Return what a fitted tree decides, or what the generic one does where the fitted one leaves it to that."""
+def decision(tree: Any, features: dict[str, float], section: str) -> Any:
+    """Return the leaf of a fitted tree; if that leaf is "generic", the leaf of the generic tree."""
     leaf = walk(tree, features)
-    return walk(load_tree(GENERIC)[part], features) if leaf == GENERIC else leaf
+    return walk(load_tree(GENERIC)[section], features) if leaf == GENERIC else leaf
 
 
 @cache
@@ -144,11 +144,11 @@ def select(
     Args:
         spec: what is computed.
         properties: of the device.
-        rows_per_seq: as for `features_of`, and so the next three.
-        rows_per_sm: see there.
-        keys_per_seq: see there.
-        queries_per_seq: see there.
-        fitted: whether a fitted tree may choose; else the generic one does.
+        rows_per_seq: as for `features_of`.
+        rows_per_sm: as for `features_of`.
+        keys_per_seq: as for `features_of`.
+        queries_per_seq: as for `features_of`.
+        fitted: use a fitted tree if there is one; else use the generic tree.
 
     Returns:
         The configuration, and the tree's name and features in words.
@@ -156,10 +156,9 @@ def select(
     name, tree = choose_tree(spec, properties, "attention") if fitted else (GENERIC, load_tree(GENERIC)["attention"])
     features = features_of(spec, properties, rows_per_seq, rows_per_sm, keys_per_seq, queries_per_seq)
     leaf = decision(tree, features, "attention")
-    config = fit(
-        KernelConfig(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v)), spec, properties
-    )
-    return config, f"{name} tree at " + ", ".join(f"{name} {value:g}" for name, value in features.items())
+    config = KernelConfig(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v))
+    where = ", ".join(f"{name} {value:g}" for name, value in features.items())
+    return reduced(config, spec, properties), f"{name} tree at {where}"
 
 
 @cache
@@ -171,7 +170,7 @@ def prefers_hopper(
     keys_per_seq: int,
     queries_per_seq: int,
 ) -> bool:
-    """Whether the Hopper kernel is expected to be faster than the portable ones, where it serves.
+    """Whether the Hopper kernel is expected to be faster than the portable ones, for a request that it serves.
 
     The arguments are those of `features_of`.
     """
@@ -191,11 +190,11 @@ def hopper_config(spec: AttentionSpec, properties: DeviceProperties, short: bool
     Args:
         spec: what is computed.
         properties: of the device.
-        short: whether contexts are short. CTAs then have one warpgroup, where heads have at most 128 numbers: the
-            prologue and epilogue of a work tile leave less idle, but each KV tile is loaded twice.
+        short: whether contexts are short. With head_dim up to 128, a CTA then has one consumer warpgroup: less of the
+            SM is idle in the prologue and epilogue of a work tile, but each KV tile is loaded twice.
 
     Returns:
-        The configuration, or in words what the kernel does not serve.
+        The configuration; or, in words, what the kernel does not serve.
     """
     if refusal := hopper_refusal(spec, properties):
         return refusal

@@ -1,7 +1,7 @@
 """Files of decision trees: where they are, and whether they are sound.
 
-The shipped trees are trusted; the tests check them. A user's tree is checked whole when it is first read. One that is
-not sound is left out, with a warning that names the file, so planning never meets a broken tree.
+The shipped trees are trusted; the tests check them. A user's tree is checked completely when it is first read. One that
+is not sound is left out, with a warning that names the file, so planning never sees a broken tree.
 """
 
 import json
@@ -76,13 +76,13 @@ def user_trees() -> tuple[tuple[str, dict[str, Any]], ...]:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Read a fitted tree from a file and check the whole of it.
+    """Read a fitted tree from a file and check it.
 
     Raises:
         ValueError: the file cannot be read, or is not a sound tree. The message names the file.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block whoever opens it
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would block
             raise ValueError("something that is not a regular file")
         tree = json.loads(path.read_text(encoding="utf-8"))
         check_tree(tree)
@@ -104,7 +104,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def check_tree(tree: object) -> None:
-    """Raise ValueError, which says what is wrong and where, unless `tree` is a sound fitted tree."""
+    """Raise ValueError unless `tree` is a sound fitted tree. The message says what is wrong and where."""
     if not isinstance(tree, dict):
         raise ValueError(f"{shown(tree)} where an object is expected")
     if "traits" in tree:
@@ -122,9 +122,9 @@ def check_tree(tree: object) -> None:
         check_cost_model(tree["cost_model"], required=set())
 
 
-def check_provenance(part: object) -> None:
-    """Raise ValueError unless `part` is an object, whose "regret" has numbers "mean" and "worst" for sets of cases."""
-    regret = check_object(part, "fitted_on").get("regret", {})
+def check_provenance(section: object) -> None:
+    """Raise ValueError unless `section` is an object whose "regret" has "mean" and "worst" for sets of cases."""
+    regret = check_object(section, "fitted_on").get("regret", {})
     for name, numbers in check_object(regret, "fitted_on.regret").items():
         where = f"fitted_on.regret.{name}"
         for key in ("mean", "worst"):
@@ -132,21 +132,21 @@ def check_provenance(part: object) -> None:
                 raise ValueError(f"{shown(numbers)} at {where}, where {key} must be a number")
 
 
-def check_properties(part: object) -> None:
-    """Raise ValueError unless `part` has the fields of `DeviceProperties`, with values of their types."""
+def check_properties(section: object) -> None:
+    """Raise ValueError unless `section` has the fields of `DeviceProperties`, with values of their types."""
     kinds = get_type_hints(DeviceProperties)
-    properties = check_object(part, "properties")
+    properties = check_object(section, "properties")
     check_keys(properties, set(kinds), set(), "properties")
     for name, kind in kinds.items():
         if type(properties[name]) is not kind:
             raise ValueError(f"{shown(properties[name])} at properties.{name}, which must be of type {kind.__name__}")
 
 
-def check_covers(part: object) -> None:
-    """Raise ValueError unless `part` is a list of objects of features, of a spec on a device, and numbers."""
-    if not isinstance(part, list) or not part:
-        raise ValueError(f"{shown(part)} at covers, which must be a list of objects")
-    for i, kind in enumerate(part):
+def check_covers(section: object) -> None:
+    """Raise ValueError unless `section` is a list of objects of features, of a spec on a device, and numbers."""
+    if not isinstance(section, list) or not section:
+        raise ValueError(f"{shown(section)} at covers, which must be a list of objects")
+    for i, kind in enumerate(section):
         if not check_object(kind, f"covers[{i}]"):
             raise ValueError(
                 f"an empty object at covers[{i}], which must name the features of the specs that are served"
@@ -200,10 +200,10 @@ def check_choice(leaf: object, where: str) -> None:
         raise ValueError(f"{shown(leaf)} at {where}, which must be true, false or {GENERIC!r}")
 
 
-def check_cost_model(part: object, required: set[str]) -> None:
-    """Raise ValueError unless `part` has fields of `CostModel`, all that are `required`, with legal values."""
+def check_cost_model(section: object, required: set[str]) -> None:
+    """Raise ValueError unless `section` has fields of `CostModel`, all that are `required`, with legal values."""
     names = {field.name for field in fields(CostModel)}
-    overrides = check_object(part, "cost_model")
+    overrides = check_object(section, "cost_model")
     check_keys(overrides, required, names | {"provenance"}, "cost_model")
     try:
         CostModel(**{**constants(load_tree(GENERIC)), **constants({"cost_model": overrides})})
@@ -211,18 +211,18 @@ def check_cost_model(part: object, required: set[str]) -> None:
         raise ValueError(f"a cost_model whose {error}") from None
 
 
-def check_object(part: object, where: str) -> dict[str, Any]:
-    """Return `part`; raise ValueError unless it is an object."""
-    if not isinstance(part, dict):
-        raise ValueError(f"{shown(part)} at {where}, which must be an object")
-    return part
+def check_object(section: object, where: str) -> dict[str, Any]:
+    """Return `section`; raise ValueError unless it is an object."""
+    if not isinstance(section, dict):
+        raise ValueError(f"{shown(section)} at {where}, which must be an object")
+    return section
 
 
-def check_keys(part: dict, required: set[str], optional: set[str], where: str) -> None:
-    """Raise ValueError unless `part` has all required keys and none that is neither required nor optional."""
-    if missing := required - part.keys():
+def check_keys(section: dict, required: set[str], optional: set[str], where: str) -> None:
+    """Raise ValueError unless `section` has all required keys and none that is neither required nor optional."""
+    if missing := required - section.keys():
         raise ValueError(f"no {', '.join(sorted(missing))} in {where}")
-    if unknown := part.keys() - required - optional:
+    if unknown := section.keys() - required - optional:
         raise ValueError(f"the unknown {', '.join(sorted(map(repr, unknown)))} in {where}")
 
 

@@ -1,1 +1,5 @@
-"""Portable Triton kernels, one file per verb; `views` and `primitives` are what they share."""
+"""Kernels and their launches.
+
+Attention has one folder per family: `block`, `split_kv`, `hopper`, and `cpu` for PyTorch. The other verbs have one file
+each: `combine`, `write`, `copy`. All of them use `primitives`, `mods`, `views` and `launcher`.
+"""

@@ -1,7 +1,7 @@
-"""Combine normalised states over disjoint keys: the algebra of `quire.state`, for any number of them in one launch.
+"""Combine normalised states over disjoint keys: the algebra of `quire.state`, for any number of states in one launch.
 
-Grid: [num_tokens, num_q_heads]; one program owns one query and head over all states. `quire.merge_states` launches it, and so does the Hopper kernel's
-runner, for splits.
+Grid of `combine_kernel`: [num_tokens, num_q_heads]. One program owns one token and query head, over all states.
+`quire.merge_states` launches it, and the Hopper kernel's runner does, to combine splits.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,12 @@ from quire.state import State
 
 @triton.jit(do_not_specialize=["num_seqs", "num_states", "stride_lses_state", "stride_lses_token", "stride_lses_head"])
 def combine_kernel(
-    outs, lses, out_ptr, lse_ptr, cu_seqlens_q, num_seqs, num_states,
+    outs,  # [num_states, num_tokens, num_q_heads, HEAD_DIM_V]
+    lses,  # [num_states, num_tokens, num_q_heads] float32
+    out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
+    lse_ptr,  # [num_tokens, num_q_heads] float32, or None
+    cu_seqlens_q,  # [num_seqs + 1] int32, or None if every token has a sequence
+    num_seqs, num_states,
     stride_state, stride_token, stride_head, stride_lses_state, stride_lses_token, stride_lses_head,
     stride_out_token, stride_out_head, stride_lse,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, PDL: tl.constexpr,
@@ -29,7 +34,7 @@ def combine_kernel(
         gdc_wait()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if cu_seqlens_q is not None:
-        if token >= tl.load(cu_seqlens_q + num_seqs):  # of no sequence
+        if token >= tl.load(cu_seqlens_q + num_seqs):  # the token belongs to no sequence
             return
     offs_dv, one = tl.arange(0, BLOCK_DV), tl.arange(0, 1)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
@@ -54,7 +59,7 @@ def combine_kernel(
 
 
 def merge_states(states: Sequence[State]) -> State:
-    """Launch the combine; arguments were checked by `quire.merge_states`."""
+    """Launch `combine_kernel`; `quire.merge_states` has checked the arguments."""
     outs, lses = torch.stack([s.out for s in states]), torch.stack([s.lse for s in states])
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     if out.numel():
@@ -66,13 +71,13 @@ def merge_states(states: Sequence[State]) -> State:
 def combine_arguments(
     outs: torch.Tensor, lses: torch.Tensor, out_strides: tuple[int, ...], lse: torch.Tensor | None
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the kernel's arguments after `num_seqs`, and those given by name.
+    """Return the kernel's arguments after `num_seqs`, and those by name.
 
     Args:
         outs: [num_states, num_tokens, num_q_heads, head_dim_v].
         lses: [num_states, num_tokens, num_q_heads].
-        out_strides: of the result.
-        lse: of the result, or None.
+        out_strides: strides of the result's out.
+        lse: the result's lse, or None.
     """
     dim = outs.shape[3]
     strides = (*outs.stride()[:3], *lses.stride(), *out_strides[:2], 0 if lse is None else lse.stride(0))

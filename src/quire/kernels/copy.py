@@ -1,7 +1,8 @@
-"""Copy whole pages, with their scales per token, within a device or between devices.
+"""Copy pages, with their scales per token, within a device.
 
-Grid of `copy_kernel`: [num_pairs * TILES]; one program copies BLOCK elements of one page, at the same places of K, V and their scales, in one launch.
-A page is seen as four dimensions of any strides, neighbours that lie side by side merged into one: an ordinary page is a single run of memory.
+Grid of `copy_kernel`: [num_pairs * TILES]. One program owns BLOCK elements of one page, at the same places of K, of V
+and of their scales. A page is addressed by four dimensions of any strides. Adjacent dimensions that are contiguous
+become one, so that an ordinary page is one range of memory.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +16,8 @@ from quire.kernels.formats import page_tensors
 from quire.kernels.launcher import launch
 
 
-class Part(NamedTuple):
-    """One tensor of a page, in both caches; the innermost of its dimensions has stride 1."""
+class PageTensor(NamedTuple):
+    """A tensor in both caches, by pages; the innermost of a page's four dimensions has stride 1."""
 
     source: Any
     target: Any
@@ -32,7 +33,7 @@ class Part(NamedTuple):
 
 @triton.jit
 def copy_kernel(
-    k, v, k_scale, v_scale,  # Parts; scales may be None
+    k, v, k_scale, v_scale,  # PageTensor; scales may be None
     page_pairs,  # [num_pairs, 2], (source page, destination page)
     K_SHAPE: tl.constexpr, V_SHAPE: tl.constexpr, SCALE_SHAPE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -50,25 +51,22 @@ def copy_kernel(
 
 
 @triton.jit
-def copy_tile(part, from_page, to_page, offs, SHAPE: tl.constexpr):
+def copy_tile(t, from_page, to_page, offs, SHAPE: tl.constexpr):
+    """Copy elements `offs` of a page of PageTensor `t`."""
     inside = offs < SHAPE[0] * SHAPE[1] * SHAPE[2] * SHAPE[3]
     i0 = (offs // (SHAPE[1] * SHAPE[2] * SHAPE[3])).to(tl.int64)
     i1 = (offs // (SHAPE[2] * SHAPE[3]) % SHAPE[1]).to(tl.int64)
     i2 = (offs // SHAPE[3] % SHAPE[2]).to(tl.int64)
     i3 = offs % SHAPE[3]
-    source = (
-        part.source + from_page * part.source_page + (i0 * part.source_0 + i1 * part.source_1 + i2 * part.source_2 + i3)
-    )
-    target = (
-        part.target + to_page * part.target_page + (i0 * part.target_0 + i1 * part.target_1 + i2 * part.target_2 + i3)
-    )
+    source = t.source + from_page * t.source_page + (i0 * t.source_0 + i1 * t.source_1 + i2 * t.source_2 + i3)
+    target = t.target + to_page * t.target_page + (i0 * t.target_0 + i1 * t.target_1 + i2 * t.target_2 + i3)
     tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
 def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
-    """Launch the copy within one device; arguments were checked by `quire.copy_pages`."""
+    """Launch the copy within one device; `quire.copy_pages` has checked the arguments."""
     pairs = zip(page_tensors(src), page_tensors(dst), strict=True)
-    (k, k_shape), (v, v_shape), *scales = (make_part(*tensors) for tensors in pairs)
+    (k, k_shape), (v, v_shape), *scales = (make_page_tensor(*tensors) for tensors in pairs)
     (k_scale, scale_shape), (v_scale, _) = scales or [(None, None)] * 2
     elements = max(a * b * c * d for a, b, c, d in (k_shape, v_shape))  # scales are fewer
     block = min(2048, triton.next_power_of_2(elements))
@@ -77,8 +75,8 @@ def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -
     launch(copy_kernel, (page_pairs.shape[0] * tiles,), (k, v, k_scale, v_scale, page_pairs), meta)
 
 
-def make_part(source: torch.Tensor, target: torch.Tensor) -> tuple[Part, tuple[int, int, int, int]]:
-    """Return a tensor pair's view for the launch, and its page's shape."""
+def make_page_tensor(source: torch.Tensor, target: torch.Tensor) -> tuple[PageTensor, tuple[int, int, int, int]]:
+    """Return a tensor of both caches for the launch, and the shape of its pages."""
     extents = [e for e in zip(source.shape[1:], source.stride()[1:], target.stride()[1:], strict=True) if e[0] > 1]
     extents.sort(key=lambda e: (e[1:] == (1, 1), -e[1]))
     dims: list[tuple[int, int, int]] = []  # (extent, stride in source, stride in target), outermost first
@@ -88,8 +86,6 @@ def make_part(source: torch.Tensor, target: torch.Tensor) -> tuple[Part, tuple[i
         dims.append((size, step, target_step))
     if not dims or dims[-1][1:] != (1, 1):
         dims.append((1, 1, 1))
-    dims = [(1, 0, 0)] * (4 - len(dims)) + dims
-    (*steps, _), (*target_steps, _) = ([dim[i] for dim in dims] for i in (1, 2))
-    return Part(source, target, source.stride(0), *steps, target.stride(0), *target_steps), tuple(
-        dim[0] for dim in dims
-    )
+    a, b, c, d = [(1, 0, 0)] * (4 - len(dims)) + dims
+    strides = source.stride(0), a[1], b[1], c[1], target.stride(0), a[2], b[2], c[2]
+    return PageTensor(source, target, *strides), (a[0], b[0], c[0], d[0])

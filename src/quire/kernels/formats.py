@@ -1,4 +1,4 @@
-"""The range of quantised dtypes and the tensors of a page, for host code on every device. Does not import Triton."""
+"""The range of quantised dtypes and the tensors of a page, for host code on every device. It does not import Triton."""
 
 import torch
 
@@ -20,7 +20,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def page_tensors(cache: PagedKVCache) -> list[torch.Tensor]:
-    """Return the tensors that hold a part of each page: keys, values, and scales per token where the cache has them."""
+    """Return the tensors that hold data of each page: keys, values, and scales per token if the cache has them."""
     tensors = [as_bytes(cache.k), as_bytes(cache.v)]
     if cache.scale_kind == "token" and cache.k_scale is not None and cache.v_scale is not None:
         tensors += [cache.k_scale, cache.v_scale]

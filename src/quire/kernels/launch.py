@@ -1,7 +1,7 @@
-"""What every kernel family offers a plan: `Launch`, what was decided, and `Runner`, which launches it.
+"""The interface between a plan and a kernel family: `Launch`, a decision, and `Runner`, which carries it out.
 
-A family is a folder with a `launch.py`. Its launch class is a frozen dataclass of host values. Its runner holds what a launch keeps from call to call: the
-batch, the scratch, and the launches that were compiled.
+A family is a folder with a `launch.py`. Its launch class is a frozen dataclass of host values. Its runner holds what is
+kept from call to call: the batch, the scratch, and the compiled launches.
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ from quire.kernels.scratch import ScratchSize
 
 
 class Runner(Protocol):
-    """Launch a decided launch; arguments were checked by `quire.attention`."""
+    """Run a decided launch; `quire.attention` has checked the arguments."""
 
     def __call__(
         self,
@@ -30,7 +30,7 @@ class Runner(Protocol):
 
 
 class Launch(Protocol):
-    """One launch, as it was decided."""
+    """A decision of how to launch attention."""
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Launch(Protocol):
 
     @property
     def request(self) -> Request:
-        """What it serves."""
+        """The request that was decided about."""
         ...
 
     def num_programs(self, num_tokens: int) -> int:
@@ -47,19 +47,19 @@ class Launch(Protocol):
         ...
 
     def scratch_size(self) -> ScratchSize:
-        """Return the scratch that the launch needs."""
+        """Return the size of the scratch that the launch needs."""
         ...
 
     def compile_key(self) -> Hashable:
-        """Return what tells the launch's compiled kernels from those of others, for caches of one kind."""
+        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
         ...
 
     def for_cache(self, cache: PagedKVCache) -> "Launch":
-        """Return the launch that serves a cache: this one, or its fallback."""
+        """Return the launch for a cache: this one, or its fallback."""
         ...
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
-        """Return what launches it for a batch, with scratch in a workspace of `scratch_size` bytes."""
+        """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
         ...
 
     def __str__(self) -> str:

@@ -1,7 +1,8 @@
 """Launch a kernel, and launch it again without Triton's binder.
 
-Binding some fifty arguments costs Triton more time than many a launch takes on the GPU. The first launch of a plan with tensors of given strides goes
-through the binder, which compiles and returns the kernel. Later launches call that kernel with the arguments in order.
+Triton's binder takes longer to bind some fifty arguments than a short kernel runs. The first launch of a plan with
+tensors of given strides goes through the binder, which compiles and returns the kernel. Later launches call that kernel
+with the arguments in order.
 """
 
 from collections.abc import Hashable
@@ -20,27 +21,30 @@ class CompiledLaunch(NamedTuple):
 
     kernel: Any  # triton.compiler.CompiledKernel
     device: int
-    fixed: tuple
+    fixed: tuple[Any, ...]
 
 
 class LaunchCache:
-    """The compiled launches of one plan. Kernels take first the tensors of a layer, then arguments that are fixed by the plan, then constexprs."""
+    """The compiled launches of one plan.
+
+    A kernel's parameters are first the tensors of a layer, then arguments that the plan fixes, then constexprs.
+    """
 
     def __init__(self) -> None:
         self.compiled: dict[Hashable, CompiledLaunch] = {}
 
-    def relaunch(self, key: Hashable, grid: tuple[int, int, int], tensors: tuple) -> bool:
-        """Launch again what `launch` compiled under `key`; return False if there is nothing.
+    def relaunch(self, key: Hashable, grid: tuple[int, int, int], tensors: tuple[Any, ...]) -> bool:
+        """Launch the kernel that `launch` compiled under `key`; return False if there is none.
 
         Args:
-            key: everything that decides what is compiled, beyond the plan.
-            grid: programs.
+            key: everything besides the plan that decides what is compiled.
+            grid: number of programs along each axis.
             tensors: addresses, descriptors, or tuples of them, in the order of the kernel's first parameters.
         """
         found = self.compiled.get(key)
         if found is None:
             return False
-        active = driver.active
+        active: Any = driver.active
         device = active.get_current_device()
         if device != found.device:
             return False
@@ -48,30 +52,36 @@ class LaunchCache:
         return True
 
     def launch(
-        self, key: Hashable | None, kernel: Any, grid: tuple[int, int, int], tensors: tuple, fixed: tuple, meta: dict
+        self,
+        key: Hashable | None,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        tensors: tuple[Any, ...],
+        fixed: tuple[Any, ...],
+        meta: dict[str, Any],
     ) -> None:
-        """Launch `kernel` through Triton's binder, and keep what it compiled under `key`, unless that is None.
+        """Launch `kernel` through Triton's binder, and keep the compiled kernel under `key`, unless that is None.
 
         Args:
             key: as for `relaunch`.
             kernel: a jit function.
-            grid: programs.
-            tensors: the kernel's first arguments, which `relaunch` is given anew.
-            fixed: the next ones.
+            grid: number of programs along each axis.
+            tensors: the kernel's first arguments. `relaunch` takes those of another layer in their place.
+            fixed: the arguments after them.
             meta: constexprs and compiler options, by name.
         """
         compiled = launch(kernel, grid, (*tensors, *fixed), meta)
         if compiled is not None and key is not None:
             constants = tuple(meta.get(name) for name in kernel.arg_names[len(tensors) + len(fixed) :])
-            device = driver.active.get_current_device()
-            self.compiled[key] = CompiledLaunch(compiled, device, address_of(fixed) + constants)
+            active: Any = driver.active
+            self.compiled[key] = CompiledLaunch(compiled, active.get_current_device(), address_of(fixed) + constants)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, meta: dict) -> Any:
-    """Launch a kernel through Triton's binder; compile it only, where `compile_for` names another device.
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any]) -> Any:
+    """Launch a kernel through Triton's binder; if `compile_for` names another device, only compile it.
 
     Returns:
-        The compiled kernel; None in Triton's interpreter and where it was only compiled.
+        The compiled kernel; None in Triton's interpreter, or if it was only compiled.
     """
     LAUNCHED.add(kernel.__name__)
     target = cross_compilation()
@@ -82,7 +92,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, meta: dict) -> 
 
 
 def address_of(value: Any) -> Any:
-    """Return a tensor's address, the addresses of a tuple of tensors, anything else as it is."""
+    """Return the address of a tensor, the addresses of a tuple's tensors, or any other value unchanged."""
     if isinstance(value, tuple):
         return tuple(address_of(v) for v in value)
     return value.data_ptr() if isinstance(value, torch.Tensor) else value

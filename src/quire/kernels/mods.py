@@ -1,8 +1,11 @@
 """Score mods and decoders: features as small jit functions that a plan hands to the kernel.
 
-A score mod turns scaled scores into scores. A decoder turns stored cache elements into numbers; one of pairs turns a 16-bit element into the two fp8 numbers
-side by side in it, as float16, which holds them all: so a fp8 cache reaches the matrix unit with half the instructions. Which keys are visible needs no
-mod: causal, bidirectional and windows on either side are one band `q_pos - window_left <= kv_pos <= q_pos + window_right`, two run-time numbers.
+A score mod turns scaled scores into scores. A decoder turns stored cache elements into numbers; an encoder does the
+reverse. An fp8x2 decoder turns one 16-bit element into two fp8 numbers as float16, which represents them exactly. So an
+fp8 cache reaches the tensor cores with half the instructions.
+
+Visibility needs no mod. Causal, bidirectional and windowed attention are all `q_pos - window_left <= kv_pos <= q_pos +
+window_right`, with two run-time numbers.
 """
 
 import torch
@@ -15,7 +18,7 @@ from quire.spec import AttentionSpec
 
 @triton.jit
 def tanh(x):
-    # Without libdevice, which the interpreter lacks. Near 0, where 1 - e cancels, the series is exact to float32.
+    # The interpreter lacks libdevice's tanh. Near 0, where 1 - e cancels, the series is exact to float32.
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))  # exp(-2|x|)
     large = (1.0 - e) / (1.0 + e)
     x2 = x * x
@@ -46,7 +49,8 @@ def native(x, dtype: tl.constexpr):
 
 @triton.jit
 def e4m3_in_software(x, dtype: tl.constexpr):
-    # Sign to the top, exponent and mantissa in place of float16's, subnormals included; the exponent bias differs by 8: times 2^8, exact.
+    # Move sign, exponent and mantissa to their places in float16, subnormals included. The exponent biases differ by 8:
+    # multiply by 2^8, which is exact.
     bits = x.to(tl.uint16)
     magnitude = bits & 0x7F
     half = (((bits & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -67,7 +71,7 @@ def e4m3x2(x):
 
 @triton.jit
 def e4m3x2_in_software(x):
-    # As above, on 16 bits. Times 2^8 is exact in float16 too: the largest is 448.
+    # Like `e4m3_in_software`, for two numbers in 16 bits. The largest is 448, so the factor 2^8 is exact in float16 too.
     bits = x.to(tl.uint16, bitcast=True)
     even, odd = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7), (bits & 0x8000) | ((bits & 0x7F00) >> 1)
     even = tl.where((bits & 0x7F) == 0x7F, 0x7E00, even).to(tl.uint16)
@@ -93,7 +97,7 @@ def to_e5m2(x):
 
 @triton.jit
 def to_int8(x):
-    # Half to even: adding 1.5 * 2^23 leaves no fraction bits, so that float32's own rounding does it.
+    # Half to even: after adding 1.5 * 2^23 there are no fraction bits, so the addition rounds.
     rounded = (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0) - 12582912.0
     return tl.where(x != x, 0.0, rounded).to(tl.int8)
 
@@ -114,12 +118,12 @@ def to_fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.const
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = tl.minimum(tl.abs(x), LARGEST)
-    # Normal: drop mantissa bits of float32, rounding by an addition that carries into the exponent as it should.
+    # Normal: drop mantissa bits of float32. The rounding addition may carry into the exponent, which is right.
     DROP: tl.constexpr = 23 - MANTISSA
     wide = magnitude.to(tl.uint32, bitcast=True)
     rounded = (wide + ((1 << (DROP - 1)) - 1) + ((wide >> DROP) & 1)) >> DROP
     normal = rounded - ((127 - BIAS) << MANTISSA)
-    # Subnormal: a multiple of the smallest step; adding 2^23 steps leaves their count in the low bits, rounded by float32 itself.
+    # Subnormal: a multiple of the smallest step. Adding 2^23 steps leaves their number, rounded, in the low bits.
     SHIFT: tl.constexpr = 1 << (BIAS - 1 + MANTISSA)
     count = ((magnitude * SHIFT + 8388608.0).to(tl.uint32, bitcast=True)) & 0xFF
     code = tl.where(magnitude * (1 << (BIAS - 1)) < 1.0, count, normal)
@@ -140,15 +144,15 @@ def score_mod(spec: AttentionSpec):
 
 
 def decoder(dtype: torch.dtype, native_fp8: bool):
-    """Return the function that turns stored elements of `dtype` into numbers; in software where the target has no such type."""
+    """Return the decoder for `dtype`; in software if the target lacks the type."""
     return native if native_fp8 or dtype not in SOFTWARE_DECODERS else SOFTWARE_DECODERS[dtype]
 
 
 def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool):
-    """Return the function that turns 16-bit elements into pairs of numbers of `dtype`."""
+    """Return the decoder for 16-bit elements that hold two numbers of `dtype`."""
     return FP8X2_DECODERS[dtype][native_fp8x2]
 
 
 def encoder(dtype: torch.dtype, native_fp8: bool):
-    """Return the function that turns float32 into stored elements of `dtype`; None where nothing is quantised."""
+    """Return the encoder from float32 to `dtype`; None if `dtype` is not quantised."""
     return ENCODERS.get(dtype) if native_fp8 or dtype not in SOFTWARE_ENCODERS else SOFTWARE_ENCODERS[dtype]

@@ -1,6 +1,6 @@
-"""What the block kernel and the split-KV kernel share on the host: their arguments, and how they are launched."""
+"""Host code of both portable kernels, block and split-KV: their arguments, and their runner."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,12 @@ from quire.kernels.scratch import ScratchSize
 
 
 @dataclass(frozen=True)
-class PortableLaunch:
+class PortableLaunch(ABC):
     """A launch of one of the portable kernels.
 
     Attributes:
-        request: what it serves.
-        config: of the kernel.
+        request: the request that was decided about.
+        config: the kernel's configuration.
     """
 
     request: Request
@@ -33,16 +33,16 @@ class PortableLaunch:
 
     @property
     def multi_block(self) -> bool:
-        """Whether a sequence may have several row blocks, so that a program has to search for its sequence."""
+        """Whether a sequence may have several row blocks; a program then searches for its sequence."""
         return self.request.rows_per_seq > self.config.block_m
 
     @property
     def full_tile_loop(self) -> bool:
-        """Whether tiles that every row sees whole have a loop without masks."""
+        """Whether full tiles, of which every row sees every key, have a loop without masks."""
         return self.config.full_tile_loop
 
     def num_row_blocks(self, num_tokens: int) -> int:
-        """Return the row blocks of a batch of `num_tokens` query tokens, with one spare block for each sequence."""
+        """Return the row blocks of a batch of `num_tokens` query tokens, with one spare row block for each sequence."""
         request, block_m = self.request, self.config.block_m
         if not request.has_cu_seqlens:
             return request.num_seqs * cdiv(request.spec.group_size, block_m)
@@ -53,9 +53,8 @@ class PortableLaunch:
         return num_tokens * request.spec.group_size // block_m + request.num_seqs
 
     def constexprs(self) -> dict[str, Any]:
-        """Return the kernel's constexprs and compiler options, but those that a cache decides."""
-        # Score mods are jit functions, so this imports Triton: a plan is made without it.
-        from quire.kernels import mods
+        """Return the kernel's constexprs and compiler options, without those that a cache decides."""
+        from quire.kernels import mods  # here, since it imports Triton, which a plan for the CPU must not need
 
         spec, config, device = self.request.spec, self.config, self.request.device
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints
@@ -72,7 +71,7 @@ class PortableLaunch:
         } | options  # fmt: skip
 
     def compile_key(self) -> Hashable:
-        """Return what tells the compiled kernel from others, for caches of one kind."""
+        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
         return self.name, self.request.has_cu_seqlens, *sorted(self.constexprs().items(), key=lambda item: item[0])
 
     def for_cache(self, cache: PagedKVCache) -> "PortableLaunch":
@@ -85,7 +84,11 @@ class PortableLaunch:
 
     @abstractmethod
     def scratch_size(self) -> ScratchSize:
-        """Return the scratch that the launch needs."""
+        """Return the size of the scratch that the launch needs."""
+
+    @abstractmethod
+    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> "PortableRunner":
+        """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
 
     def describe_config(self) -> str:
         """Describe the configuration."""
@@ -106,16 +109,16 @@ class PortableLaunch:
 
 
 class PortableRunner:
-    """Launch a portable kernel for one batch.
+    """Run a launch of a portable kernel for one batch.
 
     Args:
-        launch: what was decided.
+        launch: the decision.
         batch: the sequences.
         kernel: the jit function.
         fixed: its arguments between the cache and the strides: `cu_seqlens_q`, scratch and numbers.
     """
 
-    def __init__(self, launch: PortableLaunch, batch: Batch, kernel: Any, fixed: tuple) -> None:
+    def __init__(self, launch: PortableLaunch, batch: Batch, kernel: Any, fixed: tuple[Any, ...]) -> None:
         from quire.kernels.launcher import LaunchCache
 
         self.decided, self.batch, self.kernel, self.fixed = launch, batch, kernel, fixed
@@ -154,8 +157,8 @@ class PortableRunner:
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
-    ) -> tuple[tuple, tuple, dict[str, Any]]:
-        """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those given by name."""
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+        """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those by name."""
         from quire.kernels import mods, views
 
         decided, batch = self.decided, self.batch
@@ -174,7 +177,7 @@ class PortableRunner:
             "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "PACKED_FP8": packed,
             "TOKEN_SCALES": cache.scale_kind == "token",
         }  # fmt: skip
-        if quantised and not packed:  # numbers that are converted one by one take registers: fewer keys at once
+        if quantised and not packed:  # conversion of one number at a time takes registers: use shorter tiles
             meta["BLOCK_N"] = max(16, config.block_n // 2)
         strides = (
             batch.page_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1),

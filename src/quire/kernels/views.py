@@ -1,6 +1,7 @@
-"""What crosses a launch together: flat NamedTuples of tensors and strides.
+"""Arguments that go into a kernel together: flat NamedTuples of tensors and strides.
 
-They stay flat, since a tuple inside a tuple fails to compile in loops when one of its ints is specialised to 1 (Triton 3.6.0).
+They are flat, since a tuple inside a tuple fails to compile in loops if one of its ints is specialised to 1
+(Triton 3.6.0).
 """
 
 from typing import Any, NamedTuple
@@ -12,11 +13,15 @@ from quire.cache import PagedKVCache, Strides
 
 
 class CacheTensors(NamedTuple):
-    """The tensors of a cache, which change from layer to layer."""
+    """The tensors of a cache, which change from layer to layer.
 
-    k: Any  # element (page, slot, head, dim) at page * k_page + slot * k_slot + head * k_head + dim // vec * k_vec + dim % vec
+    Element (page, slot, head, dim) of k is at `page * k_page + slot * k_slot + head * k_head + dim // vec * k_vec +
+    dim % vec`, with the strides of `KVLayout`.
+    """
+
+    k: Any
     v: Any
-    k_scale: Any  # element (page, slot, head) likewise; None where the cache is not quantised
+    k_scale: Any  # element (page, slot, head) at strides scale_*; None if the cache is not quantised
     v_scale: Any
 
 
@@ -31,7 +36,7 @@ class KVLayout(NamedTuple):
     k_slot: int
     k_head: int
     k_vec: int
-    v_page: int | None  # None, with the next two, where v has k's strides: its offsets need not be computed again
+    v_page: int | None  # None, like the next two, if v has the strides of k: its offsets are then those of k
     v_slot: int | None
     v_head: int | None
     v_vec: int
@@ -41,27 +46,27 @@ class KVLayout(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Scratch of the split-KV kernel: partials of row blocks that are cut, and the counters of their arrivals.
+    """Scratch of the split-KV kernel: partials of row blocks that are cut, and arrival counters.
 
-    A partition has two slots: the first for the row block that it enters midway, the second for the one that it leaves unfinished. With fixed splits,
-    each split has one slot.
+    A partition has two slots: one for the row block that it enters midway, one for the row block that it leaves
+    unfinished. With fixed splits, each split has one slot.
     """
 
     acc: Any  # [num_slots, num_kv_heads, rows, head_dim_v] float32, not normalised
     m_i: Any  # [num_slots, num_kv_heads, rows] float32, running maximum as a base-2 exponent
     l_i: Any  # same shape, sum of exponentials relative to m_i
-    counter: Any  # [2 * num_partitions, num_kv_heads] int32, 0 between launches; arrivals are counted at the slot of a partial
+    counter: Any  # [2 * num_partitions, num_kv_heads] int32, 0 between launches, by the slots of partials
 
 
 def cache_tensors(cache: PagedKVCache, element: torch.dtype) -> CacheTensors:
-    """Return a cache's tensors, as elements of `element`: the cache's dtype, its bytes, or pairs of them."""
+    """Return a cache's tensors, viewed as `element`: the cache's dtype, uint8, or int16 for two fp8 numbers."""
     if element is cache.dtype:
         return CacheTensors(cache.k, cache.v, cache.k_scale, cache.v_scale)
     return CacheTensors(cache.k.view(element), cache.v.view(element), cache.k_scale, cache.v_scale)
 
 
 def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_offsets: bool = True) -> KVLayout:
-    """Return a cache's strides in elements of `element`; `share_offsets` leaves out those of v that are k's."""
+    """Return a cache's strides in elements of `element`; with `share_offsets`, without those of v that equal k's."""
     ks, vs = cache.strides
     if element.itemsize > cache.dtype.itemsize:
         ks, vs = (Strides(*(stride // 2 for stride in s)) for s in (ks, vs))
@@ -73,7 +78,7 @@ def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_
 
 
 def can_pack_fp8(cache: PagedKVCache) -> bool:
-    """Whether the elements of every head are contiguous and can be read two by two."""
+    """Whether every head is contiguous and begins at an even element, so that it can be read as int16."""
     return cache.layout != "HDNX" and all(
         tensor.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in tensor.stride()[:-1])
         for tensor in (cache.k, cache.v)

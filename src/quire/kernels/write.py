@@ -1,7 +1,8 @@
-"""Write new keys and values into their slots, quantising on the way.
+"""Write new keys and values into their slots, quantised to the cache's dtype.
 
-Grid of `write_kernel`: [num_tokens, num_kv_heads]; one program owns one head of one token, key and value. What is stored is `x / scale`, divided,
-rounded (half to even) and saturated exactly as PyTorch does it in float32, so that every device stores the same bits.
+Grid of `write_kernel`: [num_tokens, num_kv_heads]. One program owns the key and the value of one token and KV head. It
+stores `x / scale`, divided, rounded (half to even) and saturated exactly as PyTorch does it in float32, so that every
+device stores the same bits.
 """
 
 import torch
@@ -21,12 +22,12 @@ from quire.kernels.primitives import dim_offsets
 def write_kernel(
     k_ptr,  # [num_tokens, num_kv_heads, HEAD_DIM]
     v_ptr,  # [num_tokens, num_kv_heads, HEAD_DIM_V]
-    k_cache, v_cache, k_scale, v_scale,
+    k_cache, v_cache, k_scale, v_scale,  # of PagedKVCache; scales may be None
     slot_mapping,  # [num_tokens] int64
     stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     k_page, k_slot, k_head, k_vec, v_page, v_slot, v_head, v_vec, scale_page, scale_slot, scale_head,
-    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    K_VEC: tl.constexpr, V_VEC: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     position = tl.load(slot_mapping + token)
@@ -35,20 +36,24 @@ def write_kernel(
     page, slot = position // PAGE_SIZE, position % PAGE_SIZE
     offs_scale = page * scale_page + slot * scale_slot + head * scale_head
     write_head(
-        k_ptr + token * stride_k_token + head * stride_k_head, k_cache + page * k_page + slot * k_slot + head * k_head, k_vec,
-        k_scale, offs_scale, HEAD_DIM, BLOCK_D, K_VEC, ENCODE, LARGEST, TOKEN_SCALES,
+        k_ptr + token * stride_k_token + head * stride_k_head,
+        k_cache + page * k_page + slot * k_slot + head * k_head,
+        k_vec, k_scale, offs_scale, HEAD_DIM, BLOCK_D, K_VEC, ENCODE, LARGEST, TOKEN_SCALES,
     )  # fmt: skip
     write_head(
-        v_ptr + token * stride_v_token + head * stride_v_head, v_cache + page * v_page + slot * v_slot + head * v_head, v_vec,
-        v_scale, offs_scale, HEAD_DIM_V, BLOCK_DV, V_VEC, ENCODE, LARGEST, TOKEN_SCALES,
+        v_ptr + token * stride_v_token + head * stride_v_head,
+        v_cache + page * v_page + slot * v_slot + head * v_head,
+        v_vec, v_scale, offs_scale, HEAD_DIM_V, BLOCK_DV, V_VEC, ENCODE, LARGEST, TOKEN_SCALES,
     )  # fmt: skip
 
 
 @triton.jit
 def write_head(
     source, target, stride_vec, scale_ptr, offs_scale,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr,
 ):  # fmt: skip
+    """Store one head of a key or value, and its scale if scales are per token."""
     offs_d = tl.arange(0, BLOCK)
     inside = offs_d < DIM
     x = tl.load(source + offs_d, mask=inside, other=0.0)
@@ -66,7 +71,7 @@ def write_head(
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
-    """Launch the write; arguments were checked by `quire.write_kv`."""
+    """Launch the write; `quire.write_kv` has checked the arguments."""
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return

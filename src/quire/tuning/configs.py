@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from quire.bench.cases import Case
-from quire.dispatch.config import HINTS, KernelConfig, fit
+from quire.dispatch.config import HINTS, KernelConfig, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request
 from quire.dispatch.tree import decision, features_of, hopper_config, padded, rounded
@@ -33,7 +33,9 @@ def default_config(case: Case, properties: DeviceProperties) -> KernelConfig:
 def config_of(leaf: dict[str, Any], case: Case, properties: DeviceProperties) -> KernelConfig:
     """Return the configuration that a tree's leaf means for a case."""
     spec = case.spec
-    return fit(KernelConfig(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v)), spec, properties)
+    return reduced(
+        KernelConfig(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v)), spec, properties
+    )
 
 
 def serves_hopper(case: Case, properties: DeviceProperties) -> bool:

@@ -1,1 +1,1 @@
-"""The block kernel: one program for each row block of a sequence."""
+"""The block kernel: one program for each row block and KV head."""

@@ -11,7 +11,7 @@ from quire.kernels.scratch import ScratchSize
 
 @dataclass(frozen=True)
 class BlockLaunch(PortableLaunch):
-    """One program for each row block and KV head, which attends to all keys that the block sees."""
+    """One program for each row block and KV head, which attends to all keys that the row block sees."""
 
     @property
     def name(self) -> str:
@@ -23,11 +23,11 @@ class BlockLaunch(PortableLaunch):
         return self.num_row_blocks(num_tokens) * self.request.spec.num_kv_heads
 
     def scratch_size(self) -> ScratchSize:
-        """Return that no scratch is needed."""
+        """Return 0 bytes: no scratch is needed."""
         return ScratchSize()
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> PortableRunner:
-        """Return what launches it for a batch."""
+        """Return the runner for a batch."""
         from quire.kernels.block.kernel import block_kernel
 
         spec = self.request.spec

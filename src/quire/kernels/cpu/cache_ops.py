@@ -11,7 +11,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
     """Store new keys and values in their slots; `quire.write_kv` has checked shapes, dtypes and devices.
 
     Raises:
-        ValueError: a slot lies outside the pool; nothing was written.
+        ValueError: a slot is outside the pool; nothing was written.
     """
     num_slots = cache.num_pages * cache.page_size
     if slot_mapping.numel() and int(slot_mapping.max()) >= num_slots:
@@ -49,10 +49,10 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
 
 @torch.no_grad()
 def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
-    """Copy whole pages within host memory; `quire.copy_pages` has checked shapes, dtypes and devices.
+    """Copy pages within host memory; `quire.copy_pages` has checked shapes, dtypes and devices.
 
     Raises:
-        ValueError: a page lies outside its pool, or is written twice; nothing was written.
+        ValueError: a page is outside its pool, or is written twice; nothing was written.
     """
     from_page, to_page = check_pairs(src, dst, page_pairs).unbind(1)
     for source, target in zip(page_tensors(src), page_tensors(dst), strict=True):
@@ -61,12 +61,12 @@ def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -
 
 @torch.no_grad()
 def swap_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
-    """Copy whole pages between two devices; `quire.copy_pages` has checked shapes, dtypes and devices.
+    """Copy pages between two devices; `quire.copy_pages` has checked shapes, dtypes and devices.
 
-    Each page is copied by itself, straight from or to the (pinned) page, so that nothing is staged.
+    Each page is copied by one call, from or to the (pinned) page itself, so that nothing is staged.
 
     Raises:
-        ValueError: a page lies outside its pool, or is written twice; nothing was written.
+        ValueError: a page is outside its pool, or is written twice; nothing was written.
     """
     pairs = check_pairs(src, dst, page_pairs.cpu()).tolist()
     for source, target in zip(page_tensors(src), page_tensors(dst), strict=True):
@@ -87,7 +87,7 @@ def check_pairs(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) 
     if bool((times > 1).any()):
         raise ValueError(
             f"page_pairs must write each page once, got page {int(written[times > 1][0])} {int(times.max())} times; "
-            "leave out the pairs whose result is not wanted"
+            "pass one pair for each destination"
         )
     if src.k.data_ptr() == dst.k.data_ptr():
         both = written[torch.isin(written, pairs[:, 0])]

@@ -15,10 +15,10 @@ from quire.kernels.scratch import ScratchSize
 
 @dataclass(frozen=True)
 class TorchLaunch:
-    """Vectorised PyTorch. Triton has no driver for CPUs.
+    """Attention in vectorised PyTorch. Triton has no driver for CPUs.
 
     Attributes:
-        request: what it serves.
+        request: the request that was decided about.
     """
 
     request: Request
@@ -29,11 +29,11 @@ class TorchLaunch:
         return "torch"
 
     def num_programs(self, num_tokens: int) -> int:
-        """Return that there is no grid."""
+        """Return 0: there is no grid."""
         return 0
 
     def scratch_size(self) -> ScratchSize:
-        """Return that no scratch is needed."""
+        """Return 0 bytes: no scratch is needed."""
         return ScratchSize()
 
     def compile_key(self) -> Hashable:
@@ -45,7 +45,7 @@ class TorchLaunch:
         return self
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
-        """Return what computes it for a batch."""
+        """Return the function that computes attention for a batch."""
         spec, bounds = self.request.spec, self.request.bounds
 
         def run(

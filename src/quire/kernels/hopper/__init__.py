@@ -1,1 +1,4 @@
-"""The Hopper kernel, in Gluon: prompts on GPUs with TMA and warpgroup products. Gluon is imported when a plan has such a launch."""
+"""The Hopper kernel, in Gluon: prompts, with TMA and warpgroup products (wgmma).
+
+Gluon is imported when a Hopper plan is made, not with `import quire`.
+"""

@@ -1,4 +1,4 @@
-"""`HopperLaunch`: a launch of the Hopper kernel, and when a plan has one."""
+"""`HopperLaunch`: a launch of the Hopper kernel, and the choice of when to use it."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -18,19 +18,21 @@ from quire.kernels.scratch import ScratchSize, counter_bytes
 from quire.kernels.split_kv.launch import SplitKVLaunch, rounded
 from quire.kernels.split_kv.launch import propose as propose_portable
 
-MAX_DECODE_ROWS = 16  # sequences of no more rows than this go to the decode launch of a mixed batch
+MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
 @dataclass(frozen=True)
 class HopperLaunch:
-    """A persistent, warp-specialised kernel for prompts; a second launch for decoding sequences, or for combining splits.
+    """A persistent, warp-specialised kernel for prompts.
+
+    It may be followed by a second launch, which serves decoding sequences or combines splits.
 
     Attributes:
-        request: what it serves.
-        config: of the kernel.
-        fallback: the launch for tensors that TMA cannot address, and for scales per token: caches come later than plans.
-        num_splits: into how many splits the keys of each work tile are cut, to be combined by a second launch; 1 where they are not.
-        decode: the launch for sequences of few queries, concurrent with this one; None where there is none.
+        request: the request that was decided about.
+        config: the kernel's configuration.
+        fallback: the launch for scales per token and for tensors that TMA cannot address.
+        num_splits: number of splits of the keys of each work tile; a second launch combines them if it is not 1.
+        decode: the launch for sequences with at most `max_decode_queries` queries, which runs concurrently; or None.
     """
 
     request: Request
@@ -46,12 +48,12 @@ class HopperLaunch:
 
     @property
     def max_decode_queries(self) -> int:
-        """Sequences of at most this many queries are the decode launch's; 0 where there is none."""
+        """Most queries of a sequence that the decode launch serves; 0 if there is no decode launch."""
         return 0 if self.decode is None else self.decode.max_decode_queries
 
     @property
     def split_rows(self) -> int:
-        """Rows of the states of splits: those of as many work tiles as run at once, whatever the bounds."""
+        """Rows of the states of splits: those of the work tiles that run at once, which do not depend on the bounds."""
         return 64 * self.config.num_warpgroups * self.request.device.num_sms if self.num_splits > 1 else 0
 
     def num_work_tiles(self, num_tokens: int) -> int:
@@ -65,12 +67,12 @@ class HopperLaunch:
         return blocks * (request.spec.num_q_heads // self.config.heads)
 
     def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of the grid: as many as run at once, or fewer if there are fewer work tiles."""
+        """Return the programs of the grid: the number that runs at once, or that of work tiles if it is smaller."""
         resident = self.request.device.num_sms * self.config.programs_per_sm
         return min(self.num_work_tiles(num_tokens) * self.num_splits, resident)
 
     def scratch_size(self) -> ScratchSize:
-        """Return the scratch for the tile counter, and for the states of splits or the decode launch."""
+        """Return the size of the scratch for the tile counter, the states of splits, the decode launch, the fallback."""
         if self.decode is not None:
             size, states = self.decode.scratch_size(), 0
         else:
@@ -80,7 +82,7 @@ class HopperLaunch:
         return ScratchSize(max(counters + states, size.total, fallback.total), counters)
 
     def constexprs(self) -> dict[str, Any]:
-        """Return the kernel's constexprs, but those that a cache decides."""
+        """Return the kernel's constexprs, without those that a cache decides."""
         from quire.kernels import mods
 
         spec, config = self.request.spec, self.config
@@ -92,16 +94,16 @@ class HopperLaunch:
         }  # fmt: skip
 
     def compile_key(self) -> Hashable:
-        """Return what tells the compiled kernels from others, for caches of one kind."""
+        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
         decode = None if self.decode is None else self.decode.compile_key()
         return self.name, self.num_splits > 1, decode, *sorted(self.constexprs().items(), key=lambda item: item[0])
 
     def for_cache(self, cache: PagedKVCache) -> "HopperLaunch | PortableLaunch":
-        """Return this launch, or its fallback where TMA cannot address the cache."""
+        """Return this launch, or its fallback if TMA cannot address the cache."""
         return self.fallback if matrices_of_cache(cache) is None else self
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
-        """Return what launches it for a batch, with scratch in a workspace of `scratch_size` bytes."""
+        """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
         from quire.kernels.hopper.runner import HopperRunner
 
         assert workspace is not None
@@ -123,10 +125,10 @@ class HopperLaunch:
 
 
 def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | str:
-    """Return a launch of the Hopper kernel and the reason; or why it does not serve, or is not the faster one."""
+    """Return a launch of the Hopper kernel and the reason; or, in words, what it does not serve or is slower at."""
     spec, bounds = request.spec, request.bounds
     if options.config is not None or options.num_splits is not None or options.batch_invariant:
-        return "a config, num_splits or batch_invariant of the caller's"
+        return "config, num_splits or batch_invariant"
     costs = tree.cost_model(spec, request.device)
     config = tree.hopper_config(spec, request.device, bounds.max_seq_len <= costs.short_context)
     if isinstance(config, str):
@@ -138,12 +140,15 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     launch = replace(launch, num_splits=choose_num_splits(launch, costs))
     if options.kernel is None and launch.num_splits == 1:
         if fallback.name != "block" or not tree.prefers_hopper(spec, request.device, *rounded(request)):
-            return "batches like this, where the portable kernels are faster"
+            return "batches for which the portable kernels are faster"
     return with_decode_launch(launch, costs), reason
 
 
 def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
-    """Return into how many splits the keys of each work tile are cut: 1, unless work tiles alone leave half of the device idle."""
+    """Return into how many splits the keys of each work tile are cut.
+
+    1, unless the work tiles would leave half of the device idle.
+    """
     bounds, device = launch.request.bounds, launch.request.device
     num_work_tiles = launch.num_work_tiles(bounds.num_tokens)
     may_decode = bounds.num_tokens < launch.request.num_seqs * bounds.max_query_len
@@ -155,9 +160,10 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
 
 
 def with_decode_launch(launch: HopperLaunch, costs: CostModel) -> HopperLaunch:
-    """Return the launch with a decode launch, where the batch may mix decoding sequences with prompts.
+    """Return the launch, with a decode launch if the batch may mix decoding sequences with prompts.
 
-    The host knows the number of tokens, not the length of each sequence: lengths differ if there are fewer tokens than equal lengths would make.
+    The host knows the number of tokens, not the length of each sequence. Lengths must differ if there are fewer tokens
+    than `num_seqs * max_query_len`.
     """
     request, bounds = launch.request, launch.request.bounds
     max_queries = max(1, MAX_DECODE_ROWS // request.spec.group_size)
@@ -169,7 +175,7 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel) -> HopperLaunch:
     decode, _ = propose_portable(decoding, Options())
     if not isinstance(decode, SplitKVLaunch):
         return launch
-    # The decoding sequences may have the longest contexts: prompts are then of short ones.
+    # The longest contexts may be those of decoding sequences. Prompts then have short contexts.
     short = bounds.max_query_len <= costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
     config = tree.hopper_config(request.spec, request.device, short)
     assert isinstance(config, HopperConfig)

@@ -1,4 +1,4 @@
-"""Launch the Hopper kernel: queries, keys and values by TMA descriptors, then the decode launch or the combine of splits."""
+"""Launch the Hopper kernel with TMA descriptors of q, k and v; then the decode launch, or the combine of splits."""
 
 import math
 from functools import cache
@@ -22,10 +22,10 @@ from quire.kernels.scratch import TILE_COUNTER_BYTES
 
 
 class HopperRunner:
-    """Launch the Hopper kernel for one batch.
+    """Run a launch of the Hopper kernel for one batch.
 
     Args:
-        launch: what was decided.
+        launch: the decision.
         batch: the sequences.
         workspace: of `launch.scratch_size()` bytes.
     """
@@ -41,10 +41,8 @@ class HopperRunner:
             spec, size = launch.request.spec, launch.scratch_size()
             tokens = launch.split_rows // (spec.num_q_heads * launch.num_splits)
             shape = tokens, spec.num_q_heads, launch.num_splits
-            states, after_out = (
-                workspace[size.counters : size.total].view(torch.float32),
-                launch.split_rows * spec.head_dim_v,
-            )
+            states = workspace[size.counters : size.total].view(torch.float32)
+            after_out = launch.split_rows * spec.head_dim_v
             self.split_out = states[: math.prod(shape) * spec.head_dim_v].view(*shape, spec.head_dim_v)
             self.split_lse = states[after_out : after_out + math.prod(shape)].view(shape)
 
@@ -90,7 +88,7 @@ class HopperRunner:
             self.decode(q, cache, out, lse, sinks, alibi_slopes)
 
     def combine(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Launch the combine of the states of all splits."""
+        """Combine the states of all splits."""
         assert self.split_out is not None and self.split_lse is not None
         grid, lse_at = (out.shape[0], out.shape[1], 1), None if lse is None else lse.data_ptr()
         key = None
@@ -107,17 +105,12 @@ class HopperRunner:
 
     def arguments(
         self, q: torch.Tensor, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments after the descriptors, and those given by name."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the kernel's arguments after the descriptors, and those by name."""
         decided, batch, spec = self.decided, self.batch, self.decided.request.spec
         kv = views.kv_layout(cache, batch, cache.dtype, share_offsets=False)
-        strides = (
-            batch.page_table.stride(0),
-            q.stride(1),
-            out.stride(0),
-            out.stride(1),
-            0 if lse is None else lse.stride(0),
-        )
+        stride_lse = 0 if lse is None else lse.stride(0)
+        strides = batch.page_table.stride(0), q.stride(1), out.stride(0), out.stride(1), stride_lse
         numbers = (
             spec.softmax_scale, spec.softcap or 0.0, *spec.window, decided.max_decode_queries, batch.num_seqs,
             decided.num_splits,
@@ -129,7 +122,10 @@ class HopperRunner:
 
 
 def describe(tensor: torch.Tensor, matrix: Matrix, box_rows: int, head_dim: int) -> TensorDescriptor:
-    """Return the TMA descriptor of a matrix, in boxes of so many rows, as wide as a head or as what TMA swizzles together."""
+    """Return the TMA descriptor of a matrix, for boxes of `box_rows` rows and one panel's columns.
+
+    A panel is as wide as a head, or as TMA can swizzle if that is less.
+    """
     columns = min(head_dim, SWIZZLE_BYTES.value // tensor.itemsize)
     layout = swizzled(columns * tensor.itemsize, 8 * tensor.itemsize)
     shape, strides = [matrix.num_rows, matrix.num_columns], [matrix.stride, 1]
@@ -138,5 +134,5 @@ def describe(tensor: torch.Tensor, matrix: Matrix, box_rows: int, head_dim: int)
 
 @cache
 def swizzled(num_bytes: int, num_bits: int) -> gl.NVMMASharedLayout:
-    """Return the layout of shared-memory tiles whose rows have so many bytes."""
+    """Return the layout of shared-memory tiles with rows of `num_bytes` bytes and elements of `num_bits` bits."""
     return gl.NVMMASharedLayout(swizzle_byte_width=num_bytes, element_bitwidth=num_bits, rank=2)

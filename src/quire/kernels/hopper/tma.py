@@ -1,8 +1,9 @@
 """Tensors as matrices that TMA addresses.
 
-A cache whose heads are contiguous and whose strides divide is one matrix, its rows a slot's stride apart: element (page, slot, head, dim) lies in row and
-column `divmod(page * page_stride + slot * slot_stride + head * head_stride, slot_stride)`, with dim added to the column. So one line serves NHD, HND, keys
-and values in one tensor, and sequences that are not paged.
+A cache is one matrix if its heads are contiguous and the slot stride divides the page stride and, in HND, the head
+stride. Its rows are a slot's stride apart. Element (page, slot, head, dim) has row and column `divmod(page * page_stride
++ slot * slot_stride + head * head_stride, slot_stride)`, with dim added to the column. This holds for NHD, for HND, for
+keys and values in one tensor, and for sequences that are not paged.
 """
 
 from functools import lru_cache
@@ -25,10 +26,10 @@ class Matrix(NamedTuple):
 
 
 def matrix_of(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> Matrix | None:
-    """Return a tensor as a matrix; None if TMA cannot address it so.
+    """Return a tensor as a matrix; None if TMA cannot address it.
 
     Args:
-        tensor: to be addressed.
+        tensor: queries, keys or values.
         extents: pages, slots of a page, heads, elements of a head.
         strides: of pages, slots and heads, in elements.
     """
@@ -52,17 +53,23 @@ def _matrix_of(itemsize: int, extents: tuple[int, int, int, int], strides: tuple
 
 
 def matrix_of_queries(q: torch.Tensor) -> Matrix | None:
-    """Return queries [num_tokens, num_q_heads, head_dim] as a matrix with a row for each token; None if TMA cannot address them so."""
-    if q.stride(1) >= q.stride(0) and q.shape[1] > 1:
+    """Return queries as a matrix with one row per token; None if TMA cannot address them.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim].
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    if q.stride(1) >= q.stride(0) and num_q_heads > 1:
         return None
-    return matrix_of(q, (1, *q.shape), (0, q.stride(0), q.stride(1)))
+    return matrix_of(q, (1, num_tokens, num_q_heads, head_dim), (0, q.stride(0), q.stride(1)))
 
 
 def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
     """Return a cache's keys and values as matrices.
 
     Returns:
-        None where the kernel cannot have them so: scales per token, pages that are too small, or strides that do not divide.
+        None if the Hopper kernel does not serve the cache: scales per token, pages that are too small, or strides that
+        make no matrix.
     """
     if cache.scale_kind == "token" or page_box(cache) < MIN_TMA_BOX:
         return None
@@ -74,5 +81,5 @@ def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
 
 
 def page_box(cache: PagedKVCache) -> int:
-    """Return the largest power of two that divides the page size: the most rows that one TMA box may have."""
+    """Return the most rows of a TMA box: the largest power of two that divides the page size."""
     return cache.page_size & -cache.page_size

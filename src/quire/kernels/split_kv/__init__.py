@@ -1,1 +1,1 @@
-"""The split-KV kernel: every program an equal partition of the KV tiles of the whole batch."""
+"""The split-KV kernel: each program owns an equal partition of the batch's KV tiles, for one KV head."""

@@ -1,4 +1,4 @@
-"""`SplitKVLaunch`: a launch of the split-KV kernel, and into how many partitions it cuts a batch."""
+"""`SplitKVLaunch`: a launch of the split-KV kernel, and the choice of how many partitions a batch is cut into."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,19 +17,19 @@ from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
 
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
-MAX_UNITS = 1 << 31  # of the row that is cut; the kernel counts them in int32
+MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
 
 @dataclass(frozen=True)
 class SplitKVLaunch(PortableLaunch):
-    """Every program an equal partition of the KV tiles of the whole batch, for one KV head.
+    """Each program owns an equal partition of the batch's KV tiles, for one KV head.
 
     Attributes:
-        num_partitions: for each KV head.
+        num_partitions: partitions for each KV head.
         costs: constants of the device.
-        combine_cost: what a partial costs, in tiles of keys; 0 where the caller chose how many splits there are.
-        fixed_split_size: keys of a split where results do not depend on the rest of the batch; else 0.
-        max_decode_queries: sequences of more queries belong to another launch; 0 where this one serves all.
+        combine_cost: cost of a partial, in KV tiles; 0 if the caller chose the number of splits.
+        fixed_split_size: keys of a split of a batch-invariant plan; else 0.
+        max_decode_queries: sequences with more queries are left to another launch; 0 if this launch serves all.
     """
 
     num_partitions: int
@@ -45,12 +45,15 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def full_tile_loop(self) -> bool:
-        """Whether full tiles have a loop without masks: only where a sequence is one row block, since short partitions would pay for it."""
+        """Whether full tiles have a loop without masks.
+
+        Only with one row block per sequence: partitions of several row blocks are short, and slower with two loops.
+        """
         return self.config.full_tile_loop and not self.multi_block
 
     @property
     def partial_rows(self) -> int:
-        """Rows of a partial: as few as sequences have, rounded up, so that few lengths of steps decide what is compiled."""
+        """Rows of a partial: those of the longest sequence, rounded up to a power of two so that fewer kernels compile."""
         bounds = self.request.bounds
         return min(self.config.block_m, power_of_two(max(1, bounds.max_query_len) * self.request.spec.group_size))
 
@@ -61,7 +64,7 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def is_two_level(self) -> bool:
-        """Whether many partials are combined in two levels: large ones, and those of single queries where they may be many."""
+        """Whether the kernel can combine partials in two levels: if they are large, or if there may be many of them."""
         if self.fixed_split_size:
             return False
         if self.request.bounds.max_query_len > 1:
@@ -70,7 +73,7 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def two_level_min_tiles(self) -> int:
-        """Tiles of keys beyond which sequences are cut more finely, since two levels combine their partials."""
+        """KV tiles above which a sequence is cut into shorter partitions, since two levels combine its partials."""
         return self._two_level_min_tiles if self.is_two_level else NEVER
 
     @property
@@ -89,7 +92,7 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def max_units(self) -> int:
-        """Most units of the row: splits of the fixed size, or else tiles, once for each row block."""
+        """Most units of the batch: KV tiles, or splits of the fixed size, once for each row block."""
         unit = self.fixed_split_size or self.config.block_n
         bounds = self.request.bounds
         return self.num_row_blocks(bounds.num_tokens) * max(1, cdiv(bounds.max_seq_len, unit))
@@ -101,7 +104,7 @@ class SplitKVLaunch(PortableLaunch):
         return self.num_partitions * self.request.spec.num_kv_heads
 
     def constexprs(self) -> dict[str, Any]:
-        """Return the kernel's constexprs and compiler options, but those that a cache decides."""
+        """Return the kernel's constexprs and compiler options, without those that a cache decides."""
         costs = self.costs
         return super().constexprs() | {
             "PARTIAL_ROWS": self.partial_rows, "SEQS": self.seqs_at_once,
@@ -114,7 +117,7 @@ class SplitKVLaunch(PortableLaunch):
         }  # fmt: skip
 
     def scratch_size(self) -> ScratchSize:
-        """Return the scratch for partials and arrival counters."""
+        """Return the size of the scratch for partials and arrival counters."""
         spec = self.request.spec
         num_slots = self.max_units if self.fixed_split_size else 2 * self.num_partitions
         counters = counter_bytes(self.request.device, self.num_partitions * spec.num_kv_heads)
@@ -122,7 +125,7 @@ class SplitKVLaunch(PortableLaunch):
         return ScratchSize(counters + 4 * rows * (spec.head_dim_v + 2), counters)
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> PortableRunner:
-        """Return what launches it for a batch, with partials in a workspace of `scratch_size` bytes."""
+        """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
         from quire.kernels.split_kv.kernel import split_kv_kernel
         from quire.kernels.views import Partials
 
@@ -151,7 +154,7 @@ class SplitKVLaunch(PortableLaunch):
 
 
 def rounded(request: Request) -> tuple[int, float, int, int]:
-    """Return what of a batch a decision tree looks at."""
+    """Return the features of a batch that decision trees use; see `tree.rounded`."""
     bounds = request.bounds
     return tree.rounded(request.spec, request.device, bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens)
 
@@ -162,10 +165,10 @@ def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLa
     if options.config is not None:
         config, reason = options.config, "config given by the caller"
     elif options.batch_invariant:
-        # By the generic tree: one configuration serves all batches, and a fitted tree has one for each kind.
+        # One configuration must serve all batches. A fitted tree has several, so the generic tree chooses.
         rows = power_of_two(spec.group_size)
         config, reason = tree.select(spec, device, rows, 1, FIXED_SPLIT_SIZE, 1, fitted=False)
-        if config.block_dv > 128:  # two accumulators in registers, of the row block and of the split
+        if config.block_dv > 128:  # there are two accumulators, one of the row block and one of the split
             config = replace(config, block_n=max(16, config.block_n // 2), programs_per_sm=2)
     else:
         config, reason = tree.select(spec, device, *rounded(request))
@@ -180,11 +183,11 @@ def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLa
 def choose_partitions(
     request: Request, config: KernelConfig, costs: CostModel, options: Options
 ) -> SplitKVLaunch | BlockLaunch:
-    """Decide into how many partitions a batch is cut, per KV head; the block kernel serves where it is not cut.
+    """Decide into how many partitions a batch is cut, per KV head; if it is not cut, return a `BlockLaunch`.
 
     Args:
         request: the batch.
-        config: of the kernel.
+        config: the kernel's configuration.
         costs: constants of the device.
         options: the caller's `num_splits` and `batch_invariant`.
     """
@@ -210,9 +213,10 @@ def choose_partitions(
 
 
 def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
-    """Return how many partitions fill the device; 0 to leave row blocks whole.
+    """Return how many partitions fill the device; 0 to leave row blocks uncut.
 
-    A sequence of several row blocks is cut only where blocks alone would leave half of the device idle: uncut, each reads no more keys than it sees.
+    If sequences have several row blocks, they are cut only if the row blocks would leave half of the device idle: an
+    uncut row block reads no more keys than it sees.
     """
     tiles = cdiv(split.request.bounds.max_seq_len, split.config.block_n)
     if tiles <= split.costs.min_split_tiles or (split.multi_block and 2 * num_blocks > split.capacity):
@@ -222,12 +226,13 @@ def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
 
 
 def min_partition_tiles(mean: float, combine_cost: float, costs: CostModel, two_level_min_tiles: int) -> int:
-    """Return the shortest partition that pays, for sequences of `mean` tiles.
+    """Return the length of the shortest partition that is worth its cost, for sequences of `mean` tiles.
 
-    A cut costs a combine. A sequence of t tiles in partitions of s takes s tiles one after the other and t / s partials to combine, which together cost
-    least at s = sqrt(t * combine_cost). Partials that are combined in two levels cost a fraction. Very short sequences are not cut.
+    A sequence of t tiles in partitions of s tiles takes the time of s tiles, and of combining t / s partials. The sum
+    s + combine_cost * t / s is least at s = sqrt(t * combine_cost). Partials that are combined in two levels cost less.
+    Very short sequences are not cut.
 
-    The kernel computes the same, from the mean length on the device (`schedule.min_partition_units`).
+    The kernel computes the same from the mean length on the device (`schedule.min_partition_units`).
     """
     if mean <= costs.min_split_tiles and combine_cost > 0:
         shortest = mean

@@ -1,4 +1,4 @@
-"""Merge partial states in PyTorch: the algebra of `quire.state`."""
+"""Combine partial states in PyTorch: the algebra of `quire.state`."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from quire.state import State
 
 @torch.no_grad()
 def merge_states(states: Sequence[State]) -> State:
-    """Merge states over disjoint keys; `quire.merge_states` has checked the arguments.
+    """Combine states over disjoint keys; `quire.merge_states` has checked the arguments.
 
     A state is empty where its lse is -inf, or +inf as FlashAttention writes it for a row without keys. Its weight is 0,
     whatever its out holds. A NaN lse makes the result NaN.
