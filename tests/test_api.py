@@ -130,6 +130,23 @@ def test_batch(arguments, error, message):
             ValueError,
             r"k_scale must be a number, \[num_kv_heads\]",
         ),
+        (
+            (torch.zeros(4, 5, 2, 16, dtype=torch.int8),) * 2
+            + ("NHD", torch.ones(4, 5, 2), torch.ones(2, 5, 4).permute(2, 1, 0)),
+            ValueError,
+            "v_scale must have k_scale's shape .* and strides",
+        ),
+        (
+            (torch.zeros(4, 5, 2, 16, dtype=torch.int8),) * 2
+            + ("NHD", torch.ones(2, dtype=torch.float64), torch.ones(2)),
+            ValueError,
+            "k_scale must be float32 on cpu, got a float64 tensor",
+        ),
+        (
+            (torch.zeros(4, 5, 2, 16, dtype=torch.int8),) * 2 + ("NHD", -1.0, 1.0),
+            ValueError,
+            "k_scale must be positive",
+        ),
         ((torch.zeros(4, 5, 2, 16, dtype=torch.uint8),) * 2, quire.UnsupportedError, "view it as its real dtype"),
     ],
 )
@@ -144,7 +161,10 @@ def test_attention_checks_before_it_writes():
     out = torch.full((3, 4, 16), 7.0)
     wrong = [
         (dict(q=p.q[:, :2]), "q must be"),
+        (dict(q=p.q[..., :8].clone()), "q must be"),
         (dict(q=p.q.half()), "q must be torch.float32"),
+        (dict(q=p.q.to("meta")), "q, cache and batch must be on one device, got meta, cpu and cpu"),
+        (dict(cache=quire.PagedKVCache(p.cache.k.to("meta"), p.cache.v.to("meta"))), "got cpu, meta and cpu"),
         (dict(q=torch.cat([p.q, p.q])), "q must have at most the 3 tokens planned for, got 6"),
         (dict(cache=quire.PagedKVCache(p.cache.k.half(), p.cache.v.half())), "cache must be of the spec's kv_dtype"),
         (dict(cache=quire.PagedKVCache(p.cache.k[..., :8], p.cache.v[..., :8])), "cache must have 2 heads of 16"),
@@ -163,6 +183,8 @@ def test_attention_checks_before_it_writes():
     assert (out == 7).all()
     with pytest.raises(quire.UnsupportedError, match="gradient"):
         quire.attention(p.q.clone().requires_grad_(), p.cache, plan)
+    with pytest.raises(quire.UnsupportedError, match="out must not require a gradient"):
+        quire.attention(p.q, p.cache, plan, out=out.clone().requires_grad_())
     needs = dataclasses.replace(SPEC, sinks=True)
     with pytest.raises(ValueError, match="got none"):
         quire.attention(p.q, p.cache, quire.plan(needs, p.batch, **p.bounds))

@@ -102,12 +102,15 @@ def distorted(good: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     yield "on meta", good.to("meta")
     yield "sparse", good.to_sparse()
     yield "empty", good[:0]
-    yield "of no numbers and no dimension to speak of", good.new_empty(0)
+    yield "empty, of one dimension", good.new_empty(0)
     yield "empty, with strides of 0", torch.from_numpy(np.empty((0, *good.shape[1:]), np.float32)).to(good.dtype)
     yield "one dimension less", good[0]
     yield "one dimension more", good[None]
     yield "shorter", good[:-1].clone()
     yield "longer", torch.cat([good, good])
+    yield "narrower", good[..., : good.shape[-1] // 2].clone()
+    if good.dim() > 2:
+        yield "of fewer heads", good[..., :1, :].clone()
     yield "strided", good.repeat_interleave(2, -1)[..., ::2]
     yield "expanded", good[:1].expand_as(good)
     yield "flipped dimensions", good.permute(*reversed(range(good.dim())))
@@ -628,6 +631,13 @@ def test_a_slot_past_the_pool_is_refused_before_anything_is_written():
     with pytest.raises(ValueError, match=r"slot_mapping must hold slots below .* got 20"):
         quire.write_kv(arguments["k"], arguments["v"], cache, torch.tensor([0, 1, 20]))
     assert not cache.k.any() and not cache.v.any()
+
+
+def test_an_expanded_cache_is_read_only():
+    _, arguments = make_write()
+    pages = torch.zeros(1, 4, 2, 16).expand(5, 4, 2, 16)
+    with pytest.raises(ValueError, match="cache must have memory for every slot to be written, got strides"):
+        quire.write_kv(**arguments | {"cache": quire.PagedKVCache(pages, pages.clone())})
 
 
 @pytest.mark.parametrize(
