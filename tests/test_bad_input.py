@@ -640,6 +640,19 @@ def test_an_expanded_cache_is_read_only():
         quire.write_kv(**arguments | {"cache": quire.PagedKVCache(pages, pages.clone())})
 
 
+def test_a_cache_that_requires_a_gradient_or_has_no_memory_is_not_written():
+    function, arguments = make_write()
+    cache = arguments["cache"]
+    tracked = quire.PagedKVCache(cache.k.clone().requires_grad_(), cache.v)
+    with pytest.raises(quire.UnsupportedError, match="cache must not require a gradient, got k or v that does"):
+        function(**arguments | {"cache": tracked})
+    names = ("k", "v", "slot_mapping")
+    nowhere = {name: arguments[name].to("meta") for name in names}
+    nowhere["cache"] = quire.PagedKVCache(cache.k.to("meta"), cache.v.to("meta"))
+    with pytest.raises(quire.UnsupportedError, match="cache must be on a GPU or the CPU, got meta"):
+        function(**nowhere)
+
+
 @pytest.mark.parametrize(
     ("tensor", "values", "name"),
     [
