@@ -24,8 +24,8 @@ LAYOUTS = {
     "THD": "k and v [num_tokens, num_kv_heads, head_dim], not paged",
 }
 NUM_DIMS = {"NHD": (4, 4), "HND": (4, 4), "HDNX": (5, 4), "THD": (3, 3)}  # of k and v
-SLOT_DIM = {"NHD": 1, "HND": 2, "HDNX": 3}
-HEAD_DIM = {"NHD": 2, "HND": 1, "HDNX": 1, "THD": 1}
+SLOT_AXIS = {"NHD": 1, "HND": 2, "HDNX": 3}
+HEAD_AXIS = {"NHD": 2, "HND": 1, "HDNX": 1, "THD": 1}
 MAX_PAGES = (1 << 31) - 1  # page numbers are int32
 
 
@@ -102,7 +102,7 @@ class PagedKVCache:
         check_tensor("k", k, "allocate the pages with `PagedKVCache.empty`")
         check_tensor("v", v, "allocate the pages with `PagedKVCache.empty`")
         _check_pages(k, v, layout)
-        num_kv_heads = k.shape[HEAD_DIM[layout]]
+        num_kv_heads = k.shape[HEAD_AXIS[layout]]
         head_dim, head_dim_v = k.shape[-1], v.shape[-1]
         if layout == "HDNX":
             head_dim, head_dim_v = k.shape[2] * k.shape[4], v.shape[2]
@@ -113,7 +113,7 @@ class PagedKVCache:
             "dtype": k.dtype,
             "device": k.device,
             "num_pages": k.shape[0],
-            "page_size": UNBOUNDED if layout == "THD" else k.shape[SLOT_DIM[layout]],
+            "page_size": UNBOUNDED if layout == "THD" else k.shape[SLOT_AXIS[layout]],
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "head_dim_v": head_dim_v,
@@ -167,7 +167,7 @@ class PagedKVCache:
             raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
         num_pages = check_integer("num_pages", num_pages, "size the pool by the memory there is", 1, MAX_PAGES)
         page_size = check_integer("page_size", page_size, "16 is a common size", 1, UNBOUNDED - 1)
-        _check_layout(layout, SLOT_DIM)
+        _check_layout(layout, SLOT_AXIS)
         device = check_device("device", device, "leave it out for the default device")
         heads, dim, dim_v, dtype = spec.num_kv_heads, spec.head_dim, spec.head_dim_v, spec.kv_dtype
         if layout == "HDNX":
@@ -191,7 +191,7 @@ class PagedKVCache:
         k, v = self.k.stride(), self.v.stride()
         if self.layout == "HDNX":
             return Strides(k[0], k[3], k[1], k[2], self.k.shape[4]), Strides(v[0], 1, v[1], v[2], 1)
-        slot, head = SLOT_DIM.get(self.layout, 0), HEAD_DIM[self.layout]
+        slot, head = SLOT_AXIS.get(self.layout, 0), HEAD_AXIS[self.layout]
         return (
             Strides(k[0], k[slot], k[head], 0, self.head_dim),
             Strides(v[0], v[slot], v[head], 0, self.head_dim_v),
@@ -307,7 +307,7 @@ def _check_pages(k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
             f"k must be of dtype {dtype_names(QUERY_DTYPES + QUANTISED_DTYPES)}, got {k.dtype}; "
             "view it as its real dtype"
         )
-    dims = [0, HEAD_DIM[layout]] + ([SLOT_DIM[layout]] if layout != "THD" else [])
+    dims = [0, HEAD_AXIS[layout]] + ([SLOT_AXIS[layout]] if layout != "THD" else [])
     if [k.shape[dim] for dim in dims] != [v.shape[dim] for dim in dims]:
         raise ValueError(
             f"v must have k's pages, slots and heads, got shape {tuple(v.shape)} where k has {tuple(k.shape)} "
@@ -316,4 +316,6 @@ def _check_pages(k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
