@@ -183,6 +183,7 @@ def test_tune_finds_a_file_it_cannot_write_before_it_works(option, written, tmp_
 def test_tune_fits_again_only_if_it_can_write(written, tmp_path, capsys):
     path = written(records(HEADER, MEASURED))
     refused(capsys, ["tune", "--fit", path, "--output", str(tmp_path)], "--output must be a file", "which is a folder")
+    refused(capsys, ["tune", "--fit", path, "--output", path], "--output must be another file than the records")
     refused(capsys, ["tune", "--fit", path], "--output must name the tree that --fit writes, got none")
 
 

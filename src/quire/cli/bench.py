@@ -66,7 +66,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="NAME",
         help="the model whose heads the cases of --trace have (default: %(default)s)",
     )
-    what.add_argument("--peers", metavar="NAMES", help="only libraries whose name begins with one of these, by commas")
+    what.add_argument(
+        "--peers", metavar="NAMES", help="only libraries whose name begins with one of these (comma-separated)"
+    )
     what.add_argument(
         "--config",
         action="append",
@@ -199,7 +201,7 @@ def choose_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def choose_peers(names: str | None, configs: list[dict[str, int | bool]]) -> list[Peer]:
-    """Return the libraries whose name begins with one of `names`, by commas, and Quire with each configuration."""
+    """Return the libraries whose name begins with one of the comma-separated `names`, and Quire with each config."""
     peers = list(PEERS)
     if names is not None:
         prefixes = tuple(name.strip() for name in names.split(","))

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.fit:
         if args.output is None:
             raise CommandError("--output must name the tree that --fit writes, got none; give a file")
-        check_file("--output", args.output)
+        check_files(args.output, args.fit)
         tune_sweep.fit_again(args.fit, args.output, console)
         return 0
     if not torch.cuda.is_available():
@@ -80,9 +80,16 @@ def run(args: argparse.Namespace) -> int:
         )
     tree = args.output or default_path(torch.cuda.get_device_name())
     records = args.records or tree.with_suffix(".quick.jsonl" if args.quick else ".jsonl")
-    check_file("--output", tree)
+    check_files(tree, records)
     check_file("--records", records)
     return tune_sweep.tune_here(tree, records, args.quick, args.commit, console)
+
+
+def check_files(tree: Path, records: Path) -> None:
+    """Raise CommandError unless the tree can be written, and to another file than the records."""
+    check_file("--output", tree)
+    if tree.resolve() == records.resolve():
+        raise CommandError(f"--output must be another file than the records, got {tree} for both; name another")
 
 
 def default_path(device_name: str) -> Path:
