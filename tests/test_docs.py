@@ -196,6 +196,12 @@ def walks() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
+def test_every_room_is_on_a_floor():
+    floors = (ROOT / "DESIGN.md").read_text(encoding="utf-8").split("## Floors")[1].split("\n## ")[0]
+    rooms = {path.name for path in (ROOT / "src/quire").iterdir() if not path.name.startswith(("__", "py.typed"))}
+    assert {room for room in rooms if f"{room}`" not in floors and f"`{room}/" not in floors} == {"demo_model"}
+
+
 def functions_of(file: str) -> dict[str, bool]:
     """Return the functions and methods of a file of the package; whether each is compiled by Triton."""
     found = {}
