@@ -1,6 +1,7 @@
 """Imports point down, from the commands through the verbs to the nouns; engines and the bench use public names only."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,19 @@ def test_outsiders_use_public_names_only(name):
         if not module.startswith(package)
     }
     assert not inner, f"{name} must import public names only, got {inner}"
+
+
+def test_imports_go_in_no_circle():
+    """A room is a file; of kernels, engines and commands a folder, whose files may know one another."""
+    rooms = {}
+    for name in SOURCES:
+        below = rooms.setdefault(room(name), set())
+        below |= {room(module) for module in imports(name)} - {room(name)}
+    assert list(TopologicalSorter(rooms).static_order())
+
+
+def room(name: str) -> str:
+    return ".".join(name.split(".")[:3])
 
 
 def test_the_oracle_knows_no_kernel():
