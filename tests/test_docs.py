@@ -1,15 +1,24 @@
 """The documentation: links resolve, examples run, lines are short enough to review, and retired words stay retired."""
 
+import ast
 import json
 import math
 import re
 import runpy
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import triton
+
+import quire
+from quire.dispatch.device import compile_for
+from quire.dispatch.tree import forget_trees
+from quire.kernels import launcher
+from quire.launch_codec import encode
+from quire.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent
 HANDWRITTEN_RESULTS = {"README.md", "decode_h200.md", "prefill_h200.md"}  # commands write the other pages of results
@@ -172,6 +181,87 @@ def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["draw_summary.py", str(results), "--out", str(picture)])
     runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+ROOM = re.compile(r"^\| `([a-z_/]+\.py)`: `([\w.]+)` \|", re.MULTILINE)
+
+
+def walks() -> dict[str, list[tuple[str, str]]]:
+    """Return the walks of DESIGN.md: the rooms of each table, as (file, function), by heading and number."""
+    found = {}
+    for section in re.split(r"^### ", (ROOT / "DESIGN.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        section = section.split("\n## ")[0]
+        tables = [ROOM.findall(table) for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)]
+        found |= {f"{section.splitlines()[0]}, table {i}": rooms for i, rooms in enumerate(tables, start=1)}
+    return found
+
+
+def test_every_room_is_on_a_floor():
+    floors = (ROOT / "DESIGN.md").read_text(encoding="utf-8").split("## Floors")[1].split("\n## ")[0]
+    rooms = {path.name for path in (ROOT / "src/quire").iterdir() if not path.name.startswith(("__", "py.typed"))}
+    assert {room for room in rooms if f"{room}`" not in floors and f"`{room}/" not in floors} == {"demo_model"}
+
+
+def functions_of(file: str) -> dict[str, bool]:
+    """Return the functions and methods of a file of the package; whether each is compiled by Triton."""
+    found = {}
+    for node in ast.parse((ROOT / "src/quire" / file).read_text(encoding="utf-8")).body:
+        methods = node.body if isinstance(node, ast.ClassDef) else []
+        functions = {f"{node.name}.{n.name}": n for n in methods if isinstance(n, ast.FunctionDef)}
+        if isinstance(node, ast.FunctionDef):
+            functions[node.name] = node
+        found |= {name: any("jit" in ast.unparse(d) for d in f.decorator_list) for name, f in functions.items()}
+    return found
+
+
+@pytest.mark.parametrize("walk", walks())
+def test_a_walk_names_functions_that_exist_and_no_room_twice(walk):
+    rooms = walks()[walk]
+    assert rooms
+    assert [room for room in rooms if room[1] not in functions_of(room[0])] == []
+    assert len({file for file, _ in rooms}) == len(rooms)
+
+
+@pytest.mark.parametrize(
+    ("walk", "query_len"),
+    [
+        ("The walk of q, table 1", 1),
+        ("The walk of q, table 2", 2048),
+        ("The walk of page_table, table 1", 1),
+        ("The walk of plan, table 1", 1),
+        ("The walk of plan, table 2", 1),
+    ],
+)
+def test_a_walk_enters_its_rooms_in_this_order(walk, query_len, monkeypatch):
+    if triton.knobs.runtime.interpret:
+        pytest.skip("plans for a Hopper GPU, whose kernel the interpreter does not run")
+    monkeypatch.setattr(launcher, "launch", lambda *arguments: None)  # neither compile nor run
+    forget_trees()  # nor remember what was chosen and encoded before
+    encode.cache_clear()
+    entered = []
+
+    def enter(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT / "src/quire"):
+            entered.append((str(path.relative_to(ROOT / "src/quire")), frame.f_code.co_qualname))
+
+    spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    starts = None if query_len == 1 else torch.zeros(5, dtype=torch.int32)
+    batch = quire.Batch(torch.zeros(4, 128, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), starts)
+    cache = quire.PagedKVCache.empty(spec, num_pages=4, page_size=16)
+    q = torch.empty(4 * query_len, 32, 128, dtype=torch.bfloat16)
+    with compile_for(TARGETS["sm90"].properties, on_compile=lambda *compiled: None):
+        before = sys.getprofile()
+        sys.setprofile(enter)
+        try:
+            plan = quire.plan(spec, batch, max_query_len=query_len, max_seq_len=2048)
+            if walk != "The walk of plan, table 2":  # which is how a plan is made
+                entered.clear()
+                quire.attention(q, cache, plan)
+        finally:
+            sys.setprofile(before)
+    on_the_host = [room for room in walks()[walk] if not functions_of(room[0])[room[1]]]
+    assert [room for room in dict.fromkeys(entered) if room in on_the_host] == on_the_host
 
 
 def test_the_checks_see_what_they_look_for(tmp_path, monkeypatch):
