@@ -170,6 +170,14 @@ def test_quantised_caches(dtype, kv_dtype, scales, solve, assert_within_budget):
     assert_within_budget(*solve(spec, MIXED, 2, page_size=5, scales=scales))
 
 
+@splits(1, 3)
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_in_pairs(kv_dtype, num_splits, solve, assert_within_budget):
+    """From head_dim 32 on, 16-bit queries read two numbers at a time, unless scales are per token."""
+    spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float16, kv_dtype=kv_dtype)
+    assert_within_budget(*solve(spec, ((1, 70), (3, 20), (1, 0)), num_splits))
+
+
 @pytest.mark.parametrize("amplitude", [1e-2, 1e-3, 1e-4, 1e-5])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_small_values_survive_scales_per_token(kv_dtype, amplitude, device, assert_within_budget):

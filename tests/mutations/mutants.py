@@ -66,7 +66,7 @@ IN_INTERPRETER = {
     # mods.py
     "softcap without its cap": Mutant("kernels/mods.py", "return cap * tanh(scores / cap)", "return tanh(scores / cap)", ATTENTION + "features[softcap-1]"),
     "tanh's series cut": Mutant("kernels/mods.py", "x2 * (2.0 / 15 + ", "x2 * (2.0 / 16 + ", "kernels/test_mods.py"),
-    "ALiBi ahead as a bonus": Mutant("kernels/mods.py", "tl.abs(q_pos[:, None] - kv_pos[None, :])", "(q_pos[:, None] - kv_pos[None, :])", ATTENTION + "features[alibi\u0020bidirectional-1]"),
+    "ALiBi ahead as a bonus": Mutant("kernels/mods.py", "tl.abs(q_pos[:, None] - kv_pos[None, :])", "(q_pos[:, None] - kv_pos[None, :])", ATTENTION + "features[alibi bidirectional-1]"),
     "softcap after ALiBi": Mutant("kernels/mods.py", "return alibi(softcap(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)", "return softcap(alibi(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)", ATTENTION + "features[everything-1]"),
     "int8 down to -128": Mutant("kernels/mods.py", "tl.maximum(x, -127.0)", "tl.maximum(x, -128.0)", WRITE + "::test_ties_subnormals_and_any_bits_of_float32"),
     "fp8 rounded half up": Mutant("kernels/mods.py", "((1 << (DROP - 1)) - 1) + ((wide >> DROP) & 1)", "(1 << (DROP - 1))", WRITE + "::test_ties_subnormals_and_any_bits_of_float32"),
@@ -77,4 +77,58 @@ IN_INTERPRETER = {
     "a plan's other strides": Mutant("kernels/portable.py", "key = cache.kind, q.stride(), out.stride()", "key = cache.kind, q.stride(), q.stride()", "compile/test_relaunch.py"),
 }  # fmt: skip
 
-OUTSIDE: dict[str, Mutant] = {}
+CPU, SHIM = "test_cpu_path.py", "integrations/test_flash_attn.py::test_"
+SCHEDULER, WARMUP = "kernels/test_tile_scheduler.py", "compile/test_warmup.py"
+TRANSFORMERS, VLLM = "engines/test_transformers.py::test_", "engines/test_vllm.py::test_"
+INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
+
+OUTSIDE = {
+    # cpu/
+    "CPU: causal mask dropped": Mutant("kernels/cpu/attention.py", "(kv_pos <= q_pos[..., None] + window_right)", "(kv_pos >= 0)", ATTENTION + "features[causal-1]"),
+    "CPU: window off by one": Mutant("kernels/cpu/attention.py", "(kv_pos >= q_pos[..., None] - window_left)", "(kv_pos > q_pos[..., None] - window_left)", ATTENTION + "features[window-1]"),
+    "CPU: what is not seen is read": Mutant("kernels/cpu/attention.py", "    return k.masked_fill(unread, 0.0), v.masked_fill(unread, 0.0)", "    return k, v", ATTENTION + "features[window-1]"),
+    "CPU: V by K's scale": Mutant("kernels/cpu/attention.py", "v * v_scale[..., None]", "v * k_scale[..., None]", ATTENTION + "quantised_caches"),
+    "CPU: flat tables by the first sequence": Mutant("kernels/cpu/attention.py", "batch.cu_pages[seqs].long()[:, None] + entry", "batch.cu_pages[seqs * 0].long()[:, None] + entry", ATTENTION + "flat_table"),
+    "CPU: a sink's value is the last key's": Mutant("kernels/cpu/attention.py", "out = p[..., : kv_pos.shape[0]] @ v", "out = p[..., -kv_pos.shape[0] :] @ v", ATTENTION + "features[sinks-1]"),
+    "CPU: ALiBi without abs": Mutant("kernels/cpu/attention.py", "(q_pos[..., None] - kv_pos).abs()", "(q_pos[..., None] - kv_pos)", ATTENTION + "features[alibi bidirectional-1]"),
+    "CPU: exponentials not divided by their sum": Mutant("kernels/cpu/softmax.py", "(p / total)", "torch.exp(scores - top - torch.log(total))", CPU + "::test_probabilities_add_up_to_one_at_large_scores"),
+    "CPU: autocast on": Mutant("kernels/cpu/attention.py", '@torch.autocast("cpu", enabled=False)\n', "", CPU + "::test_autocast_changes_nothing"),
+    "CPU: an lse of +inf taken for a weight": Mutant("kernels/cpu/merge.py", 'lses.masked_fill(lses == float("inf"), float("-inf"))', "lses", CPU + "::test_a_state_with_an_infinite_lse_is_empty"),
+    "CPU: what an empty state holds is read": Mutant("kernels/cpu/merge.py", "torch.where(weight[..., None] == 0, 0.0, weight[..., None] * state.out.float())", "weight[..., None] * state.out.float()", MERGE + "::test_what_an_empty_state_holds_does_not_matter"),
+    "CPU: padding written": Mutant("kernels/cpu/cache_ops.py", "(slot_mapping >= 0).nonzero()", "(slot_mapping >= -1).nonzero()", WRITE + "::test_nothing_to_write"),
+    "CPU: int8 down to -128": Mutant("kernels/cpu/cache_ops.py", ".clamp(-limit, limit)", ".clamp(-limit - 1, limit)", WRITE + "::test_ties_subnormals_and_any_bits_of_float32"),
+    "CPU: int8 rounded down": Mutant("kernels/cpu/cache_ops.py", "x.round().nan_to_num(0.0)", "x.floor().nan_to_num(0.0)", WRITE + "::test_every_float16_is_rounded_to_the_nearest"),
+    "CPU: pages copied backwards": Mutant("kernels/cpu/cache_ops.py", "target[to_page] = source[from_page]", "target[from_page] = source[to_page]", COPY),
+    "CPU: a slot past the pool found too late": Mutant("kernels/cpu/cache_ops.py", "int(slot_mapping.max()) >= num_slots", "int(slot_mapping.max()) > num_slots", CPU + "::test_a_slot_past_the_pool_leaves_the_cache_as_it_was"),
+    # nouns and verbs
+    "devices not compared": Mutant("checks.py", "    if not q.device == cache.device == batch.device:", "    if False:", "test_api.py::test_tensors_on_two_devices_are_refused"),
+    "devices not compared where all else fits": Mutant("checks.py", "            and q.device == cache.device == batch.device\n", "", "test_api.py::test_tensors_on_two_devices_are_refused"),
+    "strides of scales not compared": Mutant("cache.py", "k_scale.shape != v_scale.shape or k_scale.stride() != v_scale.stride()", "k_scale.shape != v_scale.shape", "test_api.py::test_scales_of_keys_and_values_have_the_same_strides"),
+    # hopper/, and what only a compiler sees
+    "Hopper: splits overlap": Mutant("kernels/hopper/tile_scheduler.py", "(stop - start) * (split + 1) // num_splits", "(stop - start) * (split + 1) // num_splits + 1", SCHEDULER),
+    "Hopper: the last tile forgotten": Mutant("kernels/hopper/tile_scheduler.py", "(kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)", "kv_stop // BLOCK_N, start + 1)", SCHEDULER),
+    "Hopper: the window of the last query": Mutant("kernels/hopper/tile_scheduler.py", "gl.maximum(first_pos + token - window_left, 0)", "gl.maximum(first_pos + token + 1 - window_left, 0)", SCHEDULER),
+    "Hopper: keys past the end are visible": Mutant("kernels/hopper/tile_scheduler.py", "gl.minimum(work.first_pos + work.q_len + window_right, work.seq_len)", "work.first_pos + work.q_len + window_right", SCHEDULER),
+    "Hopper: a matrix of too few columns": Mutant("kernels/hopper/tma.py", "num_columns = dim if head >= slot else (num_heads - 1) * head + dim", "num_columns = dim", SCHEDULER),
+    "Hopper: a matrix a row short": Mutant("kernels/hopper/tma.py", "return Matrix(last // slot + 1, num_columns, slot)", "return Matrix(last // slot, num_columns, slot)", SCHEDULER),
+    "Hopper: heads that overlap slots": Mutant("kernels/hopper/tma.py", " or (head < slot and (num_heads - 1) * head + dim > slot)", "", SCHEDULER),
+    "Hopper: unaligned memory": Mutant("kernels/hopper/tma.py", "None if tensor.data_ptr() % 16 else _matrix_of", "None if False else _matrix_of", SCHEDULER),
+    "Hopper: as many splits as SMs": Mutant("kernels/hopper/launch.py", "min(device.num_sms // num_work_tiles, most, costs.hopper_max_splits)", "min(device.num_sms // num_work_tiles, most)", "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few"),
+    "Hopper: splits where sequences decode": Mutant("kernels/hopper/launch.py", "    if may_decode or short or num_work_tiles == 0:", "    if short or num_work_tiles == 0:", "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few"),
+    "Hopper: the kernel of another layer relaunched": Mutant("kernels/hopper/runner.py", 'key = "hopper", cache.kind, q.stride(), into.stride()', 'key = "hopper", q.stride(), into.stride()', "compile/test_relaunch.py"),
+    "K's head offset in int32, compiled": Mutant("kernels/split_kv/kernel.py", "kv_head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)", "kv_head = tl.program_id(0) % NUM_KV_HEADS", INT64 + "[other value width-False]"),
+    # front doors
+    "flash_attn: rotary angles of the next position": Mutant("integrations/flash_attn/kvcache.py", "positions = first + torch.arange(new.length", "positions = first + 1 + torch.arange(new.length", SHIM + "append_then_attend"),
+    "flash_attn: halves rotated as pairs": Mutant("integrations/flash_attn/kvcache.py", "if self.interleaved else rotated.split(half, -1)", "if not self.interleaved else rotated.split(half, -1)", SHIM + "append_then_attend"),
+    "flash_attn: queries rotated alike under a mask": Mutant("integrations/flash_attn/kvcache.py", "device=q.device) * int(local))", "device=q.device) * 0)", SHIM + "append_then_attend"),
+    "flash_attn: a slot past the capacity written": Mutant("integrations/flash_attn/kvcache.py", "(positions >= 0) & (positions < self.capacity), slot, -1)", "(positions >= 0), slot, -1)", SHIM + "a_cache_is_never_overrun_where_lengths_cannot_be_read"),
+    "flash_attn: rows in order": Mutant("integrations/flash_attn/kvcache.py", "multiples(batch, row_tokens, device, dtype) if rows is None else rows.to(dtype) * row_tokens", "multiples(batch, row_tokens, device, dtype)", SHIM + "batch_index_left_padding_and_default_length"),
+    "Transformers: the ring's past a token late": Mutant("integrations/transformers.py", "query_offsets=past_lens)", "query_offsets=past_lens + 1)", TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention"),
+    "Transformers: sinks in both parts": Mutant("integrations/transformers.py", "return replace(spec, sinks=False)", "return spec", TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention"),
+    "Transformers: a padding row's slot": Mutant("integrations/transformers.py", "torch.where(seq_lens > 0, page * page_size + last % page_size, -1)", "page * page_size + last % page_size", TRANSFORMERS + "the_slot_of_a_new_token"),
+    "Transformers: a plan of another step": Mutant("integrations/transformers.py", "if held is None or not held[0].is_same(step):", "if held is None:", TRANSFORMERS + "layers_share_a_plan_and_steps_do_not"),
+    "vLLM: a plan of other memory": Mutant("integrations/vllm/backend.py", "max_seq_len, step.num_reqs, memory", "max_seq_len, step.num_reqs", VLLM + "plans_are_made_once_for_all_layers_and_kept_over_steps"),
+    "vLLM: padding written": Mutant("integrations/vllm/backend.py", "slot_mapping if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]]", "slot_mapping.clamp(min=0) if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]]", VLLM + "the_write_skips_padding"),
+    "vLLM: scales left out": Mutant("integrations/vllm/backend.py", "if self.kv_dtype in FP8_DTYPES else (None, None)", "if False else (None, None)", VLLM + "fp8_caches_with_the_layer_s_scales"),
+    "vLLM: queries counted as one each": Mutant("integrations/vllm/backend.py", "starts = None if one_query_each else step.query_start_loc", "starts = None", VLLM + "a_step_in_every_cache_contract"),
+}  # fmt: skip
