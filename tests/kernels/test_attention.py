@@ -126,10 +126,12 @@ def test_drafts_on_long_sequences(block_m, num_splits, window, device, assert_wi
 
 
 @pytest.mark.triton
-def test_the_loop_without_masks_ends_where_the_first_draft_s_keys_end(device, assert_within_budget):
-    """The last draft of each sequence sees the tile to its end, the first lacks keys of it: none, one, two."""
-    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
-    p = make_problem(spec, ((5, 402), (5, 403), (5, 404), (5, 405), (2, 400)), device=device)
+@pytest.mark.parametrize("window", [None, 150])
+def test_the_loop_without_masks_ends_where_the_first_draft_s_keys_end(window, device, assert_within_budget):
+    """The first draft of the sequence of 403 keys lacks one key of a tile that later drafts see whole."""
+    heads = {"num_q_heads": 3, "num_kv_heads": 1, "head_dim": 16}
+    spec = quire.AttentionSpec(**heads, sliding_window=window, dtype=torch.float32)
+    p = make_problem(spec, ((5, 402), (5, 403), (5, 404)), device=device)
     plan = quire.plan(spec, p.batch, **p.bounds, num_splits=2, config=full_tile_config())
     assert plan.launch.full_tile_loop and plan.kernel == "split_kv"
     assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
