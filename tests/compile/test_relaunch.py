@@ -74,8 +74,10 @@ def test_a_relaunch_passes_what_the_binder_passes(target, batch, features, monke
     assert (launch.name == "hopper" and launch.num_splits > 1) == (target == "sm90" and batch == "chunk, split")
 
 
-@pytest.mark.parametrize(("target", "batch"), [("sm80", "decode"), ("sm90", "prompt")])
-def test_tensors_of_another_kind_go_through_the_binder(target, batch, monkeypatch):
+@pytest.mark.parametrize(
+    ("target", "batch", "kernel"), [("sm80", "decode", "split_kv"), ("sm90", "prefill", "hopper")]
+)
+def test_tensors_of_another_kind_go_through_the_binder(target, batch, kernel, monkeypatch):
     """What was compiled for some strides, dtypes and layouts is launched again for the same only."""
 
     def stand_in(kernel):
@@ -88,6 +90,7 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, monkeypatc
     spec = launches.make_spec(64, wanted)
     with compile_for(TARGETS[target].properties, on_compile=None):
         plan = launches.plan_of(batch, spec, wanted)
+    assert plan.kernel == kernel
     inputs = launches.make_inputs(plan, wanted)
     q, tokens = inputs["q"], inputs["q"].shape[0]
     inputs["out"] = torch.empty_like(q)
