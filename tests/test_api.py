@@ -277,3 +277,22 @@ def test_check_batch_reads_the_device():
     check_batch(shared_prefix, p.cache)
     with pytest.raises(ValueError, match="one sequence"):
         check_batch(shared_prefix, p.cache, shared_pages=False)
+
+
+def test_tensors_on_two_devices_are_refused():
+    p = make_problem(SPEC, ((1, 20), (2, 9)))
+    plan = quire.plan(SPEC, p.batch, **p.bounds)
+    elsewhere = quire.PagedKVCache(p.cache.k.to("meta"), p.cache.v.to("meta"))
+    for change in (dict(q=p.q.to("meta")), dict(cache=elsewhere), dict(q=p.q.to("meta"), cache=elsewhere)):
+        with pytest.raises(ValueError, match="q, cache and batch must be on one device"):
+            quire.attention(**dict(q=p.q, cache=p.cache, plan=plan) | change)
+
+
+def test_scales_of_keys_and_values_have_the_same_strides():
+    """Kernels read both at one offset."""
+    k, v = torch.zeros(2, 3, 4, 2, 16, dtype=torch.int8)
+    scale, other = torch.ones(3, 4, 2), torch.ones(2, 3, 4).permute(1, 2, 0)
+    quire.PagedKVCache(k, v, "NHD", scale, scale.clone())
+    for scales in ((scale, other), (other, scale), (torch.ones(2), torch.ones(2, 2)[:, 0])):
+        with pytest.raises(ValueError, match="v_scale must have k_scale's shape"):
+            quire.PagedKVCache(k, v, "NHD", *scales)

@@ -72,3 +72,43 @@ def test_a_relaunch_passes_what_the_binder_passes(target, batch, features, monke
     has_second = launch.name == "hopper" and (launch.decode is not None or launch.num_splits > 1)
     assert len(again) == (2 if has_second else 1)
     assert (launch.name == "hopper" and launch.num_splits > 1) == (target == "sm90" and batch == "chunk, split")
+
+
+@pytest.mark.parametrize(
+    ("target", "batch", "kernel"), [("sm80", "decode", "split_kv"), ("sm90", "prefill", "hopper")]
+)
+def test_tensors_of_another_kind_go_through_the_binder(target, batch, kernel, monkeypatch):
+    """What was compiled for some strides, dtypes and layouts is launched again for the same only."""
+
+    def stand_in(kernel):
+        kernel.function = 0
+        kernel._run = lambda *args: None
+
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", stand_in)
+    monkeypatch.setattr(driver, "_active", StubDriver(TARGETS[target]))
+    wanted = launches.FEATURES["plain"]
+    spec = launches.make_spec(64, wanted)
+    with compile_for(TARGETS[target].properties, on_compile=None):
+        plan = launches.plan_of(batch, spec, wanted)
+    assert plan.kernel == kernel
+    inputs = launches.make_inputs(plan, wanted)
+    q, tokens = inputs["q"], inputs["q"].shape[0]
+    inputs["out"] = torch.empty_like(q)
+
+    def rows_of(columns: int) -> torch.Tensor:
+        return torch.empty(tokens, spec.num_q_heads, columns, dtype=q.dtype)[..., :64]
+
+    others = {
+        "q": {"q": rows_of(80)},
+        "out": {"out": rows_of(80)},
+        "lse": {"out": quire.State(inputs["out"], torch.empty(q.shape[:2]))},
+        "cache": {"cache": quire.PagedKVCache.empty(spec, 4, wanted.page_size, layout="HND")},
+        "page size": {"cache": quire.PagedKVCache.empty(spec, 4, 2 * wanted.page_size)},
+    }
+    quire.attention(**inputs, plan=plan)
+    with mock.patch.object(JITFunction, "run", side_effect=InterruptedError("went through the binder")):
+        quire.attention(**inputs, plan=plan)
+        for what, other in others.items():
+            with pytest.raises(InterruptedError):
+                quire.attention(**inputs | other, plan=plan)
+                pytest.fail(f"relaunched for another {what}")

@@ -125,10 +125,12 @@ def test_drafts_on_long_sequences(block_m, num_splits, window, device, assert_wi
 
 
 @pytest.mark.triton
-def test_the_loop_without_masks_ends_where_the_first_draft_s_keys_end(device, assert_within_budget):
-    """The last draft of each sequence sees the tile to its end, the first lacks keys of it: none, one, two."""
-    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
-    p = make_problem(spec, ((5, 402), (5, 403), (5, 404), (5, 405), (2, 400)), device=device)
+@pytest.mark.parametrize("window", [None, 350])
+def test_the_loop_without_masks_ends_where_the_first_draft_s_keys_end(window, device, assert_within_budget):
+    """The first draft of the sequence of 403 keys lacks one key of a tile that later drafts see whole."""
+    heads = {"num_q_heads": 3, "num_kv_heads": 1, "head_dim": 16}
+    spec = quire.AttentionSpec(**heads, sliding_window=window, dtype=torch.float32)
+    p = make_problem(spec, ((5, 402), (5, 403), (5, 404)), device=device)
     plan = quire.plan(spec, p.batch, **p.bounds, num_splits=2, config=full_tile_config())
     assert plan.launch.full_tile_loop and plan.kernel == "split_kv"
     assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
@@ -167,6 +169,14 @@ def test_pages_and_layouts(page_size, layout, solve, assert_within_budget):
 def test_quantised_caches(dtype, kv_dtype, scales, solve, assert_within_budget):
     spec = quire.AttentionSpec(**HEADS, dtype=dtype, kv_dtype=kv_dtype)
     assert_within_budget(*solve(spec, MIXED, 2, page_size=5, scales=scales))
+
+
+@splits(1, 3)
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_in_pairs(kv_dtype, num_splits, solve, assert_within_budget):
+    """From head_dim 32 on, 16-bit queries read two numbers at a time, unless scales are per token."""
+    spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float16, kv_dtype=kv_dtype)
+    assert_within_budget(*solve(spec, ((1, 70), (3, 20), (1, 0)), num_splits))
 
 
 @pytest.mark.parametrize("amplitude", [1e-2, 1e-3, 1e-4, 1e-5])

@@ -165,6 +165,27 @@ def copy_far_apart():
     assert torch.equal(back.k, near.k) and torch.equal(back.v, near.v)
 
 
+@pytest.mark.parametrize("layout", ["THD", "NHD", "HDNX, slots", "HDNX, vectors", "scales"])
+def test_the_host_knows_which_offsets_are_wide(layout):
+    """An offset within a page and head is wide from 2^31 elements on."""
+    far = {"THD": 1 << 25, "NHD": 1 << 25, "HDNX, slots": 1 << 25, "HDNX, vectors": 1 << 30, "scales": 1 << 25}[layout]
+    scales = ()
+    for step, wide in ((far, True), (far // 2, False)):
+        memory = torch.empty(1 << 33, dtype=torch.float16, device="meta")
+        k = v = memory.as_strided((1, NUM_KEYS, 1, 16), (0, step, 16, 1))
+        if layout == "THD":
+            k = v = k[0]
+        elif layout.startswith("HDNX"):
+            slot, vector = (step, 8) if "slots" in layout else (8, step)
+            k = memory.as_strided((1, 1, 4, NUM_KEYS, 8), (0, 0, vector, slot, 1))
+            v = memory.as_strided((1, 1, 32, NUM_KEYS), (0, 0, NUM_KEYS, 1))
+        elif layout == "scales":
+            k = v = torch.empty(1, NUM_KEYS, 1, 16, dtype=torch.int8, device="meta")
+            scales = [torch.empty(1 << 33, device="meta").as_strided((1, NUM_KEYS, 1), (0, step, 1)) for _ in "kv"]
+        cache = quire.PagedKVCache(k, v, layout.split(",")[0].replace("scales", "NHD"), *scales)
+        assert cache.has_wide_offsets == wide
+
+
 CASES = {
     f"{name}{', split' * split}": (case, (split,))
     for name, case in {

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,13 +22,13 @@ TOO_LONG = 120  # seconds
 
 
 class Mutant(NamedTuple):
-    """One place of the package, broken, and the tests that must notice.
+    """One place of the package, broken, and the test that must notice.
 
     Attributes:
         file: relative to the package.
         right: the text to replace, found once.
         wrong: the text to put there.
-        judge: node ids of tests, separated by blanks, relative to tests/.
+        judge: node id of a test, a parametrised test or a file, relative to tests/.
     """
 
     file: str
@@ -97,8 +98,9 @@ def run_judge(mutant: Mutant, folder: str, log: str) -> int:
     sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"  # of the processes that judges start
     sys.dont_write_bytecode = True
-    tests = [str(ROOT / "tests" / test) for test in mutant.judge.split()]
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(ROOT), *tests])
+    judge = str(ROOT / "tests" / mutant.judge)
+    quiet = "-W", "ignore::pytest.PytestAssertRewriteWarning"  # of what the parent has imported
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *quiet, "--rootdir", str(ROOT), judge])
     import quire
 
     assert str(quire.__file__).startswith(folder)
@@ -128,6 +130,8 @@ def main() -> None:
                 code = 99
                 try:
                     code = run_judge(mutant, folder, str(log))
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     sys.stdout.flush()
                     os._exit(code)
