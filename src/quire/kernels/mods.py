@@ -71,7 +71,7 @@ def e4m3x2(x):
 
 @triton.jit
 def e4m3x2_in_software(x):
-    # Like `e4m3_in_software`, for two numbers in 16 bits. The largest is 448, so the factor 2^8 is exact in float16 too.
+    # Like `e4m3_in_software`, for two numbers in 16 bits. The largest is 448, so 2^8 times it is exact in float16.
     bits = x.to(tl.uint16, bitcast=True)
     even, odd = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7), (bits & 0x8000) | ((bits & 0x7F00) >> 1)
     even = tl.where((bits & 0x7F) == 0x7F, 0x7E00, even).to(tl.uint16)

@@ -53,7 +53,7 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def partial_rows(self) -> int:
-        """Rows of a partial: those of the longest sequence, rounded up to a power of two so that fewer kernels compile."""
+        """Rows of a partial: those of the longest sequence, rounded up to a power of two to have fewer kernels."""
         bounds = self.request.bounds
         return min(self.config.block_m, power_of_two(max(1, bounds.max_query_len) * self.request.spec.group_size))
 
