@@ -148,8 +148,10 @@ def empty_state(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8: tl.co
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if PACKED_FP8:
         return (
-            (tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)), m_i, l_i
-        )  # fmt: skip
+            (tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)),
+            m_i,
+            l_i,
+        )
     else:
         return tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), m_i, l_i
 

@@ -196,10 +196,13 @@ def choose_partitions(
     if num_blocks == 0:
         return block
     split = SplitKVLaunch(
-        request, config, 1, costs,
+        request,
+        config,
+        1,
+        costs,
         combine_cost=costs.combine_cost if options.num_splits is None and not options.batch_invariant else 0.0,
         fixed_split_size=FIXED_SPLIT_SIZE if options.batch_invariant else 0,
-    )  # fmt: skip
+    )
     if options.batch_invariant:
         wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
         num_partitions = min(wanted, split.max_units)
