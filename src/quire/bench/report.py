@@ -173,7 +173,7 @@ def compiled_table(rows: Sequence[Row]) -> Table[KernelLine]:
         of_kernel("spilled B", lambda kernel: kernel.spills, is_essential=True),
         of_kernel("shared B", lambda kernel: kernel.shared),
         of_kernel("occupancy", lambda kernel: kernel.occupancy, is_essential=True),
-        of_kernel("config", lambda kernel: kernel.tile),
+        of_kernel("config", lambda kernel: kernel.config),
     )
     return Table(columns, lines)
 

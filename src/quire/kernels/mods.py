@@ -8,6 +8,8 @@ Visibility needs no mod. Causal, bidirectional and windowed attention are all `q
 window_right`, with two run-time numbers.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -138,21 +140,21 @@ ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8
 SMALLEST_PEAK = tl.constexpr(formats.SMALLEST_PEAK)
 
 
-def score_mod(spec: AttentionSpec):
+def score_mod(spec: AttentionSpec) -> Any:
     """Return the score mod of a spec, or None."""
     return SCORE_MODS[spec.softcap is not None, spec.alibi]
 
 
-def decoder(dtype: torch.dtype, native_fp8: bool):
+def decoder(dtype: torch.dtype, native_fp8: bool) -> Any:
     """Return the decoder for `dtype`; in software if the target lacks the type."""
     return native if native_fp8 or dtype not in SOFTWARE_DECODERS else SOFTWARE_DECODERS[dtype]
 
 
-def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool):
+def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool) -> Any:
     """Return the decoder for 16-bit elements that hold two numbers of `dtype`."""
     return FP8X2_DECODERS[dtype][native_fp8x2]
 
 
-def encoder(dtype: torch.dtype, native_fp8: bool):
+def encoder(dtype: torch.dtype, native_fp8: bool) -> Any:
     """Return the encoder from float32 to `dtype`; None if `dtype` is not quantised."""
     return ENCODERS.get(dtype) if native_fp8 or dtype not in SOFTWARE_ENCODERS else SOFTWARE_ENCODERS[dtype]
