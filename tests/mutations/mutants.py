@@ -56,12 +56,12 @@ IN_INTERPRETER = {
     "a negative destination copied to": Mutant("kernels/copy.py", "if (from_page < 0) | (to_page < 0):", "if from_page < 0:", COPY),
     "pages copied backwards": Mutant("kernels/copy.py", "from_page = tl.load(page_pairs + 2 * pair)", "from_page = tl.load(page_pairs + 2 * pair + 1)", COPY),
     "V's scales copied from K's": Mutant("kernels/copy.py", "copy_tile(v_scale, from_page", "copy_tile(k_scale, from_page", COPY),
-    "the source's strides in the target": Mutant("kernels/copy.py", "i1 * part.target_1", "i1 * part.source_1", COPY),
+    "the source's strides in the target": Mutant("kernels/copy.py", "i1 * t.target_1", "i1 * t.source_1", COPY),
     "dimensions joined that do not lie side by side": Mutant("kernels/copy.py", "dims[-1][1:] == (size * step, size * target_step)", "dims[-1][1] == size * step", COPY),
     # write.py
     "slots written elsewhere": Mutant("kernels/write.py", "position // PAGE_SIZE, position % PAGE_SIZE", "position // PAGE_SIZE, (position + 1) % PAGE_SIZE", WRITE + "::test_pages_of_any_size"),
     "padding written": Mutant("kernels/write.py", "if position < 0:", "if position < -1:", WRITE + "::test_nothing_to_write"),
-    "V quantised by K's scale": Mutant("kernels/write.py", "        v_scale, offs_scale, HEAD_DIM_V", "        k_scale, offs_scale, HEAD_DIM_V", WRITE + "::test_quantised_values_are_the_nearest"),
+    "V quantised by K's scale": Mutant("kernels/write.py", "        v_vec, v_scale, offs_scale", "        v_vec, k_scale, offs_scale", WRITE + "::test_quantised_values_are_the_nearest"),
     "infinity taken for the largest": Mutant("kernels/write.py", "tl.where(tl.abs(x) < float(\"inf\"), tl.abs(x), 0.0)", "tl.abs(x)", WRITE + "::test_a_token_s_scale_minds_neither_what_is_not_finite_nor_what_is_next_to_nothing"),
     # mods.py
     "softcap without its cap": Mutant("kernels/mods.py", "return cap * tanh(scores / cap)", "return tanh(scores / cap)", ATTENTION + "features[softcap-1]"),

@@ -200,7 +200,7 @@ def attend_tile(
     page = page.to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot, offs_d, offs_dv = slot.to(tl.int64), offs_d.to(tl.int64), offs_dv.to(tl.int64)
-    kv_head = kv_head.to(tl.int64)  # heads may lie outermost
+    kv_head = kv_head.to(tl.int64)  # heads may be the outermost dimension
     k_head, v_head = cache.k + kv_head * kv.k_head, cache.v + kv_head * kv.k_head  # the same in every tile
     offs_k = slot * kv.k_slot + page * kv.k_page
     offs_v = offs_k
