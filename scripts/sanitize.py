@@ -1,11 +1,13 @@
-"""Launch each kernel on a few small problems, for compute-sanitizer to watch: `make sanitize`.
+"""Launch each kernel on small problems, for compute-sanitizer: `make sanitize`.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python scripts/sanitize.py
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool synccheck --error-exitcode 1 python scripts/sanitize.py
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 python scripts/sanitize.py --portable
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck --error-exitcode 1 python scripts/sanitize.py
+    compute-sanitizer --tool synccheck --error-exitcode 1 python scripts/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python scripts/sanitize.py --portable
 
-racecheck does not follow barriers in shared memory from one warp to another: it reports a race of a kernel that does nothing but hand a number over
-through one (docs/notes/hopper.md). The Hopper kernel is built of such barriers, so it is left to the other tools and to tests of repeated runs.
+racecheck does not understand shared-memory barriers between warps: it reports a race for a kernel that only passes a
+number through one (docs/notes/hopper.md). The Hopper kernel uses these barriers, so racecheck leaves it out. The other
+tools and tests of repeated runs cover it.
 """
 
 import sys

@@ -54,7 +54,7 @@ sys.modules["triton"] = None
 package = types.ModuleType("quire")
 package.__path__ = [{str(root)!r}]
 sys.modules["quire"] = package
-from quire.kernels.cpu import attention, cache_ops, launch, merge
+from quire.kernels.cpu import attention, cache_ops, combine, launch
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 

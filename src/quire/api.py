@@ -22,30 +22,54 @@ from quire.state import State
 
 @overload
 def attention(
-    q: torch.Tensor, cache: PagedKVCache, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | None = None, return_lse: Literal[False] = False,
-) -> torch.Tensor: ...  # fmt: skip
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    plan: Plan,
+    *,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
 
 
 @overload
 def attention(
-    q: torch.Tensor, cache: PagedKVCache, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: State, return_lse: bool = False,
-) -> State: ...  # fmt: skip
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    plan: Plan,
+    *,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: State,
+    return_lse: bool = False,
+) -> State: ...
 
 
 @overload
 def attention(
-    q: torch.Tensor, cache: PagedKVCache, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | State | None = None, return_lse: Literal[True],
-) -> State: ...  # fmt: skip
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    plan: Plan,
+    *,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | State | None = None,
+    return_lse: Literal[True],
+) -> State: ...
 
 
 @overload
 def attention(
-    q: torch.Tensor, cache: PagedKVCache, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | State | None = None, return_lse: bool = False,
-) -> torch.Tensor | State: ...  # fmt: skip
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    plan: Plan,
+    *,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | State | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | State: ...
 
 
 def attention(

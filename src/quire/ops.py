@@ -40,10 +40,24 @@ def attention(
     """Call the operator `quire::attention`, which writes `out` and `lse`."""
     batch = plan.batch
     torch.ops.quire.attention(
-        q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout, batch.page_table, batch.seq_lens,
-        batch.cu_seqlens_q, batch.cu_pages, batch.query_offsets, sinks, alibi_slopes, out, lse, plan.workspace,
+        q,
+        cache.k,
+        cache.v,
+        cache.k_scale,
+        cache.v_scale,
+        cache.layout,
+        batch.page_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        batch.cu_pages,
+        batch.query_offsets,
+        sinks,
+        alibi_slopes,
+        out,
+        lse,
+        plan.workspace,
         plan.encoded_launch,
-    )  # fmt: skip
+    )
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
@@ -67,12 +81,24 @@ def register(
     """Implement the operators by the eager verbs. `quire.api` calls this once."""
 
     def attention_impl(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
-        layout: str, page_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
-        cu_pages: torch.Tensor | None, query_offsets: torch.Tensor | None, sinks: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None,
-        workspace: torch.Tensor | None, launch: str,
-    ) -> None:  # fmt: skip
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        layout: str,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        cu_pages: torch.Tensor | None,
+        query_offsets: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        launch: str,
+    ) -> None:
         decided = decode(launch)
         batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD")
         plan = make_plan(decided.request.spec, batch, decided, "compiled", workspace)
@@ -81,10 +107,17 @@ def register(
         attention_verb(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=into)
 
     def write_kv_impl(
-        k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, k_token_scale: torch.Tensor | None,
-        v_token_scale: torch.Tensor | None, layout: str, slot_mapping: torch.Tensor,
-    ) -> None:  # fmt: skip
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        k_token_scale: torch.Tensor | None,
+        v_token_scale: torch.Tensor | None,
+        layout: str,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         scales = (k_scale, v_scale) if k_token_scale is None else (k_token_scale, v_token_scale)
         write_kv_verb(k, v, PagedKVCache(k_cache, v_cache, layout, *scales), slot_mapping)
 

@@ -115,9 +115,18 @@ def plan(
             config with hints for another target, a kernel that does not serve the request, or a device that has none.
     """
     bounds, num_splits = check_plan_arguments(
-        spec, batch, max_query_len=max_query_len, max_seq_len=max_seq_len, num_tokens=num_tokens, num_splits=num_splits,
-        config=config, batch_invariant=batch_invariant, workspace=workspace, kernel=kernel, kernels=tuple(FAMILIES),
-    )  # fmt: skip
+        spec,
+        batch,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        num_tokens=num_tokens,
+        num_splits=num_splits,
+        config=config,
+        batch_invariant=batch_invariant,
+        workspace=workspace,
+        kernel=kernel,
+        kernels=tuple(FAMILIES),
+    )
     device = batch.device
     properties = device_properties(device)
     request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, bounds, properties)

@@ -4,8 +4,8 @@
 names the target. Launches end after compilation. The verbs are called as a user calls them, on small CPU tensors, so
 arguments, specialisation and configurations are those of a real launch.
 
-Compiled kernels stay in Triton's cache, where a real launch on such a GPU finds them. `compile_all` fills the cache with
-all cores before anything is timed.
+Compiled kernels stay in Triton's cache, where a real launch on such a GPU finds them. `compile_all` fills the cache in
+parallel before anything is timed.
 """
 
 import contextlib
@@ -159,14 +159,9 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
 
 def inspect(name: str, kernel: CompiledKernel, target: Target, options: dict[str, Any]) -> Compiled:
     """Return the resources of a compiled kernel."""
-    words = {
-        "BLOCK_M": "rows",
-        "BLOCK_N": "keys",
-        "WARPGROUPS": "warpgroups",
-        "num_warps": "warps",
-        "num_stages": "stages",
-    }
-    config = [f"{options[option]} {word}" for option, word in words.items() if options.get(option)]
+    words = "rows", "keys", "warpgroups", "warps", "stages"
+    names = "BLOCK_M", "BLOCK_N", "WARPGROUPS", "num_warps", "num_stages"
+    config = [f"{options[name]} {word}" for name, word in zip(names, words, strict=True) if options.get(name)]
     if options.get("FULL_TILE_LOOP"):
         config.append("full-tile loop")
     metadata: Any = kernel.metadata

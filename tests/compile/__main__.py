@@ -1,18 +1,19 @@
-"""Print what every launch of the compile ring needs on a target, for those who change kernels or trees.
+"""Print the resources of every launch of the compile suite on a target, for work on kernels or trees.
 
 python -m tests.compile sm90                        # everything, some minutes
 python -m tests.compile sm90 gfx942 --batch decode --features plain e4m3 --head-dim 128
-python -m tests.compile gfx942 --spills             # only what spills or does not fit
+python -m tests.compile gfx942 --spills             # only launches that spill or do not fit
 """
 
 import argparse
 import time
 
-from quire.targets import TARGETS, compiling
+from quire.targets import TARGETS, Target, compiling
 from tests.compile import launches
 
 
 def main() -> None:
+    """Parse the arguments, compile, print a line for each kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", nargs="+", choices=TARGETS)
     parser.add_argument("--batch", nargs="+", choices=launches.BATCHES, default=list(launches.BATCHES))
@@ -21,13 +22,12 @@ def main() -> None:
     parser.add_argument(
         "--spills",
         action="store_true",
-        help="print only what fails, spills, or asks for more shared memory than there is",
+        help="print only launches that fail, spill, or need more shared memory than there is",
     )
     args = parser.parse_args()
-    print(
-        f"{'target':7} {'batch':13} {'dim':>3} {'features':18} {'registers':>9} {'spills':>6} {'scalar':>6} {'shared':>7} {'occupancy':>9}  {'s':>4}  tile",
-        flush=True,
-    )
+    launch = f"{'target':7} {'batch':13} {'dim':>3} {'features':18}"
+    needs = f"{'registers':>9} {'spills':>6} {'scalar':>6} {'shared':>7} {'occupancy':>9}"
+    print(f"{launch} {needs}  {'s':>4}  configuration", flush=True)
     for target in map(TARGETS.__getitem__, args.target):
         for head_dim in args.head_dim:
             for features in args.features:
@@ -35,7 +35,8 @@ def main() -> None:
                     show(target, batch, head_dim, features, args.spills)
 
 
-def show(target, batch: str, head_dim: int, features: str, only_bad: bool) -> None:
+def show(target: Target, batch: str, head_dim: int, features: str, only_bad: bool) -> None:
+    """Compile one launch and print a line for each of its kernels."""
     begun, name = time.perf_counter(), f"{target.name:7} {batch:13} {head_dim:3} {features:18}"
     try:
         with compiling(target) as compiled:
@@ -46,7 +47,7 @@ def show(target, batch: str, head_dim: int, features: str, only_bad: bool) -> No
     for c in compiled:
         if c.spills or c.shared > target.shared_memory or not only_bad:
             numbers = f"{c.registers:9} {c.spills:6} {c.scalar_spills:6} {c.shared:7} {c.occupancy:9}"
-            print(f"{name} {numbers}  {time.perf_counter() - begun:4.1f}  {c.tile}", flush=True)
+            print(f"{name} {numbers}  {time.perf_counter() - begun:4.1f}  {c.config}", flush=True)
 
 
 if __name__ == "__main__":

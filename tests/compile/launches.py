@@ -1,12 +1,13 @@
-"""The launches of the compile ring: kinds of batches × head dims × feature sets, called as a user calls them."""
+"""The launches of the compile suite: kinds of batches × head dims × feature sets, called as a user calls them."""
 
 from dataclasses import dataclass, field
 
 import torch
 
 import quire
+from quire.dispatch.request import cdiv
 
-BATCHES = {  # sequences, queries and keys of each; queries in all, where they are fewer than that
+BATCHES = {  # sequences, queries and keys of each; query tokens of the batch, if lengths differ
     "decode, short": (1, 1, 128),
     "decode": (128, 1, 2048),
     "decode, split": (1, 1, 16384),
@@ -22,7 +23,7 @@ ODD_HEAD_DIMS = (16, 40, 80, 96, 192)
 
 @dataclass(frozen=True)
 class Features:
-    """What a launch has beyond the ordinary: fields of the spec, of the cache, and of the batch."""
+    """What a launch has in addition to the defaults: fields of the spec, of the cache, and of the batch."""
 
     spec: dict = field(default_factory=dict)
     heads: tuple[int, int] = (32, 8)
@@ -67,7 +68,7 @@ def attend(batch: str, head_dim: int, features: str, batch_invariant: bool = Fal
 def plan_of(batch: str, spec: quire.AttentionSpec, wanted: Features, batch_invariant: bool = False) -> quire.Plan:
     """Plan for one of BATCHES."""
     num_seqs, q_len, kv_len, *num_tokens = BATCHES[batch]
-    pages = -(-kv_len // wanted.page_size)
+    pages = cdiv(kv_len, wanted.page_size)
     cu_seqlens_q = torch.zeros(num_seqs + 1, dtype=torch.int32)
     table = torch.zeros((num_seqs * pages,) if wanted.flat_table else (num_seqs, pages), dtype=torch.int32)
     starts = None if batch in ("decode", "decode, split") else cu_seqlens_q
@@ -78,17 +79,20 @@ def plan_of(batch: str, spec: quire.AttentionSpec, wanted: Features, batch_invar
 
 
 def make_inputs(plan: quire.Plan, wanted: Features) -> dict:
-    """Return what `quire.attention` takes beside the plan."""
+    """Return the arguments of `quire.attention`, without the plan."""
     spec = plan.spec
     row = torch.zeros(spec.num_q_heads)
     return {
-        "q": torch.empty(plan.bounds.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype), "cache": make_cache(spec, wanted),
-        "sinks": row if spec.sinks else None, "alibi_slopes": row if spec.alibi else None, "return_lse": wanted.lse,
-    }  # fmt: skip
+        "q": torch.empty(plan.bounds.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype),
+        "cache": make_cache(spec, wanted),
+        "sinks": row if spec.sinks else None,
+        "alibi_slopes": row if spec.alibi else None,
+        "return_lse": wanted.lse,
+    }
 
 
 def write(head_dim: int, features: str) -> None:
-    """Launch the write of a few tokens and the copy of a page."""
+    """Launch the write of four tokens and the copy of a page."""
     wanted = FEATURES[features]
     spec = make_spec(head_dim, wanted)
     cache = make_cache(spec, wanted)
@@ -105,6 +109,7 @@ def merge(head_dim: int, features: str) -> None:
 
 
 def make_spec(head_dim: int, wanted: Features) -> quire.AttentionSpec:
+    """Return the spec of a launch."""
     num_q_heads, num_kv_heads = wanted.heads
     return quire.AttentionSpec(
         num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **{"dtype": torch.bfloat16} | wanted.spec
@@ -112,6 +117,7 @@ def make_spec(head_dim: int, wanted: Features) -> quire.AttentionSpec:
 
 
 def make_cache(spec: quire.AttentionSpec, wanted: Features, num_pages: int = 4) -> quire.PagedKVCache:
+    """Return a cache of four pages, in the layout and with the scales that are wanted."""
     cache = quire.PagedKVCache.empty(spec, num_pages, wanted.page_size, layout=wanted.layout)
     if wanted.scales == "token":
         scale = torch.ones(num_pages, wanted.page_size, spec.num_kv_heads)

@@ -1,7 +1,7 @@
-"""Every kernel compiles for every target, fits its shared memory, and spills no registers where the defaults were tuned: no GPU needed.
+"""Every kernel compiles for every target and fits its shared memory, and spills no registers on targets with a tree.
 
-All features meet every target; each meets a part of the batches and head dims, rotating, so that the ring takes minutes. `python -m tests.compile TARGET`
-goes through all of them.
+No GPU is needed. Every feature is compiled for every target, each with some of the batches and head dims, in rotation,
+so that the suite takes minutes. `python -m tests.compile TARGET` compiles all combinations.
 """
 
 import pytest
@@ -17,11 +17,11 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
 
 TUNED = ("sm90", "gfx942")  # default configurations must not spill here
-# Served so that nothing is refused, not so that it is fast: nobody's default, and no tile of the smallest size would be free of spills.
+# These are served, but not fast. They are no defaults, and even the smallest configuration spills.
 MAY_SPILL = ("vLLM's original", "float32, e4m3")
-# Bytes that ptxas parks in places by its own choice, for one more program per multiprocessor: only where it used fewer registers than there are.
+# ptxas may spill up to 16 bytes to fit one more program on an SM. It then uses fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
-# The three parts of a warp-specialised kernel have registers of their own, but one stack, where they keep a few numbers of the whole block.
+# The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
 ON_THE_STACK = {"hopper_kernel": 64}
 
 
@@ -49,12 +49,13 @@ def test_attention_compiles_fits_and_does_not_spill(target, features):
         with compiling(limits) as compiled:
             launches.attend(batch, head_dim, features)
         for kernel in compiled:
-            told = f"{batch}, head_dim {head_dim}: {kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared, {kernel.tile}"
-            print(f"{target:7} {features:18} {kernel.kernel:15} {told}")
+            needs = f"{kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared"
+            found = f"{batch}, head_dim {head_dim}: {needs}, {kernel.config}"
+            print(f"{target:7} {features:18} {kernel.kernel:15} {found}")
             allowed = ON_THE_STACK.get(kernel.kernel, BY_CHOICE if kernel.registers < REGISTERS else 0)
             spilled = kernel.spills > allowed and target in TUNED and features not in MAY_SPILL
             if spilled or kernel.shared > limits.shared_memory or kernel.occupancy < 1:
-                wrong.append(told)
+                wrong.append(found)
     assert not wrong, f"{len(wrong)} launches spill or do not fit {target}:\n" + "\n".join(wrong)
 
 
@@ -62,16 +63,16 @@ def test_attention_compiles_fits_and_does_not_spill(target, features):
 @pytest.mark.parametrize("features", ["plain", "e4m3"])
 @pytest.mark.parametrize("target", TUNED)
 def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, batch_invariant):
-    """Triton gives up its software pipeline for small reasons, and says nothing; the memory that it then lacks tells."""
+    """Triton may drop its software pipeline without a warning. The kernel then has too little shared memory."""
     for head_dim in launches.HEAD_DIMS:
         with compiling(TARGETS[target]) as compiled:
             plan = launches.attend("decode", head_dim, features, batch_invariant)
         assert plan.kernel == "split_kv"
-        assert compiled[0].spills <= (BY_CHOICE if compiled[0].registers < REGISTERS else 0), compiled[0]
-        if target == "sm90":  # the keys and values of two tiles at least
-            assert compiled[0].shared >= 2 * plan.launch.config.block_n * 2 * head_dim * plan.spec.kv_dtype.itemsize, (
-                compiled[0]
-            )
+        kernel = compiled[0]
+        assert kernel.spills <= (BY_CHOICE if kernel.registers < REGISTERS else 0), kernel
+        if target == "sm90":  # K and V of at least two tiles
+            tile_bytes = 2 * plan.launch.config.block_n * head_dim * plan.spec.kv_dtype.itemsize
+            assert kernel.shared >= 2 * tile_bytes, kernel
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -88,23 +89,22 @@ def test_writes_copies_and_merges_compile_and_do_not_spill(target):
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_amd_s_hints_reach_its_compiler(target):
-    """What the space asks for is what comes out: as many waves on a SIMD, and fewer registers for smaller matrix instructions."""
-    spec, tile = (
-        quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128),
-        KernelConfig(64, 32, 4, 1, False, 1, 128, 128),
-    )
+    """The hint for waves raises the occupancy; the hint for smaller matrix instructions lowers the registers."""
+    spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    config = KernelConfig(64, 32, 4, 1, False, 1, 128, 128)
     found = {}
-    for each in hinted(tile, TARGETS[target].properties):
-        _, (compiled,) = Launch(spec, 4, 64, 4096, 256, options=(("config", each),)).compile(TARGETS[target])
+    for hinted_config in hinted(config, TARGETS[target].properties):
+        launch = Launch(spec, 4, 64, 4096, 256, options=(("config", hinted_config),))
+        _, (compiled,) = launch.compile(TARGETS[target])
         assert not compiled.spills and compiled.shared <= TARGETS[target].shared_memory
-        found[tuple(each.hints)] = compiled
+        found[tuple(hinted_config.hints)] = compiled
     assert len(found) == 3 and found["waves_per_eu",].occupancy == 1 < found[()].occupancy
     assert found["matrix_instr_nonkdim",].registers < found[()].registers
 
 
 @pytest.mark.parametrize("target", TUNED)
-def test_the_ring_sees_a_spill(target, monkeypatch):
-    """A tile that the registers cannot hold is reported as spilling, or the tests above would validate nothing."""
+def test_the_suite_sees_a_spill(target, monkeypatch):
+    """A configuration that the registers cannot hold is reported as spilling: the tests above can fail."""
     too_large = KernelConfig(
         block_m=128,
         block_n=32,

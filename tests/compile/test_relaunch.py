@@ -1,4 +1,4 @@
-"""A relaunch hands the GPU what Triton's own binder would: seen without a GPU, by recording what reaches the launcher."""
+"""A relaunch passes the arguments that Triton's binder passes. No GPU is needed: a stand-in records them."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""The GPU ring is collected where there is a GPU."""
+"""The GPU suite is collected only on a machine with a GPU."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What only a GPU shows: real shapes and dtypes, captured graphs, streams, determinism, offsets past 2^31, and the engine end to end."""
+"""Tests that need a GPU: real shapes and dtypes, graphs, streams, determinism, offsets past 2^31, the command line."""
 
 import pytest
 import torch
@@ -34,11 +34,25 @@ def test_dtypes(dtype, kv_dtype, lens):
 
 
 @pytest.mark.parametrize("num_splits", [1, 5])
-@pytest.mark.parametrize("extra", [
-    {"sliding_window": 100}, {"causal": False}, {"causal": False, "sliding_window": 77, "sliding_window_right": 30}, {"softcap": 20.0}, {"alibi": True},
-    {"sinks": True}, {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, {"head_dim": 64}, {"head_dim": 256}, {"head_dim": 80, "head_dim_v": 96},
-    {"num_q_heads": 64, "num_kv_heads": 1}, {"num_q_heads": 7, "num_kv_heads": 7}, {"num_q_heads": 6},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"sliding_window": 100},
+        {"causal": False},
+        {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
+        {"softcap": 20.0},
+        {"alibi": True},
+        {"sinks": True},
+        {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
+        {"head_dim": 64},
+        {"head_dim": 256},
+        {"head_dim": 80, "head_dim_v": 96},
+        {"num_q_heads": 64, "num_kv_heads": 1},
+        {"num_q_heads": 7, "num_kv_heads": 7},
+        {"num_q_heads": 6},
+    ],
+    ids=str,
+)
 def test_features(extra, num_splits):
     p, _, state = solve(quire.AttentionSpec(**LLAMA | extra), MIXED, num_splits)
     verdict = error_budget(p, state)
@@ -131,8 +145,8 @@ def test_page_offsets_past_two_to_the_31():
     cache.v.fill_(float("nan"))
     small = make_problem(spec, ((1, 60), (3, 40)), device="cuda")
     table = small.batch.page_table + (num_pages - small.cache.num_pages)
-    for big, few in ((cache.k, small.cache.k), (cache.v, small.cache.v)):
-        big[-few.shape[0] :] = few
+    for pool, pages in ((cache.k, small.cache.k), (cache.v, small.cache.v)):
+        pool[-pages.shape[0] :] = pages
     batch = quire.Batch(table, small.batch.seq_lens, small.batch.cu_seqlens_q)
     assert error_budget(small, quire.attention(small.q, cache, quire.plan(spec, batch, **small.bounds))).passed
     k = torch.ones(1, 2, 128, dtype=torch.bfloat16, device="cuda")

@@ -58,7 +58,8 @@ def full_tile_config(block_m: int = 16, block_n: int = 16) -> KernelConfig:
 def test_full_tiles_in_a_loop_without_masks(feature, dtype, device, assert_within_budget):
     """No tree has such a loop for float32, and for float16 only from 65 rows on.
 
-    The rows of a block end at different keys, sequences end within tiles, and windows are longer than a block and several tiles.
+    The rows of a block end at different keys, sequences end within tiles, and windows are longer than a block and
+    several tiles.
     """
     features = dict(FEATURES[feature])
     if features.get("sliding_window") in (5, 11):
@@ -406,7 +407,7 @@ def test_probabilities_add_up_to_one_at_large_scores(return_lse, device):
 @splits(1, 3)
 @pytest.mark.parametrize("feature", ["causal", "window", "softcap", "alibi", "sinks"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_query_of_nan_gives_nan(bad, feature, num_splits, device, options):
+def test_a_query_that_is_not_finite_does_not_look_empty(bad, feature, num_splits, device, options):
     """An lse of -inf would say that the query saw no key. Infinite queries have infinite scores, but for softcap."""
     spec = quire.AttentionSpec(**HEADS | FEATURES[feature], dtype=torch.float32)
     p = make_problem(spec, ((1, 20), (3, 9), (1, 0)), device=device)
@@ -427,7 +428,7 @@ def test_a_query_of_nan_gives_nan(bad, feature, num_splits, device, options):
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("amplitude", [1.0, 1e-3, 1e-4, 1e-5])
-def test_small_values_survive_scales_per_token(amplitude, kv_dtype, device, assert_within_budget):
+def test_small_scales_per_token_do_not_vanish(amplitude, kv_dtype, device, assert_within_budget):
     """float16 queries: a probability times a scale of 1e-5 would be a subnormal float16."""
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float16, kv_dtype=kv_dtype)
     p = make_problem(spec, MIXED, scales="token", device=device)

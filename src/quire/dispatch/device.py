@@ -50,9 +50,15 @@ _cross: ContextVar[CrossCompilation | None] = ContextVar("quire_cross_compilatio
 
 # The device that plans see when Triton's interpreter runs the kernels.
 INTERPRETER = DeviceProperties(
-    num_sms=4, shared_memory=64 * 1024, native_fp8=False, native_fp8x2=False, native_tf32=False,
-    has_wgmma=False, supports_pdl=False, has_mfma=False,
-)  # fmt: skip
+    num_sms=4,
+    shared_memory=64 * 1024,
+    native_fp8=False,
+    native_fp8x2=False,
+    native_tf32=False,
+    has_wgmma=False,
+    supports_pdl=False,
+    has_mfma=False,
+)
 
 
 def cross_compilation() -> CrossCompilation | None:

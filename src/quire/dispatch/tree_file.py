@@ -25,8 +25,13 @@ MOST_LEVELS = 32  # of nodes
 SPEC_FEATURES = "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "query_bytes", "kv_bytes"
 BATCH_FEATURES = "rows_per_seq", "rows_per_sm", "keys_per_seq", "queries_per_seq"
 MOST_OF_LEAF = {
-    "block_m": 256, "block_n": 256, "num_warps": 16, "num_stages": 8, "programs_per_sm": 16, "waves_per_eu": 8
-}  # fmt: skip
+    "block_m": 256,
+    "block_n": 256,
+    "num_warps": 16,
+    "num_stages": 8,
+    "programs_per_sm": 16,
+    "waves_per_eu": 8,
+}
 
 
 @cache

@@ -44,7 +44,7 @@ def combine_kernel(
     out_ptrs = outs + token * stride_token + head * stride_head + one[:, None] + offs_dv[None, :]
     for i in tl.range(0, num_states):  # pyright: ignore[reportGeneralTypeIssues]
         other_lse = tl.load(lse_ptrs + tl.cast(i, tl.int64) * stride_lses_state)
-        # A state over no keys has weight 0, whatever its out holds. flash-attn writes +inf there.
+        # A state over no keys has weight 0, whatever its out holds. Its lse is -inf, or +inf from flash-attn.
         empty = tl.abs(other_lse) == float("inf")
         held = (~empty)[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
         other = tl.load(out_ptrs + tl.cast(i, tl.int64) * stride_state, mask=held, other=0.0).to(tl.float32)

@@ -8,6 +8,8 @@ Visibility needs no mod. Causal, bidirectional and windowed attention are all `q
 window_right`, with two run-time numbers.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -71,7 +73,7 @@ def e4m3x2(x):
 
 @triton.jit
 def e4m3x2_in_software(x):
-    # Like `e4m3_in_software`, for two numbers in 16 bits. The largest is 448, so the factor 2^8 is exact in float16 too.
+    # Like `e4m3_in_software`, for two numbers in 16 bits. The largest is 448, so 2^8 times it is exact in float16.
     bits = x.to(tl.uint16, bitcast=True)
     even, odd = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7), (bits & 0x8000) | ((bits & 0x7F00) >> 1)
     even = tl.where((bits & 0x7F) == 0x7F, 0x7E00, even).to(tl.uint16)
@@ -138,21 +140,21 @@ ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8
 SMALLEST_PEAK = tl.constexpr(formats.SMALLEST_PEAK)
 
 
-def score_mod(spec: AttentionSpec):
+def score_mod(spec: AttentionSpec) -> Any:
     """Return the score mod of a spec, or None."""
     return SCORE_MODS[spec.softcap is not None, spec.alibi]
 
 
-def decoder(dtype: torch.dtype, native_fp8: bool):
+def decoder(dtype: torch.dtype, native_fp8: bool) -> Any:
     """Return the decoder for `dtype`; in software if the target lacks the type."""
     return native if native_fp8 or dtype not in SOFTWARE_DECODERS else SOFTWARE_DECODERS[dtype]
 
 
-def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool):
+def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool) -> Any:
     """Return the decoder for 16-bit elements that hold two numbers of `dtype`."""
     return FP8X2_DECODERS[dtype][native_fp8x2]
 
 
-def encoder(dtype: torch.dtype, native_fp8: bool):
+def encoder(dtype: torch.dtype, native_fp8: bool) -> Any:
     """Return the encoder from float32 to `dtype`; None if `dtype` is not quantised."""
     return ENCODERS.get(dtype) if native_fp8 or dtype not in SOFTWARE_ENCODERS else SOFTWARE_ENCODERS[dtype]

@@ -180,8 +180,12 @@ class PortableRunner:
         if quantised and not packed:  # conversion of one number at a time takes registers: use shorter tiles
             meta["BLOCK_N"] = max(16, config.block_n // 2)
         strides = (
-            batch.page_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+            batch.page_table.stride(0),
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
             0 if lse is None else lse.stride(0),
-        )  # fmt: skip
+        )
         tensors = q, out, lse, sinks, alibi_slopes, views.cache_tensors(cache, element)
         return tensors, (views.kv_layout(cache, batch, element), *self.fixed, *strides), meta

@@ -1,8 +1,9 @@
-"""The steps of paged attention: find the pages, attend to one tile of keys, combine partial states, finish.
+"""The steps of paged attention: find the pages, attend to one tile of keys, combine states, finish.
 
-Each step is a jit function that reads as its formula; the block kernel and the split-KV kernel string them together. A running state is
-`(acc, m_i, l_i)`: acc is not normalised, m_i is the maximum of the scores as a base-2 exponent, and l_i is the sum of exponentials relative to m_i.
-An empty state has m_i = -inf. The names are those of FlashAttention-2 (arXiv 2307.08691, section 3.1).
+Each step is a jit function; the block and split-KV kernels are sequences of them. A running state is `(acc, m_i, l_i)`:
+acc is the output before normalisation, m_i is the maximum of the scores as a base-2 exponent, and l_i is the sum of
+exponentials relative to m_i. An empty state has m_i = -inf. The names are those of FlashAttention-2 (arXiv 2307.08691,
+section 3.1).
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Tiling(NamedTuple):
-    """What is known at compile time about a tile of keys. Kernels build it once and pass it as one constexpr."""
+    """Compile-time constants of a tile of keys. A kernel builds one tuple and passes it as one constexpr."""
 
     BLOCK_N: Any  # keys of a tile
     PAGE_SIZE: Any
@@ -25,27 +26,27 @@ class Tiling(NamedTuple):
     BLOCK_DV: Any
     K_VEC: Any  # contiguous elements of a head (vLLM's x)
     V_VEC: Any
-    WIDE_OFFSETS: Any  # an offset within a page may pass 2^31
+    WIDE_OFFSETS: Any  # an offset within a page may exceed 2^31
     SCORE_MOD: Any  # jit function, or None
     DECODE: Any  # jit function from stored elements to numbers
-    PACKED_FP8: Any  # a stored element is a pair of fp8 numbers
+    PACKED_FP8: Any  # a stored element is two fp8 numbers
     TOKEN_SCALES: Any  # scales per token and head
     INPUT_PRECISION: Any
-    PER_ROW_MASK: Any  # rows are of several query tokens, which see different keys
+    PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
 
 
 class Scoring(NamedTuple):
-    """How products become scores, and which keys a query sees."""
+    """The run-time numbers that turn products into scores, and the window of keys that a query sees."""
 
     scale: Any  # softmax scale, times the key scale of the head
-    exponent_scale: Any  # factor from what the softmax is given to base-2 exponents
+    exponent_scale: Any  # factor from the scores that `softmax_step` takes to base-2 exponents
     softcap: Any
     window_left: Any  # query position i sees keys i - window_left to i + window_right
     window_right: Any
 
 
 class Rows(NamedTuple):
-    """The rows of a row block: (query token, query head) pairs of one KV head."""
+    """The rows of a row block. A row is a query token and a query head of one KV head."""
 
     token: Any  # int64, of the batch
     head: Any  # query head
@@ -54,7 +55,7 @@ class Rows(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where results go."""
+    """The tensors of results, their strides, and the sinks."""
 
     out_ptr: Any  # [num_tokens, num_q_heads, HEAD_DIM_V]
     lse_ptr: Any  # [num_tokens, num_q_heads] float32, or None
@@ -68,7 +69,8 @@ class Outputs(NamedTuple):
 def find_rows(first_row, q_start, q_len, first_pos, kv_head, GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
     """Return NUM_ROWS rows of a sequence, from its `first_row`-th on.
 
-    The rows of a sequence are its (token, query head of this KV head) pairs, flattened. All heads of a group share their loads of K and V.
+    The rows of a sequence are (token, query head of this KV head), flattened. K and V are loaded once for all heads of
+    a group.
     """
     row = first_row + tl.arange(0, NUM_ROWS)
     owned = row < q_len * GROUP
@@ -98,11 +100,11 @@ def table_row(kv, seq, stride_table):
 
 @triton.jit
 def find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the page of each key of the tile that begins at position `pos`; 0 outside [kv_start, kv_stop). `row` is a `table_row`.
+    """Return the page of each key of the tile that begins at position `pos`; 0 outside [kv_start, kv_stop).
 
-    Kernels call this one tile ahead, so that the loads of K and V never wait for it.
+    `row` is from `table_row`. Kernels call this for the next tile, so that the loads of K and V do not wait for it.
     """
-    if PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page
+    if PAGE_SIZE % BLOCK_N == 0:  # the tile is in one page
         return tl.load(row + pos // PAGE_SIZE, mask=pos < kv_stop, other=0)
     else:
         kv_pos = pos + tl.arange(0, BLOCK_N)
@@ -111,7 +113,7 @@ def find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def dim_offsets(offs_d, stride_vec, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the offsets of a head's elements, which come in vectors of VEC contiguous ones."""
+    """Return the offsets of a head's elements, which are stored as vectors of VEC contiguous elements."""
     if VEC * 2 > BLOCK:  # a head is contiguous
         return offs_d
     return offs_d // VEC * stride_vec + offs_d % VEC
@@ -121,14 +123,15 @@ def dim_offsets(offs_d, stride_vec, VEC: tl.constexpr, BLOCK: tl.constexpr):
 def load_queries(ptrs, owned, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED_FP8: tl.constexpr):
     """Load the queries of a row block, whose rows begin at `ptrs`.
 
-    With PACKED_FP8 return the even dims, the odd dims, both as float16, and the power of two by which each row was divided.
+    With PACKED_FP8, return the even dims and the odd dims, both float16, and the power of two by which each row was
+    divided.
     """
     if PACKED_FP8:
         offs_d = 2 * tl.arange(0, BLOCK_D // 2)
         keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
         even = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0).to(tl.float32)
         odd = tl.load(ptrs[:, None] + (offs_d + 1)[None, :], mask=keep, other=0.0).to(tl.float32)
-        # The largest magnitude of a row becomes 2^13 or more, so that magnitudes down to 2^-27 of it are exact in float16.
+        # The largest magnitude of a row becomes 2^13 or more. Magnitudes down to 2^-27 of it are then exact in float16.
         peak = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
         exponent = tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 14)
         down = ((267 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(13 - e), e = exponent - 127
@@ -141,12 +144,14 @@ def load_queries(ptrs, owned, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAC
 
 @triton.jit
 def empty_state(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8: tl.constexpr):
-    """Return the state over no keys; with PACKED_FP8 its acc is two, of the even and of the odd columns."""
+    """Return the state over no keys. With PACKED_FP8, acc is two tensors: even columns and odd columns."""
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if PACKED_FP8:
         return (
-            (tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)), m_i, l_i
-        )  # fmt: skip
+            (tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)),
+            m_i,
+            l_i,
+        )
     else:
         return tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), m_i, l_i
 
@@ -178,7 +183,8 @@ def attend_tile(
         pos: position of the tile's first key.
         rows: Rows.
         slopes: ALiBi slope of each row, or None.
-        kv_start, kv_stop: the keys that any row of the sequence sees. Others may lie in freed pages and hold NaN: they must not be read.
+        kv_start, kv_stop: the keys that any row of the sequence sees. Others may be in freed pages and hold NaN: they
+            must not be read.
         scoring: Scoring.
         T: Tiling.
         MASKED: false where every row sees every key of the tile.
@@ -194,7 +200,7 @@ def attend_tile(
     page = page.to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot, offs_d, offs_dv = slot.to(tl.int64), offs_d.to(tl.int64), offs_dv.to(tl.int64)
-    kv_head = kv_head.to(tl.int64)  # heads may lie outermost
+    kv_head = kv_head.to(tl.int64)  # heads may be the outermost dimension
     k_head, v_head = cache.k + kv_head * kv.k_head, cache.v + kv_head * kv.k_head  # the same in every tile
     offs_k = slot * kv.k_slot + page * kv.k_page
     offs_v = offs_k
@@ -205,7 +211,7 @@ def attend_tile(
     v_ptrs = v_head + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
     k = load_tile(k_ptrs, keep, offs_d, MASKED, T.HEAD_DIM // EACH, T.BLOCK_D // EACH)
     v = load_tile(v_ptrs, keep, offs_dv, MASKED, T.HEAD_DIM_V // EACH, T.BLOCK_DV // EACH)
-    # float16 cannot hold small probabilities times small scales. There values are scaled, as a float16 cache holds them.
+    # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
     SCALE_V: tl.constexpr = T.TOKEN_SCALES and q.dtype == tl.float16 if not T.PACKED_FP8 else False
     if T.PACKED_FP8:
         q_even, q_odd, q_scale = q
@@ -237,7 +243,7 @@ def attend_tile(
 
 @triton.jit
 def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Load [BLOCK_N, BLOCK] elements with no more masks than are needed."""
+    """Load [BLOCK_N, BLOCK] elements, with masks only where they are needed."""
     if MASKED and DIM == BLOCK:
         return tl.load(ptrs, mask=keep[:, None], other=0.0)
     if MASKED:
@@ -255,7 +261,7 @@ def softmax_step(
 
     `scores * exponent_scale` are base-2 exponents.
     """
-    # Any m_i near the maximum serves. float16 probabilities are given 12 bits of headroom, so that those of long tails do not vanish.
+    # m_i need not be the exact maximum. 12 bits of headroom keep small float16 probabilities from vanishing.
     HEADROOM: tl.constexpr = 12 if PACKED_FP8 else 0
     m_new = tl.maximum(m_i, tl.max(scores, 1) * exponent_scale - HEADROOM)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
@@ -275,11 +281,11 @@ def softmax_step(
 
 @triton.jit
 def combine(acc, m_i, l_i, other_acc, other_m, other_l, PACKED_FP8: tl.constexpr = False):
-    """Join two states over disjoint keys: rescale both to the shared maximum and add."""
+    """Combine two states over disjoint keys: rescale both to the larger maximum and add."""
     m_new = tl.maximum(m_i, other_m)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha, beta = tl.exp2(m_i - shift), tl.exp2(other_m - shift)
-    # Fused by hand, so that every kernel rounds alike, whatever the compiler makes of the surroundings.
+    # An explicit fma, so that all kernels round alike, whatever the compiler fuses around it.
     l_i = tl.fma(l_i, alpha, other_l * beta)
     if PACKED_FP8:
         even, odd = acc
@@ -291,6 +297,7 @@ def combine(acc, m_i, l_i, other_acc, other_m, other_l, PACKED_FP8: tl.constexpr
 
 @triton.jit
 def weighted_sum(acc, alpha, other, beta):
+    """Return acc * alpha + other * beta, with one factor per row."""
     return tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), other * beta[:, None])
 
 
@@ -300,7 +307,7 @@ def finish(acc, m_i, l_i):
     empty = l_i == 0.0
     safe = tl.where(empty, 1.0, l_i)
     inverse = 1.0 / safe
-    # One Newton step: `/` on a GPU is good to two units in the last place only.
+    # One Newton step: the error of `/` on a GPU is up to two units in the last place.
     inverse = tl.fma(inverse, tl.fma(-safe, inverse, tl.zeros_like(safe) + 1.0), inverse)
     out = acc * inverse[:, None]
     lse = tl.where(empty, float("-inf"), tl.fma(m_i, tl.zeros_like(m_i) + LN2, tl.log(safe)))
@@ -309,7 +316,7 @@ def finish(acc, m_i, l_i):
 
 @triton.jit
 def store_result(outputs, acc, m_i, l_i, v_scale, rows, offs_dv, HEAD_DIM_V: tl.constexpr):
-    """Finish a state and write columns `offs_dv` of its rows."""
+    """Finish a state and write columns `offs_dv` of its rows to `outputs`."""
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
         sink = tl.load(outputs.sinks_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32) * LOG2E
         acc, m_i, l_i = combine(acc, m_i, l_i, tl.zeros_like(acc), sink, tl.zeros_like(sink) + 1.0)

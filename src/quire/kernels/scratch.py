@@ -1,7 +1,7 @@
 """The scratch of a launch, in one workspace. Plans that do not run at the same time may use the same workspace.
 
-A workspace begins with counters, which are 0 between launches: one cache line for the Hopper kernel's tile counter, then
-the arrival counters of the split-KV kernel. Float32 states follow.
+A workspace begins with counters, which are 0 between launches: one cache line for the Hopper kernel's tile counter, and
+then the arrival counters of the split-KV kernel. Float32 states follow.
 """
 
 from typing import NamedTuple

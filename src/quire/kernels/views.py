@@ -72,9 +72,18 @@ def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_
         ks, vs = (Strides(*(stride // 2 for stride in s)) for s in (ks, vs))
     v_strides = (None, None, None) if share_offsets and vs[:3] == ks[:3] else vs[:3]
     return KVLayout(
-        batch.page_table, batch.cu_pages, batch.seq_lens, batch.query_offsets,
-        ks.page, ks.slot, ks.head, ks.vec, *v_strides, vs.vec, *cache.scale_strides,
-    )  # fmt: skip
+        batch.page_table,
+        batch.cu_pages,
+        batch.seq_lens,
+        batch.query_offsets,
+        ks.page,
+        ks.slot,
+        ks.head,
+        ks.vec,
+        *v_strides,
+        vs.vec,
+        *cache.scale_strides,
+    )
 
 
 def can_pack_fp8(cache: PagedKVCache) -> bool:

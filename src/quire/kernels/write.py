@@ -27,7 +27,8 @@ def write_kernel(
     stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     k_page, k_slot, k_head, k_vec, v_page, v_slot, v_head, v_vec, scale_page, scale_slot, scale_head,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     position = tl.load(slot_mapping + token)

@@ -1,7 +1,8 @@
 """The block kernel: prefill, chunked prefill, mixed batches, and decode over short contexts.
 
-Grid: [num_row_blocks * num_kv_heads]. One program owns one row block, which is BLOCK_M rows of one sequence, and all the keys that these rows see.
-All lengths are read on the device. Where rows are few and contexts long, the split-KV kernel serves instead.
+Grid: [num_row_blocks * num_kv_heads]. One program owns one row block, which is BLOCK_M rows of one sequence and one KV
+head, and all keys that these rows see. It reads all lengths on the device. Plans use the split-KV kernel if the row
+blocks would leave the device idle.
 
 The online softmax is that of FlashAttention-2 (arXiv 2307.08691, section 3.1).
 """
@@ -31,8 +32,8 @@ from quire.kernels.primitives import (
 def find_sequence(cu_seqlens_q, num_seqs, row_block, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the sequence that owns a row block of the batch, and that sequence's first row block.
 
-    A sequence has `q_len * GROUP` rows. Its first row block is number `cu_seqlens_q[s] * GROUP // BLOCK_M + s`: with one spare block for each sequence
-    this is a function of the cumulative lengths alone, so that a binary search finds it.
+    A sequence has `q_len * GROUP` rows. With one spare row block for each sequence, the first row block of sequence s
+    is number `cu_seqlens_q[s] * GROUP // BLOCK_M + s`. This needs no sum over sequences, so a binary search finds it.
     """
     low = 0
     high = num_seqs
@@ -65,13 +66,13 @@ def block_kernel(
     MULTI_BLOCK: tl.constexpr,  # a sequence may have several row blocks
     PDL: tl.constexpr,  # programmatic dependent launch
 ):  # fmt: skip
-    if PDL:  # started before the kernel ahead of it in the stream has ended
+    if PDL:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
     T: tl.constexpr = Tiling(
         BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK,
     )  # fmt: skip
-    # Which rows: a row block of one sequence.
+    # The rows of this program: one row block of one sequence.
     pid = tl.program_id(0)
     kv_head = pid % NUM_KV_HEADS
     seq = pid // NUM_KV_HEADS
@@ -80,7 +81,7 @@ def block_kernel(
         row_block = seq % tl.cdiv(GROUP, BLOCK_M)
         seq = seq // tl.cdiv(GROUP, BLOCK_M)
     elif MULTI_BLOCK:
-        # Late blocks of a causal prompt see the most keys: they start first.
+        # The last row blocks of a causal prompt see the most keys, so they start first.
         from_end = tl.num_programs(0) // NUM_KV_HEADS - 1 - seq
         seq, first_block = find_sequence(cu_seqlens_q, num_seqs, from_end, GROUP, BLOCK_M)
         row_block = from_end - first_block
@@ -99,7 +100,7 @@ def block_kernel(
         first_pos = tl.load(kv.query_offsets + seq)
     rows = find_rows(first_row, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
 
-    # Which keys: those that any of these rows sees.
+    # The keys of this program: those that any of its rows sees.
     low_pos = first_pos + first_row // GROUP
     high_pos = first_pos + (tl.minimum(first_row + BLOCK_M, q_len * GROUP) - 1) // GROUP
     kv_start = tl.maximum(low_pos - window_left, 0)
@@ -108,7 +109,8 @@ def block_kernel(
     stop = tl.maximum(tl.cdiv(kv_stop, BLOCK_N), start)
     row = table_row(kv, seq, stride_table)
 
-    # Full tiles, whose keys every row sees, need no masks. The rest lie on the two edges; the order does not matter to a softmax.
+    # Every row sees every key of a full tile, so full tiles need no masks. The other tiles are at the two edges. A
+    # softmax may take tiles in any order.
     full_start, full_stop = start, start
     if FULL_TILE_LOOP:
         full_start = tl.cdiv(tl.maximum(high_pos - window_left, 0), BLOCK_N)
@@ -132,23 +134,9 @@ def block_kernel(
         for tile in tl.range(full_start, full_stop):
             next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
             acc, m_i, l_i = attend_tile(
-                acc,
-                m_i,
-                l_i,
-                q,
-                cache,
-                kv,
-                kv_head,
-                page,
-                tile * BLOCK_N,
-                rows,
-                slopes,
-                kv_start,
-                kv_stop,
-                scoring,
-                T,
-                False,
-            )
+                acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop,
+                scoring, T, False,
+            )  # fmt: skip
             page = next_page
     num_before = full_start - start
     if FULL_TILE_LOOP:

@@ -57,9 +57,17 @@ class TorchLaunch:
             alibi_slopes: torch.Tensor | None,
         ) -> None:
             attend(
-                q, cache, spec, batch, out, lse, sinks, alibi_slopes,
-                max_query_len=bounds.max_query_len, max_seq_len=bounds.max_seq_len,
-            )  # fmt: skip
+                q,
+                cache,
+                spec,
+                batch,
+                out,
+                lse,
+                sinks,
+                alibi_slopes,
+                max_query_len=bounds.max_query_len,
+                max_seq_len=bounds.max_seq_len,
+            )
 
         return run
 

@@ -1,4 +1,4 @@
 """The Hopper kernel, in Gluon: prompts, with TMA and warpgroup products (wgmma).
 
-Gluon is imported when a Hopper plan is made, not with `import quire`.
+Gluon is imported when a Hopper plan is made, not by `import quire`.
 """

@@ -1,8 +1,8 @@
-"""Convert the tiles and queries of a quantised cache to what tensor cores take.
+"""Convert queries, and the tiles of a quantised cache, to operands of tensor cores.
 
-A tile of bytes becomes a tile of float16, which holds every fp8 and int8 number; one instruction converts two. bfloat16
-queries become float16 too, times a power of two for each row. With fp8 products, queries are rounded to fp8, keys are
-used as they are stored, and tiles of values are transposed, since 8-bit operands need the keys contiguous.
+fp8 and int8 tiles become float16, which represents their numbers exactly; one instruction converts two. bfloat16
+queries become float16 too, scaled by a power of two for each row. For fp8 products, queries are rounded to fp8, keys
+are used as they are stored, and tiles of values are transposed, since 8-bit operands need contiguous keys.
 """
 
 from triton.experimental import gluon
@@ -18,12 +18,12 @@ from quire.kernels.hopper.pipeline import (
 )
 from quire.kernels.hopper.tile_scheduler import ROWS, read_work_tile, visible_keys
 
-ELEMENTS_PER_THREAD = gl.constexpr(32)  # converted at once
+ELEMENTS_PER_THREAD = gl.constexpr(32)  # that are converted at once
 
 
 @gluon.jit
 def convert(k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right):
-    """Convert the raw tiles that the producer loads, with one warpgroup."""
+    """Convert the raw tiles that the producer warp loads. One warpgroup runs this."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     FP8_MMA: gl.constexpr = k_pipe.tiles.dtype == k_raw.tiles.dtype
     work_i = 0
@@ -56,9 +56,9 @@ def convert_values(stored, pipe, i, pos, kv_low, kv_high, FP8_MMA: gl.constexpr,
 
 @gluon.jit
 def convert_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_INVISIBLE: gl.constexpr):
-    """Convert the i-th tile, of the keys from position `pos` on.
+    """Convert the i-th tile, which begins at position `pos`.
 
-    With ZERO_INVISIBLE, rows outside [kv_low, kv_high) are zeroed: they may hold anything, and 0 * NaN is NaN.
+    With ZERO_INVISIBLE, rows outside [kv_low, kv_high) are zeroed. They may hold NaN, and 0 * NaN is NaN.
     """
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     HEAD_DIM: gl.constexpr = pipe.tiles.shape[2]
@@ -79,21 +79,24 @@ def convert_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_INVISIBLE: gl.const
 
 @gluon.jit
 def transpose_v_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_INVISIBLE: gl.constexpr):
-    """Transpose the i-th tile of fp8 values, its keys permuted by `permute_for_fp8_operand`; zero rows as `convert_tile`."""
+    """Transpose the i-th tile of fp8 values.
+
+    Its keys are permuted by `permute_for_fp8_operand`. Rows are zeroed as in `convert_tile`.
+    """
     BLOCK_N: gl.constexpr = stored.tiles.shape[1]
     HEAD_DIM: gl.constexpr = stored.tiles.shape[2]
-    # Two neighbouring columns are one 16-bit element, which ldmatrix transposes: a thread holds keys 2n and 2n + 1 of it.
+    # Two adjacent columns are one 16-bit element. ldmatrix transposes these: a thread has those of keys 2n and 2n + 1.
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     from_stage = consumer_wait(stored, i)
     stage = producer_acquire(pipe, i)
-    pairs = reinterpret(
+    as_int16 = reinterpret(
         stored.tiles.index(from_stage), gl.int16, [BLOCK_N, HEAD_DIM // 2], gl.NVMMASharedLayout(HEAD_DIM, 16, 2)
     )
-    both = pairs.permute((1, 0)).load(LAYOUT)
+    both = as_int16.permute((1, 0)).load(LAYOUT)
     if ZERO_INVISIBLE:
         kv_pos = pos + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         both = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[None, :], both, 0)
-    # Bytes 0 and 2, and bytes 1 and 3, of two registers that hold four elements.
+    # Four elements are in two registers. `even` takes bytes 0 and 2 of each register, `odd` takes bytes 1 and 3.
     unzip: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"
     even, odd = gl.inline_asm_elementwise(
         unzip, "=r,=r,r,r", [permute_for_fp8_operand(both)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
@@ -117,7 +120,7 @@ def permute_for_fp8_operand(x):
 
 @gluon.jit
 def to_fp8(x):
-    """Round float32 to e4m3, four adjacent numbers of a thread at once. Triton's own conversion takes them one by one."""
+    """Round float32 to e4m3, four adjacent numbers of a thread at once. Triton's conversion takes one at a time."""
     pack: gl.constexpr = """{ .reg .b16 low, high;
         cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"""
     return gl.inline_asm_elementwise(pack, "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4).to(
@@ -136,13 +139,13 @@ def quantize_queries(q, element: gl.constexpr, FIRST: gl.constexpr, PEAK: gl.con
     """
     COLUMNS: gl.constexpr = q.shape[1]
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    NARROW: gl.constexpr = gl.NVMMASharedLayout(128, element.primitive_bitwidth, 2)
+    TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, element.primitive_bitwidth, 2)
     numbers = q.slice(FIRST, ROWS).load(IN_ROWS).to(gl.float32)
-    # Biased by 127, and at least 64, so that `inverse_scale` of a row of zeros does not vanish: -inf * 0 is NaN.
+    # Biased by 127. At least 64, so that `inverse_scale` is not 0 for a row of zeros: -inf * 0 is NaN.
     exponent = gl.maximum(gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True) >> 23, 64)
     scale = ((254 + PEAK - exponent) << 23).to(gl.float32, bitcast=True)
     inverse_scale = ((exponent - PEAK) << 23).to(gl.float32, bitcast=True)
-    tile = reinterpret(q, element, [q.shape[0] * 16 // element.primitive_bitwidth, COLUMNS], NARROW)
+    tile = reinterpret(q, element, [q.shape[0] * 16 // element.primitive_bitwidth, COLUMNS], TILE_LAYOUT)
     tile.slice(FIRST, ROWS).store((numbers * scale[:, None]).to(element))
     fence_async_shared()
     return tile.slice(FIRST, ROWS), gl.convert_layout(inverse_scale, gl.SliceLayout(1, OF_SCORES))

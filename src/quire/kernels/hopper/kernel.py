@@ -1,12 +1,12 @@
 """The Hopper kernel: prompts on Hopper GPUs, persistent and warp-specialised.
 
-Grid: as many programs as the GPU holds at once. A program takes one work tile after the other (`tile_scheduler.py`). Its
-producer warp loads queries, keys and values by TMA, page by page (`producer.py`). Two consumer warpgroups own 64 rows
-each and take turns on the tensor cores: one computes its softmax while the other computes products. For short contexts a
-program has one consumer warpgroup, and an SM holds two programs. For a quantised cache a further warpgroup converts
-tiles between the producer and the consumers (`convert.py`).
+Grid: [min(num_work_tiles * num_splits, programs that the GPU holds at once)]. A program owns one work tile after the
+other (`tile_scheduler.py`). Its producer warp loads queries, keys and values by TMA, page by page (`producer.py`). It
+has two consumer warpgroups with 64 rows each. They take turns on the tensor cores: one computes its softmax while the
+other computes products. For short contexts a program has one consumer warpgroup, and an SM holds two programs. For a
+quantised cache a further warpgroup converts tiles between the producer and the consumers (`convert.py`).
 
-The shape is that of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2). Softmax and state are those of
+This is the structure of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2). Softmax and state are those of
 `primitives.py`, written again in Gluon, where layouts are explicit.
 """
 
@@ -25,7 +25,7 @@ from quire.kernels.primitives import LN2, LOG2E
 
 
 class Scoring(NamedTuple):
-    """How products become scores, and which keys a query sees."""
+    """The run-time numbers that turn products into scores, and the window of keys that a query sees."""
 
     scale: Any
     k_scale_ptr: Any  # [num_kv_heads] of a quantised cache, or None
@@ -36,7 +36,10 @@ class Scoring(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where results go: to the caller, or, of splits, to scratch as float32 [num_tokens, num_q_heads, num_splits, ...]."""
+    """The tensors of results and their strides, the sinks, and the value scales.
+
+    The states of splits go to scratch, as float32 [num_tokens, num_q_heads, num_splits, ...].
+    """
 
     out_ptr: Any
     lse_ptr: Any
@@ -49,11 +52,11 @@ class Outputs(NamedTuple):
 
 
 @gluon.jit
-def attend(
+def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
-    """Attend with one consumer warpgroup to the tiles that are loaded, and write the results of each work tile."""
+    """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     HEAD_DIM: gl.constexpr = k_pipe.tiles.shape[2]
     element: gl.constexpr = k_pipe.tiles.dtype
@@ -84,11 +87,13 @@ def attend(
             scale *= inverse_scale
         if FP8_MMA:
             acc, m_i, l_i = attend_work_tile_in_fp8(
-                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T, SCORE_MOD
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T,
+                SCORE_MOD,
             )  # fmt: skip
         else:
             acc, m_i, l_i = attend_work_tile(
-                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T, SCORE_MOD
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T,
+                SCORE_MOD,
             )  # fmt: skip
         tile_i += work.num_tiles
         if outputs.v_scale_ptr is not None:
@@ -112,9 +117,9 @@ def attend_work_tile(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
-    """Return the state of a work tile's rows over its KV tiles, from the last tile down.
+    """Return the state of a work tile's rows over its KV tiles, from the last tile to the first.
 
-    Its first KV tile is the tile_i-th use of the pipelines.
+    The first tile that is used is the tile_i-th of the pipelines.
     """
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
@@ -138,8 +143,8 @@ def attend_work_tile(
         acc = warpgroup_mma(p, v, acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         consumer_release(k_pipe, i)
-        # The other warpgroup's softmax overlaps these two products. Overlapping the second with this warpgroup's own
-        # softmax was slower (NVIDIA H200).
+        # The other warpgroup's softmax overlaps these two products. Overlapping the second product with the softmax of
+        # this warpgroup was slower (NVIDIA H200).
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         consumer_release(v_pipe, i - 1)
         p, m_i, l_i, alpha = softmax_step(
@@ -160,15 +165,15 @@ def attend_work_tile_in_fp8(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
-    """Return the same as `attend_work_tile`, with fp8 products: of keys as they are stored, and of transposed values.
+    """Return the same as `attend_work_tile`, with fp8 products of the stored keys and the transposed values.
 
-    Tensor cores accumulate fp8 products with about 14 bits, so each tile's products are added to the others in float32.
-    Products take little time compared with the softmax, and three accumulators would not fit the registers. So a
-    warpgroup's products run one after the other, and overlap the other warpgroup's softmax.
+    Tensor cores accumulate fp8 products with about 14 bits, so the products of each tile are added to acc in float32.
+    Products take little time compared with the softmax, and registers cannot hold three accumulators. So the two
+    products of a warpgroup run one after the other, and overlap the other warpgroup's softmax.
     """
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
-    LIFT: gl.constexpr = 8.0  # probabilities are at most 2^8, so that small ones keep their bits
+    LIFT: gl.constexpr = 8.0  # probabilities are scaled by 2^8, so that small ones keep their bits
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
     no_out, m_i, l_i = empty_state(OF_SCORES, OF_OUT, k_pipe.tiles.shape[2])
     acc = no_out
@@ -196,12 +201,12 @@ def softmax_step(
     scores, m_i, l_i, pos, rows, cols, work, slopes, scale, scoring,
     LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
-    """Fold a tile of scores, of the keys from `pos` on, into the running maximum and sum.
+    """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
 
     Returns:
         p: the probabilities, times 2^LIFT.
         m_i, l_i: the new maximum and sum.
-        alpha: the factor for what was accumulated before.
+        alpha: the factor for acc.
     """
     low_pos = work.first_pos + work.token
     high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
@@ -225,7 +230,7 @@ def softmax_step(
 
 @gluon.jit
 def by_row(factor):
-    """Return a factor of each row as a column; a factor of the whole tile as it is."""
+    """Return a factor per row as a column; return a scalar factor unchanged."""
     if isinstance(factor, gl.tensor) and len(factor.shape) == 1:
         factor = factor[:, None]
     return factor
@@ -235,7 +240,8 @@ def by_row(factor):
 def finish(wg: gl.constexpr, acc, m_i, l_i, q_pipe, work_i, work, rows, outputs, BLOCK_T: gl.constexpr):
     """Normalise a work tile's results and write them.
 
-    Results go through the shared memory of the work tile's queries, which is then released. States of splits do not.
+    Results are staged in the shared memory of the work tile's queries, which is then released. States of splits are
+    written from registers.
     """
     element: gl.constexpr = q_pipe.tiles.dtype
     IS_SPLIT: gl.constexpr = outputs.out_ptr.dtype.element_ty != element
@@ -281,8 +287,8 @@ def finish(wg: gl.constexpr, acc, m_i, l_i, q_pipe, work_i, work, rows, outputs,
     do_not_specialize=["max_decode_queries", "num_seqs", "stride_table", "window_left", "window_right"],
 )
 def hopper_kernel(
-    out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM], or the scratch of splits
-    lse_ptr,  # [num_tokens, num_q_heads] float32, or the scratch of splits, or None
+    out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM], or scratch for the states of splits
+    lse_ptr,  # [num_tokens, num_q_heads] float32, or scratch for the states of splits, or None
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     k_scale_ptr, v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
@@ -291,7 +297,7 @@ def hopper_kernel(
     cu_seqlens_q,  # [num_seqs + 1] int32
     tile_counter,  # [1] int32, 0 between launches
     scale, softcap, window_left, window_right,
-    max_decode_queries,  # sequences of at most so many queries belong to the decode launch; 0 where there is none
+    max_decode_queries,  # sequences with at most this many queries belong to the decode launch; 0 if there is none
     num_seqs, num_splits, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
     SCORE_MOD: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -299,7 +305,7 @@ def hopper_kernel(
     KV_BOX: gl.constexpr, Q_BOX: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
-    # A second launch may begin wherever there is room: the decode launch, or the combine of splits, which waits.
+    # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
     if (max_decode_queries > 0) | (num_splits > 1):
         gdc_launch_dependents()
     q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, HEAD_DIM, Q_STAGES, WARPGROUPS)
@@ -314,13 +320,13 @@ def hopper_kernel(
     outputs = Outputs(
         out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse, num_splits
     )
-    # The argument lists stand in each call: what is known at compile time in a tuple stays so only where the tuple is
-    # written out in the call of `warp_specialize`.
+    # The argument lists are repeated, since constexprs in a tuple stay constexprs only if the tuple is written in the
+    # call of `warp_specialize`.
     if WARPGROUPS == 1:
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend, (
+                (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
@@ -334,9 +340,9 @@ def hopper_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend, (
+                (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (attend, (
+                (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
@@ -344,7 +350,7 @@ def hopper_kernel(
                     NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [4, 1],
-            [232, 40],  # registers of each thread of the second and of the third
+            [232, 40],  # registers per thread of the second and the third function
         )  # fmt: skip
     else:
         k_raw = k_pipe
@@ -354,9 +360,9 @@ def hopper_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend, (
+                (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
-                (attend, (
+                (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right)),
                 (produce, (

@@ -72,7 +72,7 @@ class HopperLaunch:
         return min(self.num_work_tiles(num_tokens) * self.num_splits, resident)
 
     def scratch_size(self) -> ScratchSize:
-        """Return the size of the scratch for the tile counter, the states of splits, the decode launch, the fallback."""
+        """Return the size of the scratch for the tile counter, states of splits, decode launch and fallback."""
         if self.decode is not None:
             size, states = self.decode.scratch_size(), 0
         else:

@@ -1,9 +1,9 @@
-"""`SmemPipeline`: a circular buffer of shared-memory tiles between producers and consumers. Only this file touches barriers.
+"""`SmemPipeline`: a circular buffer of shared-memory tiles between producers and consumers. It owns all barriers.
 
-A pipeline has STAGES tiles and two barriers for each. `full` completes when all bytes of a TMA load have landed, or with
-`producer_commit`. `empty` completes when every consumer has arrived. One more `full` barrier is spare: for a load that
-the producer has to look at before it hands the tile over. The i-th use of a pipeline is of stage `i % STAGES`, and waits
-for the phase `i // STAGES` of that stage's barriers.
+A pipeline has STAGES tiles and two barriers for each of them. `full` completes when all bytes of a TMA load have
+arrived, or with `producer_commit`. `empty` completes when every consumer has released the tile. There is one spare
+`full` barrier, for a tile that the producer has to change before consumers may read it. The i-th use of a pipeline is
+of stage `i % STAGES`, and waits for phase `i // STAGES` of that stage's barriers.
 """
 
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-# Renamed after Triton 3.6.
+# These were renamed after Triton 3.6.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
-SWIZZLE_BYTES = gl.constexpr(128)  # most bytes of a row that TMA swizzles together
+SWIZZLE_BYTES = gl.constexpr(128)  # the widest row that TMA swizzles
 
 
 class SmemPipeline(NamedTuple):
@@ -31,7 +31,7 @@ class SmemPipeline(NamedTuple):
 def make_pipeline(
     element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr
 ):
-    """Allocate a pipeline of tiles for CONSUMERS warpgroups."""
+    """Allocate a pipeline whose tiles are released by CONSUMERS warpgroups."""
     BITS: gl.constexpr = element.primitive_bitwidth
     tiles = gl.allocate_shared_memory(
         element, [STAGES, ROWS, COLUMNS], gl.NVMMASharedLayout(min(SWIZZLE_BYTES.value, COLUMNS * BITS // 8), BITS, 2)
@@ -64,7 +64,7 @@ def producer_acquire(pipe, i):
 
 @gluon.jit
 def expect_bytes(barriers, stage, BYTES: gl.constexpr):
-    """Let a barrier complete when BYTES bytes have been loaded; at once if there are none."""
+    """Let a barrier complete when BYTES bytes have been loaded; immediately if BYTES is 0."""
     if BYTES == 0:
         mbarrier.arrive(barriers.index(stage), count=1)
     else:
@@ -73,14 +73,14 @@ def expect_bytes(barriers, stage, BYTES: gl.constexpr):
 
 @gluon.jit
 def panels(tile):
-    """Return a tile as its panels, which TMA swizzles: SWIZZLE_BYTES wide, one below the other, as in memory."""
+    """Return a tile as its panels, one below the other, as in memory. A panel is at most SWIZZLE_BYTES wide."""
     COLUMNS: gl.constexpr = min(tile.shape[1], SWIZZLE_BYTES * 8 // tile.dtype.primitive_bitwidth)
     return reinterpret(tile, tile.dtype, [tile.shape[0] * tile.shape[1] // COLUMNS, COLUMNS], tile.layout)
 
 
 @gluon.jit
 def load_rows(desc, row, col, barrier, tile, FIRST: gl.constexpr, ROWS: gl.constexpr):
-    """Load ROWS rows of a matrix by TMA, to rows from FIRST on of a tile, one load for each panel."""
+    """Load ROWS rows of a matrix by TMA into a tile, from its row FIRST on, one load for each panel."""
     COLUMNS: gl.constexpr = panels(tile).shape[1]
     for panel in gl.static_range(tile.shape[1] // COLUMNS):
         tma_load(desc, [row, col + panel * COLUMNS], barrier, panels(tile).slice(panel * tile.shape[0] + FIRST, ROWS))
@@ -96,12 +96,12 @@ def consumer_wait(pipe, i):
 
 @gluon.jit
 def producer_commit(pipe, i):
-    """Hand over the i-th use, which this warpgroup filled by stores."""
-    fence_async_shared()  # tensor cores read shared memory through another proxy than stores
+    """Let consumers read the i-th use, which this warpgroup filled by stores."""
+    fence_async_shared()  # tensor cores access shared memory by the async proxy, stores by the generic one
     mbarrier.arrive(pipe.full.index(i % pipe.empty.shape[0]), count=1)
 
 
 @gluon.jit
 def consumer_release(pipe, i):
-    """Give back the i-th use, with which this warpgroup is done."""
+    """Let the producer overwrite the i-th use, which this warpgroup has read."""
     mbarrier.arrive(pipe.empty.index(i % pipe.empty.shape[0]), count=1)

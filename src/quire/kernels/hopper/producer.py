@@ -1,6 +1,6 @@
-"""The producer warp: takes one work tile after the other and loads its queries, keys and values by TMA, page by page.
+"""The producer warp takes one work tile after the other and loads its queries, keys and values by TMA, page by page.
 
-It runs ahead of the consumer warpgroups, across the borders of work tiles too.
+It loads as soon as a pipeline has a free stage, also for the next work tile while consumers still process this one.
 """
 
 from triton.experimental import gluon
@@ -26,9 +26,9 @@ def produce(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr,
     Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
 ):  # fmt: skip
-    """Take work tiles until there are none, and load their queries, keys and values.
+    """Take work tiles until there are none left, and load their queries, keys and values. The producer warp runs this.
 
-    A quantised cache's tiles go to the pipelines of its raw bytes, from which `convert` takes them.
+    Tiles of a quantised cache go to pipelines of raw bytes, from which `convert` reads.
     """
     BLOCK_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
     HEADS: gl.constexpr = BLOCK_ROWS // BLOCK_T
@@ -105,10 +105,9 @@ def produce(
             stage = producer_acquire(v_pipe, tile_i)
             barrier = stage
             if not CONVERTED:
-                whole = (pos >= kv_low) & (pos + BLOCK_N <= kv_high)
-                barrier = gl.where(
-                    whole, stage, SPARE
-                )  # where some rows have to be zeroed before the tile is handed over
+                # A tile with invisible rows completes the spare barrier: its rows are zeroed before consumers read it.
+                all_visible = (pos >= kv_low) & (pos + BLOCK_N <= kv_high)
+                barrier = gl.where(all_visible, stage, SPARE)
             expect_bytes(v_pipe.full, barrier, BLOCK_N * BYTES)
             load_kv_tile(
                 v_desc, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, pos, v_page, kv_head * v_row,
@@ -125,7 +124,7 @@ def produce(
             left -= 1
         work_i += 1
         index = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), 0)
-    if index == num_work_tiles + gl.num_programs(0) - 1:  # the last to take one resets the counter for the next launch
+    if index == num_work_tiles + gl.num_programs(0) - 1:  # the last program resets the counter for the next launch
         gl.store(tile_counter, 0)
     stage = producer_acquire(q_pipe, work_i)
     publish_work_tile(published, stage, WorkTile(0, 0, 0, 0, 0, 0, 0, 0, 0))
@@ -143,7 +142,10 @@ def load_page_numbers(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, 
 def load_kv_tile(
     desc, pipe, stage, barrier, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr
 ):
-    """Load the keys or values from position `pos` on, KV_BOX of a page at a time; a head of page 0 begins at (row, col)."""
+    """Load a tile of keys or values from position `pos` on, one box of KV_BOX slots of a page at a time.
+
+    The head of page 0 begins at (row, col) of the TMA matrix.
+    """
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     tile = pipe.tiles.index(stage)
     for box in gl.static_range(BLOCK_N // KV_BOX):
@@ -153,9 +155,9 @@ def load_kv_tile(
 
 @gluon.jit
 def zero_invisible_rows(values, pos, kv_low, kv_high):
-    """Zero those rows of a tile of values, from position `pos` on, that no query of the sequence sees.
+    """Zero the rows of a tile of values, which begins at position `pos`, that no query of the sequence sees.
 
-    Such rows may hold anything, and 0 * NaN is NaN.
+    They may hold NaN, and 0 * NaN is NaN.
     """
     BLOCK_N: gl.constexpr = values.shape[0]
     PANELS: gl.constexpr = values.shape[1] // panels(values).shape[1]

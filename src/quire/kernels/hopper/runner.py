@@ -112,9 +112,13 @@ class HopperRunner:
         stride_lse = 0 if lse is None else lse.stride(0)
         strides = batch.page_table.stride(0), q.stride(1), out.stride(0), out.stride(1), stride_lse
         numbers = (
-            spec.softmax_scale, spec.softcap or 0.0, *spec.window, decided.max_decode_queries, batch.num_seqs,
+            spec.softmax_scale,
+            spec.softcap or 0.0,
+            *spec.window,
+            decided.max_decode_queries,
+            batch.num_seqs,
             decided.num_splits,
-        )  # fmt: skip
+        )
         meta = decided.constexprs() | {"PAGE_SIZE": cache.page_size, "num_warps": 4, "launch_pdl": True}
         if decided.config.num_warpgroups == 1:
             meta["maxnreg"] = 128  # so that two programs fit an SM

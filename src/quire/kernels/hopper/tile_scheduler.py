@@ -1,9 +1,9 @@
-"""The dynamic persistent tile scheduler: which work tile a program takes next, and how the producer warp tells the consumers.
+"""The dynamic persistent tile scheduler: which work tile a program takes next.
 
-A row block is BLOCK_T query tokens of one sequence. A work tile is a row block times as many heads of one KV head as
-fill the program's rows, or one split of the keys of that. Programs take work tiles from a counter, late row blocks
-first, so that programs with unequal prompts end together. The producer warp writes the fields of a work tile to shared
-memory, where the consumer warpgroups read them.
+A row block is BLOCK_T query tokens of one sequence. A work tile is a row block, as many heads of one KV head as fill
+the program's rows, and one split of the visible keys. Programs take work tiles by a global counter. The last row blocks
+come first, since they see the most keys, so that all programs end at about the same time. The producer warp publishes
+the fields of a work tile in shared memory, where the consumer warpgroups read them.
 """
 
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-ROWS = gl.constexpr(64)  # of a warpgroup: all rows of a work tile, or half of them
-SEQS = gl.constexpr(128)  # sequences that the scheduler looks at in one step
-FIELDS = gl.constexpr(9)  # of WorkTile
-WORDS = gl.constexpr(16)  # of shared memory for a WorkTile
+ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
+SEQS = gl.constexpr(128)  # sequences that the scheduler reads in one step
+FIELDS = gl.constexpr(9)  # fields of WorkTile
+WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile
 
 
 class WorkTile(NamedTuple):
-    """A work tile; one without queries says that there are no more."""
+    """A work tile. One with q_len 0 means that there are no more."""
 
     head: Any  # its first query head
     token: Any  # its first query token, counted from the sequence's first
@@ -51,7 +51,10 @@ def split_of_keys(
 
 @gluon.jit
 def visible_keys(work, window_left, window_right):
-    """Return the first key that any query of the sequence sees, and the one after the last. Others may be in freed pages."""
+    """Return the first key that any query of the sequence sees, and the one after the last.
+
+    Other keys may be in freed pages.
+    """
     return work.first_pos - window_left, gl.minimum(work.first_pos + work.q_len + window_right, work.seq_len)
 
 
@@ -64,7 +67,7 @@ def add(a, b):
 def row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
     """Return where the row blocks of each of SEQS sequences from `first` on end, counted from those of `first`.
 
-    Sequences of at most `max_decode_queries` queries have none: they are the decode launch's.
+    Sequences with at most `max_decode_queries` queries have none: they belong to the decode launch.
     """
     seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
     inside = seqs < num_seqs
@@ -75,7 +78,7 @@ def row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T: g
 
 @gluon.jit
 def count_row_blocks(ends, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
-    """Return the row blocks of the batch; `ends` are those of the first SEQS sequences."""
+    """Return the number of row blocks of the batch; `ends` are those of the first SEQS sequences."""
     count = gl.max(ends, 0)
     for first in range(SEQS, num_seqs, SEQS):
         count += gl.max(row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T), 0)

@@ -1,9 +1,12 @@
 """Tensors as matrices that TMA addresses.
 
 A cache is one matrix if its heads are contiguous and the slot stride divides the page stride and, in HND, the head
-stride. Its rows are a slot's stride apart. Element (page, slot, head, dim) has row and column `divmod(page * page_stride
-+ slot * slot_stride + head * head_stride, slot_stride)`, with dim added to the column. This holds for NHD, for HND, for
-keys and values in one tensor, and for sequences that are not paged.
+stride. Its rows are a slot's stride apart. Element (page, slot, head, dim) has row and column
+
+    divmod(page * page_stride + slot * slot_stride + head * head_stride, slot_stride)
+
+with dim added to the column. This holds for NHD, for HND, for keys and values in one tensor, and for sequences that are
+not paged.
 """
 
 from functools import lru_cache

@@ -1,12 +1,15 @@
 """The split-KV kernel: decode and drafted tokens, over any mix of lengths.
 
-Grid: [num_partitions * num_kv_heads]. One program owns one partition of the batch's KV tiles (`schedule.py`) for one KV head, and walks it row block by row
-block. A row block that lies in one partition is finished at once. Of a row block that is cut, each program writes a partial state to scratch: at most two
-partials, for the row block that it enters midway and for the one that it leaves unfinished. The last program to arrive at a row block, by an atomic
-counter, combines its partials in key order (`reduce.py`), so results do not depend on which program that is.
+Grid: [num_partitions * num_kv_heads]. One program owns one partition of the batch's KV tiles (`schedule.py`), for one
+KV head. It processes the partition's row blocks one after the other.
 
-With fixed splits (FIXED_SPLIT), for batch-invariant results, partitions are cut at multiples of FIXED_SPLIT keys only. Every split is a state, and a row
-block is the left fold of its splits, in registers or from scratch: the same sum under any cut.
+A row block inside one partition is finished by its program. For a row block that is cut, each program writes a partial
+state to scratch. A program writes at most two partials: for the row block that it enters midway and for the one that it
+leaves unfinished. The last program to arrive at a row block (atomic counter) combines its partials in key order
+(`reduce.py`), so results are deterministic.
+
+For batch-invariant results (FIXED_SPLIT), partitions are cut only at multiples of FIXED_SPLIT keys, which are splits. A
+row block is the left fold of the states of its splits, so its sum does not depend on the cut.
 
 This is FlashDecoding (split-KV) with a Stream-K partition (arXiv 2301.03598).
 """
@@ -63,7 +66,7 @@ def split_kv_kernel(
     MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr, FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
 ):  # fmt: skip
-    if PDL and MAX_DECODE_QUERIES == 0:  # started before the kernel ahead of it in the stream has ended
+    if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
     T: tl.constexpr = Tiling(
@@ -71,12 +74,13 @@ def split_kv_kernel(
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK,
     )  # fmt: skip
     S: tl.constexpr = Schedule(
-        GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS, MAX_DECODE_QUERIES, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT, TWO_LEVEL_MIN_TILES
+        GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS, MAX_DECODE_QUERIES, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
+        TWO_LEVEL_MIN_TILES,
     )  # fmt: skip
-    # Partials are combined some columns at a time, so that this needs fewer registers than the loop over tiles.
+    # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
     COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
     P: tl.constexpr = Partial(PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK)
-    partition = tl.program_id(0) // NUM_KV_HEADS  # neighbours read the same pages, of other heads, at the same time
+    partition = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     unit, high, size, seq, seq_unit = find_partition(
         kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
@@ -86,7 +90,7 @@ def split_kv_kernel(
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
     outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
-    while unit < high:  # one row block, or the part of it that lies in this partition
+    while unit < high:  # one row block, or those of its units that are in this partition
         if MAX_DECODE_QUERIES > 0:
             while tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) > MAX_DECODE_QUERIES:
                 seq += 1
@@ -100,10 +104,8 @@ def split_kv_kernel(
         num_here = tl.minimum(block_unit + num_units, high) - unit
         row = table_row(kv, seq, stride_table)
         begin = first + unit - block_unit  # in units of the sequence
-        page = find_pages(
-            row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N
-        )  # in flight while the queries are loaded
-
+        # This load is in flight while the queries are loaded.
+        page = find_pages(row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         rows = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
         q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
         q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8)
@@ -113,7 +115,7 @@ def split_kv_kernel(
         acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
         if FIXED_SPLIT == 0:
             masked = begin  # the first tile that needs masks
-            if FULL_TILE_LOOP:  # every row sees most tiles of a long partition whole
+            if FULL_TILE_LOOP:  # most tiles of a long partition are full: every row sees every key
                 low_pos = first_pos + row_block * BLOCK_M // GROUP
                 high_pos = first_pos + tl.minimum((row_block + 1) * BLOCK_M - 1, q_len * GROUP - 1) // GROUP
                 masked = tl.minimum(tl.minimum(low_pos + window_right + 1, kv_stop) // BLOCK_N, begin + num_here)
@@ -123,39 +125,28 @@ def split_kv_kernel(
                 for tile in tl.range(begin, masked):
                     next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                     acc, m_i, l_i = attend_tile(
-                        acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop, scoring, T, False
+                        acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop,
+                        scoring, T, False,
                     )  # fmt: skip
                     page = next_page
             for tile in tl.range(masked, begin + num_here):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 acc, m_i, l_i = attend_tile(
-                    acc,
-                    m_i,
-                    l_i,
-                    q,
-                    cache,
-                    kv,
-                    kv_head,
-                    page,
-                    tile * BLOCK_N,
-                    rows,
-                    slopes,
-                    kv_start,
-                    kv_stop,
-                    scoring,
-                    T,
-                    True,
-                )
+                    acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop,
+                    scoring, T, True,
+                )  # fmt: skip
                 page = next_page
         else:
-            # Each split is a state. They are added up in key order, here or by the program that combines: the same sum either way.
+            # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
+            # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
             last = tl.minimum((begin + num_here) * TILES, tl.cdiv(kv_stop, BLOCK_N)) - 1
             split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
             for tile in tl.range(begin * TILES, last + 1):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 split_acc, split_m, split_l = attend_tile(
-                    split_acc, split_m, split_l, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop, scoring, T, True
+                    split_acc, split_m, split_l, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start,
+                    kv_stop, scoring, T, True,
                 )  # fmt: skip
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
@@ -172,7 +163,7 @@ def split_kv_kernel(
         if num_here == num_units:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_DV), HEAD_DIM_V)
         else:
-            # Partials of the row block lie at slot `first_slot`, then from `next_slot` on in steps of `step`.
+            # The row block's partials are in slot `first_slot`, and in slots from `next_slot` on in steps of `step`.
             first_partition = block_unit // size
             num_arrivals = (block_unit + num_units - 1) // size - first_partition + 1
             if FIXED_SPLIT == 0:
@@ -191,7 +182,8 @@ def split_kv_kernel(
             store_partial(scratch, acc, m_i, l_i, slot * NUM_KV_HEADS + kv_head, begun, False, BLOCK_M, P)
             counter, arrives = 2 * first_partition + 1, num_arrivals > 0
             if TWO_LEVEL:
-                # First each group of neighbours is combined, by its last program to arrive; then what the groups leave.
+                # First level: the last program to arrive in a group of adjacent partials combines them into the first.
+                # Second level: the last program to arrive combines the first partials of all groups.
                 if num_partials > (TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS):
                     group = (tl.sqrt(num_partials.to(tl.float32)) + 0.5).to(tl.int32)
                     leader = (partition - first_partition) // group * group
@@ -208,8 +200,8 @@ def split_kv_kernel(
                     num_arrivals = num_partials
             if arrive_is_last(scratch, counter * NUM_KV_HEADS + kv_head, num_arrivals, arrives):
                 stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
-                for part in tl.range(BLOCK_DV // COLUMNS, num_stages=1):
-                    columns = part * COLUMNS + tl.arange(0, COLUMNS)
+                for column_group in tl.range(BLOCK_DV // COLUMNS, num_stages=1):
+                    columns = column_group * COLUMNS + tl.arange(0, COLUMNS)
                     acc_columns, combined_m, combined_l = combine_partials(
                         scratch, first_slot, next_slot, step, num_partials, kv_head, columns, FIXED_SPLIT > 0, P
                     )
@@ -219,5 +211,6 @@ def split_kv_kernel(
         seq += seq_ends.to(tl.int32)
         seq_unit = tl.where(seq_ends, unit, seq_unit)
     if PDL and MAX_DECODE_QUERIES > 0:
-        # This kernel runs concurrently with the Hopper kernel ahead of it. It waits before it exits, so that later kernels see both results.
+        # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it exits, so
+        # that later kernels see both results.
         gdc_wait()

@@ -53,7 +53,7 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def partial_rows(self) -> int:
-        """Rows of a partial: those of the longest sequence, rounded up to a power of two so that fewer kernels compile."""
+        """Rows of a partial: those of the longest sequence, rounded up to a power of two to have fewer kernels."""
         bounds = self.request.bounds
         return min(self.config.block_m, power_of_two(max(1, bounds.max_query_len) * self.request.spec.group_size))
 
@@ -196,10 +196,13 @@ def choose_partitions(
     if num_blocks == 0:
         return block
     split = SplitKVLaunch(
-        request, config, 1, costs,
+        request,
+        config,
+        1,
+        costs,
         combine_cost=costs.combine_cost if options.num_splits is None and not options.batch_invariant else 0.0,
         fixed_split_size=FIXED_SPLIT_SIZE if options.batch_invariant else 0,
-    )  # fmt: skip
+    )
     if options.batch_invariant:
         wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
         num_partitions = min(wanted, split.max_units)

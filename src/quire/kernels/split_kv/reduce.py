@@ -1,6 +1,7 @@
-"""Combine the partials of a row block: the second half of split-KV, done by the last program to arrive.
+"""Combine the partials of a row block. The last program to arrive at the row block does it.
 
-A partial is the state of one row block over some of its keys: acc, m_i and l_i as in `primitives.py`, in float32, in the plan's scratch.
+A partial is the state of one row block over some of its keys: acc, m_i and l_i of `primitives.py`, as float32 in the
+plan's scratch.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from quire.kernels.primitives import combine
 
 
 class Partial(NamedTuple):
-    """What is known at compile time about partials. The kernel builds it once and passes it as one constexpr."""
+    """Compile-time constants of partials. The kernel builds one tuple and passes it as one constexpr."""
 
     ROWS: Any
     HEAD_DIM_V: Any
@@ -48,9 +49,9 @@ def store_partial(
 def arrive_is_last(scratch, counter, num_arrivals, arrives):
     """Count this program's arrival, if it arrives; return whether it is the last of `num_arrivals`.
 
-    The last one may read what all the others wrote before they arrived. It leaves the counter at 0.
+    The last program sees what all others wrote before they arrived. It resets the counter to 0.
     """
-    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    tl.debug_barrier()  # the stores of all threads precede the release by one thread
     last = arrives & (tl.atomic_add(scratch.counter + counter, 1, mask=arrives, sem="acq_rel") == num_arrivals - 1)
     if last:
         tl.store(scratch.counter + counter, 0)
@@ -61,13 +62,13 @@ def arrive_is_last(scratch, counter, num_arrivals, arrives):
 def combine_group(scratch, first_slot, next_slot, step, num_partials, kv_head, P: tl.constexpr):
     """Combine some partials of a row block into the first of them; their slots are those of `combine_partials`."""
     rows = (first_slot * P.NUM_KV_HEADS + kv_head) * P.ROWS + tl.arange(0, P.ROWS)
-    for part in tl.range(P.BLOCK_DV // P.COLUMNS, num_stages=1):
-        columns = part * P.COLUMNS + tl.arange(0, P.COLUMNS)
+    for column_group in tl.range(P.BLOCK_DV // P.COLUMNS, num_stages=1):
+        columns = column_group * P.COLUMNS + tl.arange(0, P.COLUMNS)
         acc, m_i, l_i = combine_partials(scratch, first_slot, next_slot, step, num_partials, kv_head, columns, False, P)
-        tl.debug_barrier()  # every thread has read what is now replaced
+        tl.debug_barrier()  # all threads have read the partial that is now overwritten
         ptrs = scratch.acc + rows.to(tl.int64)[:, None] * P.HEAD_DIM_V + columns[None, :]
         tl.store(ptrs, acc, mask=(columns < P.HEAD_DIM_V)[None, :])
-        if part == P.BLOCK_DV // P.COLUMNS - 1:
+        if column_group == P.BLOCK_DV // P.COLUMNS - 1:
             tl.store(scratch.m_i + rows, m_i)
             tl.store(scratch.l_i + rows, l_i)
 
@@ -78,11 +79,12 @@ def combine_partials(
 ):
     """Return the combined state of a row block's partials, of columns `offs_dv`, in key order.
 
-    The first partial lies at slot `first_slot`, the others from `next_slot` on in steps of `step`. With LEFT_FOLD they are added one by one, as batch
-    invariance asks; else a round of them is rescaled to one maximum.
+    The first partial is in slot `first_slot`, the others are in slots from `next_slot` on in steps of `step`. With
+    LEFT_FOLD they are added one by one, as batch invariance requires. Otherwise a round of partials is rescaled to one
+    maximum.
     """
-    # As many partials at a time as fit the registers. With masks per row or many rows fewer fit, or loads wait for one another
-    # (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
+    # A round has as many partials as the registers can hold. With masks per row, or with many rows, fewer partials fit;
+    # with more, loads wait for one another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
     ROOM: tl.constexpr = 16384 if P.ROWS <= 16 else 8192
     WIDTH: tl.constexpr = max(1, min(8, ROOM // (2 if P.PER_ROW_MASK or P.ROWS > 16 else 1) // (P.ROWS * P.COLUMNS)))
     offs_r = tl.arange(0, P.ROWS)
@@ -93,12 +95,12 @@ def combine_partials(
     l_i = tl.zeros([P.ROWS], tl.float32)
     for first in tl.range(0, num_partials, WIDTH, num_stages=1):
         accs, ms, ls = (), (), ()
-        for i in tl.static_range(
-            WIDTH
-        ):  # all loads of a round are in flight together; past L1 (.cg), since other programs wrote
-            # Combining is bound by instructions: all partials share one offset block, and the tail of the last round reads the last partial again
-            # with weight 0. Decode masks the load of m_i: for a selection ptxas would wait for m_i before it issues the loads of acc, and a round
-            # would take two latencies. Drafts select, since a mask costs registers that they lack.
+        # All loads of a round are in flight together. They bypass L1 (.cg), since other programs wrote the partials.
+        for i in tl.static_range(WIDTH):
+            # Combining is bound by instructions. So all partials use one block of offsets, and the end of the last
+            # round reads the last partial again with weight 0. Decode masks the load of m_i: with a select, ptxas would
+            # wait for m_i before it issues the loads of acc, and a round would take two latencies. Drafts select, since
+            # a mask would need registers that they lack.
             index = tl.minimum(first + i, num_partials - 1)
             slot = tl.where(index == 0, first_slot, next_slot + (index - 1) * step)
             base = (slot * P.NUM_KV_HEADS + kv_head).to(tl.int64) * P.ROWS

@@ -1,8 +1,8 @@
-"""The schedule of the split-KV kernel: which KV tiles each program owns, found by every program from the lengths on the device.
+"""The schedule of the split-KV kernel: each program finds the KV tiles that it owns from the lengths on the device.
 
-The KV tiles of all sequences form one row: sequence after sequence, and within a sequence once for each of its row blocks. The row is cut into equal
-partitions, wherever the cuts fall, as Stream-K cuts the work of a matrix product (arXiv 2301.03598). A unit of the row is one KV tile of BLOCK_N keys,
-or, with fixed splits, one split of FIXED_SPLIT keys.
+The units of a batch are numbered sequence after sequence, and within a sequence row block after row block. A unit is
+one KV tile of BLOCK_N keys, or, with fixed splits, one split of FIXED_SPLIT keys. The units are cut into equal
+partitions, at row blocks or within them, as Stream-K cuts the work of a matrix product (arXiv 2301.03598).
 """
 
 from typing import Any, NamedTuple
@@ -12,22 +12,22 @@ import triton.language as tl
 
 
 class Schedule(NamedTuple):
-    """What is known at compile time about the row of units. The kernel builds it once and passes it as one constexpr."""
+    """Compile-time constants of the schedule. The kernel builds one tuple and passes it as one constexpr."""
 
     GROUP: Any
     BLOCK_M: Any
     UNIT: Any  # keys of a unit
     SEQS: Any  # sequences that a program looks at in one step
     MORE_SEQS: Any  # the batch may have more than SEQS
-    MAX_DECODE_QUERIES: Any  # sequences of more queries belong to another kernel; 0 where this one serves all
-    MIN_SPLIT_TILES: Any  # the next three are fields of dispatch.config.CostModel
+    MAX_DECODE_QUERIES: Any  # sequences with more queries belong to another kernel; 0 if this kernel serves all
+    MIN_SPLIT_TILES: Any  # like the next two, of dispatch.config.CostModel
     TWO_LEVEL_DISCOUNT: Any
     TWO_LEVEL_MIN_TILES: Any
 
 
 @triton.jit
 def sequence_span(kv, cu_seqlens_q, seq, window_left, window_right, S: tl.constexpr):
-    """Return what a sequence, or each of a vector of sequences, asks for.
+    """Return the queries, keys and units of a sequence, or of each of a vector of sequences.
 
     Returns:
         q_start: its first query token of the batch.
@@ -35,7 +35,7 @@ def sequence_span(kv, cu_seqlens_q, seq, window_left, window_right, S: tl.conste
         first_pos: the position of its first query among its keys.
         kv_start, kv_stop: the keys that any of its queries sees.
         first: the first unit that holds such a key.
-        num_units: units of each row block; at least 1, so that a padding row has its zeros written.
+        num_units: units of each row block; at least 1, so that zeros are written for a padding row.
         num_blocks: row blocks; at least 1.
     """
     seq_len = tl.load(kv.seq_lens + seq)
@@ -58,7 +58,10 @@ def sequence_span(kv, cu_seqlens_q, seq, window_left, window_right, S: tl.conste
 
 @triton.jit
 def count_units(kv, cu_seqlens_q, first, num_seqs, window_left, window_right, S: tl.constexpr):
-    """Return the units of each of SEQS sequences from `first` on, over all row blocks; 0 for sequences of another kernel."""
+    """Return the units of each of SEQS sequences from `first` on, over all row blocks.
+
+    Sequences that belong to another kernel have 0.
+    """
     seqs = first + tl.arange(0, S.SEQS)
     _, q_len, _, _, _, _, num_units, num_blocks = sequence_span(
         kv, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1), window_left, window_right, S
@@ -71,9 +74,9 @@ def count_units(kv, cu_seqlens_q, first, num_seqs, window_left, window_right, S:
 
 @triton.jit
 def min_partition_units(mean, combine_cost, S: tl.constexpr):
-    """Return the shortest partition that pays, as a float, for sequences of `mean` units.
+    """Return the length of the shortest partition that is worth its cost, as a float, for sequences of `mean` units.
 
-    The formula is that of `split_kv.launch.min_partition_tiles`, which the host uses; see there.
+    The host computes the same; `split_kv.launch.min_partition_tiles` explains the formula.
     """
     cost = tl.where(mean > S.TWO_LEVEL_MIN_TILES, S.TWO_LEVEL_DISCOUNT * combine_cost, combine_cost)
     return tl.where((mean <= S.MIN_SPLIT_TILES) & (combine_cost > 0), mean, tl.sqrt(mean * cost))
@@ -100,10 +103,10 @@ def find_partition(
             longest = tl.maximum(longest, tl.max(more, 0))
     shortest = min_partition_units(total.to(tl.float32) / num_seqs, combine_cost, S)
     size = tl.maximum(tl.cdiv(total, num_partitions), (shortest + 0.5).to(tl.int32))
-    if S.MAX_DECODE_QUERIES > 0:  # there may be no sequence of this kernel's
+    if S.MAX_DECODE_QUERIES > 0:  # all sequences may belong to the other kernel
         size, longest = tl.maximum(size, 1), tl.maximum(longest, 1)
-    # Where all sequences are equal, a slightly longer partition may end where they do, and nothing is left to combine. This is a selection, not a
-    # branch: with a branch here, Triton 3.9.0 keeps no loads in flight in the loop over tiles.
+    # If all sequences are equal, a slightly longer partition may end where a sequence ends, with nothing to combine.
+    # This is a select, not a branch: with a branch, Triton 3.9.0 keeps no loads in flight in the loop over tiles.
     shorter, longer = tl.cdiv(longest, tl.maximum(longest // size, 1)), tl.cdiv(size, longest) * longest
     even = tl.where(size < longest, shorter, longer)
     size = tl.where((longest * num_seqs == total) & (combine_cost > 0) & (even <= size + S.MIN_SPLIT_TILES), even, size)
