@@ -299,7 +299,7 @@ def one_by_one(inputs, out):
 
 def test_a_new_peer_is_checked_like_the_others():
     peer = Peer("PyTorch, one by one", "torch", one_by_one)
-    assert peer.version() == torch.__version__
+    assert peer.version() == torch.__version__.split("+")[0]
     inputs = make_inputs(CASE, "cpu", 2)
     out = torch.full_like(inputs.q, float("nan"))
     plan = one_by_one(inputs, out)
