@@ -1,8 +1,8 @@
 """No address is an int32 product: in the compiled kernels, a run-time stride is only ever multiplied as an int64.
 
-A stride is any integer argument of a kernel that is not a count or a window. The kernels' IR is read as text, before it
-has the layouts of a GPU. The exception is an offset within a page in attention: `slot * k_slot` and the like are int32
-where the cache has said that they stay below 2^31 (`WIDE_OFFSETS` is False).
+A stride is any integer argument of a kernel that is not a count or a window. The test reads the kernels' IR as text,
+before it has the layouts of a GPU. Offsets within a page are an exception in attention: `slot * k_slot` and similar products
+are int32 if the cache says that they stay below 2^31 (`WIDE_OFFSETS` is False).
 """
 
 import re

@@ -1,4 +1,4 @@
-"""A relaunch hands the GPU what Triton's binder would: seen without a GPU, by recording what reaches the launcher."""
+"""A relaunch passes the arguments that Triton's binder passes. No GPU is needed: a stand-in records them."""
 
 from unittest import mock
 
@@ -74,7 +74,9 @@ def test_a_relaunch_passes_what_the_binder_passes(target, batch, features, monke
     assert (launch.name == "hopper" and launch.num_splits > 1) == (target == "sm90" and batch == "chunk, split")
 
 
-@pytest.mark.parametrize(("target", "batch", "kernel"), [("sm80", "decode", "split_kv"), ("sm90", "prefill", "hopper")])
+@pytest.mark.parametrize(
+    ("target", "batch", "kernel"), [("sm80", "decode", "split_kv"), ("sm90", "prefill", "hopper")]
+)
 def test_tensors_of_another_kind_go_through_the_binder(target, batch, kernel, monkeypatch):
     """What was compiled for some strides, dtypes and layouts is launched again for the same only."""
 

@@ -58,7 +58,8 @@ def full_tile_config(block_m: int = 16, block_n: int = 16) -> KernelConfig:
 def test_full_tiles_in_a_loop_without_masks(feature, dtype, device, assert_within_budget):
     """No tree has such a loop for float32, and for float16 only from 65 rows on.
 
-    The rows of a block end at different keys, sequences end within tiles, and windows are longer than several tiles.
+    The rows of a block end at different keys, sequences end within tiles, and windows are longer than a block and
+    several tiles.
     """
     features = dict(FEATURES[feature])
     if features.get("sliding_window") in (5, 11):

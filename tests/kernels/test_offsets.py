@@ -1,7 +1,7 @@
-"""Offsets of 2^31 elements and more: strides so large that an int32 product wraps, in memory that is hardly touched.
+"""Offsets of 2^31 elements and more: strides so large that an int32 product wraps, in sparse memory.
 
-Each case runs in its own process, since a wrapped offset is a segmentation fault. `tests/compile/test_int64_offsets.py`
-checks the same in the compiled kernels, without running them.
+Each case runs in a separate process, since a wrapped offset is a segmentation fault.
+`tests/compile/test_int64_offsets.py` checks the same in the compiled kernels, without running them.
 """
 
 import os
@@ -20,7 +20,7 @@ OUT_OF_MEMORY = 77
 
 
 def spread(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
-    """Return a copy of a tensor in sparse memory, with stride `stride` in dimension `dim`; others are contiguous."""
+    """Copy a tensor to sparse memory, with stride `stride` in dimension `dim`; the other dimensions are contiguous."""
     strides = list(tensor[(slice(None),) * dim + (slice(1),)].contiguous().stride())
     strides[dim] = stride
     extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, strides, strict=True))

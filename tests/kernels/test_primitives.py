@@ -58,7 +58,7 @@ def at_the_end(tensor):
     return held.view(tensor.shape).copy_(tensor)
 
 page_size, full_tile_loop, num_splits = int(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
-heads = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 24}
+heads = dict(num_q_heads=6, num_kv_heads=2, head_dim=24)
 spec = quire.AttentionSpec(**heads, dtype=torch.float32, sliding_window=40, sinks=True)
 p = make_problem(spec, ((3, 96), (9, 64)), page_size=page_size)
 b, table = p.batch, p.batch.page_table[:, : -(-96 // page_size)].contiguous()

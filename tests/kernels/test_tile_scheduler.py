@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 import quire
 
@@ -53,13 +54,9 @@ def test_splits_cover_each_visible_tile_once(window, num_splits, scheduler):
 def test_the_visible_keys_of_a_sequence_are_those_of_any_query(scheduler):
     for q_len, seq_len, (left, right) in itertools.product((1, 9), (5, 40), ((7, 0), (3, 2), (100, 100))):
         first_pos = seq_len - q_len
-        low, high = scheduler.visible_keys.fn(
-            SimpleNamespace(first_pos=first_pos, q_len=q_len, seq_len=seq_len), left, right
-        )
+        low, high = scheduler.visible_keys.fn(SimpleNamespace(first_pos=first_pos, q_len=q_len, seq_len=seq_len), left, right)
         seen = {key for q in range(first_pos, seq_len) for key in range(q - left, q + right + 1) if 0 <= key < seq_len}
-        assert set(range(max(low, 0), high)) == {
-            key for key in range(seq_len) if seen and min(seen) <= key <= max(seen)
-        }
+        assert set(range(max(low, 0), high)) == {key for key in range(seq_len) if seen and min(seen) <= key <= max(seen)}
 
 
 @pytest.mark.parametrize("kind", ["NHD", "HND", "one row", "one tensor", "layers", "one head"])
