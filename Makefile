@@ -60,7 +60,7 @@ test-newest: $(VENV)/.ready
 
 test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/bench tests/integrations tests/engines tests/test_api.py tests/test_service.py tests/test_recipes.py tests/test_mutations.py
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/bench tests/integrations tests/engines tests/test_api.py tests/test_service.py tests/test_recipes.py tests/mutations
 
 # These few take half of the time. They run on the newest Triton alone.
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once
@@ -77,7 +77,7 @@ test-vllm: $(VENV)/.ready
 	$(MAKE) --jobs 2 --output-sync $(VLLM:%=test-vllm-%)
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/test_examples.py -k vllm
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/test_examples.py tests/mutations -k vllm
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples

@@ -1,4 +1,4 @@
-"""The GPU suite is itself tested: in a copy of the package with one place of the Hopper kernel broken, its tests must fail.
+"""The GPU suite is itself tested: in a copy of the package with one place of the Hopper kernel broken, it must fail.
 
 Nothing but a Hopper GPU runs this kernel. No mutant here breaks a barrier: it would hang the GPU instead of failing.
 """
@@ -18,13 +18,31 @@ KERNEL, PRODUCER = "kernels/hopper/kernel.py", "kernels/hopper/producer.py"
 HOPPER = "gpu/test_hopper.py::test_"
 CAUSAL, WINDOW = HOPPER + "features[{}-64-dtype0]", HOPPER + "features[{'sliding_window': 100}-64-dtype0]"
 MUTANTS = {
-    "a key past the diagonal seen": Mutant(KERNEL, "gl.minimum(q_pos + scoring.window_right, work.seq_len - 1)", "gl.minimum(q_pos + 1 + scoring.window_right, work.seq_len - 1)", CAUSAL),
-    "full tiles a key too far": Mutant(KERNEL, "gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)", "gl.minimum(low_pos + scoring.window_right + 2, work.seq_len)", CAUSAL),
-    "full tiles by the first row's window": Mutant(KERNEL, "(pos < high_pos - scoring.window_left)", "(pos < low_pos - scoring.window_left)", WINDOW),
-    "denominator not rescaled": Mutant(KERNEL, "l_i * alpha + gl.sum(p, 1), alpha", "l_i + gl.sum(p, 1), alpha", CAUSAL),
-    "values before the window not zeroed": Mutant(PRODUCER, "((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]", "(kv_pos < kv_high)[:, None]", WINDOW),
-    "boxes of a tile from one slot": Mutant(PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", HOPPER + "pages[NHD-128]"),
-}  # fmt: skip
+    "a key past the diagonal seen": Mutant(
+        KERNEL,
+        "gl.minimum(q_pos + scoring.window_right, work.seq_len - 1)",
+        "gl.minimum(q_pos + 1 + scoring.window_right, work.seq_len - 1)",
+        CAUSAL,
+    ),
+    "full tiles a key too far": Mutant(
+        KERNEL,
+        "gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)",
+        "gl.minimum(low_pos + scoring.window_right + 2, work.seq_len)",
+        CAUSAL,
+    ),
+    "full tiles by the first row's window": Mutant(
+        KERNEL, "(pos < high_pos - scoring.window_left)", "(pos < low_pos - scoring.window_left)", WINDOW
+    ),
+    "denominator not rescaled": Mutant(
+        KERNEL, "l_i * alpha + gl.sum(p, 1), alpha", "l_i + gl.sum(p, 1), alpha", CAUSAL
+    ),
+    "values before the window not zeroed": Mutant(
+        PRODUCER, "((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]", "(kv_pos < kv_high)[:, None]", WINDOW
+    ),
+    "boxes of a tile from one slot": Mutant(
+        PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", HOPPER + "pages[NHD-128]"
+    ),
+}
 
 
 @pytest.fixture(scope="module")

@@ -10,70 +10,302 @@ OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 
 IN_INTERPRETER = {
     # primitives.py
-    "causal mask dropped": Mutant("kernels/primitives.py", "(kv_pos[None, :] <= last[:, None])", "(kv_pos[None, :] < 1000000)", ATTENTION + "features[causal-1]"),
-    "window off by one": Mutant("kernels/primitives.py", "(kv_pos[None, :] >= first[:, None])", "(kv_pos[None, :] > first[:, None])", ATTENTION + "features[window-1]"),
-    "values not masked": Mutant("kernels/primitives.py", "tl.load(ptrs, mask=keep[:, None], other=0.0)", "tl.load(ptrs)", ATTENTION + "features[causal-1]"),
-    "rescale dropped": Mutant("kernels/primitives.py", "v, acc * alpha[:, None], input_precision", "v, acc, input_precision", LONG + "[1]"),
-    "denominator not rescaled": Mutant("kernels/primitives.py", "l_i = l_i * alpha + tl.sum(p, 1)", "l_i = l_i + tl.sum(p, 1)", LONG + "[1]"),
-    "states added without weights": Mutant("kernels/primitives.py", "tl.fma(l_i, alpha, other_l * beta)", "l_i + other_l", MERGE + "::test_any_tree_shape"),
-    "sink forgotten": Mutant("kernels/primitives.py", "sink, tl.zeros_like(sink) + 1.0)", "sink, tl.zeros_like(sink))", ATTENTION + "features[sinks-1]"),
-    "odd dims of fp8 pairs dropped": Mutant("kernels/primitives.py", "tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))", "tl.dot(q_even, tl.trans(k_even))", "kernels/test_attention.py::test_fp8_in_pairs[kv_dtype0-1]"),
-    "page stride ignored": Mutant("kernels/primitives.py", "(page * kv.k_page + kv_head * kv.k_head)", "(page * kv.k_slot + kv_head * kv.k_head)", ATTENTION + "features[causal-1]"),
-    "pages past the last key read": Mutant("kernels/primitives.py", "tl.load(row + pos // PAGE_SIZE, mask=pos < kv_stop, other=0)", "tl.load(row + pos // PAGE_SIZE)", "kernels/test_primitives.py"),
-    "pages before the window read": Mutant("kernels/primitives.py", "mask=(kv_pos >= kv_start) & (kv_pos < kv_stop), other=0)", "mask=kv_pos < kv_stop, other=0)", "kernels/test_primitives.py"),
-    "small values scaled in float16": Mutant("kernels/primitives.py", "T.TOKEN_SCALES and q.dtype == tl.float16 if", "False if", ATTENTION + "small_values_survive_scales_per_token[kv_dtype0-0.001]"),
-    "NaN taken for no key": Mutant("kernels/primitives.py", "empty = l_i == 0.0", "empty = (l_i > 0.0) == 0", ATTENTION + "a_query_of_nan_gives_nan[False-1]"),
-    "K's head offset in int32": Mutant("kernels/block/kernel.py", "kv_head = (pid % NUM_KV_HEADS).to(tl.int64)", "kv_head = pid % NUM_KV_HEADS", OFFSETS + "[heads]"),
-    "slots in int32": Mutant("kernels/primitives.py", "slot, offs_d, offs_dv = slot.to(tl.int64),", "_, offs_d, offs_dv = slot.to(tl.int64),", OFFSETS + "[tokens]"),
+    "causal mask dropped": Mutant(
+        "kernels/primitives.py",
+        "(kv_pos[None, :] <= last[:, None])",
+        "(kv_pos[None, :] < 1000000)",
+        ATTENTION + "features[causal-1]",
+    ),
+    "window off by one": Mutant(
+        "kernels/primitives.py",
+        "(kv_pos[None, :] >= first[:, None])",
+        "(kv_pos[None, :] > first[:, None])",
+        ATTENTION + "features[window-1]",
+    ),
+    "values not masked": Mutant(
+        "kernels/primitives.py",
+        "tl.load(ptrs, mask=keep[:, None], other=0.0)",
+        "tl.load(ptrs)",
+        ATTENTION + "features[causal-1]",
+    ),
+    "rescale dropped": Mutant(
+        "kernels/primitives.py", "v, acc * alpha[:, None], input_precision", "v, acc, input_precision", LONG + "[1]"
+    ),
+    "denominator not rescaled": Mutant(
+        "kernels/primitives.py", "l_i = l_i * alpha + tl.sum(p, 1)", "l_i = l_i + tl.sum(p, 1)", LONG + "[1]"
+    ),
+    "states added without weights": Mutant(
+        "kernels/primitives.py", "tl.fma(l_i, alpha, other_l * beta)", "l_i + other_l", MERGE + "::test_any_tree_shape"
+    ),
+    "sink forgotten": Mutant(
+        "kernels/primitives.py",
+        "sink, tl.zeros_like(sink) + 1.0)",
+        "sink, tl.zeros_like(sink))",
+        ATTENTION + "features[sinks-1]",
+    ),
+    "odd dims of fp8 pairs dropped": Mutant(
+        "kernels/primitives.py",
+        "tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))",
+        "tl.dot(q_even, tl.trans(k_even))",
+        "kernels/test_attention.py::test_fp8_in_pairs[kv_dtype0-1]",
+    ),
+    "page stride ignored": Mutant(
+        "kernels/primitives.py",
+        "(page * kv.k_page + kv_head * kv.k_head)",
+        "(page * kv.k_slot + kv_head * kv.k_head)",
+        ATTENTION + "features[causal-1]",
+    ),
+    "pages past the last key read": Mutant(
+        "kernels/primitives.py",
+        "tl.load(row + pos // PAGE_SIZE, mask=pos < kv_stop, other=0)",
+        "tl.load(row + pos // PAGE_SIZE)",
+        "kernels/test_primitives.py",
+    ),
+    "pages before the window read": Mutant(
+        "kernels/primitives.py",
+        "mask=(kv_pos >= kv_start) & (kv_pos < kv_stop), other=0)",
+        "mask=kv_pos < kv_stop, other=0)",
+        "kernels/test_primitives.py",
+    ),
+    "small values scaled in float16": Mutant(
+        "kernels/primitives.py",
+        "T.TOKEN_SCALES and q.dtype == tl.float16 if",
+        "False if",
+        ATTENTION + "small_values_survive_scales_per_token[kv_dtype0-0.001]",
+    ),
+    "NaN taken for no key": Mutant(
+        "kernels/primitives.py",
+        "empty = l_i == 0.0",
+        "empty = (l_i > 0.0) == 0",
+        ATTENTION + "a_query_of_nan_gives_nan[False-1]",
+    ),
+    "K's head offset in int32": Mutant(
+        "kernels/block/kernel.py",
+        "kv_head = (pid % NUM_KV_HEADS).to(tl.int64)",
+        "kv_head = pid % NUM_KV_HEADS",
+        OFFSETS + "[heads]",
+    ),
+    "slots in int32": Mutant(
+        "kernels/primitives.py",
+        "slot, offs_d, offs_dv = slot.to(tl.int64),",
+        "_, offs_d, offs_dv = slot.to(tl.int64),",
+        OFFSETS + "[tokens]",
+    ),
     # block/
-    "full tiles end a key late": Mutant("kernels/block/kernel.py", "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 1, seq_len), 0)", "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 2, seq_len), 0)", FULL_TILES + "[causal-dtype0]"),
-    "full tiles begin by the first row's window": Mutant("kernels/block/kernel.py", "tl.maximum(high_pos - window_left, 0)", "tl.maximum(low_pos - window_left, 0)", FULL_TILES + "[window-dtype0]"),
-    "full tiles past the last key": Mutant("kernels/block/kernel.py", "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 1, seq_len), 0)", "full_stop = tl.maximum(low_pos + window_right + 1, 0)", ATTENTION + "the_loop_without_masks_ends_with_the_keys[200]"),
-    "a block's last tile forgotten": Mutant("kernels/block/kernel.py", "tl.range(1, 1 + num_before + stop - full_stop)", "tl.range(1, num_before + stop - full_stop)", ATTENTION + "features[causal-1]"),
-    "a row block too many searched": Mutant("kernels/block/kernel.py", "GROUP // BLOCK_M + middle <= row_block", "GROUP // BLOCK_M + middle < row_block", ATTENTION + "features[causal-1]"),
+    "full tiles end a key late": Mutant(
+        "kernels/block/kernel.py",
+        "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 1, seq_len), 0)",
+        "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 2, seq_len), 0)",
+        FULL_TILES + "[causal-dtype0]",
+    ),
+    "full tiles begin by the first row's window": Mutant(
+        "kernels/block/kernel.py",
+        "tl.maximum(high_pos - window_left, 0)",
+        "tl.maximum(low_pos - window_left, 0)",
+        FULL_TILES + "[window-dtype0]",
+    ),
+    "full tiles past the last key": Mutant(
+        "kernels/block/kernel.py",
+        "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 1, seq_len), 0)",
+        "full_stop = tl.maximum(low_pos + window_right + 1, 0)",
+        ATTENTION + "the_loop_without_masks_ends_with_the_keys[200]",
+    ),
+    "a block's last tile forgotten": Mutant(
+        "kernels/block/kernel.py",
+        "tl.range(1, 1 + num_before + stop - full_stop)",
+        "tl.range(1, num_before + stop - full_stop)",
+        ATTENTION + "features[causal-1]",
+    ),
+    "a row block too many searched": Mutant(
+        "kernels/block/kernel.py",
+        "GROUP // BLOCK_M + middle <= row_block",
+        "GROUP // BLOCK_M + middle < row_block",
+        ATTENTION + "features[causal-1]",
+    ),
     # split_kv/
-    "full tiles of a partition end a token late": Mutant("kernels/split_kv/kernel.py", "tl.minimum(low_pos + window_right + 1, kv_stop)", "tl.minimum(low_pos + window_right + 2, kv_stop)", ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[None]"),
-    "full tiles of a partition by the last row": Mutant("kernels/split_kv/kernel.py", "low_pos = first_pos + row_block * BLOCK_M // GROUP", "low_pos = first_pos + 1 + row_block * BLOCK_M // GROUP", ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[None]"),
-    "full tiles of a partition before the window": Mutant("kernels/split_kv/kernel.py", " & (high_pos - window_left <= begin * BLOCK_N)", "", ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[350]"),
-    "the first partial from the wrong slot": Mutant("kernels/split_kv/kernel.py", "                    2 * first_partition + 1,\n", "                    2 * first_partition,\n", LONG + "[7]"),
-    "a partial forgotten": Mutant("kernels/split_kv/kernel.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"),
-    "a partition cut short": Mutant("kernels/split_kv/schedule.py", "high = tl.minimum(low + size, total)", "high = tl.minimum(low + size, total - 1)", LONG + "[7]"),
-    "sequences found one too late": Mutant("kernels/split_kv/schedule.py", "before = ends <= unit", "before = ends < unit", LONG + "[7]"),
-    "the shortest partition by another formula": Mutant("kernels/split_kv/schedule.py", "mean > S.TWO_LEVEL_MIN_TILES", "mean >= S.TWO_LEVEL_MIN_TILES", "kernels/test_schedule.py"),
-    "the host's shortest partition by another formula": Mutant("kernels/split_kv/launch.py", "math.sqrt(mean * cost)", "math.sqrt(mean) * cost", "kernels/test_schedule.py"),
-    "partials combined without weights": Mutant("kernels/split_kv/reduce.py", "acc += accs[i] * alpha[:, None]", "acc += accs[i]", LONG + "[7]"),
-    "a counter left as it is": Mutant("kernels/split_kv/reduce.py", "tl.store(scratch.counter + counter, 0)", "tl.store(scratch.counter + counter, num_arrivals)", "kernels/test_attention.py::test_runs_are_bitwise_equal"),
-    "the tail of a round counted twice": Mutant("kernels/split_kv/reduce.py", "present = (first + i + 0 * offs_r) < num_partials", "present = (first + 0 * offs_r) < num_partials", LONG + "[7]"),
-    "splits of a fixed size added in another order": Mutant("kernels/split_kv/kernel.py", "acc, m_i, l_i = combine(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)", "acc, m_i, l_i = combine(split_acc, split_m, split_l, acc, m_i, l_i, PACKED_FP8)", "kernels/test_invariance.py"),
+    "full tiles of a partition end a token late": Mutant(
+        "kernels/split_kv/kernel.py",
+        "tl.minimum(low_pos + window_right + 1, kv_stop)",
+        "tl.minimum(low_pos + window_right + 2, kv_stop)",
+        ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[None]",
+    ),
+    "full tiles of a partition by the last row": Mutant(
+        "kernels/split_kv/kernel.py",
+        "low_pos = first_pos + row_block * BLOCK_M // GROUP",
+        "low_pos = first_pos + 1 + row_block * BLOCK_M // GROUP",
+        ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[None]",
+    ),
+    "full tiles of a partition before the window": Mutant(
+        "kernels/split_kv/kernel.py",
+        " & (high_pos - window_left <= begin * BLOCK_N)",
+        "",
+        ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[350]",
+    ),
+    "the first partial from the wrong slot": Mutant(
+        "kernels/split_kv/kernel.py",
+        "                    2 * first_partition + 1,\n",
+        "                    2 * first_partition,\n",
+        LONG + "[7]",
+    ),
+    "a partial forgotten": Mutant(
+        "kernels/split_kv/kernel.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
+    ),
+    "a partition cut short": Mutant(
+        "kernels/split_kv/schedule.py",
+        "high = tl.minimum(low + size, total)",
+        "high = tl.minimum(low + size, total - 1)",
+        LONG + "[7]",
+    ),
+    "sequences found one too late": Mutant(
+        "kernels/split_kv/schedule.py", "before = ends <= unit", "before = ends < unit", LONG + "[7]"
+    ),
+    "the shortest partition by another formula": Mutant(
+        "kernels/split_kv/schedule.py",
+        "mean > S.TWO_LEVEL_MIN_TILES",
+        "mean >= S.TWO_LEVEL_MIN_TILES",
+        "kernels/test_schedule.py",
+    ),
+    "the host's shortest partition by another formula": Mutant(
+        "kernels/split_kv/launch.py", "math.sqrt(mean * cost)", "math.sqrt(mean) * cost", "kernels/test_schedule.py"
+    ),
+    "partials combined without weights": Mutant(
+        "kernels/split_kv/reduce.py", "acc += accs[i] * alpha[:, None]", "acc += accs[i]", LONG + "[7]"
+    ),
+    "a counter left as it is": Mutant(
+        "kernels/split_kv/reduce.py",
+        "tl.store(scratch.counter + counter, 0)",
+        "tl.store(scratch.counter + counter, num_arrivals)",
+        "kernels/test_attention.py::test_runs_are_bitwise_equal",
+    ),
+    "the tail of a round counted twice": Mutant(
+        "kernels/split_kv/reduce.py",
+        "present = (first + i + 0 * offs_r) < num_partials",
+        "present = (first + 0 * offs_r) < num_partials",
+        LONG + "[7]",
+    ),
+    "splits of a fixed size added in another order": Mutant(
+        "kernels/split_kv/kernel.py",
+        "acc, m_i, l_i = combine(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)",
+        "acc, m_i, l_i = combine(split_acc, split_m, split_l, acc, m_i, l_i, PACKED_FP8)",
+        "kernels/test_invariance.py",
+    ),
     # combine.py
-    "an lse of +inf taken for a weight": Mutant("kernels/combine.py", "empty = tl.abs(other_lse) == float(\"inf\")", "empty = other_lse == float(\"-inf\")", MERGE + "::test_a_state_with_an_infinite_lse_is_empty"),
-    "what an empty state holds is read": Mutant("kernels/combine.py", "held = (~empty)[:, None] & (offs_dv < HEAD_DIM_V)[None, :]", "held = (~empty | empty)[:, None] & (offs_dv < HEAD_DIM_V)[None, :]", MERGE + "::test_what_an_empty_state_holds_does_not_matter"),
+    "an lse of +inf taken for a weight": Mutant(
+        "kernels/combine.py",
+        'empty = tl.abs(other_lse) == float("inf")',
+        'empty = other_lse == float("-inf")',
+        MERGE + "::test_a_state_with_an_infinite_lse_is_empty",
+    ),
+    "what an empty state holds is read": Mutant(
+        "kernels/combine.py",
+        "held = (~empty)[:, None] & (offs_dv < HEAD_DIM_V)[None, :]",
+        "held = (~empty | empty)[:, None] & (offs_dv < HEAD_DIM_V)[None, :]",
+        MERGE + "::test_what_an_empty_state_holds_does_not_matter",
+    ),
     "lse in base 2": Mutant("kernels/combine.py", "other_lse * LOG2E)", "other_lse)", MERGE + "::test_any_tree_shape"),
-    "a token of no sequence combined": Mutant("kernels/combine.py", "if token >= tl.load(cu_seqlens_q + num_seqs):", "if token > tl.load(cu_seqlens_q + num_seqs):", MERGE + "::test_states_side_by_side_merge_into_tensors_of_any_stride"),
-    "states in int32": Mutant("kernels/combine.py", "out_ptrs + tl.cast(i, tl.int64) * stride_state", "out_ptrs + tl.cast(i * stride_state, tl.int32)", OFFSETS + "[combine]"),
+    "a token of no sequence combined": Mutant(
+        "kernels/combine.py",
+        "if token >= tl.load(cu_seqlens_q + num_seqs):",
+        "if token > tl.load(cu_seqlens_q + num_seqs):",
+        MERGE + "::test_states_side_by_side_merge_into_tensors_of_any_stride",
+    ),
+    "states in int32": Mutant(
+        "kernels/combine.py",
+        "out_ptrs + tl.cast(i, tl.int64) * stride_state",
+        "out_ptrs + tl.cast(i * stride_state, tl.int32)",
+        OFFSETS + "[combine]",
+    ),
     # copy.py
-    "a negative destination copied to": Mutant("kernels/copy.py", "if (from_page < 0) | (to_page < 0):", "if from_page < 0:", COPY),
-    "pages copied backwards": Mutant("kernels/copy.py", "from_page = tl.load(page_pairs + 2 * pair)", "from_page = tl.load(page_pairs + 2 * pair + 1)", COPY),
-    "V's scales copied from K's": Mutant("kernels/copy.py", "copy_tile(v_scale, from_page", "copy_tile(k_scale, from_page", COPY),
+    "a negative destination copied to": Mutant(
+        "kernels/copy.py", "if (from_page < 0) | (to_page < 0):", "if from_page < 0:", COPY
+    ),
+    "pages copied backwards": Mutant(
+        "kernels/copy.py",
+        "from_page = tl.load(page_pairs + 2 * pair)",
+        "from_page = tl.load(page_pairs + 2 * pair + 1)",
+        COPY,
+    ),
+    "V's scales copied from K's": Mutant(
+        "kernels/copy.py", "copy_tile(v_scale, from_page", "copy_tile(k_scale, from_page", COPY
+    ),
     "the source's strides in the target": Mutant("kernels/copy.py", "i1 * part.target_1", "i1 * part.source_1", COPY),
-    "dimensions joined that do not lie side by side": Mutant("kernels/copy.py", "dims[-1][1:] == (size * step, size * target_step)", "dims[-1][1] == size * step", COPY),
+    "dimensions joined that do not lie side by side": Mutant(
+        "kernels/copy.py", "dims[-1][1:] == (size * step, size * target_step)", "dims[-1][1] == size * step", COPY
+    ),
     # write.py
-    "slots written elsewhere": Mutant("kernels/write.py", "position // PAGE_SIZE, position % PAGE_SIZE", "position // PAGE_SIZE, (position + 1) % PAGE_SIZE", WRITE + "::test_pages_of_any_size"),
-    "padding written": Mutant("kernels/write.py", "if position < 0:", "if position < -1:", WRITE + "::test_nothing_to_write"),
-    "V quantised by K's scale": Mutant("kernels/write.py", "        v_scale, offs_scale, HEAD_DIM_V", "        k_scale, offs_scale, HEAD_DIM_V", WRITE + "::test_quantised_values_are_the_nearest[kv_dtype2-dtype0-head-NHD]"),
-    "infinity taken for the largest": Mutant("kernels/write.py", "tl.where(tl.abs(x) < float(\"inf\"), tl.abs(x), 0.0)", "tl.abs(x)", WRITE + "::test_a_token_s_scale_minds_neither_what_is_not_finite_nor_what_is_next_to_nothing"),
+    "slots written elsewhere": Mutant(
+        "kernels/write.py",
+        "position // PAGE_SIZE, position % PAGE_SIZE",
+        "position // PAGE_SIZE, (position + 1) % PAGE_SIZE",
+        WRITE + "::test_pages_of_any_size",
+    ),
+    "padding written": Mutant(
+        "kernels/write.py", "if position < 0:", "if position < -1:", WRITE + "::test_nothing_to_write"
+    ),
+    "V quantised by K's scale": Mutant(
+        "kernels/write.py",
+        "        v_scale, offs_scale, HEAD_DIM_V",
+        "        k_scale, offs_scale, HEAD_DIM_V",
+        WRITE + "::test_quantised_values_are_the_nearest[kv_dtype2-dtype0-head-NHD]",
+    ),
+    "infinity taken for the largest": Mutant(
+        "kernels/write.py",
+        'tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)',
+        "tl.abs(x)",
+        WRITE + "::test_a_token_s_scale_minds_neither_what_is_not_finite_nor_what_is_next_to_nothing",
+    ),
     # mods.py
-    "softcap without its cap": Mutant("kernels/mods.py", "return cap * tanh(scores / cap)", "return tanh(scores / cap)", ATTENTION + "features[softcap-1]"),
+    "softcap without its cap": Mutant(
+        "kernels/mods.py",
+        "return cap * tanh(scores / cap)",
+        "return tanh(scores / cap)",
+        ATTENTION + "features[softcap-1]",
+    ),
     "tanh's series cut": Mutant("kernels/mods.py", "x2 * (2.0 / 15 + ", "x2 * (2.0 / 16 + ", "kernels/test_mods.py"),
-    "ALiBi ahead as a bonus": Mutant("kernels/mods.py", "tl.abs(q_pos[:, None] - kv_pos[None, :])", "(q_pos[:, None] - kv_pos[None, :])", ATTENTION + "features[alibi bidirectional-1]"),
-    "softcap after ALiBi": Mutant("kernels/mods.py", "return alibi(softcap(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)", "return softcap(alibi(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)", ATTENTION + "features[everything-1]"),
-    "int8 down to -128": Mutant("kernels/mods.py", "tl.maximum(x, -127.0)", "tl.maximum(x, -128.0)", WRITE + "::test_ties_subnormals_and_any_bits_of_float32[dtype2]"),
-    "fp8 rounded half up": Mutant("kernels/mods.py", "((1 << (DROP - 1)) - 1) + ((wide >> DROP) & 1)", "(1 << (DROP - 1))", WRITE + "::test_ties_subnormals_and_any_bits_of_float32[dtype0]"),
-    "e4m3 without its bias": Mutant("kernels/mods.py", ".to(tl.float32) * 256.0", ".to(tl.float32) * 128.0", ATTENTION + "quantised_caches[dtype0-kv_dtype0-tensor]"),
-    "e4m3 pairs in the wrong order": Mutant("kernels/mods.py", "return even.to(tl.float16, bitcast=True) * 256.0, odd.to(tl.float16, bitcast=True) * 256.0", "return odd.to(tl.float16, bitcast=True) * 256.0, even.to(tl.float16, bitcast=True) * 256.0", "kernels/test_attention.py::test_fp8_in_pairs[kv_dtype0-1]"),
+    "ALiBi ahead as a bonus": Mutant(
+        "kernels/mods.py",
+        "tl.abs(q_pos[:, None] - kv_pos[None, :])",
+        "(q_pos[:, None] - kv_pos[None, :])",
+        ATTENTION + "features[alibi bidirectional-1]",
+    ),
+    "softcap after ALiBi": Mutant(
+        "kernels/mods.py",
+        "return alibi(softcap(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)",
+        "return softcap(alibi(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)",
+        ATTENTION + "features[everything-1]",
+    ),
+    "int8 down to -128": Mutant(
+        "kernels/mods.py",
+        "tl.maximum(x, -127.0)",
+        "tl.maximum(x, -128.0)",
+        WRITE + "::test_ties_subnormals_and_any_bits_of_float32[dtype2]",
+    ),
+    "fp8 rounded half up": Mutant(
+        "kernels/mods.py",
+        "((1 << (DROP - 1)) - 1) + ((wide >> DROP) & 1)",
+        "(1 << (DROP - 1))",
+        WRITE + "::test_ties_subnormals_and_any_bits_of_float32[dtype0]",
+    ),
+    "e4m3 without its bias": Mutant(
+        "kernels/mods.py",
+        ".to(tl.float32) * 256.0",
+        ".to(tl.float32) * 128.0",
+        ATTENTION + "quantised_caches[dtype0-kv_dtype0-tensor]",
+    ),
+    "e4m3 pairs in the wrong order": Mutant(
+        "kernels/mods.py",
+        "return even.to(tl.float16, bitcast=True) * 256.0, odd.to(tl.float16, bitcast=True) * 256.0",
+        "return odd.to(tl.float16, bitcast=True) * 256.0, even.to(tl.float16, bitcast=True) * 256.0",
+        "kernels/test_attention.py::test_fp8_in_pairs[kv_dtype0-1]",
+    ),
     # host
-    "offsets never wide": Mutant("cache.py", "(slots - 1) * s.slot + (dim // s.vec_size - 1) * s.vec + s.vec_size > 1 << 31", "False", "kernels/test_offsets.py::test_the_host_knows_which_offsets_are_wide"),
-}  # fmt: skip
+    "offsets never wide": Mutant(
+        "cache.py",
+        "(slots - 1) * s.slot + (dim // s.vec_size - 1) * s.vec + s.vec_size > 1 << 31",
+        "False",
+        "kernels/test_offsets.py::test_the_host_knows_which_offsets_are_wide",
+    ),
+}
 
 CPU, SHIM = "test_cpu_path.py", "integrations/test_flash_attn.py::test_"
 SCHEDULER = "kernels/test_tile_scheduler.py"
@@ -83,53 +315,274 @@ INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
 
 OUTSIDE = {
     # cpu/
-    "CPU: causal mask dropped": Mutant("kernels/cpu/attention.py", "(kv_pos <= q_pos[..., None] + window_right)", "(kv_pos >= 0)", ATTENTION + "features[causal-1]"),
-    "CPU: window off by one": Mutant("kernels/cpu/attention.py", "(kv_pos >= q_pos[..., None] - window_left)", "(kv_pos > q_pos[..., None] - window_left)", ATTENTION + "features[window-1]"),
-    "CPU: what is not seen is read": Mutant("kernels/cpu/attention.py", "    return k.masked_fill(unread, 0.0), v.masked_fill(unread, 0.0)", "    return k, v", ATTENTION + "features[window-1]"),
-    "CPU: V by K's scale": Mutant("kernels/cpu/attention.py", "v * v_scale[..., None]", "v * k_scale[..., None]", ATTENTION + "quantised_caches[dtype0-kv_dtype0-token]"),
-    "CPU: flat tables by the first sequence": Mutant("kernels/cpu/attention.py", "batch.cu_pages[seqs].long()[:, None] + entry", "batch.cu_pages[seqs * 0].long()[:, None] + entry", ATTENTION + "flat_table"),
-    "CPU: a sink's value is the last key's": Mutant("kernels/cpu/attention.py", "out = p[..., : kv_pos.shape[0]] @ v", "out = p[..., -kv_pos.shape[0] :] @ v", ATTENTION + "features[sinks-1]"),
-    "CPU: ALiBi without abs": Mutant("kernels/cpu/attention.py", "(q_pos[..., None] - kv_pos).abs()", "(q_pos[..., None] - kv_pos)", ATTENTION + "features[alibi bidirectional-1]"),
-    "CPU: exponentials not divided by their sum": Mutant("kernels/cpu/softmax.py", "(p / total)", "torch.exp(scores - (top + torch.log(total)))", CPU + "::test_probabilities_add_up_to_one_at_large_scores"),
-    "CPU: autocast on": Mutant("kernels/cpu/attention.py", '@torch.autocast("cpu", enabled=False)\n', "", CPU + "::test_autocast_changes_nothing"),
-    "CPU: an lse of +inf taken for a weight": Mutant("kernels/cpu/merge.py", 'lses.masked_fill(lses == float("inf"), float("-inf"))', "lses", CPU + "::test_a_state_with_an_infinite_lse_is_empty"),
-    "CPU: what an empty state holds is read": Mutant("kernels/cpu/merge.py", "torch.where(weight[..., None] == 0, 0.0, weight[..., None] * state.out.float())", "weight[..., None] * state.out.float()", MERGE + "::test_what_an_empty_state_holds_does_not_matter"),
-    "CPU: padding written": Mutant("kernels/cpu/cache_ops.py", "(slot_mapping >= 0).nonzero()", "(slot_mapping >= -1).nonzero()", WRITE + "::test_nothing_to_write"),
-    "CPU: int8 down to -128": Mutant("kernels/cpu/cache_ops.py", ".clamp(-limit, limit)", ".clamp(-limit - 1, limit)", WRITE + "::test_ties_subnormals_and_any_bits_of_float32"),
-    "CPU: int8 rounded down": Mutant("kernels/cpu/cache_ops.py", "x.round().nan_to_num(0.0)", "x.floor().nan_to_num(0.0)", WRITE + "::test_every_float16_is_rounded_to_the_nearest"),
-    "CPU: pages copied backwards": Mutant("kernels/cpu/cache_ops.py", "target[to_page] = source[from_page]", "target[from_page] = source[to_page]", COPY),
-    "CPU: a slot past the pool found too late": Mutant("kernels/cpu/cache_ops.py", "int(slot_mapping.max()) >= num_slots", "int(slot_mapping.max()) > num_slots", CPU + "::test_a_slot_past_the_pool_leaves_the_cache_as_it_was"),
+    "CPU: causal mask dropped": Mutant(
+        "kernels/cpu/attention.py",
+        "(kv_pos <= q_pos[..., None] + window_right)",
+        "(kv_pos >= 0)",
+        ATTENTION + "features[causal-1]",
+    ),
+    "CPU: window off by one": Mutant(
+        "kernels/cpu/attention.py",
+        "(kv_pos >= q_pos[..., None] - window_left)",
+        "(kv_pos > q_pos[..., None] - window_left)",
+        ATTENTION + "features[window-1]",
+    ),
+    "CPU: what is not seen is read": Mutant(
+        "kernels/cpu/attention.py",
+        "    return k.masked_fill(unread, 0.0), v.masked_fill(unread, 0.0)",
+        "    return k, v",
+        ATTENTION + "features[window-1]",
+    ),
+    "CPU: V by K's scale": Mutant(
+        "kernels/cpu/attention.py",
+        "v * v_scale[..., None]",
+        "v * k_scale[..., None]",
+        ATTENTION + "quantised_caches[dtype0-kv_dtype0-token]",
+    ),
+    "CPU: flat tables by the first sequence": Mutant(
+        "kernels/cpu/attention.py",
+        "batch.cu_pages[seqs].long()[:, None] + entry",
+        "batch.cu_pages[seqs * 0].long()[:, None] + entry",
+        ATTENTION + "flat_table",
+    ),
+    "CPU: a sink's value is the last key's": Mutant(
+        "kernels/cpu/attention.py",
+        "out = p[..., : kv_pos.shape[0]] @ v",
+        "out = p[..., -kv_pos.shape[0] :] @ v",
+        ATTENTION + "features[sinks-1]",
+    ),
+    "CPU: ALiBi without abs": Mutant(
+        "kernels/cpu/attention.py",
+        "(q_pos[..., None] - kv_pos).abs()",
+        "(q_pos[..., None] - kv_pos)",
+        ATTENTION + "features[alibi bidirectional-1]",
+    ),
+    "CPU: exponentials not divided by their sum": Mutant(
+        "kernels/cpu/softmax.py",
+        "(p / total)",
+        "torch.exp(scores - (top + torch.log(total)))",
+        CPU + "::test_probabilities_add_up_to_one_at_large_scores",
+    ),
+    "CPU: autocast on": Mutant(
+        "kernels/cpu/attention.py",
+        '@torch.autocast("cpu", enabled=False)\n',
+        "",
+        CPU + "::test_autocast_changes_nothing",
+    ),
+    "CPU: an lse of +inf taken for a weight": Mutant(
+        "kernels/cpu/merge.py",
+        'lses.masked_fill(lses == float("inf"), float("-inf"))',
+        "lses",
+        CPU + "::test_a_state_with_an_infinite_lse_is_empty",
+    ),
+    "CPU: what an empty state holds is read": Mutant(
+        "kernels/cpu/merge.py",
+        "torch.where(weight[..., None] == 0, 0.0, weight[..., None] * state.out.float())",
+        "weight[..., None] * state.out.float()",
+        MERGE + "::test_what_an_empty_state_holds_does_not_matter",
+    ),
+    "CPU: padding written": Mutant(
+        "kernels/cpu/cache_ops.py",
+        "(slot_mapping >= 0).nonzero()",
+        "(slot_mapping >= -1).nonzero()",
+        WRITE + "::test_nothing_to_write",
+    ),
+    "CPU: int8 down to -128": Mutant(
+        "kernels/cpu/cache_ops.py",
+        ".clamp(-limit, limit)",
+        ".clamp(-limit - 1, limit)",
+        WRITE + "::test_ties_subnormals_and_any_bits_of_float32",
+    ),
+    "CPU: int8 rounded down": Mutant(
+        "kernels/cpu/cache_ops.py",
+        "x.round().nan_to_num(0.0)",
+        "x.floor().nan_to_num(0.0)",
+        WRITE + "::test_every_float16_is_rounded_to_the_nearest",
+    ),
+    "CPU: pages copied backwards": Mutant(
+        "kernels/cpu/cache_ops.py", "target[to_page] = source[from_page]", "target[from_page] = source[to_page]", COPY
+    ),
+    "CPU: a slot past the pool found too late": Mutant(
+        "kernels/cpu/cache_ops.py",
+        "int(slot_mapping.max()) >= num_slots",
+        "int(slot_mapping.max()) > num_slots",
+        CPU + "::test_a_slot_past_the_pool_leaves_the_cache_as_it_was",
+    ),
     # nouns and verbs
-    "devices not compared": Mutant("checks.py", "    if not q.device == cache.device == batch.device:", "    if False:", "test_api.py::test_tensors_on_two_devices_are_refused"),
-    "devices not compared where all else fits": Mutant("checks.py", "            and q.device == cache.device == batch.device\n", "", "test_api.py::test_tensors_on_two_devices_are_refused"),
-    "strides of scales not compared": Mutant("cache.py", "k_scale.shape != v_scale.shape or k_scale.stride() != v_scale.stride()", "k_scale.shape != v_scale.shape", "test_api.py::test_scales_of_keys_and_values_have_the_same_strides"),
+    "devices not compared": Mutant(
+        "checks.py",
+        "    if not q.device == cache.device == batch.device:",
+        "    if False:",
+        "test_api.py::test_tensors_on_two_devices_are_refused",
+    ),
+    "devices not compared where all else fits": Mutant(
+        "checks.py",
+        "            and q.device == cache.device == batch.device\n",
+        "",
+        "test_api.py::test_tensors_on_two_devices_are_refused",
+    ),
+    "strides of scales not compared": Mutant(
+        "cache.py",
+        "k_scale.shape != v_scale.shape or k_scale.stride() != v_scale.stride()",
+        "k_scale.shape != v_scale.shape",
+        "test_api.py::test_scales_of_keys_and_values_have_the_same_strides",
+    ),
     # hopper/, and what only a compiler sees
-    "Hopper: splits overlap": Mutant("kernels/hopper/tile_scheduler.py", "(stop - start) * (split + 1) // num_splits", "(stop - start) * (split + 1) // num_splits + 1", SCHEDULER),
-    "Hopper: the last tile forgotten": Mutant("kernels/hopper/tile_scheduler.py", "(kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)", "kv_stop // BLOCK_N, start + 1)", SCHEDULER),
-    "Hopper: the window of the last query": Mutant("kernels/hopper/tile_scheduler.py", "gl.maximum(first_pos + token - window_left, 0)", "gl.maximum(first_pos + token + 1 - window_left, 0)", SCHEDULER),
-    "Hopper: keys past the end are visible": Mutant("kernels/hopper/tile_scheduler.py", "gl.minimum(work.first_pos + work.q_len + window_right, work.seq_len)", "work.first_pos + work.q_len + window_right", SCHEDULER),
-    "Hopper: a matrix of too few columns": Mutant("kernels/hopper/tma.py", "num_columns = dim if head >= slot else (num_heads - 1) * head + dim", "num_columns = dim", SCHEDULER),
-    "Hopper: a matrix a row short": Mutant("kernels/hopper/tma.py", "return Matrix(last // slot + 1, num_columns, slot)", "return Matrix(last // slot, num_columns, slot)", SCHEDULER),
-    "Hopper: heads that overlap slots": Mutant("kernels/hopper/tma.py", " or (head < slot and (num_heads - 1) * head + dim > slot)", "", SCHEDULER),
-    "Hopper: unaligned memory": Mutant("kernels/hopper/tma.py", "None if tensor.data_ptr() % 16 else _matrix_of", "None if False else _matrix_of", SCHEDULER),
-    "Hopper: as many splits as SMs": Mutant("kernels/hopper/launch.py", "min(device.num_sms // num_work_tiles, most, costs.hopper_max_splits)", "min(device.num_sms // num_work_tiles, most)", "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few"),
-    "Hopper: splits where sequences decode": Mutant("kernels/hopper/launch.py", "    if may_decode or short or num_work_tiles == 0:", "    if short or num_work_tiles == 0:", "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few"),
-    "Hopper: the kernel of another layer relaunched": Mutant("kernels/hopper/runner.py", 'key = "hopper", cache.kind, q.stride(), into.stride()', 'key = "hopper", q.stride(), into.stride()', RELAUNCH + "[sm90-prefill-hopper]"),
-    "a plan's other strides": Mutant("kernels/portable.py", "key = cache.kind, q.stride(), out.stride()", "key = cache.kind, q.stride(), q.stride()", RELAUNCH + "[sm80-decode-split_kv]"),
-    "K's head offset in int32, compiled": Mutant("kernels/split_kv/kernel.py", "kv_head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)", "kv_head = tl.program_id(0) % NUM_KV_HEADS", INT64 + "[other value width-False]"),
-    "a shared page taken over": Mutant("allocator.py", "self._owners[sequence.pages[-1]] > 1", "False", "test_allocator.py"),
+    "Hopper: splits overlap": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "(stop - start) * (split + 1) // num_splits",
+        "(stop - start) * (split + 1) // num_splits + 1",
+        SCHEDULER,
+    ),
+    "Hopper: the last tile forgotten": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "(kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)",
+        "kv_stop // BLOCK_N, start + 1)",
+        SCHEDULER,
+    ),
+    "Hopper: the window of the last query": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "gl.maximum(first_pos + token - window_left, 0)",
+        "gl.maximum(first_pos + token + 1 - window_left, 0)",
+        SCHEDULER,
+    ),
+    "Hopper: keys past the end are visible": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "gl.minimum(work.first_pos + work.q_len + window_right, work.seq_len)",
+        "work.first_pos + work.q_len + window_right",
+        SCHEDULER,
+    ),
+    "Hopper: a matrix of too few columns": Mutant(
+        "kernels/hopper/tma.py",
+        "num_columns = dim if head >= slot else (num_heads - 1) * head + dim",
+        "num_columns = dim",
+        SCHEDULER,
+    ),
+    "Hopper: a matrix a row short": Mutant(
+        "kernels/hopper/tma.py",
+        "return Matrix(last // slot + 1, num_columns, slot)",
+        "return Matrix(last // slot, num_columns, slot)",
+        SCHEDULER,
+    ),
+    "Hopper: heads that overlap slots": Mutant(
+        "kernels/hopper/tma.py", " or (head < slot and (num_heads - 1) * head + dim > slot)", "", SCHEDULER
+    ),
+    "Hopper: unaligned memory": Mutant(
+        "kernels/hopper/tma.py",
+        "None if tensor.data_ptr() % 16 else _matrix_of",
+        "None if False else _matrix_of",
+        SCHEDULER,
+    ),
+    "Hopper: as many splits as SMs": Mutant(
+        "kernels/hopper/launch.py",
+        "min(device.num_sms // num_work_tiles, most, costs.hopper_max_splits)",
+        "min(device.num_sms // num_work_tiles, most)",
+        "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
+    ),
+    "Hopper: splits where sequences decode": Mutant(
+        "kernels/hopper/launch.py",
+        "    if may_decode or short or num_work_tiles == 0:",
+        "    if short or num_work_tiles == 0:",
+        "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
+    ),
+    "Hopper: the kernel of another layer relaunched": Mutant(
+        "kernels/hopper/runner.py",
+        'key = "hopper", cache.kind, q.stride(), into.stride()',
+        'key = "hopper", q.stride(), into.stride()',
+        RELAUNCH + "[sm90-prefill-hopper]",
+    ),
+    "a plan's other strides": Mutant(
+        "kernels/portable.py",
+        "key = cache.kind, q.stride(), out.stride()",
+        "key = cache.kind, q.stride(), q.stride()",
+        RELAUNCH + "[sm80-decode-split_kv]",
+    ),
+    "K's head offset in int32, compiled": Mutant(
+        "kernels/split_kv/kernel.py",
+        "kv_head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)",
+        "kv_head = tl.program_id(0) % NUM_KV_HEADS",
+        INT64 + "[other value width-False]",
+    ),
+    "a shared page taken over": Mutant(
+        "allocator.py", "self._owners[sequence.pages[-1]] > 1", "False", "test_allocator.py"
+    ),
     # front doors
-    "flash_attn: rotary angles of the next position": Mutant("integrations/flash_attn/kvcache.py", "positions = first + torch.arange(new.length", "positions = first + 1 + torch.arange(new.length", SHIM + "append_then_attend"),
-    "flash_attn: halves rotated as pairs": Mutant("integrations/flash_attn/kvcache.py", "if self.interleaved else rotated.split(half, -1)", "if not self.interleaved else rotated.split(half, -1)", SHIM + "append_then_attend"),
-    "flash_attn: queries rotated alike under a mask": Mutant("integrations/flash_attn/kvcache.py", "device=q.device) * int(local))", "device=q.device) * 0)", SHIM + "append_then_attend"),
-    "flash_attn: a slot past the capacity written": Mutant("integrations/flash_attn/kvcache.py", "(positions >= 0) & (positions < self.capacity), slot, -1)", "(positions >= 0), slot, -1)", SHIM + "a_cache_is_never_overrun_where_lengths_cannot_be_read"),
-    "flash_attn: rows in order": Mutant("integrations/flash_attn/kvcache.py", "multiples(batch, row_tokens, device, dtype) if rows is None else rows.to(dtype) * row_tokens", "multiples(batch, row_tokens, device, dtype)", SHIM + "batch_index_left_padding_and_default_length"),
-    "Transformers: the ring's past a token late": Mutant("integrations/transformers.py", "query_offsets=past_lens)", "query_offsets=past_lens + 1)", TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention[mistral]"),
-    "Transformers: sinks in both parts": Mutant("integrations/transformers.py", "return replace(spec, sinks=False)", "return spec", TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention[gpt-oss]"),
-    "Transformers: a padding row's slot": Mutant("integrations/transformers.py", "torch.where(seq_lens > 0, page * page_size + last % page_size, -1)", "page * page_size + last % page_size", TRANSFORMERS + "the_slot_of_a_new_token"),
-    "Transformers: a plan of another step": Mutant("integrations/transformers.py", "if held is None or not held[0].is_same(step):", "if held is None:", TRANSFORMERS + "layers_share_a_plan_and_steps_do_not"),
-    "vLLM: a plan of other memory": Mutant("integrations/vllm/backend.py", "max_seq_len, step.num_reqs, memory", "max_seq_len, step.num_reqs", VLLM + "plans_are_made_once_for_all_layers_and_kept_over_steps"),
-    "vLLM: padding written": Mutant("integrations/vllm/backend.py", "slot_mapping if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]]", "slot_mapping.clamp(min=0) if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]]", VLLM + "the_write_skips_padding"),
-    "vLLM: scales left out": Mutant("integrations/vllm/backend.py", "if self.kv_dtype in FP8_DTYPES else (None, None)", "if False else (None, None)", VLLM + "fp8_caches_with_the_layer_s_scales"),
-    "vLLM: queries counted as one each": Mutant("integrations/vllm/backend.py", "starts = None if one_query_each else step.query_start_loc", "starts = None", VLLM + "a_step_in_every_cache_contract"),
-}  # fmt: skip
+    "flash_attn: rotary angles of the next position": Mutant(
+        "integrations/flash_attn/kvcache.py",
+        "positions = first + torch.arange(new.length",
+        "positions = first + 1 + torch.arange(new.length",
+        SHIM + "append_then_attend",
+    ),
+    "flash_attn: halves rotated as pairs": Mutant(
+        "integrations/flash_attn/kvcache.py",
+        "if self.interleaved else rotated.split(half, -1)",
+        "if not self.interleaved else rotated.split(half, -1)",
+        SHIM + "append_then_attend",
+    ),
+    "flash_attn: queries rotated alike under a mask": Mutant(
+        "integrations/flash_attn/kvcache.py",
+        "device=q.device) * int(local))",
+        "device=q.device) * 0)",
+        SHIM + "append_then_attend",
+    ),
+    "flash_attn: a slot past the capacity written": Mutant(
+        "integrations/flash_attn/kvcache.py",
+        "(positions >= 0) & (positions < self.capacity), slot, -1)",
+        "(positions >= 0), slot, -1)",
+        SHIM + "a_cache_is_never_overrun_where_lengths_cannot_be_read",
+    ),
+    "flash_attn: rows in order": Mutant(
+        "integrations/flash_attn/kvcache.py",
+        "multiples(batch, row_tokens, device, dtype) if rows is None else rows.to(dtype) * row_tokens",
+        "multiples(batch, row_tokens, device, dtype)",
+        SHIM + "batch_index_left_padding_and_default_length",
+    ),
+    "Transformers: the ring's past a token late": Mutant(
+        "integrations/transformers.py",
+        "query_offsets=past_lens)",
+        "query_offsets=past_lens + 1)",
+        TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention[mistral]",
+    ),
+    "Transformers: sinks in both parts": Mutant(
+        "integrations/transformers.py",
+        "return replace(spec, sinks=False)",
+        "return spec",
+        TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention[gpt-oss]",
+    ),
+    "Transformers: a padding row's slot": Mutant(
+        "integrations/transformers.py",
+        "torch.where(seq_lens > 0, page * page_size + last % page_size, -1)",
+        "page * page_size + last % page_size",
+        TRANSFORMERS + "the_slot_of_a_new_token",
+    ),
+    "Transformers: a plan of another step": Mutant(
+        "integrations/transformers.py",
+        "if held is None or not held[0].is_same(step):",
+        "if held is None:",
+        TRANSFORMERS + "layers_share_a_plan_and_steps_do_not",
+    ),
+    "vLLM: a plan of other memory": Mutant(
+        "integrations/vllm/backend.py",
+        "max_seq_len, step.num_reqs, memory",
+        "max_seq_len, step.num_reqs",
+        VLLM + "plans_are_made_once_for_all_layers_and_kept_over_steps",
+    ),
+    "vLLM: padding written": Mutant(
+        "integrations/vllm/backend.py",
+        "slot_mapping if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]]",
+        "slot_mapping.clamp(min=0) if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]]",
+        VLLM + "the_write_skips_padding",
+    ),
+    "vLLM: scales left out": Mutant(
+        "integrations/vllm/backend.py",
+        "if self.kv_dtype in FP8_DTYPES else (None, None)",
+        "if False else (None, None)",
+        VLLM + "fp8_caches_with_the_layer_s_scales",
+    ),
+    "vLLM: queries counted as one each": Mutant(
+        "integrations/vllm/backend.py",
+        "starts = None if one_query_each else step.query_start_loc",
+        "starts = None",
+        VLLM + "a_step_in_every_cache_contract",
+    ),
+}

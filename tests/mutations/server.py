@@ -1,7 +1,8 @@
 """Judge mutants: run a test of the suite on a copy of the package with one place broken.
 
-`Server` is the side of the tests. `python -m tests.mutations.server` is a process that imports PyTorch, Triton and pytest once, and never Quire. It forks a
-child for each mutant. The child imports the broken copy and runs the judge in pytest, so a mutant costs the time of its judge and few tenths of a second.
+The tests use `Server`. It starts `python -m tests.mutations.server`, a process that imports PyTorch, Triton and pytest
+once, and never Quire. This process forks a child for each mutant. The child imports the broken copy and runs the judge
+in pytest: a mutant costs the time of its judge and less than a second.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The suite is itself tested: in a copy of the package with one place broken, the tests that are meant for it must fail."""
+"""The suite is itself tested: in a copy of the package with one place broken, the tests meant for it must fail."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
