@@ -1,4 +1,4 @@
-"""The operators under `torch.compile(fullgraph=True)` and `torch.library.opcheck`: the same numbers as the eager verbs."""
+"""Operators under `torch.compile(fullgraph=True)` and `torch.library.opcheck` compute what the eager verbs compute."""
 
 import pytest
 import torch
