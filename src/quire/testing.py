@@ -202,8 +202,8 @@ class Verdict:
 class Oracle:
     """The float64 result of a problem and the error that its precision allows, to judge any number of results.
 
-    The budget comes from the data: 2 · (error of `quire.reference` at the input dtype + eps · max|exact|). eps is that of
-    the dtype, or the error of a GPU's exp2 if that is larger. Where a spec allows products in fp8, the reference rounds
+    The budget comes from the data: 2 · (error of `quire.reference` at the input dtype + eps · max|exact|). eps is the
+    dtype's, or the error of a GPU's exp2 if that is larger. Where a spec allows products in fp8, the reference rounds
     as they do.
 
     Args:
