@@ -466,3 +466,10 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     assert launch(64, 16384, num_seqs=2).num_splits == 4
     assert launch(64, 16384, num_seqs=3, num_tokens=70).name == "split_kv"  # some of them may be decoding
     assert launch(64, 1024).name == "split_kv"
+
+
+def test_a_request_that_no_family_serves_names_what_each_refused(monkeypatch):
+    refuse = {name: (lambda request, options, name=name: f"the {name} case") for name in ("first", "second")}
+    monkeypatch.setitem(decide.__globals__, "FAMILIES", refuse)
+    with pytest.raises(quire.UnsupportedError, match="first does not serve the first case, second does not serve"):
+        decided(1, 64, 32, 32)

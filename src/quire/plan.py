@@ -166,8 +166,9 @@ def decide(request: Request, options: Options) -> tuple[Launch, str]:
     """Return the launch of the first kernel family that proposes one, and the reason.
 
     Raises:
-        UnsupportedError: the caller's kernel does not serve the request.
+        UnsupportedError: no kernel family serves the request, or the caller's does not.
     """
+    refusals = []
     for name, propose in FAMILIES.items():
         if options.kernel not in (None, name):
             continue
@@ -179,7 +180,8 @@ def decide(request: Request, options: Options) -> tuple[Launch, str]:
             raise UnsupportedError(
                 f"kernel must be {others} or left out here, got {name!r}, which does not serve {proposal}"
             )
-    raise AssertionError("the portable kernels serve every request")
+        refusals.append(f"{name} does not serve {proposal}")
+    raise UnsupportedError(f"spec must be one that a kernel serves, got {request.spec}: {', '.join(refusals)}")
 
 
 def make_plan(
