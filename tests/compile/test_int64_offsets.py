@@ -66,7 +66,9 @@ def wrong(compiled: list) -> list[str]:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("features", ["many, with lse", "int8 per token", "vLLM's original", "other value width"])
+@pytest.mark.parametrize(
+    "features", ["many, with lse", "e4m3", "int8 per token", "vLLM's original", "other value width"]
+)
 def test_strides_are_multiplied_as_int64(features, wide, compiled, monkeypatch):
     monkeypatch.setattr(quire.PagedKVCache, "has_wide_offsets", wide)
     with compiling(TARGETS["sm80"]):

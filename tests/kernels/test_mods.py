@@ -16,7 +16,7 @@ def tanh_kernel(out_ptr, x_ptr, BLOCK: tl.constexpr):
 
 @pytest.mark.triton
 def test_tanh_is_exact_to_float32(device):
-    """The relative error is that of a few float32 steps, where the series is used and where the exponential is."""
+    """Relatively, on both sides of the change from the series to the exponential, whose steps round once each."""
     x = torch.cat([torch.linspace(-12, 12, 4096), torch.logspace(-30, 1, 4096), -torch.logspace(-30, 1, 4096)])
     out = torch.empty_like(x, device=device)
     tanh_kernel[len(x) // 256,](out, x.to(device), 256)

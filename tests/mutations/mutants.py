@@ -51,8 +51,8 @@ IN_INTERPRETER = {
     ),
     "page stride ignored": Mutant(
         "kernels/primitives.py",
-        "(page * kv.k_page + kv_head * kv.k_head)",
-        "(page * kv.k_slot + kv_head * kv.k_head)",
+        "offs_k = slot * kv.k_slot + page * kv.k_page",
+        "offs_k = slot * kv.k_slot + page * kv.k_slot",
         ATTENTION + "features[causal-1]",
     ),
     "pages past the last key read": Mutant(
@@ -80,9 +80,9 @@ IN_INTERPRETER = {
         ATTENTION + "a_query_of_nan_gives_nan[False-1]",
     ),
     "K's head offset in int32": Mutant(
-        "kernels/block/kernel.py",
-        "kv_head = (pid % NUM_KV_HEADS).to(tl.int64)",
-        "kv_head = pid % NUM_KV_HEADS",
+        "kernels/primitives.py",
+        "kv_head = kv_head.to(tl.int64)  #",
+        "kv_head = kv_head.to(tl.int32)  #",
         OFFSETS + "[heads]",
     ),
     "slots in int32": Mutant(
@@ -228,7 +228,7 @@ IN_INTERPRETER = {
     "V's scales copied from K's": Mutant(
         "kernels/copy.py", "copy_tile(v_scale, from_page", "copy_tile(k_scale, from_page", COPY
     ),
-    "the source's strides in the target": Mutant("kernels/copy.py", "i1 * part.target_1", "i1 * part.source_1", COPY),
+    "the source's strides in the target": Mutant("kernels/copy.py", "i1 * t.target_1", "i1 * t.source_1", COPY),
     "dimensions joined that do not lie side by side": Mutant(
         "kernels/copy.py", "dims[-1][1:] == (size * step, size * target_step)", "dims[-1][1] == size * step", COPY
     ),
@@ -244,8 +244,8 @@ IN_INTERPRETER = {
     ),
     "V quantised by K's scale": Mutant(
         "kernels/write.py",
-        "        v_scale, offs_scale, HEAD_DIM_V",
-        "        k_scale, offs_scale, HEAD_DIM_V",
+        "v_vec, v_scale, offs_scale",
+        "v_vec, k_scale, offs_scale",
         WRITE + "::test_quantised_values_are_the_nearest[kv_dtype2-dtype0-head-NHD]",
     ),
     "infinity taken for the largest": Mutant(
@@ -361,7 +361,7 @@ OUTSIDE = {
         "kernels/cpu/softmax.py",
         "(p / total)",
         "torch.exp(scores - (top + torch.log(total)))",
-        CPU + "::test_probabilities_add_up_to_one_at_large_scores",
+        ATTENTION + "probabilities_add_up_to_one_at_large_scores",
     ),
     "CPU: autocast on": Mutant(
         "kernels/cpu/attention.py",
@@ -370,13 +370,13 @@ OUTSIDE = {
         CPU + "::test_autocast_changes_nothing",
     ),
     "CPU: an lse of +inf taken for a weight": Mutant(
-        "kernels/cpu/merge.py",
+        "kernels/cpu/combine.py",
         'lses.masked_fill(lses == float("inf"), float("-inf"))',
         "lses",
-        CPU + "::test_a_state_with_an_infinite_lse_is_empty",
+        MERGE + "::test_a_state_with_an_infinite_lse_is_empty",
     ),
     "CPU: what an empty state holds is read": Mutant(
-        "kernels/cpu/merge.py",
+        "kernels/cpu/combine.py",
         "torch.where(weight[..., None] == 0, 0.0, weight[..., None] * state.out.float())",
         "weight[..., None] * state.out.float()",
         MERGE + "::test_what_an_empty_state_holds_does_not_matter",
@@ -498,9 +498,9 @@ OUTSIDE = {
         RELAUNCH + "[sm80-decode-split_kv]",
     ),
     "K's head offset in int32, compiled": Mutant(
-        "kernels/split_kv/kernel.py",
-        "kv_head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)",
-        "kv_head = tl.program_id(0) % NUM_KV_HEADS",
+        "kernels/primitives.py",
+        "kv_head = kv_head.to(tl.int64)  #",
+        "kv_head = kv_head.to(tl.int32)  #",
         INT64 + "[other value width-False]",
     ),
     "a shared page taken over": Mutant(

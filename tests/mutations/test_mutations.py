@@ -7,7 +7,7 @@ import pytest
 import triton
 
 from tests.mutations.mutants import IN_INTERPRETER, OUTSIDE
-from tests.mutations.server import Mutant, Server
+from tests.mutations.server import PACKAGE, ROOT, Mutant, Server
 
 INTERPRETS = triton.knobs.runtime.interpret
 
@@ -22,6 +22,15 @@ def server() -> Iterator[Server]:
 def check(mutant: Mutant, server: Server) -> None:
     verdict = server.judge(mutant)
     assert verdict.noticed, f"{mutant.judge} ended with {verdict.status}\n{verdict.output}"
+
+
+@pytest.mark.parametrize("name", IN_INTERPRETER | OUTSIDE)
+def test_every_mutant_has_its_place_and_its_judge(name):
+    """Those too that are judged only where an engine or a compiler is there."""
+    mutant = (IN_INTERPRETER | OUTSIDE)[name]
+    assert (PACKAGE / mutant.file).read_text().count(mutant.right) == 1
+    file, _, test = mutant.judge.partition("::")
+    assert test == "" or f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text()
 
 
 @pytest.mark.skipif(not INTERPRETS, reason="runs Triton kernels in the interpreter, which TRITON_INTERPRET=1 selects")

@@ -84,8 +84,9 @@ def head_scales(cache, kv, kv_head, scale, TOKEN_SCALES: tl.constexpr):
     """Return the softmax scale times the key scale of a KV head, and its value scale."""
     v_scale = 1.0
     if cache.k_scale is not None and not TOKEN_SCALES:
-        scale = scale * tl.load(cache.k_scale + kv_head * kv.scale_head)
-        v_scale = tl.load(cache.v_scale + kv_head * kv.scale_head)
+        offs_scale = kv_head.to(tl.int64) * kv.scale_head
+        scale = scale * tl.load(cache.k_scale + offs_scale)
+        v_scale = tl.load(cache.v_scale + offs_scale)
     return scale, v_scale
 
 
