@@ -22,7 +22,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
 
 NO_STRIDES = {"num_seqs", "num_states", "num_partitions", "window_left", "window_right"}
-WITHIN_A_PAGE = {"kv.k_slot", "kv.v_slot", "kv.scale_slot", "kv.k_vec", "kv.v_vec"}
+WITHIN_A_PAGE = {"kv.k_slot", "kv.v_slot", "kv.scale_slot", "kv.scale_head", "kv.k_vec", "kv.v_vec"}
 ARGUMENT = re.compile(r'(%[\w.]+): i32 (?:\{[^}]*\} )?loc\("([\w.]+)"')
 SHAPED = re.compile(r"(%[\w.]+) = tt\.(?:splat|broadcast|expand_dims) (%[\w.]+)")
 PRODUCT = re.compile(r"= arith\.muli (%[\w.]+), (%[\w.]+)(?: overflow<\w+>)? : (?:i32|tensor<[\dx]+xi32[,>])")

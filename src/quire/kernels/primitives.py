@@ -26,7 +26,7 @@ class Tiling(NamedTuple):
     BLOCK_DV: Any
     K_VEC: Any  # contiguous elements of a head (vLLM's x)
     V_VEC: Any
-    WIDE_OFFSETS: Any  # an offset within a page may exceed 2^31
+    WIDE_OFFSETS: Any  # an offset within a page, or of a scale, may exceed 2^31
     SCORE_MOD: Any  # jit function, or None
     DECODE: Any  # jit function from stored elements to numbers
     PACKED_FP8: Any  # a stored element is two fp8 numbers
@@ -80,13 +80,14 @@ def find_rows(first_row, q_start, q_len, first_pos, kv_head, GROUP: tl.constexpr
 
 
 @triton.jit
-def head_scales(cache, kv, kv_head, scale, TOKEN_SCALES: tl.constexpr):
+def head_scales(cache, kv, kv_head, scale, T: tl.constexpr):
     """Return the softmax scale times the key scale of a KV head, and its value scale."""
     v_scale = 1.0
-    if cache.k_scale is not None and not TOKEN_SCALES:
-        offs_scale = kv_head.to(tl.int64) * kv.scale_head
-        scale = scale * tl.load(cache.k_scale + offs_scale)
-        v_scale = tl.load(cache.v_scale + offs_scale)
+    if cache.k_scale is not None and not T.TOKEN_SCALES:
+        if T.WIDE_OFFSETS:
+            kv_head = kv_head.to(tl.int64)
+        scale = scale * tl.load(cache.k_scale + kv_head * kv.scale_head)
+        v_scale = tl.load(cache.v_scale + kv_head * kv.scale_head)
     return scale, v_scale
 
 

@@ -126,7 +126,7 @@ def block_kernel(
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
-    scale, v_scale = head_scales(cache, kv, kv_head, scale, TOKEN_SCALES)
+    scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
 

@@ -85,7 +85,7 @@ def split_kv_kernel(
     unit, high, size, seq, seq_unit = find_partition(
         kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
     )
-    scale, v_scale = head_scales(cache, kv, kv_head, scale, TOKEN_SCALES)
+    scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
     outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
