@@ -72,7 +72,7 @@ def test_scratch_does_not_grow_with_sequences_and_lengths(device):
 def test_a_workspace_that_does_not_serve_is_refused(device):
     problem = make_problem(SPEC, ((1, 900),), device=device)
     for workspace in (torch.zeros(8, dtype=torch.uint8, device=device), torch.zeros(1 << 20, device=device)):
-        with pytest.raises(ValueError, match="workspace must be (contiguous )?uint8"):
+        with pytest.raises(ValueError, match=r"workspace must be (contiguous )?uint8"):
             quire.plan(SPEC, problem.batch, **problem.bounds, workspace=workspace)
 
 

@@ -95,27 +95,26 @@ def produce(
             pages = load_page_numbers(row, pos + lane * KV_BOX, stop, kv_low, kv_high, PAGE_SIZE, KV_BOX)
             one, is_last_tile = gl.full([32], 1, gl.int32, ONE_WARP), (lane == 0) & (left == 1)
             taken = gl.atomic_add(tile_counter + lane, one, mask=is_last_tile, sem="relaxed")
-            pos = tile * BLOCK_N
             stage = producer_acquire(k_pipe, tile_i)
             expect_bytes(k_pipe.full, stage, BLOCK_N * BYTES)
             load_kv_tile(
-                k_desc, k_pipe, stage, k_pipe.full.index(stage), pages_of_boxes, pos, k_page, kv_head * k_row,
+                k_desc, k_pipe, stage, k_pipe.full.index(stage), pages_of_boxes, tile * BLOCK_N, k_page, kv_head * k_row,
                 kv_head * k_col, PAGE_SIZE, KV_BOX,
             )  # fmt: skip
             stage = producer_acquire(v_pipe, tile_i)
             barrier = stage
             if not CONVERTED:
                 # A tile with invisible rows completes the spare barrier: its rows are zeroed before consumers read it.
-                all_visible = (pos >= kv_low) & (pos + BLOCK_N <= kv_high)
+                all_visible = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
                 barrier = gl.where(all_visible, stage, SPARE)
             expect_bytes(v_pipe.full, barrier, BLOCK_N * BYTES)
             load_kv_tile(
-                v_desc, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, pos, v_page, kv_head * v_row,
+                v_desc, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, tile * BLOCK_N, v_page, kv_head * v_row,
                 kv_head * v_col, PAGE_SIZE, KV_BOX,
             )  # fmt: skip
             if not CONVERTED and barrier == SPARE:
                 wait(v_pipe.full, SPARE, edge_i)
-                zero_invisible_rows(v_pipe.tiles.index(stage), pos, kv_low, kv_high)
+                zero_invisible_rows(v_pipe.tiles.index(stage), tile * BLOCK_N, kv_low, kv_high)
                 fence_async_shared()
                 expect_bytes(v_pipe.full, stage, 0)
                 edge_i += 1
