@@ -98,8 +98,8 @@ def produce(
             stage = producer_acquire(k_pipe, tile_i)
             expect_bytes(k_pipe.full, stage, BLOCK_N * BYTES)
             load_kv_tile(
-                k_desc, k_pipe, stage, k_pipe.full.index(stage), pages_of_boxes, tile * BLOCK_N, k_page, kv_head * k_row,
-                kv_head * k_col, PAGE_SIZE, KV_BOX,
+                k_desc, k_pipe, stage, k_pipe.full.index(stage), pages_of_boxes, tile * BLOCK_N, k_page,
+                kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
             )  # fmt: skip
             stage = producer_acquire(v_pipe, tile_i)
             barrier = stage
@@ -109,8 +109,8 @@ def produce(
                 barrier = gl.where(all_visible, stage, SPARE)
             expect_bytes(v_pipe.full, barrier, BLOCK_N * BYTES)
             load_kv_tile(
-                v_desc, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, tile * BLOCK_N, v_page, kv_head * v_row,
-                kv_head * v_col, PAGE_SIZE, KV_BOX,
+                v_desc, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, tile * BLOCK_N, v_page,
+                kv_head * v_row, kv_head * v_col, PAGE_SIZE, KV_BOX,
             )  # fmt: skip
             if not CONVERTED and barrier == SPARE:
                 wait(v_pipe.full, SPARE, edge_i)
