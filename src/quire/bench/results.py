@@ -241,7 +241,7 @@ def commit_here() -> str:
             return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    # An installed package may lie in somebody else's repository, which does not track this file.
+    # The folder of an installed package may belong to another git repository, which does not track this file.
     is_tracked = git("ls-files", "--error-unmatch", here.name)
     return (is_tracked and git("rev-parse", "--short", "HEAD")) or "not known"
 
