@@ -1,0 +1,489 @@
+"""The MLA kernel for Hopper GPUs: absorbed decode over a cache of latents, in Gluon.
+
+Grid: [row blocks, partitions] (`schedule.py`). A program owns 64 rows, (token, query head) pairs of one sequence, and a
+range of KV tiles. Its output, 64 x 512 float32, fills half of an SM's registers. So two consumer warpgroups hold one half
+of the columns each. They also share the scores: the even warpgroup computes those of tiles 0, 2, 4, ..., the odd one those
+of tiles 1, 3, 5, .... Each multiplies its probabilities with its half of the values, hands them to the other warpgroup
+through shared memory, and multiplies the other's probabilities. The tensor cores work for one warpgroup while the other
+computes its softmax. This is the "seesaw" schedule of FlashMLA. A producer warp loads latents by TMA in halves of 256
+columns, each as soon as its place is free.
+
+A latent is read once: its first columns are key and value, its rope columns are key only. When the rope columns of a tile
+have been multiplied, their place in shared memory takes the tile's probabilities.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.hopper.pipeline import make_barriers, tma_load, wait
+from quire.kernels.mla_hopper.schedule import (
+    ROWS,
+    TILE,
+    Lengths,
+    find_partition,
+    keys_of,
+    num_tiles,
+    queries_of,
+)
+from quire.kernels.primitives import LN2
+
+HALF = gl.constexpr(256)  # columns of a half of the values
+ROPE = gl.constexpr(64)  # rope columns
+PANEL = gl.constexpr(64)  # columns of a TMA box
+LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
+EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
+
+
+class Queries(NamedTuple):
+    """The two parts of the queries."""
+
+    nope: Any  # [num_tokens, NUM_HEADS, 512]
+    rope: Any  # [num_tokens, NUM_HEADS, 64]
+    stride_nope_token: Any
+    stride_nope_head: Any
+    stride_rope_token: Any
+    stride_rope_head: Any
+
+
+class Outputs(NamedTuple):
+    """The tensors of results, and the scratch for partials."""
+
+    out: Any  # [num_tokens, NUM_HEADS, 512]
+    lse: Any  # [num_tokens, NUM_HEADS] float32, or None
+    acc: Any  # [row blocks, partitions, 2, PARTIAL_ROWS, 512] float32, not normalised
+    m_i: Any  # [row blocks, partitions, 2, PARTIAL_ROWS] float32, running maximum as a base-2 exponent
+    l_i: Any  # the same shape, sum of exponentials relative to m_i
+    stride_out_token: Any
+    stride_out_head: Any
+    stride_lse: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory and its barriers. A half is 64 rows of 256 columns."""
+
+    q: Any  # [2, ROWS, HALF]: left and right half of the queries
+    q_rope: Any  # [ROWS, ROPE]
+    kv: Any  # [4, TILE, HALF]: halves of the even tile, then of the odd tile
+    kv_rope: Any  # [2, TILE, ROPE]: rope columns of the even and of the odd tile, later their probabilities
+    maximum: Any  # [2, ROWS]: of the even and of the odd warpgroup
+    total: Any  # [2, ROWS]: sum of exponentials
+    full: Any  # [4]: the half has arrived
+    empty: Any  # [4]: the half may be overwritten
+    q_full: Any  # [1]: both warpgroups have stored their half of the queries
+    q_empty: Any  # [1]: both warpgroups have multiplied the queries
+    maximum_full: Any  # [1]: the even warpgroup's maximum is stored
+    p_full: Any  # [2]: probabilities are stored
+    total_full: Any  # [1]: both sums are stored
+
+
+class Work(NamedTuple):
+    """The tiles of one sequence that a program attends to."""
+
+    seq: Any
+    q_start: Any  # its first query token
+    q_len: Any
+    first_pos: Any  # position of its first query
+    seq_len: Any
+    visible: Any  # keys that the row block sees
+    tile: Any  # first tile, in the sequence
+    count: Any  # tiles
+    starts: Any  # the first tile is the sequence's first
+    ends: Any  # the last tile is the sequence's last
+
+
+@gluon.jit
+def work_of(lengths, partition, seq, seq_tile, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Return the tiles of a sequence that the partition holds. The sequence's first tile in the list is `seq_tile`."""
+    q_start, q_len = queries_of(lengths, seq)
+    first_pos, seq_len, visible = keys_of(lengths, seq, q_len, row_block, causal, NUM_HEADS)
+    tiles = num_tiles(q_len, visible, row_block, NUM_HEADS)
+    start = gl.maximum(partition.low - seq_tile, 0)
+    stop = gl.minimum(partition.high - seq_tile, tiles)
+    return Work(
+        seq, q_start, q_len, first_pos, seq_len, visible, start, stop - start, start == 0, stop == tiles
+    ), seq_tile + tiles  # fmt: skip
+
+
+@gluon.jit
+def produce(
+    s, kv_desc, page_table, lengths, partition, row_block, causal, stride_table, page_rows,
+    NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """Load the latents of every tile of the partition. The producer warp runs this."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, LANES)
+    seq, seq_tile = partition.seq, partition.first
+    uses, odd_uses = 0, 0
+    while seq_tile < partition.high:
+        work, next_tile = work_of(lengths, partition, seq, seq_tile, row_block, causal, NUM_HEADS)
+        row = page_table + seq.to(gl.int64) * stride_table
+        pos = work.tile * TILE
+        stop = pos + work.count * TILE
+        pages = load_pages(row, pos + lane * BOX, stop, work.visible, PAGE_SIZE)
+        while pos < stop:
+            rows = ()
+            for i in gl.static_range(2 * TILE // BOX):
+                page = gl.sum(gl.where(lane == i, pages, 0), 0)
+                rows = rows + (page * page_rows + (pos + i * BOX) % PAGE_SIZE,)
+            pages = load_pages(row, pos + 2 * TILE + lane * BOX, stop, work.visible, PAGE_SIZE)
+            has_odd = pos + TILE < stop
+            load_half(s, kv_desc, rows, EVEN, LEFT, uses, BOX)
+            load_half(s, kv_desc, rows, EVEN, RIGHT, uses, BOX)
+            if has_odd:
+                load_half(s, kv_desc, rows, ODD, RIGHT, odd_uses, BOX)
+                load_half(s, kv_desc, rows, ODD, LEFT, odd_uses, BOX)
+                odd_uses += 1
+            uses += 1
+            pos += 2 * TILE
+        seq += 1
+        seq_tile = next_tile
+
+
+@gluon.jit
+def load_pages(row, pos, stop, visible, PAGE_SIZE: gl.constexpr):
+    """Load the page numbers of boxes at positions `pos`. Boxes that hold no visible key come from page 0."""
+    return gl.load(row + pos // PAGE_SIZE, mask=(pos < stop) & (pos < visible), other=0).to(gl.int32)
+
+
+@gluon.jit
+def load_half(s, kv_desc, rows, PARITY: gl.constexpr, SIDE: gl.constexpr, use, BOX: gl.constexpr):
+    """Load one half of a tile. The half that is multiplied last by its own warpgroup brings the rope columns."""
+    HALVES: gl.constexpr = PARITY * 2 + SIDE
+    WITH_ROPE: gl.constexpr = PARITY != SIDE
+    PANELS: gl.constexpr = HALF // PANEL
+    wait(s.empty, HALVES, use + 1)
+    full = s.full.index(HALVES)
+    mbarrier.expect(full, TILE * (HALF + ROPE if WITH_ROPE else HALF) * 2)
+    for box in gl.static_range(TILE // BOX):
+        row = rows[PARITY * (TILE // BOX) + box]
+        for panel in gl.static_range(PANELS):
+            into = s.kv.index(HALVES).slice(panel * PANEL, PANEL, 1).slice(box * BOX, BOX)
+            tma_load(kv_desc, [row, SIDE * HALF + panel * PANEL], full, into)
+        if WITH_ROPE:
+            tma_load(kv_desc, [row, 2 * HALF], full, s.kv_rope.index(PARITY).slice(box * BOX, BOX))
+
+
+@gluon.jit
+def consume(
+    PARITY: gl.constexpr, s, queries, outputs, lengths, partition, partition_index, num_partitions, row_block, causal, scale,
+    NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Attend to every tile of the partition and write the results. Each consumer warpgroup runs this."""
+    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    seq, seq_tile = partition.seq, partition.first
+    uses, odd_uses, works = 0, 0, 0
+    while seq_tile < partition.high:
+        work, next_tile = work_of(lengths, partition, seq, seq_tile, row_block, causal, NUM_HEADS)
+        if work.count > 0:
+            load_queries(PARITY, s, queries, work, works, row_block, NUM_HEADS)
+            if PARITY == EVEN:
+                acc, m_i, l_i = attend_even(s, work, uses, odd_uses, row_block, causal, scale, NUM_HEADS)
+            else:
+                acc, m_i, l_i = attend_odd(s, work, uses, odd_uses, row_block, causal, scale, NUM_HEADS)
+            uses += (work.count + 1) // 2
+            odd_uses += work.count // 2
+            s.total.index(PARITY).store(l_i)
+            mbarrier.arrive(s.total_full.index(0), count=1)
+            wait(s.total_full, 0, works)
+            l_i += s.total.index(1 - PARITY).load(l_i.type.layout)
+            slot = (row_block * num_partitions + partition_index) * 2 + work.starts.to(gl.int32)
+            store(
+                PARITY, acc, m_i, l_i, outputs, work, slot.to(gl.int64), row_block, NUM_HEADS, PARTIAL_ROWS
+            )  # fmt: skip
+            works += 1
+        seq += 1
+        seq_tile = next_tile
+
+
+@gluon.jit
+def load_queries(PARITY: gl.constexpr, s, queries, work, works, row_block, NUM_HEADS: gl.constexpr):
+    """Store half of the columns of the queries to shared memory; the even warpgroup stores the rope columns as well."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token, head = rows // NUM_HEADS, rows % NUM_HEADS
+    owned = (token < work.q_len)[:, None]
+    token = (work.q_start + token).to(gl.int64)
+    cols = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
+    nope = queries.nope + PARITY * HALF + (token * queries.stride_nope_token + head * queries.stride_nope_head)[:, None] + cols
+    panels = ()
+    for panel in gl.static_range(HALF // PANEL):
+        panels = panels + (gl.load(nope + panel * PANEL, mask=owned, other=0.0),)
+    if PARITY == EVEN:
+        rope = queries.rope + (token * queries.stride_rope_token + head * queries.stride_rope_head)[:, None] + cols
+        panels = panels + (gl.load(rope, mask=owned, other=0.0),)
+    wait(s.q_empty, 0, works + 1)
+    for panel in gl.static_range(HALF // PANEL):
+        s.q.index(PARITY).slice(panel * PANEL, PANEL, 1).store(panels[panel])
+    if PARITY == EVEN:
+        s.q_rope.index(0).store(panels[HALF // PANEL])
+    fence_async_shared()
+    mbarrier.arrive(s.q_full.index(0), count=1)
+    wait(s.q_full, 0, works)
+
+
+@gluon.jit
+def multiply_keys(PARITY: gl.constexpr, s, use, zero):
+    """Return the products of the queries with this warpgroup's next tile of keys."""
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    FIRST: gl.constexpr = PARITY  # the half that arrives first
+    scores = gl.zeros([ROWS, TILE], gl.float32, OF_SCORES)
+    wait(s.full, PARITY * 2 + FIRST, use)
+    keys = s.kv.index(zero + PARITY * 2 + FIRST).permute((1, 0))
+    scores = warpgroup_mma(s.q.index(zero + FIRST), keys, scores, use_acc=False, is_async=True)
+    wait(s.full, PARITY * 2 + 1 - FIRST, use)
+    keys = s.kv.index(zero + PARITY * 2 + 1 - FIRST).permute((1, 0))
+    scores = warpgroup_mma(s.q.index(zero + 1 - FIRST), keys, scores, is_async=True)
+    scores = warpgroup_mma(s.q_rope.index(zero), s.kv_rope.index(zero + PARITY).permute((1, 0)), scores, is_async=True)
+    return warpgroup_mma_wait(0, deps=[scores])
+
+
+@gluon.jit
+def mask_scores(scores, pos, work, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Set scores of invisible keys to -inf, in a tile that begins at position `pos`."""
+    LAYOUT: gl.constexpr = scores.type.layout
+    low_token = row_block * ROWS // NUM_HEADS
+    if pos + TILE > gl.where(causal, gl.minimum(work.first_pos + low_token + 1, work.seq_len), work.seq_len):
+        rows = row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        last = gl.where(causal, work.first_pos + rows // NUM_HEADS, work.seq_len - 1)
+        last = gl.minimum(last, work.seq_len - 1) - pos
+        cols = gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
+        scores = gl.where(cols[None, :] <= last[:, None], scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def zero_invisible_rows(half, pos, visible):
+    """Zero the rows of a half of values that no row of the row block sees. They may hold NaN, and 0 * NaN is NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    if pos + TILE > visible:
+        for first in gl.static_range(0, TILE, 8):
+            if pos + first + 8 > visible:
+                rows = half.slice(first, 8)
+                seen = (pos + first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT)) < visible)[:, None]
+                rows.store(gl.where(seen, rows.load(LAYOUT), 0.0))
+        fence_async_shared()
+
+
+@gluon.jit
+def finite(m_i):
+    """Return a maximum; 0 for a row that has seen no key, since -inf - -inf is NaN."""
+    return gl.where(m_i == float("-inf"), 0.0, m_i)
+
+
+@gluon.jit
+def scale_rows(acc, factor):
+    """Multiply each row by its factor."""
+    return acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
+def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.constexpr):
+    """Return the state of the left columns; the sum is that of this warpgroup's tiles."""
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
+    element: gl.constexpr = s.q.dtype
+    acc = gl.zeros([ROWS, HALF], gl.float32, OF_OUT)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
+    l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+    pos = work.tile * TILE
+    for i in range(work.count // 2):
+        zero = (use + i) >> 30
+        scores = multiply_keys(EVEN, s, use + i, zero)
+        scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
+        m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
+        s.maximum.index(EVEN).store(m_even)
+        mbarrier.arrive(s.maximum_full.index(0), count=1)
+        p = gl.exp2(scores * scale - finite(m_even)[:, None])
+        alpha = gl.exp2(m_i - finite(m_even))
+        l_i = l_i * alpha + gl.sum(p, 1)
+        acc = scale_rows(acc, alpha)
+        zero_invisible_rows(s.kv.index(zero + EVEN * 2 + LEFT), pos, work.visible)
+        own = gl.convert_layout(p.to(element), OF_P)
+        acc = warpgroup_mma(own, s.kv.index(zero + EVEN * 2 + LEFT), acc, is_async=True)
+        wait(s.p_full, ODD, odd_use + i)
+        m_i = s.maximum.index(ODD).load(gl.SliceLayout(1, OF_SCORES))
+        beta = gl.exp2(m_even - finite(m_i))
+        s.kv_rope.index(zero + EVEN).store((p * beta[:, None]).to(element))
+        l_i *= beta
+        fence_async_shared()
+        mbarrier.arrive(s.p_full.index(EVEN), count=1)
+        acc, own = warpgroup_mma_wait(0, deps=[acc, own])
+        mbarrier.arrive(s.empty.index(EVEN * 2 + LEFT), count=1)
+        acc = scale_rows(acc, beta)
+        zero_invisible_rows(s.kv.index(zero + ODD * 2 + LEFT), pos + TILE, work.visible)
+        acc = warpgroup_mma(s.kv_rope.index(zero + ODD), s.kv.index(zero + ODD * 2 + LEFT), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(s.empty.index(ODD * 2 + LEFT), count=1)
+        pos += 2 * TILE
+    if work.count % 2 > 0:  # a last tile without a partner
+        zero = (use + work.count) >> 30
+        scores = multiply_keys(EVEN, s, use + work.count // 2, zero)
+        scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
+        m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
+        s.maximum.index(EVEN).store(m_even)
+        mbarrier.arrive(s.maximum_full.index(0), count=1)
+        p = gl.exp2(scores * scale - finite(m_even)[:, None])
+        alpha = gl.exp2(m_i - finite(m_even))
+        l_i = l_i * alpha + gl.sum(p, 1)
+        acc = scale_rows(acc, alpha)
+        m_i = m_even
+        s.kv_rope.index(zero + EVEN).store(p.to(element))
+        zero_invisible_rows(s.kv.index(zero + EVEN * 2 + LEFT), pos, work.visible)
+        fence_async_shared()
+        mbarrier.arrive(s.p_full.index(EVEN), count=1)
+        own = gl.convert_layout(p.to(element), OF_P)
+        acc = warpgroup_mma(own, s.kv.index(zero + EVEN * 2 + LEFT), acc, is_async=True)
+        acc, own = warpgroup_mma_wait(0, deps=[acc, own])
+        mbarrier.arrive(s.empty.index(EVEN * 2 + LEFT), count=1)
+    mbarrier.arrive(s.q_empty.index(0), count=1)
+    return acc, m_i, l_i
+
+
+@gluon.jit
+def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.constexpr):
+    """Return the state of the right columns; the sum is that of this warpgroup's tiles."""
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
+    element: gl.constexpr = s.q.dtype
+    acc = gl.zeros([ROWS, HALF], gl.float32, OF_OUT)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
+    l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+    pos = work.tile * TILE
+    for i in range(work.count // 2):
+        zero = (use + i) >> 30
+        scores = multiply_keys(ODD, s, odd_use + i, zero)
+        scores = mask_scores(scores, pos + TILE, work, row_block, causal, NUM_HEADS)
+        highest = gl.max(scores, 1) * scale
+        wait(s.maximum_full, 0, use + i)
+        m_odd = gl.maximum(s.maximum.index(EVEN).load(gl.SliceLayout(1, OF_SCORES)), highest)
+        s.maximum.index(ODD).store(m_odd)
+        p = gl.exp2(scores * scale - finite(m_odd)[:, None])
+        s.kv_rope.index(zero + ODD).store(p.to(element))
+        fence_async_shared()
+        mbarrier.arrive(s.p_full.index(ODD), count=1)
+        alpha = gl.exp2(m_i - finite(m_odd))
+        l_i = l_i * alpha + gl.sum(p, 1)
+        m_i = m_odd
+        acc = scale_rows(acc, alpha)
+        zero_invisible_rows(s.kv.index(zero + ODD * 2 + RIGHT), pos + TILE, work.visible)
+        own = gl.convert_layout(p.to(element), OF_P)
+        acc = warpgroup_mma(own, s.kv.index(zero + ODD * 2 + RIGHT), acc, is_async=True)
+        wait(s.p_full, EVEN, use + i)
+        zero_invisible_rows(s.kv.index(zero + EVEN * 2 + RIGHT), pos, work.visible)
+        acc = warpgroup_mma(s.kv_rope.index(zero + EVEN), s.kv.index(zero + EVEN * 2 + RIGHT), acc, is_async=True)
+        acc, own = warpgroup_mma_wait(0, deps=[acc, own])
+        mbarrier.arrive(s.empty.index(ODD * 2 + RIGHT), count=1)
+        mbarrier.arrive(s.empty.index(EVEN * 2 + RIGHT), count=1)
+        pos += 2 * TILE
+    if work.count % 2 > 0:
+        zero = (use + work.count) >> 30
+        wait(s.maximum_full, 0, use + work.count // 2)
+        m_even = s.maximum.index(EVEN).load(gl.SliceLayout(1, OF_SCORES))
+        alpha = gl.exp2(m_i - finite(m_even))
+        m_i = m_even
+        l_i *= alpha
+        acc = scale_rows(acc, alpha)
+        wait(s.p_full, EVEN, use + work.count // 2)
+        zero_invisible_rows(s.kv.index(zero + EVEN * 2 + RIGHT), pos, work.visible)
+        acc = warpgroup_mma(s.kv_rope.index(zero + EVEN), s.kv.index(zero + EVEN * 2 + RIGHT), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(s.empty.index(EVEN * 2 + RIGHT), count=1)
+    mbarrier.arrive(s.q_empty.index(0), count=1)
+    return acc, m_i, l_i
+
+
+@gluon.jit
+def store(
+    PARITY: gl.constexpr, acc, m_i, l_i, outputs, work, slot, row_block,
+    NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Write this warpgroup's half of the results, or of the partial if the sequence is cut."""
+    OF_OUT: gl.constexpr = acc.type.layout
+    OF_L: gl.constexpr = l_i.type.layout
+    local = gl.arange(0, ROWS, gl.SliceLayout(1, OF_OUT))
+    cols = PARITY * HALF + gl.arange(0, HALF, gl.SliceLayout(0, OF_OUT))[None, :]
+    row = gl.arange(0, ROWS, OF_L)
+    if work.starts & work.ends:
+        empty = l_i == 0.0
+        safe = gl.where(empty, 1.0, l_i)
+        rows = row_block * ROWS + local
+        token = rows // NUM_HEADS
+        offsets = (work.q_start + token).to(gl.int64) * outputs.stride_out_token
+        offsets += (rows % NUM_HEADS).to(gl.int64) * outputs.stride_out_head
+        result = scale_rows(acc, 1.0 / safe).to(outputs.out.dtype.element_ty)
+        gl.store(outputs.out + offsets[:, None] + cols, result, mask=(token < work.q_len)[:, None])
+        if PARITY == EVEN:
+            if outputs.lse is not None:
+                rows = row_block * ROWS + row
+                token = rows // NUM_HEADS
+                lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(safe))
+                offsets = (work.q_start + token).to(gl.int64) * outputs.stride_lse + rows % NUM_HEADS
+                gl.store(outputs.lse + offsets, lse, mask=token < work.q_len)
+    else:
+        base = slot * PARTIAL_ROWS
+        gl.store(outputs.acc + base * (2 * HALF) + local[:, None] * (2 * HALF) + cols, acc, mask=(local < PARTIAL_ROWS)[:, None])
+        if PARITY == EVEN:
+            gl.store(outputs.m_i + base + row, m_i, mask=row < PARTIAL_ROWS)
+            gl.store(outputs.l_i + base + row, l_i, mask=row < PARTIAL_ROWS)
+
+
+@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "min_size", "stride_table"])
+def mla_hopper_kernel(
+    out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, kv_desc,
+    page_table, seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
+    scale, causal, num_seqs, num_partitions, min_size, stride_table, page_rows,
+    stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head, stride_out_token, stride_out_head, stride_lse,
+    NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
+):  # fmt: skip
+    gdc_wait()
+    gdc_launch_dependents()
+    element: gl.constexpr = kv_desc.dtype
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    s = Shared(
+        gl.allocate_shared_memory(element, [2, ROWS, HALF], WIDE),
+        gl.allocate_shared_memory(element, [1, ROWS, ROPE], WIDE),
+        gl.allocate_shared_memory(element, [4, TILE, HALF], WIDE),
+        gl.allocate_shared_memory(element, [2, TILE, ROPE], WIDE),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
+        make_barriers(4, 1),
+        make_barriers(4, 1),
+        make_barriers(1, 2),
+        make_barriers(1, 2),
+        make_barriers(1, 1),
+        make_barriers(2, 1),
+        make_barriers(1, 2),
+    )  # fmt: skip
+    fence_async_shared()
+    row_block, index = gl.program_id(0), gl.program_id(1)
+    lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, num_seqs)
+    partition = find_partition(lengths, index, num_partitions, min_size, row_block, causal > 0, NUM_HEADS, 4)
+    queries = Queries(q_nope_ptr, q_rope_ptr, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head)
+    outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
+    gl.warp_specialize(
+        [
+            (consume, (
+                EVEN, s, queries, outputs, lengths, partition, index, num_partitions, row_block, causal > 0, scale,
+                NUM_HEADS, PARTIAL_ROWS)),
+            (consume, (
+                ODD, s, queries, outputs, lengths, partition, index, num_partitions, row_block, causal > 0, scale,
+                NUM_HEADS, PARTIAL_ROWS)),
+            (produce, (
+                s, kv_desc, page_table, lengths, partition, row_block, causal > 0, stride_table, page_rows,
+                NUM_HEADS, PAGE_SIZE, BOX)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

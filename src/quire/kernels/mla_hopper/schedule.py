@@ -1,0 +1,122 @@
+"""The schedule of the MLA kernel: which KV tiles a program owns, found from the lengths on the device.
+
+The rows of a sequence, (token, query head) pairs, are cut into row blocks of ROWS rows. All programs of one row block
+share the work of that row block over all sequences: the KV tiles of the batch form one list, sequence after sequence,
+which is cut into equal partitions. Programs of different row blocks have the same partitions, so that those that read
+the same latents run at the same time and share them in L2.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+ROWS = gl.constexpr(64)  # rows of a row block: the rows of a tensor-core instruction of one warpgroup
+TILE = gl.constexpr(64)  # keys of a tile
+SEQS = gl.constexpr(128)  # sequences that a program reads in one step
+
+
+class Lengths(NamedTuple):
+    """What says how many queries and keys each sequence has."""
+
+    seq_lens: Any  # [num_seqs] int32
+    cu_seqlens_q: Any  # [num_seqs + 1] int32, or None if each sequence has one query
+    query_offsets: Any  # [num_seqs] int32, or None for bottom-right alignment
+    num_seqs: Any
+
+
+class Partition(NamedTuple):
+    """The tiles of a program."""
+
+    low: Any  # first tile, in the list of the batch
+    high: Any  # the tile after the last
+    size: Any  # tiles of every partition but the last
+    seq: Any  # the sequence of tile `low`
+    first: Any  # that sequence's first tile in the list
+
+
+@gluon.jit
+def queries_of(lengths, seq):
+    """Return the first query token of a sequence, or of each of a vector of sequences, and the number of its queries."""
+    if lengths.cu_seqlens_q is None:
+        return seq, seq * 0 + 1
+    else:
+        q_start = gl.load(lengths.cu_seqlens_q + seq)
+        return q_start, gl.load(lengths.cu_seqlens_q + seq + 1) - q_start
+
+
+@gluon.jit
+def keys_of(lengths, seq, q_len, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Return the position of a sequence's first query, its keys, and how many of them its row block sees."""
+    seq_len = gl.load(lengths.seq_lens + seq)
+    if lengths.query_offsets is None:
+        first_pos = seq_len - q_len
+    else:
+        first_pos = gl.load(lengths.query_offsets + seq)
+    last_token = gl.minimum((row_block * ROWS + ROWS - 1) // NUM_HEADS, q_len - 1)
+    visible = gl.where(causal, gl.minimum(first_pos + last_token + 1, seq_len), seq_len)
+    return first_pos, seq_len, gl.maximum(visible, 0)
+
+
+@gluon.jit
+def num_tiles(q_len, visible, row_block, NUM_HEADS: gl.constexpr):
+    """Return the tiles of a row block: at least one, so that zeros are written where there are no keys, if it exists."""
+    return gl.where(q_len * NUM_HEADS > row_block * ROWS, gl.maximum((visible + TILE - 1) // TILE, 1), 0)
+
+
+@gluon.jit
+def tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Return the tiles of each of SEQS sequences from `first` on."""
+    seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32 // NUM_WARPS], [32], [NUM_WARPS], [0]))
+    inside = gl.minimum(seqs, lengths.num_seqs - 1)
+    _, q_len = queries_of(lengths, inside)
+    _, _, visible = keys_of(lengths, inside, q_len, row_block, causal, NUM_HEADS)
+    return gl.where(seqs < lengths.num_seqs, num_tiles(q_len, visible, row_block, NUM_HEADS), 0)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def find_sequence(tiles, start, tile):
+    """Return how many of these sequences end at or before `tile`, and where the last of those ends; 0 if none does.
+
+    The sequences' tiles begin at `start`.
+    """
+    ends = start + gl.associative_scan(tiles, 0, add)
+    before = ends <= tile
+    return gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0)
+
+
+@gluon.jit
+def find_partition(
+    lengths, index, num_partitions, min_size, row_block, causal, NUM_HEADS: gl.constexpr, NUM_WARPS: gl.constexpr
+):
+    """Return the `index`-th of at most `num_partitions` partitions of at least `min_size` tiles."""
+    tiles = tiles_of_sequences(lengths, 0, row_block, causal, NUM_HEADS, NUM_WARPS)
+    total, longest = gl.sum(tiles, 0), gl.max(tiles, 0)
+    for first in range(SEQS, lengths.num_seqs, SEQS):
+        more = tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS, NUM_WARPS)
+        total += gl.sum(more, 0)
+        longest = gl.maximum(longest, gl.max(more, 0))
+    size = gl.maximum(gl.maximum((total + num_partitions - 1) // num_partitions, min_size), 1)
+    # If all sequences are equal, a partition that ends where a sequence ends leaves less to combine.
+    longest = gl.maximum(longest, 1)
+    splits = longest // size
+    even = gl.where(
+        size < longest, (longest + gl.maximum(splits, 1) - 1) // gl.maximum(splits, 1),
+        (size + longest - 1) // longest * longest,
+    )  # fmt: skip
+    size = gl.where((longest * lengths.num_seqs == total) & (even <= size + 1), even, size)
+    low = index * size
+    seq, first_tile = find_sequence(tiles, 0, low)
+    start = gl.sum(tiles, 0)
+    for first in range(SEQS, lengths.num_seqs, SEQS):
+        tiles = tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS, NUM_WARPS)
+        seqs_before, end = find_sequence(tiles, start, low)
+        seq += seqs_before
+        first_tile = gl.maximum(first_tile, end)
+        start += gl.sum(tiles, 0)
+    return Partition(low, gl.minimum(low + size, total), size, seq, first_tile)
