@@ -1,20 +1,29 @@
 """Combine the partials of sequences that partitions cut.
 
-Grid: [partitions - 1, row blocks, PARTIAL_ROWS * column groups]. The programs of a boundary between two partitions do
-nothing unless it is the first boundary that cuts its sequence. Then each combines the partials of one row, of some
-columns, over all partitions of the sequence. The schedule is computed from the lengths again, while the attention kernel
-still runs.
+Grid: [sequences or boundaries, row blocks, blocks of rows and columns]. A batch with few sequences has a program for each
+of them; a batch with many has one for each boundary between two partitions, since at most that many sequences are cut.
+The schedule is computed from the lengths again, while the attention kernel still runs.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.mla_hopper.schedule import ROWS, Lengths, find_partition, keys_of, num_tiles, queries_of
+from quire.kernels.mla_hopper.schedule import (
+    ROWS,
+    SEQS,
+    Lengths,
+    find_partition,
+    find_sequence,
+    keys_of,
+    num_tiles,
+    partition_size,
+    queries_of,
+    tiles_of_sequences,
+)
 from quire.kernels.primitives import LN2
 
 WIDTH = gl.constexpr(512)  # columns of the values
-NUM_WARPS = gl.constexpr(4)
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "min_size"])
@@ -22,53 +31,80 @@ def mla_combine_kernel(
     out_ptr, lse_ptr,
     seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
     causal, num_seqs, num_partitions, min_size, stride_out_token, stride_out_head, stride_lse,
-    NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
+    NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr, BY_SEQUENCE: gl.constexpr,
+    BLOCK_M: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    OF_PARTIALS: gl.constexpr = gl.BlockedLayout(
-        [1, 4], [128 // COLUMNS if COLUMNS < 128 else 1, COLUMNS // 4 if COLUMNS < 128 else 32], [NUM_WARPS, 1], [1, 0]
-    )
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [BLOCK_M, 4 // BLOCK_M, 1], [2, 1, 0])
+    OF_WEIGHTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     gdc_launch_dependents()
-    boundary, row_block, index = gl.program_id(0) + 1, gl.program_id(1), gl.program_id(2)
+    row_block = gl.program_id(1)
     lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, num_seqs)
-    partition = find_partition(lengths, boundary, num_partitions, min_size, row_block, causal > 0, NUM_HEADS, NUM_WARPS)
-    first = partition.first // partition.size
-    if (partition.low < partition.high) & (partition.first < partition.low) & (first == boundary - 1):
-        q_start, q_len = queries_of(lengths, partition.seq)
-        _, _, visible = keys_of(lengths, partition.seq, q_len, row_block, causal > 0, NUM_HEADS)
-        tiles = num_tiles(q_len, visible, row_block, NUM_HEADS)
-        row, column = index % PARTIAL_ROWS, index // PARTIAL_ROWS * COLUMNS
-        token, head = (row_block * ROWS + row) // NUM_HEADS, (row_block * ROWS + row) % NUM_HEADS
-        if token < q_len:
-            count = (partition.first + tiles - 1) // partition.size - first + 1
-            parts = gl.arange(0, PARTS, gl.SliceLayout(1, OF_PARTIALS))
-            cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, OF_PARTIALS))
+    if BY_SEQUENCE:
+        seq = gl.program_id(0)
+        tiles = tiles_of_sequences(lengths, 0, row_block, causal > 0, NUM_HEADS)
+        size, _ = partition_size(lengths, tiles, num_partitions, min_size, row_block, causal > 0, NUM_HEADS)
+        low = 0
+        for first in range(0, seq, SEQS):
+            before = tiles_of_sequences(lengths, first, row_block, causal > 0, NUM_HEADS)
+            seqs = first + gl.arange(0, SEQS, before.type.layout)
+            low += gl.sum(gl.where(seqs < seq, before, 0), 0)
+        first = low // size
+        is_first_cut = True
+    else:
+        boundary = gl.program_id(0) + 1
+        partition = find_partition(lengths, boundary, num_partitions, min_size, row_block, causal > 0, NUM_HEADS)
+        seq, low, size = partition.seq, partition.first, partition.size
+        first = low // size
+        is_first_cut = (partition.low < partition.high) & (low < partition.low) & (first == boundary - 1)
+    if is_first_cut:
+        q_start, q_len = queries_of(lengths, seq)
+        _, _, visible = keys_of(lengths, seq, q_len, row_block, causal > 0, NUM_HEADS)
+        count = (low + num_tiles(q_len, visible, row_block, NUM_HEADS) - 1) // size - first + 1
+        block, column = gl.program_id(2) % (PARTIAL_ROWS // BLOCK_M), gl.program_id(2) // (PARTIAL_ROWS // BLOCK_M)
+        block, column = block * BLOCK_M, column * COLUMNS
+        if (count > 1) & ((row_block * ROWS + block) // NUM_HEADS < q_len):
+            rows = block + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OF_WEIGHTS))[:, None]
+            parts = gl.arange(0, PARTS, gl.SliceLayout(0, OF_WEIGHTS))[None, :]
+            cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
             gdc_wait()
             # The sequence's first partial is in the second place of its partition, the others are in the first.
-            base = (row_block * num_partitions + first) * 2 * PARTIAL_ROWS + row
-            m_i = gl.full([PARTS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_PARTIALS))
+            base = (row_block * num_partitions + first) * 2 * PARTIAL_ROWS
+            m_i = gl.full([BLOCK_M, PARTS], float("-inf"), gl.float32, OF_WEIGHTS)
             for i in range(0, count, PARTS):
                 part = i + parts
-                rows = base + (part * 2 + (part == 0).to(gl.int32)) * PARTIAL_ROWS
-                m_i = gl.maximum(m_i, gl.load(m_ptr + rows, mask=part < count, other=float("-inf")))
-            m = gl.max(m_i, 0)
-            shift = gl.where(m == float("-inf"), 0.0, m)
-            acc = gl.zeros([PARTS, COLUMNS], gl.float32, OF_PARTIALS)
-            total = gl.zeros([PARTS], gl.float32, gl.SliceLayout(1, OF_PARTIALS))
+                slots = base + (part * 2 + (part == 0).to(gl.int32)) * PARTIAL_ROWS + rows
+                m_i = gl.maximum(m_i, gl.load(m_ptr + slots, mask=(part < count) & (rows >= 0), other=float("-inf")))
+            m = gl.max(m_i, 1)
+            shift = gl.where(m == float("-inf"), 0.0, m)[:, None]
+            acc = gl.zeros([BLOCK_M, PARTS, COLUMNS], gl.float32, LAYOUT)
+            total = gl.zeros([BLOCK_M, PARTS], gl.float32, OF_WEIGHTS)
             for i in range(0, count, PARTS):
                 part = i + parts
-                inside = part < count
-                rows = base + (part * 2 + (part == 0).to(gl.int32)) * PARTIAL_ROWS
-                weight = gl.exp2(gl.load(m_ptr + rows, mask=inside, other=float("-inf")) - shift)
-                total += weight * gl.load(l_ptr + rows, mask=inside, other=0.0)
-                ptrs = acc_ptr + rows.to(gl.int64)[:, None] * WIDTH + cols[None, :]
-                acc += weight[:, None] * gl.load(ptrs, mask=inside[:, None], other=0.0)
-            l = gl.sum(total, 0)
-            safe = gl.where(l == 0.0, 1.0, l)
-            out = gl.sum(acc, 0) / safe
-            token64 = (q_start + token).to(gl.int64)
-            ptrs = out_ptr + token64 * stride_out_token + head.to(gl.int64) * stride_out_head + cols
-            gl.store(ptrs, out.to(out_ptr.dtype.element_ty))
+                inside = (part < count) & (rows >= 0)
+                slots = base + (part * 2 + (part == 0).to(gl.int32)) * PARTIAL_ROWS + rows
+                ptrs = acc_ptr + slots.to(gl.int64)[:, :, None] * WIDTH + cols[:, None, :]
+                partials = gl.load(ptrs, mask=inside[:, :, None], other=0.0)
+                weight = gl.exp2(gl.load(m_ptr + slots, mask=inside, other=float("-inf")) - shift)
+                total += weight * gl.load(l_ptr + slots, mask=inside, other=0.0)
+                acc += weight[:, :, None] * partials
+            l = gl.sum(total, 1)
+            empty = l == 0.0
+            safe = gl.where(empty, 1.0, l)
+            acc = gl.sum(acc, 1)
+            OF_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+            out = acc / gl.convert_layout(safe, OF_ROWS)[:, None]
+            local = row_block * ROWS + block + gl.arange(0, BLOCK_M, OF_ROWS)
+            token = local // NUM_HEADS
+            offsets = (q_start + token).to(gl.int64) * stride_out_token + (local % NUM_HEADS).to(gl.int64) * stride_out_head
+            cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
+            gl.store(
+                out_ptr + offsets[:, None] + cols[None, :], out.to(out_ptr.dtype.element_ty),
+                mask=(token < q_len)[:, None],
+            )  # fmt: skip
             if lse_ptr is not None:
                 if column == 0:
-                    lse = gl.where(l == 0.0, float("-inf"), m * LN2 + gl.log(safe))
-                    gl.store(lse_ptr + token64 * stride_lse + head, lse)
+                    lse = gl.where(empty, float("-inf"), m * LN2 + gl.log(safe))
+                    of_lse = row_block * ROWS + block + gl.arange(0, BLOCK_M, lse.type.layout)
+                    lse_token = of_lse // NUM_HEADS
+                    lse_offsets = (q_start + lse_token).to(gl.int64) * stride_lse + of_lse % NUM_HEADS
+                    gl.store(lse_ptr + lse_offsets, lse, mask=lse_token < q_len)

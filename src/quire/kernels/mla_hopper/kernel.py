@@ -80,8 +80,7 @@ class Shared(NamedTuple):
     empty: Any  # [4]: the half may be overwritten
     q_full: Any  # [1]: both warpgroups have stored their half of the queries
     q_empty: Any  # [1]: both warpgroups have multiplied the queries
-    maximum_full: Any  # [1]: the even warpgroup's maximum is stored
-    p_full: Any  # [2]: probabilities are stored
+    p_full: Any  # [2]: probabilities and maximum are stored
     total_full: Any  # [1]: both sums are stored
 
 
@@ -286,63 +285,52 @@ def scale_rows(acc, factor):
 
 
 @gluon.jit
-def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.constexpr):
-    """Return the state of the left columns; the sum is that of this warpgroup's tiles."""
-    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
-    element: gl.constexpr = s.q.dtype
-    acc = gl.zeros([ROWS, HALF], gl.float32, OF_OUT)
+def empty_state(OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr):
+    """Return the state over no keys, of one half of the columns."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+    return gl.zeros([ROWS, HALF], gl.float32, OF_OUT), m_i, l_i
+
+
+@gluon.jit
+def hand_over(PARITY: gl.constexpr, s, p, m_i):
+    """Give the other warpgroup the probabilities of a tile, and the maximum that they are relative to."""
+    s.kv_rope.index(PARITY).store(p.to(s.q.dtype))
+    s.maximum.index(PARITY).store(m_i)
+    fence_async_shared()
+    mbarrier.arrive(s.p_full.index(PARITY), count=1)
+
+
+@gluon.jit
+def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.constexpr):
+    """Return the state of the left columns; the sum is that of the even tiles."""
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    acc, m_i, l_i = empty_state(OF_SCORES, OF_OUT)
     pos = work.tile * TILE
     for i in range(work.count // 2):
         zero = (use + i) >> 30
-        scores = multiply_keys(EVEN, s, use + i, zero)
-        scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
-        m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
-        s.maximum.index(EVEN).store(m_even)
-        mbarrier.arrive(s.maximum_full.index(0), count=1)
-        p = gl.exp2(scores * scale - finite(m_even)[:, None])
-        alpha = gl.exp2(m_i - finite(m_even))
-        l_i = l_i * alpha + gl.sum(p, 1)
-        acc = scale_rows(acc, alpha)
-        zero_invisible_rows(s.kv.index(zero + EVEN * 2 + LEFT), pos, work.visible)
-        own = gl.convert_layout(p.to(element), OF_P)
-        acc = warpgroup_mma(own, s.kv.index(zero + EVEN * 2 + LEFT), acc, is_async=True)
+        acc, own, m_even, l_i = attend_to_own_even_tile(
+            acc, m_i, l_i, s, work, use + i, pos, zero, row_block, causal, scale, NUM_HEADS
+        )
         wait(s.p_full, ODD, odd_use + i)
         m_i = s.maximum.index(ODD).load(gl.SliceLayout(1, OF_SCORES))
         beta = gl.exp2(m_even - finite(m_i))
-        s.kv_rope.index(zero + EVEN).store((p * beta[:, None]).to(element))
         l_i *= beta
-        fence_async_shared()
-        mbarrier.arrive(s.p_full.index(EVEN), count=1)
         acc, own = warpgroup_mma_wait(0, deps=[acc, own])
         mbarrier.arrive(s.empty.index(EVEN * 2 + LEFT), count=1)
         acc = scale_rows(acc, beta)
-        zero_invisible_rows(s.kv.index(zero + ODD * 2 + LEFT), pos + TILE, work.visible)
-        acc = warpgroup_mma(s.kv_rope.index(zero + ODD), s.kv.index(zero + ODD * 2 + LEFT), acc, is_async=True)
+        values = s.kv.index(zero + ODD * 2 + LEFT)
+        zero_invisible_rows(values, pos + TILE, work.visible)
+        acc = warpgroup_mma(s.kv_rope.index(zero + ODD), values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(s.empty.index(ODD * 2 + LEFT), count=1)
         pos += 2 * TILE
-    if work.count % 2 > 0:  # a last tile without a partner
+    if work.count % 2 > 0:  # the last tile is even
         zero = (use + work.count) >> 30
-        scores = multiply_keys(EVEN, s, use + work.count // 2, zero)
-        scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
-        m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
-        s.maximum.index(EVEN).store(m_even)
-        mbarrier.arrive(s.maximum_full.index(0), count=1)
-        p = gl.exp2(scores * scale - finite(m_even)[:, None])
-        alpha = gl.exp2(m_i - finite(m_even))
-        l_i = l_i * alpha + gl.sum(p, 1)
-        acc = scale_rows(acc, alpha)
-        m_i = m_even
-        s.kv_rope.index(zero + EVEN).store(p.to(element))
-        zero_invisible_rows(s.kv.index(zero + EVEN * 2 + LEFT), pos, work.visible)
-        fence_async_shared()
-        mbarrier.arrive(s.p_full.index(EVEN), count=1)
-        own = gl.convert_layout(p.to(element), OF_P)
-        acc = warpgroup_mma(own, s.kv.index(zero + EVEN * 2 + LEFT), acc, is_async=True)
+        acc, own, m_i, l_i = attend_to_own_even_tile(
+            acc, m_i, l_i, s, work, use + work.count // 2, pos, zero, row_block, causal, scale, NUM_HEADS
+        )
         acc, own = warpgroup_mma_wait(0, deps=[acc, own])
         mbarrier.arrive(s.empty.index(EVEN * 2 + LEFT), count=1)
     mbarrier.arrive(s.q_empty.index(0), count=1)
@@ -350,57 +338,74 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
 
 
 @gluon.jit
+def attend_to_own_even_tile(
+    acc, m_i, l_i, s, work, use, pos, zero, row_block, causal, scale, NUM_HEADS: gl.constexpr
+):  # fmt: skip
+    """Compute the probabilities of an even tile, hand them over, and begin to multiply them with its left columns."""
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    scores = multiply_keys(EVEN, s, use, zero)
+    scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
+    m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
+    p = gl.exp2(scores * scale - finite(m_even)[:, None])
+    hand_over(EVEN, s, p, m_even)
+    alpha = gl.exp2(m_i - finite(m_even))
+    l_i = l_i * alpha + gl.sum(p, 1)
+    acc = scale_rows(acc, alpha)
+    values = s.kv.index(zero + EVEN * 2 + LEFT)
+    zero_invisible_rows(values, pos, work.visible)
+    own = gl.convert_layout(p.to(s.q.dtype), OF_P)
+    return warpgroup_mma(own, values, acc, is_async=True), own, m_even, l_i
+
+
+@gluon.jit
 def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.constexpr):
-    """Return the state of the right columns; the sum is that of this warpgroup's tiles."""
+    """Return the state of the right columns; the sum is that of the odd tiles."""
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
-    element: gl.constexpr = s.q.dtype
-    acc = gl.zeros([ROWS, HALF], gl.float32, OF_OUT)
-    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
-    l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+    acc, m_i, l_i = empty_state(OF_SCORES, OF_OUT)
     pos = work.tile * TILE
     for i in range(work.count // 2):
         zero = (use + i) >> 30
         scores = multiply_keys(ODD, s, odd_use + i, zero)
         scores = mask_scores(scores, pos + TILE, work, row_block, causal, NUM_HEADS)
         highest = gl.max(scores, 1) * scale
-        wait(s.maximum_full, 0, use + i)
-        m_odd = gl.maximum(s.maximum.index(EVEN).load(gl.SliceLayout(1, OF_SCORES)), highest)
-        s.maximum.index(ODD).store(m_odd)
-        p = gl.exp2(scores * scale - finite(m_odd)[:, None])
-        s.kv_rope.index(zero + ODD).store(p.to(element))
-        fence_async_shared()
-        mbarrier.arrive(s.p_full.index(ODD), count=1)
-        alpha = gl.exp2(m_i - finite(m_odd))
-        l_i = l_i * alpha + gl.sum(p, 1)
-        m_i = m_odd
-        acc = scale_rows(acc, alpha)
-        zero_invisible_rows(s.kv.index(zero + ODD * 2 + RIGHT), pos + TILE, work.visible)
-        own = gl.convert_layout(p.to(element), OF_P)
-        acc = warpgroup_mma(own, s.kv.index(zero + ODD * 2 + RIGHT), acc, is_async=True)
-        wait(s.p_full, EVEN, use + i)
-        zero_invisible_rows(s.kv.index(zero + EVEN * 2 + RIGHT), pos, work.visible)
-        acc = warpgroup_mma(s.kv_rope.index(zero + EVEN), s.kv.index(zero + EVEN * 2 + RIGHT), acc, is_async=True)
+        acc, m_even, alpha = attend_to_even_tile(acc, m_i, s, work, use + i, pos, zero, OF_SCORES)
+        m_i = gl.maximum(m_even, highest)
+        p = gl.exp2(scores * scale - finite(m_i)[:, None])
+        hand_over(ODD, s, p, m_i)
+        beta = gl.exp2(m_even - finite(m_i))
+        l_i = l_i * (alpha * beta) + gl.sum(p, 1)
+        own = gl.convert_layout(p.to(s.q.dtype), OF_P)
+        values = s.kv.index(zero + ODD * 2 + RIGHT)
+        zero_invisible_rows(values, pos + TILE, work.visible)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(s.empty.index(EVEN * 2 + RIGHT), count=1)
+        acc = scale_rows(acc, beta)
+        acc = warpgroup_mma(own, values, acc, is_async=True)
         acc, own = warpgroup_mma_wait(0, deps=[acc, own])
         mbarrier.arrive(s.empty.index(ODD * 2 + RIGHT), count=1)
-        mbarrier.arrive(s.empty.index(EVEN * 2 + RIGHT), count=1)
         pos += 2 * TILE
-    if work.count % 2 > 0:
+    if work.count % 2 > 0:  # the last tile is even
         zero = (use + work.count) >> 30
-        wait(s.maximum_full, 0, use + work.count // 2)
-        m_even = s.maximum.index(EVEN).load(gl.SliceLayout(1, OF_SCORES))
-        alpha = gl.exp2(m_i - finite(m_even))
-        m_i = m_even
+        acc, m_i, alpha = attend_to_even_tile(acc, m_i, s, work, use + work.count // 2, pos, zero, OF_SCORES)
         l_i *= alpha
-        acc = scale_rows(acc, alpha)
-        wait(s.p_full, EVEN, use + work.count // 2)
-        zero_invisible_rows(s.kv.index(zero + EVEN * 2 + RIGHT), pos, work.visible)
-        acc = warpgroup_mma(s.kv_rope.index(zero + EVEN), s.kv.index(zero + EVEN * 2 + RIGHT), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(s.empty.index(EVEN * 2 + RIGHT), count=1)
     mbarrier.arrive(s.q_empty.index(0), count=1)
     return acc, m_i, l_i
+
+
+@gluon.jit
+def attend_to_even_tile(acc, m_i, s, work, use, pos, zero, OF_SCORES: gl.constexpr):
+    """Begin to multiply the even tile's probabilities with its right columns; return also the maximum and its factor."""
+    wait(s.p_full, EVEN, use)
+    m_even = s.maximum.index(EVEN).load(gl.SliceLayout(1, OF_SCORES))
+    alpha = gl.exp2(m_i - finite(m_even))
+    acc = scale_rows(acc, alpha)
+    values = s.kv.index(zero + EVEN * 2 + RIGHT)
+    zero_invisible_rows(values, pos, work.visible)
+    return warpgroup_mma(s.kv_rope.index(zero + EVEN), values, acc, is_async=True), m_even, alpha
 
 
 @gluon.jit
@@ -446,8 +451,6 @@ def mla_hopper_kernel(
     stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head, stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
 ):  # fmt: skip
-    gdc_wait()
-    gdc_launch_dependents()
     element: gl.constexpr = kv_desc.dtype
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -462,14 +465,15 @@ def mla_hopper_kernel(
         make_barriers(4, 1),
         make_barriers(1, 2),
         make_barriers(1, 2),
-        make_barriers(1, 1),
         make_barriers(2, 1),
         make_barriers(1, 2),
     )  # fmt: skip
     fence_async_shared()
+    gdc_wait()
+    gdc_launch_dependents()
     row_block, index = gl.program_id(0), gl.program_id(1)
     lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, num_seqs)
-    partition = find_partition(lengths, index, num_partitions, min_size, row_block, causal > 0, NUM_HEADS, 4)
+    partition = find_partition(lengths, index, num_partitions, min_size, row_block, causal > 0, NUM_HEADS)
     queries = Queries(q_nope_ptr, q_rope_ptr, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head)
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
     gl.warp_specialize(

@@ -65,9 +65,11 @@ def num_tiles(q_len, visible, row_block, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS: gl.constexpr, NUM_WARPS: gl.constexpr):
+def tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS: gl.constexpr):
     """Return the tiles of each of SEQS sequences from `first` on."""
-    seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32 // NUM_WARPS], [32], [NUM_WARPS], [0]))
+    # Every warp holds all sequences, so that sums over them need no barrier between warps.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SEQS // 32], [32], [4], [0])
+    seqs = first + gl.arange(0, SEQS, LAYOUT)
     inside = gl.minimum(seqs, lengths.num_seqs - 1)
     _, q_len = queries_of(lengths, inside)
     _, _, visible = keys_of(lengths, inside, q_len, row_block, causal, NUM_HEADS)
@@ -91,30 +93,32 @@ def find_sequence(tiles, start, tile):
 
 
 @gluon.jit
-def find_partition(
-    lengths, index, num_partitions, min_size, row_block, causal, NUM_HEADS: gl.constexpr, NUM_WARPS: gl.constexpr
-):
-    """Return the `index`-th of at most `num_partitions` partitions of at least `min_size` tiles."""
-    tiles = tiles_of_sequences(lengths, 0, row_block, causal, NUM_HEADS, NUM_WARPS)
+def partition_size(lengths, tiles, num_partitions, min_size, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Return the tiles of every partition but the last, and of the batch; `tiles` are those of the first SEQS sequences."""
     total, longest = gl.sum(tiles, 0), gl.max(tiles, 0)
     for first in range(SEQS, lengths.num_seqs, SEQS):
-        more = tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS, NUM_WARPS)
+        more = tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS)
         total += gl.sum(more, 0)
         longest = gl.maximum(longest, gl.max(more, 0))
     size = gl.maximum(gl.maximum((total + num_partitions - 1) // num_partitions, min_size), 1)
     # If all sequences are equal, a partition that ends where a sequence ends leaves less to combine.
     longest = gl.maximum(longest, 1)
-    splits = longest // size
-    even = gl.where(
-        size < longest, (longest + gl.maximum(splits, 1) - 1) // gl.maximum(splits, 1),
-        (size + longest - 1) // longest * longest,
-    )  # fmt: skip
-    size = gl.where((longest * lengths.num_seqs == total) & (even <= size + 1), even, size)
+    splits = gl.maximum(longest // size, 1)
+    shorter, longer = (longest + splits - 1) // splits, (size + longest - 1) // longest * longest
+    even = gl.where(size < longest, shorter, longer)
+    return gl.where((longest * lengths.num_seqs == total) & (even <= size + 1), even, size), total
+
+
+@gluon.jit
+def find_partition(lengths, index, num_partitions, min_size, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Return the `index`-th of at most `num_partitions` partitions of at least `min_size` tiles."""
+    tiles = tiles_of_sequences(lengths, 0, row_block, causal, NUM_HEADS)
+    size, total = partition_size(lengths, tiles, num_partitions, min_size, row_block, causal, NUM_HEADS)
     low = index * size
     seq, first_tile = find_sequence(tiles, 0, low)
     start = gl.sum(tiles, 0)
     for first in range(SEQS, lengths.num_seqs, SEQS):
-        tiles = tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS, NUM_WARPS)
+        tiles = tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS)
         seqs_before, end = find_sequence(tiles, start, low)
         seq += seqs_before
         first_tile = gl.maximum(first_tile, end)
