@@ -34,7 +34,11 @@ def mla_combine_kernel(
     NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr, BY_SEQUENCE: gl.constexpr,
     BLOCK_M: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [BLOCK_M, 4 // BLOCK_M, 1], [2, 1, 0])
+    # A thread holds all partials of its columns, so that sums over partials need no exchange.
+    WARPS: gl.constexpr = 4 // BLOCK_M  # that share a row
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, PARTS, min(4, COLUMNS // (32 * WARPS))], [1, 1, 32], [BLOCK_M, 1, WARPS], [2, 1, 0]
+    )
     OF_WEIGHTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     gdc_launch_dependents()
     row_block = gl.program_id(1)
@@ -69,24 +73,23 @@ def mla_combine_kernel(
             gdc_wait()
             # The sequence's first partial is in the second place of its partition, the others are in the first.
             base = (row_block * num_partitions + first) * 2 * PARTIAL_ROWS
-            m_i = gl.full([BLOCK_M, PARTS], float("-inf"), gl.float32, OF_WEIGHTS)
-            for i in range(0, count, PARTS):
-                part = i + parts
-                slots = base + (part * 2 + (part == 0).to(gl.int32)) * PARTIAL_ROWS + rows
-                m_i = gl.maximum(m_i, gl.load(m_ptr + slots, mask=(part < count) & (rows >= 0), other=float("-inf")))
-            m = gl.max(m_i, 1)
-            shift = gl.where(m == float("-inf"), 0.0, m)[:, None]
-            acc = gl.zeros([BLOCK_M, PARTS, COLUMNS], gl.float32, LAYOUT)
+            m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, OF_WEIGHTS))
             total = gl.zeros([BLOCK_M, PARTS], gl.float32, OF_WEIGHTS)
+            acc = gl.zeros([BLOCK_M, PARTS, COLUMNS], gl.float32, LAYOUT)
             for i in range(0, count, PARTS):
                 part = i + parts
                 inside = (part < count) & (rows >= 0)
                 slots = base + (part * 2 + (part == 0).to(gl.int32)) * PARTIAL_ROWS + rows
+                m_i = gl.load(m_ptr + slots, mask=inside, other=float("-inf"))
+                l_i = gl.load(l_ptr + slots, mask=inside, other=0.0)
                 ptrs = acc_ptr + slots.to(gl.int64)[:, :, None] * WIDTH + cols[:, None, :]
                 partials = gl.load(ptrs, mask=inside[:, :, None], other=0.0)
-                weight = gl.exp2(gl.load(m_ptr + slots, mask=inside, other=float("-inf")) - shift)
-                total += weight * gl.load(l_ptr + slots, mask=inside, other=0.0)
-                acc += weight[:, :, None] * partials
+                m_new = gl.maximum(m, gl.max(m_i, 1))
+                shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+                alpha, weight = gl.exp2(m - shift), gl.exp2(m_i - shift[:, None])
+                total = total * alpha[:, None] + weight * l_i
+                acc = acc * alpha[:, None][:, :, None] + weight[:, :, None] * partials
+                m = m_new
             l = gl.sum(total, 1)
             empty = l == 0.0
             safe = gl.where(empty, 1.0, l)

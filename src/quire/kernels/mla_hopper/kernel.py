@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.pipeline import make_barriers, tma_load, wait
+from quire.kernels.hopper.pipeline import tma_load
 from quire.kernels.mla_hopper.schedule import (
     ROWS,
     TILE,
@@ -76,12 +76,12 @@ class Shared(NamedTuple):
     kv_rope: Any  # [2, TILE, ROPE]: rope columns of the even and of the odd tile, later their probabilities
     maximum: Any  # [2, ROWS]: of the even and of the odd warpgroup
     total: Any  # [2, ROWS]: sum of exponentials
-    full: Any  # [4]: the half has arrived
-    empty: Any  # [4]: the half may be overwritten
-    q_full: Any  # [1]: both warpgroups have stored their half of the queries
-    q_empty: Any  # [1]: both warpgroups have multiplied the queries
-    p_full: Any  # [2]: probabilities and maximum are stored
-    total_full: Any  # [1]: both sums are stored
+    full: Any  # 4 barriers: the half has arrived
+    empty: Any  # 4: the half may be overwritten
+    q_full: Any  # both warpgroups have stored their half of the queries
+    q_empty: Any  # both warpgroups have multiplied the queries
+    p_full: Any  # 2: probabilities and maximum are stored
+    total_full: Any  # both sums are stored
 
 
 class Work(NamedTuple):
@@ -113,8 +113,22 @@ def work_of(lengths, partition, seq, seq_tile, row_block, causal, NUM_HEADS: gl.
 
 
 @gluon.jit
+def make_barrier(ARRIVALS: gl.constexpr):
+    """Allocate a barrier that completes after ARRIVALS arrivals."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, ARRIVALS)
+    return barrier
+
+
+@gluon.jit
+def wait(barrier, phase):
+    """Wait until a barrier has completed its phase-th phase."""
+    mbarrier.wait(barrier, phase & 1)
+
+
+@gluon.jit
 def produce(
-    s, kv_desc, page_table, lengths, partition, row_block, causal, stride_table, page_rows,
+    s, kv_desc, page_table, lengths, partition, row_block, causal, stride_table, table_width, page_rows,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Load the latents of every tile of the partition. The producer warp runs this."""
@@ -123,18 +137,21 @@ def produce(
     seq, seq_tile = partition.seq, partition.first
     uses, odd_uses = 0, 0
     while seq_tile < partition.high:
-        work, next_tile = work_of(lengths, partition, seq, seq_tile, row_block, causal, NUM_HEADS)
         row = page_table + seq.to(gl.int64) * stride_table
-        pos = work.tile * TILE
-        stop = pos + work.count * TILE
-        pages = load_pages(row, pos + lane * BOX, stop, work.visible, PAGE_SIZE)
-        while pos < stop:
+        # These page numbers are loaded before the length of the sequence is known, so only the table bounds them.
+        pos = gl.maximum(partition.low - seq_tile, 0) * TILE
+        pages = load_pages(row, pos + lane * BOX, table_width * PAGE_SIZE, PAGE_SIZE)
+        work, next_tile = work_of(lengths, partition, seq, seq_tile, row_block, causal, NUM_HEADS)
+        stop = gl.minimum(pos + work.count * TILE, work.visible)
+        pages = gl.where(pos + lane * BOX < stop, pages, 0)
+        end = pos + work.count * TILE
+        while pos < end:
             rows = ()
             for i in gl.static_range(2 * TILE // BOX):
                 page = gl.sum(gl.where(lane == i, pages, 0), 0)
                 rows = rows + (page * page_rows + (pos + i * BOX) % PAGE_SIZE,)
-            pages = load_pages(row, pos + 2 * TILE + lane * BOX, stop, work.visible, PAGE_SIZE)
-            has_odd = pos + TILE < stop
+            pages = load_pages(row, pos + 2 * TILE + lane * BOX, stop, PAGE_SIZE)
+            has_odd = pos + TILE < end
             load_half(s, kv_desc, rows, EVEN, LEFT, uses, BOX)
             load_half(s, kv_desc, rows, EVEN, RIGHT, uses, BOX)
             if has_odd:
@@ -148,9 +165,9 @@ def produce(
 
 
 @gluon.jit
-def load_pages(row, pos, stop, visible, PAGE_SIZE: gl.constexpr):
-    """Load the page numbers of boxes at positions `pos`. Boxes that hold no visible key come from page 0."""
-    return gl.load(row + pos // PAGE_SIZE, mask=(pos < stop) & (pos < visible), other=0).to(gl.int32)
+def load_pages(row, pos, stop, PAGE_SIZE: gl.constexpr):
+    """Load the page numbers of boxes at positions `pos`. Boxes that begin at `stop` or later come from page 0."""
+    return gl.load(row + pos // PAGE_SIZE, mask=pos < stop, other=0).to(gl.int32)
 
 
 @gluon.jit
@@ -159,8 +176,8 @@ def load_half(s, kv_desc, rows, PARITY: gl.constexpr, SIDE: gl.constexpr, use, B
     HALVES: gl.constexpr = PARITY * 2 + SIDE
     WITH_ROPE: gl.constexpr = PARITY != SIDE
     PANELS: gl.constexpr = HALF // PANEL
-    wait(s.empty, HALVES, use + 1)
-    full = s.full.index(HALVES)
+    wait(s.empty[HALVES], use + 1)
+    full = s.full[HALVES]
     mbarrier.expect(full, TILE * (HALF + ROPE if WITH_ROPE else HALF) * 2)
     for box in gl.static_range(TILE // BOX):
         row = rows[PARITY * (TILE // BOX) + box]
@@ -181,9 +198,10 @@ def consume(
     seq, seq_tile = partition.seq, partition.first
     uses, odd_uses, works = 0, 0, 0
     while seq_tile < partition.high:
+        panels = load_queries(PARITY, queries, lengths, seq, row_block, NUM_HEADS)
         work, next_tile = work_of(lengths, partition, seq, seq_tile, row_block, causal, NUM_HEADS)
         if work.count > 0:
-            load_queries(PARITY, s, queries, work, works, row_block, NUM_HEADS)
+            store_queries(PARITY, s, panels, works)
             if PARITY == EVEN:
                 acc, m_i, l_i = attend_even(s, work, uses, odd_uses, row_block, causal, scale, NUM_HEADS)
             else:
@@ -191,42 +209,51 @@ def consume(
             uses += (work.count + 1) // 2
             odd_uses += work.count // 2
             s.total.index(PARITY).store(l_i)
-            mbarrier.arrive(s.total_full.index(0), count=1)
-            wait(s.total_full, 0, works)
+            mbarrier.arrive(s.total_full, count=1)
+            wait(s.total_full, works)
             l_i += s.total.index(1 - PARITY).load(l_i.type.layout)
-            slot = (row_block * num_partitions + partition_index) * 2 + work.starts.to(gl.int32)
-            store(
-                PARITY, acc, m_i, l_i, outputs, work, slot.to(gl.int64), row_block, NUM_HEADS, PARTIAL_ROWS
-            )  # fmt: skip
+            if work.starts & work.ends:
+                store_result(PARITY, s, acc, m_i, l_i, outputs, work, row_block, NUM_HEADS)
+            else:
+                slot = (row_block * num_partitions + partition_index) * 2 + work.starts.to(gl.int32)
+                store_partial(PARITY, acc, m_i, l_i, outputs, slot, PARTIAL_ROWS)
             works += 1
         seq += 1
         seq_tile = next_tile
 
 
 @gluon.jit
-def load_queries(PARITY: gl.constexpr, s, queries, work, works, row_block, NUM_HEADS: gl.constexpr):
-    """Store half of the columns of the queries to shared memory; the even warpgroup stores the rope columns as well."""
+def load_queries(PARITY: gl.constexpr, queries, lengths, seq, row_block, NUM_HEADS: gl.constexpr):
+    """Load half of the columns of a row block of queries, in panels; the even warpgroup loads the rope columns as well."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    q_start, q_len = queries_of(lengths, seq)
     rows = row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
-    owned = (token < work.q_len)[:, None]
-    token = (work.q_start + token).to(gl.int64)
+    owned = (token < q_len)[:, None]
+    token = (q_start + token).to(gl.int64)
     cols = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
-    nope = queries.nope + PARITY * HALF + (token * queries.stride_nope_token + head * queries.stride_nope_head)[:, None] + cols
+    nope = token * queries.stride_nope_token + head.to(gl.int64) * queries.stride_nope_head
+    nope = queries.nope + nope[:, None] + (PARITY * HALF + cols)
     panels = ()
     for panel in gl.static_range(HALF // PANEL):
         panels = panels + (gl.load(nope + panel * PANEL, mask=owned, other=0.0),)
     if PARITY == EVEN:
-        rope = queries.rope + (token * queries.stride_rope_token + head * queries.stride_rope_head)[:, None] + cols
-        panels = panels + (gl.load(rope, mask=owned, other=0.0),)
-    wait(s.q_empty, 0, works + 1)
+        rope = token * queries.stride_rope_token + head.to(gl.int64) * queries.stride_rope_head
+        panels = panels + (gl.load(queries.rope + rope[:, None] + cols, mask=owned, other=0.0),)
+    return panels
+
+
+@gluon.jit
+def store_queries(PARITY: gl.constexpr, s, panels, works):
+    """Store the queries to shared memory, and wait for the other warpgroup's."""
+    wait(s.q_empty, works + 1)
     for panel in gl.static_range(HALF // PANEL):
         s.q.index(PARITY).slice(panel * PANEL, PANEL, 1).store(panels[panel])
     if PARITY == EVEN:
         s.q_rope.index(0).store(panels[HALF // PANEL])
     fence_async_shared()
-    mbarrier.arrive(s.q_full.index(0), count=1)
-    wait(s.q_full, 0, works)
+    mbarrier.arrive(s.q_full, count=1)
+    wait(s.q_full, works)
 
 
 @gluon.jit
@@ -235,10 +262,10 @@ def multiply_keys(PARITY: gl.constexpr, s, use, zero):
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     FIRST: gl.constexpr = PARITY  # the half that arrives first
     scores = gl.zeros([ROWS, TILE], gl.float32, OF_SCORES)
-    wait(s.full, PARITY * 2 + FIRST, use)
+    wait(s.full[PARITY * 2 + FIRST], use)
     keys = s.kv.index(zero + PARITY * 2 + FIRST).permute((1, 0))
     scores = warpgroup_mma(s.q.index(zero + FIRST), keys, scores, use_acc=False, is_async=True)
-    wait(s.full, PARITY * 2 + 1 - FIRST, use)
+    wait(s.full[PARITY * 2 + 1 - FIRST], use)
     keys = s.kv.index(zero + PARITY * 2 + 1 - FIRST).permute((1, 0))
     scores = warpgroup_mma(s.q.index(zero + 1 - FIRST), keys, scores, is_async=True)
     scores = warpgroup_mma(s.q_rope.index(zero), s.kv_rope.index(zero + PARITY).permute((1, 0)), scores, is_async=True)
@@ -298,7 +325,7 @@ def hand_over(PARITY: gl.constexpr, s, p, m_i):
     s.kv_rope.index(PARITY).store(p.to(s.q.dtype))
     s.maximum.index(PARITY).store(m_i)
     fence_async_shared()
-    mbarrier.arrive(s.p_full.index(PARITY), count=1)
+    mbarrier.arrive(s.p_full[PARITY], count=1)
 
 
 @gluon.jit
@@ -313,18 +340,18 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
         acc, own, m_even, l_i = attend_to_own_even_tile(
             acc, m_i, l_i, s, work, use + i, pos, zero, row_block, causal, scale, NUM_HEADS
         )
-        wait(s.p_full, ODD, odd_use + i)
+        wait(s.p_full[ODD], odd_use + i)
         m_i = s.maximum.index(ODD).load(gl.SliceLayout(1, OF_SCORES))
         beta = gl.exp2(m_even - finite(m_i))
         l_i *= beta
         acc, own = warpgroup_mma_wait(0, deps=[acc, own])
-        mbarrier.arrive(s.empty.index(EVEN * 2 + LEFT), count=1)
+        mbarrier.arrive(s.empty[EVEN * 2 + LEFT], count=1)
         acc = scale_rows(acc, beta)
         values = s.kv.index(zero + ODD * 2 + LEFT)
         zero_invisible_rows(values, pos + TILE, work.visible)
         acc = warpgroup_mma(s.kv_rope.index(zero + ODD), values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(s.empty.index(ODD * 2 + LEFT), count=1)
+        mbarrier.arrive(s.empty[ODD * 2 + LEFT], count=1)
         pos += 2 * TILE
     if work.count % 2 > 0:  # the last tile is even
         zero = (use + work.count) >> 30
@@ -332,8 +359,8 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
             acc, m_i, l_i, s, work, use + work.count // 2, pos, zero, row_block, causal, scale, NUM_HEADS
         )
         acc, own = warpgroup_mma_wait(0, deps=[acc, own])
-        mbarrier.arrive(s.empty.index(EVEN * 2 + LEFT), count=1)
-    mbarrier.arrive(s.q_empty.index(0), count=1)
+        mbarrier.arrive(s.empty[EVEN * 2 + LEFT], count=1)
+    mbarrier.arrive(s.q_empty, count=1)
     return acc, m_i, l_i
 
 
@@ -380,26 +407,26 @@ def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.co
         values = s.kv.index(zero + ODD * 2 + RIGHT)
         zero_invisible_rows(values, pos + TILE, work.visible)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(s.empty.index(EVEN * 2 + RIGHT), count=1)
+        mbarrier.arrive(s.empty[EVEN * 2 + RIGHT], count=1)
         acc = scale_rows(acc, beta)
         acc = warpgroup_mma(own, values, acc, is_async=True)
         acc, own = warpgroup_mma_wait(0, deps=[acc, own])
-        mbarrier.arrive(s.empty.index(ODD * 2 + RIGHT), count=1)
+        mbarrier.arrive(s.empty[ODD * 2 + RIGHT], count=1)
         pos += 2 * TILE
     if work.count % 2 > 0:  # the last tile is even
         zero = (use + work.count) >> 30
         acc, m_i, alpha = attend_to_even_tile(acc, m_i, s, work, use + work.count // 2, pos, zero, OF_SCORES)
         l_i *= alpha
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(s.empty.index(EVEN * 2 + RIGHT), count=1)
-    mbarrier.arrive(s.q_empty.index(0), count=1)
+        mbarrier.arrive(s.empty[EVEN * 2 + RIGHT], count=1)
+    mbarrier.arrive(s.q_empty, count=1)
     return acc, m_i, l_i
 
 
 @gluon.jit
 def attend_to_even_tile(acc, m_i, s, work, use, pos, zero, OF_SCORES: gl.constexpr):
     """Begin to multiply the even tile's probabilities with its right columns; return also the maximum and its factor."""
-    wait(s.p_full, EVEN, use)
+    wait(s.p_full[EVEN], use)
     m_even = s.maximum.index(EVEN).load(gl.SliceLayout(1, OF_SCORES))
     alpha = gl.exp2(m_i - finite(m_even))
     acc = scale_rows(acc, alpha)
@@ -409,45 +436,53 @@ def attend_to_even_tile(acc, m_i, s, work, use, pos, zero, OF_SCORES: gl.constex
 
 
 @gluon.jit
-def store(
-    PARITY: gl.constexpr, acc, m_i, l_i, outputs, work, slot, row_block,
-    NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Write this warpgroup's half of the results, or of the partial if the sequence is cut."""
-    OF_OUT: gl.constexpr = acc.type.layout
-    OF_L: gl.constexpr = l_i.type.layout
-    local = gl.arange(0, ROWS, gl.SliceLayout(1, OF_OUT))
-    cols = PARITY * HALF + gl.arange(0, HALF, gl.SliceLayout(0, OF_OUT))[None, :]
-    row = gl.arange(0, ROWS, OF_L)
-    if work.starts & work.ends:
-        empty = l_i == 0.0
-        safe = gl.where(empty, 1.0, l_i)
-        rows = row_block * ROWS + local
+def store_result(PARITY: gl.constexpr, s, acc, m_i, l_i, outputs, work, row_block, NUM_HEADS: gl.constexpr):
+    """Normalise and write this warpgroup's columns.
+
+    They are staged in the place of its queries, which both warpgroups have multiplied: whole rows reach memory faster
+    than the fragments of an accumulator.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    empty = l_i == 0.0
+    safe = gl.where(empty, 1.0, l_i)
+    staged = s.q.index(PARITY)
+    staged.store(scale_rows(acc, 1.0 / safe).to(s.q.dtype))
+    cols = PARITY * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
+    for first in gl.static_range(0, ROWS, 16):
+        rows = row_block * ROWS + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
         token = rows // NUM_HEADS
         offsets = (work.q_start + token).to(gl.int64) * outputs.stride_out_token
         offsets += (rows % NUM_HEADS).to(gl.int64) * outputs.stride_out_head
-        result = scale_rows(acc, 1.0 / safe).to(outputs.out.dtype.element_ty)
-        gl.store(outputs.out + offsets[:, None] + cols, result, mask=(token < work.q_len)[:, None])
-        if PARITY == EVEN:
-            if outputs.lse is not None:
-                rows = row_block * ROWS + row
-                token = rows // NUM_HEADS
-                lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(safe))
-                offsets = (work.q_start + token).to(gl.int64) * outputs.stride_lse + rows % NUM_HEADS
-                gl.store(outputs.lse + offsets, lse, mask=token < work.q_len)
-    else:
-        base = slot * PARTIAL_ROWS
-        gl.store(outputs.acc + base * (2 * HALF) + local[:, None] * (2 * HALF) + cols, acc, mask=(local < PARTIAL_ROWS)[:, None])
-        if PARITY == EVEN:
-            gl.store(outputs.m_i + base + row, m_i, mask=row < PARTIAL_ROWS)
-            gl.store(outputs.l_i + base + row, l_i, mask=row < PARTIAL_ROWS)
+        values = staged.slice(first, 16).load(LAYOUT)
+        gl.store(outputs.out + offsets[:, None] + cols, values, mask=(token < work.q_len)[:, None])
+    if PARITY == EVEN:
+        if outputs.lse is not None:
+            rows = row_block * ROWS + gl.arange(0, ROWS, l_i.type.layout)
+            token = rows // NUM_HEADS
+            lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(safe))
+            offsets = (work.q_start + token).to(gl.int64) * outputs.stride_lse + rows % NUM_HEADS
+            gl.store(outputs.lse + offsets, lse, mask=token < work.q_len)
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "min_size", "stride_table"])
+@gluon.jit
+def store_partial(PARITY: gl.constexpr, acc, m_i, l_i, outputs, slot, PARTIAL_ROWS: gl.constexpr):
+    """Write this warpgroup's columns of a partial, not normalised."""
+    OF_OUT: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, OF_OUT))
+    cols = PARITY * HALF + gl.arange(0, HALF, gl.SliceLayout(0, OF_OUT))[None, :]
+    into = outputs.acc + slot.to(gl.int64) * (PARTIAL_ROWS * 2 * HALF)
+    gl.store(into + rows[:, None] * (2 * HALF) + cols, acc, mask=(rows < PARTIAL_ROWS)[:, None])
+    if PARITY == EVEN:
+        rows = gl.arange(0, ROWS, l_i.type.layout)
+        gl.store(outputs.m_i + slot * PARTIAL_ROWS + rows, m_i, mask=rows < PARTIAL_ROWS)
+        gl.store(outputs.l_i + slot * PARTIAL_ROWS + rows, l_i, mask=rows < PARTIAL_ROWS)
+
+
+@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "min_size", "stride_table", "table_width"])
 def mla_hopper_kernel(
     out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, kv_desc,
     page_table, seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
-    scale, causal, num_seqs, num_partitions, min_size, stride_table, page_rows,
+    scale, causal, num_seqs, num_partitions, min_size, stride_table, table_width, page_rows,
     stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head, stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -461,12 +496,12 @@ def mla_hopper_kernel(
         gl.allocate_shared_memory(element, [2, TILE, ROPE], WIDE),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
-        make_barriers(4, 1),
-        make_barriers(4, 1),
-        make_barriers(1, 2),
-        make_barriers(1, 2),
-        make_barriers(2, 1),
-        make_barriers(1, 2),
+        (make_barrier(1), make_barrier(1), make_barrier(1), make_barrier(1)),
+        (make_barrier(1), make_barrier(1), make_barrier(1), make_barrier(1)),
+        make_barrier(2),
+        make_barrier(2),
+        (make_barrier(1), make_barrier(1)),
+        make_barrier(2),
     )  # fmt: skip
     fence_async_shared()
     gdc_wait()
@@ -485,7 +520,7 @@ def mla_hopper_kernel(
                 ODD, s, queries, outputs, lengths, partition, index, num_partitions, row_block, causal > 0, scale,
                 NUM_HEADS, PARTIAL_ROWS)),
             (produce, (
-                s, kv_desc, page_table, lengths, partition, row_block, causal > 0, stride_table, page_rows,
+                s, kv_desc, page_table, lengths, partition, row_block, causal > 0, stride_table, table_width, page_rows,
                 NUM_HEADS, PAGE_SIZE, BOX)),
         ],
         [4, 1],
