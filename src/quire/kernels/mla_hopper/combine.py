@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.mla_hopper.schedule import (
     ROWS,
     SEQS,
+    Costs,
     Lengths,
     find_partition,
     find_sequence,
@@ -26,11 +27,11 @@ from quire.kernels.primitives import LN2
 WIDTH = gl.constexpr(512)  # columns of the values
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "min_size"])
+@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "sequence_cost"])
 def mla_combine_kernel(
     out_ptr, lse_ptr,
     seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
-    causal, num_seqs, num_partitions, min_size, stride_out_token, stride_out_head, stride_lse,
+    causal, num_seqs, num_partitions, combine_cost, sequence_cost, stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr, BY_SEQUENCE: gl.constexpr,
     BLOCK_M: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
@@ -43,27 +44,28 @@ def mla_combine_kernel(
     gdc_launch_dependents()
     row_block = gl.program_id(1)
     lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, num_seqs)
+    costs = Costs(combine_cost, sequence_cost)
     if BY_SEQUENCE:
         seq = gl.program_id(0)
         tiles = tiles_of_sequences(lengths, 0, row_block, causal > 0, NUM_HEADS)
-        size, _ = partition_size(lengths, tiles, num_partitions, min_size, row_block, causal > 0, NUM_HEADS)
-        low = 0
-        for first in range(0, seq, SEQS):
-            before = tiles_of_sequences(lengths, first, row_block, causal > 0, NUM_HEADS)
-            seqs = first + gl.arange(0, SEQS, before.type.layout)
-            low += gl.sum(gl.where(seqs < seq, before, 0), 0)
-        first = low // size
+        size, _, overhead = partition_size(lengths, tiles, num_partitions, costs, row_block, causal > 0, NUM_HEADS)
+        place = overhead
+        for start in range(0, seq, SEQS):
+            before = tiles_of_sequences(lengths, start, row_block, causal > 0, NUM_HEADS)
+            seqs = start + gl.arange(0, SEQS, before.type.layout)
+            place += gl.sum(gl.where((seqs < seq) & (before > 0), before + overhead, 0), 0)
+        first = place // size
         is_first_cut = True
     else:
         boundary = gl.program_id(0) + 1
-        partition = find_partition(lengths, boundary, num_partitions, min_size, row_block, causal > 0, NUM_HEADS)
-        seq, low, size = partition.seq, partition.first, partition.size
-        first = low // size
-        is_first_cut = (partition.low < partition.high) & (low < partition.low) & (first == boundary - 1)
+        partition = find_partition(lengths, boundary, num_partitions, costs, row_block, causal > 0, NUM_HEADS)
+        seq, size, place = partition.seq, partition.size, partition.first + partition.overhead
+        first = place // size
+        is_first_cut = (partition.low < partition.high) & (place < partition.low) & (first == boundary - 1)
     if is_first_cut:
         q_start, q_len = queries_of(lengths, seq)
         _, _, visible = keys_of(lengths, seq, q_len, row_block, causal > 0, NUM_HEADS)
-        count = (low + num_tiles(q_len, visible, row_block, NUM_HEADS) - 1) // size - first + 1
+        count = (place + num_tiles(q_len, visible, row_block, NUM_HEADS) - 1) // size - first + 1
         block, column = gl.program_id(2) % (PARTIAL_ROWS // BLOCK_M), gl.program_id(2) // (PARTIAL_ROWS // BLOCK_M)
         block, column = block * BLOCK_M, column * COLUMNS
         if (count > 1) & ((row_block * ROWS + block) // NUM_HEADS < q_len):

@@ -24,10 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.pipeline import tma_load
+from quire.kernels.hopper.pipeline import reinterpret, tma_load
 from quire.kernels.mla_hopper.schedule import (
     ROWS,
     TILE,
+    Costs,
     Lengths,
     find_partition,
     keys_of,
@@ -100,16 +101,25 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def work_of(lengths, partition, seq, seq_tile, row_block, causal, NUM_HEADS: gl.constexpr):
-    """Return the tiles of a sequence that the partition holds. The sequence's first tile in the list is `seq_tile`."""
+def work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Return the tiles of a sequence that the partition holds, and the next sequence's place in the list.
+
+    The sequence's own place is `place`.
+    """
     q_start, q_len = queries_of(lengths, seq)
     first_pos, seq_len, visible = keys_of(lengths, seq, q_len, row_block, causal, NUM_HEADS)
     tiles = num_tiles(q_len, visible, row_block, NUM_HEADS)
-    start = gl.maximum(partition.low - seq_tile, 0)
-    stop = gl.minimum(partition.high - seq_tile, tiles)
-    return Work(
-        seq, q_start, q_len, first_pos, seq_len, visible, start, stop - start, start == 0, stop == tiles
-    ), seq_tile + tiles  # fmt: skip
+    place += gl.where(tiles > 0, partition.overhead, 0)
+    start = first_tile(partition, place)
+    stop = gl.minimum(partition.high - place, tiles)
+    work = Work(seq, q_start, q_len, first_pos, seq_len, visible, start, stop - start, start == 0, stop == tiles)
+    return work, place + tiles
+
+
+@gluon.jit
+def first_tile(partition, place):
+    """Return the first tile of a sequence that is in the partition; the sequence's tiles begin at `place`."""
+    return gl.maximum(partition.low - place, 0)
 
 
 @gluon.jit
@@ -134,14 +144,14 @@ def produce(
     """Load the latents of every tile of the partition. The producer warp runs this."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, LANES)
-    seq, seq_tile = partition.seq, partition.first
+    seq, place = partition.seq, partition.first
     uses, odd_uses = 0, 0
-    while seq_tile < partition.high:
+    while place < partition.high:
         row = page_table + seq.to(gl.int64) * stride_table
         # These page numbers are loaded before the length of the sequence is known, so only the table bounds them.
-        pos = gl.maximum(partition.low - seq_tile, 0) * TILE
+        pos = first_tile(partition, place + partition.overhead) * TILE
         pages = load_pages(row, pos + lane * BOX, table_width * PAGE_SIZE, PAGE_SIZE)
-        work, next_tile = work_of(lengths, partition, seq, seq_tile, row_block, causal, NUM_HEADS)
+        work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
         stop = gl.minimum(pos + work.count * TILE, work.visible)
         pages = gl.where(pos + lane * BOX < stop, pages, 0)
         end = pos + work.count * TILE
@@ -161,7 +171,7 @@ def produce(
             uses += 1
             pos += 2 * TILE
         seq += 1
-        seq_tile = next_tile
+        place = next_place
 
 
 @gluon.jit
@@ -195,11 +205,11 @@ def consume(
 ):  # fmt: skip
     """Attend to every tile of the partition and write the results. Each consumer warpgroup runs this."""
     OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    seq, seq_tile = partition.seq, partition.first
+    seq, place = partition.seq, partition.first
     uses, odd_uses, works = 0, 0, 0
-    while seq_tile < partition.high:
+    while place < partition.high:
         panels = load_queries(PARITY, queries, lengths, seq, row_block, NUM_HEADS)
-        work, next_tile = work_of(lengths, partition, seq, seq_tile, row_block, causal, NUM_HEADS)
+        work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
         if work.count > 0:
             store_queries(PARITY, s, panels, works)
             if PARITY == EVEN:
@@ -219,7 +229,7 @@ def consume(
                 store_partial(PARITY, acc, m_i, l_i, outputs, slot, PARTIAL_ROWS)
             works += 1
         seq += 1
-        seq_tile = next_tile
+        place = next_place
 
 
 @gluon.jit
@@ -258,7 +268,7 @@ def store_queries(PARITY: gl.constexpr, s, panels, works):
 
 @gluon.jit
 def multiply_keys(PARITY: gl.constexpr, s, use, zero):
-    """Return the products of the queries with this warpgroup's next tile of keys."""
+    """Begin to multiply the queries with this warpgroup's next tile of keys."""
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     FIRST: gl.constexpr = PARITY  # the half that arrives first
     scores = gl.zeros([ROWS, TILE], gl.float32, OF_SCORES)
@@ -269,7 +279,7 @@ def multiply_keys(PARITY: gl.constexpr, s, use, zero):
     keys = s.kv.index(zero + PARITY * 2 + 1 - FIRST).permute((1, 0))
     scores = warpgroup_mma(s.q.index(zero + 1 - FIRST), keys, scores, is_async=True)
     scores = warpgroup_mma(s.q_rope.index(zero), s.kv_rope.index(zero + PARITY).permute((1, 0)), scores, is_async=True)
-    return warpgroup_mma_wait(0, deps=[scores])
+    return scores
 
 
 @gluon.jit
@@ -288,14 +298,18 @@ def mask_scores(scores, pos, work, row_block, causal, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def zero_invisible_rows(half, pos, visible):
-    """Zero the rows of a half of values that no row of the row block sees. They may hold NaN, and 0 * NaN is NaN."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    """Zero the rows of a half of values that no row of the row block sees. They may hold NaN, and 0 * NaN is NaN.
+
+    The half is taken as panels of 32-bit words. The swizzle of TMA moves a row's words within the row only.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    WORDS: gl.constexpr = PANEL // 2
     if pos + TILE > visible:
-        for first in gl.static_range(0, TILE, 8):
-            if pos + first + 8 > visible:
-                rows = half.slice(first, 8)
-                seen = (pos + first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT)) < visible)[:, None]
-                rows.store(gl.where(seen, rows.load(LAYOUT), 0.0))
+        words = reinterpret(half, gl.int32, [HALF // PANEL * TILE, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        rows = pos + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
+        for panel in gl.static_range(HALF // PANEL):
+            panel_words = words.slice(panel * TILE, TILE)
+            panel_words.store(gl.where((rows < visible)[:, None], panel_words.load(LAYOUT), 0))
         fence_async_shared()
 
 
@@ -335,10 +349,11 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
     OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     acc, m_i, l_i = empty_state(OF_SCORES, OF_OUT)
     pos = work.tile * TILE
+    scores = warpgroup_mma_wait(0, deps=[multiply_keys(EVEN, s, use, use >> 30)])
     for i in range(work.count // 2):
         zero = (use + i) >> 30
         acc, own, m_even, l_i = attend_to_own_even_tile(
-            acc, m_i, l_i, s, work, use + i, pos, zero, row_block, causal, scale, NUM_HEADS
+            acc, m_i, l_i, scores, s, work, pos, zero, row_block, causal, scale, NUM_HEADS
         )
         wait(s.p_full[ODD], odd_use + i)
         m_i = s.maximum.index(ODD).load(gl.SliceLayout(1, OF_SCORES))
@@ -349,14 +364,21 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
         acc = scale_rows(acc, beta)
         values = s.kv.index(zero + ODD * 2 + LEFT)
         zero_invisible_rows(values, pos + TILE, work.visible)
-        acc = warpgroup_mma(s.kv_rope.index(zero + ODD), values, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(s.empty[ODD * 2 + LEFT], count=1)
+        pending = warpgroup_mma(s.kv_rope.index(zero + ODD), values, acc, is_async=True)
+        if 2 * i + 2 < work.count:
+            # The next scores are begun now, so that the tensor cores need not wait.
+            next_scores = multiply_keys(EVEN, s, use + i + 1, zero)
+            acc = warpgroup_mma_wait(1, deps=[pending])
+            mbarrier.arrive(s.empty[ODD * 2 + LEFT], count=1)
+            scores = warpgroup_mma_wait(0, deps=[next_scores])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[pending])
+            mbarrier.arrive(s.empty[ODD * 2 + LEFT], count=1)
         pos += 2 * TILE
     if work.count % 2 > 0:  # the last tile is even
         zero = (use + work.count) >> 30
         acc, own, m_i, l_i = attend_to_own_even_tile(
-            acc, m_i, l_i, s, work, use + work.count // 2, pos, zero, row_block, causal, scale, NUM_HEADS
+            acc, m_i, l_i, scores, s, work, pos, zero, row_block, causal, scale, NUM_HEADS
         )
         acc, own = warpgroup_mma_wait(0, deps=[acc, own])
         mbarrier.arrive(s.empty[EVEN * 2 + LEFT], count=1)
@@ -366,11 +388,10 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
 
 @gluon.jit
 def attend_to_own_even_tile(
-    acc, m_i, l_i, s, work, use, pos, zero, row_block, causal, scale, NUM_HEADS: gl.constexpr
+    acc, m_i, l_i, scores, s, work, pos, zero, row_block, causal, scale, NUM_HEADS: gl.constexpr
 ):  # fmt: skip
     """Compute the probabilities of an even tile, hand them over, and begin to multiply them with its left columns."""
     OF_P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    scores = multiply_keys(EVEN, s, use, zero)
     scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
     m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
     p = gl.exp2(scores * scale - finite(m_even)[:, None])
@@ -394,7 +415,7 @@ def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.co
     pos = work.tile * TILE
     for i in range(work.count // 2):
         zero = (use + i) >> 30
-        scores = multiply_keys(ODD, s, odd_use + i, zero)
+        scores = warpgroup_mma_wait(0, deps=[multiply_keys(ODD, s, odd_use + i, zero)])
         scores = mask_scores(scores, pos + TILE, work, row_block, causal, NUM_HEADS)
         highest = gl.max(scores, 1) * scale
         acc, m_even, alpha = attend_to_even_tile(acc, m_i, s, work, use + i, pos, zero, OF_SCORES)
@@ -478,11 +499,11 @@ def store_partial(PARITY: gl.constexpr, acc, m_i, l_i, outputs, slot, PARTIAL_RO
         gl.store(outputs.l_i + slot * PARTIAL_ROWS + rows, l_i, mask=rows < PARTIAL_ROWS)
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "min_size", "stride_table", "table_width"])
+@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "sequence_cost", "stride_table", "table_width"])
 def mla_hopper_kernel(
     out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, kv_desc,
     page_table, seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
-    scale, causal, num_seqs, num_partitions, min_size, stride_table, table_width, page_rows,
+    scale, causal, num_seqs, num_partitions, combine_cost, sequence_cost, stride_table, table_width, page_rows,
     stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head, stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -508,7 +529,7 @@ def mla_hopper_kernel(
     gdc_launch_dependents()
     row_block, index = gl.program_id(0), gl.program_id(1)
     lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, num_seqs)
-    partition = find_partition(lengths, index, num_partitions, min_size, row_block, causal > 0, NUM_HEADS)
+    partition = find_partition(lengths, index, num_partitions, Costs(combine_cost, sequence_cost), row_block, causal > 0, NUM_HEADS)
     queries = Queries(q_nope_ptr, q_rope_ptr, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head)
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
     gl.warp_specialize(

@@ -2,7 +2,8 @@
 
 The rows of a sequence, (token, query head) pairs, are cut into row blocks of ROWS rows. All programs of one row block
 share the work of that row block over all sequences: the KV tiles of the batch form one list, sequence after sequence,
-which is cut into equal partitions. Programs of different row blocks have the same partitions, so that those that read
+which is cut into equal partitions. Before the tiles of a sequence, the list has some places that stand for the time to
+begin a sequence. Programs of different row blocks have the same partitions, so that those that read
 the same latents run at the same time and share them in L2.
 """
 
@@ -25,14 +26,22 @@ class Lengths(NamedTuple):
     num_seqs: Any
 
 
-class Partition(NamedTuple):
-    """The tiles of a program."""
+class Costs(NamedTuple):
+    """What a cut and a sequence cost, in the time of tiles."""
 
-    low: Any  # first tile, in the list of the batch
-    high: Any  # the tile after the last
-    size: Any  # tiles of every partition but the last
-    seq: Any  # the sequence of tile `low`
-    first: Any  # that sequence's first tile in the list
+    combine: Any  # of the partials of one tile, squared: the shortest partition is the root of this times all tiles
+    sequence: Any  # of beginning a sequence, where sequences differ
+
+
+class Partition(NamedTuple):
+    """A part of the list of the batch."""
+
+    low: Any  # its first place in the list
+    high: Any  # the place after its last
+    size: Any  # places of every partition but the last
+    overhead: Any  # places before the tiles of each sequence
+    seq: Any  # the sequence at place `low`
+    first: Any  # that sequence's first place
 
 
 @gluon.jit
@@ -93,34 +102,46 @@ def find_sequence(tiles, start, tile):
 
 
 @gluon.jit
-def partition_size(lengths, tiles, num_partitions, min_size, row_block, causal, NUM_HEADS: gl.constexpr):
-    """Return the tiles of every partition but the last, and of the batch; `tiles` are those of the first SEQS sequences."""
-    total, longest = gl.sum(tiles, 0), gl.max(tiles, 0)
+def partition_size(lengths, tiles, num_partitions, costs, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Return the places of every partition but the last, of all, and before the tiles of each sequence.
+
+    Args:
+        tiles: those of the first SEQS sequences.
+        costs: Costs.
+    """
+    total, longest, count = gl.sum(tiles, 0), gl.max(tiles, 0), gl.sum((tiles > 0).to(gl.int32), 0)
     for first in range(SEQS, lengths.num_seqs, SEQS):
         more = tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS)
         total += gl.sum(more, 0)
         longest = gl.maximum(longest, gl.max(more, 0))
-    size = gl.maximum(gl.maximum((total + num_partitions - 1) // num_partitions, min_size), 1)
+        count += gl.sum((more > 0).to(gl.int32), 0)
+    shortest = gl.maximum((gl.sqrt(total.to(gl.float32) * costs.combine) + 0.5).to(gl.int32), 1)
+    all_equal = longest * count == total
+    overhead = gl.where(all_equal, 0, costs.sequence)
+    total += overhead * count
+    size = gl.maximum((total + num_partitions - 1) // num_partitions, shortest)
     # If all sequences are equal, a partition that ends where a sequence ends leaves less to combine.
     longest = gl.maximum(longest, 1)
     splits = gl.maximum(longest // size, 1)
     shorter, longer = (longest + splits - 1) // splits, (size + longest - 1) // longest * longest
     even = gl.where(size < longest, shorter, longer)
-    return gl.where((longest * lengths.num_seqs == total) & (even <= size + 1), even, size), total
+    return gl.where(all_equal & (even <= size + 1), even, size), total, overhead
 
 
 @gluon.jit
-def find_partition(lengths, index, num_partitions, min_size, row_block, causal, NUM_HEADS: gl.constexpr):
-    """Return the `index`-th of at most `num_partitions` partitions of at least `min_size` tiles."""
+def find_partition(lengths, index, num_partitions, costs, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Return the `index`-th of at most `num_partitions` partitions."""
     tiles = tiles_of_sequences(lengths, 0, row_block, causal, NUM_HEADS)
-    size, total = partition_size(lengths, tiles, num_partitions, min_size, row_block, causal, NUM_HEADS)
+    size, total, overhead = partition_size(lengths, tiles, num_partitions, costs, row_block, causal, NUM_HEADS)
     low = index * size
-    seq, first_tile = find_sequence(tiles, 0, low)
+    tiles = gl.where(tiles > 0, tiles + overhead, 0)
+    seq, first_place = find_sequence(tiles, 0, low)
     start = gl.sum(tiles, 0)
     for first in range(SEQS, lengths.num_seqs, SEQS):
         tiles = tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS)
+        tiles = gl.where(tiles > 0, tiles + overhead, 0)
         seqs_before, end = find_sequence(tiles, start, low)
         seq += seqs_before
-        first_tile = gl.maximum(first_tile, end)
+        first_place = gl.maximum(first_place, end)
         start += gl.sum(tiles, 0)
-    return Partition(low, gl.minimum(low + size, total), size, seq, first_tile)
+    return Partition(low, gl.minimum(low + size, total), size, overhead, seq, first_place)
