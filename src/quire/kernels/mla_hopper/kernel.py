@@ -268,7 +268,7 @@ def store_queries(PARITY: gl.constexpr, s, panels, works):
 
 @gluon.jit
 def multiply_keys(PARITY: gl.constexpr, s, use, zero):
-    """Begin to multiply the queries with this warpgroup's next tile of keys."""
+    """Return the products of the queries with this warpgroup's next tile of keys."""
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     FIRST: gl.constexpr = PARITY  # the half that arrives first
     scores = gl.zeros([ROWS, TILE], gl.float32, OF_SCORES)
@@ -279,7 +279,7 @@ def multiply_keys(PARITY: gl.constexpr, s, use, zero):
     keys = s.kv.index(zero + PARITY * 2 + 1 - FIRST).permute((1, 0))
     scores = warpgroup_mma(s.q.index(zero + 1 - FIRST), keys, scores, is_async=True)
     scores = warpgroup_mma(s.q_rope.index(zero), s.kv_rope.index(zero + PARITY).permute((1, 0)), scores, is_async=True)
-    return scores
+    return warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit
@@ -349,11 +349,10 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
     OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     acc, m_i, l_i = empty_state(OF_SCORES, OF_OUT)
     pos = work.tile * TILE
-    scores = warpgroup_mma_wait(0, deps=[multiply_keys(EVEN, s, use, use >> 30)])
     for i in range(work.count // 2):
         zero = (use + i) >> 30
         acc, own, m_even, l_i = attend_to_own_even_tile(
-            acc, m_i, l_i, scores, s, work, pos, zero, row_block, causal, scale, NUM_HEADS
+            acc, m_i, l_i, s, work, use + i, pos, zero, row_block, causal, scale, NUM_HEADS
         )
         wait(s.p_full[ODD], odd_use + i)
         m_i = s.maximum.index(ODD).load(gl.SliceLayout(1, OF_SCORES))
@@ -364,21 +363,14 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
         acc = scale_rows(acc, beta)
         values = s.kv.index(zero + ODD * 2 + LEFT)
         zero_invisible_rows(values, pos + TILE, work.visible)
-        pending = warpgroup_mma(s.kv_rope.index(zero + ODD), values, acc, is_async=True)
-        if 2 * i + 2 < work.count:
-            # The next scores are begun now, so that the tensor cores need not wait.
-            next_scores = multiply_keys(EVEN, s, use + i + 1, zero)
-            acc = warpgroup_mma_wait(1, deps=[pending])
-            mbarrier.arrive(s.empty[ODD * 2 + LEFT], count=1)
-            scores = warpgroup_mma_wait(0, deps=[next_scores])
-        else:
-            acc = warpgroup_mma_wait(0, deps=[pending])
-            mbarrier.arrive(s.empty[ODD * 2 + LEFT], count=1)
+        acc = warpgroup_mma(s.kv_rope.index(zero + ODD), values, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(s.empty[ODD * 2 + LEFT], count=1)
         pos += 2 * TILE
     if work.count % 2 > 0:  # the last tile is even
         zero = (use + work.count) >> 30
         acc, own, m_i, l_i = attend_to_own_even_tile(
-            acc, m_i, l_i, scores, s, work, pos, zero, row_block, causal, scale, NUM_HEADS
+            acc, m_i, l_i, s, work, use + work.count // 2, pos, zero, row_block, causal, scale, NUM_HEADS
         )
         acc, own = warpgroup_mma_wait(0, deps=[acc, own])
         mbarrier.arrive(s.empty[EVEN * 2 + LEFT], count=1)
@@ -388,10 +380,11 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
 
 @gluon.jit
 def attend_to_own_even_tile(
-    acc, m_i, l_i, scores, s, work, pos, zero, row_block, causal, scale, NUM_HEADS: gl.constexpr
+    acc, m_i, l_i, s, work, use, pos, zero, row_block, causal, scale, NUM_HEADS: gl.constexpr
 ):  # fmt: skip
     """Compute the probabilities of an even tile, hand them over, and begin to multiply them with its left columns."""
     OF_P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    scores = multiply_keys(EVEN, s, use, zero)
     scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
     m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
     p = gl.exp2(scores * scale - finite(m_even)[:, None])
@@ -415,7 +408,7 @@ def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.co
     pos = work.tile * TILE
     for i in range(work.count // 2):
         zero = (use + i) >> 30
-        scores = warpgroup_mma_wait(0, deps=[multiply_keys(ODD, s, odd_use + i, zero)])
+        scores = multiply_keys(ODD, s, odd_use + i, zero)
         scores = mask_scores(scores, pos + TILE, work, row_block, causal, NUM_HEADS)
         highest = gl.max(scores, 1) * scale
         acc, m_even, alpha = attend_to_even_tile(acc, m_i, s, work, use + i, pos, zero, OF_SCORES)
