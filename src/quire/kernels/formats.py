@@ -7,6 +7,7 @@ from quire.cache import PagedKVCache
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 # A token with no larger magnitude gets scale 1 and is stored as zeros: its scale would not be a normal float32.
 SMALLEST_PEAK = 1e-30
+SMALLEST_NORMAL = 2.0**-126  # float32; the smallest scale of a record, as in vLLM
 
 
 def largest(dtype: torch.dtype) -> float | None:
@@ -20,7 +21,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def page_tensors(cache: PagedKVCache) -> list[torch.Tensor]:
-    """Return the tensors that hold data of each page: keys, values, and scales per token if the cache has them."""
+    """Return the tensors that hold data of each page: keys, values, and scales per token if the cache has them.
+
+    Latents hold both keys and values, and records also their scales.
+    """
+    if cache.is_latent:
+        return [as_bytes(cache.k)]
     tensors = [as_bytes(cache.k), as_bytes(cache.v)]
     if cache.scale_kind == "token" and cache.k_scale is not None and cache.v_scale is not None:
         tensors += [cache.k_scale, cache.v_scale]
