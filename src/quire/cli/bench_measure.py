@@ -96,13 +96,14 @@ def compile_kernels(cases: Sequence[Case], progress: Progress) -> None:
 
 def launch_of(case: Case) -> Launch:
     """Return the launch that Quire's plan for a case leads to."""
-    return Launch(case.spec, len(case.lens), **case.bounds, page_size=case.page_size)
+    return Launch(case.spec, len(case.lens), **case.bounds, page_size=case.page_size, packed=case.packed)
 
 
 def measure_case(case: Case, peers: Sequence[Peer], seconds: float, ceilings: Ceilings) -> Row:
     """Measure a case with the libraries; those that compile for long only where the case is one of --quick."""
-    chosen = [peer for peer in peers if not peer.slow or case.name in workloads.QUICK]
-    left_out = {peer.name: SLOW for peer in peers if peer not in chosen}
+    serving = [peer for peer in peers if case.layout in peer.serves]
+    chosen = [peer for peer in serving if not peer.slow or case.name in workloads.QUICK]
+    left_out = {peer.name: SLOW for peer in serving if peer not in chosen}
     return make_row(case, ceilings, compare(case, chosen, seconds) | left_out)
 
 
