@@ -209,6 +209,7 @@ def test_check_passes_here_and_says_so_in_json(capsys):
 
 def test_check_fails_with_1_when_a_result_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(check, "FEATURES", check.FEATURES[:2])
+    monkeypatch.setattr(check, "LATENT_FEATURES", ())
     monkeypatch.setattr(check, "error_budget", lambda problem, result: Verdict(1.5, None, 0.1))
     assert main(["check", "--dtype", "float32"]) == 1
     text = capsys.readouterr().out
@@ -222,5 +223,6 @@ def test_check_fails_with_1_when_a_result_is_wrong(capsys, monkeypatch):
 def test_check_sees_a_kernel_that_forgets_to_scale(monkeypatch):
     right = check.attention
     monkeypatch.setattr(check, "FEATURES", check.FEATURES[:1])
+    monkeypatch.setattr(check, "LATENT_FEATURES", ())
     monkeypatch.setattr(check, "attention", lambda q, *args, **kwargs: right(q * 1.01, *args, **kwargs))
     assert main(["check", "--json", "--dtype", "float32"]) == 1
