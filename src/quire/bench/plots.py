@@ -155,7 +155,7 @@ def sweeps(rows: Iterable[Row], x: Dimension, fixed: Dimension) -> dict[Sweep, l
     """Return groups of three and more uniform cases that differ in one dimension only, in its order."""
     groups: dict[Sweep, dict[float, Row]] = defaultdict(dict)
     for row in rows:
-        is_swept = row.kind in ("decode", "MLA decode") or (row.kind == "prefill" and fixed == "num_seqs")
+        is_swept = row.decode_share == 1 or (row.kind == "prefill" and fixed == "num_seqs")
         if is_swept and row.uniform and row.results:
             key = Sweep(row.kind, row.model, row.page_size, row.dtype, row.kv_dtype, getattr(row, fixed))
             groups[key][getattr(row, x)] = row
