@@ -92,3 +92,63 @@ def can_pack_fp8(cache: PagedKVCache) -> bool:
         tensor.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in tensor.stride()[:-1])
         for tensor in (cache.k, cache.v)
     )
+
+
+class LatentTensors(NamedTuple):
+    """The tensors of a cache of latents, which change from layer to layer.
+
+    Column d of (page, slot) is at `page * c_page + slot * c_slot + d`, with the strides of `LatentLayout`.
+    """
+
+    c: Any  # the columns that are keys and values
+    rope: Any  # the rotary columns; None if there are none
+    scale: Any  # one float32, or those of records; None if the cache is not quantised
+
+
+class LatentLayout(NamedTuple):
+    """Strides of a cache of latents, and the table through which sequences reach it, as in `KVLayout`."""
+
+    page_table: Any
+    cu_pages: Any
+    seq_lens: Any
+    query_offsets: Any
+    c_page: int
+    c_slot: int
+    rope_page: int | None  # None, like the next, if rope has the strides of c
+    rope_slot: int | None
+    scale_page: int
+    scale_slot: int
+
+
+def latent_tensors(cache: PagedKVCache, element: torch.dtype) -> LatentTensors:
+    """Return the tensors of a cache of latents.
+
+    Args:
+        cache: the cache.
+        element: as what the columns that are keys and values are viewed: the cache's dtype, uint8, or int16 for two
+            fp8 numbers. The rotary columns of an fp8 cache that is not viewed as its dtype are viewed as uint8.
+    """
+    if cache.layout == "fp8_ds_mla":
+        values, scales, rope = cache.records
+        return LatentTensors(values.view(element), rope, scales)
+    latents, rank = cache.latents, cache.head_dim_v
+    rope = latents[..., rank:] if rank < cache.head_dim else None
+    if element is cache.dtype:
+        return LatentTensors(latents[..., :rank], rope, cache.k_scale)
+    return LatentTensors(latents[..., :rank].view(element), rope, cache.k_scale)
+
+
+def latent_layout(cache: PagedKVCache, batch: Batch, tensors: LatentTensors) -> LatentLayout:
+    """Return the strides of a cache of latents, in elements of its tensors."""
+    c_strides = tensors.c.stride()[:2]
+    rope_strides = c_strides if tensors.rope is None else tensors.rope.stride()[:2]
+    scale_strides = tensors.scale.stride()[:2] if cache.scale_kind == "record" else (0, 0)
+    return LatentLayout(
+        batch.page_table,
+        batch.cu_pages,
+        batch.seq_lens,
+        batch.query_offsets,
+        *c_strides,
+        *((None, None) if rope_strides == c_strides else rope_strides),
+        *scale_strides,
+    )

@@ -124,19 +124,24 @@ class SplitKVLaunch(PortableLaunch):
         rows = 32 * cdiv(num_slots * spec.num_kv_heads * self.partial_rows, 32)
         return ScratchSize(counters + 4 * rows * (spec.head_dim_v + 2), counters)
 
+    def partials(self, workspace: torch.Tensor) -> "Partials":
+        """Return the partials and the arrival counters in a workspace of `scratch_size` bytes."""
+        from quire.kernels.views import Partials
+
+        total, counters = self.scratch_size()
+        states = workspace[counters:total].view(torch.float32)
+        rows = states.numel() // (self.request.spec.head_dim_v + 2)
+        counter = workspace[TILE_COUNTER_BYTES:counters].view(torch.int32)
+        return Partials(states[2 * rows :], states[:rows], states[rows : 2 * rows], counter)
+
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> PortableRunner:
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
         from quire.kernels.split_kv.kernel import split_kv_kernel
-        from quire.kernels.views import Partials
 
         assert workspace is not None
-        spec, (total, counters) = self.request.spec, self.scratch_size()
-        states = workspace[counters:total].view(torch.float32)
-        rows = states.numel() // (spec.head_dim_v + 2)
-        counter = workspace[TILE_COUNTER_BYTES:counters].view(torch.int32)
-        partials = Partials(states[2 * rows :], states[:rows], states[rows : 2 * rows], counter)
+        spec = self.request.spec
         numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs
-        fixed = batch.cu_seqlens_q, partials, *numbers, self.num_partitions, self.combine_cost
+        fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
         return PortableRunner(self, batch, split_kv_kernel, fixed)
 
     def __str__(self) -> str:

@@ -21,6 +21,7 @@ class Partial(NamedTuple):
     COLUMNS: Any  # combined at a time
     NUM_KV_HEADS: Any
     PER_ROW_MASK: Any
+    ROOM: Any  # elements of acc that the registers hold for one round of `combine_partials`
 
 
 @triton.jit
@@ -83,10 +84,8 @@ def combine_partials(
     LEFT_FOLD they are added one by one, as batch invariance requires. Otherwise a round of partials is rescaled to one
     maximum.
     """
-    # A round has as many partials as the registers can hold. With masks per row, or with many rows, fewer partials fit;
-    # with more, loads wait for one another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
-    ROOM: tl.constexpr = 16384 if P.ROWS <= 16 else 8192
-    WIDTH: tl.constexpr = max(1, min(8, ROOM // (2 if P.PER_ROW_MASK or P.ROWS > 16 else 1) // (P.ROWS * P.COLUMNS)))
+    # A round has as many partials as the registers can hold.
+    WIDTH: tl.constexpr = max(1, min(8, P.ROOM // (P.ROWS * P.COLUMNS)))
     offs_r = tl.arange(0, P.ROWS)
     offs = offs_r[:, None] * P.HEAD_DIM_V + offs_dv[None, :]
     inside = (offs_dv < P.HEAD_DIM_V)[None, :]

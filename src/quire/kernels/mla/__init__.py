@@ -1,0 +1,1 @@
+"""Multi-head latent attention (MLA): one portable kernel for decode, drafts and prompts over cached latents."""

@@ -1,0 +1,316 @@
+"""The MLA kernel: multi-query attention over latents, of which the first RANK columns are both keys and values.
+
+A latent tile is loaded once, as two tensors: c [BLOCK_N, RANK] and the rotary columns r [BLOCK_N, ROPE]. The scores are
+`q_nope cᵀ + q_pe rᵀ`, and the output is the probabilities times the same c.
+
+Grid: [num_partitions * ROW_BLOCKS]. A band is ROW_BLOCKS row blocks of one sequence, BLOCK_M rows each. The tiles of the
+batch are cut into equal partitions, sequence after sequence and band after band (`split_kv/schedule.py`). Every
+partition is run by ROW_BLOCKS adjacent programs, one for each row block. They run at the same time and read the same
+tiles, so device memory is read once and the other reads hit L2.
+
+Partials are those of the split-KV kernel, with a row block in the place of a KV head: the last program to arrive at a
+row block combines its partials in key order (`split_kv/reduce.py`). With FIXED_SPLIT, results are batch-invariant for
+the same reason as there.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.primitives import (
+    LOG2E,
+    Outputs,
+    Scoring,
+    combine,
+    empty_state,
+    find_pages,
+    find_rows,
+    join_even_odd,
+    load_queries,
+    load_tile,
+    softmax_step,
+    store_result,
+    table_row,
+)
+from quire.kernels.split_kv.reduce import Partial, arrive_is_last, combine_group, combine_partials, store_partial
+from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
+
+
+class LatentTiling(NamedTuple):
+    """Compile-time constants of a tile of latents. The kernel builds one tuple and passes it as one constexpr."""
+
+    BLOCK_N: Any  # keys of a tile
+    PAGE_SIZE: Any
+    RANK: Any  # columns that are keys and values
+    ROPE: Any  # rotary columns, which are keys only; 0 for none
+    BLOCK_C: Any  # RANK, padded to a power of two
+    BLOCK_R: Any
+    WIDE_OFFSETS: Any  # an offset within a page may exceed 2^31
+    SCORE_MOD: Any  # jit function, or None
+    DECODE: Any  # jit function from stored elements to numbers
+    DECODE_ROPE: Any
+    PACKED_FP8: Any  # a stored element of c is two fp8 numbers
+    SCALE_COLUMNS: Any  # columns that share a scale of their record; 0 where latents are not records
+    INPUT_PRECISION: Any
+    PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
+
+
+@triton.jit
+def load_latents(latents, kv, page, pos, kv_start, kv_stop, T: tl.constexpr):
+    """Load the tile of latents that begins at position `pos`; return (c, r, scales) as they are stored.
+
+    Keys outside [kv_start, kv_stop) may be in freed pages and hold NaN: they are 0 and not read. `page` is from
+    `find_pages`.
+    """
+    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
+    offs_n = tl.arange(0, T.BLOCK_N)
+    offs_c, offs_r = tl.arange(0, T.BLOCK_C // EACH), tl.arange(0, T.BLOCK_R)
+    keep = (pos + offs_n >= kv_start) & (pos + offs_n < kv_stop)  # 0 * NaN is NaN
+    page = page.to(tl.int64)  # page * stride passes 2^31
+    if T.PAGE_SIZE % T.BLOCK_N == 0:  # the tile is in one page: what differs between tiles is one number
+        first, slot = pos % T.PAGE_SIZE, offs_n
+    else:
+        first, slot = 0, (pos + offs_n) % T.PAGE_SIZE
+    if T.WIDE_OFFSETS:
+        slot = slot.to(tl.int64)
+    c_ptrs = tl.expand_dims(latents.c + (page * kv.c_page + first * kv.c_slot) + slot * kv.c_slot, 1) + offs_c[None, :]
+    c = load_tile(c_ptrs, keep, offs_c, True, T.RANK // EACH, T.BLOCK_C // EACH)
+    r, scales = c, c  # unused where there is none
+    if T.ROPE > 0:
+        rope_page, rope_slot = kv.c_page, kv.c_slot
+        if kv.rope_page is not None:
+            rope_page, rope_slot = kv.rope_page, kv.rope_slot
+        r_ptrs = latents.rope + (page * rope_page + first * rope_slot) + slot * rope_slot
+        r = load_tile(tl.expand_dims(r_ptrs, 1) + offs_r[None, :], keep, offs_r, True, T.ROPE, T.BLOCK_R)
+    if T.SCALE_COLUMNS > 0:
+        offs_s = tl.arange(0, T.BLOCK_C // T.SCALE_COLUMNS)
+        s_ptrs = latents.scale + (page * kv.scale_page + first * kv.scale_slot) + slot * kv.scale_slot
+        scales = tl.load(tl.expand_dims(s_ptrs, 1) + offs_s[None, :], mask=keep[:, None], other=0.0)
+    return c, r, scales
+
+
+@triton.jit
+def attend_latents(
+    acc, m_i, l_i, q, q_pe, latents, kv, page, pos, rows, slopes, kv_start, kv_stop, scoring, T: tl.constexpr
+):
+    """Fold the tile of latents that begins at position `pos` into the state.
+
+    Args:
+        acc, m_i, l_i: the running state.
+        q: [BLOCK_M, BLOCK_C], from `load_queries`.
+        q_pe: [BLOCK_M, BLOCK_R], or None.
+        latents: views.LatentTensors.
+        kv: views.LatentLayout.
+        page: page of each key, from `find_pages`.
+        pos: position of the tile's first key.
+        rows: Rows.
+        slopes: ALiBi slope of each row, or None.
+        kv_start, kv_stop: the keys that any row of the sequence sees.
+        scoring: Scoring.
+        T: LatentTiling.
+    """
+    c, r, scales = load_latents(latents, kv, page, pos, kv_start, kv_stop, T)
+    if T.PACKED_FP8:
+        q_even, q_odd, q_scale = q
+        c = T.DECODE(c)
+        c_even, c_odd = c
+        scores = tl.dot(q_odd, tl.trans(c_odd), tl.dot(q_even, tl.trans(c_even))) * q_scale[:, None]
+    else:
+        if T.SCALE_COLUMNS > 0:
+            GROUPS: tl.constexpr = T.BLOCK_C // T.SCALE_COLUMNS
+            parts = tl.reshape(T.DECODE(c, tl.float32), [T.BLOCK_N, GROUPS, T.SCALE_COLUMNS])
+            c = tl.reshape(parts * tl.expand_dims(scales, 2), [T.BLOCK_N, T.BLOCK_C]).to(q.dtype)
+        else:
+            c = T.DECODE(c, q.dtype)
+        scores = tl.dot(q, tl.trans(c), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+    if T.ROPE > 0:
+        scores = tl.dot(
+            q_pe, tl.trans(T.DECODE_ROPE(r, q_pe.dtype)), scores, input_precision=T.INPUT_PRECISION
+        )
+    kv_pos = pos + tl.arange(0, T.BLOCK_N)
+    if T.SCORE_MOD is not None:
+        scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
+    visible = ((kv_pos >= kv_start) & (kv_pos < kv_stop))[None, :]
+    if T.PER_ROW_MASK:
+        first, last = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
+        visible = visible & (kv_pos[None, :] >= first[:, None]) & (kv_pos[None, :] <= last[:, None])
+    scores = tl.where(visible, scores, float("-inf"))
+    return softmax_step(acc, m_i, l_i, scores, c, None, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"])
+def mla_kernel(
+    q_ptr,  # [num_tokens, num_q_heads, RANK]
+    q_pe_ptr,  # [num_tokens, num_q_heads, ROPE], or None
+    out_ptr,  # [num_tokens, num_q_heads, RANK]
+    lse_ptr,  # [num_tokens, num_q_heads] float32, or None
+    sinks_ptr,  # [num_q_heads], or None
+    slopes_ptr,  # [num_q_heads], or None
+    latents,  # views.LatentTensors
+    kv,  # views.LatentLayout
+    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
+    scratch,  # views.Partials
+    scale, softcap, window_left, window_right, num_seqs, num_partitions,
+    combine_cost,  # of a partial, in units; 0 to cut wherever partitions are equal
+    stride_table, stride_q_token, stride_q_head, stride_pe_token, stride_pe_head, stride_out_token, stride_out_head,
+    stride_lse,
+    NUM_Q_HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WIDE_OFFSETS: tl.constexpr, SCORE_MOD: tl.constexpr, DECODE: tl.constexpr,
+    DECODE_ROPE: tl.constexpr, PACKED_FP8: tl.constexpr, SCALE_COLUMNS: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_ROW_MASK: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,  # of a band
+    MULTI_BAND: tl.constexpr,  # a sequence may have several bands
+    PDL: tl.constexpr,  # programmatic dependent launch
+    PARTIAL_ROWS: tl.constexpr,  # rows of a partial that are stored
+    SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,  # of Schedule
+    FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
+    TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
+    MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
+    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr,
+    COMBINE_ROOM: tl.constexpr,  # of Partial
+):  # fmt: skip
+    if PDL:  # this kernel may start before the previous one in the stream has ended
+        gdc_wait()
+    UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
+    T: tl.constexpr = LatentTiling(
+        BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, WIDE_OFFSETS, SCORE_MOD, DECODE, DECODE_ROPE, PACKED_FP8,
+        SCALE_COLUMNS, INPUT_PRECISION, PER_ROW_MASK,
+    )  # fmt: skip
+    S: tl.constexpr = Schedule(
+        NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS, UNIT, SEQS, MORE_SEQS, 0, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
+        TWO_LEVEL_MIN_TILES,
+    )  # fmt: skip
+    # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
+    COLUMNS: tl.constexpr = min(BLOCK_C, max(16, COMBINE_ROOM // (8 * PARTIAL_ROWS)))
+    P: tl.constexpr = Partial(PARTIAL_ROWS, RANK, BLOCK_C, COLUMNS, ROW_BLOCKS, PER_ROW_MASK, COMBINE_ROOM)
+    partition = tl.program_id(0) // ROW_BLOCKS
+    row_block = tl.program_id(0) % ROW_BLOCKS
+    unit, high, size, seq, seq_unit = find_partition(
+        kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
+    )
+    v_scale = 1.0
+    if latents.scale is not None and SCALE_COLUMNS == 0:
+        v_scale = tl.load(latents.scale)
+        scale = scale * v_scale
+    exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
+    scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
+    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+
+    while unit < high:  # one band, or those of its units that are in this partition
+        q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_bands = sequence_span(
+            kv, cu_seqlens_q, seq, window_left, window_right, S
+        )
+        band = 0
+        if MULTI_BAND:
+            band = (unit - seq_unit) // num_units
+        band_unit = seq_unit + band * num_units
+        num_here = tl.minimum(band_unit + num_units, high) - unit
+        first_row = (band * ROW_BLOCKS + row_block) * BLOCK_M
+        begin = first + unit - band_unit  # in units of the sequence
+        start, stop = begin, begin + num_here
+        if PER_ROW_MASK and FIXED_SPLIT == 0:  # tiles that no row of this row block sees are left out
+            num_rows = q_len * NUM_Q_HEADS
+            low_pos = first_pos + first_row // NUM_Q_HEADS
+            high_pos = first_pos + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // NUM_Q_HEADS
+            start = tl.maximum(start, tl.maximum(low_pos - window_left, 0) // BLOCK_N)
+            stop = tl.minimum(stop, tl.cdiv(tl.maximum(high_pos + window_right + 1, 0), BLOCK_N))
+            stop = tl.where(first_row < num_rows, stop, start)
+        table = table_row(kv, seq, stride_table)
+        # This load is in flight while the queries are loaded.
+        page = find_pages(table, start * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+        rows = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, BLOCK_M)
+        head = rows.head.to(tl.int64)
+        q_ptrs = q_ptr + rows.token * stride_q_token + head * stride_q_head
+        q = load_queries(q_ptrs, rows.owned, RANK, BLOCK_C, PACKED_FP8)
+        q_pe = None
+        if ROPE > 0:
+            pe_ptrs = q_pe_ptr + rows.token * stride_pe_token + head * stride_pe_head
+            q_pe = load_queries(pe_ptrs, rows.owned, ROPE, BLOCK_R, False)
+        slopes = None
+        if slopes_ptr is not None:
+            slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
+        acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_C, PACKED_FP8)
+        if FIXED_SPLIT == 0:
+            for tile in tl.range(start, stop):
+                next_page = find_pages(table, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+                acc, m_i, l_i = attend_latents(
+                    acc, m_i, l_i, q, q_pe, latents, kv, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop,
+                    scoring, T,
+                )  # fmt: skip
+                page = next_page
+        else:
+            # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
+            # the same.
+            TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
+            last = tl.minimum(stop * TILES, tl.cdiv(kv_stop, BLOCK_N)) - 1
+            split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_C, PACKED_FP8)
+            for tile in tl.range(start * TILES, last + 1):
+                next_page = find_pages(table, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+                split_acc, split_m, split_l = attend_latents(
+                    split_acc, split_m, split_l, q, q_pe, latents, kv, page, tile * BLOCK_N, rows, slopes, kv_start,
+                    kv_stop, scoring, T,
+                )  # fmt: skip
+                page = next_page
+                if ((tile + 1) % TILES == 0) | (tile == last):
+                    if unit == band_unit:
+                        acc, m_i, l_i = combine(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
+                    else:
+                        slot = (band_unit + tile // TILES - first) * ROW_BLOCKS + row_block
+                        store_partial(scratch, split_acc, split_m, split_l, slot, True, PACKED_FP8, BLOCK_M, P)
+                    split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_C, PACKED_FP8)
+        acc = join_even_odd(acc, BLOCK_M, BLOCK_C, PACKED_FP8)
+        if PDL:
+            if (unit + num_here == high) & (size <= EARLY_EXIT_MAX_TILES):
+                gdc_launch_dependents()
+        if num_here == num_units:
+            store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_C), RANK)
+        else:
+            # The row block's partials are in slot `first_slot`, and in slots from `next_slot` on in steps of `step`.
+            first_partition = band_unit // size
+            num_arrivals = (band_unit + num_units - 1) // size - first_partition + 1
+            if FIXED_SPLIT == 0:
+                first_slot, next_slot, step, num_partials = (
+                    2 * first_partition + 1,
+                    2 * first_partition + 2,
+                    2,
+                    num_arrivals,
+                )
+                slot = 2 * partition + (partition == first_partition).to(tl.int32)
+            else:
+                first_slot, next_slot, step = band_unit, (first_partition + 1) * size, 1
+                num_partials = 1 + band_unit + num_units - next_slot
+                slot = band_unit
+            begun = (FIXED_SPLIT == 0) | (unit == band_unit)
+            store_partial(scratch, acc, m_i, l_i, slot * ROW_BLOCKS + row_block, begun, False, BLOCK_M, P)
+            counter, arrives = 2 * first_partition + 1, num_arrivals > 0
+            if TWO_LEVEL:
+                # First level: the last program to arrive in a group of adjacent partials combines them into the first.
+                # Second level: the last program to arrive combines the first partials of all groups.
+                if num_partials > TWO_LEVEL_MIN_PARTIALS:
+                    group = (tl.sqrt(num_partials.to(tl.float32)) + 0.5).to(tl.int32)
+                    leader = (partition - first_partition) // group * group
+                    leader_slot = tl.where(leader == 0, first_slot, next_slot + (leader - 1) * step)
+                    members = tl.minimum(group, num_partials - leader)
+                    arrives = arrive_is_last(scratch, leader_slot * ROW_BLOCKS + row_block, members, num_arrivals > 0)
+                    if arrives:
+                        after_leader = tl.where(leader == 0, next_slot, leader_slot + step)
+                        combine_group(scratch, leader_slot, after_leader, step, members, row_block, P)
+                    counter = next_slot
+                    next_slot += (group - 1) * step
+                    step *= group
+                    num_partials = tl.cdiv(num_partials, group)
+                    num_arrivals = num_partials
+            if arrive_is_last(scratch, counter * ROW_BLOCKS + row_block, num_arrivals, arrives):
+                stored = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, PARTIAL_ROWS)
+                for column_group in tl.range(BLOCK_C // COLUMNS, num_stages=1):
+                    columns = column_group * COLUMNS + tl.arange(0, COLUMNS)
+                    acc_columns, combined_m, combined_l = combine_partials(
+                        scratch, first_slot, next_slot, step, num_partials, row_block, columns, FIXED_SPLIT > 0, P
+                    )
+                    store_result(outputs, acc_columns, combined_m, combined_l, v_scale, stored, columns, RANK)
+        unit += num_here
+        seq_ends = unit == seq_unit + num_units * num_bands
+        seq += seq_ends.to(tl.int32)
+        seq_unit = tl.where(seq_ends, unit, seq_unit)

@@ -1,0 +1,257 @@
+"""`MLALaunch`: a launch of the portable MLA kernel, and its runner."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+from quire.dispatch import tree
+from quire.dispatch.request import Options, Request, cdiv
+from quire.dispatch.tree import padded, power_of_two
+from quire.kernels.portable import PortableRunner
+from quire.kernels.scratch import ScratchSize, counter_bytes
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, MAX_UNITS, SplitKVLaunch, min_partition_tiles, rounded
+
+MAX_ROW_BLOCKS = 16  # of a band
+BANDS_PER_PROGRAM = 4  # partitions per place on the device, where sequences have several bands
+
+
+@dataclass(frozen=True)
+class MLALaunch(SplitKVLaunch):
+    """Each program owns one row block of a band and an equal partition of the batch's tiles.
+
+    A band is `row_blocks` row blocks of one sequence, whose programs run side by side and read the same latents.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel family."""
+        return "mla"
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a sequence, of `rounded_queries` queries each, so that there are fewer kernels."""
+        return rounded_queries(self.request.bounds.max_query_len) * self.request.spec.num_q_heads
+
+    @property
+    def row_blocks(self) -> int:
+        """Row blocks of a band: programs that share a partition."""
+        return min(MAX_ROW_BLOCKS, cdiv(self.max_rows, self.config.block_m))
+
+    @property
+    def multi_block(self) -> bool:
+        """Whether a sequence may have several bands."""
+        return self.max_rows > self.row_blocks * self.config.block_m
+
+    @property
+    def full_tile_loop(self) -> bool:
+        """False: masks cost little beside products of this width."""
+        return False
+
+    @property
+    def partial_rows(self) -> int:
+        """Rows of a partial, a power of two."""
+        return min(self.config.block_m, power_of_two(self.max_rows))
+
+    @property
+    def is_two_level(self) -> bool:
+        """Whether the kernel can combine partials in two levels: if there may be many of them."""
+        tiles = cdiv(self.request.bounds.max_seq_len, self.config.block_n)
+        return not self.fixed_split_size and tiles > self._two_level_min_tiles
+
+    @property
+    def capacity(self) -> int:
+        """Partitions whose programs the device holds at once."""
+        return max(1, self.request.device.num_sms * self.config.programs_per_sm // self.row_blocks)
+
+    def num_row_blocks(self, num_tokens: int) -> int:
+        """Return the bands of a batch of `num_tokens` query tokens, with one spare band for each sequence."""
+        request = self.request
+        if not request.has_cu_seqlens:
+            return request.num_seqs
+        if request.num_seqs == 0 or num_tokens == 0:
+            return 0
+        if not self.multi_block:
+            return request.num_seqs
+        return num_tokens * request.spec.num_q_heads // (self.row_blocks * self.config.block_m) + request.num_seqs
+
+    def num_programs(self, num_tokens: int) -> int:
+        """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
+        return self.num_partitions * self.row_blocks if self.num_row_blocks(num_tokens) else 0
+
+    def constexprs(self) -> dict[str, Any]:
+        """Return the kernel's constexprs and compiler options, without those that a cache decides."""
+        spec, config = self.request.spec, self.config
+        rope = spec.qk_rope_head_dim
+        drop = (
+            "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "FULL_TILE_LOOP", "MULTI_BLOCK",
+            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES",
+        )  # fmt: skip
+        return {name: value for name, value in super().constexprs().items() if name not in drop} | {
+            "NUM_Q_HEADS": spec.num_q_heads, "RANK": spec.kv_lora_rank, "ROPE": rope, "BLOCK_C": config.block_dv,
+            "BLOCK_R": padded(rope), "ROW_BLOCKS": self.row_blocks, "MULTI_BAND": self.multi_block,
+            "COMBINE_ROOM": 4096 * config.num_warps,
+        }  # fmt: skip
+
+    def scratch_size(self) -> ScratchSize:
+        """Return the size of the scratch for partials and arrival counters."""
+        num_slots = self.max_units if self.fixed_split_size else 2 * self.num_partitions
+        counters = counter_bytes(self.request.device, self.num_partitions * self.row_blocks)
+        rows = 32 * cdiv(num_slots * self.row_blocks * self.partial_rows, 32)
+        return ScratchSize(counters + 4 * rows * (self.request.spec.head_dim_v + 2), counters)
+
+    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> "MLARunner":
+        """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
+        from quire.kernels.mla.kernel import mla_kernel
+
+        assert workspace is not None
+        spec = self.request.spec
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs
+        fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
+        return MLARunner(self, batch, mla_kernel, fixed)
+
+    def __str__(self) -> str:
+        details = f"{self.num_partitions} partitions × {self.row_blocks} row blocks"
+        details += f", partials of {self.partial_rows} rows"
+        if self.is_two_level:
+            details += ", two-level combine"
+        if self.request.num_seqs > self.seqs_at_once:
+            details += f", more than {self.seqs_at_once} sequences"
+        if self.fixed_split_size:
+            details += f", batch-invariant splits of {self.fixed_split_size} keys"
+        return f"MLA kernel: {self.describe_config()}, {details}"
+
+
+class MLARunner(PortableRunner):
+    """Run a launch of the MLA kernel for one batch; q is the pair (q_nope, q_pe)."""
+
+    def __call__(
+        self,
+        q: Any,
+        cache: PagedKVCache,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+    ) -> None:
+        q_nope, q_pe = q
+        grid = (self.decided.num_programs(q_nope.shape[0]), 1, 1)
+        if grid[0] == 0:
+            return
+        q_at, pe_at, out_at = q_nope.data_ptr(), None if q_pe is None else q_pe.data_ptr(), out.data_ptr()
+        lse_at = None if lse is None else lse.data_ptr()
+        sinks_at = None if sinks is None else sinks.data_ptr()
+        slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
+        latents_at = latent_addresses(cache)
+        key = None
+        addresses = q_at | (pe_at or 0) | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | latents_at[0]
+        if addresses % 16 == 0:
+            dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
+            strides = q_nope.stride(), None if q_pe is None else q_pe.stride(), out.stride()
+            key = cache.kind, strides, None if lse is None else lse.stride(0), dtypes
+            if self.launches.relaunch(key, grid, (q_at, pe_at, out_at, lse_at, sinks_at, slopes_at, latents_at)):
+                return
+        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes)
+        self.launches.launch(key, self.kernel, grid, tensors, fixed, meta)
+
+    def arguments(
+        self,
+        q: Any,
+        cache: PagedKVCache,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+        """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those by name."""
+        from quire.kernels import mods, views
+
+        q_nope, q_pe = q
+        decided, batch = self.decided, self.batch
+        config, device, dtype = decided.config, decided.request.device, q_nope.dtype
+        records = cache.scale_kind == "record"
+        packed = cache.dtype in mods.FP8X2_DECODERS and dtype.itemsize == 2 and not records
+        packed = packed and views.can_pack_fp8(cache) and config.block_dv >= 32
+        decode = mods.decoder(cache.dtype, device.native_fp8)
+        decode_rope = mods.native if records else decode
+        element = cache.dtype
+        if packed:
+            element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, device.native_fp8x2)
+        elif not device.native_fp8 and cache.dtype in mods.SOFTWARE_DECODERS:
+            element = torch.uint8
+        latents = views.latent_tensors(cache, element)
+        if decode_rope is not mods.native and latents.rope is not None:
+            latents = latents._replace(rope=latents.rope.view(torch.uint8))
+        meta = decided.constexprs() | {
+            "PAGE_SIZE": cache.page_size, "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode,
+            "DECODE_ROPE": decode_rope, "PACKED_FP8": packed, "SCALE_COLUMNS": 128 if records else 0,
+        }  # fmt: skip
+        strides = (
+            batch.page_table.stride(0),
+            *q_nope.stride()[:2],
+            *((0, 0) if q_pe is None else q_pe.stride()[:2]),
+            *out.stride()[:2],
+            0 if lse is None else lse.stride(0),
+        )
+        tensors = q_nope, q_pe, out, lse, sinks, alibi_slopes, latents
+        return tensors, (views.latent_layout(cache, batch, latents), *self.fixed, *strides), meta
+
+
+def latent_addresses(cache: PagedKVCache) -> tuple[int, int | None, int | None]:
+    """Return the addresses of `views.LatentTensors`."""
+    at = cache.k.data_ptr()
+    if cache.scale_kind == "record":
+        values, scales, rope = cache.records
+        return values.data_ptr(), rope.data_ptr(), scales.data_ptr()
+    rope_at = at + cache.head_dim_v * cache.dtype.itemsize if cache.head_dim_v < cache.head_dim else None
+    return at, rope_at, None if cache.k_scale is None else cache.k_scale.data_ptr()
+
+
+def rounded_queries(max_query_len: int) -> int:
+    """Round up to a power of two, or to three times one: what tells kernels apart, for few of them."""
+    three_quarters = 3 * power_of_two(max_query_len) // 4
+    return three_quarters if 3 <= max_query_len <= three_quarters else power_of_two(max_query_len)
+
+
+def propose(request: Request, options: Options) -> tuple[MLALaunch, str] | str:
+    """Return a launch of the MLA kernel and the reason; or, in words, what it does not serve."""
+    spec, device = request.spec, request.device
+    if not spec.latent:
+        return "keys and values that are no latents"
+    if options.config is not None:
+        config, reason = options.config, "config given by the caller"
+    elif options.batch_invariant:
+        # One configuration must serve all batches. A fitted tree has several, so the generic tree chooses.
+        config, reason = tree.select(spec, device, power_of_two(spec.num_q_heads), 1, FIXED_SPLIT_SIZE, 1, fitted=False)
+    else:
+        config, reason = tree.select(spec, device, *rounded(request))
+    launch = MLALaunch(
+        request,
+        config,
+        1,
+        costs := tree.cost_model(spec, device),
+        combine_cost=costs.combine_cost if options.num_splits is None and not options.batch_invariant else 0.0,
+        fixed_split_size=FIXED_SPLIT_SIZE if options.batch_invariant else 0,
+    )
+    if launch.max_units >= MAX_UNITS:
+        return f"{launch.max_units} tiles"
+    launch = replace(launch, num_partitions=choose_num_partitions(launch, options))
+    reason += f", {launch.num_partitions} partitions of {launch.row_blocks} programs on {device.num_sms} SMs"
+    return launch, reason
+
+
+def choose_num_partitions(launch: MLALaunch, options: Options) -> int:
+    """Return into how many partitions a batch is cut."""
+    num_bands = launch.num_row_blocks(launch.request.bounds.num_tokens)
+    if options.num_splits is not None:
+        return max(1, options.num_splits * num_bands)
+    capacity = launch.capacity
+    if launch.multi_block:  # the first bands of a prompt see few keys: with more partitions, the last ones fill the gaps
+        capacity *= BANDS_PER_PROGRAM
+    if options.batch_invariant:
+        return max(1, min(capacity, launch.max_units))
+    tiles = max(1, cdiv(launch.request.bounds.max_seq_len, launch.config.block_n))
+    shortest = min_partition_tiles(tiles, launch.combine_cost, launch.costs, launch.two_level_min_tiles)
+    return max(1, min(capacity, num_bands * cdiv(tiles, shortest)))
