@@ -96,6 +96,25 @@ def test_only_libraries_that_serve_its_keys_take_part_in_a_case(tmp_path, on_a_g
 
 
 @pytest.mark.usefixtures("without_plots")
+def test_what_quire_and_its_variants_launch_is_compiled_beforehand(tmp_path, on_a_gpu, make_timing, monkeypatch):
+    on_a_gpu(lambda case, peers, seconds: {peer.name: make_timing(10.0) for peer in peers})
+    compiled = []
+    monkeypatch.setattr(bench_measure, "compile_all", lambda launches, target: compiled.extend(launches) or ())
+    sets = ["--set", "mla", "--set", "decode", "--set", "mla_prefill"]
+    assert main(["bench", *sets, "--peers", "Quire", "--output", str(tmp_path)]) == 0
+    assert len(set(compiled)) == len(compiled)
+    by_layout = {"pages": set(), "latents": set(), "packed": set()}
+    for launch in compiled:
+        layout = "latents" if launch.spec.latent else "pages"
+        by_layout["packed" if launch.packed else layout].add(launch.options)
+    invariant, portable = (("batch_invariant", True),), (("kernel", "mla"),)
+    assert by_layout == {"pages": {(), invariant}, "latents": {(), invariant, portable}, "packed": {()}}
+    compiled.clear()
+    assert main(["bench", *sets, "--peers", "SDPA", "--output", str(tmp_path)]) == 0
+    assert not compiled
+
+
+@pytest.mark.usefixtures("without_plots")
 def test_configurations_are_timed_as_peers(tmp_path, on_a_gpu, make_timing):
     asked = []
 

@@ -23,7 +23,6 @@ from quire.cli.check_features import (
     HOPPER_FEATURES,
     LATENT_FEATURES,
     LATENT_HOPPER_FEATURES,
-    LATENTS,
     Feature,
     PlanOptions,
 )
