@@ -20,6 +20,7 @@ from quire.kernels import scratch
 from quire.kernels.cpu import launch as cpu
 from quire.kernels.hopper import launch as hopper
 from quire.kernels.launch import Launch, Runner
+from quire.kernels.mla import launch as mla
 from quire.kernels.split_kv import launch as portable
 from quire.launch_codec import encode
 from quire.spec import AttentionSpec
@@ -28,7 +29,7 @@ Proposal = Callable[[Request, Options], tuple[Launch, str] | str]
 
 # Kernel families by the name that `plan(kernel=...)` takes, the preferred one first. Each proposes a launch, or says
 # what it does not serve.
-FAMILIES: dict[str, Proposal] = {"hopper": hopper.propose, "portable": portable.propose}
+FAMILIES: dict[str, Proposal] = {"mla": mla.propose, "hopper": hopper.propose, "portable": portable.propose}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,7 +40,7 @@ class Plan:
         spec: what is computed.
         batch: the sequences, read on the device at launch.
         bounds: the upper bounds that the plan was made for: `max_query_len`, `max_seq_len`, `num_tokens`.
-        launch: `BlockLaunch`, `SplitKVLaunch`, `HopperLaunch` or `TorchLaunch`: which kernel, and how.
+        launch: `BlockLaunch`, `SplitKVLaunch`, `MLALaunch`, `HopperLaunch` or `TorchLaunch`: which kernel, and how.
         reason: why this launch was chosen, in words.
         workspace: memory for the launch's scratch; None if it needs none.
         runner: runs the launch; `quire.attention` calls it.
@@ -57,7 +58,7 @@ class Plan:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel family: "block", "split_kv", "hopper" or "torch"."""
+        """Name of the kernel family: "block", "split_kv", "mla", "hopper" or "torch"."""
         return self.launch.name
 
     def __repr__(self) -> str:
@@ -100,8 +101,8 @@ def plan(
         workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.
-        kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU;
-            chosen when not given. A plan is made before the cache is known. If the Hopper kernel does not serve the
+        kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU,
+            "mla" for the portable kernel for latents; chosen when not given. A plan is made before the cache is known. If the Hopper kernel does not serve the
             cache's pages, strides or scales, the fallback that the plan names does.
 
     Returns:

@@ -139,8 +139,22 @@ class KernelConfig:
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Return an upper bound of the bytes of shared memory, for the queries and all K and V tiles in flight."""
+        if spec.latent:
+            return self._latent_shared_memory(spec)
         kv_tile = self.block_n * (self.block_d * spec.kv_dtype.itemsize + self.block_dv * spec.kv_dtype.itemsize)
         return self.block_m * self.block_d * spec.dtype.itemsize + self.num_stages * kv_tile
+
+    def _latent_shared_memory(self, spec: AttentionSpec) -> int:
+        """Return the bytes for queries, latent tiles and probabilities; keys and values are the same bytes.
+
+        One tile is not in flight while it is multiplied, except by wgmma, which reads it in shared memory. A quantised
+        tile is converted into a further one.
+        """
+        width = self.block_dv + spec.qk_rope_head_dim
+        tiles = max(1, self.num_stages - (self.block_m < 64)) * spec.kv_dtype.itemsize
+        if spec.kv_dtype is not spec.dtype:
+            tiles += spec.dtype.itemsize
+        return width * (self.block_m * spec.dtype.itemsize + self.block_n * tiles) + spec.dtype.itemsize * self.block_m * self.block_n
 
 
 def reduced(config: KernelConfig, spec: AttentionSpec, properties: DeviceProperties) -> KernelConfig:

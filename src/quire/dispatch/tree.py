@@ -103,6 +103,7 @@ def features_of(
         "head_dim": max(block_d, block_dv),
         "head_padding": block_d - spec.head_dim + block_dv - spec.head_dim_v,
         "shared_kib": properties.shared_memory // 1024,
+        "has_wgmma": int(properties.has_wgmma),
         "query_bytes": spec.dtype.itemsize,
         "kv_bytes": spec.kv_dtype.itemsize,
     }
@@ -112,7 +113,7 @@ def features_of(
 def choose_tree(spec: AttentionSpec, properties: DeviceProperties, section: str) -> tuple[str, Any]:
     """Return the name of the tree that serves a spec on a device, and one section of that tree.
 
-    The sections are "attention", "hopper" and "cost_model".
+    The sections are "attention", "mla", "hopper", "cost_model" and "mla_cost_model".
     """
     features = features_of(spec, properties, 1, 1, 1, 1)
     for name, tree in fitted_trees(properties):
@@ -153,9 +154,10 @@ def select(
     Returns:
         The configuration, and the tree's name and features in words.
     """
-    name, tree = choose_tree(spec, properties, "attention") if fitted else (GENERIC, load_tree(GENERIC)["attention"])
+    section = "mla" if spec.latent else "attention"
+    name, tree = choose_tree(spec, properties, section) if fitted else (GENERIC, load_tree(GENERIC)[section])
     features = features_of(spec, properties, rows_per_seq, rows_per_sm, keys_per_seq, queries_per_seq)
-    leaf = decision(tree, features, "attention")
+    leaf = decision(tree, features, section)
     config = KernelConfig(**leaf, block_d=padded(spec.head_dim), block_dv=padded(spec.head_dim_v))
     where = ", ".join(f"{name} {value:g}" for name, value in features.items())
     return reduced(config, spec, properties), f"{name} tree at {where}"
@@ -216,7 +218,7 @@ def hopper_config(spec: AttentionSpec, properties: DeviceProperties, short: bool
 def cost_model(spec: AttentionSpec, properties: DeviceProperties) -> CostModel:
     """Return the constants by which plans and kernels choose between ways to launch.
 
-    They are the generic tree's. The tree that serves the spec may override some.
+    They are the generic tree's. The tree that serves the spec may override some, and latents have some of their own.
     """
-    _, overrides = choose_tree(spec, properties, "cost_model")
+    _, overrides = choose_tree(spec, properties, "mla_cost_model" if spec.latent else "cost_model")
     return CostModel(**{**constants(load_tree(GENERIC)), **constants({"cost_model": overrides})})

@@ -22,7 +22,9 @@ from quire.dispatch.device import DeviceProperties
 USER_TREES = "~/.config/quire/trees"
 GENERIC = "generic"  # the shipped tree for every device, and a leaf of a fitted tree that leaves the choice to it
 MOST_LEVELS = 32  # of nodes
-SPEC_FEATURES = "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "query_bytes", "kv_bytes"
+SPEC_FEATURES = (
+    "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "has_wgmma", "query_bytes", "kv_bytes",
+)  # fmt: skip
 BATCH_FEATURES = "rows_per_seq", "rows_per_sm", "keys_per_seq", "queries_per_seq"
 MOST_OF_LEAF = {
     "block_m": 256,
@@ -114,17 +116,20 @@ def check_tree(tree: object) -> None:
         raise ValueError(f"{shown(tree)} where an object is expected")
     if "traits" in tree:
         raise ValueError("a tree of an older version, which says 'traits' for 'properties' and must be fitted again")
-    required, optional = {"fitted_on", "properties", "covers", "attention"}, {"hopper", "cost_model"}
+    required, optional = {"fitted_on", "properties", "covers", "attention"}, {"mla", "hopper", "cost_model", "mla_cost_model"}
     check_keys(tree, required, optional, "the tree")
     check_provenance(tree["fitted_on"])
     check_properties(tree["properties"])
     check_covers(tree["covers"])
     has_mfma = tree["properties"]["has_mfma"]
     check_nodes(tree["attention"], "attention", lambda leaf, where: check_config(leaf, has_mfma, where))
+    if "mla" in tree:
+        check_nodes(tree["mla"], "mla", lambda leaf, where: check_config(leaf, has_mfma, where))
     if "hopper" in tree:
         check_nodes(tree["hopper"], "hopper", check_choice)
-    if "cost_model" in tree:
-        check_cost_model(tree["cost_model"], required=set())
+    for section in ("cost_model", "mla_cost_model"):
+        if section in tree:
+            check_cost_model(tree[section], required=set(), where=section)
 
 
 def check_provenance(section: object) -> None:
@@ -205,15 +210,15 @@ def check_choice(leaf: object, where: str) -> None:
         raise ValueError(f"{shown(leaf)} at {where}, which must be true, false or {GENERIC!r}")
 
 
-def check_cost_model(section: object, required: set[str]) -> None:
+def check_cost_model(section: object, required: set[str], where: str = "cost_model") -> None:
     """Raise ValueError unless `section` has fields of `CostModel`, all that are `required`, with legal values."""
     names = {field.name for field in fields(CostModel)}
-    overrides = check_object(section, "cost_model")
-    check_keys(overrides, required, names | {"provenance"}, "cost_model")
+    overrides = check_object(section, where)
+    check_keys(overrides, required, names | {"provenance"}, where)
     try:
         CostModel(**{**constants(load_tree(GENERIC)), **constants({"cost_model": overrides})})
     except ValueError as error:
-        raise ValueError(f"a cost_model whose {error}") from None
+        raise ValueError(f"a {where} whose {error}") from None
 
 
 def check_object(section: object, where: str) -> dict[str, Any]:

@@ -58,48 +58,14 @@ class LatentTiling(NamedTuple):
 
 
 @triton.jit
-def load_latents(latents, kv, page, pos, kv_start, kv_stop, T: tl.constexpr):
-    """Load the tile of latents that begins at position `pos`; return (c, r, scales) as they are stored.
-
-    Keys outside [kv_start, kv_stop) may be in freed pages and hold NaN: they are 0 and not read. `page` is from
-    `find_pages`.
-    """
-    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
-    offs_n = tl.arange(0, T.BLOCK_N)
-    offs_c, offs_r = tl.arange(0, T.BLOCK_C // EACH), tl.arange(0, T.BLOCK_R)
-    keep = (pos + offs_n >= kv_start) & (pos + offs_n < kv_stop)  # 0 * NaN is NaN
-    page = page.to(tl.int64)  # page * stride passes 2^31
-    if T.PAGE_SIZE % T.BLOCK_N == 0:  # the tile is in one page: what differs between tiles is one number
-        first, slot = pos % T.PAGE_SIZE, offs_n
-    else:
-        first, slot = 0, (pos + offs_n) % T.PAGE_SIZE
-    if T.WIDE_OFFSETS:
-        slot = slot.to(tl.int64)
-    c_ptrs = tl.expand_dims(latents.c + (page * kv.c_page + first * kv.c_slot) + slot * kv.c_slot, 1) + offs_c[None, :]
-    c = load_tile(c_ptrs, keep, offs_c, True, T.RANK // EACH, T.BLOCK_C // EACH)
-    r, scales = c, c  # unused where there is none
-    if T.ROPE > 0:
-        rope_page, rope_slot = kv.c_page, kv.c_slot
-        if kv.rope_page is not None:
-            rope_page, rope_slot = kv.rope_page, kv.rope_slot
-        r_ptrs = latents.rope + (page * rope_page + first * rope_slot) + slot * rope_slot
-        r = load_tile(tl.expand_dims(r_ptrs, 1) + offs_r[None, :], keep, offs_r, True, T.ROPE, T.BLOCK_R)
-    if T.SCALE_COLUMNS > 0:
-        offs_s = tl.arange(0, T.BLOCK_C // T.SCALE_COLUMNS)
-        s_ptrs = latents.scale + (page * kv.scale_page + first * kv.scale_slot) + slot * kv.scale_slot
-        scales = tl.load(tl.expand_dims(s_ptrs, 1) + offs_s[None, :], mask=keep[:, None], other=0.0)
-    return c, r, scales
-
-
-@triton.jit
 def attend_latents(
     acc, m_i, l_i, q, q_pe, latents, kv, page, pos, rows, slopes, kv_start, kv_stop, scoring, T: tl.constexpr
 ):
     """Fold the tile of latents that begins at position `pos` into the state.
 
     Args:
-        acc, m_i, l_i: the running state.
-        q: [BLOCK_M, BLOCK_C], from `load_queries`.
+        acc, m_i, l_i: the running state; acc is one tensor, or several parts (`empty_parts`).
+        q: from `load_query_parts`.
         q_pe: [BLOCK_M, BLOCK_R], or None.
         latents: views.LatentTensors.
         kv: views.LatentLayout.
@@ -107,37 +73,114 @@ def attend_latents(
         pos: position of the tile's first key.
         rows: Rows.
         slopes: ALiBi slope of each row, or None.
-        kv_start, kv_stop: the keys that any row of the sequence sees.
+        kv_start, kv_stop: the keys that any row of the sequence sees. Others may be in freed pages and hold NaN: they
+            must not be read.
         scoring: Scoring.
         T: LatentTiling.
     """
-    c, r, scales = load_latents(latents, kv, page, pos, kv_start, kv_stop, T)
-    if T.PACKED_FP8:
-        q_even, q_odd, q_scale = q
-        c = T.DECODE(c)
-        c_even, c_odd = c
-        scores = tl.dot(q_odd, tl.trans(c_odd), tl.dot(q_even, tl.trans(c_even))) * q_scale[:, None]
+    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
+    offs_n, offs_r = tl.arange(0, T.BLOCK_N), tl.arange(0, T.BLOCK_R)
+    kv_pos = pos + offs_n
+    keep = (kv_pos >= kv_start) & (kv_pos < kv_stop)  # 0 * NaN is NaN
+    page = page.to(tl.int64)  # page * stride passes 2^31
+    if T.PAGE_SIZE % T.BLOCK_N == 0:  # the tile is in one page: only `first` differs from tile to tile
+        first, slot = pos % T.PAGE_SIZE, offs_n
     else:
-        if T.SCALE_COLUMNS > 0:
-            GROUPS: tl.constexpr = T.BLOCK_C // T.SCALE_COLUMNS
-            parts = tl.reshape(T.DECODE(c, tl.float32), [T.BLOCK_N, GROUPS, T.SCALE_COLUMNS])
-            c = tl.reshape(parts * tl.expand_dims(scales, 2), [T.BLOCK_N, T.BLOCK_C]).to(q.dtype)
+        first, slot = 0, kv_pos % T.PAGE_SIZE
+    if T.WIDE_OFFSETS:
+        slot = slot.to(tl.int64)
+    c_rows = tl.expand_dims(latents.c + (page * kv.c_page + first * kv.c_slot) + slot * kv.c_slot, 1)
+    c, scales = (), ()
+    if T.SCALE_COLUMNS > 0:  # products of stored numbers are exact; scales of groups of columns come after them
+        s_rows = latents.scale + (page * kv.scale_page + first * kv.scale_slot) + slot * kv.scale_slot
+        offs_c = tl.arange(0, T.SCALE_COLUMNS)
+        scores = tl.zeros([rows.head.shape[0], T.BLOCK_N], tl.float32)
+        for group in tl.static_range(T.RANK // T.SCALE_COLUMNS):
+            columns = tl.load(c_rows + (group * T.SCALE_COLUMNS + offs_c)[None, :], mask=keep[:, None], other=0.0)
+            columns = T.DECODE(columns, q[group].dtype)
+            scale = tl.load(s_rows + group, mask=keep, other=0.0)
+            products = tl.dot(q[group], tl.trans(columns), input_precision=T.INPUT_PRECISION)
+            scores += products * scale[None, :]
+            c, scales = c + (columns,), scales + (scale,)
+    else:
+        offs_c = tl.arange(0, T.BLOCK_C // EACH)
+        c = load_tile(c_rows + offs_c[None, :], keep, offs_c, True, T.RANK // EACH, T.BLOCK_C // EACH)
+        if T.PACKED_FP8:
+            q_even, q_odd, q_scale = q
+            c_even, c_odd = T.DECODE(c)
+            c = (c_even, c_odd)
+            scores = tl.dot(q_odd, tl.trans(c_odd), tl.dot(q_even, tl.trans(c_even))) * q_scale[:, None]
         else:
             c = T.DECODE(c, q.dtype)
-        scores = tl.dot(q, tl.trans(c), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+            scores = tl.dot(q, tl.trans(c), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
     if T.ROPE > 0:
-        scores = tl.dot(
-            q_pe, tl.trans(T.DECODE_ROPE(r, q_pe.dtype)), scores, input_precision=T.INPUT_PRECISION
-        )
-    kv_pos = pos + tl.arange(0, T.BLOCK_N)
+        rope_page, rope_slot = kv.c_page, kv.c_slot
+        if kv.rope_page is not None:
+            rope_page, rope_slot = kv.rope_page, kv.rope_slot
+        r_rows = tl.expand_dims(latents.rope + (page * rope_page + first * rope_slot) + slot * rope_slot, 1)
+        r = T.DECODE_ROPE(load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.BLOCK_R), q_pe.dtype)
+        scores = tl.dot(q_pe, tl.trans(r), scores, input_precision=T.INPUT_PRECISION)
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
-    visible = ((kv_pos >= kv_start) & (kv_pos < kv_stop))[None, :]
+    visible = keep[None, :]
     if T.PER_ROW_MASK:
-        first, last = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
-        visible = visible & (kv_pos[None, :] >= first[:, None]) & (kv_pos[None, :] <= last[:, None])
+        low, high = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
+        visible = visible & (kv_pos[None, :] >= low[:, None]) & (kv_pos[None, :] <= high[:, None])
     scores = tl.where(visible, scores, float("-inf"))
-    return softmax_step(acc, m_i, l_i, scores, c, None, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION)
+    if T.SCALE_COLUMNS > 0:
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * scoring.exponent_scale)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
+        p = tl.exp2(scores * scoring.exponent_scale - shift[:, None])
+        alpha = tl.exp2(m_i - shift)
+        parts = ()
+        for group in tl.static_range(T.RANK // T.SCALE_COLUMNS):
+            weights = (p * scales[group][None, :]).to(c[group].dtype)
+            part = tl.dot(weights, c[group], acc[group] * alpha[:, None], input_precision=T.INPUT_PRECISION)
+            parts = parts + (part,)
+        return parts, m_new, l_i * alpha + tl.sum(p, 1)
+    else:
+        return softmax_step(acc, m_i, l_i, scores, c, None, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION)
+
+
+@triton.jit
+def load_query_parts(ptrs, owned, T: tl.constexpr):
+    """Load the columns of the queries that meet c: as `load_queries`, or for records one tensor per group of columns.
+    """
+    if T.SCALE_COLUMNS > 0:
+        q = ()
+        for group in tl.static_range(T.RANK // T.SCALE_COLUMNS):
+            q = q + (load_queries(ptrs + group * T.SCALE_COLUMNS, owned, T.SCALE_COLUMNS, T.SCALE_COLUMNS, False),)
+        return q
+    else:
+        return load_queries(ptrs, owned, T.RANK, T.BLOCK_C, T.PACKED_FP8)
+
+
+@triton.jit
+def empty_parts(BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """Return the state over no keys, as `empty_state` does; for records, acc is one tensor per group of columns."""
+    if T.SCALE_COLUMNS > 0:
+        acc = ()
+        for _ in tl.static_range(T.RANK // T.SCALE_COLUMNS):
+            acc = acc + (tl.zeros([BLOCK_M, T.SCALE_COLUMNS], tl.float32),)
+        return acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    else:
+        return empty_state(BLOCK_M, T.BLOCK_C, T.PACKED_FP8)
+
+
+@triton.jit
+def join_parts(acc, BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """Return acc as one tensor with its columns in order."""
+    if T.SCALE_COLUMNS > 0:
+        a, b, c, d = acc
+        return concatenate(concatenate(a, b, BLOCK_M), concatenate(c, d, BLOCK_M), BLOCK_M)
+    else:
+        return join_even_odd(acc, BLOCK_M, T.BLOCK_C, T.PACKED_FP8)
+
+
+@triton.jit
+def concatenate(a, b, BLOCK_M: tl.constexpr):
+    """Return the columns of two tensors of BLOCK_M rows one after the other."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [BLOCK_M, 2 * a.shape[1]])
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"])
@@ -223,7 +266,7 @@ def mla_kernel(
         rows = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, BLOCK_M)
         head = rows.head.to(tl.int64)
         q_ptrs = q_ptr + rows.token * stride_q_token + head * stride_q_head
-        q = load_queries(q_ptrs, rows.owned, RANK, BLOCK_C, PACKED_FP8)
+        q = load_query_parts(q_ptrs, rows.owned, T)
         q_pe = None
         if ROPE > 0:
             pe_ptrs = q_pe_ptr + rows.token * stride_pe_token + head * stride_pe_head
@@ -231,8 +274,8 @@ def mla_kernel(
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
-        acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_C, PACKED_FP8)
         if FIXED_SPLIT == 0:
+            acc, m_i, l_i = empty_parts(BLOCK_M, T)
             for tile in tl.range(start, stop):
                 next_page = find_pages(table, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 acc, m_i, l_i = attend_latents(
@@ -240,12 +283,14 @@ def mla_kernel(
                     scoring, T,
                 )  # fmt: skip
                 page = next_page
+            acc = join_parts(acc, BLOCK_M, T)
         else:
             # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
             last = tl.minimum(stop * TILES, tl.cdiv(kv_stop, BLOCK_N)) - 1
-            split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_C, PACKED_FP8)
+            acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_C, False)
+            split_acc, split_m, split_l = empty_parts(BLOCK_M, T)
             for tile in tl.range(start * TILES, last + 1):
                 next_page = find_pages(table, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 split_acc, split_m, split_l = attend_latents(
@@ -254,13 +299,13 @@ def mla_kernel(
                 )  # fmt: skip
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
+                    joined = join_parts(split_acc, BLOCK_M, T)
                     if unit == band_unit:
-                        acc, m_i, l_i = combine(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
+                        acc, m_i, l_i = combine(acc, m_i, l_i, joined, split_m, split_l)
                     else:
                         slot = (band_unit + tile // TILES - first) * ROW_BLOCKS + row_block
-                        store_partial(scratch, split_acc, split_m, split_l, slot, True, PACKED_FP8, BLOCK_M, P)
-                    split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_C, PACKED_FP8)
-        acc = join_even_odd(acc, BLOCK_M, BLOCK_C, PACKED_FP8)
+                        store_partial(scratch, joined, split_m, split_l, slot, True, False, BLOCK_M, P)
+                    split_acc, split_m, split_l = empty_parts(BLOCK_M, T)
         if PDL:
             if (unit + num_here == high) & (size <= EARLY_EXIT_MAX_TILES):
                 gdc_launch_dependents()
