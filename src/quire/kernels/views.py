@@ -106,16 +106,17 @@ class LatentTensors(NamedTuple):
 
 
 class LatentLayout(NamedTuple):
-    """Strides of a cache of latents, and the table through which sequences reach it, as in `KVLayout`."""
+    """Strides of a cache of latents, and the table through which sequences reach it, as in `KVLayout`.
+
+    The strides of slots of c and rope are constexprs of the kernel.
+    """
 
     page_table: Any
     cu_pages: Any
     seq_lens: Any
     query_offsets: Any
     c_page: int
-    c_slot: int
-    rope_page: int | None  # None, like the next, if rope has the strides of c
-    rope_slot: int | None
+    rope_page: int
     scale_page: int
     scale_slot: int
 
@@ -140,15 +141,13 @@ def latent_tensors(cache: PagedKVCache, element: torch.dtype) -> LatentTensors:
 
 def latent_layout(cache: PagedKVCache, batch: Batch, tensors: LatentTensors) -> LatentLayout:
     """Return the strides of a cache of latents, in elements of its tensors."""
-    c_strides = tensors.c.stride()[:2]
-    rope_strides = c_strides if tensors.rope is None else tensors.rope.stride()[:2]
     scale_strides = tensors.scale.stride()[:2] if cache.scale_kind == "record" else (0, 0)
     return LatentLayout(
         batch.page_table,
         batch.cu_pages,
         batch.seq_lens,
         batch.query_offsets,
-        *c_strides,
-        *((None, None) if rope_strides == c_strides else rope_strides),
+        tensors.c.stride(0),
+        0 if tensors.rope is None else tensors.rope.stride(0),
         *scale_strides,
     )

@@ -47,6 +47,8 @@ class LatentTiling(NamedTuple):
     ROPE: Any  # rotary columns, which are keys only; 0 for none
     BLOCK_C: Any  # RANK, padded to a power of two
     BLOCK_R: Any
+    C_SLOT: Any  # stride of a slot; known to the compiler, so that addresses differ by immediates, not by registers
+    ROPE_SLOT: Any
     WIDE_OFFSETS: Any  # an offset within a page may exceed 2^31
     SCORE_MOD: Any  # jit function, or None
     DECODE: Any  # jit function from stored elements to numbers
@@ -89,7 +91,7 @@ def attend_latents(
         first, slot = 0, kv_pos % T.PAGE_SIZE
     if T.WIDE_OFFSETS:
         slot = slot.to(tl.int64)
-    c_rows = tl.expand_dims(latents.c + (page * kv.c_page + first * kv.c_slot) + slot * kv.c_slot, 1)
+    c_rows = tl.expand_dims(latents.c + (page * kv.c_page + first * T.C_SLOT) + slot * T.C_SLOT, 1)
     c, scales = (), ()
     if T.SCALE_COLUMNS > 0:  # products of stored numbers are exact; scales of groups of columns come after them
         s_rows = latents.scale + (page * kv.scale_page + first * kv.scale_slot) + slot * kv.scale_slot
@@ -114,10 +116,7 @@ def attend_latents(
             c = T.DECODE(c, q.dtype)
             scores = tl.dot(q, tl.trans(c), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
     if T.ROPE > 0:
-        rope_page, rope_slot = kv.c_page, kv.c_slot
-        if kv.rope_page is not None:
-            rope_page, rope_slot = kv.rope_page, kv.rope_slot
-        r_rows = tl.expand_dims(latents.rope + (page * rope_page + first * rope_slot) + slot * rope_slot, 1)
+        r_rows = tl.expand_dims(latents.rope + (page * kv.rope_page + first * T.ROPE_SLOT) + slot * T.ROPE_SLOT, 1)
         r = T.DECODE_ROPE(load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.BLOCK_R), q_pe.dtype)
         scores = tl.dot(q_pe, tl.trans(r), scores, input_precision=T.INPUT_PRECISION)
     if T.SCORE_MOD is not None:
@@ -178,6 +177,14 @@ def join_parts(acc, BLOCK_M: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def after(page, value, ONE_PAGE: tl.constexpr):
+    """Return `value` in such a way that it cannot be computed before `page` is known. Pages are not negative."""
+    if not ONE_PAGE:
+        page = tl.max(page, 0)
+    return tl.where(page < 0, -1, value)
+
+
+@triton.jit
 def concatenate(a, b, BLOCK_M: tl.constexpr):
     """Return the columns of two tensors of BLOCK_M rows one after the other."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [BLOCK_M, 2 * a.shape[1]])
@@ -200,8 +207,9 @@ def mla_kernel(
     stride_table, stride_q_token, stride_q_head, stride_pe_token, stride_pe_head, stride_out_token, stride_out_head,
     stride_lse,
     NUM_Q_HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WIDE_OFFSETS: tl.constexpr, SCORE_MOD: tl.constexpr, DECODE: tl.constexpr,
-    DECODE_ROPE: tl.constexpr, PACKED_FP8: tl.constexpr, SCALE_COLUMNS: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, C_SLOT: tl.constexpr, ROPE_SLOT: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, DECODE_ROPE: tl.constexpr, PACKED_FP8: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_ROW_MASK: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,  # of a band
     MULTI_BAND: tl.constexpr,  # a sequence may have several bands
@@ -218,8 +226,8 @@ def mla_kernel(
         gdc_wait()
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
     T: tl.constexpr = LatentTiling(
-        BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, WIDE_OFFSETS, SCORE_MOD, DECODE, DECODE_ROPE, PACKED_FP8,
-        SCALE_COLUMNS, INPUT_PRECISION, PER_ROW_MASK,
+        BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
+        DECODE_ROPE, PACKED_FP8, SCALE_COLUMNS, INPUT_PRECISION, PER_ROW_MASK,
     )  # fmt: skip
     S: tl.constexpr = Schedule(
         NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS, UNIT, SEQS, MORE_SEQS, 0, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
@@ -306,6 +314,9 @@ def mla_kernel(
                         slot = (band_unit + tile // TILES - first) * ROW_BLOCKS + row_block
                         store_partial(scratch, joined, split_m, split_l, slot, True, False, BLOCK_M, P)
                     split_acc, split_m, split_l = empty_parts(BLOCK_M, T)
+        # What the compiler knows of the rows would stay in registers through the loop. So they are computed again.
+        first_row = after(page, first_row, PAGE_SIZE % BLOCK_N == 0)
+        rows = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, BLOCK_M)
         if PDL:
             if (unit + num_here == high) & (size <= EARLY_EXIT_MAX_TILES):
                 gdc_launch_dependents()

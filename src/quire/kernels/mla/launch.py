@@ -185,7 +185,8 @@ class MLARunner(PortableRunner):
         if decode_rope is not mods.native and latents.rope is not None:
             latents = latents._replace(rope=latents.rope.view(torch.uint8))
         meta = decided.constexprs() | {
-            "PAGE_SIZE": cache.page_size, "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode,
+            "PAGE_SIZE": cache.page_size, "C_SLOT": latents.c.stride(1),
+            "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1), "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode,
             "DECODE_ROPE": decode_rope, "PACKED_FP8": packed, "SCALE_COLUMNS": 128 if records else 0,
         }  # fmt: skip
         strides = (
