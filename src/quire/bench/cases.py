@@ -272,20 +272,20 @@ def suffix_of(model: str) -> str:
 
 
 def over_latents(
-    num_heads: int, lengths: Iterable[int], name: str, q_len: int = 1, **options: Unpack[CaseOptions]
+    num_heads: int, lengths: Iterable[int], name: str, q_len: int = 1, kv_dtype: str | None = None
 ) -> Case:
     """Make a case of sequences whose latents are attended to, in pages of 64."""
     queries = f", {q_len} queries" if q_len > 1 else ""
-    name = f"MLA {name} h{num_heads}{queries}{' fp8' if 'kv_dtype' in options else ''}"
-    model = f"MLA, {num_heads} heads"
-    return Case(name, "MLA decode", tuple((q_len, n) for n in lengths), model, page_size=64, **options)
+    name = f"MLA {name} h{num_heads}{queries}{' fp8' if kv_dtype else ''}"
+    lens = tuple((q_len, n) for n in lengths)
+    return Case(name, "MLA decode", lens, f"MLA, {num_heads} heads", page_size=64, kv_dtype=kv_dtype)
 
 
-def latent_cases(num_heads: int, sizes: Iterable[tuple[int, int]], **options: Unpack[CaseOptions]) -> Iterator[Case]:
+def latent_cases(num_heads: int, sizes: Iterable[tuple[int, int]], kv_dtype: str | None = None) -> Iterator[Case]:
     """Make cases of (sequences, length of each), and one of 64 sequences of random lengths."""
     for num_seqs, length in sizes:
-        yield over_latents(num_heads, [length] * num_seqs, f"{num_seqs}x{length}", **options)
-    yield over_latents(num_heads, at_random(64, 16, 8192, 0), "64 of 16 to 8192", **options)
+        yield over_latents(num_heads, [length] * num_seqs, f"{num_seqs}x{length}", kv_dtype=kv_dtype)
+    yield over_latents(num_heads, at_random(64, 16, 8192, 0), "64 of 16 to 8192", kv_dtype=kv_dtype)
 
 
 def over_expanded(num_heads: int, lens: Sequence[tuple[int, int]], name: str) -> Case:
@@ -343,8 +343,8 @@ MLA = (
     *latent_cases(128, MANY_ROWS),
     over_latents(128, [4096] * 32, "32x4096", q_len=2),
     over_latents(16, [4096] * 32, "32x4096", q_len=4),
-    *latent_cases(16, FEW_ROWS, **FP8),
-    *latent_cases(128, MANY_ROWS, **FP8),
+    *latent_cases(16, FEW_ROWS, "float8_e4m3fn"),
+    *latent_cases(128, MANY_ROWS, "float8_e4m3fn"),
 )
 MLA_PREFILL = (
     over_expanded(16, [(2048, 2048)], "prefill 2048"),
