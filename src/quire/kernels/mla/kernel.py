@@ -83,18 +83,23 @@ def attend_latents(
     EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
     offs_n, offs_r = tl.arange(0, T.BLOCK_N), tl.arange(0, T.BLOCK_R)
     kv_pos = pos + offs_n
-    keep = (kv_pos >= kv_start) & (kv_pos < kv_stop)  # 0 * NaN is NaN
+    # One comparison, unsigned, for kv_start <= kv_pos < kv_stop. The others hold NaN perhaps, and 0 * NaN is NaN.
+    keep = (kv_pos - kv_start).to(tl.uint32) < tl.maximum(kv_stop - kv_start, 0).to(tl.uint32)
     page = page.to(tl.int64)  # page * stride passes 2^31
-    if T.PAGE_SIZE % T.BLOCK_N == 0:  # the tile is in one page: only `first` differs from tile to tile
-        first, slot = pos % T.PAGE_SIZE, offs_n
+    if T.PAGE_SIZE % T.BLOCK_N == 0:
+        # The tile is in one page. Offsets come from the position, which the mask needs too: offsets that are the same
+        # in every tile would stay in registers.
+        slot = kv_pos.to(tl.int64)
+        before = (pos % T.PAGE_SIZE - pos).to(tl.int64)  # slots between the page's first and position 0
     else:
-        first, slot = 0, kv_pos % T.PAGE_SIZE
-    if T.WIDE_OFFSETS:
-        slot = slot.to(tl.int64)
-    c_rows = tl.expand_dims(latents.c + (page * kv.c_page + first * T.C_SLOT) + slot * T.C_SLOT, 1)
+        slot = kv_pos % T.PAGE_SIZE
+        if T.WIDE_OFFSETS:
+            slot = slot.to(tl.int64)
+        before = 0
+    c_rows = tl.expand_dims(latents.c + (page * kv.c_page + before * T.C_SLOT) + slot * T.C_SLOT, 1)
     c, scales = (), ()
     if T.SCALE_COLUMNS > 0:  # products of stored numbers are exact; scales of groups of columns come after them
-        s_rows = latents.scale + (page * kv.scale_page + first * kv.scale_slot) + slot * kv.scale_slot
+        s_rows = latents.scale + (page * kv.scale_page + before * kv.scale_slot) + slot * kv.scale_slot
         offs_c = tl.arange(0, T.SCALE_COLUMNS)
         scores = tl.zeros([rows.head.shape[0], T.BLOCK_N], tl.float32)
         for group in tl.static_range(T.RANK // T.SCALE_COLUMNS):
@@ -116,7 +121,7 @@ def attend_latents(
             c = T.DECODE(c, q.dtype)
             scores = tl.dot(q, tl.trans(c), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
     if T.ROPE > 0:
-        r_rows = tl.expand_dims(latents.rope + (page * kv.rope_page + first * T.ROPE_SLOT) + slot * T.ROPE_SLOT, 1)
+        r_rows = tl.expand_dims(latents.rope + (page * kv.rope_page + before * T.ROPE_SLOT) + slot * T.ROPE_SLOT, 1)
         r = T.DECODE_ROPE(load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.BLOCK_R), q_pe.dtype)
         scores = tl.dot(q_pe, tl.trans(r), scores, input_precision=T.INPUT_PRECISION)
     if T.SCORE_MOD is not None:
