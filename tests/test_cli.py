@@ -202,25 +202,31 @@ def test_check_passes_here_and_says_so_in_json(capsys):
     assert main(["check", "--json", "--dtype", "float32"]) == 0
     lines = json.loads(capsys.readouterr().out)
     served = check.features(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32)
-    assert len(lines) == len(served) + 2 and len(served) > len(check.FEATURES) / 2
+    assert len(lines) == len(served) + 3 and len(served) > len(check.FEATURES) / 2
     assert {line["feature"] for line in lines} >= {feature.name for feature in served}
     assert all(line["passed"] and line["over_budget"] <= 1 and line["dtype"] == "float32" for line in lines)
 
 
 def test_check_fails_with_1_when_a_result_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(check, "FEATURES", check.FEATURES[:2])
+    monkeypatch.setattr(check, "LATENT_FEATURES", ())
     monkeypatch.setattr(check, "error_budget", lambda problem, result: Verdict(1.5, None, 0.1))
     assert main(["check", "--dtype", "float32"]) == 1
     text = capsys.readouterr().out
-    assert "FAIL" in text and "0 passed, 4 failed" in text
+    assert "FAIL" in text and "0 passed, 5 failed" in text
     assert main(["check", "--json", "--dtype", "float32"]) == 1
-    assert len(json.loads(capsys.readouterr().out)) == 4
+    assert len(json.loads(capsys.readouterr().out)) == 5
     assert main(["check", "--json", "--fail-fast", "--dtype", "float32"]) == 1
     assert len(json.loads(capsys.readouterr().out)) == 1
 
 
 def test_check_sees_a_kernel_that_forgets_to_scale(monkeypatch):
     right = check.attention
+
+    def scaled(q):
+        return tuple(half * 1.01 for half in q) if isinstance(q, tuple) else q * 1.01
+
     monkeypatch.setattr(check, "FEATURES", check.FEATURES[:1])
-    monkeypatch.setattr(check, "attention", lambda q, *args, **kwargs: right(q * 1.01, *args, **kwargs))
+    monkeypatch.setattr(check, "LATENT_FEATURES", ())
+    monkeypatch.setattr(check, "attention", lambda q, *args, **kwargs: right(scaled(q), *args, **kwargs))
     assert main(["check", "--json", "--dtype", "float32"]) == 1
