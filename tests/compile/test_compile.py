@@ -22,7 +22,7 @@ MAY_SPILL = ("vLLM's original", "float32, e4m3")
 # ptxas may spill up to 16 bytes to fit one more program on an SM. It then uses fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
-ON_THE_STACK = {"hopper_kernel": 64}
+ON_THE_STACK = {"hopper_kernel": 64, "mla_hopper_kernel": 96}
 
 
 def selection(target: str, features: str) -> list[tuple[str, int]]:
@@ -122,3 +122,13 @@ def test_the_suite_sees_a_spill(target, monkeypatch):
     with compiling(TARGETS[target]) as compiled:
         launches.attend("decode", 128, "plain")
     assert compiled[0].spills > 0
+
+
+@pytest.mark.parametrize("num_q_heads", [16, 128])
+def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads):
+    """Its consumers hold half of the outputs each: 128 registers of 232."""
+    launch = Launch(quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1), 8, 1, 4096, 8)
+    plan, compiled = launch.compile(TARGETS["sm90"])
+    assert plan.kernel == "mla_hopper"
+    assert [c.kernel for c in compiled] == ["mla_hopper_kernel", "mla_combine_kernel"]
+    assert all(c.spills <= ON_THE_STACK.get(c.kernel, 0) for c in compiled), compiled

@@ -1,8 +1,8 @@
 """Combine the partials of sequences that partitions cut.
 
-Grid: [sequences or boundaries, row blocks, blocks of rows and columns]. A batch with few sequences has a program for each
-of them; a batch with many has one for each boundary between two partitions, since at most that many sequences are cut.
-The schedule is computed from the lengths again, while the attention kernel still runs.
+Grid: [sequences or boundaries, row blocks, blocks of rows and columns]. A batch with few sequences has programs for
+each of them. A batch with many has programs for each boundary between two partitions, since at most that many sequences
+are cut. The programs compute the schedule from the lengths again, while the attention kernel still runs.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,6 @@ from quire.kernels.mla_hopper.schedule import (
     Costs,
     Lengths,
     find_partition,
-    find_sequence,
     keys_of,
     num_tiles,
     partition_size,
@@ -92,15 +91,16 @@ def mla_combine_kernel(
                 total = total * alpha[:, None] + weight * l_i
                 acc = acc * alpha[:, None][:, :, None] + weight[:, :, None] * partials
                 m = m_new
-            l = gl.sum(total, 1)
-            empty = l == 0.0
-            safe = gl.where(empty, 1.0, l)
+            sums = gl.sum(total, 1)
+            empty = sums == 0.0
+            safe = gl.where(empty, 1.0, sums)
             acc = gl.sum(acc, 1)
             OF_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
             out = acc / gl.convert_layout(safe, OF_ROWS)[:, None]
             local = row_block * ROWS + block + gl.arange(0, BLOCK_M, OF_ROWS)
             token = local // NUM_HEADS
-            offsets = (q_start + token).to(gl.int64) * stride_out_token + (local % NUM_HEADS).to(gl.int64) * stride_out_head
+            offsets = (q_start + token).to(gl.int64) * stride_out_token
+            offsets += (local % NUM_HEADS).to(gl.int64) * stride_out_head
             cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
             gl.store(
                 out_ptr + offsets[:, None] + cols[None, :], out.to(out_ptr.dtype.element_ty),

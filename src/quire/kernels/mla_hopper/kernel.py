@@ -1,15 +1,17 @@
-"""The MLA kernel for Hopper GPUs: absorbed decode over a cache of latents, in Gluon.
+"""The MLA kernel for Hopper GPUs: absorbed attention over a cache of latents, in Gluon.
 
-Grid: [row blocks, partitions] (`schedule.py`). A program owns 64 rows, (token, query head) pairs of one sequence, and a
-range of KV tiles. Its output, 64 x 512 float32, fills half of an SM's registers. So two consumer warpgroups hold one half
-of the columns each. They also share the scores: the even warpgroup computes those of tiles 0, 2, 4, ..., the odd one those
-of tiles 1, 3, 5, .... Each multiplies its probabilities with its half of the values, hands them to the other warpgroup
-through shared memory, and multiplies the other's probabilities. The tensor cores work for one warpgroup while the other
-computes its softmax. This is the "seesaw" schedule of FlashMLA. A producer warp loads latents by TMA in halves of 256
-columns, each as soon as its place is free.
+Grid: [row blocks, partitions] (`schedule.py`). A program owns 64 rows, (token, query head) pairs of one sequence, and
+the KV tiles of its partition. Its output, 64 x 512 float32, fills half of an SM's registers. So two consumer
+warpgroups hold half of the columns each. They share the scores as well: the even warpgroup computes those of tiles 0,
+2, 4 and so on, the odd warpgroup those of tiles 1, 3, 5. Each multiplies its probabilities with its half of the
+values. It hands them to the other warpgroup through shared memory, and multiplies those that the other hands over. So
+the tensor cores work for one warpgroup while the other computes its softmax. The division of columns and tiles is that
+of FlashMLA's "seesaw" schedule; here both warpgroups take the tiles in order, so that the even tile's place is free,
+and loads, while the odd tile is multiplied. A producer warp loads halves of 256 columns by TMA, each when its place is
+free.
 
-A latent is read once: its first columns are key and value, its rope columns are key only. When the rope columns of a tile
-have been multiplied, their place in shared memory takes the tile's probabilities.
+A latent is read once: its first columns are key and value, its rope columns are key only. When the rope columns of a
+tile have been multiplied, the tile's probabilities take their place in shared memory.
 """
 
 from typing import Any, NamedTuple
@@ -200,15 +202,17 @@ def load_half(s, kv_desc, rows, PARITY: gl.constexpr, SIDE: gl.constexpr, use, B
 
 @gluon.jit
 def consume(
-    PARITY: gl.constexpr, s, queries, outputs, lengths, partition, partition_index, num_partitions, row_block, causal, scale,
-    NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
+    PARITY: gl.constexpr, s, queries, outputs, lengths, partition, partition_index, num_partitions, row_block, causal,
+    scale, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Attend to every tile of the partition and write the results. Each consumer warpgroup runs this."""
-    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     seq, place = partition.seq, partition.first
     uses, odd_uses, works = 0, 0, 0
     while place < partition.high:
-        panels = load_queries(PARITY, queries, lengths, seq, row_block, NUM_HEADS)
+        # The compiler cannot know that this is 0. So it computes addresses here, and keeps none of them in registers, of
+        # which a loop over tiles has none to spare.
+        zero = seq >> 30
+        panels = load_queries(PARITY, queries, lengths, seq, row_block + zero, NUM_HEADS)
         work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
         if work.count > 0:
             store_queries(PARITY, s, panels, works)
@@ -223,9 +227,9 @@ def consume(
             wait(s.total_full, works)
             l_i += s.total.index(1 - PARITY).load(l_i.type.layout)
             if work.starts & work.ends:
-                store_result(PARITY, s, acc, m_i, l_i, outputs, work, row_block, NUM_HEADS)
+                store_result(PARITY, s, acc, m_i, l_i, outputs, work, row_block + zero, NUM_HEADS)
             else:
-                slot = (row_block * num_partitions + partition_index) * 2 + work.starts.to(gl.int32)
+                slot = ((row_block + zero) * num_partitions + partition_index) * 2 + work.starts.to(gl.int32)
                 store_partial(PARITY, acc, m_i, l_i, outputs, slot, PARTIAL_ROWS)
             works += 1
         seq += 1
@@ -234,7 +238,7 @@ def consume(
 
 @gluon.jit
 def load_queries(PARITY: gl.constexpr, queries, lengths, seq, row_block, NUM_HEADS: gl.constexpr):
-    """Load half of the columns of a row block of queries, in panels; the even warpgroup loads the rope columns as well."""
+    """Load half of the columns of a row block of queries, in panels. The even warpgroup also loads the rope columns."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     q_start, q_len = queries_of(lengths, seq)
     rows = row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -439,7 +443,7 @@ def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.co
 
 @gluon.jit
 def attend_to_even_tile(acc, m_i, s, work, use, pos, zero, OF_SCORES: gl.constexpr):
-    """Begin to multiply the even tile's probabilities with its right columns; return also the maximum and its factor."""
+    """Begin to multiply the even tile's probabilities with its right columns. Return its maximum and factor as well."""
     wait(s.p_full[EVEN], use)
     m_even = s.maximum.index(EVEN).load(gl.SliceLayout(1, OF_SCORES))
     alpha = gl.exp2(m_i - finite(m_even))
@@ -497,7 +501,8 @@ def mla_hopper_kernel(
     out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, kv_desc,
     page_table, seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
     scale, causal, num_seqs, num_partitions, combine_cost, sequence_cost, stride_table, table_width, page_rows,
-    stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head, stride_out_token, stride_out_head, stride_lse,
+    stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head,
+    stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
 ):  # fmt: skip
     element: gl.constexpr = kv_desc.dtype
@@ -522,7 +527,8 @@ def mla_hopper_kernel(
     gdc_launch_dependents()
     row_block, index = gl.program_id(0), gl.program_id(1)
     lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, num_seqs)
-    partition = find_partition(lengths, index, num_partitions, Costs(combine_cost, sequence_cost), row_block, causal > 0, NUM_HEADS)
+    costs = Costs(combine_cost, sequence_cost)
+    partition = find_partition(lengths, index, num_partitions, costs, row_block, causal > 0, NUM_HEADS)
     queries = Queries(q_nope_ptr, q_rope_ptr, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head)
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
     gl.warp_specialize(

@@ -5,11 +5,11 @@ import torch
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.kernels.hopper.runner import describe
+from quire.kernels.hopper.tma import page_box
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import MLAHopperLaunch, matrix_of_latents
-from quire.kernels.hopper.tma import page_box
 from quire.kernels.primitives import LOG2E
 
 TILE = 64  # keys of a tile, as schedule.TILE

@@ -46,7 +46,7 @@ class Partition(NamedTuple):
 
 @gluon.jit
 def queries_of(lengths, seq):
-    """Return the first query token of a sequence, or of each of a vector of sequences, and the number of its queries."""
+    """Return the first query token and the number of queries of a sequence, or of each of a vector of sequences."""
     if lengths.cu_seqlens_q is None:
         return seq, seq * 0 + 1
     else:
@@ -69,7 +69,7 @@ def keys_of(lengths, seq, q_len, row_block, causal, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def num_tiles(q_len, visible, row_block, NUM_HEADS: gl.constexpr):
-    """Return the tiles of a row block: at least one, so that zeros are written where there are no keys, if it exists."""
+    """Return the tiles of a row block that exists: at least one, so that zeros are written where there are no keys."""
     return gl.where(q_len * NUM_HEADS > row_block * ROWS, gl.maximum((visible + TILE - 1) // TILE, 1), 0)
 
 
