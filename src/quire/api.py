@@ -11,18 +11,28 @@ import torch
 
 from quire import ops
 from quire.cache import PagedKVCache
-from quire.checks import check_attention, check_copy_pages, check_merge_states, check_out, check_write_kv
+from quire.checks import (
+    check_attention,
+    check_copy_pages,
+    check_merge_states,
+    check_out,
+    check_varlen,
+    check_write_kv,
+)
 from quire.dispatch.device import is_served_by_torch
 from quire.errors import check_flag
 from quire.kernels.cpu import cache_ops
 from quire.kernels.cpu import combine as cpu_combine
 from quire.plan import Plan
+from quire.spec import AttentionSpec
 from quire.state import State
+
+Queries = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
 @overload
 def attention(
-    q: torch.Tensor,
+    q: Queries,
     cache: PagedKVCache,
     plan: Plan,
     *,
@@ -35,7 +45,7 @@ def attention(
 
 @overload
 def attention(
-    q: torch.Tensor,
+    q: Queries,
     cache: PagedKVCache,
     plan: Plan,
     *,
@@ -48,7 +58,7 @@ def attention(
 
 @overload
 def attention(
-    q: torch.Tensor,
+    q: Queries,
     cache: PagedKVCache,
     plan: Plan,
     *,
@@ -61,7 +71,7 @@ def attention(
 
 @overload
 def attention(
-    q: torch.Tensor,
+    q: Queries,
     cache: PagedKVCache,
     plan: Plan,
     *,
@@ -73,7 +83,7 @@ def attention(
 
 
 def attention(
-    q: torch.Tensor,  # [num_tokens, num_q_heads, head_dim]
+    q: Queries,  # [num_tokens, num_q_heads, head_dim], or the pair (q_nope, q_pe)
     cache: PagedKVCache,
     plan: Plan,
     *,
@@ -88,7 +98,9 @@ def attention(
     the cache already (`write_kv`). Rows of `out` that belong to no sequence are left as they are.
 
     Args:
-        q: queries, [num_tokens, num_q_heads, head_dim], of the spec's dtype; any strides with a contiguous head.
+        q: queries, [num_tokens, num_q_heads, head_dim], of the spec's dtype; any strides with a contiguous head. For
+            latents also the pair of q_nope [num_tokens, num_q_heads, kv_lora_rank] and
+            q_pe [num_tokens, num_q_heads, qk_rope_head_dim], which is None where there are no rotary columns.
         cache: the layer's pages.
         plan: how to launch, from `quire.plan`.
         sinks: [num_q_heads], natural-log logits, where the spec has sinks.
@@ -110,20 +122,28 @@ def attention(
     if return_lse is not False and return_lse is not True:
         check_flag("return_lse", return_lse, "say whether the lse is asked for")
     spec = plan.spec
+    first = q[0] if isinstance(q, tuple) else q
+    num_tokens, device = first.shape[0], first.device
     if isinstance(out, State):
         out, lse = out
-        check_out("out.lse", lse, (q.shape[0], spec.num_q_heads), torch.float32, q.device)
+        check_out("out.lse", lse, (num_tokens, spec.num_q_heads), torch.float32, device)
     else:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        lse = torch.empty(first.shape[:2], dtype=torch.float32, device=device) if return_lse else None
     if out is None:
-        out = torch.empty(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=q.dtype, device=q.device)
+        out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=first.dtype, device=device)
     else:
-        check_out("out", out, (q.shape[0], spec.num_q_heads, spec.head_dim_v), q.dtype, q.device)
+        check_out("out", out, (num_tokens, spec.num_q_heads, spec.head_dim_v), first.dtype, device)
     if torch.compiler.is_compiling():
         ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes)
     else:
-        plan.runner(q, cache, out, lse, sinks, alibi_slopes)
+        plan.runner(as_pair(q, spec) if spec.latent else q, cache, out, lse, sinks, alibi_slopes)
     return out if lse is None else State(out, lse)
+
+
+def as_pair(q: Queries, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return queries to latents as the pair that runners take; the halves of one tensor are views."""
+    q_nope, q_pe = q if isinstance(q, tuple) else q.split([spec.kv_lora_rank, spec.qk_rope_head_dim], -1)
+    return q_nope, q_pe if spec.qk_rope_head_dim else None
 
 
 @overload
@@ -183,7 +203,9 @@ def varlen_attention(
     Raises:
         TypeError: an argument is of another type.
         ValueError: an argument does not fit the plan; nothing was written.
+        UnsupportedError: the plan is for latents, which are always paged.
     """
+    check_varlen(plan)
     cache = PagedKVCache(k, v, "THD")
     return attention(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=out, return_lse=return_lse)
 

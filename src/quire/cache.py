@@ -5,6 +5,8 @@ Four layouts reduce to one address of the element (page, slot, head, dim):
     page * stride_page + slot * stride_slot + head * stride_head + dim // vec_size * stride_vec + dim % vec_size
 
 `vec_size` is the number of contiguous elements of a head (vLLM's `x`). The kernels know only that line.
+
+Latents are keys of one head, whose first columns are the values: k and v are two views of the same bytes.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from quire.errors import UnsupportedError, check_device, check_integer, check_positive, check_tensor, describe
-from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
+from quire.spec import LATENT_FP8_DTYPES, QUANTISED_DTYPES, QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
 
 LAYOUTS = {
     "NHD": "k and v [num_pages, page_size, num_kv_heads, head_dim]",
@@ -23,9 +25,16 @@ LAYOUTS = {
     "HDNX": "k [num_pages, num_kv_heads, head_dim / x, page_size, x], v [num_pages, num_kv_heads, head_dim, page_size]",
     "THD": "k and v [num_tokens, num_kv_heads, head_dim], not paged",
 }
+PAGED_LAYOUTS = {name: LAYOUTS[name] for name in ("NHD", "HND", "HDNX")}
+LATENT_LAYOUTS = {
+    "NHD": "latents [num_pages, page_size, head_dim]",
+    "fp8_ds_mla": "vLLM's records of 656 bytes, uint8 [num_pages, page_size, 656]",
+}
 NUM_DIMS = {"NHD": (4, 4), "HND": (4, 4), "HDNX": (5, 4), "THD": (3, 3)}  # of k and v
-SLOT_AXIS = {"NHD": 1, "HND": 2, "HDNX": 3}
-HEAD_AXIS = {"NHD": 2, "HND": 1, "HDNX": 1, "THD": 1}
+SLOT_AXIS = {"NHD": 1, "HND": 2, "HDNX": 3, "fp8_ds_mla": 1}
+HEAD_AXIS = {"NHD": 2, "HND": 1, "HDNX": 1, "THD": 1, "fp8_ds_mla": 2}
+RECORD_BYTES, RECORD_RANK, RECORD_ROPE, RECORD_GROUP = 656, 512, 64, 128  # of fp8_ds_mla; a scale per group of columns
+RECORD_ALIGNMENT = 16  # bytes
 MAX_PAGES = (1 << 31) - 1  # page numbers are int32
 
 
@@ -39,9 +48,23 @@ class Strides(NamedTuple):
     vec_size: int
 
 
+class LatentRecords(NamedTuple):
+    """Views of the three parts of "fp8_ds_mla" records.
+
+    Attributes:
+        values: [num_pages, page_size, 512] float8_e4m3fn; real column = value * scale of its group.
+        scales: [num_pages, page_size, 4] float32, one for each 128 columns.
+        rope: [num_pages, page_size, 64] bfloat16, the rotary columns.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    rope: torch.Tensor
+
+
 @dataclass(frozen=True, eq=False, init=False)
 class PagedKVCache:
-    """Hold one layer's keys and values, read and written in place.
+    """Hold one layer's keys and values, or its latents (`from_latents`), read and written in place.
 
     Any strides serve if the last dimension is contiguous: K and V may be slices of one tensor, and pages of several
     layers may interleave. Slots and pages that no sequence owns may hold anything, NaN included.
@@ -64,9 +87,12 @@ class PagedKVCache:
         num_kv_heads: KV heads.
         head_dim: width of a key.
         head_dim_v: width of a value.
-        signature: dtype, KV heads and both head dims, to be compared with `AttentionSpec.cache_signature`.
-        scale_kind: "none", "head" (per tensor or per head) or "token" (per token and head).
+        signature: dtype, KV heads, both head dims and `is_latent`, to be compared with
+            `AttentionSpec.cache_signature`.
+        scale_kind: "none", "head" (per tensor or per head), "token" (per token and head) or "record" (within the
+            records of layout "fp8_ds_mla").
         is_expanded: whether k, v or scales per token are expanded (a stride is 0): then they can be read, not written.
+        is_latent: whether the cache holds latents, of which v is a part of k.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -86,9 +112,10 @@ class PagedKVCache:
     num_kv_heads: int = field(init=False, repr=False)
     head_dim: int = field(init=False, repr=False)
     head_dim_v: int = field(init=False, repr=False)
-    signature: tuple[torch.dtype, int, int, int] = field(init=False, repr=False)
-    scale_kind: Literal["none", "head", "token"] = field(init=False, repr=False)
+    signature: tuple[torch.dtype, int, int, int, bool] = field(init=False, repr=False)
+    scale_kind: Literal["none", "head", "token", "record"] = field(init=False, repr=False)
     is_expanded: bool = field(init=False, repr=False)
+    is_latent: bool = field(init=False, repr=False)
 
     def __init__(
         self,
@@ -117,10 +144,10 @@ class PagedKVCache:
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "head_dim_v": head_dim_v,
-            "signature": (k.dtype, num_kv_heads, head_dim, head_dim_v),
+            "signature": (k.dtype, num_kv_heads, head_dim, head_dim_v, False),
+            "is_latent": False,
         }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        self._set(values)
         if (k_scale is None) != (v_scale is None):
             raise ValueError("k_scale and v_scale must be given together, got only one; pass 1.0 for the other")
         k_scale, v_scale = self._scale("k_scale", k_scale), self._scale("v_scale", v_scale)
@@ -132,12 +159,103 @@ class PagedKVCache:
                     f"v_scale must have k_scale's shape {tuple(k_scale.shape)} and strides {k_scale.stride()}, "
                     f"got {tuple(v_scale.shape)} and {v_scale.stride()}; expand one of them"
                 )
-        object.__setattr__(self, "k_scale", k_scale)
-        object.__setattr__(self, "v_scale", v_scale)
-        object.__setattr__(self, "scale_kind", scale_kind)
         written = (k, v, k_scale, v_scale) if scale_kind == "token" else (k, v)
         is_expanded = any(_is_expanded(x) for x in written if x is not None)
-        object.__setattr__(self, "is_expanded", is_expanded)
+        self._set({"k_scale": k_scale, "v_scale": v_scale, "scale_kind": scale_kind, "is_expanded": is_expanded})
+
+    @classmethod
+    def from_latents(
+        cls, latents: torch.Tensor, kv_lora_rank: int, *, scale: torch.Tensor | float | None = None
+    ) -> "PagedKVCache":
+        """Return a cache of latents, for specs with `latent=True`; k and v are views of the same bytes.
+
+        Args:
+            latents: [num_pages, page_size, head_dim] in float16, bfloat16, float32 or float8_e4m3fn, with a contiguous
+                last dimension: the latent, then its rotary columns. Layout "NHD". Or vLLM's "fp8_ds_mla" records,
+                uint8 [num_pages, page_size, 656]: 512 numbers in e4m3, 4 float32 scales of 128 columns each, and 64
+                rotary columns in bfloat16. k and v are then bytes, dtype is float8_e4m3fn, and head_dim is 576.
+            kv_lora_rank: columns of a latent that are the value too; 512 for records.
+            scale: of an e4m3 cache, of keys and values alike: real number = stored number * scale. A positive number,
+                or a float32 tensor with one element.
+
+        Returns:
+            The cache, with `is_latent`.
+
+        Raises:
+            TypeError: an argument is of the wrong type.
+            ValueError: widths, strides, scale or devices do not fit together.
+            UnsupportedError: a dtype that is not served.
+        """
+        advice = "allocate the pages with `PagedKVCache.empty`"
+        check_tensor("latents", latents, advice)
+        rank = check_integer("kv_lora_rank", kv_lora_rank, "512 is DeepSeek's", 1)
+        is_record = latents.dtype is torch.uint8
+        served = (*QUERY_DTYPES, *LATENT_FP8_DTYPES)
+        if not is_record and latents.dtype not in served:
+            raise UnsupportedError(
+                f"latents must be of dtype {dtype_names(served)}, or uint8 records, got {latents.dtype}; "
+                "view them as their real dtype"
+            )
+        if latents.dim() != 3 or 0 in latents.shape:
+            raise ValueError(
+                f"latents must be [num_pages, page_size, head_dim] without an empty dimension, "
+                f"got {list(latents.shape)}; view them so"
+            )
+        if latents.stride(2) != 1 and not latents.is_contiguous():
+            raise ValueError(
+                f"latents must be contiguous in their last dimension, got strides {latents.stride()}; {advice}"
+            )
+        if is_record:
+            _check_records(latents, rank, scale)
+        elif rank > latents.shape[2]:
+            raise ValueError(
+                f"kv_lora_rank must be at most the width of latents, {latents.shape[2]}, got {rank}; "
+                "values are the first columns of latents"
+            )
+        k = latents.unsqueeze(2)
+        if scale is not None and not isinstance(scale, torch.Tensor):
+            scale = torch.tensor(check_positive("scale", scale, "1.0 is no scale"), device=latents.device)
+        if scale is not None and (check_tensor("scale", scale, "pass a number").numel() != 1 or scale.dim() > 1):
+            raise ValueError(
+                f"scale must be a number or hold one element, got {describe(scale)}; scales are per tensor"
+            )
+        if scale is not None and latents.dtype not in LATENT_FP8_DTYPES:
+            raise ValueError(
+                f"scale must be left out for latents of {latents.dtype}, got {describe(scale)}; it belongs to fp8"
+            )
+        if scale is not None and (scale.dtype is not torch.float32 or scale.device != latents.device):
+            raise ValueError(f"scale must be float32 on {latents.device}, got {describe(scale)}; convert it")
+        dtype, head_dim = latents.dtype, latents.shape[2]
+        if is_record:
+            dtype, head_dim = torch.float8_e4m3fn, RECORD_RANK + RECORD_ROPE
+        scale_kind = "none" if scale is None else "head"
+        stored_scale = None if scale is None else scale.reshape(1)
+        self = object.__new__(cls)
+        self._set(
+            {
+                "k": k,
+                "v": k[..., :rank],
+                "layout": "fp8_ds_mla" if is_record else "NHD",
+                "k_scale": stored_scale,
+                "v_scale": stored_scale,
+                "dtype": dtype,
+                "device": latents.device,
+                "num_pages": latents.shape[0],
+                "page_size": latents.shape[1],
+                "num_kv_heads": 1,
+                "head_dim": head_dim,
+                "head_dim_v": rank,
+                "signature": (dtype, 1, head_dim, rank, True),
+                "scale_kind": "record" if is_record else scale_kind,
+                "is_expanded": _is_expanded(latents),
+                "is_latent": True,
+            }
+        )
+        return self
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def empty(
@@ -151,11 +269,13 @@ class PagedKVCache:
     ) -> "PagedKVCache":
         """Allocate an uninitialised cache for one layer of `spec`, with scales of 1 if it is quantised.
 
+        For a spec with `latent=True`, it holds latents.
+
         Args:
             spec: gives heads, head dims and dtype.
             num_pages: pages in the pool, at least 1.
             page_size: tokens per page, at least 1.
-            layout: "NHD", "HND" or "HDNX".
+            layout: "NHD", "HND" or "HDNX"; of latents, "NHD" or "fp8_ds_mla".
             device: where; torch's default device when not given.
 
         Raises:
@@ -167,7 +287,7 @@ class PagedKVCache:
             raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
         num_pages = check_integer("num_pages", num_pages, "size the pool by the memory there is", 1, MAX_PAGES)
         page_size = check_integer("page_size", page_size, "16 is a common size", 1, UNBOUNDED - 1)
-        _check_layout(layout, SLOT_AXIS)
+        _check_layout(layout, LATENT_LAYOUTS if spec.latent else PAGED_LAYOUTS)
         device = check_device("device", device, "leave it out for the default device")
         heads, dim, dim_v, dtype = spec.num_kv_heads, spec.head_dim, spec.head_dim_v, spec.kv_dtype
         if layout == "HDNX":
@@ -182,12 +302,37 @@ class PagedKVCache:
         else:
             shapes = (num_pages, page_size, heads, dim), (num_pages, page_size, heads, dim_v)
         scale = 1.0 if dtype in QUANTISED_DTYPES else None
+        if spec.latent:
+            if layout == "fp8_ds_mla":
+                if (dtype, dim_v, dim) != (torch.float8_e4m3fn, RECORD_RANK, RECORD_RANK + RECORD_ROPE):
+                    raise UnsupportedError(
+                        f"layout must be NHD for latents of {dim_v} + {dim - dim_v} in {dtype}, got 'fp8_ds_mla'; "
+                        f"its records hold {RECORD_RANK} + {RECORD_ROPE} in float8_e4m3fn"
+                    )
+                dim, dtype, scale = RECORD_BYTES, torch.uint8, None
+            latents = torch.empty(num_pages, page_size, dim, dtype=dtype, device=device)
+            return cls.from_latents(latents, dim_v, scale=scale)
         k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
         return cls(k, v, layout, scale, scale)
 
+    @property
+    def latents(self) -> torch.Tensor:
+        """The latents, or records of bytes, of a cache with `is_latent`: [num_pages, page_size, columns]."""
+        return self.k.squeeze(2)
+
+    @cached_property
+    def records(self) -> LatentRecords:
+        """The parts of the records of layout "fp8_ds_mla", as views."""
+        latents, end = self.latents, RECORD_RANK + 4 * (RECORD_RANK // RECORD_GROUP)
+        return LatentRecords(
+            latents[..., :RECORD_RANK].view(torch.float8_e4m3fn),
+            latents[..., RECORD_RANK:end].view(torch.float32),
+            latents[..., end:].view(torch.bfloat16),
+        )
+
     @cached_property
     def strides(self) -> tuple[Strides, Strides]:
-        """Strides of k and of v."""
+        """Strides of k and of v, in elements; of records, in bytes."""
         k, v = self.k.stride(), self.v.stride()
         if self.layout == "HDNX":
             return Strides(k[0], k[3], k[1], k[2], self.k.shape[4]), Strides(v[0], 1, v[1], v[2], 1)
@@ -233,7 +378,7 @@ class PagedKVCache:
         odd_offsets = self.k.storage_offset() % 2, self.v.storage_offset() % 2
         alignment = tuple(s.data_ptr() % 16 for s in (self.k_scale, self.v_scale) if s is not None)
         facts = self.layout, self.page_size, self.strides, self.scale_kind, self.scale_strides
-        return _kind_of(self.dtype, *facts, odd_offsets, alignment, self.has_wide_offsets)
+        return _kind_of(self.dtype, self.is_latent, *facts, odd_offsets, alignment, self.has_wide_offsets)
 
     @property
     def addresses(self) -> tuple[int, int, int | None, int | None]:
@@ -276,12 +421,31 @@ def _kind_of(*facts: Any) -> int:
 _kinds = count()
 
 
-def _check_layout(layout: Any, served: dict[str, Any]) -> None:
+def _check_layout(layout: Any, served: dict[str, str]) -> None:
     if not isinstance(layout, str):
         raise TypeError(f"layout must be the name of a layout, got {describe(layout)}; one of {', '.join(served)}")
     if layout not in served:
-        shapes = "; ".join(f"{name}: {LAYOUTS[name]}" for name in served)
+        shapes = "; ".join(f"{name}: {shape}" for name, shape in served.items())
         raise UnsupportedError(f"layout must be one of {', '.join(served)}, got {layout!r}; {shapes}")
+
+
+def _check_records(latents: torch.Tensor, rank: int, scale: Any) -> None:
+    if latents.shape[2] != RECORD_BYTES:
+        raise ValueError(
+            f"latents must be records of {RECORD_BYTES} bytes where they are uint8, got {latents.shape[2]} bytes; "
+            "view fp8 latents as float8_e4m3fn"
+        )
+    if rank != RECORD_RANK:
+        raise ValueError(f"kv_lora_rank must be {RECORD_RANK} for fp8_ds_mla records, got {rank}; that is their rank")
+    if scale is not None:
+        raise ValueError(
+            f"scale must be left out for fp8_ds_mla records, got {describe(scale)}; each record holds its scales"
+        )
+    if any(begin % RECORD_ALIGNMENT for begin in (latents.storage_offset(), *latents.stride()[:2])):
+        raise ValueError(
+            f"latents must be records that begin at multiples of {RECORD_ALIGNMENT} bytes, got strides "
+            f"{latents.stride()} from {latents.storage_offset()}; pad them"
+        )
 
 
 def _check_pages(k: torch.Tensor, v: torch.Tensor, layout: str) -> None:

@@ -38,7 +38,7 @@ class Planned(Protocol):
 
 
 def check_attention(
-    q: torch.Tensor,
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
     cache: PagedKVCache,
     plan: Planned,
     sinks: torch.Tensor | None,
@@ -47,21 +47,27 @@ def check_attention(
     """Raise unless the inputs of `attention` fit together."""
     try:
         spec, batch, bounds = plan.spec, plan.batch, plan.bounds
-        num_tokens, num_heads, head_dim = q.shape
+        if isinstance(q, tuple):
+            first, q_pe = q
+            width, pair_fits = spec.head_dim_v, spec.latent and _is_rope(q_pe, first, spec)
+        else:
+            first, width, pair_fits = q, spec.head_dim, True
+        num_tokens, num_heads, head_dim = first.shape
         fits = (
-            num_heads == spec.num_q_heads
-            and head_dim == spec.head_dim
-            and q.dtype is spec.dtype
-            and q.stride(2) == 1
+            pair_fits
+            and num_heads == spec.num_q_heads
+            and head_dim == width
+            and first.dtype is spec.dtype
+            and first.stride(2) == 1
             and cache.signature == spec.cache_signature
-            and q.device == cache.device == batch.device
+            and first.device == cache.device == batch.device
             and num_tokens <= bounds.num_tokens
             and (batch.cu_seqlens_q is not None or num_tokens >= batch.num_seqs)
             and batch.paged is (cache.layout != "THD")
             and (batch.table_width is None or batch.table_width * cache.page_size >= bounds.max_seq_len)
-            and (_is_per_head(sinks, q) if spec.sinks else sinks is None)
-            and (_is_per_head(alibi_slopes, q) if spec.alibi else alibi_slopes is None)
-            and not (q.requires_grad and torch.is_grad_enabled())
+            and (_is_per_head(sinks, first) if spec.sinks else sinks is None)
+            and (_is_per_head(alibi_slopes, first) if spec.alibi else alibi_slopes is None)
+            and not (first.requires_grad and torch.is_grad_enabled())
         )
     except (AttributeError, RuntimeError, TypeError, ValueError):
         fits = False
@@ -69,20 +75,38 @@ def check_attention(
         _explain_attention(q, cache, plan, sinks, alibi_slopes)
 
 
+def _is_rope(q_pe: torch.Tensor | None, q_nope: torch.Tensor, spec: AttentionSpec) -> bool:
+    """Return whether the rotary queries fit; None fits where a latent has no rotary columns."""
+    if q_pe is None:
+        return spec.head_dim == spec.head_dim_v
+    return (
+        q_pe.shape == (*q_nope.shape[:2], spec.head_dim - spec.head_dim_v)
+        and q_pe.dtype is q_nope.dtype
+        and q_pe.stride(2) == 1
+        and q_pe.device == q_nope.device
+        and not (q_pe.requires_grad and torch.is_grad_enabled())
+    )
+
+
 def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: Any) -> None:
-    check_tensor("q", q, "pass the queries of all sequences")
     if not isinstance(getattr(plan, "spec", None), AttentionSpec):
+        check_tensor("q", q[0] if isinstance(q, tuple) and len(q) == 2 else q, "pass the queries of all sequences")
         raise TypeError(f"plan must be a Plan, got {describe(plan)}; make it with `quire.plan`")
     spec, batch, bounds = plan.spec, plan.batch, plan.bounds
-    if q.dim() != 3 or q.shape[1:] != (spec.num_q_heads, spec.head_dim):
-        raise ValueError(
-            f"q must be [num_tokens, {spec.num_q_heads}, {spec.head_dim}] as the spec says, got {list(q.shape)}; "
-            "reshape it"
-        )
-    if q.dtype is not spec.dtype:
-        raise ValueError(f"q must be {spec.dtype}, got {q.dtype}; cast it, or make a spec for it")
-    if q.stride(2) != 1 and not q.is_contiguous():
-        raise ValueError(f"q must have a contiguous head, got strides {q.stride()}; copy it with `q.contiguous()`")
+    if spec.latent and isinstance(q, tuple):
+        if len(q) != 2:
+            raise TypeError(f"q must be a tensor or the pair (q_nope, q_pe), got {len(q)} of them; pass both")
+        q_nope, q_pe = _explain_queries("q_nope", q[0], spec, spec.kv_lora_rank), q[1]
+        if q_pe is not None or spec.qk_rope_head_dim:
+            q_pe = _explain_queries("q_pe", q_pe, spec, spec.qk_rope_head_dim)
+            if q_pe.shape[0] != q_nope.shape[0] or q_pe.device != q_nope.device:
+                raise ValueError(
+                    f"q_pe must have q_nope's {q_nope.shape[0]} tokens on {q_nope.device}, "
+                    f"got {q_pe.shape[0]} on {q_pe.device}; pass both halves of the same queries"
+                )
+        q = q_nope
+    else:
+        _explain_queries("q", q, spec, spec.head_dim)
     check_cache(cache, spec)
     if not q.device == cache.device == batch.device:
         raise ValueError(
@@ -116,11 +140,27 @@ def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: 
         )
     _check_per_head("sinks", sinks, spec.sinks, q)
     _check_per_head("alibi_slopes", alibi_slopes, spec.alibi, q)
+
+
+def _explain_queries(name: str, q: Any, spec: AttentionSpec, width: int) -> torch.Tensor:
+    check_tensor(name, q, "pass the queries of all sequences")
+    if q.dim() != 3 or q.shape[1:] != (spec.num_q_heads, width):
+        raise ValueError(
+            f"{name} must be [num_tokens, {spec.num_q_heads}, {width}] as the spec says, got {list(q.shape)}; "
+            "reshape it"
+        )
+    if q.dtype is not spec.dtype:
+        raise ValueError(f"{name} must be {spec.dtype}, got {q.dtype}; cast it, or make a spec for it")
+    if q.stride(2) != 1 and not q.is_contiguous():
+        raise ValueError(
+            f"{name} must have a contiguous head, got strides {q.stride()}; copy it with `{name}.contiguous()`"
+        )
     if q.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
-            "q must not require a gradient, got one that does; "
+            f"{name} must not require a gradient, got one that does; "
             "Quire has no backward pass: call it under torch.no_grad()"
         )
+    return q
 
 
 def _is_per_head(tensor: torch.Tensor | None, q: torch.Tensor) -> bool:
@@ -152,10 +192,21 @@ def _check_per_head(name: str, tensor: Any, wanted: bool, q: torch.Tensor) -> No
         )
 
 
+def check_varlen(plan: Any) -> None:
+    """Raise if a plan is for latents, which are always paged."""
+    if getattr(getattr(plan, "spec", None), "latent", False):
+        raise UnsupportedError("plan must be for keys and values, got one for latents; call `attention` with pages")
+
+
 def check_cache(cache: Any, spec: AttentionSpec) -> None:
     """Raise unless a cache fits a spec."""
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"cache must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
+    if cache.is_latent is not spec.latent:
+        wanted, got, advice = "keys and values", "latents", "make the spec with `AttentionSpec.mla`"
+        if spec.latent:
+            wanted, got, advice = got, wanted, "make it with `PagedKVCache.from_latents`"
+        raise ValueError(f"cache must hold {wanted} as the spec says, got {got}; {advice}")
     if cache.dtype is not spec.kv_dtype:
         raise ValueError(
             f"cache must be of the spec's kv_dtype {spec.kv_dtype}, got {cache.dtype}; make the spec with that kv_dtype"
@@ -217,7 +268,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 def check_write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
     """Raise unless the arguments of `write_kv` fit together."""
     try:
-        dtype, num_heads, head_dim, head_dim_v = cache.signature
+        dtype, num_heads, head_dim, head_dim_v, is_latent = cache.signature
         num_tokens = k.shape[0]
         fits = (
             k.shape == (num_tokens, num_heads, head_dim)
@@ -231,6 +282,7 @@ def check_write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_m
             and slot_mapping.is_contiguous()
             and k.device == v.device == cache.device == slot_mapping.device
             and cache.layout != "THD"
+            and not is_latent
             and not cache.is_expanded
             and not ((cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled())
             and cache.device.type in DEVICES
@@ -250,6 +302,8 @@ def _explain_write_kv(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
         raise TypeError(f"cache must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
     if cache.layout == "THD":
         raise UnsupportedError("cache must be paged to be written by slot, got layout THD; index its tensors instead")
+    if cache.is_latent:
+        raise ValueError("cache must hold keys and values, got latents; call `write_latent`")
     check_tensor("k", k, "pass the step's new keys")
     check_tensor("v", v, "pass the step's new values")
     check_tensor("slot_mapping", slot_mapping, "it has one slot per token of k")
@@ -311,6 +365,7 @@ def check_copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Ten
     _check_writable("dst", dst)
     for fact, wanted, got in (
         ("layout", src.layout, dst.layout),
+        ("latents", src.is_latent, dst.is_latent),
         ("dtype", src.dtype, dst.dtype),
         ("page shape", (*src.k.shape[1:], *src.v.shape[1:]), (*dst.k.shape[1:], *dst.v.shape[1:])),
         ("kind of scales", src.scale_kind, dst.scale_kind),
@@ -401,6 +456,10 @@ def check_plan_arguments(
     if not isinstance(batch, Batch):
         raise TypeError(f"batch must be a Batch, got {describe(batch)}; make one from the page table and the lengths")
     _check_served("batch", batch.device)
+    if spec.latent and not batch.paged:
+        raise UnsupportedError(
+            "batch must be paged for a spec with latents, got one without pages; give it a page table"
+        )
     advice = "pass an upper bound over the batch"
     max_query_len = check_integer("max_query_len", max_query_len, advice, 0, UNBOUNDED)
     max_seq_len = check_integer("max_seq_len", max_seq_len, advice, 0, UNBOUNDED)

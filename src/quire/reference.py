@@ -29,7 +29,7 @@ def attention(
     has out 0 and lse -inf. If a score of a query is NaN or +inf, its out and lse are NaN.
 
     Args:
-        q: queries, [num_tokens, num_q_heads, head_dim].
+        q: queries, [num_tokens, num_q_heads, head_dim]. Those of latents are q_nope and q_pe in one tensor.
         cache: the pages.
         batch: lengths and page table.
         spec: what to compute.
@@ -123,6 +123,9 @@ def gather(
     else:
         table = batch.page_table[int(batch.cu_pages[seq]) :]
     page, slot = table[positions // cache.page_size].long(), positions % cache.page_size
+    if cache.layout == "fp8_ds_mla":
+        k = decode_records(cache.latents[page, slot], dtype)[:, None]
+        return k, k[..., : cache.head_dim_v]
     if cache.layout == "THD":
         k, v = cache.k[page + slot], cache.v[page + slot]
     elif cache.layout == "NHD":
@@ -138,6 +141,22 @@ def gather(
             k_scale, v_scale = k_scale[page, slot], v_scale[page, slot]
         k, v = k * k_scale.to(dtype)[..., None], v * v_scale.to(dtype)[..., None]
     return k, v
+
+
+def decode_records(records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the latents in vLLM's "fp8_ds_mla" records.
+
+    Args:
+        records: [rows, 656] uint8: 512 numbers in e4m3, a float32 scale for each 128 of them, 64 numbers in bfloat16.
+        dtype: of the result.
+
+    Returns:
+        [rows, 576].
+    """
+    numbers, scales, rope = records.split([512, 16, 128], 1)
+    numbers = numbers.view(torch.float8_e4m3fn).to(dtype)
+    scales = scales.contiguous().view(torch.float32).to(dtype).repeat_interleave(128, 1)
+    return torch.cat([numbers * scales, rope.contiguous().view(torch.bfloat16).to(dtype)], 1)
 
 
 def merge(*states: State) -> State:

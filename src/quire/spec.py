@@ -14,6 +14,7 @@ from quire.errors import UnsupportedError, check_flag, check_integer, check_posi
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+LATENT_FP8_DTYPES = (torch.float8_e4m3fn,)
 MAX_HEADS = 1 << 16  # models have some hundred
 UNBOUNDED = 1 << 30  # a window side without a limit; larger than any position, and safe to add to one in int32
 
@@ -25,12 +26,12 @@ class AttentionSpec:
     Args:
         num_q_heads: query heads, a multiple of `num_kv_heads`.
         num_kv_heads: key/value heads; query head `h` reads KV head `h // group_size`.
-        head_dim: width of queries and keys, a multiple of 8 from 16 to 256.
+        head_dim: width of queries and keys, a multiple of 8 from 16 to 256. Of latents, see `latent`.
         head_dim_v: width of values and outputs, in the same range; `head_dim` when not given.
         dtype: of queries and outputs: float16, bfloat16 or float32.
         kv_dtype: of the cache: float8_e4m3fn, float8_e5m2 or int8 (with scales in the cache), or `dtype`, which it is
             when not given.
-        softmax_scale: positive factor on the scores; `head_dim ** -0.5` when not given.
+        softmax_scale: positive factor on the scores; `head_dim ** -0.5` when not given. Latents need one.
         causal: a query sees no key after its own position.
         sliding_window: visible keys looking back, the query's own included; None for no limit.
         sliding_window_right: visible keys looking ahead, the query's own not included; None for no limit.
@@ -43,6 +44,10 @@ class AttentionSpec:
         allow_fp8: where the cache is float8_e4m3fn, matrix products may be in it too: queries and probabilities are
             rounded to 3-bit mantissas. Faster on long prompts where a kernel has such products (`print(plan)` says so:
             the Hopper kernel, for head_dim 128); other kernels ignore this.
+        latent: the cache holds one latent per token instead of keys and values: a latent is the key, and its first
+            `head_dim_v` columns are the value (multi-head latent attention with absorbed projections, DeepSeek-V2,
+            arXiv 2405.04434). There is one KV head. `head_dim_v` is a multiple of 16 from 16 to 512, and
+            `head_dim - head_dim_v`, the rotary columns, is one from 0 to 128. `AttentionSpec.mla` names these widths.
 
     Attributes:
         cache_signature: the `PagedKVCache.signature` of a cache for this spec.
@@ -68,7 +73,8 @@ class AttentionSpec:
     sinks: bool
     allow_tf32: bool
     allow_fp8: bool
-    cache_signature: tuple[torch.dtype, int, int, int] = field(init=False, repr=False, compare=False)
+    latent: bool
+    cache_signature: tuple[torch.dtype, int, int, int, bool] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -88,7 +94,9 @@ class AttentionSpec:
         sinks: bool = False,
         allow_tf32: bool = False,
         allow_fp8: bool = False,
+        latent: bool = False,
     ) -> None:
+        check_flag("latent", latent, "AttentionSpec.mla makes a spec with latents")
         heads_advice = "pass the heads of one tensor-parallel rank, not of the whole model"
         num_q_heads = check_integer("num_q_heads", num_q_heads, heads_advice, 1, MAX_HEADS)
         num_kv_heads = check_integer("num_kv_heads", num_kv_heads, heads_advice, 1, MAX_HEADS)
@@ -96,13 +104,32 @@ class AttentionSpec:
             raise ValueError(
                 f"num_q_heads must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}; {heads_advice}"
             )
-        head_dim = _check_head_dim("head_dim", head_dim)
-        head_dim_v = head_dim if head_dim_v is None else _check_head_dim("head_dim_v", head_dim_v)
+        if latent:
+            if num_kv_heads != 1:
+                raise ValueError(
+                    f"num_kv_heads must be 1 where latent=True, got {num_kv_heads}; all query heads read one latent"
+                )
+            head_dim = check_integer("head_dim", head_dim, "it is kv_lora_rank + qk_rope_head_dim")
+            head_dim_v = check_integer("head_dim_v", head_dim if head_dim_v is None else head_dim_v, "the latent rank")
+            if head_dim_v > head_dim:
+                raise ValueError(
+                    f"head_dim_v must be at most head_dim where latent=True, got {head_dim_v} and {head_dim}; "
+                    "values are the first columns of keys"
+                )
+            _check_latent_dims("head_dim_v", head_dim_v, "head_dim - head_dim_v", head_dim - head_dim_v)
+        else:
+            head_dim = _check_head_dim("head_dim", head_dim)
+            head_dim_v = head_dim if head_dim_v is None else _check_head_dim("head_dim_v", head_dim_v)
         dtype = _check_dtype("dtype", dtype, QUERY_DTYPES, "cast the queries")
         if kv_dtype is None:
             kv_dtype = dtype
         advice = "view the cache as its real dtype (engines often hand fp8 over as uint8)"
-        _check_dtype("kv_dtype", kv_dtype, (dtype, *QUANTISED_DTYPES), advice)
+        _check_dtype("kv_dtype", kv_dtype, (dtype, *(LATENT_FP8_DTYPES if latent else QUANTISED_DTYPES)), advice)
+        if softmax_scale is None and latent:
+            raise ValueError(
+                "softmax_scale must be given where latent=True, got None; the width of a latent does not say it: "
+                "pass (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 of the model"
+            )
         if softmax_scale is None:
             softmax_scale = head_dim**-0.5
         softmax_scale = check_positive("softmax_scale", softmax_scale, "leave it out for head_dim ** -0.5")
@@ -140,10 +167,66 @@ class AttentionSpec:
             "sinks": sinks,
             "allow_tf32": allow_tf32,
             "allow_fp8": allow_fp8,
-            "cache_signature": (kv_dtype, num_kv_heads, head_dim, head_dim_v),
+            "latent": latent,
+            "cache_signature": (kv_dtype, num_kv_heads, head_dim, head_dim_v, latent),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @classmethod
+    def mla(
+        cls,
+        *,
+        num_q_heads: int,
+        softmax_scale: float,
+        kv_lora_rank: int = 512,
+        qk_rope_head_dim: int = 64,
+        **fields: Any,
+    ) -> "AttentionSpec":
+        """Return the spec of multi-head latent attention (MLA) with absorbed projections, in a model's own names.
+
+        Queries have been multiplied with the up-projection of the keys. Outputs are still latents: multiply them with
+        the up-projection of the values.
+
+        Args:
+            num_q_heads: query heads of this rank.
+            softmax_scale: `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5` of the model, times the square of mscale
+                where YaRN is used.
+            kv_lora_rank: columns of a latent that are the value too, a multiple of 16 from 16 to 512.
+            qk_rope_head_dim: rotary columns after them, a multiple of 16 from 0 to 128.
+            **fields: further fields of the spec, such as `dtype`, `kv_dtype` or `causal`.
+
+        Returns:
+            A spec with `latent=True`, one KV head, head_dim `kv_lora_rank + qk_rope_head_dim` and head_dim_v
+            `kv_lora_rank`.
+
+        Raises:
+            TypeError: a field is of the wrong type.
+            ValueError: a field is out of its range.
+            UnsupportedError: a width or dtype that is not served.
+        """
+        rank = check_integer("kv_lora_rank", kv_lora_rank, "512 is DeepSeek's")
+        rope = check_integer("qk_rope_head_dim", qk_rope_head_dim, "64 is DeepSeek's")
+        _check_latent_dims("kv_lora_rank", rank, "qk_rope_head_dim", rope)
+        return cls(
+            num_q_heads=num_q_heads,
+            num_kv_heads=1,
+            head_dim=rank + rope,
+            head_dim_v=rank,
+            softmax_scale=softmax_scale,
+            latent=True,
+            **fields,
+        )
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Columns of a latent that are the value too, where `latent`."""
+        return self.head_dim_v
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Rotary columns of a latent, where `latent`."""
+        return self.head_dim - self.head_dim_v
 
     @property
     def group_size(self) -> int:
@@ -173,6 +256,15 @@ def _check_head_dim(name: str, value: Any) -> int:
     if not 16 <= dim <= 256 or dim % 8:
         raise UnsupportedError(f"{name} must be a multiple of 8 from 16 to 256, got {describe(value)}; {advice}")
     return dim
+
+
+def _check_latent_dims(rank_name: str, rank: int, rope_name: str, rope: int) -> None:
+    for name, dim, low, high in ((rank_name, rank, 16, 512), (rope_name, rope, 0, 128)):
+        if not low <= dim <= high or dim % 16:
+            raise UnsupportedError(
+                f"{name} must be a multiple of 16 from {low} to {high} where latent=True, got {describe(dim)}; "
+                "pad the latents"
+            )
 
 
 def _check_dtype(name: str, value: Any, served: tuple[torch.dtype, ...], advice: str) -> torch.dtype:

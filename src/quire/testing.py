@@ -29,7 +29,7 @@ class Problem:
         spec: what to compute.
         batch: the sequences.
         cache: the pages; every slot that no query sees is poisoned.
-        q: queries, [num_tokens, num_q_heads, head_dim].
+        q: queries, [num_tokens, num_q_heads, head_dim]; `halves` are those to latents.
         query_lens: queries per sequence.
         seq_lens: keys per sequence.
         sinks: [num_q_heads] or None.
@@ -53,6 +53,11 @@ class Problem:
             "max_seq_len": max(self.seq_lens, default=0),
             "num_tokens": self.q.shape[0],
         }
+
+    @property
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries to latents as the pair (q_nope, q_pe): views of q."""
+        return self.q[..., : self.spec.kv_lora_rank], self.q[..., self.spec.kv_lora_rank :]
 
     @property
     def tables(self) -> dict[str, torch.Tensor | None]:
@@ -82,8 +87,8 @@ def make_problem(
         spec: what to compute.
         lens: (query length, sequence length) of each sequence, new tokens included. A padding row is (1, 0).
         page_size: tokens per page.
-        layout: "NHD", "HND" or "HDNX".
-        scales: of a quantised cache: "tensor", "head" or "token".
+        layout: "NHD", "HND" or "HDNX"; of latents, "NHD" or "fp8_ds_mla".
+        scales: of a quantised cache: "tensor", "head" or "token". Those of latents are per tensor.
         flat_table: make the page table one-dimensional, with `cu_pages`.
         one_query: leave `cu_seqlens_q` out; every query length must be 1.
         spare_pages: pages that no sequence owns, page 0 included.
@@ -107,6 +112,29 @@ def make_problem(
     cu_seqlens_q = None if one_query else torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     batch = Batch(table, torch.tensor(seq_lens, dtype=torch.int32), cu_seqlens_q, cu_pages)
 
+    cache = random_cache(spec, num_pages, page_size, layout, scales, generator)
+    poison(cache, owned_slots(batch, cache, spec))
+    q = torch.randn(sum(query_lens), spec.num_q_heads, spec.head_dim, generator=generator).to(spec.dtype)
+    sinks = torch.randn(spec.num_q_heads, generator=generator) if spec.sinks else None
+    slopes = 2.0 ** -(8.0 * (1 + torch.arange(spec.num_q_heads)) / spec.num_q_heads) if spec.alibi else None
+
+    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    batch = Batch(table.to(device), batch.seq_lens.to(device), move(cu_seqlens_q), move(cu_pages))
+    if cache.is_latent:
+        cache = PagedKVCache.from_latents(cache.latents.to(device), spec.kv_lora_rank, scale=move(cache.k_scale))
+    else:
+        scale_tensors = move(cache.k_scale), move(cache.v_scale)
+        cache = PagedKVCache(cache.k.to(device), cache.v.to(device), layout, *scale_tensors)
+    return Problem(spec, batch, cache, q.to(device), query_lens, seq_lens, move(sinks), move(slopes))
+
+
+def random_cache(
+    spec: AttentionSpec, num_pages: int, page_size: int, layout: str, scales: str, generator: torch.Generator
+) -> PagedKVCache:
+    """Return a cache of random numbers on the CPU; the arguments are those of `make_problem`."""
+
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
@@ -114,6 +142,16 @@ def make_problem(
         return 0.5 + torch.rand(*shape, generator=generator)
 
     cache = PagedKVCache.empty(spec, num_pages, page_size, layout=layout)
+    if cache.scale_kind == "record":
+        values, group_scales, rope = cache.records
+        values.copy_((100 * normal(*values.shape)).clamp(-448, 448))
+        group_scales.copy_(0.01 * uniform(*group_scales.shape))
+        rope.copy_(normal(*rope.shape))
+        return cache
+    if cache.is_latent:
+        cache.latents.copy_(normal(*cache.latents.shape))
+        scale = None if cache.scale_kind == "none" else uniform(1)
+        return PagedKVCache.from_latents(cache.latents, spec.kv_lora_rank, scale=scale)
     k_scale = v_scale = None
     if spec.kv_dtype in QUANTISED_DTYPES:
         shapes = {"tensor": (1,), "head": (spec.num_kv_heads,), "token": (num_pages, page_size, spec.num_kv_heads)}
@@ -122,18 +160,7 @@ def make_problem(
     unit = 40.0 if spec.kv_dtype is torch.int8 else 1.0
     cache.k.copy_((unit * normal(*cache.k.shape)).clamp(-127, 127))
     cache.v.copy_((unit * normal(*cache.v.shape)).clamp(-127, 127))
-    cache = PagedKVCache(cache.k, cache.v, layout, k_scale, v_scale)
-    poison(cache, owned_slots(batch, cache, spec))
-    q = normal(sum(query_lens), spec.num_q_heads, spec.head_dim).to(spec.dtype)
-    sinks = normal(spec.num_q_heads) if spec.sinks else None
-    slopes = 2.0 ** -(8.0 * (1 + torch.arange(spec.num_q_heads)) / spec.num_q_heads) if spec.alibi else None
-
-    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.to(device)
-
-    batch = Batch(table.to(device), batch.seq_lens.to(device), move(cu_seqlens_q), move(cu_pages))
-    cache = PagedKVCache(cache.k.to(device), cache.v.to(device), layout, move(k_scale), move(v_scale))
-    return Problem(spec, batch, cache, q.to(device), query_lens, seq_lens, move(sinks), move(slopes))
+    return PagedKVCache(cache.k, cache.v, layout, k_scale, v_scale)
 
 
 def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = None) -> torch.Tensor:
@@ -166,6 +193,9 @@ def poison(cache: PagedKVCache, owned: torch.Tensor) -> None:
         owned: [num_pages, page_size] bool.
     """
     page, slot = (~owned).nonzero(as_tuple=True)
+    if cache.scale_kind == "record":
+        cache.latents[page, slot] = 255  # NaN, in all three formats of a record
+        return
     every = slice(None)
     index = {"NHD": (page, slot), "HND": (page, every, slot), "HDNX": (page, every, every, slot)}[cache.layout]
     value = torch.tensor(127 if cache.dtype is torch.int8 else float("nan")).to(cache.dtype)

@@ -5,6 +5,7 @@ and of their scales. A page is addressed by four dimensions of any strides. Adja
 become one, so that an ordinary page is one range of memory.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ class PageTensor(NamedTuple):
 
 @triton.jit
 def copy_kernel(
-    k, v, k_scale, v_scale,  # PageTensor; scales may be None
+    k, v, k_scale, v_scale,  # PageTensor; v is None for latents, scales may be None
     page_pairs,  # [num_pairs, 2], (source page, destination page)
     K_SHAPE: tl.constexpr, V_SHAPE: tl.constexpr, SCALE_SHAPE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +45,8 @@ def copy_kernel(
         return
     offs = tile * BLOCK + tl.arange(0, BLOCK)
     copy_tile(k, from_page, to_page, offs, K_SHAPE)
-    copy_tile(v, from_page, to_page, offs, V_SHAPE)
+    if v is not None:
+        copy_tile(v, from_page, to_page, offs, V_SHAPE)
     if k_scale is not None:
         copy_tile(k_scale, from_page, to_page, offs, SCALE_SHAPE)
         copy_tile(v_scale, from_page, to_page, offs, SCALE_SHAPE)
@@ -66,9 +68,9 @@ def copy_tile(t, from_page, to_page, offs, SHAPE: tl.constexpr):
 def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
     """Launch the copy within one device; `quire.copy_pages` has checked the arguments."""
     pairs = zip(page_tensors(src), page_tensors(dst), strict=True)
-    (k, k_shape), (v, v_shape), *scales = (make_page_tensor(*tensors) for tensors in pairs)
-    (k_scale, scale_shape), (v_scale, _) = scales or [(None, None)] * 2
-    elements = max(a * b * c * d for a, b, c, d in (k_shape, v_shape))  # scales are fewer
+    tensors = [make_page_tensor(*pair) for pair in pairs]
+    elements = max(math.prod(shape) for _, shape in tensors)
+    (k, k_shape), (v, v_shape), (k_scale, scale_shape), (v_scale, _) = tensors + [(None, None)] * (4 - len(tensors))
     block = min(2048, triton.next_power_of_2(elements))
     tiles = triton.cdiv(elements, block)
     meta = {"K_SHAPE": k_shape, "V_SHAPE": v_shape, "SCALE_SHAPE": scale_shape, "TILES": tiles, "BLOCK": block}

@@ -20,7 +20,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def page_tensors(cache: PagedKVCache) -> list[torch.Tensor]:
-    """Return the tensors that hold data of each page: keys, values, and scales per token if the cache has them."""
+    """Return the tensors that hold data of each page: keys, values, and scales per token if the cache has them.
+
+    Latents hold both keys and values, and records also their scales.
+    """
+    if cache.is_latent:
+        return [as_bytes(cache.k)]
     tensors = [as_bytes(cache.k), as_bytes(cache.v)]
     if cache.scale_kind == "token" and cache.k_scale is not None and cache.v_scale is not None:
         tensors += [cache.k_scale, cache.v_scale]

@@ -5,7 +5,7 @@ kept from call to call: the batch, the scratch, and the compiled launches.
 """
 
 from collections.abc import Hashable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,11 +16,16 @@ from quire.kernels.scratch import ScratchSize
 
 
 class Runner(Protocol):
-    """Run a decided launch; `quire.attention` has checked the arguments."""
+    """Run a decided launch; `quire.attention` has checked the arguments.
+
+    q is the queries [num_tokens, num_q_heads, head_dim]. For a spec with latents, it is always the pair of
+    q_nope [num_tokens, num_q_heads, kv_lora_rank] and q_pe [num_tokens, num_q_heads, qk_rope_head_dim], which may be
+    views of one tensor. q_pe is None where there are no rotary columns.
+    """
 
     def __call__(
         self,
-        q: torch.Tensor,
+        q: Any,
         cache: PagedKVCache,
         out: torch.Tensor,
         lse: torch.Tensor | None,

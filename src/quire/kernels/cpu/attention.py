@@ -19,7 +19,7 @@ LONGEST_GROUPED = 16  # queries; padding the keys of longer prompts would cost m
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)
 def attend(
-    q: torch.Tensor,
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
     cache: PagedKVCache,
     spec: AttentionSpec,
     batch: Batch,
@@ -34,7 +34,7 @@ def attend(
     """Compute attention into `out` and `lse`; `quire.attention` has checked shapes, dtypes and devices.
 
     Args:
-        q: [num_tokens, num_q_heads, head_dim].
+        q: [num_tokens, num_q_heads, head_dim]; or the pair of its two parts, for latents.
         cache: the pages.
         spec: what to compute.
         batch: the sequences.
@@ -48,6 +48,8 @@ def attend(
     Raises:
         ValueError: lengths, offsets or page numbers are out of range; nothing was written.
     """
+    if isinstance(q, tuple):
+        q = torch.cat([half for half in q if half is not None], -1)
     check_reads(batch, cache, spec, num_tokens=q.shape[0], max_query_len=max_query_len, max_seq_len=max_seq_len)
     starts = batch.query_starts.tolist()
     groups: dict[tuple[int, int], list[int]] = {}
@@ -94,7 +96,8 @@ def attend_group(
     k, v = gather(cache, batch, seqs, kv_pos, visible.any(1))
     q, k, v, mask = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible[:, None]
 
-    if not (want_lse or spec.sinks or spec.alibi or spec.softcap is not None or mask.shape[-1] == 0):
+    # `scaled_dot_product_attention` copies keys for each query head, of which latents have many.
+    if not (spec.latent or want_lse or spec.sinks or spec.alibi or spec.softcap is not None or mask.shape[-1] == 0):
         # Dequantised numbers may be too small for float16: a quantised cache is computed in float32.
         dtype = torch.float32 if cache.dtype in QUANTISED_DTYPES else q.dtype
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -104,8 +107,8 @@ def attend_group(
 
     grouped = (spec.num_kv_heads, num_q_heads // spec.num_kv_heads)
     q = q.float().unflatten(1, grouped)  # [num_seqs, num_kv_heads, group_size, q_len, head_dim]
-    k, v = k.float()[:, :, None], v.float()[:, :, None]  # [num_seqs, num_kv_heads, 1, num_keys, head_dim]
-    scores = q @ k.transpose(-1, -2) * spec.softmax_scale
+    k, v = k.float(), v.float()  # [num_seqs, num_kv_heads, num_keys, head_dim]
+    scores = (q.flatten(2, 3) @ k.transpose(-1, -2) * spec.softmax_scale).unflatten(2, (-1, q_len))
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if alibi_slopes is not None:
@@ -116,7 +119,7 @@ def attend_group(
         sink = sinks.float().view(*grouped, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], -1)
     p, lse = softmax_and_lse(scores)
-    out = p[..., : kv_pos.shape[0]] @ v
+    out = (p[..., : kv_pos.shape[0]].flatten(2, 3) @ v).unflatten(2, (-1, q_len))
     return out.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2).transpose(1, 2)
 
 
@@ -167,6 +170,11 @@ def gather(
         table = batch.page_table[torch.where(needed, index, 0)] if batch.page_table.shape[0] else index
     page = torch.where(needed, table.long(), 0)
     slot = torch.where(needed, kv_pos % cache.page_size, 0)
+    if cache.layout == "fp8_ds_mla":
+        values, scales, rope = (part[page, slot] for part in cache.records)
+        values = values.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
+        k = torch.cat([values.flatten(-2), rope.float()], -1).masked_fill(~needed[..., None], 0.0)[:, :, None]
+        return k, k[..., : cache.head_dim_v]
     k, v = as_bytes(cache.k), as_bytes(cache.v)
     if cache.layout == "THD":
         k, v = k[page + slot], v[page + slot]

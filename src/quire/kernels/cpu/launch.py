@@ -49,7 +49,7 @@ class TorchLaunch:
         spec, bounds = self.request.spec, self.request.bounds
 
         def run(
-            q: torch.Tensor,
+            q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
             cache: PagedKVCache,
             out: torch.Tensor,
             lse: torch.Tensor | None,

@@ -16,7 +16,7 @@ from quire.kernels.launch import Runner
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import ScratchSize, counter_bytes
 from quire.kernels.split_kv.launch import SplitKVLaunch, rounded
-from quire.kernels.split_kv.launch import propose as propose_portable
+from quire.kernels.split_kv.launch import choose as choose_portable
 
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
@@ -127,6 +127,8 @@ class HopperLaunch:
 def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | str:
     """Return a launch of the Hopper kernel and the reason; or, in words, what it does not serve or is slower at."""
     spec, bounds = request.spec, request.bounds
+    if spec.latent:
+        return "latents"
     if options.config is not None or options.num_splits is not None or options.batch_invariant:
         return "config, num_splits or batch_invariant"
     costs = tree.cost_model(spec, request.device)
@@ -135,7 +137,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
         return config
     if not request.has_cu_seqlens:
         return "a batch without cu_seqlens_q"
-    fallback, reason = propose_portable(request, options)
+    fallback, reason = choose_portable(request, options)
     launch = HopperLaunch(request, config, fallback)
     launch = replace(launch, num_splits=choose_num_splits(launch, costs))
     if options.kernel is None and launch.num_splits == 1:
@@ -172,7 +174,7 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel) -> HopperLaunch:
         return launch
     num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
     decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, num_tokens))
-    decode, _ = propose_portable(decoding, Options())
+    decode, _ = choose_portable(decoding, Options())
     if not isinstance(decode, SplitKVLaunch):
         return launch
     # The longest contexts may be those of decoding sequences. Prompts then have short contexts.

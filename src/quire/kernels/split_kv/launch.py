@@ -159,7 +159,12 @@ def rounded(request: Request) -> tuple[int, float, int, int]:
     return tree.rounded(request.spec, request.device, bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens)
 
 
-def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str]:
+def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str] | str:
+    """Return a launch of one of the portable kernels and the reason; or, in words, what they do not serve."""
+    return "latents" if request.spec.latent else choose(request, options)
+
+
+def choose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str]:
     """Return a launch of one of the portable kernels, and the reason."""
     spec, device = request.spec, request.device
     if options.config is not None:
