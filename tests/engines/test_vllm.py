@@ -398,6 +398,15 @@ SMALL = dict(
     pad_token_id=0,
 )
 HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    first_k_dense_replace=2,  # no layer has experts
+)
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "gemma2": (
@@ -407,6 +416,8 @@ MODELS = {
     ),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4, "n_layer": 2}),
+    "deepseek-v2-lite": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, "q_lora_rank": None}),
+    "deepseek-v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
 }
 NEW_TOKENS = 6 if INTERPRETED else 40
 

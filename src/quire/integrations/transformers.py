@@ -11,8 +11,8 @@ Sliding-window layers keep a ring of the last tokens. Writing first would overwr
 chunk still need. There the past in the ring and the step's own tokens are two states over disjoint keys: attend to
 both, merge, then write.
 
-Models with multi-head latent attention (DeepSeek-V2 and V3) expand their latents before they attend: keys are wider than
-values, and both than the width by which Transformers sizes its cache, which is that of the rope columns. `use` sets the
+Models with multi-head latent attention (DeepSeek-V2 and V3) expand their latents before they attend. Their keys are
+wider than their values, and both are wider than `config.head_dim`, which sizes the engine's cache. `use` sets it to the
 width of the keys. A value takes the first columns of its slot.
 
 `transformers serve` from 5.17 to 5.23 accepts only the attention implementations of a fixed list and kernels of the

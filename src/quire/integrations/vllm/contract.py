@@ -24,7 +24,7 @@ from quire import UnsupportedError
 
 SUPPORTED = (Version("0.20"), Version("0.34"))  # from, and before
 BACKEND = "quire.integrations.vllm.choice.Backend"
-PREFILL = "quire.integrations.vllm.mla_prefill.QuirePrefill"
+PREFILL = "quire.integrations.vllm.prefill.QuirePrefill"
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, so that its handlers show the messages
 

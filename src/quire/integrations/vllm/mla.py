@@ -146,8 +146,8 @@ class QuireMLAMetadataBuilder(Planner, mla.MLACommonMetadataBuilder[QuireMLAMeta
 
     _cudagraph_support: ClassVar[Any] = base.AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = mla.QueryLenSupport.VARLEN
-    # Up to 170 queries, expanding the past (2 · 512 · 256 operations per key and head) costs more than it saves (for each
-    # query 2 · (1088 - 320)).
+    # Up to 170 queries, expanding the past (2 · 512 · 256 operations per key and head) costs more than it saves
+    # (2 · (1088 - 320) for each query).
     reorder_batch_threshold: int = 128
     supports_non_causal_multi_token_decode: ClassVar[bool] = True
 
