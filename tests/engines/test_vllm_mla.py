@@ -413,13 +413,14 @@ def test_vllm_finds_the_backend_for_prefill():
 
 
 @pytest.fixture
-def by_quire(monkeypatch):
+def by_quire():
     """Make vLLM prefill with Quire too, where that is chosen apart, and return the options of `engine` for it."""
     if not contract.has_prefill_backends():
-        return {}
+        yield {}
+        return
     from vllm.v1.attention.backends.mla.prefill import selector
 
-    selector._auto_select_mla_prefill_backend.cache_clear()  # it forgets the choice otherwise
+    selector._auto_select_mla_prefill_backend.cache_clear()  # without a GPU it would keep an earlier test's choice
     yield {"attention_config": {"mla_prefill_backend": "CUSTOM"}}
     selector._auto_select_mla_prefill_backend.cache_clear()
 
@@ -444,3 +445,45 @@ def test_latent_attention_writes_the_tokens_of_eager_attention(name, tmp_path, m
     generated, _ = serve(tmp_path, **by_quire)
     assert generated == [[greedy(model, p) for p in prompts()]]
     assert len(decodes) >= 2 * (NEW_TOKENS - 1) and len(prefills) >= 2
+
+
+@pytest.mark.skipif(
+    DEVICE == "cpu" and not contract.has_prefill_backends(), reason="older vLLM splits prefills of MLA only on a GPU"
+)
+def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attention(tmp_path, monkeypatch, by_quire):
+    monkeypatch.setattr(QuireMLAMetadataBuilder, "reorder_batch_threshold", 8)  # chunks of more tokens are expanded
+    pasts = count(monkeypatch, QuirePrefill, "run_prefill_context_chunk")
+    model = make_model("deepseek-v3", tmp_path)
+    expected = [greedy(model, p) for p in prompts()]
+    options = {"max_num_batched_tokens": 32, "enable_prefix_caching": True, **by_quire}
+    generated, cached = serve(tmp_path, rounds=2, **options)
+    assert generated == [expected, expected]
+    assert cached >= 2 * 64  # tokens that were not computed again
+    assert pasts or not contract.has_prefill_backends()
+
+
+@pytest.mark.parametrize("page_size", [64, 80])
+def test_prompts_up_to_a_threshold_attend_to_latents(page_size, tmp_path, monkeypatch):
+    decodes = count(monkeypatch, QuireMLAImpl, "forward_mqa")
+    model = make_model("deepseek-v2-lite", tmp_path)
+    generated, _ = serve(tmp_path, block_size=page_size)
+    assert generated == [[greedy(model, p) for p in prompts()]]
+    lens = [int(args[3].decode.max_query_len) for args, _ in decodes]
+    assert max(lens) > 64 and 1 in lens  # a prompt of 70 tokens, and its outputs
+
+
+def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, monkeypatch, drafts_on_cpu, by_quire):
+    steps, original = [], QuireMLAMetadataBuilder._build_decode
+
+    def build(self, **options):
+        steps.append(original(self, **options))
+        return steps[-1]
+
+    monkeypatch.setattr(QuireMLAMetadataBuilder, "_build_decode", build)
+    monkeypatch.setattr(QuireMLAMetadataBuilder, "reorder_batch_threshold", 1)  # vLLM raises it to 1 + drafts
+    model = make_model("deepseek-v3", tmp_path)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    generated, _ = serve(tmp_path, speculative_config=drafts, **by_quire)
+    assert generated == [[greedy(model, p) for p in prompts()]]
+    assert [step.max_query_len for step in steps].count(4) > 10  # one token and three drafts
+    assert max(step.max_query_len for step in steps) == 4
