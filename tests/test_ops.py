@@ -63,8 +63,8 @@ def test_opcheck():
     b = p.batch
     torch.library.opcheck(
         torch.ops.quire.attention.default,
-        (p.q, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q, None, None, p.sinks, None,
-         torch.zeros(3, 4, 24), torch.zeros(3, 4), None, plan.encoded_launch),
+        (p.q, None, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q, None, None, p.sinks,
+         None, torch.zeros(3, 4, 24), torch.zeros(3, 4), None, plan.encoded_launch),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)

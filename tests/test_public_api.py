@@ -24,6 +24,7 @@ VERBS = (
     "warmup",
     "workspace_size",
     "write_kv",
+    "write_latent",
 )
 NOUNS = ("AttentionSpec", "Batch", "PagedKVCache", "Plan", "State", "PageAllocator")
 SUBMODULES = {path.stem for path in Path(quire.__file__).parent.iterdir()}

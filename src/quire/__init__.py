@@ -1,7 +1,7 @@
 """Quire: paged attention for LLM inference, in Python and Triton alone."""
 
 from quire.allocator import PageAllocator
-from quire.api import attention, copy_pages, merge_states, varlen_attention, write_kv
+from quire.api import attention, copy_pages, merge_states, varlen_attention, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.errors import OutOfPagesError, UnsupportedError
@@ -30,4 +30,5 @@ __all__ = [
     "warmup",
     "workspace_size",
     "write_kv",
+    "write_latent",
 ]

@@ -11,14 +11,8 @@ import torch
 
 from quire import ops
 from quire.cache import PagedKVCache
-from quire.checks import (
-    check_attention,
-    check_copy_pages,
-    check_merge_states,
-    check_out,
-    check_varlen,
-    check_write_kv,
-)
+from quire.cache_checks import check_copy_pages, check_write_kv, check_write_latent
+from quire.checks import check_attention, check_merge_states, check_out, check_varlen
 from quire.dispatch.device import is_served_by_torch
 from quire.errors import check_flag
 from quire.kernels.cpu import cache_ops
@@ -246,6 +240,45 @@ def write_kv(
         write.write_kv(k, v, cache, slot_mapping)
 
 
+def write_latent(
+    c_kv: torch.Tensor,  # [num_tokens, kv_lora_rank]
+    k_pe: torch.Tensor | None,  # [num_tokens, qk_rope_head_dim]
+    cache: PagedKVCache,
+    slot_mapping: torch.Tensor,  # [num_tokens] int64
+) -> None:
+    """Write new latents and their rotary columns into their slots, in one launch; quantise them if the cache is fp8.
+
+    In an e4m3 cache, stored values are `x / scale`, rounded half to even and saturated at ±448; NaN stays NaN. In
+    vLLM's "fp8_ds_mla" records, each 128 columns of a latent have a scale of their largest finite magnitude over 448,
+    at least 2^-126, and rotary columns are rounded to bfloat16.
+
+    Args:
+        c_kv: new latents, normalised, [num_tokens, kv_lora_rank]; any strides with a contiguous last dimension.
+        k_pe: their rotary columns, rotated, [num_tokens, qk_rope_head_dim] or [num_tokens, 1, qk_rope_head_dim]; None
+            where the cache has none.
+        cache: the layer's latents, changed in place.
+        slot_mapping: [num_tokens] int64, `page * page_size + slot` of each token; negative to leave a token out. It may
+            be shorter than `c_kv`. The further tokens of `c_kv` are then padding.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument does not fit the cache; nothing was written.
+        UnsupportedError: the cache requires a gradient, or its device is not served.
+    """
+    check_write_latent(c_kv, k_pe, cache, slot_mapping)
+    if torch.compiler.is_compiling():
+        ops.write_latent(c_kv, k_pe, cache, slot_mapping)
+        return
+    if k_pe is not None:
+        k_pe = None if k_pe.shape[-1] == 0 else k_pe.flatten(1)
+    if is_served_by_torch(c_kv.device):
+        cache_ops.write_latent(c_kv, k_pe, cache, slot_mapping)
+    else:
+        from quire.kernels import write_latent
+
+        write_latent.write_latent(c_kv, k_pe, cache, slot_mapping)
+
+
 def copy_pages(
     src: PagedKVCache,
     dst: PagedKVCache,
@@ -311,4 +344,4 @@ def merge_states(states: Sequence[State]) -> State:
     return combine.merge_states(states)
 
 
-ops.register(attention, write_kv, merge_states)
+ops.register(attention, write_kv, write_latent, merge_states)

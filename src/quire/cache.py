@@ -93,6 +93,7 @@ class PagedKVCache:
             records of layout "fp8_ds_mla").
         is_expanded: whether k, v or scales per token are expanded (a stride is 0): then they can be read, not written.
         is_latent: whether the cache holds latents, of which v is a part of k.
+        latents: the latents or records, [num_pages, page_size, columns]; only where `is_latent`.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -116,6 +117,7 @@ class PagedKVCache:
     scale_kind: Literal["none", "head", "token", "record"] = field(init=False, repr=False)
     is_expanded: bool = field(init=False, repr=False)
     is_latent: bool = field(init=False, repr=False)
+    latents: torch.Tensor = field(init=False, repr=False)
 
     def __init__(
         self,
@@ -249,6 +251,7 @@ class PagedKVCache:
                 "scale_kind": "record" if is_record else scale_kind,
                 "is_expanded": _is_expanded(latents),
                 "is_latent": True,
+                "latents": latents,
             }
         )
         return self
@@ -314,11 +317,6 @@ class PagedKVCache:
             return cls.from_latents(latents, dim_v, scale=scale)
         k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
         return cls(k, v, layout, scale, scale)
-
-    @property
-    def latents(self) -> torch.Tensor:
-        """The latents, or records of bytes, of a cache with `is_latent`: [num_pages, page_size, columns]."""
-        return self.k.squeeze(2)
 
     @cached_property
     def records(self) -> LatentRecords:

@@ -1,6 +1,7 @@
 """What the verbs ask of their arguments: types, shapes, dtypes, strides and devices, which the host knows.
 
-Nothing here reads from a device. What only a batch's tensors say is checked in `batch_check`, for CPU tensors.
+The verbs that change a cache have theirs in `cache_checks`. Nothing here reads from a device. What only a batch's
+tensors say is checked in `batch_check`, for CPU tensors.
 
 A verb that runs once per layer tests everything in one expression and looks for the reason only if that fails.
 """
@@ -15,15 +16,14 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import is_served_by_torch
 from quire.dispatch.request import Bounds
-from quire.errors import UnsupportedError, check_flag, check_integer, check_tensor, describe
-from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
+from quire.errors import UnsupportedError, check_flag, check_integer, check_served, check_tensor, describe
+from quire.spec import QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
 from quire.state import State
 
 MAX_SPLITS = 128
 MAX_TOKENS = (1 << 31) - 1  # of a batch: cu_seqlens_q is int32
 PER_HEAD_DTYPES = (*QUERY_DTYPES, torch.float64)  # of sinks and slopes
 WORKSPACE_ALIGNMENT = 16  # bytes; kernels are compiled for it
-DEVICES = ("cpu", "cuda")
 
 
 class Planned(Protocol):
@@ -265,130 +265,6 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
-def check_write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
-    """Raise unless the arguments of `write_kv` fit together."""
-    try:
-        dtype, num_heads, head_dim, head_dim_v, is_latent = cache.signature
-        num_tokens = k.shape[0]
-        fits = (
-            k.shape == (num_tokens, num_heads, head_dim)
-            and v.shape == (num_tokens, num_heads, head_dim_v)
-            and k.stride(2) == 1
-            and v.stride(2) == 1
-            and ((k.dtype is dtype and v.dtype is dtype) or _is_encodable(k, v, dtype))
-            and slot_mapping.dtype is torch.int64
-            and slot_mapping.dim() == 1
-            and slot_mapping.shape[0] <= num_tokens
-            and slot_mapping.is_contiguous()
-            and k.device == v.device == cache.device == slot_mapping.device
-            and cache.layout != "THD"
-            and not is_latent
-            and not cache.is_expanded
-            and not ((cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled())
-            and cache.device.type in DEVICES
-        )
-    except (AttributeError, IndexError, RuntimeError, TypeError):
-        fits = False
-    if not fits:
-        _explain_write_kv(k, v, cache, slot_mapping)
-
-
-def _is_encodable(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> bool:
-    return dtype in QUANTISED_DTYPES and k.dtype in QUERY_DTYPES and v.dtype in QUERY_DTYPES
-
-
-def _explain_write_kv(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
-    if not isinstance(cache, PagedKVCache):
-        raise TypeError(f"cache must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
-    if cache.layout == "THD":
-        raise UnsupportedError("cache must be paged to be written by slot, got layout THD; index its tensors instead")
-    if cache.is_latent:
-        raise ValueError("cache must hold keys and values, got latents; call `write_latent`")
-    check_tensor("k", k, "pass the step's new keys")
-    check_tensor("v", v, "pass the step's new values")
-    check_tensor("slot_mapping", slot_mapping, "it has one slot per token of k")
-    for name, x, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
-        fits = x.dim() == 3 and x.shape == (k.shape[0], cache.num_kv_heads, dim)
-        if not fits or (x.stride(2) != 1 and not x.is_contiguous()):
-            raise ValueError(
-                f"{name} must be [num_tokens, {cache.num_kv_heads}, {dim}] with a contiguous head, "
-                f"got {list(x.shape)} with strides {x.stride()}; reshape it as the cache"
-            )
-        served = QUERY_DTYPES if cache.dtype in QUANTISED_DTYPES else (cache.dtype,)
-        if x.dtype not in served:
-            raise ValueError(
-                f"{name} must be of the cache's dtype {cache.dtype} ({dtype_names(QUERY_DTYPES)} for a quantised one), "
-                f"got {x.dtype}; cast it"
-            )
-    fits = slot_mapping.dtype is torch.int64 and slot_mapping.dim() == 1 and slot_mapping.shape[0] <= k.shape[0]
-    if not fits or not slot_mapping.is_contiguous():
-        raise ValueError(
-            f"slot_mapping must be contiguous int64 with one dimension and at most k's {k.shape[0]} entries, "
-            f"got {describe(slot_mapping)} with strides {slot_mapping.stride()}; it has one slot per token of k"
-        )
-    if not k.device == v.device == cache.device == slot_mapping.device:
-        raise ValueError(
-            f"k, v, cache and slot_mapping must be on one device, got {k.device}, {v.device}, {cache.device} and "
-            f"{slot_mapping.device}; move them together"
-        )
-    _check_writable("cache", cache)
-    _check_served("cache", cache.device)
-
-
-def _check_writable(name: str, cache: PagedKVCache) -> None:
-    if cache.is_expanded:
-        raise ValueError(
-            f"{name} must have memory for every slot to be written, got strides {cache.k.stride()} and "
-            f"{cache.v.stride()}, or scales that are expanded; allocate it with `PagedKVCache.empty`"
-        )
-    if (cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled():
-        raise UnsupportedError(
-            f"{name} must not require a gradient, got k or v that does; Quire has no backward pass: detach them"
-        )
-
-
-def _check_served(name: str, device: torch.device) -> None:
-    if device.type not in DEVICES:
-        raise UnsupportedError(f"{name} must be on a GPU or the CPU, got {device}; move it there")
-
-
-def check_copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
-    """Raise unless the arguments of `copy_pages` fit together."""
-    for name, cache in (("src", src), ("dst", dst)):
-        if not isinstance(cache, PagedKVCache):
-            raise TypeError(f"{name} must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
-        if cache.layout == "THD":
-            raise UnsupportedError(
-                f"{name} must be paged to be copied by page, got layout THD; copy its tensors instead"
-            )
-        _check_served(name, cache.device)
-    _check_writable("dst", dst)
-    for fact, wanted, got in (
-        ("layout", src.layout, dst.layout),
-        ("latents", src.is_latent, dst.is_latent),
-        ("dtype", src.dtype, dst.dtype),
-        ("page shape", (*src.k.shape[1:], *src.v.shape[1:]), (*dst.k.shape[1:], *dst.v.shape[1:])),
-        ("kind of scales", src.scale_kind, dst.scale_kind),
-    ):
-        if wanted != got:
-            raise ValueError(
-                f"dst must have src's layout, dtype, page shape and kind of scales, got {fact} {got} for {wanted}; "
-                "allocate both alike"
-            )
-    check_tensor("page_pairs", page_pairs, "stack a column of sources and one of destinations")
-    if (
-        page_pairs.dim() != 2
-        or page_pairs.shape[1] != 2
-        or page_pairs.dtype not in (torch.int32, torch.int64)
-        or not page_pairs.is_contiguous()
-    ):
-        raise ValueError(
-            f"page_pairs must be contiguous int32 or int64 [num_pairs, 2], got {describe(page_pairs)} with strides "
-            f"{page_pairs.stride()}; stack a column of sources and one of destinations"
-        )
-    _check_served("page_pairs", page_pairs.device)
-
-
 def check_merge_states(states: Sequence[State]) -> None:
     """Raise unless states can be merged."""
     if isinstance(states, State) or not isinstance(states, list | tuple):
@@ -424,7 +300,7 @@ def check_merge_states(states: Sequence[State]) -> None:
                 f"{name} must not require a gradient, got one that does; "
                 "Quire has no backward pass: call it under torch.no_grad()"
             )
-    _check_served("states", states[0].out.device)
+    check_served("states", states[0].out.device)
 
 
 def check_plan_arguments(
@@ -455,7 +331,7 @@ def check_plan_arguments(
         raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
     if not isinstance(batch, Batch):
         raise TypeError(f"batch must be a Batch, got {describe(batch)}; make one from the page table and the lengths")
-    _check_served("batch", batch.device)
+    check_served("batch", batch.device)
     if spec.latent and not batch.paged:
         raise UnsupportedError(
             "batch must be paged for a spec with latents, got one without pages; give it a page table"

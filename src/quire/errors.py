@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+DEVICES = ("cpu", "cuda")
 LARGEST = (1 << 63) - 1  # integer; larger ones do not fit into a tensor
 
 
@@ -91,3 +92,9 @@ def check_device(name: str, value: Any, advice: str) -> torch.device | None:
     if device.type not in ("cpu", "meta") and not (backend is not None and backend.is_available()):
         raise UnsupportedError(f"{name} must be a device of this machine, got {device}; {advice}")
     return device
+
+
+def check_served(name: str, device: torch.device) -> None:
+    """Raise unless Quire serves tensors on a device."""
+    if device.type not in DEVICES:
+        raise UnsupportedError(f"{name} must be on a GPU or the CPU, got {device}; move it there")

@@ -17,19 +17,23 @@ from quire.state import State
 
 LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, str layout, Tensor page_table, "
-    "Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, "
+    "attention(Tensor q, Tensor? q_pe, Tensor k, Tensor? v, Tensor? k_scale, Tensor? v_scale, str layout, "
+    "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, "
     "Tensor? alibi_slopes, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, str launch) -> ()"
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "
     "Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, str layout, Tensor slot_mapping) -> ()"
 )
+LIBRARY.define(
+    "write_latent(Tensor c_kv, Tensor? k_pe, Tensor(a!) latents, int kv_lora_rank, Tensor? scale, "
+    "Tensor slot_mapping) -> ()"
+)
 LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
 
 
 def attention(
-    q: torch.Tensor,
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
     cache: PagedKVCache,
     plan: Plan,
     out: torch.Tensor,
@@ -37,14 +41,16 @@ def attention(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
 ) -> None:
-    """Call the operator `quire::attention`, which writes `out` and `lse`."""
+    """Call the operator `quire::attention`, which writes `out` and `lse`. Latents cross it as k, without v."""
     batch = plan.batch
+    q, q_pe = q if isinstance(q, tuple) else (q, None)
+    pages = (cache.latents, None) if cache.is_latent else (cache.k, cache.v)
     torch.ops.quire.attention(
         q,
-        cache.k,
-        cache.v,
+        q_pe,
+        *pages,
         cache.k_scale,
-        cache.v_scale,
+        None if cache.is_latent else cache.v_scale,
         cache.layout,
         batch.page_table,
         batch.seq_lens,
@@ -70,20 +76,31 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
     torch.ops.quire.write_kv(k, v, cache.k, cache.v, *scales, cache.layout, slot_mapping)
 
 
+def write_latent(
+    c_kv: torch.Tensor, k_pe: torch.Tensor | None, cache: PagedKVCache, slot_mapping: torch.Tensor
+) -> None:
+    """Call the operator `quire::write_latent`."""
+    torch.ops.quire.write_latent(c_kv, k_pe, cache.latents, cache.head_dim_v, cache.k_scale, slot_mapping)
+
+
 def merge_states(states: Sequence[State]) -> State:
     """Call the operator `quire::merge_states`."""
     return State(*torch.ops.quire.merge_states([s.out for s in states], [s.lse for s in states]))
 
 
 def register(
-    attention_verb: Callable[..., Any], write_kv_verb: Callable[..., Any], merge_states_verb: Callable[..., State]
+    attention_verb: Callable[..., Any],
+    write_kv_verb: Callable[..., Any],
+    write_latent_verb: Callable[..., Any],
+    merge_states_verb: Callable[..., State],
 ) -> None:
     """Implement the operators by the eager verbs. `quire.api` calls this once."""
 
     def attention_impl(
         q: torch.Tensor,
+        q_pe: torch.Tensor | None,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
         layout: str,
@@ -101,10 +118,14 @@ def register(
     ) -> None:
         decided = decode(launch)
         batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD")
-        plan = make_plan(decided.request.spec, batch, decided, "compiled", workspace)
-        cache = PagedKVCache(k, v, layout, k_scale, v_scale)
+        spec = decided.request.spec
+        plan = make_plan(spec, batch, decided, "compiled", workspace)
+        if v is None:
+            cache = PagedKVCache.from_latents(k, spec.kv_lora_rank, scale=k_scale)
+        else:
+            cache = PagedKVCache(k, v, layout, k_scale, v_scale)
         into = out if lse is None else State(out, lse)
-        attention_verb(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=into)
+        attention_verb(q if q_pe is None else (q, q_pe), cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=into)
 
     def write_kv_impl(
         k: torch.Tensor,
@@ -121,6 +142,16 @@ def register(
         scales = (k_scale, v_scale) if k_token_scale is None else (k_token_scale, v_token_scale)
         write_kv_verb(k, v, PagedKVCache(k_cache, v_cache, layout, *scales), slot_mapping)
 
+    def write_latent_impl(
+        c_kv: torch.Tensor,
+        k_pe: torch.Tensor | None,
+        latents: torch.Tensor,
+        kv_lora_rank: int,
+        scale: torch.Tensor | None,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        write_latent_verb(c_kv, k_pe, PagedKVCache.from_latents(latents, kv_lora_rank, scale=scale), slot_mapping)
+
     def merge_states_impl(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = merge_states_verb([State(*s) for s in zip(outs, lses, strict=True)])
         return out, lse
@@ -128,6 +159,7 @@ def register(
     for key in ("CPU", "CUDA"):
         LIBRARY.impl("attention", attention_impl, key)
         LIBRARY.impl("write_kv", write_kv_impl, key)
+        LIBRARY.impl("write_latent", write_latent_impl, key)
         LIBRARY.impl("merge_states", merge_states_impl, key)
 
 
@@ -139,4 +171,5 @@ def merge_states_fake(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tup
 
 torch.library.register_fake("quire::attention", lambda *arguments: None)
 torch.library.register_fake("quire::write_kv", lambda *arguments: None)
+torch.library.register_fake("quire::write_latent", lambda *arguments: None)
 torch.library.register_fake("quire::merge_states", merge_states_fake)

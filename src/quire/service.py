@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire.api import attention, write_kv
+from quire.api import attention, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.checks import check_cache, check_limits
@@ -110,7 +110,11 @@ def warmup(
             progress(compiled["write"])
         k = torch.zeros(1, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
         v = torch.zeros(1, spec.num_kv_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
-        write_kv(k, v, cache, torch.full((1,), -1, device=device))
+        nowhere = torch.full((1,), -1, device=device)
+        if spec.latent:
+            write_latent(v[:, 0], k[:, 0, spec.kv_lora_rank :], cache, nowhere)
+        else:
+            write_kv(k, v, cache, nowhere)
     for planned in launches_within(spec, device_properties(device), *limits, batch_invariant):
         launch = planned.for_cache(cache)
         key = launch.compile_key()

@@ -417,7 +417,7 @@ OUTSIDE = {
     ),
     "devices not compared where all else fits": Mutant(
         "checks.py",
-        "            and q.device == cache.device == batch.device\n",
+        "            and first.device == cache.device == batch.device\n",
         "",
         "test_api.py::test_tensors_on_two_devices_are_refused",
     ),

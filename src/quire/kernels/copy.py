@@ -68,7 +68,7 @@ def copy_tile(t, from_page, to_page, offs, SHAPE: tl.constexpr):
 def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
     """Launch the copy within one device; `quire.copy_pages` has checked the arguments."""
     pairs = zip(page_tensors(src), page_tensors(dst), strict=True)
-    tensors = [make_page_tensor(*pair) for pair in pairs]
+    tensors: list[tuple[Any, Any]] = [make_page_tensor(*pair) for pair in pairs]
     elements = max(math.prod(shape) for _, shape in tensors)
     (k, k_shape), (v, v_shape), (k_scale, scale_shape), (v_scale, _) = tensors + [(None, None)] * (4 - len(tensors))
     block = min(2048, triton.next_power_of_2(elements))

@@ -132,12 +132,21 @@ def to_fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.const
     return (sign | tl.where(x != x, NAN, code)).to(tl.uint8)
 
 
+@triton.jit
+def to_bfloat16_bits(x):
+    # Half to even. The rounding addition may carry into the exponent, which is right. The interpreter truncates.
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
 SCORE_MODS = {(False, False): None, (True, False): softcap, (False, True): alibi, (True, True): softcap_alibi}
 SOFTWARE_DECODERS = {torch.float8_e4m3fn: e4m3_in_software, torch.float8_e5m2: e5m2_in_software}
 FP8X2_DECODERS = {torch.float8_e4m3fn: (e4m3x2_in_software, e4m3x2), torch.float8_e5m2: (e5m2x2, e5m2x2)}
 SOFTWARE_ENCODERS = {torch.float8_e4m3fn: to_e4m3_in_software, torch.float8_e5m2: to_e5m2_in_software}
 ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8: to_int8}
 SMALLEST_PEAK = tl.constexpr(formats.SMALLEST_PEAK)
+SMALLEST_NORMAL = tl.constexpr(formats.SMALLEST_NORMAL)
 
 
 def score_mod(spec: AttentionSpec) -> Any:

@@ -3,7 +3,7 @@
 import torch
 
 from quire.cache import PagedKVCache
-from quire.kernels.formats import SMALLEST_PEAK, as_bytes, largest, page_tensors
+from quire.kernels.formats import LARGEST, SMALLEST_NORMAL, SMALLEST_PEAK, as_bytes, largest, page_tensors
 
 
 @torch.no_grad()
@@ -13,16 +13,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
     Raises:
         ValueError: a slot is outside the pool; nothing was written.
     """
-    num_slots = cache.num_pages * cache.page_size
-    if slot_mapping.numel() and int(slot_mapping.max()) >= num_slots:
-        token = int(slot_mapping.argmax())
-        raise ValueError(
-            f"slot_mapping must hold slots below num_pages * page_size = {num_slots}, got {int(slot_mapping[token])} "
-            f"for token {token}; allocate its page first"
-        )
-    kept = (slot_mapping >= 0).nonzero()[:, 0]
-    positions = slot_mapping[kept]
-    page, slot = positions // cache.page_size, positions % cache.page_size
+    kept, page, slot = find_slots(cache, slot_mapping)
     limit = largest(cache.dtype)
     for x, stored, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
         x = x[kept]
@@ -35,8 +26,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
                 x = x / fresh[..., None]
             elif scale is not None:
                 x = x / scale[:, None]
-            x = (x.round().nan_to_num(0.0) if cache.dtype is torch.int8 else x).clamp(-limit, limit)
-        x, stored = as_bytes(x.to(cache.dtype)), as_bytes(stored)
+        x, stored = as_bytes(saturated(x, cache.dtype)), as_bytes(stored)
         if cache.layout == "NHD":
             stored[page, slot] = x
         elif cache.layout == "HND":
@@ -45,6 +35,60 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
             stored[page, :, :, slot] = x.unflatten(-1, (stored.shape[2], stored.shape[4]))
         else:
             stored[page, :, :, slot] = x
+
+
+@torch.no_grad()
+def write_latent(
+    c_kv: torch.Tensor, k_pe: torch.Tensor | None, cache: PagedKVCache, slot_mapping: torch.Tensor
+) -> None:
+    """Store new latents in their slots; `quire.write_latent` has checked the arguments.
+
+    Raises:
+        ValueError: a slot is outside the pool; nothing was written.
+    """
+    kept, page, slot = find_slots(cache, slot_mapping)
+    c_kv = c_kv[kept]
+    if cache.scale_kind == "record":
+        assert k_pe is not None
+        values, scales, rope = cache.records
+        groups = c_kv.float().unflatten(-1, (scales.shape[-1], -1))
+        peaks = torch.where(groups.isfinite(), groups.abs(), 0.0).amax(-1)
+        scale = (peaks / LARGEST[cache.dtype]).clamp(min=SMALLEST_NORMAL)
+        as_bytes(values)[page, slot] = as_bytes(saturated(groups / scale[..., None], cache.dtype).flatten(-2))
+        scales[page, slot] = scale
+        rope[page, slot] = k_pe[kept].to(rope.dtype)
+        return
+    x = c_kv if k_pe is None else torch.cat([c_kv, k_pe[kept]], -1)
+    if cache.k_scale is not None:
+        x = x.float() / cache.k_scale
+    as_bytes(cache.latents)[page, slot] = as_bytes(saturated(x, cache.dtype))
+
+
+def find_slots(cache: PagedKVCache, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return which tokens are written, and the page and the slot of each.
+
+    Raises:
+        ValueError: a slot is outside the pool.
+    """
+    num_slots = cache.num_pages * cache.page_size
+    if slot_mapping.numel() and int(slot_mapping.max()) >= num_slots:
+        token = int(slot_mapping.argmax())
+        raise ValueError(
+            f"slot_mapping must hold slots below num_pages * page_size = {num_slots}, got {int(slot_mapping[token])} "
+            f"for token {token}; allocate its page first"
+        )
+    kept = (slot_mapping >= 0).nonzero()[:, 0]
+    positions = slot_mapping[kept]
+    return kept, positions // cache.page_size, positions % cache.page_size
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers in the dtype of a cache: if it is quantised, rounded half to even and saturated."""
+    limit = largest(dtype)
+    if limit is not None:
+        x = x.float()
+        x = (x.round().nan_to_num(0.0) if dtype is torch.int8 else x).clamp(-limit, limit)
+    return x.to(dtype)
 
 
 @torch.no_grad()

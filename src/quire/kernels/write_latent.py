@@ -1,0 +1,116 @@
+"""Write new latents into their slots, quantised to the cache's dtype or packed into vLLM's "fp8_ds_mla" records.
+
+Grid of both kernels: [num_tokens]. One program owns the latent and the rotary columns of one token. Numbers are
+divided, rounded and saturated as in `write.py`, so that every device stores the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.cache import RECORD_GROUP, RECORD_RANK, RECORD_ROPE, PagedKVCache
+from quire.dispatch.device import device_properties
+from quire.dispatch.tree import padded
+from quire.kernels import mods
+from quire.kernels.formats import largest
+from quire.kernels.launcher import launch
+from quire.kernels.write import write_head
+
+TOKEN_SCALES = tl.constexpr(False)
+
+
+@triton.jit
+def write_latent_kernel(
+    c_kv_ptr,  # [num_tokens, RANK]
+    k_pe_ptr,  # [num_tokens, ROPE], or None
+    latents,  # [num_pages, PAGE_SIZE, RANK + ROPE]
+    scale_ptr,  # [1], or None
+    slot_mapping,  # [num_tokens] int64
+    stride_c_kv, stride_k_pe, stride_page, stride_slot,
+    PAGE_SIZE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(slot_mapping + token)
+    if position < 0:
+        return
+    target = latents + position // PAGE_SIZE * stride_page + position % PAGE_SIZE * stride_slot
+    write_head(
+        c_kv_ptr + token * stride_c_kv, target,
+        0, scale_ptr, 0, RANK, BLOCK_RANK, RANK, ENCODE, LARGEST, TOKEN_SCALES,
+    )  # fmt: skip
+    if k_pe_ptr is not None:
+        write_head(
+            k_pe_ptr + token * stride_k_pe, target + RANK,
+            0, scale_ptr, 0, ROPE, BLOCK_ROPE, ROPE, ENCODE, LARGEST, TOKEN_SCALES,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_record_kernel(
+    c_kv_ptr,  # [num_tokens, GROUPS * GROUP]
+    k_pe_ptr,  # [num_tokens, ROPE], bits of bfloat16 if ENCODE_ROPE is None
+    values,  # [num_pages, PAGE_SIZE, GROUPS * GROUP], strides in elements
+    scales,  # [num_pages, PAGE_SIZE, GROUPS] float32
+    rope,  # [num_pages, PAGE_SIZE, ROPE] int16, bits of bfloat16
+    slot_mapping,  # [num_tokens] int64
+    stride_c_kv, stride_k_pe, values_page, values_slot, scales_page, scales_slot, rope_page, rope_slot,
+    PAGE_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr, ENCODE: tl.constexpr,
+    ENCODE_ROPE: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(slot_mapping + token)
+    if position < 0:
+        return
+    page, slot = position // PAGE_SIZE, position % PAGE_SIZE
+    offs_group = tl.arange(0, GROUPS)
+    offs = offs_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [GROUPS, GROUP]
+    x = tl.load(c_kv_ptr + token * stride_c_kv + offs).to(tl.float32)
+    peak = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0), 1)
+    scale = tl.maximum(tl.div_rn(peak, LARGEST), mods.SMALLEST_NORMAL)  # [GROUPS]
+    tl.store(scales + page * scales_page + slot * scales_slot + offs_group, scale)
+    target = values + page * values_page + slot * values_slot
+    tl.store(target + offs, ENCODE(tl.div_rn(x, tl.broadcast_to(scale[:, None], GROUPS, GROUP))))
+    offs_rope = tl.arange(0, ROPE)
+    r = tl.load(k_pe_ptr + token * stride_k_pe + offs_rope)
+    if ENCODE_ROPE is not None:
+        r = ENCODE_ROPE(r.to(tl.float32))
+    tl.store(rope + page * rope_page + slot * rope_slot + offs_rope, r)
+
+
+def write_latent(
+    c_kv: torch.Tensor, k_pe: torch.Tensor | None, cache: PagedKVCache, slot_mapping: torch.Tensor
+) -> None:
+    """Launch the write; `quire.write_latent` has checked the arguments, and k_pe is [num_tokens, rope] or None."""
+    num_tokens = slot_mapping.shape[0]
+    if num_tokens == 0:
+        return
+    native = device_properties(c_kv.device).native_fp8
+    as_bytes = not native and cache.dtype in mods.SOFTWARE_DECODERS
+    meta = {
+        "PAGE_SIZE": cache.page_size, "ENCODE": mods.encoder(cache.dtype, native), "LARGEST": largest(cache.dtype),
+        "num_warps": 1,
+    }  # fmt: skip
+    strides = c_kv.stride(0), 0 if k_pe is None else k_pe.stride(0)
+    if cache.scale_kind == "record":
+        assert k_pe is not None
+        values, scales, rope = cache.records
+        bits = torch.int16
+        is_bfloat16 = k_pe.dtype is torch.bfloat16
+        parts = values.view(torch.uint8) if as_bytes else values, scales, rope.view(bits)
+        meta |= {
+            "GROUPS": RECORD_RANK // RECORD_GROUP, "GROUP": RECORD_GROUP, "ROPE": RECORD_ROPE,
+            "ENCODE_ROPE": None if is_bfloat16 else mods.to_bfloat16_bits,
+        }  # fmt: skip
+        strides += *values.stride()[:2], *scales.stride()[:2], *rope.stride()[:2]
+        arguments = c_kv, k_pe.view(bits) if is_bfloat16 else k_pe, *parts, slot_mapping, *strides
+        launch(write_record_kernel, (num_tokens,), arguments, meta)
+        return
+    latents = cache.latents.view(torch.uint8) if as_bytes else cache.latents
+    rope_dim = cache.head_dim - cache.head_dim_v
+    meta |= {
+        "RANK": cache.head_dim_v, "ROPE": rope_dim, "BLOCK_RANK": padded(cache.head_dim_v),
+        "BLOCK_ROPE": padded(max(rope_dim, 1)),
+    }  # fmt: skip
+    arguments = c_kv, k_pe, latents, cache.k_scale, slot_mapping, *strides, *latents.stride()[:2]
+    launch(write_latent_kernel, (num_tokens,), arguments, meta)
