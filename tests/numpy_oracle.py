@@ -112,7 +112,11 @@ class Reader:
     """
 
     def __init__(self, cache: quire.PagedKVCache, batch: quire.Batch, dtype: type[np.floating]) -> None:
-        self.k, self.v = by_slot(to_numpy(cache.k), cache.layout), by_slot(to_numpy(cache.v), cache.layout)
+        if cache.layout == "fp8_ds_mla":
+            self.k = decode_records(cache.latents.numpy())[:, :, None]
+            self.v = self.k[..., :512]
+        else:
+            self.k, self.v = by_slot(to_numpy(cache.k), cache.layout), by_slot(to_numpy(cache.v), cache.layout)
         self.dtype, self.paged = dtype, cache.layout != "THD"
         self.scales = [None if s is None else to_numpy(torch.as_tensor(s)) for s in (cache.k_scale, cache.v_scale)]
         self.table = batch.page_table.tolist()
@@ -166,6 +170,17 @@ def to_numpy(tensor: torch.Tensor) -> Array:
         bits = tensor.view(torch.uint16).numpy().astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64)
     return tensor.numpy().astype(np.float64)
+
+
+def decode_records(records: Array) -> Array:
+    """Return the latents [..., 576] in bytes [..., 656] of vLLM's "fp8_ds_mla".
+
+    They are 512 numbers in e4m3, a float32 factor for each 128 of these, and 64 numbers in bfloat16.
+    """
+    factors = np.ascontiguousarray(records[..., 512:528]).view(np.float32).astype(np.float64)
+    rope = np.ascontiguousarray(records[..., 528:]).view(np.uint16).astype(np.uint32) << 16
+    numbers = E4M3[records[..., :512]] * factors.repeat(128, -1)
+    return np.concatenate([numbers, rope.view(np.float32).astype(np.float64)], -1)
 
 
 def to_list(tensor: torch.Tensor) -> list[int]:

@@ -41,6 +41,76 @@ def test_compiled_is_eager(backend):
         )
 
 
+LATENTS = {  # dtype of the cache, layout, rank and rotary columns
+    "float32": (None, "NHD", 32, 16),
+    "float32, no rotary columns": (None, "NHD", 32, 0),
+    "e4m3": (torch.float8_e4m3fn, "NHD", 32, 16),
+    "records": (torch.float8_e4m3fn, "fp8_ds_mla", 512, 64),
+}
+
+
+def latent_problem(kind):
+    """A problem, its plan, queries as engines hold them, latents to write and their slots."""
+    kv_dtype, layout, rank, rope = LATENTS[kind]
+    spec = quire.AttentionSpec.mla(
+        num_q_heads=4,
+        softmax_scale=0.1,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        dtype=torch.float32,
+        kv_dtype=kv_dtype,
+    )
+    p = make_problem(spec, ((1, 20), (2, 9)), layout=layout)
+    plan = quire.plan(spec, p.batch, **p.bounds)
+    q = tuple(half.clone() for half in p.halves) if rope else (p.q, None)
+    new = torch.randn(3, rank), torch.randn(3, 1, rope) if rope else None
+    table = p.batch.page_table
+    return p, plan, q, new, torch.tensor([int(table[0, 1]) * 16 + 3, -1, int(table[1, 0]) * 16 + 8])
+
+
+def clone_of(cache):
+    return quire.PagedKVCache.from_latents(cache.latents.clone(), cache.head_dim_v, scale=cache.k_scale)
+
+
+def latent_step(q, new, slots, cache, plan):
+    quire.write_latent(*new, cache, slots)
+    state = quire.attention(q, cache, plan, return_lse=True)
+    return quire.merge_states([state, quire.State(state.out * 2, state.lse)]).out + 1
+
+
+@pytest.mark.parametrize("kind", LATENTS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_is_eager_for_latents(backend, kind):
+    p, plan, q, new, slots = latent_problem(kind)
+    twin, third = clone_of(p.cache), clone_of(p.cache)
+    expected = latent_step(q, new, slots, p.cache, plan)
+    torch._dynamo.reset()
+    compiled = torch.compile(latent_step, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(q, new, slots, twin, plan), expected)
+    assert torch.equal(twin.latents.view(torch.uint8), p.cache.latents.view(torch.uint8))
+    with torch.compiler.set_stance("fail_on_recompile"):  # a second layer
+        torch.testing.assert_close(compiled(q, new, slots, third, plan), expected)
+
+
+def test_one_tensor_of_queries_to_latents_under_compile():
+    p, plan, *_ = latent_problem("float32")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: quire.attention(q, p.cache, plan), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(p.q), quire.attention(p.q, p.cache, plan))
+
+
+def test_opcheck_of_latents():
+    p, plan, q, new, slots = latent_problem("float32")
+    clean, b = p.cache.latents.nan_to_num(), p.batch
+    tables = b.page_table, b.seq_lens, b.cu_seqlens_q, None, None
+    results = torch.zeros(3, 4, 32), torch.zeros(3, 4), None
+    torch.library.opcheck(
+        torch.ops.quire.attention.default,
+        (*q, clean, None, None, None, "NHD", *tables, None, None, *results, plan.encoded_launch),
+    )
+    torch.library.opcheck(torch.ops.quire.write_latent.default, (*new, clean, 32, None, slots))
+
+
 def test_out_and_lse_under_compile():
     p, plan, *_ = problem()
     expected = quire.attention(p.q, p.cache, plan, sinks=p.sinks, return_lse=True)

@@ -28,7 +28,7 @@ def make_case(
         spec: what to compute.
         lens: (query length, sequence length) of each sequence.
         page_size: tokens per page.
-        layout: of the cache; "THD" is not paged.
+        layout: of the cache; "THD" is not paged; of latents also "fp8_ds_mla".
         scales: of a quantised cache: None, "tensor", "head" or "token".
         flat_table: make a one-dimensional page table.
         offsets: position of each sequence's first query, or None.
@@ -42,7 +42,8 @@ def make_case(
     rows = [[pages.pop(0) for _ in range(count)] for count in counts]
     slots = page_size if paged else 1
     nothing = 127.0 if spec.kv_dtype is torch.int8 else np.nan
-    stored = [np.full((num_pages, slots, heads, dim), nothing) for dim in (spec.head_dim, spec.head_dim_v)]
+    dims = (spec.head_dim,) if spec.latent else (spec.head_dim, spec.head_dim_v)
+    stored = [np.full((num_pages, slots, heads, dim), nothing) for dim in dims]
     q_lens = [q_len for q_len, _ in lens]
     for seq, (q_len, kv_len) in enumerate(lens):
         first = kv_len - q_len if offsets is None else offsets[seq]
@@ -52,11 +53,16 @@ def make_case(
                 for tensor in stored:
                     numbers = rng.standard_normal(tensor[page, slot].shape)
                     tensor[page, slot] = np.round(40 * numbers).clip(-127, 127) if nothing == 127 else numbers
-    k, v = (torch.tensor(tensor).to(spec.kv_dtype) for tensor in stored)
-    k, v = in_layout(k, layout, 16 // k.dtype.itemsize), in_layout(v, layout)
-    shape = {"tensor": (), "head": (heads,), "token": (num_pages, slots, heads)}
-    scale = [torch.tensor(rng.uniform(0.01, 0.04, shape[scales])).float() for _ in "kv"] if quantised and scales else []
-    cache = quire.PagedKVCache(k, v, layout, *scale)
+    if spec.latent:
+        cache = latent_cache(rng, torch.tensor(stored[0][:, :, 0]), spec, layout, scales)
+    else:
+        k, v = (torch.tensor(tensor).to(spec.kv_dtype) for tensor in stored)
+        k, v = in_layout(k, layout, 16 // k.dtype.itemsize), in_layout(v, layout)
+        shape = {"tensor": (), "head": (heads,), "token": (num_pages, slots, heads)}
+        scale = []
+        if quantised and scales:
+            scale = [torch.tensor(rng.uniform(0.01, 0.04, shape[scales])).float() for _ in "kv"]
+        cache = quire.PagedKVCache(k, v, layout, *scale)
 
     cu_seqlens_q = int32(0, *itertools.accumulate(q_lens))
     if not paged:
@@ -76,6 +82,18 @@ def make_case(
     sinks = torch.tensor(rng.standard_normal(spec.num_q_heads)).float() if spec.sinks else None
     slopes = torch.tensor(rng.uniform(0, 0.5, spec.num_q_heads)).float() if spec.alibi else None
     return q, cache, batch, spec, sinks, slopes
+
+
+def latent_cache(rng, numbers, spec, layout, scales):
+    """Return a cache of latents [num_pages, page_size, head_dim], with a random scale, or one for each 128 columns."""
+    if layout == "NHD":
+        scale = float(rng.uniform(0.5, 2)) if spec.kv_dtype in KV_DTYPES and scales else None
+        return quire.PagedKVCache.from_latents(numbers.to(spec.kv_dtype), spec.kv_lora_rank, scale=scale)
+    values, rope = numbers[..., :512].to(torch.float8_e4m3fn), numbers[..., 512:].to(torch.bfloat16)
+    factors = torch.tensor(rng.uniform(0.5, 2, (*numbers.shape[:2], 4))).float()
+    factors[numbers[..., 0].isnan()] = np.nan
+    records = torch.cat([part.view(torch.uint8) for part in (values, factors, rope)], -1)
+    return quire.PagedKVCache.from_latents(records, 512)
 
 
 def in_layout(stored, layout, x=None):
@@ -182,6 +200,44 @@ def test_random_cases(seed):
     assert_reference_agrees(*random_case(seed))
 
 
+def random_latent_case(seed):
+    """Draw a case of latents from the whole space; one in four has vLLM's records."""
+    rng = np.random.default_rng(seed)
+
+    def maybe(value, chance=0.3):
+        return value if rng.random() < chance else None
+
+    layout = "fp8_ds_mla" if seed % 4 == 0 else "NHD"
+    widths = {"kv_lora_rank": 16 * int(rng.integers(1, 4)), "qk_rope_head_dim": 16 * int(rng.integers(0, 3))}
+    spec = quire.AttentionSpec.mla(
+        num_q_heads=int(rng.integers(1, 4)),
+        softmax_scale=float(rng.uniform(0.02, 0.2)),
+        **(widths if layout == "NHD" else {}),
+        dtype=DTYPES[rng.integers(3)],
+        kv_dtype=torch.float8_e4m3fn if layout != "NHD" else maybe(torch.float8_e4m3fn, 0.5),
+        causal=rng.random() < 0.7,
+        sliding_window=maybe(int(rng.integers(1, 9))),
+        softcap=maybe(float(rng.uniform(0.5, 5))),
+        sinks=rng.random() < 0.3,
+    )
+    lens = [(int(rng.integers(0, 5)), int(rng.integers(0, 20))) for _ in range(rng.integers(1, 4))]
+    return make_case(
+        rng,
+        spec,
+        lens,
+        page_size=int(rng.integers(1, 8)),
+        layout=layout,
+        scales=maybe("tensor", 0.8),
+        flat_table=rng.random() < 0.3,
+        spare_rows=int(rng.integers(0, 2)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_cases_of_latents(seed):
+    assert_reference_agrees(*random_latent_case(seed))
+
+
 HEADS = dict(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 CORNERS = {
     "no sequence": dict(lens=()),
@@ -223,6 +279,24 @@ def test_corners(name):
     lens = options.pop("lens")
     spec = quire.AttentionSpec(**{**HEADS, **options})
     assert_reference_agrees(*make_case(np.random.default_rng(7), spec, lens, **placing))
+
+
+def test_a_latent_is_the_key_and_its_first_columns_are_the_value():
+    """The keys and values that a latent stands for, in a cache of their own, give the same bits."""
+    rng = np.random.default_rng(2)
+    spec = quire.AttentionSpec.mla(
+        num_q_heads=3, softmax_scale=0.2, kv_lora_rank=32, qk_rope_head_dim=16, dtype=torch.float32
+    )
+    q, cache, batch, *_ = make_case(rng, spec, ((2, 9), (1, 5)))
+    plain = quire.AttentionSpec(
+        num_q_heads=3, num_kv_heads=1, head_dim=48, head_dim_v=32, softmax_scale=0.2, dtype=torch.float32
+    )
+    k = cache.latents[:, :, None]
+    keys = quire.PagedKVCache(k.clone(), k[..., :32].clone())
+    for found, expected in zip(
+        reference.attention(q, cache, batch, spec), reference.attention(q, keys, batch, plain), strict=True
+    ):
+        assert torch.equal(found, expected)
 
 
 def test_a_spec_fills_in_the_scale_of_its_keys():

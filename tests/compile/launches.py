@@ -101,6 +101,28 @@ def write(head_dim: int, features: str) -> None:
     quire.copy_pages(cache, cache, torch.zeros(1, 2, dtype=torch.int64))
 
 
+LATENTS = {  # dtype of queries and of the cache, layout, rank and rotary columns
+    "bfloat16": (torch.bfloat16, None, "NHD", 512, 64),
+    "no rotary columns": (torch.float16, None, "NHD", 512, 0),
+    "odd widths": (torch.float32, None, "NHD", 48, 16),
+    "e4m3": (torch.bfloat16, torch.float8_e4m3fn, "NHD", 256, 64),
+    "records": (torch.bfloat16, torch.float8_e4m3fn, "fp8_ds_mla", 512, 64),
+    "records, float16": (torch.float16, torch.float8_e4m3fn, "fp8_ds_mla", 512, 64),
+}
+
+
+def write_latents(features: str) -> None:
+    """Launch the write of four latents, the copy of a page, and the merge of three states as wide as values."""
+    dtype, kv_dtype, layout, rank, rope = LATENTS[features]
+    widths = {"kv_lora_rank": rank, "qk_rope_head_dim": rope}
+    spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1, dtype=dtype, kv_dtype=kv_dtype, **widths)
+    cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)
+    new = torch.empty(4, rank + rope, dtype=dtype)
+    quire.write_latent(new[:, :rank], new[:, rank:], cache, torch.zeros(4, dtype=torch.int64))
+    quire.copy_pages(cache, cache, torch.zeros(1, 2, dtype=torch.int64))
+    quire.merge_states([quire.State(torch.empty(4, 16, rank, dtype=dtype), torch.empty(4, 16))] * 3)
+
+
 def merge(head_dim: int, features: str) -> None:
     """Launch the merge of three states."""
     spec = make_spec(head_dim, FEATURES[features])

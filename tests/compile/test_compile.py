@@ -83,7 +83,10 @@ def test_writes_copies_and_merges_compile_and_do_not_spill(target):
             launches.merge(80, features)
         launches.write(192, "plain")
         launches.merge(256, "plain")
-    assert {c.kernel for c in compiled} == {"write_kernel", "copy_kernel", "combine_kernel"}
+        for features in launches.LATENTS:
+            launches.write_latents(features)
+    written = {"write_kernel", "write_latent_kernel", "write_record_kernel"}
+    assert {c.kernel for c in compiled} == {*written, "copy_kernel", "combine_kernel"}
     assert not [c for c in compiled if c.spills or c.shared > TARGETS[target].shared_memory]
 
 
