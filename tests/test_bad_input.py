@@ -27,6 +27,9 @@ pytestmark = pytest.mark.skipif(interprets(), reason="the interpreter runs kerne
 HOUSE = (ValueError, TypeError, quire.UnsupportedError, quire.OutOfPagesError)
 SECONDS = 1.0  # of processor time, for one call
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, causal=False)
+LATENT_SPEC = quire.AttentionSpec.mla(
+    num_q_heads=4, softmax_scale=0.2, kv_lora_rank=32, qk_rope_head_dim=16, dtype=torch.float32, causal=False
+)
 LENS = ((1, 9), (3, 5))
 
 
@@ -64,10 +67,12 @@ CONSTANTS: dict[str, Any] = {
     "uint8": torch.uint8,
     "a meta device": torch.device("meta"),
     "a spec": SPEC,
+    "a spec of latents": LATENT_SPEC,
     "a state": quire.State(torch.zeros(4, 4, 16), torch.zeros(4, 4)),
     "a page sequence": PageSequence(),
     "another batch": quire.Batch(int32(1)[:, None], int32(3)),
     "another cache": quire.PagedKVCache(torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2, 16)),
+    "a cache of latents": quire.PagedKVCache.from_latents(torch.zeros(2, 3, 16), 16),
 }
 
 
@@ -82,6 +87,14 @@ def hostile(good: Any) -> Iterator[tuple[str, Any]]:
         yield "a state without out", quire.State(None, good.lse)
         yield "a state turned round", quire.State(good.lse, good.out)
         yield "a transposed lse", quire.State(good.out, good.lse.t())
+    elif isinstance(good, tuple) and all(isinstance(half, torch.Tensor) for half in good):
+        yield "one of them", good[0]
+        yield "turned round", good[::-1]
+        yield "three of them", (*good, good[0])
+        yield "in a list", list(good)
+        yield "joined", torch.cat(good, -1)
+        for i, half in enumerate(good):
+            yield from ((f"with {name} at {i}", (*good[:i], value, *good[i + 1 :])) for name, value in hostile(half))
     elif isinstance(good, list):
         yield "a generator", (x for x in good)
         yield "one of them", good[0]
@@ -100,7 +113,7 @@ def distorted(good: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     for dtype in (torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64):
         yield f"as {dtype}", good.to(dtype)
     yield "on meta", good.to("meta")
-    yield "sparse", good.to_sparse()
+    yield "sparse", (good.float() if good.dtype is torch.float8_e4m3fn else good).to_sparse()  # not of 8-bit floats
     yield "empty", good[:0]
     yield "empty, of one dimension", good.new_empty(0)
     yield "empty, with strides of 0", torch.from_numpy(np.empty((0, *good.shape[1:]), np.float32)).to(good.dtype)
@@ -143,7 +156,8 @@ def confirm_attention(a: dict[str, Any], result: Any) -> bool:
     batch = a["plan"].batch
     if result is None:
         result = quire.attention(a["q"], a["cache"], a["plan"], **{n: a[n] for n in ("sinks", "alibi_slopes")})
-    oracle = Oracle(Problem(a["plan"].spec, batch, a["cache"], a["q"], (), (), a["sinks"], a["alibi_slopes"]))
+    q = torch.cat(a["q"], -1) if isinstance(a["q"], tuple) else a["q"]
+    oracle = Oracle(Problem(a["plan"].spec, batch, a["cache"], q, (), (), a["sinks"], a["alibi_slopes"]))
     owned = int(batch.query_starts[-1])
     if isinstance(result, torch.Tensor):
         return oracle.judge(torch.cat([result[:owned], oracle.exact.out[owned:].to(result.dtype)])).passed
@@ -162,6 +176,25 @@ def make_attention(**features: bool) -> tuple[Callable, dict[str, Any]]:
     out = quire.State(torch.full((4, 4, 16), 7.0), torch.full((4, 4), 7.0))
     plan = quire.plan(p.spec, p.batch, **p.bounds)
     return quire.attention, dict(q=p.q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
+
+
+def latent_problem(layout: str = "NHD", kv_dtype: torch.dtype | None = None) -> Problem:
+    """A problem of latents without poison."""
+    spec = LATENT_SPEC if kv_dtype is None else dataclasses.replace(LATENT_SPEC, kv_dtype=kv_dtype)
+    if layout == "fp8_ds_mla":
+        spec = dataclasses.replace(spec, head_dim=576, head_dim_v=512, softmax_scale=0.05)
+    p = make_problem(spec, LENS, page_size=4, layout=layout)
+    values = p.cache.latents.view(torch.uint8) if kv_dtype else p.cache.latents
+    values[p.cache.latents.float().isnan() if layout == "NHD" else values == 255] = 0
+    return p
+
+
+def make_latent_attention(pair: bool) -> tuple[Callable, dict[str, Any]]:
+    p = latent_problem()
+    out = quire.State(torch.full((4, 4, 32), 7.0), torch.full((4, 4), 7.0))
+    plan = quire.plan(p.spec, p.batch, **p.bounds)
+    q = p.halves if pair else p.q
+    return quire.attention, dict(q=q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
 
 
 def make_varlen_attention() -> tuple[Callable, dict[str, Any]]:
@@ -192,6 +225,20 @@ def make_spec() -> tuple[Callable, dict[str, Any]]:
     return quire.AttentionSpec, fields
 
 
+def make_latent_spec() -> tuple[Callable, dict[str, Any]]:
+    fields = {field.name: getattr(LATENT_SPEC, field.name) for field in dataclasses.fields(LATENT_SPEC) if field.init}
+    return quire.AttentionSpec, fields
+
+
+def make_mla() -> tuple[Callable, dict[str, Any]]:
+    return quire.AttentionSpec.mla, dict(num_q_heads=4, softmax_scale=0.2, kv_lora_rank=32, qk_rope_head_dim=16)
+
+
+def confirm_mla(a: dict[str, Any], spec: Any) -> bool:
+    widths = spec.kv_lora_rank == a["kv_lora_rank"] and spec.qk_rope_head_dim == a["qk_rope_head_dim"]
+    return widths and confirm_spec(a, spec)
+
+
 def confirm_spec(a: dict[str, Any], spec: Any) -> bool:
     same = dataclasses.replace(spec)
     return same == spec and hash(same) == hash(spec) and run(make_problem(spec, LENS, page_size=4))
@@ -205,6 +252,30 @@ def make_cache() -> tuple[Callable, dict[str, Any]]:
 def confirm_cache(a: dict[str, Any], cache: Any) -> bool:
     p = make_problem(dataclasses.replace(SPEC, kv_dtype=torch.int8), LENS, page_size=4, scales="tensor")
     return run(dataclasses.replace(p, cache=cache))
+
+
+def make_latents(layout: str) -> tuple[Callable, dict[str, Any]]:
+    p = latent_problem(layout, torch.float8_e4m3fn)
+    scale = 0.5 if layout == "NHD" else None
+    arguments = dict(latents=p.cache.latents, kv_lora_rank=p.spec.kv_lora_rank, scale=scale)
+    return quire.PagedKVCache.from_latents, arguments
+
+
+def confirm_latents(layout: str) -> Callable[[dict[str, Any], Any], bool]:
+    p = latent_problem(layout, torch.float8_e4m3fn)
+
+    def confirm(a: dict[str, Any], cache: Any) -> bool:
+        if cache.device.type != "meta" and bool((cache.latents.view(torch.uint8) == 255).all()):  # all NaN
+            plan = quire.plan(p.spec, p.batch, **p.bounds)
+            return bool(quire.attention(p.q, cache, plan).isnan().all())
+        return run(dataclasses.replace(p, cache=cache))
+
+    return confirm
+
+
+def make_empty_latents(layout: str) -> tuple[Callable, dict[str, Any]]:
+    spec = latent_problem(layout, torch.float8_e4m3fn).spec
+    return quire.PagedKVCache.empty, dict(spec=spec, num_pages=8, page_size=4, layout=layout, device=None)
 
 
 def make_empty() -> tuple[Callable, dict[str, Any]]:
@@ -252,6 +323,19 @@ def confirm_write(a: dict[str, Any], result: Any) -> bool:
     return result is None and all(
         torch.equal(pages.flatten(0, 1)[slot], new[token]) for pages, new in stored for slot, token in memory.items()
     )
+
+
+def make_write_latent(rope: int = 16) -> tuple[Callable, dict[str, Any]]:
+    cache = quire.PagedKVCache.from_latents(torch.zeros(5, 4, 32 + rope), 32)
+    new = dict(c_kv=torch.randn(3, 32), k_pe=torch.randn(3, 1, rope) if rope else None)
+    return quire.write_latent, new | dict(cache=cache, slot_mapping=torch.tensor([3, -1, 17]))
+
+
+def confirm_write_latent(a: dict[str, Any], result: Any) -> bool:
+    memory = {slot: token for token, slot in enumerate(a["slot_mapping"].tolist()) if slot >= 0}
+    new = a["c_kv"] if a["k_pe"] is None else torch.cat([a["c_kv"], a["k_pe"].flatten(1)], 1)
+    stored = a["cache"].latents.flatten(0, 1)
+    return result is None and all(torch.equal(stored[slot], new[token]) for slot, token in memory.items())
 
 
 def make_copy() -> tuple[Callable, dict[str, Any]]:
@@ -447,15 +531,33 @@ def confirm_flash_kvcache(a: dict[str, Any], result: Any) -> bool:
 CALLS = {
     "attention": Call(make_attention, confirm_attention),
     "attention, sinks and slopes": Call(lambda: make_attention(sinks=True, alibi=True), confirm_attention),
+    "attention, latents": Call(lambda: make_latent_attention(pair=False), confirm_attention),
+    "attention, latents and a pair": Call(lambda: make_latent_attention(pair=True), confirm_attention),
     "varlen_attention": Call(make_varlen_attention, confirm_varlen_attention),
     "plan": Call(make_plan, confirm_plan),
     "AttentionSpec": Call(make_spec, confirm_spec),
+    "AttentionSpec, latents": Call(make_latent_spec, confirm_spec),
+    "AttentionSpec.mla": Call(make_mla, confirm_mla),
     "PagedKVCache": Call(make_cache, confirm_cache),
     "PagedKVCache.empty": Call(make_empty, confirm_empty),
+    **{
+        name: call
+        for layout in ("NHD", "fp8_ds_mla")
+        for name, call in {
+            f"PagedKVCache.from_latents, {layout}": Call(
+                lambda layout=layout: make_latents(layout), confirm_latents(layout)
+            ),
+            f"PagedKVCache.empty, latents, {layout}": Call(
+                lambda layout=layout: make_empty_latents(layout), confirm_empty
+            ),
+        }.items()
+    },
     "Batch": Call(make_batch, confirm_batch),
     "Batch, flat": Call(lambda: make_batch(flat=True), confirm_batch),
     "Batch.varlen": Call(make_varlen, confirm_varlen),
     "write_kv": Call(make_write, confirm_write),
+    "write_latent": Call(make_write_latent, confirm_write_latent),
+    "write_latent, no rotary columns": Call(lambda: make_write_latent(rope=0), confirm_write_latent),
     "copy_pages": Call(make_copy, confirm_copy),
     "merge_states": Call(make_merge, confirm_merge),
     "warmup": Call(make_warmup, lambda a, result: result == []),
@@ -553,7 +655,8 @@ def test_every_public_function_and_argument_is_in_the_matrix():
     assert {f"PageAllocator.{name}" for name in methods} <= set(CALLS)
     for call in CALLS.values():
         function, arguments = call.make()
-        assert set(arguments) == set(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
+        assert set(arguments) == {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
 
 
 @pytest.mark.parametrize("name", CALLS)
