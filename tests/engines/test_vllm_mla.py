@@ -99,6 +99,8 @@ def test_what_is_served_and_what_is_refused_by_name():
         assert any(reason in given for given in reasons), refused
     reasons = QuireMLABackend.validate_configuration(**of_latents(kv_cache_dtype="fp8_ds_mla"))
     assert bool(reasons) is not contract.has_prefill_backends()
+    reasons = QuireMLABackend.validate_configuration(**of_latents(kv_cache_dtype="fp8_ds_mla", head_size=512))
+    assert any("latents of 512 columns" in given for given in reasons)
 
 
 def of_latents(**changes) -> dict:

@@ -82,9 +82,11 @@ class QuireMLABackend(mla.MLACommonBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest: Any
     ) -> str | None:
-        if KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, torch.float8_e4m3fn):
-            return None
-        return f"kv_cache_dtype must be auto or fp8 for a model in {dtype}, got {kv_cache_dtype}"
+        if KV_DTYPES.get(kv_cache_dtype or "auto", dtype) not in (dtype, torch.float8_e4m3fn):
+            return f"kv_cache_dtype must be auto or fp8 for a model in {dtype}, got {kv_cache_dtype}"
+        if kv_cache_dtype == RECORD and head_size != 576:
+            return f"kv_cache_dtype must be auto or fp8 for latents of {head_size} columns, got {RECORD}"
+        return None
 
     @classmethod
     def supports_non_causal(cls) -> bool:
