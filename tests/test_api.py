@@ -41,6 +41,69 @@ def test_spec(change, error, message):
         dataclasses.replace(SPEC, **change)
 
 
+MLA = quire.AttentionSpec.mla(
+    num_q_heads=4, softmax_scale=0.2, kv_lora_rank=32, qk_rope_head_dim=16, dtype=torch.float32
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_kv_heads": 2}, ValueError, "num_kv_heads must be 1 where latent=True, got 2"),
+        ({"head_dim_v": 64}, ValueError, "head_dim_v must be at most head_dim where latent=True, got 64 and 48"),
+        ({"head_dim_v": 40}, quire.UnsupportedError, "head_dim_v must be a multiple of 16 from 16 to 512 where latent"),
+        (
+            {"head_dim": 56},
+            quire.UnsupportedError,
+            "head_dim - head_dim_v must be a multiple of 16 from 0 to 128 .* 24",
+        ),
+        ({"head_dim": 192}, quire.UnsupportedError, "head_dim - head_dim_v must be .* got 160"),
+        ({"head_dim": 544, "head_dim_v": 528}, quire.UnsupportedError, "head_dim_v must be .* got 528"),
+        ({"softmax_scale": None}, ValueError, "softmax_scale must be given where latent=True, got None"),
+        ({"kv_dtype": torch.int8}, quire.UnsupportedError, "kv_dtype must be one of float32, float8_e4m3fn, got"),
+        ({"kv_dtype": torch.float8_e5m2}, quire.UnsupportedError, "kv_dtype must be one of float32, float8_e4m3fn"),
+        ({"latent": 1}, TypeError, "latent must be True or False, got 1"),
+    ],
+)
+def test_spec_of_latents(change, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(MLA, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kv_lora_rank": 40}, quire.UnsupportedError, "kv_lora_rank must be a multiple of 16 from 16 to 512"),
+        ({"kv_lora_rank": 0}, quire.UnsupportedError, "kv_lora_rank must be .* got 0"),
+        ({"qk_rope_head_dim": 8}, quire.UnsupportedError, "qk_rope_head_dim must be a multiple of 16 from 0 to 128"),
+        ({"qk_rope_head_dim": -16}, quire.UnsupportedError, "qk_rope_head_dim must be .* got -16"),
+        ({"qk_rope_head_dim": 64.0}, TypeError, "qk_rope_head_dim must be an integer, got 64.0"),
+        ({"softmax_scale": None}, ValueError, "softmax_scale must be given where latent=True, got None"),
+    ],
+)
+def test_mla_names_the_widths_as_models_do(change, error, message):
+    with pytest.raises(error, match=message):
+        quire.AttentionSpec.mla(**{"num_q_heads": 4, "softmax_scale": 0.2} | change)
+
+
+def test_mla_is_a_spec():
+    spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.07, kv_dtype=torch.float8_e4m3fn, causal=False)
+    same = quire.AttentionSpec(
+        num_q_heads=16,
+        num_kv_heads=1,
+        head_dim=576,
+        head_dim_v=512,
+        softmax_scale=0.07,
+        kv_dtype=torch.float8_e4m3fn,
+        causal=False,
+        latent=True,
+    )
+    assert spec == same == dataclasses.replace(spec) and hash(spec) == hash(same)
+    assert (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.group_size) == (512, 64, 16)
+    with pytest.raises(quire.UnsupportedError, match="head_dim must be a multiple of 8 from 16 to 256, got 576"):
+        dataclasses.replace(spec, latent=False)
+
+
 def test_specs_are_values():
     same = quire.AttentionSpec(
         num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, softmax_scale=0.25
@@ -153,6 +216,153 @@ def test_batch(arguments, error, message):
 def test_cache(arguments, error, message):
     with pytest.raises(error, match=message):
         quire.PagedKVCache(*arguments)
+
+
+LATENTS = torch.zeros(4, 5, 48)
+FP8_LATENTS = LATENTS.to(torch.float8_e4m3fn)
+RECORDS = torch.zeros(4, 5, 656, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            (LATENTS.to(torch.int8), 32),
+            quire.UnsupportedError,
+            "latents must be of dtype .* or uint8 records, got torch.i",
+        ),
+        ((LATENTS[:, :, None], 32), ValueError, r"latents must be \[num_pages, page_size, head_dim\]"),
+        ((LATENTS[:0], 32), ValueError, "latents must be .* without an empty dimension"),
+        ((LATENTS.transpose(1, 2), 5), ValueError, "latents must be contiguous in their last dimension, got strides"),
+        ((LATENTS, 49), ValueError, "kv_lora_rank must be at most the width of latents, 48, got 49"),
+        ((LATENTS, 0), ValueError, "kv_lora_rank must be at least 1, got 0"),
+        ((LATENTS, 32, 1.0), ValueError, "scale must be left out for latents of torch.float32"),
+        ((FP8_LATENTS, 32, 0.0), ValueError, "scale must be positive"),
+        ((FP8_LATENTS, 32, torch.ones(2)), ValueError, "scale must be a number or hold one element"),
+        ((FP8_LATENTS, 32, torch.ones(1).double()), ValueError, "scale must be float32 on cpu"),
+        ((FP8_LATENTS, 32, torch.ones(1, device="meta")), ValueError, "scale must be float32 on cpu"),
+        ((FP8_LATENTS.view(torch.uint8), 32), ValueError, "latents must be records of 656 bytes where they are uint8"),
+        ((RECORDS, 576), ValueError, "kv_lora_rank must be 512 for fp8_ds_mla records, got 576"),
+        ((RECORDS, 512, 1.0), ValueError, "scale must be left out for fp8_ds_mla records"),
+        (
+            (torch.zeros(4, 5, 664, dtype=torch.uint8)[..., :656], 512),
+            ValueError,
+            "latents must be records that begin at multiples of 16 bytes",
+        ),
+    ],
+)
+def test_cache_of_latents(arguments, error, message):
+    latents, rank, *scale = arguments
+    with pytest.raises(error, match=message):
+        quire.PagedKVCache.from_latents(latents, rank, scale=scale[0] if scale else None)
+
+
+@pytest.mark.parametrize("memory", [torch.zeros(4, 5, 48), torch.zeros(4, 3, 5, 48)[:, 1], torch.zeros(5, 4, 48).mT.mT])
+def test_keys_and_values_of_latents_are_the_same_bytes(memory):
+    cache = quire.PagedKVCache.from_latents(memory, 32)
+    memory.copy_(torch.randn(memory.shape))
+    assert torch.equal(cache.k, memory[:, :, None]) and torch.equal(cache.v, memory[:, :, None, :32])
+    assert cache.latents is memory and cache.k.data_ptr() == cache.v.data_ptr() == memory.data_ptr()
+    assert (cache.is_latent, cache.layout, cache.scale_kind) == (True, "NHD", "none")
+    assert cache.signature == MLA.cache_signature
+    plain = quire.PagedKVCache(cache.k, cache.v)
+    assert not plain.is_latent and plain.signature != cache.signature and plain.kind != cache.kind
+
+
+def test_one_scale_is_that_of_keys_and_values():
+    scale = torch.tensor([0.25])
+    cache = quire.PagedKVCache.from_latents(FP8_LATENTS, 32, scale=scale)
+    assert cache.scale_kind == "head"
+    assert cache.k_scale.data_ptr() == cache.v_scale.data_ptr() == scale.data_ptr()
+
+
+def test_records_are_a_layout():
+    records = torch.zeros(4, 7, 656, dtype=torch.uint8)[:, :5]
+    cache = quire.PagedKVCache.from_latents(records, 512)
+    spec = quire.AttentionSpec.mla(num_q_heads=4, softmax_scale=0.1, kv_dtype=torch.float8_e4m3fn)
+    assert cache.signature == spec.cache_signature and cache.scale_kind == "record" and cache.layout == "fp8_ds_mla"
+    assert (cache.page_size, cache.head_dim, cache.head_dim_v) == (5, 576, 512)
+    assert [tuple(part.shape) for part in cache.records] == [(4, 5, 512), (4, 5, 4), (4, 5, 64)]
+    assert {part.untyped_storage().data_ptr() for part in cache.records} == {records.untyped_storage().data_ptr()}
+    assert cache.strides[0][:3] == (7 * 656, 656, 656)  # bytes
+
+
+def test_empty_allocates_what_the_spec_wants():
+    fp8 = dataclasses.replace(MLA, kv_dtype=torch.float8_e4m3fn)
+    for spec, scale_kind in ((MLA, "none"), (fp8, "head")):
+        cache = quire.PagedKVCache.empty(spec, 4, 5)
+        assert cache.latents.shape == (4, 5, 48) and cache.scale_kind == scale_kind
+        assert cache.signature == spec.cache_signature
+    with pytest.raises(quire.UnsupportedError, match="layout must be one of NHD, fp8_ds_mla, got 'HND'"):
+        quire.PagedKVCache.empty(MLA, 4, 5, layout="HND")
+    with pytest.raises(quire.UnsupportedError, match="layout must be one of NHD, HND, HDNX, got 'fp8_ds_mla'"):
+        quire.PagedKVCache.empty(SPEC, 4, 5, layout="fp8_ds_mla")
+    for spec in (MLA, fp8):
+        with pytest.raises(
+            quire.UnsupportedError, match=r"layout must be NHD for latents of 32 \+ 16 in .*; its record"
+        ):
+            quire.PagedKVCache.empty(spec, 4, 5, layout="fp8_ds_mla")
+
+
+@pytest.mark.pytorch
+def test_queries_to_latents_are_checked_before_anything_is_written():
+    p = make_problem(MLA, ((1, 20), (2, 9)))
+    plan = quire.plan(MLA, p.batch, **p.bounds)
+    q_nope, q_pe = p.halves
+    keys = quire.PagedKVCache(p.cache.k, p.cache.v)
+    wrong = [
+        ((q_nope, q_pe[:, :2]), p.cache, ValueError, r"q_pe must be \[num_tokens, 4, 16\] as the spec says, got"),
+        ((q_nope[..., :16], q_pe), p.cache, ValueError, r"q_nope must be \[num_tokens, 4, 32\]"),
+        ((q_nope, q_pe[:2]), p.cache, ValueError, "q_pe must have q_nope's 3 tokens on cpu, got 2 on cpu"),
+        ((q_nope, q_pe.half()), p.cache, ValueError, "q_pe must be torch.float32, got torch.float16"),
+        ((q_nope, q_pe.to("meta")), p.cache, ValueError, "q_pe must have q_nope's 3 tokens on cpu, got 3 on meta"),
+        ((q_nope, q_pe.repeat_interleave(2, -1)[..., ::2]), p.cache, ValueError, "q_pe must have a contiguous head"),
+        ((q_nope, None), p.cache, TypeError, "q_pe must be a tensor with strides, got None"),
+        ((q_nope,), p.cache, TypeError, r"q must be a tensor or the pair \(q_nope, q_pe\), got 1 of them"),
+        ([q_nope, q_pe], p.cache, TypeError, "q must be a tensor"),
+        (p.q[..., :32], p.cache, ValueError, r"q must be \[num_tokens, 4, 48\]"),
+        ((q_nope, q_pe.clone().requires_grad_()), p.cache, quire.UnsupportedError, "q_pe must not require a gradient"),
+        (p.q, keys, ValueError, "cache must hold latents as the spec says, got keys and values; make it with"),
+    ]
+    out = torch.full((3, 4, 32), 7.0)
+    for q, cache, error, message in wrong:
+        with pytest.raises(error, match=message):
+            quire.attention(q, cache, plan, out=out)
+    with pytest.raises(ValueError, match=r"out must be \[3, 4, 32\]"):
+        quire.attention(p.q, p.cache, plan, out=torch.empty(3, 4, 48))
+    assert (out == 7).all()
+
+
+def test_keys_and_latents_are_not_mistaken_for_each_other():
+    p = make_problem(SPEC, ((1, 20),))
+    plan = quire.plan(SPEC, p.batch, **p.bounds)
+    latents = quire.PagedKVCache.from_latents(p.cache.k[:, :, 0], 16)
+    with pytest.raises(ValueError, match=r"cache must hold keys and values as the spec says, got latents; .*\.mla"):
+        quire.attention(p.q, latents, plan)
+    with pytest.raises(TypeError, match="q must be a tensor with strides, got a value of type tuple"):
+        quire.attention((p.q, None), p.cache, plan)
+
+
+def test_latents_are_always_paged():
+    batch = quire.Batch.varlen(int32(0, 1), int32(0, 4))
+    with pytest.raises(quire.UnsupportedError, match="batch must be paged for a spec with latents, got one without"):
+        quire.plan(MLA, batch, max_query_len=1, max_seq_len=4)
+
+
+@pytest.mark.pytorch
+def test_a_plan_for_latents_is_refused_for_keys_that_are_not_paged():
+    p = make_problem(MLA, ((1, 20),))
+    plan = quire.plan(MLA, p.batch, **p.bounds)
+    with pytest.raises(quire.UnsupportedError, match="plan must be for keys and values, got one for latents"):
+        quire.varlen_attention(p.q, p.cache.k[0], p.cache.v[0], plan)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("kernel", ["hopper", "portable"])
+def test_kernels_for_keys_refuse_latents(kernel):
+    p = make_problem(MLA, ((1, 20),), device="cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(quire.UnsupportedError, match=f"got '{kernel}', which does not serve latents"):
+        quire.plan(MLA, p.batch, **p.bounds, kernel=kernel)
 
 
 def test_attention_checks_before_it_writes():

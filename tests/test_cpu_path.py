@@ -9,7 +9,7 @@ import torch
 
 import quire
 from quire.dispatch.device import is_served_by_torch
-from quire.testing import make_problem
+from quire.testing import Oracle, error_budget, make_problem
 
 pytestmark = pytest.mark.skipif(
     not is_served_by_torch(torch.device("cpu")), reason="in Triton's interpreter the kernels serve CPU tensors"
@@ -104,6 +104,60 @@ def test_written_keys_have_no_graph():
     assert not p.cache.k.requires_grad and not p.cache.v.requires_grad
 
 
+LATENTS = {  # dtype of queries and of the cache, layout, rank and rotary columns
+    "float32": (torch.float32, None, "NHD", 512, 64),
+    "bfloat16": (torch.bfloat16, None, "NHD", 512, 64),
+    "float16": (torch.float16, None, "NHD", 256, 64),
+    "no rotary columns": (torch.float32, None, "NHD", 64, 0),
+    "odd widths": (torch.float32, None, "NHD", 48, 112),
+    "e4m3": (torch.float16, torch.float8_e4m3fn, "NHD", 32, 16),
+    "records": (torch.bfloat16, torch.float8_e4m3fn, "fp8_ds_mla", 512, 64),
+}
+
+
+@pytest.mark.parametrize(
+    "features", [{}, {"sinks": True, "softcap": 3.0}, {"sliding_window": 6}, {"causal": False}], ids=str
+)
+@pytest.mark.parametrize("kind", LATENTS)
+def test_latents(kind, features):
+    """Queries as one tensor and as two, which give the same bits, with and without the lse; pages of an odd size."""
+    dtype, kv_dtype, layout, rank, rope = LATENTS[kind]
+    widths = {"kv_lora_rank": rank, "qk_rope_head_dim": rope}
+    spec = quire.AttentionSpec.mla(
+        num_q_heads=3, softmax_scale=0.06, **widths, dtype=dtype, kv_dtype=kv_dtype, **features
+    )
+    p = make_problem(spec, LENS, page_size=7, layout=layout)
+    oracle, plan = Oracle(p), quire.plan(p.spec, p.batch, **p.bounds)
+    state = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+    assert oracle.judge(state).passed, oracle.judge(state)
+    pair = tuple(half.clone() for half in p.halves) if rope else (p.q, None)
+    assert torch.equal(quire.attention(pair, p.cache, plan, **p.tables), state.out)
+    assert plan.kernel == "torch"
+
+
+def test_a_long_prompt_over_latents():
+    spec = quire.AttentionSpec.mla(num_q_heads=2, softmax_scale=0.1, kv_lora_rank=32, dtype=torch.float32)
+    p = make_problem(spec, ((40, 90), (1, 33)), page_size=1, flat_table=True)
+    plan = quire.plan(spec, p.batch, **p.bounds)
+    verdict = error_budget(p, quire.attention(p.halves, p.cache, plan, return_lse=True))
+    assert verdict.passed, verdict
+
+
+def test_wide_states_are_merged():
+    """Outputs over latents are as wide as these: 512 columns."""
+    spec = quire.AttentionSpec.mla(num_q_heads=2, softmax_scale=0.05, dtype=torch.float32)
+    p = make_problem(spec, ((1, 24),), page_size=8)
+    b, cuts = p.batch, ((0, 1), (1, 3))
+    states = []
+    for begin, end in cuts:
+        keys = torch.full((1,), 8 * (end - begin), dtype=torch.int32)
+        part = quire.Batch(b.page_table[:, begin:end], keys, b.cu_seqlens_q, query_offsets=int32(23 - 8 * begin))
+        plan = quire.plan(spec, part, max_query_len=1, max_seq_len=8 * (end - begin))
+        states.append(quire.attention(p.halves, p.cache, plan, return_lse=True))
+    verdict = error_budget(p, quire.merge_states(states))
+    assert verdict.passed, verdict
+
+
 def test_a_default_device_is_no_matter():
     """Model loaders call under `torch.device("meta")`, or make a GPU the default."""
     p = make_problem(make_spec(sinks=True), LENS)
@@ -178,6 +232,17 @@ def test_a_slot_past_the_pool_leaves_the_cache_as_it_was(scales):
     with pytest.raises(ValueError, match=r"slot_mapping must hold .*, got .*; "):
         quire.write_kv(k, v, c, slots)
     assert all(same(a, b) for a, b in zip(before, (c.k, c.v, c.k_scale, c.v_scale), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "fp8_ds_mla"])
+def test_a_slot_past_the_pool_leaves_latents_as_they_were(layout):
+    spec = quire.AttentionSpec.mla(num_q_heads=2, softmax_scale=0.1, kv_dtype=torch.float8_e4m3fn)
+    cache = make_problem(spec, LENS, layout=layout).cache
+    before = cache.latents.view(torch.uint8).clone()
+    slots = torch.tensor([16, -1, cache.num_pages * cache.page_size])
+    with pytest.raises(ValueError, match=r"slot_mapping must hold .*, got .*; "):
+        quire.write_latent(torch.randn(3, 512), torch.randn(3, 64), cache, slots)
+    assert torch.equal(cache.latents.view(torch.uint8), before)
 
 
 @pytest.mark.parametrize("pairs", [[[1, 2], [3, 4]], [[4, 1], [0, 2]], [[0, 3], [1, 3]]], ids=str)
