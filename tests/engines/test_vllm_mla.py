@@ -4,7 +4,7 @@ As in `test_vllm.py`: the classes, a layer against the oracle, and the engine en
 Transformers with eager attention, which expands the latents, token for token. The model is DeepSeek's without experts.
 """
 
-# ruff: noqa: E402, F811 (fixtures are found by their names)
+# ruff: noqa: E402, F811 (vLLM's environment comes first, and fixtures are found by their names)
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,8 +17,8 @@ from tests.engines.test_vllm import (  # noqa: F401
     NAME,
     NEW_TOKENS,
     asked,
+    assert_as_close_as,
     drafts_on_cpu,
-    engine,
     greedy,
     make_model,
     one_process,
@@ -28,7 +28,7 @@ from tests.engines.test_vllm import (  # noqa: F401
     vllm,
 )
 
-LLM, SamplingParams = vllm.LLM, vllm.SamplingParams  # from here on vLLM can be imported
+VERSION = vllm.__version__  # from here on vLLM can be imported
 
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl, MLACommonMetadataBuilder
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -489,3 +489,19 @@ def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, 
     assert generated == [[greedy(model, p) for p in prompts()]]
     assert [step.max_query_len for step in steps].count(4) > 10  # one token and three drafts
     assert max(step.max_query_len for step in steps) == 4
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="compares with vLLM's own backends, which need a GPU")
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_bfloat16_is_as_close_to_float32_as_vllm_s_own_backends(kv_dtype, tmp_path, by_quire):
+    widths = {
+        "q_lora_rank": 256,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 16, "num_key_value_heads": 16}
+    make_model("deepseek-v3", tmp_path, sizes | widths, std=0.05, dtype=torch.bfloat16)
+    backends = ("FLASH_ATTN_MLA", "TRITON_MLA") if kv_dtype == "auto" else ("TRITON_MLA",)
+    assert_as_close_as(backends, tmp_path, kv_dtype, by_quire, kv_cache_dtype=kv_dtype, block_size=64)

@@ -117,7 +117,7 @@ class QuireMetadata(base.AttentionMetadata):
         return plan
 
 
-class QuireMetadataBuilder(Planner, base.AttentionMetadataBuilder[QuireMetadata]):
+class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner):
     """Makes the metadata of a group of layers, and owns their plans and scratch memory."""
 
     _cudagraph_support: ClassVar[Any] = base.AttentionCGSupport.ALWAYS

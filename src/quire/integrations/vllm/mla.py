@@ -143,7 +143,7 @@ class QuirePrefillMetadata(mla.MLACommonPrefillMetadata):
     plans: Plans = field(default_factory=dict)
 
 
-class QuireMLAMetadataBuilder(Planner, mla.MLACommonMetadataBuilder[QuireMLAMetadata]):
+class QuireMLAMetadataBuilder(mla.MLACommonMetadataBuilder[QuireMLAMetadata], Planner):
     """Makes the metadata of a group of layers, and owns their plans and scratch memory."""
 
     _cudagraph_support: ClassVar[Any] = base.AttentionCGSupport.UNIFORM_BATCH
@@ -187,7 +187,9 @@ class QuireMLAMetadataBuilder(Planner, mla.MLACommonMetadataBuilder[QuireMLAMeta
         **others: Any,
     ) -> QuireMLADecode:
         """Return the metadata of a step's decodes."""
-        max_query_len = max(1, int(query_start_loc_cpu.diff().max()))  # prefills of the step may have more
+        num_decodes = seq_lens_device.shape[0]
+        longest = int(query_start_loc_cpu.diff().max())  # of the decodes; the step's prefills have more
+        max_query_len = max(1, longest, -(-num_decode_tokens // num_decodes))  # a capture may count tokens only
         return QuireMLADecode(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
@@ -195,7 +197,7 @@ class QuireMLAMetadataBuilder(Planner, mla.MLACommonMetadataBuilder[QuireMLAMeta
             query_start_loc=query_start_loc_device,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            one_query_each=max_query_len == 1 and num_decode_tokens == seq_lens_device.shape[0],
+            one_query_each=max_query_len == 1 and num_decode_tokens == num_decodes,
             builder=self,
         )
 
