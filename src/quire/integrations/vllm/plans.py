@@ -57,7 +57,10 @@ class Planner:
             return
         self.warm = True
         began = time.perf_counter()
-        names = [quire.warmup(spec, pages_of(layer), **self.bounds) for spec, layer in self.layers.items()]
+        names = []
+        for spec, layer in self.layers.items():
+            lse = {"return_lse": True} if layer.impl.need_to_return_lse_for_decode else {}
+            names.append(quire.warmup(spec, pages_of(layer), **self.bounds, **lse))
         count = sum(map(len, names)) + len(further())
         if count:
             contract.logger.info("Quire has %d kernels ready after %.1f s", count, time.perf_counter() - began)
