@@ -14,6 +14,7 @@ import torch
 
 from tests.engines.test_vllm import (  # noqa: F401
     DEVICE,
+    INTERPRETED,
     NAME,
     NEW_TOKENS,
     asked,
@@ -248,9 +249,8 @@ def test_the_lse_for_ranks_that_share_a_sequence(batch, make_layer):
 
 
 def test_latents_of_deepseek_v3_in_fp8_and_in_records(make_layer):
-    spec = quire.AttentionSpec.mla(
-        num_q_heads=4, softmax_scale=0.05, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn
-    )
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    spec = quire.AttentionSpec.mla(num_q_heads=4, softmax_scale=0.05, dtype=dtype, kv_dtype=torch.float8_e4m3fn)
     for name, layout in (("fp8", "NHD"), ("fp8_e4m3", "NHD"), ("fp8_ds_mla", "fp8_ds_mla")):
         problem = make_problem(spec, BATCHES["drafts"], layout=layout, device=DEVICE)
         layer, builder = make_layer(problem, name)
