@@ -77,7 +77,7 @@ test-vllm: $(VENV)/.ready
 	$(MAKE) --jobs 2 --output-sync $(VLLM:%=test-vllm-%)
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/test_examples.py tests/mutations -k vllm
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/test_examples.py tests/mutations -k vllm
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples
