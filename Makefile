@@ -17,7 +17,7 @@ IN_TWO := -n 2 --dist worksteal
 
 .PHONY: help demo test test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
 help:
-	@echo "make demo      continue a few prompts with the embedded model; needs no GPU"
+	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
 	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions; two at once: make -j2 -O test"
 	@echo "make check     run ruff, ruff format and pyright"
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
