@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import torch
 import triton
 
 import quire
+import quire_command
 from quire.cli import COMMANDS, check, env, main, parse
 from quire.cli.exit_codes import INTERRUPTED, READER_LEFT
 from quire.testing import Verdict
@@ -166,6 +168,29 @@ def test_an_interrupt_of_an_import_leaves_with_130(module, arguments, monkeypatc
     monkeypatch.setattr(sys, "meta_path", [InterruptedImport(module), *sys.meta_path])
     assert main(arguments) == INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_interrupt_while_pytorch_is_imported_leaves_quietly_with_130(tmp_path):
+    (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from quire_command import main; sys.exit(main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "env"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "interrupted\n")
+    assert process.returncode == INTERRUPTED
+
+
+def test_the_command_s_first_module_has_the_exit_code_of_the_others():
+    assert quire_command.INTERRUPTED == INTERRUPTED
 
 
 # env
