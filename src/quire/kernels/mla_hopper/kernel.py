@@ -209,8 +209,8 @@ def consume(
     seq, place = partition.seq, partition.first
     uses, odd_uses, works = 0, 0, 0
     while place < partition.high:
-    """Load half of the columns of a row block of queries, in panels. The even warpgroup also loads rope columns."""
-        # which a loop over tiles has none to spare.
+        # The compiler cannot know that this is 0. So it computes addresses here and keeps none of them in registers,
+        # of which the loop over tiles has none to spare.
         zero = seq >> 30
         panels = load_queries(PARITY, queries, lengths, seq, row_block + zero, NUM_HEADS)
         work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
