@@ -3,8 +3,8 @@
 A latent tile is loaded once, as two tensors: c [BLOCK_N, RANK] and the rotary columns r [BLOCK_N, ROPE]. The scores are
 `q_nope cᵀ + q_pe rᵀ`, and the output is the probabilities times the same c.
 
-Grid: [num_partitions * ROW_BLOCKS]. A band is ROW_BLOCKS row blocks of one sequence, BLOCK_M rows each. The tiles of the
-batch are cut into equal partitions, sequence after sequence and band after band (`split_kv/schedule.py`). Every
+Grid: [num_partitions * ROW_BLOCKS]. A band is ROW_BLOCKS row blocks of one sequence, BLOCK_M rows each. The tiles of
+the batch are cut into equal partitions, sequence after sequence and band after band (`split_kv/schedule.py`). Every
 partition is run by ROW_BLOCKS adjacent programs, one for each row block. They run at the same time and read the same
 tiles, so device memory is read once and the other reads hit L2.
 
@@ -255,8 +255,11 @@ def mla_kernel(
         NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS, UNIT, SEQS, MORE_SEQS, 0, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
         TWO_LEVEL_MIN_TILES,
     )  # fmt: skip
-    # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
-    COLUMNS: tl.constexpr = min(BLOCK_C, max(16, COMBINE_ROOM // (8 * PARTIAL_ROWS)))
+    # Partials are combined a group of columns at a time, as many partials in a round as the registers hold. In two
+    # levels there are few at each, so a round of four takes more columns: 8,192 keys of one sequence and 128 heads took
+    # 29.3 µs, not 35.4. In one level a round of eight is better: 8 x 4,096 and 16 heads took 27.1 µs, not 36.1 (NVIDIA
+    # H200, 2026-11-22).
+    COLUMNS: tl.constexpr = min(BLOCK_C, max(16, COMBINE_ROOM // ((4 if TWO_LEVEL else 8) * PARTIAL_ROWS)))
     P: tl.constexpr = Partial(PARTIAL_ROWS, RANK, BLOCK_C, COLUMNS, ROW_BLOCKS, PER_ROW_MASK, COMBINE_ROOM)
     partition = tl.program_id(0) // ROW_BLOCKS
     row_block = tl.program_id(0) % ROW_BLOCKS

@@ -203,9 +203,9 @@ class MLARunner(PortableRunner):
             latents = latents._replace(rope=latents.rope.view(torch.uint8))
         meta = decided.constexprs() | {
             "PAGE_SIZE": cache.page_size, "C_SLOT": latents.c.stride(1),
-            "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1), "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode,
-            "DECODE_ROPE": decode_rope, "PACKED_FP8": packed, "SCALED": records,
-            "PARTS": decided.num_parts(records, packed),
+            "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1),
+            "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "DECODE_ROPE": decode_rope,
+            "PACKED_FP8": packed, "SCALED": records, "PARTS": decided.num_parts(records, packed),
         }  # fmt: skip
         strides = (
             batch.page_table.stride(0),
