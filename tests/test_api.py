@@ -243,7 +243,7 @@ RECORDS = torch.zeros(4, 5, 656, dtype=torch.uint8)
         ((FP8_LATENTS, 32, torch.ones(1, device="meta")), ValueError, "scale must be float32 on cpu"),
         ((FP8_LATENTS.view(torch.uint8), 32), ValueError, "latents must be records of 656 bytes where they are uint8"),
         ((RECORDS, 576), ValueError, "kv_lora_rank must be 512 for fp8_ds_mla records, got 576"),
-        ((RECORDS, 512, 1.0), ValueError, "scale must be left out for fp8_ds_mla records"),
+        ((RECORDS, 512, 1.0), ValueError, "scale must be left out for latents of fp8_ds_mla records"),
         (
             (torch.zeros(4, 5, 664, dtype=torch.uint8)[..., :656], 512),
             ValueError,

@@ -188,50 +188,16 @@ class PagedKVCache:
             ValueError: widths, strides, scale or devices do not fit together.
             UnsupportedError: a dtype that is not served.
         """
-        advice = "allocate the pages with `PagedKVCache.empty`"
-        check_tensor("latents", latents, advice)
+        check_tensor("latents", latents, "allocate the pages with `PagedKVCache.empty`")
         rank = check_integer("kv_lora_rank", kv_lora_rank, "512 is DeepSeek's", 1)
         is_record = latents.dtype is torch.uint8
-        served = (*QUERY_DTYPES, *LATENT_FP8_DTYPES)
-        if not is_record and latents.dtype not in served:
-            raise UnsupportedError(
-                f"latents must be of dtype {dtype_names(served)}, or uint8 records, got {latents.dtype}; "
-                "view them as their real dtype"
-            )
-        if latents.dim() != 3 or 0 in latents.shape:
-            raise ValueError(
-                f"latents must be [num_pages, page_size, head_dim] without an empty dimension, "
-                f"got {list(latents.shape)}; view them so"
-            )
-        if latents.stride(2) != 1 and not latents.is_contiguous():
-            raise ValueError(
-                f"latents must be contiguous in their last dimension, got strides {latents.stride()}; {advice}"
-            )
-        if is_record:
-            _check_records(latents, rank, scale)
-        elif rank > latents.shape[2]:
-            raise ValueError(
-                f"kv_lora_rank must be at most the width of latents, {latents.shape[2]}, got {rank}; "
-                "values are the first columns of latents"
-            )
-        k = latents.unsqueeze(2)
-        if scale is not None and not isinstance(scale, torch.Tensor):
-            scale = torch.tensor(check_positive("scale", scale, "1.0 is no scale"), device=latents.device)
-        if scale is not None and (check_tensor("scale", scale, "pass a number").numel() != 1 or scale.dim() > 1):
-            raise ValueError(
-                f"scale must be a number or hold one element, got {describe(scale)}; scales are per tensor"
-            )
-        if scale is not None and latents.dtype not in LATENT_FP8_DTYPES:
-            raise ValueError(
-                f"scale must be left out for latents of {latents.dtype}, got {describe(scale)}; it belongs to fp8"
-            )
-        if scale is not None and (scale.dtype is not torch.float32 or scale.device != latents.device):
-            raise ValueError(f"scale must be float32 on {latents.device}, got {describe(scale)}; convert it")
+        _check_latents(latents, rank)
+        stored_scale = None if scale is None else _check_latent_scale(scale, latents)
         dtype, head_dim = latents.dtype, latents.shape[2]
         if is_record:
             dtype, head_dim = torch.float8_e4m3fn, RECORD_RANK + RECORD_ROPE
-        scale_kind = "none" if scale is None else "head"
-        stored_scale = None if scale is None else scale.reshape(1)
+        scale_kind = "none" if stored_scale is None else "head"
+        k = latents.unsqueeze(2)
         self = object.__new__(cls)
         self._set(
             {
@@ -427,7 +393,32 @@ def _check_layout(layout: Any, served: dict[str, str]) -> None:
         raise UnsupportedError(f"layout must be one of {', '.join(served)}, got {layout!r}; {shapes}")
 
 
-def _check_records(latents: torch.Tensor, rank: int, scale: Any) -> None:
+def _check_latents(latents: torch.Tensor, rank: int) -> None:
+    served = (*QUERY_DTYPES, *LATENT_FP8_DTYPES)
+    if latents.dtype not in (*served, torch.uint8):
+        raise UnsupportedError(
+            f"latents must be of dtype {dtype_names(served)}, or uint8 records, got {latents.dtype}; "
+            "view them as their real dtype"
+        )
+    if latents.dim() != 3 or 0 in latents.shape:
+        raise ValueError(
+            f"latents must be [num_pages, page_size, head_dim] without an empty dimension, got {list(latents.shape)}; "
+            "view them so"
+        )
+    if latents.stride(2) != 1 and not latents.is_contiguous():
+        raise ValueError(
+            f"latents must be contiguous in their last dimension, got strides {latents.stride()}; reallocate the cache"
+        )
+    if latents.dtype is torch.uint8:
+        _check_records(latents, rank)
+    elif rank > latents.shape[2]:
+        raise ValueError(
+            f"kv_lora_rank must be at most the width of latents, {latents.shape[2]}, got {rank}; "
+            "values are the first columns of latents"
+        )
+
+
+def _check_records(latents: torch.Tensor, rank: int) -> None:
     if latents.shape[2] != RECORD_BYTES:
         raise ValueError(
             f"latents must be records of {RECORD_BYTES} bytes where they are uint8, got {latents.shape[2]} bytes; "
@@ -435,15 +426,26 @@ def _check_records(latents: torch.Tensor, rank: int, scale: Any) -> None:
         )
     if rank != RECORD_RANK:
         raise ValueError(f"kv_lora_rank must be {RECORD_RANK} for fp8_ds_mla records, got {rank}; that is their rank")
-    if scale is not None:
-        raise ValueError(
-            f"scale must be left out for fp8_ds_mla records, got {describe(scale)}; each record holds its scales"
-        )
     if any(begin % RECORD_ALIGNMENT for begin in (latents.storage_offset(), *latents.stride()[:2])):
         raise ValueError(
             f"latents must be records that begin at multiples of {RECORD_ALIGNMENT} bytes, got strides "
             f"{latents.stride()} from {latents.storage_offset()}; pad them"
         )
+
+
+def _check_latent_scale(scale: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Return the scale as a tensor [1], or raise unless it fits the latents."""
+    if latents.dtype not in LATENT_FP8_DTYPES:
+        stored = "fp8_ds_mla records, which hold theirs" if latents.dtype is torch.uint8 else str(latents.dtype)
+        raise ValueError(f"scale must be left out for latents of {stored}, got {describe(scale)}; it belongs to e4m3")
+    if not isinstance(scale, torch.Tensor):
+        scale = torch.tensor(check_positive("scale", scale, "1.0 is no scale"), device=latents.device)
+    check_tensor("scale", scale, "pass a number")
+    if scale.numel() != 1 or scale.dim() > 1:
+        raise ValueError(f"scale must be a number or hold one element, got {describe(scale)}; scales are per tensor")
+    if scale.dtype is not torch.float32 or scale.device != latents.device:
+        raise ValueError(f"scale must be float32 on {latents.device}, got {describe(scale)}; convert it")
+    return scale.reshape(1)
 
 
 def _check_pages(k: torch.Tensor, v: torch.Tensor, layout: str) -> None:

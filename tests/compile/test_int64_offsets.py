@@ -84,6 +84,14 @@ def test_strides_are_multiplied_as_int64(features, wide, compiled, monkeypatch):
     assert not wrong(compiled)
 
 
+@pytest.mark.parametrize("features", ["bfloat16", "records"])
+def test_strides_of_latents_are_multiplied_as_int64(features, compiled):
+    with compiling(TARGETS["sm80"]):
+        launches.write_latents(features)
+    assert compiled[0][0] == ("write_record_kernel" if features == "records" else "write_latent_kernel")
+    assert not wrong(compiled)
+
+
 @triton.jit
 def narrow_kernel(ptr, stride_row):
     offs = tl.program_id(0) * stride_row

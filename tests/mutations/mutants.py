@@ -3,6 +3,7 @@
 from tests.mutations.server import Mutant
 
 ATTENTION = "kernels/test_attention.py::test_"
+LATENT = "kernels/test_write_latent.py"
 COPY, WRITE, MERGE = "kernels/test_copy.py", "kernels/test_write.py", "kernels/test_merge.py"
 FULL_TILES = ATTENTION + "full_tiles_in_a_loop_without_masks"
 LONG = ATTENTION + "splits_of_long_sequences"
@@ -305,6 +306,37 @@ IN_INTERPRETER = {
         "False",
         "kernels/test_offsets.py::test_the_host_knows_which_offsets_are_wide",
     ),
+    # write_latent.py
+    "rotary columns over the latent": Mutant(
+        "kernels/write_latent.py",
+        "token * stride_k_pe, target + RANK,",
+        "token * stride_k_pe, target,",
+        LATENT + "::test_pages_of_any_size",
+    ),
+    "one scale for all groups of a record": Mutant(
+        "kernels/write_latent.py",
+        "tl.store(scales + page * scales_page + slot * scales_slot + offs_group, scale)",
+        "tl.store(scales + page * scales_page + slot * scales_slot + offs_group, tl.max(scale, 0))",
+        LATENT + "::test_records_are_those_of_vllm",
+    ),
+    "infinity counted in a record's scale": Mutant(
+        "kernels/write_latent.py",
+        'tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)',
+        "tl.abs(x)",
+        LATENT + "::test_records_are_those_of_vllm",
+    ),
+    "rotary columns truncated": Mutant(
+        "kernels/mods.py",
+        "(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16",
+        "bits >> 16",
+        LATENT + "::test_rotary_columns_of_records_are_rounded_half_to_even",
+    ),
+    "rotary columns not copied": Mutant(
+        "kernels/formats.py",
+        "        return [as_bytes(cache.k)]",
+        "        return [as_bytes(cache.v)]",
+        LATENT + "::test_pages_of_latents_are_copied",
+    ),
 }
 
 CPU, SHIM = "test_cpu_path.py", "integrations/test_flash_attn.py::test_"
@@ -347,8 +379,8 @@ OUTSIDE = {
     ),
     "CPU: a sink's value is the last key's": Mutant(
         "kernels/cpu/attention.py",
-        "out = p[..., : kv_pos.shape[0]] @ v",
-        "out = p[..., -kv_pos.shape[0] :] @ v",
+        "p[..., : kv_pos.shape[0]]",
+        "p[..., -kv_pos.shape[0] :]",
         ATTENTION + "features[sinks-1]",
     ),
     "CPU: ALiBi without abs": Mutant(
@@ -408,7 +440,31 @@ OUTSIDE = {
         "int(slot_mapping.max()) > num_slots",
         CPU + "::test_a_slot_past_the_pool_leaves_the_cache_as_it_was",
     ),
+    "CPU: records without a least scale": Mutant(
+        "kernels/cpu/cache_ops.py",
+        ".clamp(min=SMALLEST_NORMAL)",
+        "",
+        LATENT + "::test_records_are_those_of_vllm",
+    ),
+    "CPU: records read with one scale": Mutant(
+        "kernels/cpu/attention.py",
+        "* scales[..., None]",
+        "* scales[..., :1, None]",
+        CPU + "::test_latents",
+    ),
     # nouns and verbs
+    "halves of queries not compared": Mutant(
+        "checks.py",
+        "            pair_fits\n            and num_heads",
+        "            num_heads",
+        "test_api.py::test_queries_to_latents_are_checked_before_anything_is_written",
+    ),
+    "keys taken for latents": Mutant(
+        "cache.py",
+        '"signature": (k.dtype, num_kv_heads, head_dim, head_dim_v, False)',
+        '"signature": (k.dtype, num_kv_heads, head_dim, head_dim_v, num_kv_heads == 1)',
+        "test_api.py::test_queries_to_latents_are_checked_before_anything_is_written",
+    ),
     "devices not compared": Mutant(
         "checks.py",
         "    if not q.device == cache.device == batch.device:",
