@@ -12,11 +12,13 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/k
 # Without a GPU: pinned versions, whose torch is a CPU build. A plain `torch` would download gigabytes of CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
 PYTEST := $(BIN)/python -m pytest
+# Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
+IN_TWO := -n 2 --dist worksteal
 
 .PHONY: help demo test test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
 help:
-	@echo "make demo      continue a few prompts with the embedded model; needs no GPU"
-	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions"
+	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
+	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions; two at once: make -j2 -O test"
 	@echo "make check     run ruff, ruff format and pyright"
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
@@ -56,28 +58,28 @@ test: test-newest test-interpreter test-old-triton test-old-transformers test-vl
 
 test-newest: $(VENV)/.ready
 	@echo "== CPU path, compile suite, commands, engines: newest Triton and Transformers"
-	$(PYTEST) -n 2
+	$(PYTEST) $(IN_TWO)
 
 test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/bench tests/integrations tests/engines tests/test_api.py tests/test_service.py tests/test_recipes.py tests/mutations
+	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels tests/bench/test_naive.py tests/bench/test_measure.py tests/integrations \
+		tests/engines tests/test_api.py tests/test_service.py tests/test_recipes.py tests/mutations
 
 # These few take half of the time. They run on the newest Triton alone.
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once
 test-old-triton: $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
-	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/kernels tests/test_api.py -k "not ($(LONGEST))"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -n 2 tests/compile -k "sm90 or gfx942"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels tests/test_api.py -k "not ($(LONGEST))"
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_TWO) tests/compile -k "sm90 or gfx942"
 
 test-old-transformers: $(OLD_TRANSFORMERS)/.ready
 	@echo "== Transformers 5.17.0"
-	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) -n 2 tests/engines
+	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) $(IN_TWO) tests/engines
 
-test-vllm: $(VENV)/.ready
-	$(MAKE) --jobs 2 --output-sync $(VLLM:%=test-vllm-%)
+test-vllm: $(VLLM:%=test-vllm-%)
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/test_examples.py tests/mutations -k vllm
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/test_examples.py tests/mutations -k vllm
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples

@@ -3,7 +3,7 @@
 There is nothing of Quire to import: vLLM finds the plug-in by its entry point, and `attention_backend` chooses it.
 Without that argument vLLM runs as if Quire were not installed.
 
-    python examples/vllm_offline.py                              # the small model that is embedded in Quire
+    python examples/vllm_offline.py                              # the demo model, in a clone of Quire
     python examples/vllm_offline.py Qwen/Qwen2.5-0.5B-Instruct   # any other, by name or folder
 """
 

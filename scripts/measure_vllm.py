@@ -12,11 +12,16 @@ has its own process:
     python scripts/measure_vllm.py --backends FLASH_ATTN CUSTOM --latency 100 1600  # two backends, one experiment
     python scripts/measure_vllm.py --models qwen2.5-7b qwen2.5-1.5b --load 8 32 128 256 --together --out qwen_h200
     python scripts/measure_vllm.py --tensor-parallel 2 --latency 100 1600           # every backend on two GPUs
+    python scripts/measure_vllm.py --models deepseek-v3-rank --latency 100 1600 12800 --load 8 32 128      # latents
     python scripts/measure_vllm.py --join llama.json qwen.json --out docs/results/vllm_h200
     python scripts/measure_vllm.py --layers 4 --latency 100 --prompt 4096           # a first look: four layers
 
 Needs vLLM and `quire` (CUSTOM is Quire up to vLLM 0.31; from 0.32 on name QUIRE in --backends), and matplotlib for the
 plot. A backend that fails is left out.
+
+The models with latent attention (MLA) are DeepSeek's without experts: every layer has the first layers' dense
+feed-forward part. `deepseek-v3-rank` is what one of eight tensor-parallel GPUs has of DeepSeek-V3: 16 of 128 heads and
+an eighth of the feed-forward part.
 """
 
 import argparse
@@ -47,11 +52,33 @@ QWEN = {
     "rope_theta": 1000000.0,
     "max_position_embeddings": 32768,
 }
-MODELS = {  # hidden size, feed-forward size, layers, query heads, KV heads, vocabulary; every head_dim is 128
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 163840,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+DEEPSEEK_LITE = DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+}
+# hidden size, feed-forward size, layers, query heads, KV heads, vocabulary; every head_dim is 128, but for latents
+MODELS = {
     "llama-3.1-8b": (LLAMA, (4096, 14336, 32, 32, 8, 128256)),
     "qwen2.5-7b": (QWEN, (3584, 18944, 28, 28, 4, 152064)),
     "qwen2.5-1.5b": (QWEN, (1536, 8960, 28, 12, 2, 151936)),
+    "deepseek-v2-lite": (DEEPSEEK_LITE, (2048, 10944, 27, 16, 16, 102400)),
+    "deepseek-v3": (DEEPSEEK, (7168, 18432, 61, 128, 128, 129280)),
+    "deepseek-v3-rank": (DEEPSEEK, (7168, 2304, 61, 16, 16, 129280)),
 }
+BACKENDS = ["FLASH_ATTN", "TRITON_ATTN", "CUSTOM"]
+LATENT_BACKENDS = ["FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "CUSTOM"]
 PROMPT = 500  # tokens of the latency experiment's prompt
 LATENCY = [100, 200, 400, 800, 1600, 3200, 6400, 12800]
 READY, MEASURED = "ready to measure", "measured: "
@@ -77,6 +104,7 @@ class Run:
     kv_cache_dtype: str = "auto"
     tensor_parallel: int = 1
     compiled: bool = True
+    prefill: bool = True  # Quire's, where Quire decodes latents
     together: bool = False  # shares the GPU with the other backends, so it takes only the memory that it needs
 
     @property
@@ -89,7 +117,14 @@ class Run:
         _, (_, _, layers, _, kv_heads, _) = MODELS[self.model]
         most = [max(sum(n + t for n, end in lengths(count) if end > t) for t in range(1024)) for count in self.load]
         num_tokens = int(1.1 * max([self.longest, *most]))
-        return num_tokens * (self.layers or layers) * 2 * kv_heads * 128 * 2 // self.tensor_parallel
+        # Each rank has all latents.
+        width = 512 + 64 if is_latent(self.model) else 2 * kv_heads * 128 // self.tensor_parallel
+        return num_tokens * (self.layers or layers) * width * 2
+
+
+def is_latent(model: str) -> bool:
+    """Whether a model has multi-head latent attention."""
+    return "kv_lora_rank" in MODELS[model][0]
 
 
 def lengths(count: int) -> list[tuple[int, int]]:
@@ -118,6 +153,8 @@ def write_config(folder: str, name: str, layers: int | None) -> None:
     }
     if layers:
         config["num_hidden_layers"] = layers
+    if is_latent(name):
+        config["first_k_dense_replace"] = config["num_hidden_layers"]  # no layer has experts
     Path(folder, "config.json").write_text(json.dumps(config))
 
 
@@ -134,6 +171,7 @@ def start(run: Run) -> Any:
     graphs = sorted({1, 2, 4, 8, *(n for most in run.load for n in range(16, most + 1, 16)), *run.load})
     memory = {"kv_cache_memory_bytes": run.cache_bytes(), "gpu_memory_utilization": 0.05} if run.together else {}
     uncompiled = {} if run.compiled else {"mode": 0, "cudagraph_mode": "FULL"}
+    prefill = prefill_options(run.prefill) if is_latent(run.model) and run.backend in QUIRE else {}
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, run.model, run.layers)
         return LLM(
@@ -150,7 +188,17 @@ def start(run: Run) -> Any:
             tensor_parallel_size=run.tensor_parallel,
             compilation_config={"cudagraph_capture_sizes": graphs, **uncompiled},
             **memory,
+            **prefill,
         )
+
+
+def prefill_options(quires: bool) -> dict[str, Any]:
+    """Return vLLM's options for Quire's prefill of latent attention, or for vLLM's."""
+    from vllm.config import AttentionConfig
+
+    if hasattr(AttentionConfig, "mla_prefill_backend"):  # chosen apart, and vLLM's if it is not
+        return {"attention_config": {"mla_prefill_backend": "CUSTOM"}} if quires else {}
+    return {"additional_config": {"quire_prefill": quires}}
 
 
 def measure(run: Run, llm: Any) -> dict[str, Any]:
@@ -326,7 +374,9 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plot: str | N
             measured = [r for r in group if r.get(name)]
             if not measured:
                 continue
-            backends = " | ".join(r["backend"] for r in measured)
+            backends = " | ".join(
+                r["backend"] + ("" if r.get("prefill", True) else ", vLLM's prefill") for r in measured
+            )
             lines += [f"| {what} | {backends} |", "| --- |" + " --- |" * len(measured)]
             for point, base in measured[0][name].items():
                 cells = [cell(name, r[name].get(point), base, r is measured[0]) for r in measured]
@@ -408,9 +458,9 @@ def label(backend: str) -> str:
 def join(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the results of several invocations as if they were one."""
     by_name: dict[tuple[Any, ...], dict[str, Any]] = {}
-    names = ("model", "layers", "kv_cache_dtype", "tensor_parallel", "compiled", "backend")
+    names = ("model", "layers", "kv_cache_dtype", "tensor_parallel", "compiled", "prefill", "backend")
     for r in results:
-        known = by_name.setdefault(tuple(r[name] for name in names), r)
+        known = by_name.setdefault(tuple(r.get(name, True) for name in names), r)
         for name in EXPERIMENTS:
             if name in r:
                 known[name] = known.get(name, {}) | r[name]
@@ -421,7 +471,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3.1-8b"])
     parser.add_argument("--layers", type=int, help="number of the model's layers to keep")
-    parser.add_argument("--backends", nargs="+", default=["FLASH_ATTN", "TRITON_ATTN", "CUSTOM"])
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        help=f"default {' '.join(BACKENDS)}, and {' '.join(LATENT_BACKENDS)} for models with latent attention",
+    )
     parser.add_argument(
         "--latency",
         nargs="*",
@@ -434,6 +488,9 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each model")
     parser.add_argument(
         "--no-compile", action="store_true", help="no torch.compile: starts faster, but is not what is served"
+    )
+    parser.add_argument(
+        "--vllm-prefill", action="store_true", help="in models with latent attention, Quire leaves prefill to vLLM"
     )
     parser.add_argument(
         "--together",
@@ -467,10 +524,11 @@ def main() -> None:
                 kv_cache_dtype=args.kv_cache_dtype,
                 tensor_parallel=args.tensor_parallel,
                 compiled=not args.no_compile,
+                prefill=not (args.vllm_prefill and backend in QUIRE),
                 together=args.together,
             )
             for model in args.models
-            for backend in args.backends
+            for backend in args.backends or (LATENT_BACKENDS if is_latent(model) else BACKENDS)
         ]
         about, results = provenance(args.commit), measure_all(runs)
         if not results:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import torch
 import triton
 
 import quire
+import quire_command
 from quire.cli import COMMANDS, check, env, main, parse
 from quire.cli.exit_codes import INTERRUPTED, READER_LEFT
 from quire.testing import Verdict
@@ -168,6 +170,29 @@ def test_an_interrupt_of_an_import_leaves_with_130(module, arguments, monkeypatc
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_an_interrupt_while_pytorch_is_imported_leaves_quietly_with_130(tmp_path):
+    (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from quire_command import main; sys.exit(main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "env"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "interrupted\n")
+    assert process.returncode == INTERRUPTED
+
+
+def test_the_command_s_first_module_has_the_exit_code_of_the_others():
+    assert quire_command.INTERRUPTED == INTERRUPTED
+
+
 # env
 
 
@@ -202,25 +227,31 @@ def test_check_passes_here_and_says_so_in_json(capsys):
     assert main(["check", "--json", "--dtype", "float32"]) == 0
     lines = json.loads(capsys.readouterr().out)
     served = check.features(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32)
-    assert len(lines) == len(served) + 2 and len(served) > len(check.FEATURES) / 2
+    assert len(lines) == len(served) + 3 and len(served) > len(check.FEATURES) / 2
     assert {line["feature"] for line in lines} >= {feature.name for feature in served}
     assert all(line["passed"] and line["over_budget"] <= 1 and line["dtype"] == "float32" for line in lines)
 
 
 def test_check_fails_with_1_when_a_result_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(check, "FEATURES", check.FEATURES[:2])
+    monkeypatch.setattr(check, "LATENT_FEATURES", ())
     monkeypatch.setattr(check, "error_budget", lambda problem, result: Verdict(1.5, None, 0.1))
     assert main(["check", "--dtype", "float32"]) == 1
     text = capsys.readouterr().out
-    assert "FAIL" in text and "0 passed, 4 failed" in text
+    assert "FAIL" in text and "0 passed, 5 failed" in text
     assert main(["check", "--json", "--dtype", "float32"]) == 1
-    assert len(json.loads(capsys.readouterr().out)) == 4
+    assert len(json.loads(capsys.readouterr().out)) == 5
     assert main(["check", "--json", "--fail-fast", "--dtype", "float32"]) == 1
     assert len(json.loads(capsys.readouterr().out)) == 1
 
 
 def test_check_sees_a_kernel_that_forgets_to_scale(monkeypatch):
     right = check.attention
+
+    def scaled(q):
+        return tuple(half * 1.01 for half in q) if isinstance(q, tuple) else q * 1.01
+
     monkeypatch.setattr(check, "FEATURES", check.FEATURES[:1])
-    monkeypatch.setattr(check, "attention", lambda q, *args, **kwargs: right(q * 1.01, *args, **kwargs))
+    monkeypatch.setattr(check, "LATENT_FEATURES", ())
+    monkeypatch.setattr(check, "attention", lambda q, *args, **kwargs: right(scaled(q), *args, **kwargs))
     assert main(["check", "--json", "--dtype", "float32"]) == 1

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import quire
 from quire.cli import generate, generate_engine, main
-from quire.cli.exit_codes import INTERRUPTED
+from quire.cli.exit_codes import BAD_ARGUMENTS, INTERRUPTED
 from quire.integrations import transformers as integration
 
 SHORT = ["generate", "--device", "cpu", "--prompt", "import ", "--max-new-tokens", "3"]
@@ -32,6 +32,13 @@ def test_other_tokens_than_eager_attention_s_leave_with_1(monkeypatch, capsys):
     monkeypatch.setattr(generate_engine, "stream", lambda *args: [[t + 1 for t in tokens] for tokens in right(*args)])
     assert main(SHORT) == 1
     assert "different from eager attention: prompt 0 from token 0 on" in capsys.readouterr().out
+
+
+def test_without_the_demo_model_it_says_where_that_is(monkeypatch, tmp_path, capsys):
+    """As after an installation from a wheel, which leaves the demo model out."""
+    monkeypatch.setattr(generate, "DEMO_MODEL", tmp_path / "demo_model")
+    assert main(SHORT) == BAD_ARGUMENTS
+    assert "the demo model is in Quire's repository; name a checkpoint folder" in capsys.readouterr().err
 
 
 def test_sampling_and_no_compare_leave_out_the_second_run(monkeypatch, capsys):

@@ -140,3 +140,19 @@ def test_opcheck():
         torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)
     )
     torch.library.opcheck(torch.ops.quire.merge_states.default, ([p.q, p.q * 2], [torch.zeros(3, 4), torch.ones(3, 4)]))
+
+
+def test_what_a_wrong_argument_raises_under_compile():
+    """PyTorch turns every exception into its own if graph breaks are forbidden, and quotes it."""
+    p, plan, *_ = problem()
+    message = "sinks must be given exactly when the spec has it, got none"
+
+    def without_sinks(q):
+        return quire.attention(q, p.cache, plan)
+
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match=message):
+        torch.compile(without_sinks, backend="eager")(p.q)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(without_sinks, backend="eager", fullgraph=True)(p.q)

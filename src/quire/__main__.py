@@ -1,4 +1,4 @@
-"""`python -m quire` is `quire`."""
+"""`python -m quire` is `quire`, but for an interrupt while PyTorch is imported: Python has no hook before that."""
 
 import sys
 

@@ -21,6 +21,7 @@ from quire.kernels.cpu import launch as cpu
 from quire.kernels.hopper import launch as hopper
 from quire.kernels.launch import Launch, Runner
 from quire.kernels.mla import launch as mla
+from quire.kernels.mla_hopper import launch as mla_hopper
 from quire.kernels.split_kv import launch as portable
 from quire.launch_codec import encode
 from quire.spec import AttentionSpec
@@ -29,7 +30,7 @@ Proposal = Callable[[Request, Options], tuple[Launch, str] | str]
 
 # Kernel families by the name that `plan(kernel=...)` takes, the preferred one first. Each proposes a launch, or says
 # what it does not serve.
-FAMILIES: dict[str, Proposal] = {"mla": mla.propose, "hopper": hopper.propose, "portable": portable.propose}
+FAMILIES: dict[str, Proposal] = {"mla_hopper": mla_hopper.propose, "mla": mla.propose, "hopper": hopper.propose, "portable": portable.propose}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -221,6 +221,7 @@ class Launch:
         max_seq_len: most keys of any.
         num_tokens: query tokens of the batch.
         page_size: tokens per page.
+        packed: whether it is a launch of `quire.varlen_attention`, whose keys are not paged.
         options: further arguments of `quire.plan`, as pairs of name and value.
     """
 
@@ -230,6 +231,7 @@ class Launch:
     max_seq_len: int
     num_tokens: int
     page_size: int = 16
+    packed: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     def compile(self, target: Target) -> tuple[quire.Plan, list[Compiled]]:
@@ -238,6 +240,8 @@ class Launch:
             starts = None if self.max_query_len == 1 else torch.zeros(self.num_seqs + 1, dtype=torch.int32)
             table = torch.zeros(self.num_seqs, cdiv(self.max_seq_len, self.page_size), dtype=torch.int32)
             batch = quire.Batch(table, torch.zeros(self.num_seqs, dtype=torch.int32), starts)
+            if self.packed:
+                batch = quire.Batch.varlen(starts, torch.zeros(self.num_seqs + 1, dtype=torch.int32))
             spec, options = self.spec, dict(self.options)
             plan = quire.plan(
                 spec,
@@ -251,7 +255,11 @@ class Launch:
             sinks = torch.zeros(spec.num_q_heads, dtype=spec.dtype) if spec.sinks else None
             slopes = torch.zeros(spec.num_q_heads) if spec.alibi else None
             cache = quire.PagedKVCache.empty(spec, 4, self.page_size)
-            quire.attention(q, cache, plan, sinks=sinks, alibi_slopes=slopes)
+            if self.packed:
+                k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
+                quire.varlen_attention(q, k, v, plan, sinks=sinks, alibi_slopes=slopes)
+            else:
+                quire.attention(q, cache, plan, sinks=sinks, alibi_slopes=slopes)
         return plan, compiled
 
 

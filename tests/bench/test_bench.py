@@ -6,7 +6,7 @@ import triton
 from rich.console import Console
 
 from quire.bench import html, report, results
-from quire.bench.measure import NoResult
+from quire.bench.measure import NoResult, Peer
 from quire.bench.peers import PEERS
 from quire.cli import bench, bench_measure, main
 from quire.cli.console import progress_bar
@@ -65,6 +65,53 @@ def test_slow_peers_take_part_where_it_is_quick_or_they_are_named(tmp_path, on_a
     assert "some cases only" in rows["decode 1x1024"].reasons[flex]
     assert main([*arguments, "--peers", "Quire,Flex"]) == 0
     assert flex in asked["decode 1x1024"]
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_only_libraries_that_serve_its_keys_take_part_in_a_case(tmp_path, on_a_gpu, make_timing, monkeypatch):
+    asked = {}
+
+    def compare(case, peers, seconds):
+        asked[case.name] = {peer.name for peer in peers}
+        return {peer.name: make_timing(9.0 if peer.name == "FlashMLA" else 10.0) for peer in peers}
+
+    on_a_gpu(compare)
+    monkeypatch.setattr(Peer, "why_absent", lambda peer: None)
+    monkeypatch.setattr(Peer, "version", lambda peer: "1.0")
+    arguments = ["bench", "--set", "mla", "--set", "mla_prefill", "--set", "length", "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    assert asked["MLA 1x1024 h16"] == asked["MLA 1x1024 h16 fp8"]
+    assert asked["MLA 1x1024 h16"] >= {"Quire", "Quire, portable", "FlashMLA", "FlashAttention 3", "vLLM Triton MLA"}
+    assert asked["MLA prefill 2048 h16"] == {"Quire", "FlashAttention 3", "FlashInfer fa2", "FlashInfer fa3"}
+    assert not asked["decode 1x256"] & {"Quire, portable", "FlashMLA"}
+    rows = {row.case: row for row in results.load(tmp_path).rows}
+    assert not rows["MLA 1x1024 h16"].reasons
+    assert report.best_other(rows["MLA 1x1024 h16"]) == ("FlashMLA", 9.0)
+    assert {row.kind for name, row in rows.items() if name.startswith("MLA")} == {"MLA decode", "MLA prefill"}
+    text = (tmp_path / "results.md").read_text()
+    tables = {part.split(", µs")[0]: part for part in text.split("\n## ")}
+    assert "SDPA" in tables["decode"] and "FlashMLA" not in tables["decode"]
+    assert "FlashMLA" in tables["MLA decode"] and "SDPA" not in tables["MLA decode"]
+    assert "| MLA 1x1024 h16 | 1.11 |" in tables["MLA decode"]
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_what_quire_and_its_variants_launch_is_compiled_beforehand(tmp_path, on_a_gpu, make_timing, monkeypatch):
+    on_a_gpu(lambda case, peers, seconds: {peer.name: make_timing(10.0) for peer in peers})
+    compiled = []
+    monkeypatch.setattr(bench_measure, "compile_all", lambda launches, target: compiled.extend(launches) or ())
+    sets = ["--set", "mla", "--set", "decode", "--set", "mla_prefill"]
+    assert main(["bench", *sets, "--peers", "Quire", "--output", str(tmp_path)]) == 0
+    assert len(set(compiled)) == len(compiled)
+    by_layout = {"pages": set(), "latents": set(), "packed": set()}
+    for launch in compiled:
+        layout = "latents" if launch.spec.latent else "pages"
+        by_layout["packed" if launch.packed else layout].add(launch.options)
+    invariant, portable = (("batch_invariant", True),), (("kernel", "mla"),)
+    assert by_layout == {"pages": {(), invariant}, "latents": {(), invariant, portable}, "packed": {()}}
+    compiled.clear()
+    assert main(["bench", *sets, "--peers", "SDPA", "--output", str(tmp_path)]) == 0
+    assert not compiled
 
 
 @pytest.mark.usefixtures("without_plots")

@@ -1,6 +1,7 @@
 """The workloads: names, what they need, and traces."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from quire.bench import cases as workloads
 from quire.bench.cases import MODELS, SETS, Case, cases, cases_from_trace, log_normal, visible_pairs
+from quire.bench.roofline import Ceilings
 
 
 def test_names_are_unique_and_every_set_and_model_is_there():
@@ -45,6 +47,36 @@ def test_bytes_are_keys_values_queries_and_outputs():
     windowed = Case("local", "decode", ((1, 5000),), model="Gemma-3-12B, local")
     assert windowed.nbytes == 2 * (1024 * 8 * 512 + 16 * 512)
     assert Case("fp8", "decode", ((1, 64),), kv_dtype="float8_e4m3fn").nbytes == 64 * 8 * 256 + 2 * 32 * 256
+
+
+def test_a_latent_is_read_once_for_keys_and_values():
+    case = Case("latents", "MLA decode", ((2, 100), (2, 30)), model="MLA, 16 heads", page_size=64)
+    assert case.layout == "latents"
+    assert case.nbytes == 2 * (130 * 576 + 4 * 16 * (576 + 512))
+    pairs = 99 + 100 + 29 + 30
+    assert case.flops == 2 * pairs * 16 * (576 + 512)
+    assert replace(case, kv_dtype="float8_e4m3fn").nbytes == case.nbytes - 130 * 576
+    assert case.spec.softmax_scale == 192**-0.5
+
+
+def test_latents_are_bound_by_memory_up_to_some_93_rows():
+    h200 = Ceilings("H200", 4.6e12, 805e12, "measured")
+    bounds = {case.spec.num_q_heads * case.bounds["max_query_len"]: h200.bound(case) for case in workloads.MLA[:21]}
+    assert bounds == {16: "memory", 32: "memory", 64: "memory", 128: "compute", 256: "compute"}
+
+
+def test_latents_are_decoded_by_16_to_128_heads_in_two_dtypes_and_expanded_for_prompts():
+    names = [case.name for case in cases(["mla"])]
+    assert sum(name.endswith("fp8") for name in names) == 17
+    assert len(names) == 21 + 17
+    assert {"MLA 1x131072 h16", "MLA 64 of 16 to 8192 h128 fp8", "MLA 32x4096 h16, 4 queries"} < set(names)
+    for case in cases(["mla"]):
+        assert (case.layout, case.page_size, case.spec.latent) == ("latents", 64, True)
+    for case in cases(["mla_prefill"]):
+        assert (case.layout, case.page_size) == ("packed", 1)
+        assert (case.spec.head_dim, case.spec.head_dim_v) == (192, 128)
+    chunk = cases(["mla_prefill"], "chunk")[0]
+    assert chunk.lens == ((2048, 14336 + 2048),)
 
 
 def test_lengths_depend_on_the_seed_alone():

@@ -10,7 +10,7 @@ import triton
 import quire
 from quire.bench import measure
 from quire.bench.cases import Case, cases
-from quire.bench.peers import BASELINES, PEERS, Peer
+from quire.bench.peers import BASELINES, PEERS, Peer, quire_calls
 from quire.bench.roofline import DATA_SHEETS, from_data_sheet
 from quire.targets import TARGETS
 
@@ -57,16 +57,50 @@ def test_a_sample_has_both_ends_of_the_first_last_longest_and_widest_sequence():
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
 def test_inputs_of_every_kind_of_case_are_made_and_judged():
     kinds = {
-        (c.dtype, c.kv_dtype, c.spec.sinks, c.spec.sliding_window, c.page_size): c
+        (c.dtype, c.kv_dtype, c.spec.sinks, c.spec.sliding_window, c.page_size, c.layout): c
         for c in sorted(cases(), key=lambda c: -c.spec.num_q_heads)
     }
     assert len(kinds) > 10
     for case in kinds.values():
-        inputs = measure.make_inputs(replace(case, lens=((2, 150),)), "cpu")
-        out = quire.attention(inputs.q, inputs.cache, inputs.plan(inputs.tables[0]), sinks=inputs.sinks)
-        sample = measure.Sample(inputs, inputs.tables[0])
+        inputs = measure.make_inputs(replace(case, lens=((2, 150), (3, 40))), "cpu", max_tables=2)
+        out = inputs.empty_out()
+        quire_calls(inputs, out)(inputs.tables[1])()
+        sample = measure.Sample(inputs, inputs.tables[1])
         assert sample.judge(out).passed, case
         assert not sample.judge(out * 1.2).passed, case
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
+def test_fp8_products_have_the_budget_of_fp8_products():
+    case = Case("fp8", "MLA decode", ((2, 300), (2, 90)), "MLA, 16 heads", 64, kv_dtype="float8_e4m3fn")
+    inputs = measure.make_inputs(case, "cpu", max_tables=2)
+    spec, sample = case.spec, measure.Sample(inputs, inputs.tables[0])
+
+    def result(rounded, keys_per_tile=64):
+        """Attend with queries and probabilities that are `rounded`, tile by tile as a kernel does."""
+        rows = []
+        for seq, (q_len, kv_len) in enumerate(case.lens):
+            keys = inputs.cache.latents[inputs.tables[0][seq].long()].flatten(0, 1)[:kv_len].float()
+            for i in range(q_len):
+                scores = spec.softmax_scale * (rounded(inputs.q[len(rows)]) @ keys[: kv_len - q_len + i + 1].T)
+                largest, total, acc = torch.full((16, 1), -float("inf")), torch.zeros(16, 1), torch.zeros(16, 512)
+                for begin in range(0, scores.shape[1], keys_per_tile):
+                    tile = scores[:, begin : begin + keys_per_tile]
+                    new = torch.maximum(largest, tile.amax(1, keepdim=True))
+                    weights, shrink = torch.exp(tile - new), torch.exp(largest - new)
+                    total = total * shrink + weights.sum(1, keepdim=True)
+                    acc = acc * shrink + rounded(weights) @ keys[begin : begin + tile.shape[1], :512]
+                    largest = new
+                rows.append(acc / total)
+        return torch.stack(rows).to(spec.dtype)
+
+    in_fp8, exact = result(measure.rounded_to_fp8), result(torch.Tensor.float)
+    assert sample.judge(exact).passed
+    assert not sample.judge(in_fp8).passed
+    assert sample.judge(in_fp8, in_fp8=True).passed
+    coarser = result(lambda x: x.to(torch.float8_e5m2).float())
+    assert not sample.judge(2 * in_fp8, in_fp8=True).passed
+    assert sample.judge(coarser, in_fp8=True).out > sample.judge(in_fp8, in_fp8=True).out
 
 
 def test_tables_share_no_page():
@@ -74,6 +108,16 @@ def test_tables_share_no_page():
     pages = [int(p) for table in inputs.tables for row, n in zip(table, (5, 3), strict=True) for p in row[:n]]
     assert len(pages) == len(set(pages)) == inputs.cache.num_pages
     assert inputs.tables[0].shape[1] == 32
+
+
+def test_packed_keys_are_slices_that_share_nothing():
+    case = Case("small", "MLA prefill", ((20, 70), (33, 33)), "MLA, 16 heads, expanded", page_size=1, packed=True)
+    inputs = measure.make_inputs(case, "cpu", max_tables=2)
+    first, second = (inputs.packed(table) for table in inputs.tables)
+    assert [tuple(x.shape) for x in first] == [(103, 16, 192), (103, 16, 128)]
+    for one, other, stored in zip(first, second, (inputs.cache.k, inputs.cache.v), strict=True):
+        assert torch.equal(torch.cat([one, other]), stored[:, 0])
+        assert one.data_ptr() == stored.data_ptr()
 
 
 def test_the_same_inputs_are_made_each_time():
@@ -173,7 +217,7 @@ def test_errors_are_described_in_one_line():
 
 def test_peers_are_reported_absent_with_the_reason():
     present = [peer for peer in PEERS if peer.module == "quire"]
-    assert len(present) == 3
+    assert len(present) == 4
     for peer in present:
         assert peer.why_absent() is None
         assert peer.version() == quire.__version__
@@ -194,7 +238,7 @@ def test_adapters_without_a_gpu_are_right(name, monkeypatch):
     for lens in (((1, 40),) * 2, ((12, 40),), ((20, 20),) * 2):
         inputs = measure.make_inputs(Case("small", "chunk", lens), "cpu", max_tables=2)
         for table in inputs.tables:
-            out = torch.full_like(inputs.q, float("nan"))
+            out = inputs.empty_out()
             result = peer.adapter(inputs, out)(table)()
             judged = out if result is None else result.reshape(out.shape)
             assert measure.Sample(inputs, table).judge(judged).passed, lens
@@ -210,5 +254,5 @@ def test_adapters_refuse_what_their_library_lacks():
         if peer.name in cases_by_peer:
             inputs = measure.make_inputs(cases_by_peer.pop(peer.name), "cpu", max_tables=2)
             with pytest.raises(measure.NotServed):
-                peer.adapter(inputs, torch.empty_like(inputs.q))
+                peer.adapter(inputs, inputs.empty_out())
     assert not cases_by_peer

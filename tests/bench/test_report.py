@@ -195,6 +195,22 @@ def test_libraries_keep_their_colours_in_pictures():
             assert nearest <= 6, (peer, colour, nearest)
 
 
+def test_latents_have_their_own_panels_and_heads(make_report, make_timing, ceilings):
+    made = make_report()
+    made.rows = [make_row(case, ceilings, {"Quire": make_timing(9.0)}) for case in cases(["mla", "mla_prefill"])]
+    figure = plots(made)["length"]
+    titles = {axis.get_title() for axis in figure.axes} - {""}
+    assert titles == {
+        f"MLA decode, 1 sequence (MLA, {heads} heads{dtype})"
+        for heads in (16, 128)
+        for dtype in ("", ", float8_e4m3fn")
+    }
+    text = page(made, {})
+    assert "MLA, 16 heads: 16 query heads over a latent of 576, values of 512" in text
+    assert "MLA, 128 heads, expanded: 128 query heads over 128 of 192, values of 128" in text
+    assert "Llama-3-8B: 32 query heads over 8 of 128<" in text
+
+
 def test_the_naive_kernel_is_no_other_library(ceilings, make_timing):
     timings = {"Quire": make_timing(9.0), NAIVE: make_timing(2.0), "SDPA, not paged": make_timing(1.0)}
     row = make_row(cases(["decode"])[0], ceilings, timings)

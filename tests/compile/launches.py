@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 
 import torch
+import triton
 
 import quire
 from quire.dispatch.request import cdiv
+from quire.targets import TARGETS
 
 BATCHES = {  # sequences, queries and keys of each; query tokens of the batch, if lengths differ
     "decode, short": (1, 1, 128),
@@ -55,11 +57,46 @@ FEATURES = {
     "groups of 5": Features(heads=(40, 8)),
     "MQA": Features(heads=(32, 1)),
 }
+# Untuned targets compile these together: each reaches the compiler as it does alone.
+COMBINED = {
+    "pages of 1, flat, groups of 5": Features(heads=(40, 8), page_size=1, flat_table=True),
+    "pages of 528, MQA": Features(heads=(32, 1), page_size=528),
+    "bidirectional, other value width": Features(FEATURES["bidirectional"].spec | {"head_dim_v": 32}, layout="HND"),
+}
+TOGETHER = {
+    "softcap", "sinks, window",  # in "many, with lse"
+    "bidirectional", "other value width", "pages of 1, flat", "groups of 5", "pages of 528", "MQA",
+    "fp8 products",  # Hopper's; elsewhere the plan is that of "e4m3"
+}  # fmt: skip
+
+TUNED = ("sm90", "gfx942")  # targets with a tree, where default configurations must not spill
+OLDEST = "3.6.0"  # the Triton that nothing on AMD was ever measured with; there each feature is compiled once
+
+
+def selection(target: str, features: str) -> list[tuple[str, int]]:
+    """Return which (batch, head dim) to launch: for `plain` the most, for tuned targets more."""
+    batches, dims = list(BATCHES), HEAD_DIMS
+    turn = [*FEATURES, *COMBINED].index(features)
+    column = list(TARGETS).index(target)
+    if features == "plain":
+        odd = [(batches[i % len(batches)], dim) for i, dim in enumerate(ODD_HEAD_DIMS, start=1)]
+        if target == "gfx942" and triton.__version__ == OLDEST:
+            return [(batch, dims[i % 3]) for i, batch in enumerate(batches)] + odd
+        if target in TUNED:
+            return [(batch, dim) for batch in batches for dim in dims] + odd
+        return [("decode, split", dims[column % 3]), ("prefill", 128), ("prefill", 256), odd[column % len(odd)]]
+    if target == "gfx942" and triton.__version__ == OLDEST:
+        return [(batches[turn % 4], dims[turn % 3])]
+    if target in TUNED:
+        some = [batches[turn % 4], ("prompt", "prefill", "chunk, split")[turn % 3]]
+        return [(batch, dims[(turn + turn // 3 + i) % 3]) for i, batch in enumerate(some)]
+    at = turn + 2 * column  # mostly what compiles quickly
+    return [(("decode", "decode, split", "decode", "decode, split", "prefill")[at % 5], dims[at % 3])]
 
 
 def attend(batch: str, head_dim: int, features: str, batch_invariant: bool = False) -> quire.Plan:
     """Launch attention; return its plan."""
-    wanted = FEATURES[features]
+    wanted = (FEATURES | COMBINED)[features]
     plan = plan_of(batch, make_spec(head_dim, wanted), wanted, batch_invariant)
     quire.attention(**make_inputs(plan, wanted), plan=plan)
     return plan

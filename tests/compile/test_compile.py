@@ -9,43 +9,34 @@ import triton
 
 import quire
 from quire.dispatch.config import KernelConfig
+from quire.dispatch.device import compile_for
 from quire.targets import TARGETS, Launch, compiling
 from quire.tuning.space import hinted
 from tests.compile import launches
+from tests.compile.launches import TUNED
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
 
-TUNED = ("sm90", "gfx942")  # default configurations must not spill here
 # These are served, but not fast. They are no defaults, and even the smallest configuration spills.
 MAY_SPILL = ("vLLM's original", "float32, e4m3")
 # ptxas may spill up to 16 bytes to fit one more program on an SM. It then uses fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
-ON_THE_STACK = {"hopper_kernel": 64}
+ON_THE_STACK = {"hopper_kernel": 64, "mla_hopper_kernel": 96}
+
+CASES = [
+    (target, features)
+    for target in TARGETS
+    for features in (*launches.FEATURES, *launches.COMBINED)
+    if features not in (launches.COMBINED if target in TUNED else launches.TOGETHER)
+]
 
 
-def selection(target: str, features: str) -> list[tuple[str, int]]:
-    """Return which (batch, head dim) to launch: for `plain` the most, for tuned targets more."""
-    batches, dims = list(launches.BATCHES), launches.HEAD_DIMS
-    turn, column = list(launches.FEATURES).index(features), list(TARGETS).index(target)
-    if features == "plain":
-        odd = [(batches[i % len(batches)], dim) for i, dim in enumerate(launches.ODD_HEAD_DIMS, start=1)]
-        if target in TUNED:
-            return [(batch, dim) for batch in batches for dim in dims] + odd
-        return [("decode, split", dims[column % 3]), ("prefill", 128), ("prefill", 256), odd[column % len(odd)]]
-    if target in TUNED:
-        some = [batches[turn % 4], ("prompt", "prefill", "chunk, split")[turn % 3]]
-        return [(batch, dims[(turn + turn // 3 + i) % 3]) for i, batch in enumerate(some)]
-    at = turn + 2 * column  # mostly what compiles quickly
-    return [(("decode", "decode, split", "decode", "decode, split", "prefill")[at % 5], dims[at % 3])]
-
-
-@pytest.mark.parametrize("features", launches.FEATURES)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "features"), CASES)
 def test_attention_compiles_fits_and_does_not_spill(target, features):
     limits, wrong = TARGETS[target], []
-    for batch, head_dim in selection(target, features):
+    for batch, head_dim in launches.selection(target, features):
         with compiling(limits) as compiled:
             launches.attend(batch, head_dim, features)
         for kernel in compiled:
@@ -57,6 +48,18 @@ def test_attention_compiles_fits_and_does_not_spill(target, features):
             if spilled or kernel.shared > limits.shared_memory or kernel.occupancy < 1:
                 wrong.append(found)
     assert not wrong, f"{len(wrong)} launches spill or do not fit {target}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target not in TUNED])
+def test_products_in_fp8_change_nothing_on_targets_without_them(target):
+    """So their kernels are those of "e4m3"."""
+    with compile_for(TARGETS[target].properties, on_compile=None):
+        plans = [
+            launches.plan_of(batch, launches.make_spec(128, launches.FEATURES[features]), launches.FEATURES[features])
+            for batch in launches.BATCHES
+            for features in ("e4m3", "fp8 products")
+        ]
+    assert [p.launch.compile_key() for p in plans[::2]] == [p.launch.compile_key() for p in plans[1::2]]
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -122,3 +125,13 @@ def test_the_suite_sees_a_spill(target, monkeypatch):
     with compiling(TARGETS[target]) as compiled:
         launches.attend("decode", 128, "plain")
     assert compiled[0].spills > 0
+
+
+@pytest.mark.parametrize("num_q_heads", [16, 128])
+def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads):
+    """Its consumers hold half of the outputs each: 128 registers of 232."""
+    launch = Launch(quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1), 8, 1, 4096, 8)
+    plan, compiled = launch.compile(TARGETS["sm90"])
+    assert plan.kernel == "mla_hopper"
+    assert [c.kernel for c in compiled] == ["mla_hopper_kernel", "mla_combine_kernel"]
+    assert all(c.spills <= ON_THE_STACK.get(c.kernel, 0) for c in compiled), compiled

@@ -72,11 +72,11 @@ def wrong(compiled: list) -> list[str]:
 def test_strides_are_multiplied_as_int64(features, wide, compiled, monkeypatch):
     monkeypatch.setattr(quire.PagedKVCache, "has_wide_offsets", wide)
     with compiling(TARGETS["sm80"]):
-        launches.attend("prompt", 64, features)
-        launches.attend("decode, split", 64, features)
+        launches.attend("prompt", 16, features)
+        launches.attend("decode, split", 16, features)
         if not wide:
-            launches.write(64, features)
-            launches.merge(64, features)
+            launches.write(16, features)
+            launches.merge(16, features)
     kernels = {"block_kernel", "split_kv_kernel"} | (
         set() if wide else {"write_kernel", "copy_kernel", "combine_kernel"}
     )

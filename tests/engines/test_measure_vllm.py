@@ -1,6 +1,7 @@
 """The tables and the figure of `scripts/measure_vllm.py`. Measuring itself needs vLLM and a GPU."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def test_a_cache_holds_what_the_requests_need_at_once(script):
     )
 
 
+def test_a_model_with_latents_has_no_experts_and_each_rank_has_all_latents(script, tmp_path):
+    script.write_config(str(tmp_path), "deepseek-v3-rank", layers=4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["first_k_dense_replace"] == config["num_hidden_layers"] == 4
+    assert (config["num_attention_heads"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == (16, 512, 64)
+    for gpus in (1, 2):
+        run = script.Run("deepseek-v3", "CUSTOM", latency=(12800,), tensor_parallel=gpus)
+        assert run.cache_bytes() == int(1.1 * 13316) * 61 * 576 * 2
+
+
 def test_tables_give_the_speed_relative_to_the_first_backend(script):
     parts = [
         result("FLASH_ATTN", latency={"100": 0.5, "1600": 8.0}, load={"32": 2000.0}),
@@ -58,12 +69,14 @@ def test_tables_give_the_speed_relative_to_the_first_backend(script):
         result("CUSTOM", load={"32": 2200.0}),
         result("TRITON_ATTN", latency={"100": 0.5}),
         result("CUSTOM", gpus=2, latency={"100": 0.3}),
+        result("CUSTOM", gpus=2, prefill=False, latency={"100": 0.4}),
     ]
     joined = script.join(parts)
     assert [(r["backend"], r["tensor_parallel"]) for r in joined] == [
         ("FLASH_ATTN", 1),
         ("CUSTOM", 1),
         ("TRITON_ATTN", 1),
+        ("CUSTOM", 2),
         ("CUSTOM", 2),
     ]
     text = script.markdown(ABOUT, joined, "plot.png")
@@ -73,7 +86,8 @@ def test_tables_give_the_speed_relative_to_the_first_backend(script):
         "| 32 | 2,000 | 2,200 (110.0 %) |",
         "## llama-3.1-8b, 32 layers",
         "## llama-3.1-8b, 32 layers, 2 GPUs",
-        "| 100 | 0.300 |",
+        f"| {script.EXPERIMENTS['latency']} | CUSTOM | CUSTOM, vLLM's prefill |",
+        "| 100 | 0.300 | 0.400 (75.0 %) |",
         "![Speed against length and load](plot.png)",
         "A note.",
     ):

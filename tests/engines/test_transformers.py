@@ -36,6 +36,15 @@ SMALL = dict(
     pad_token_id=0,
 )
 HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    first_k_dense_replace=2,  # no layer has experts
+)
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
@@ -48,6 +57,9 @@ MODELS = {
     ),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**HYBRID, "query_pre_attn_scalar": 16}),
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", {**HYBRID, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "deepseek-v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", LATENT),
+    "deepseek-v2-lite": ("DeepseekV2Config", "DeepseekV2ForCausalLM", LATENT | {"q_lora_rank": None}),
+    "deepseek-v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = triton.knobs.runtime.interpret
@@ -149,18 +161,18 @@ def test_continuous_batching_writes_the_tokens_of_eager_attention(name):
     assert (hook.last_plan().kernel == "torch") == (DEVICE == "cpu" and not INTERPRETED)
 
 
-@pytest.mark.parametrize("name", ["llama"] if INTERPRETED else ["llama", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama"] if INTERPRETED else ["llama", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_padded_as_for_cuda_graphs(name, padding_on_cpu):
     model, expected = eager(name, prompts())
     padding = {"max_requests_per_batch": 8, "q_padding_interval_size": 16, "kv_padding_interval_size": 64}
     assert batched(model, prompts(), **padding) == expected
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_decode_by_page_table(padded, pages_on_cpu, monkeypatch, request):
+@pytest.mark.parametrize(("name", "padded"), [("llama", False), ("llama", True), ("deepseek-v3", False)])
+def test_decode_by_page_table(name, padded, pages_on_cpu, monkeypatch, request):
     if padded:
         request.getfixturevalue("padding_on_cpu")
-    model, expected = eager("llama", prompts())
+    model, expected = eager(name, prompts())
     calls = count(monkeypatch, hook, "attend_by_pages")
     assert batched(model, prompts(), max_blocks_per_request=8, max_requests_per_batch=8) == expected
     # two layers, and most steps only decode; a graph calls once
@@ -177,7 +189,14 @@ def test_a_shared_prefix_is_read_where_it_is(monkeypatch):
     assert max(matches) >= (48 if DEVICE == "cpu" else 32)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
+def test_a_cache_as_wide_as_the_rope_columns_is_refused(caplog):
+    model, _ = eager("deepseek-v3", [])
+    model.config.head_dim = 16  # Transformers' own, before `use`
+    assert batched(model, prompts()[:1]) == [[]]  # the engine logs an error, and goes on
+    assert "config.head_dim must be the width of keys in the cache, 48, got 16" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss", "deepseek-v2", "deepseek-v3"])
 def test_plain_generate_serves_unpadded_batches(name):
     inputs = prompts()[3:]
     model, expected = eager(name, inputs)

@@ -398,6 +398,15 @@ SMALL = dict(
     pad_token_id=0,
 )
 HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    first_k_dense_replace=2,  # no layer has experts
+)
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "gemma2": (
@@ -407,6 +416,8 @@ MODELS = {
     ),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4, "n_layer": 2}),
+    "deepseek-v2-lite": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, "q_lora_rank": None}),
+    "deepseek-v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
 }
 NEW_TOKENS = 6 if INTERPRETED else 40
 
@@ -594,43 +605,50 @@ def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, 
     assert lengths.count(4) > (0 if INTERPRETED else 10)  # one token and three drafts
 
 
+def error_in_bfloat16(
+    folder: Path, model: transformers.PreTrainedModel, inputs: list[list[int]], **options
+) -> tuple[float, list[list[int]]]:
+    """Return the largest error of a log probability of prompts and outputs, and the outputs; the model is float32."""
+    sizes = {"max_model_len": 512, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 300}
+    llm = engine(folder, dtype="bfloat16", **sizes | options)
+    logprobs = {"logprobs": 0, "prompt_logprobs": 0}
+    sampling = vllm.SamplingParams(
+        max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, **logprobs
+    )
+    results = llm.generate([{"prompt_token_ids": p} for p in inputs], sampling, use_tqdm=False)
+    worst = 0.0
+    for result in results:
+        tokens = [*result.prompt_token_ids, *result.outputs[0].token_ids]
+        entries = [*result.prompt_logprobs[1:], *result.outputs[0].logprobs]
+        given = [entry[token].logprob for token, entry in zip(tokens[1:], entries, strict=True)]
+        with torch.no_grad():
+            exact = model(torch.tensor([tokens], device=DEVICE)).logits[0, :-1].log_softmax(-1)
+        exact = exact[torch.arange(len(given)), torch.tensor(tokens[1:])]
+        worst = max(worst, (torch.tensor(given, device=DEVICE) - exact).abs().max().item())
+    return worst, [list(r.outputs[0].token_ids) for r in results]
+
+
+def assert_as_close_as(backends: tuple[str, ...], folder: Path, what: str, quires: dict, **options) -> None:
+    """Assert that Quire's largest error is at most twice that of each of vLLM's own backends."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).to(DEVICE)
+    generator = torch.Generator().manual_seed(2)
+    inputs = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (5, 300, 1, 450, 130, 128, 257)]
+    ours, written = error_in_bfloat16(folder, model, inputs, **options, **quires)
+    for backend in backends:
+        own, theirs = error_in_bfloat16(folder, model, inputs, attention_backend=backend, **options)
+        alike = sum(a == b for x, y in zip(written, theirs, strict=True) for a, b in zip(x, y, strict=True))
+        print(
+            f"{what}: largest error of a log probability: {backend} {own:.4f}, Quire {ours:.4f}; "
+            f"equal tokens {alike} of {NEW_TOKENS * len(inputs)}"
+        )
+        assert 0 < ours <= 2 * own
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="compares with vLLM's own backends, which need a GPU")
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_bfloat16_is_as_close_to_float32_as_vllm_s_own_backends(kv_dtype, tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128}
     make_model("llama", tmp_path, sizes, std=0.05, dtype=torch.bfloat16)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
-    ).to(DEVICE)
-    generator = torch.Generator().manual_seed(2)
-    inputs = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (5, 300, 1, 450, 130, 128, 257)]
-
-    def run(backend: str) -> tuple[float, list[list[int]]]:
-        """Return the largest error of a log probability of prompts and outputs, and the outputs."""
-        options = {"max_model_len": 512, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 300}
-        llm = engine(tmp_path, attention_backend=backend, dtype="bfloat16", kv_cache_dtype=kv_dtype, **options)
-        logprobs = {"logprobs": 0, "prompt_logprobs": 0}
-        sampling = vllm.SamplingParams(
-            max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, **logprobs
-        )
-        results = llm.generate([{"prompt_token_ids": p} for p in inputs], sampling, use_tqdm=False)
-        worst = 0.0
-        for result in results:
-            tokens = [*result.prompt_token_ids, *result.outputs[0].token_ids]
-            entries = [*result.prompt_logprobs[1:], *result.outputs[0].logprobs]
-            given = [entry[token].logprob for token, entry in zip(tokens[1:], entries, strict=True)]
-            with torch.no_grad():
-                exact = model(torch.tensor([tokens], device=DEVICE)).logits[0, :-1].log_softmax(-1)
-            exact = exact[torch.arange(len(given)), torch.tensor(tokens[1:])]
-            worst = max(worst, (torch.tensor(given, device=DEVICE) - exact).abs().max().item())
-        return worst, [list(r.outputs[0].token_ids) for r in results]
-
-    quires, written = run(NAME)
-    for backend in ("FLASH_ATTN", "TRITON_ATTN"):
-        own, theirs = run(backend)
-        alike = sum(a == b for x, y in zip(written, theirs, strict=True) for a, b in zip(x, y, strict=True))
-        print(
-            f"{kv_dtype}: largest error of a log probability: {backend} {own:.4f}, Quire {quires:.4f}; "
-            f"equal tokens {alike} of {NEW_TOKENS * len(inputs)}"
-        )
-        assert 0 < quires <= 2 * own
+    assert_as_close_as(("FLASH_ATTN", "TRITON_ATTN"), tmp_path, kv_dtype, {}, kv_cache_dtype=kv_dtype)

@@ -1,5 +1,6 @@
 """The bench on a real GPU: right results are timed, wrong ones are reported."""
 
+import pytest
 import torch
 
 from quire.bench.cases import Case
@@ -34,6 +35,23 @@ def test_right_results_are_timed_and_wrong_ones_reported():
     quire = results["Quire"]
     assert quire.scratch_bytes > 0
     assert quire.plan_micros > 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("latents", "MLA decode", ((1, 300),) * 4, "MLA, 16 heads", 64),
+        Case("drafts", "MLA decode", ((2, 300),) * 4, "MLA, 128 heads", 64),
+        Case("fp8 latents", "MLA decode", ((1, 300),) * 4, "MLA, 16 heads", 64, kv_dtype="float8_e4m3fn"),
+        Case("expanded", "MLA prefill", ((300, 300), (20, 100)), "MLA, 16 heads, expanded", 1, packed=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_latents_and_what_is_expanded_from_them_are_timed(case):
+    ours = [peer for peer in PEERS if peer.name.startswith("Quire") and case.layout in peer.serves]
+    for name, timing in compare(case, ours, seconds=0.05).items():
+        assert isinstance(timing, Timing), (name, timing)
+        assert timing.of_budget <= 1, name
 
 
 def test_ceilings_are_plausible():

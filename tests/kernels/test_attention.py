@@ -17,6 +17,7 @@ from quire.testing import error_budget, make_problem, owned_slots
 
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17))
 HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
+ONE_KV_HEAD = {"num_q_heads": 3, "num_kv_heads": 1, "head_dim": 16}
 FEATURES = {
     "causal": {},
     "bidirectional": {"causal": False},
@@ -90,33 +91,41 @@ def test_the_loop_without_masks_ends_with_the_keys(offset, device):
 
 @splits(1, 2, 7, 128)
 def test_splits_of_long_sequences(num_splits, solve, assert_within_budget):
-    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    """Many splits of one KV head: in the interpreter, time is the number of programs."""
+    spec = quire.AttentionSpec(**(ONE_KV_HEAD if num_splits == 128 else HEADS), dtype=torch.float32)
     assert_within_budget(*solve(spec, ((1, 300), (1, 129), (1, 1), (1, 0)), num_splits))
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("num_splits", [None, 30])
-@pytest.mark.parametrize("lens", [((1, 800),), ((1, 780), (1, 5), (1, 0))])
-def test_many_states_of_single_queries(lens, num_splits, device, assert_within_budget):
+@pytest.mark.parametrize(
+    ("lens", "heads", "num_splits", "times"),
+    [
+        (((1, 800),), ONE_KV_HEAD, None, 1),
+        (((1, 800),), HEADS, 30, 1),
+        (((1, 780), (1, 5), (1, 0)), ONE_KV_HEAD, None, 2),
+        (((1, 780), (1, 5), (1, 0)), HEADS, 30, 1),
+    ],
+)
+def test_many_states_of_single_queries(lens, heads, num_splits, times, device, assert_within_budget):
     """With room for many programs, states are many and merged in two steps."""
-    spec = quire.AttentionSpec(**HEADS, sinks=True, dtype=torch.float32)
+    spec = quire.AttentionSpec(**heads, sinks=True, dtype=torch.float32)
     p = make_problem(spec, lens, device=device, one_query=True)
     config = KernelConfig(
         16, block_n=16, num_warps=4, num_stages=2, full_tile_loop=False, programs_per_sm=64, block_d=16, block_dv=16
     )
     plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, config=config)
     assert plan.launch.is_two_level
-    for _ in range(2):  # the first leaves the counters as they were
+    for _ in range(times):  # the first leaves the counters as they were
         assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("window", [None, 450])
 @pytest.mark.parametrize("num_splits", [2, 40])
-@pytest.mark.parametrize("block_m", [16, 32])
-def test_drafts_on_long_sequences(block_m, num_splits, window, device, assert_within_budget):
+@pytest.mark.parametrize(("block_m", "heads"), [(16, ONE_KV_HEAD), (32, HEADS)])
+def test_drafts_on_long_sequences(block_m, heads, num_splits, window, device, assert_within_budget):
     """Few splits are long enough for a loop without masks, many are merged in two steps."""
-    spec = quire.AttentionSpec(**HEADS, sliding_window=window, dtype=torch.float32)
+    spec = quire.AttentionSpec(**heads, sliding_window=window, dtype=torch.float32)
     p = make_problem(spec, ((5, 800), (0, 30), (4, 700)), device=device)
     config = KernelConfig(
         block_m, block_n=16, num_warps=4, num_stages=2, full_tile_loop=True, programs_per_sm=2, block_d=16, block_dv=16
@@ -129,8 +138,7 @@ def test_drafts_on_long_sequences(block_m, num_splits, window, device, assert_wi
 @pytest.mark.parametrize("window", [None, 350])
 def test_the_loop_without_masks_ends_where_the_first_draft_s_keys_end(window, device, assert_within_budget):
     """The first draft of the sequence of 403 keys lacks one key of a tile that later drafts see whole."""
-    heads = {"num_q_heads": 3, "num_kv_heads": 1, "head_dim": 16}
-    spec = quire.AttentionSpec(**heads, sliding_window=window, dtype=torch.float32)
+    spec = quire.AttentionSpec(**ONE_KV_HEAD, sliding_window=window, dtype=torch.float32)
     p = make_problem(spec, ((5, 402), (5, 403), (5, 404)), device=device)
     plan = quire.plan(spec, p.batch, **p.bounds, num_splits=2, config=full_tile_config())
     assert plan.launch.full_tile_loop and plan.kernel == "split_kv"
@@ -138,7 +146,7 @@ def test_the_loop_without_masks_ends_where_the_first_draft_s_keys_end(window, de
 
 
 def test_more_sequences_than_a_program_looks_at_at_once(solve, assert_within_budget):
-    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    spec = quire.AttentionSpec(**ONE_KV_HEAD, dtype=torch.float32)
     lens = tuple((1, 400 if i in (3, 258, 299) else i % 7) for i in range(300))
     assert_within_budget(*solve(spec, lens, one_query=True))
 

@@ -67,7 +67,7 @@ def test_how_a_prompt_is_split_changes_nothing(features, device, assert_within_b
     problem = make_problem(spec, ((queries, length),), device=device)
     whole = attend(spec, problem, ((queries, length),))
     assert_within_budget(problem, whole)
-    for sizes in ((1,) * queries, (5, 8), (12, 1)):
+    for sizes in ((1, 1, 11), (5, 8), (12, 1)):
         at, parts = length - queries, []
         for size in sizes:
             at += size

@@ -4,9 +4,13 @@ Each case runs in a separate process, since a wrapped offset is a segmentation f
 `tests/compile/test_int64_offsets.py` checks the same in the compiled kernels, without running them.
 """
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -202,22 +206,62 @@ CASES = {
 } | {"combine": (combine_states_far_apart, ()), "write": (write_far_apart, ()), "copy": (copy_far_apart, ())}
 
 
+NEED_TRITON = {case for case in CASES if case == "combine" or case.endswith("split")}  # PyTorch does not split
+
+
+@pytest.fixture(scope="module")
+def run_case() -> Iterator[Callable[[str], tuple[int, str]]]:
+    """Return a function that runs a case in a separate process, and returns its exit status and messages."""
+    command = [sys.executable, __file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+
+        def run_case(case: str) -> tuple[int, str]:
+            assert server.stdin is not None and server.stdout is not None
+            print(case, file=server.stdin, flush=True)
+            status, messages = json.loads(server.stdout.readline())
+            return status, messages
+
+        yield run_case
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="runs the interpreter's kernels, in sparse memory, which a GPU lacks"
 )
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.triton) if c == "combine" else c for c in CASES])
-def test_far_strides_reach_what_they_say(case):
-    done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True)
-    if done.returncode == OUT_OF_MEMORY:
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.triton) if c in NEED_TRITON else c for c in CASES])
+def test_far_strides_reach_what_they_say(case, run_case):
+    status, messages = run_case(case)
+    if status == OUT_OF_MEMORY:
         pytest.skip("this machine gives no process 5 to 10 GB of address space")
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-2000:]}"
+    assert status == 0, f"exit status {status}\n{messages}"
+
+
+def main() -> None:
+    """Run the cases that come in, each in a child. PyTorch is imported once for all of them."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as messages:
+            child = os.fork()
+            if child == 0:
+                os.dup2(messages.fileno(), 2)
+                os._exit(exit_status(line.strip()))
+            _, status = os.waitpid(child, 0)
+            messages.seek(0)
+            print(json.dumps((os.waitstatus_to_exitcode(status), messages.read()[-2000:])), flush=True)
+
+
+def exit_status(case: str) -> int:
+    """Run a case in this process; return 0 if it passed."""
+    function, arguments = CASES[case]
+    try:
+        function(*arguments)
+    except BaseException as error:
+        if "can't allocate memory" in str(error):
+            return OUT_OF_MEMORY
+        traceback.print_exc()
+        sys.stderr.flush()
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    case, arguments = CASES[sys.argv[1]]
-    try:
-        case(*arguments)
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        sys.exit(OUT_OF_MEMORY)
+    main()

@@ -342,6 +342,7 @@ IN_INTERPRETER = {
 CPU, SHIM = "test_cpu_path.py", "integrations/test_flash_attn.py::test_"
 SCHEDULER = "kernels/test_tile_scheduler.py"
 TRANSFORMERS, VLLM = "engines/test_transformers.py::test_", "engines/test_vllm.py::test_"
+VLLM_MLA = "engines/test_vllm_mla.py::test_"
 RELAUNCH = "compile/test_relaunch.py::test_tensors_of_another_kind_go_through_the_binder"
 INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
 
@@ -617,10 +618,16 @@ OUTSIDE = {
         "if held is None:",
         TRANSFORMERS + "layers_share_a_plan_and_steps_do_not",
     ),
+    "Transformers: a value as wide as its slot": Mutant(
+        "integrations/transformers.py",
+        "    v = v[..., :head_dim_v]\n",
+        "",
+        TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention[deepseek-v3]",
+    ),
     "vLLM: a plan of other memory": Mutant(
-        "integrations/vllm/backend.py",
-        "max_seq_len, step.num_reqs, memory",
-        "max_seq_len, step.num_reqs",
+        "integrations/vllm/plans.py",
+        "max_seq_len, seq_lens.shape[0], memory",
+        "max_seq_len, seq_lens.shape[0]",
         VLLM + "plans_are_made_once_for_all_layers_and_kept_over_steps",
     ),
     "vLLM: padding written": Mutant(
@@ -637,8 +644,32 @@ OUTSIDE = {
     ),
     "vLLM: queries counted as one each": Mutant(
         "integrations/vllm/backend.py",
-        "starts = None if one_query_each else step.query_start_loc",
-        "starts = None",
+        "None if one_query_each else step.query_start_loc",
+        "None",
         VLLM + "a_step_in_every_cache_contract",
+    ),
+    "vLLM: drafts on latents counted as one query each": Mutant(
+        "integrations/vllm/mla.py",
+        "None if self.one_query_each else self.query_start_loc",
+        "None",
+        VLLM_MLA + "decodes_attend_to_latents",
+    ),
+    "vLLM: the scale of latents left out": Mutant(
+        "integrations/vllm/mla.py",
+        "scale = k_scale if self.kv_dtype == torch.float8_e4m3fn else None",
+        "scale = None",
+        VLLM_MLA + "latents_of_deepseek_v3_in_fp8_and_in_records",
+    ),
+    "vLLM: latents of padding written": Mutant(
+        "integrations/vllm/mla.py",
+        "slot_mapping.flatten()[: kv_c_normed.shape[0]]",
+        "slot_mapping.flatten()[: kv_c_normed.shape[0]].clamp(min=0)",
+        VLLM_MLA + "the_write_skips_padding",
+    ),
+    "vLLM: the past of a prefill masked": Mutant(
+        "integrations/vllm/prefill.py",
+        "q.dtype, scale, causal),",
+        "q.dtype, scale, True),",
+        VLLM_MLA + "prefill_attends_to_expanded_latents",
     ),
 }

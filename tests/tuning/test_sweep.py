@@ -9,9 +9,10 @@ import torch
 import quire
 from quire.bench.cases import Case
 from quire.cli import main, tune_sweep
+from quire.cli.tune import explain_tree
 from quire.dispatch.config import HINTS, KernelConfig
 from quire.dispatch.tree import fitted_trees, forget_trees
-from quire.dispatch.tree_file import load_tree
+from quire.dispatch.tree_file import check_tree, load_tree
 from quire.targets import TARGETS
 from quire.tuning.configs import (
     HOPPER,
@@ -204,6 +205,50 @@ def test_a_sweep_that_was_stopped_goes_on_and_finds_the_same(tmp_path, gpu):
         assert found.times == whole.times
         assert found.wrong == whole.wrong
         assert found.done == {job.case.name for job in FEW}
+
+
+LATENTS = [job for job in jobs(quick=False) if job.case.spec.latent]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_latents_have_a_space_of_their_own(target):
+    properties = TARGETS[target].properties
+    for job in LATENTS:
+        configs = configs_of(job.case, properties, quick=False)
+        assert configs[0] == default_config(job.case, properties)
+        assert len(configs) > 10
+        assert HOPPER not in configs
+        for config in configs:
+            assert isinstance(config, KernelConfig)
+            assert config.block_m <= max(16, features(job.case, properties)["rows_per_seq"])
+            assert not config.full_tile_loop
+        for config in configs[1:]:
+            assert config.shared_memory(job.case.spec) * config.programs_per_sm <= properties.shared_memory
+        assert set(configs_of(job.case, properties, quick=True)) <= set(configs)
+
+
+def test_latents_are_tuned_apart_from_keys_and_values(tmp_path, gpu):
+    chosen = [*FEW, *LATENTS]
+    records = Records.open(tmp_path / "records.jsonl", header("a made-up device", SM90, True, chosen, FACTS))
+    sweep(chosen, records, SM90, True, gpu)
+    tree = json.loads(as_json(train(chosen, records, SM90)))
+    check_tree(tree)
+    alone = Records.open(tmp_path / "alone.jsonl", HEADER)
+    sweep(FEW, alone, SM90, True, gpu)
+    without = train(FEW, alone, SM90)
+    assert "mla" not in without
+    assert tree["attention"] == without["attention"]
+    assert len(tree["covers"]) > len(without["covers"])
+    for job in LATENTS:
+        found, best = choice(job.case, tree, SM90), min(records.last(job.case.name).values())
+        assert made_up_time(job.case, found) <= 1.1 * best
+        assert choice(job.case, without, SM90) == default_config(job.case, SM90)
+    rows = validate(chosen, records, tree, SM90, gpu, 5)
+    assert {row["case"] for row in rows} == {job.case.name for job in chosen}
+    assert summarize(rows)["held_out"]["mean"] < 1.1
+    text = explain_tree("fitted", tree)
+    assert "configuration of the kernel for latents:" in text
+    assert "configuration of the kernel for latents:" not in explain_tree("fitted", without)
 
 
 def test_a_sweep_that_is_finished_measures_nothing(records, gpu):

@@ -6,7 +6,7 @@ A case holds host numbers only.
 
 import csv
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,20 +16,40 @@ import torch
 
 import quire
 
-Kind = Literal["decode", "drafts", "prefill", "chunk", "mixed"]
+Kind = Literal["decode", "drafts", "prefill", "chunk", "mixed", "MLA decode", "MLA prefill"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Layout = Literal["pages", "latents", "packed"]
 DEFAULT_MODEL = "Llama-3-8B"
 
 
 @dataclass(frozen=True)
 class Model:
-    """The attention of one kind of layer of a model."""
+    """The attention of one kind of layer of a model; the fields are those of `quire.AttentionSpec`."""
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
     sinks: bool = False
+    head_dim_v: int | None = None
+    softmax_scale: float | None = None
+    latent: bool = False
+
+    def __str__(self) -> str:
+        if self.latent:
+            return f"{self.num_q_heads} query heads over a latent of {self.head_dim}, values of {self.head_dim_v}"
+        values = "" if self.head_dim_v is None else f", values of {self.head_dim_v}"
+        return f"{self.num_q_heads} query heads over {self.num_kv_heads} of {self.head_dim}{values}"
+
+
+def latents(num_q_heads: int) -> Model:
+    """Return DeepSeek-V3's attention over latents, with the heads of one tensor-parallel rank."""
+    return Model(num_q_heads, 1, 576, head_dim_v=512, softmax_scale=192**-0.5, latent=True)
+
+
+def expanded(num_heads: int) -> Model:
+    """Return DeepSeek-V3's attention over expanded keys and values, with the heads of one tensor-parallel rank."""
+    return Model(num_heads, num_heads, 192, head_dim_v=128)
 
 
 MODELS = {
@@ -46,6 +66,9 @@ MODELS = {
     "Mistral window": Model(32, 8, 128, sliding_window=1024),
     "MQA": Model(16, 1, 128),
 }
+KV_MODELS = tuple(MODELS)  # whose keys and values are of one width
+MODELS |= {f"MLA, {heads} heads": latents(heads) for heads in (16, 32, 64, 128)}
+MODELS |= {f"MLA, {heads} heads, expanded": expanded(heads) for heads in (16, 128)}
 
 
 class CaseOptions(TypedDict, total=False):
@@ -55,6 +78,7 @@ class CaseOptions(TypedDict, total=False):
     page_size: int
     dtype: str
     kv_dtype: str | None
+    packed: bool
 
 
 class CaseBounds(TypedDict):
@@ -77,6 +101,7 @@ class Case:
         page_size: tokens per page.
         dtype: name of the torch dtype of the queries.
         kv_dtype: name of the torch dtype of the cache; `dtype` when not given.
+        packed: keys and values are not paged but packed, sequence after sequence. The page size is then 1.
     """
 
     name: str
@@ -86,6 +111,7 @@ class Case:
     page_size: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
+    packed: bool = False
 
     @cached_property
     def spec(self) -> quire.AttentionSpec:
@@ -99,7 +125,17 @@ class Case:
             kv_dtype=getattr(torch, self.kv_dtype or self.dtype),
             sliding_window=model.sliding_window,
             sinks=model.sinks,
+            head_dim_v=model.head_dim_v,
+            softmax_scale=model.softmax_scale,
+            latent=model.latent,
         )
+
+    @property
+    def layout(self) -> Layout:
+        """How keys and values are stored: in pages, as latents in pages, or packed."""
+        if self.packed:
+            return "packed"
+        return "latents" if self.spec.latent else "pages"
 
     @cached_property
     def bounds(self) -> CaseBounds:
@@ -140,12 +176,18 @@ class Case:
         """Whether all sequences have the same lengths."""
         return len(set(self.lens)) == 1
 
+    @property
+    def bytes_per_key(self) -> int:
+        """Bytes of a token's keys and values in one layer. A latent is both."""
+        spec = self.spec
+        width = spec.head_dim if spec.latent else spec.head_dim + spec.head_dim_v
+        return spec.num_kv_heads * width * spec.kv_dtype.itemsize
+
     @cached_property
     def nbytes(self) -> int:
         """Bytes that must be moved: every visible key and value once, queries, outputs."""
         spec = self.spec
-        keys = sum(min(s, spec.window[0] + q) for q, s in self.lens)
-        cache = keys * spec.num_kv_heads * (spec.head_dim + spec.head_dim_v) * spec.kv_dtype.itemsize
+        cache = sum(min(s, spec.window[0] + q) for q, s in self.lens) * self.bytes_per_key
         return cache + self.num_tokens * spec.num_q_heads * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
 
     @cached_property
@@ -229,6 +271,29 @@ def suffix_of(model: str) -> str:
     return "" if model == DEFAULT_MODEL else f" {model}"
 
 
+def over_latents(
+    num_heads: int, lengths: Iterable[int], name: str, q_len: int = 1, kv_dtype: str | None = None
+) -> Case:
+    """Make a case of sequences whose latents are attended to, in pages of 64."""
+    queries = f", {q_len} queries" if q_len > 1 else ""
+    name = f"MLA {name} h{num_heads}{queries}{' fp8' if kv_dtype else ''}"
+    lens = tuple((q_len, n) for n in lengths)
+    return Case(name, "MLA decode", lens, f"MLA, {num_heads} heads", page_size=64, kv_dtype=kv_dtype)
+
+
+def latent_cases(num_heads: int, sizes: Iterable[tuple[int, int]], kv_dtype: str | None = None) -> Iterator[Case]:
+    """Make cases of (sequences, length of each), and one of 64 sequences of random lengths."""
+    for num_seqs, length in sizes:
+        yield over_latents(num_heads, [length] * num_seqs, f"{num_seqs}x{length}", kv_dtype=kv_dtype)
+    yield over_latents(num_heads, at_random(64, 16, 8192, 0), "64 of 16 to 8192", kv_dtype=kv_dtype)
+
+
+def over_expanded(num_heads: int, lens: Sequence[tuple[int, int]], name: str) -> Case:
+    """Make a case of (query length, sequence length) pairs over keys that were expanded from latents."""
+    model = f"MLA, {num_heads} heads, expanded"
+    return Case(f"MLA {name} h{num_heads}", "MLA prefill", tuple(lens), model, page_size=1, packed=True)
+
+
 FP8: CaseOptions = {"kv_dtype": "float8_e4m3fn"}
 DECODE = (
     *(decode(1, n) for n in (128, 1024, 4096, 16384, 131072)),
@@ -269,6 +334,25 @@ PREFILL = (
     mixed(8, 8, 15),
     prompts("prefill 8192 fp8", [8192], **FP8),
 )
+FEW_ROWS = (1, 1024), (1, 8192), (1, 131072), (8, 4096), (32, 2048), (32, 8192), (128, 4096)
+MANY_ROWS = *FEW_ROWS[:6], (128, 1024), (128, 4096)
+MLA = (
+    *latent_cases(16, FEW_ROWS),
+    over_latents(32, [4096] * 32, "32x4096"),
+    over_latents(64, [4096] * 32, "32x4096"),
+    *latent_cases(128, MANY_ROWS),
+    over_latents(128, [4096] * 32, "32x4096", q_len=2),
+    over_latents(16, [4096] * 32, "32x4096", q_len=4),
+    *latent_cases(16, FEW_ROWS, "float8_e4m3fn"),
+    *latent_cases(128, MANY_ROWS, "float8_e4m3fn"),
+)
+MLA_PREFILL = (
+    over_expanded(16, [(2048, 2048)], "prefill 2048"),
+    over_expanded(16, [(8192, 8192)], "prefill 8192"),
+    over_expanded(128, [(4096, 4096)], "prefill 4096"),
+    over_expanded(128, [(1024, 1024)] * 8, "prefill 8x1024"),
+    over_expanded(16, [(2048, 16384)], "chunk 2048 on 16384"),
+)
 SETS = {
     "decode": DECODE,
     "prefill": PREFILL,
@@ -281,8 +365,8 @@ SETS = {
     ),
     "batch": tuple(decode(n, 2048) for n in (1, 2, 4, 8, 16, 64, 128, 256)),
     "models": (
-        *(decode(32, 2048, suffix_of(name), model=name) for name in MODELS if name != DEFAULT_MODEL),
-        *(prompts(f"prefill 4096{suffix_of(name)}", [4096], model=name) for name in MODELS if name != DEFAULT_MODEL),
+        *(decode(32, 2048, suffix_of(name), model=name) for name in KV_MODELS if name != DEFAULT_MODEL),
+        *(prompts(f"prefill 4096{suffix_of(name)}", [4096], model=name) for name in KV_MODELS if name != DEFAULT_MODEL),
     ),
     "formats": (
         *(decode(32, 2048, f" pages of {n}", page_size=n) for n in (1, 32, 128, 528)),
@@ -290,6 +374,8 @@ SETS = {
         *(decode(32, 2048, f" {name}", dtype=name) for name in ("float16", "float32")),
         *(decode(32, 2048, f" {name}", kv_dtype=name) for name in ("float8_e5m2", "int8")),
     ),
+    "mla": MLA,
+    "mla_prefill": MLA_PREFILL,
 }
 QUICK = (
     "decode 1x4096",
@@ -309,7 +395,7 @@ QUICK = (
 
 def identity(case: Case) -> tuple[object, ...]:
     """Return what makes two cases the same batch, whatever their names."""
-    return case.lens, case.spec, case.page_size
+    return case.lens, case.spec, case.page_size, case.packed
 
 
 def sets_of(case: Case) -> list[str]:
@@ -345,7 +431,7 @@ def cases_from_trace(path: Path, seed: int = 0, model: str = DEFAULT_MODEL) -> l
     Args:
         path: of the file.
         seed: of the random choice.
-        model: a key of MODELS.
+        model: one of KV_MODELS.
 
     Raises:
         OSError: the file cannot be read.

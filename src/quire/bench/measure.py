@@ -2,6 +2,7 @@
 
 All libraries get the same tensors.
 A library is timed only after a sample of its output has passed the error budget of the float64 oracle.
+A library that multiplies latents in fp8 has the budget of that arithmetic.
 Many calls are captured as one graph, so launch gaps do not count.
 Every call has its own page table, and no two tables share a page, so a warm L2 cache helps no library.
 The graphs of all libraries are replayed round-robin, so clock drift affects all of them alike.
@@ -18,14 +19,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 import quire
-from quire.bench.cases import Case
+from quire.bench.cases import Case, Layout
 from quire.testing import Oracle, Problem, Verdict
 
 MAX_TABLES = 256
@@ -50,7 +51,7 @@ class Timing:
         high: see `low`.
         replays: how many there were.
         error: largest error of the sample against the float64 oracle.
-        of_budget: that error over the error budget.
+        of_budget: that error over the error budget; of a library that multiplies latents in fp8, over `fp8_budget`.
         scratch_bytes: GPU memory that planning and calling allocate.
         host_micros: what an eager call costs the host.
         plan_micros: what planning costs the host, once per step; None where there is no planning.
@@ -88,9 +89,11 @@ class Inputs:
         case: the case.
         q: queries, [num_tokens, num_q_heads, head_dim].
         cache: pages in NHD layout, filled with normal random numbers; scales are 1, of int8 1/40.
-        tables: page tables, each [num_seqs, max_pages_per_seq] int32.
+        tables: page tables, each [num_seqs, max_pages_per_seq] int32. Where keys are packed, the pages of a table are
+            in order, so that a table stands for a slice of the cache.
         seq_lens: [num_seqs] int32.
         cu_seqlens_q: [num_seqs + 1] int32.
+        cu_seqlens_k: the same for keys.
         sinks: [num_q_heads], or None.
     """
 
@@ -100,11 +103,26 @@ class Inputs:
     tables: tuple[torch.Tensor, ...]
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
     sinks: torch.Tensor | None
 
     def batch(self, table: torch.Tensor) -> quire.Batch:
         """Return the sequences, with one of the tables."""
-        return quire.Batch(table, self.seq_lens, None if self.case.bounds["max_query_len"] == 1 else self.cu_seqlens_q)
+        starts = None if self.case.bounds["max_query_len"] == 1 else self.cu_seqlens_q
+        if self.case.packed:
+            return quire.Batch.varlen(starts, self.cu_seqlens_k)
+        return quire.Batch(table, self.seq_lens, starts)
+
+    def packed(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the packed keys and values that a table stands for, [num_keys, num_kv_heads, head_dim] each."""
+        first = int(table[0, 0])
+        end = first + sum(self.case.seq_lens)
+        return self.cache.k[first:end, 0], self.cache.v[first:end, 0]
+
+    def empty_out(self) -> torch.Tensor:
+        """Return a tensor for results, [num_tokens, num_q_heads, head_dim_v], filled with NaN."""
+        spec = self.case.spec
+        return self.q.new_full((self.case.num_tokens, spec.num_q_heads, spec.head_dim_v), math.nan)
 
     def plan(self, table: torch.Tensor, **options: Any) -> quire.Plan:
         """Plan for one of the tables; `options` are those of `quire.plan`, bounds included."""
@@ -115,7 +133,7 @@ class Inputs:
 def make_inputs(
     case: Case, device: torch.device | str = "cuda", max_tables: int = MAX_TABLES, table_len: int = 0
 ) -> Inputs:
-    """Fill a cache with random numbers and assign its pages to sequences at random.
+    """Fill a cache with random numbers and assign its pages to sequences, at random unless keys are packed.
 
     Args:
         case: the batch.
@@ -127,10 +145,13 @@ def make_inputs(
     generator = torch.Generator(device).manual_seed(0)
     pages_per_seq = case.pages_per_seq
     pages_per_table = sum(pages_per_seq)
-    bytes_per_call = pages_per_table * case.page_size * spec.num_kv_heads * 2 * spec.head_dim * spec.kv_dtype.itemsize
+    bytes_per_call = pages_per_table * case.page_size * case.bytes_per_key
     num_tables = min(max_tables, max(2, math.ceil(L2_MULTIPLE * l2_bytes(device) / bytes_per_call)))
     cache = make_cache(case, num_tables * pages_per_table, device, generator)
-    order = torch.randperm(cache.num_pages, device=device, generator=generator).to(torch.int32)
+    if case.packed:
+        order = torch.arange(cache.num_pages, dtype=torch.int32, device=device)
+    else:
+        order = torch.randperm(cache.num_pages, device=device, generator=generator).to(torch.int32)
     width = max(*pages_per_seq, -(-table_len // case.page_size))
     tables = []
     for pages in order.split(pages_per_table):
@@ -138,11 +159,14 @@ def make_inputs(
         for row, owned in zip(table, pages.split(pages_per_seq), strict=True):
             row[: len(owned)] = owned
         tables.append(table)
-    starts = torch.tensor([0, *accumulate(case.query_lens)], dtype=torch.int32, device=device)
+    starts, key_starts = (
+        torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+        for lens in (case.query_lens, case.seq_lens)
+    )
     seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
     q = torch.randn(case.num_tokens, spec.num_q_heads, spec.head_dim, device=device, generator=generator).to(spec.dtype)
     sinks = torch.randn(spec.num_q_heads, device=device, generator=generator).to(spec.dtype) if spec.sinks else None
-    return Inputs(case, q, cache, tuple(tables), seq_lens, starts, sinks)
+    return Inputs(case, q, cache, tuple(tables), seq_lens, starts, key_starts, sinks)
 
 
 def make_cache(case: Case, num_pages: int, device: torch.device, generator: torch.Generator) -> quire.PagedKVCache:
@@ -150,7 +174,7 @@ def make_cache(case: Case, num_pages: int, device: torch.device, generator: torc
     cache = quire.PagedKVCache.empty(case.spec, num_pages, case.page_size, device=device)
     is_int8 = case.spec.kv_dtype is torch.int8
     unit = 40.0 if is_int8 else 1.0
-    for tensor in (cache.k, cache.v):
+    for tensor in (cache.latents,) if cache.is_latent else (cache.k, cache.v):
         for some in tensor.split(max(1, num_pages // 16)):  # a sixteenth at a time, since random numbers are float32
             some.copy_((unit * torch.randn(some.shape, device=device, generator=generator)).clamp(-127, 127))
     return quire.PagedKVCache(cache.k, cache.v, "NHD", 1 / unit, 1 / unit) if is_int8 else cache
@@ -200,10 +224,44 @@ class Sample:
         problem = Problem(case.spec, batch, inputs.cache, q, tuple(query_lens), tuple(seq_lens), inputs.sinks, None)
         self.oracle = Oracle(problem)
 
-    def judge(self, out: torch.Tensor) -> Verdict:
-        """Judge a result: the sample must be within its error budget, and all of the result finite."""
+    def judge(self, out: torch.Tensor, in_fp8: bool = False) -> Verdict:
+        """Judge a result: the sample must be within its error budget, and all of the result finite.
+
+        Args:
+            out: [num_tokens, num_q_heads, head_dim_v].
+            in_fp8: judge by `fp8_budget`.
+        """
         verdict = self.oracle.judge(out[self.rows])
+        if in_fp8:
+            verdict = Verdict(verdict.error / self.fp8_budget, None, verdict.error)
         return verdict if bool(out.isfinite().all()) else Verdict(math.inf, None, math.inf)
+
+    @cached_property
+    def fp8_budget(self) -> float:
+        """The error budget of attention over e4m3 latents whose matrix products are in e4m3.
+
+        Queries, and probabilities of which the largest is 1, are rounded to e4m3. As in `quire.testing`, the budget is
+        twice the error of that arithmetic and of rounding the result.
+        """
+        problem, exact = self.oracle.problem, self.oracle.exact.out
+        spec, cache, batch = problem.spec, problem.cache, problem.batch
+        worst = 0.0
+        for seq, (q_len, kv_len) in enumerate(zip(problem.query_lens, problem.seq_lens, strict=True)):
+            rows = slice(sum(problem.query_lens[:seq]), sum(problem.query_lens[: seq + 1]))
+            keys = cache.latents[batch.page_table[seq].long()].flatten(0, 1)[:kv_len].float()
+            scores = spec.softmax_scale * (rounded_to_fp8(problem.q[rows]) @ keys.T)
+            first = int(batch.query_offsets[seq]) if batch.query_offsets is not None else kv_len - q_len
+            last = torch.arange(first, first + q_len, device=keys.device)[:, None, None]
+            scores = scores.masked_fill(torch.arange(kv_len, device=keys.device) > last, -math.inf)
+            weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+            out = rounded_to_fp8(weights) @ keys[:, : spec.head_dim_v] / weights.sum(-1, keepdim=True)
+            worst = max(worst, (out.double() - exact[rows]).abs().max().item())
+        return 2 * (worst + torch.finfo(spec.dtype).eps * exact.abs().max().item())
+
+
+def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Round to float8_e4m3fn, without a scale; return float32."""
+    return x.to(torch.float8_e4m3fn).float()
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -291,6 +349,8 @@ class Peer:
         plans: there is host work per step, which is timed separately.
         package: the distribution whose version is reported; the first part of `module` when not given.
         slow: it compiles for seconds per case, so it is measured on the cases of --quick only, unless it is named.
+        serves: which layouts of keys and values; it takes no part in cases of others.
+        in_fp8: it multiplies fp8 latents in fp8, queries included, so its results have the budget of that arithmetic.
     """
 
     name: str
@@ -299,6 +359,8 @@ class Peer:
     plans: bool = False
     package: str = ""
     slow: bool = False
+    serves: tuple[Layout, ...] = ("pages",)
+    in_fp8: bool = False
 
     def why_absent(self) -> str | None:
         """Return why it cannot be used here; None if it can."""
@@ -365,7 +427,7 @@ def check_and_capture(peer: Peer, inputs: Inputs, sample: Sample) -> Candidate:
         Exception: whatever the library raises.
     """
     device, table = inputs.q.device, inputs.tables[0]
-    out = torch.full_like(inputs.q, math.nan)
+    out = inputs.empty_out()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -374,7 +436,8 @@ def check_and_capture(peer: Peer, inputs: Inputs, sample: Sample) -> Candidate:
     result = call()
     torch.cuda.synchronize()
     scratch_bytes = torch.cuda.max_memory_allocated(device) - before
-    verdict = sample.judge(out if result is None else result.reshape(out.shape))
+    in_fp8 = peer.in_fp8 and inputs.case.spec.kv_dtype.itemsize == 1
+    verdict = sample.judge(out if result is None else result.reshape(out.shape), in_fp8)
     del result
     if not verdict.passed:
         raise NotServed(f"wrong: error {verdict.error:.2g}, {verdict.out:.1f} times its budget")

@@ -12,11 +12,12 @@ To add a library, write one adapter and add one line to `PEERS`.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 import quire
+from quire.bench.cases import Layout
 from quire.bench.measure import Call, Inputs, NotServed, Peer, Planner
 from quire.bench.naive import naive_attention, owners
 
@@ -54,6 +55,8 @@ def quire_calls(inputs: Inputs, out: torch.Tensor, **options: Any) -> Planner:
         made = inputs.plan(table, workspace=workspace, **options)
         if workspace is None:
             workspace = made.workspace
+        if inputs.case.packed:
+            return partial(quire.varlen_attention, inputs.q, *inputs.packed(table), made, out=out)
         return partial(quire.attention, inputs.q, inputs.cache, made, sinks=inputs.sinks, out=out)
 
     return plan
@@ -87,17 +90,29 @@ def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Pl
     refuse(spec.kv_dtype != spec.dtype, "fp8 caches only with fp8 queries")
     refuse(spec.sinks and version < 3, "does not serve sinks")
     metadata = None
+    query: dict[str, Any] = {"q": inputs.q}
+    if spec.latent:  # the rotary columns are q and k, the latents v; q_v are the queries of the latents
+        q_nope, q_pe = halves(inputs.q, spec)
+        query = {"q": q_pe, "q_v": q_nope}
+
+    def keys_of(table: torch.Tensor) -> dict[str, Any]:
+        if case.packed:
+            k, v = inputs.packed(table)
+            return {"k": k, "v": v, "cu_seqlens_k": inputs.cu_seqlens_k}
+        k = inputs.cache.k[..., spec.head_dim_v :] if spec.latent else inputs.cache.k
+        return {"k": k, "v": inputs.cache.v, "seqused_k": inputs.seq_lens, "block_table": table}
 
     def plan(table: torch.Tensor) -> Call:
         nonlocal metadata
-        if version == 3:
+        if version == 3 and not case.packed:
             metadata = get_scheduler_metadata(
                 batch_size=len(case.lens),
                 max_seqlen_q=bounds["max_query_len"],
                 max_seqlen_k=bounds["max_seq_len"],
                 num_heads_q=spec.num_q_heads,
                 num_heads_kv=spec.num_kv_heads,
-                headdim=spec.head_dim,
+                headdim=query["q"].shape[-1],
+                headdim_v=spec.head_dim_v,
                 cache_seqlens=inputs.seq_lens,
                 qkv_dtype=spec.dtype,
                 cu_seqlens_q=inputs.cu_seqlens_q,
@@ -108,17 +123,14 @@ def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Pl
             )
         return partial(
             flash_attn_varlen_func,
-            inputs.q,
-            inputs.cache.k,
-            inputs.cache.v,
+            **query,
+            **keys_of(table),
             max_seqlen_q=bounds["max_query_len"],
             cu_seqlens_q=inputs.cu_seqlens_q,
             max_seqlen_k=bounds["max_seq_len"],
-            seqused_k=inputs.seq_lens,
             softmax_scale=spec.softmax_scale,
             causal=True,
             window_size=list(window_of(spec)),
-            block_table=table,
             out=out,
             scheduler_metadata=metadata,
             num_splits=0,
@@ -129,10 +141,19 @@ def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Pl
     return plan
 
 
+def halves(q: torch.Tensor, spec: quire.AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the queries of the latents and of their rotary columns."""
+    return q[..., : spec.head_dim_v], q[..., spec.head_dim_v :]
+
+
 def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner:
     import flashinfer  # pyright: ignore[reportMissingImports]
 
     spec, case = inputs.case.spec, inputs.case
+    if case.packed:
+        return flashinfer_ragged_calls(inputs, out, backend)
+    if spec.latent:
+        return flashinfer_mla_calls(inputs, out, backend)
     refuse(spec.sinks, "sinks only through a variant compiled at run time")
     refuse(
         backend == "fa3" and (case.bounds["max_query_len"] == 1 or spec.kv_dtype != spec.dtype),
@@ -164,6 +185,175 @@ def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner
         return partial(wrapper.run, inputs.q, (inputs.cache.k, inputs.cache.v), out=out)
 
     return plan
+
+
+def flashinfer_ragged_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner:
+    import flashinfer  # pyright: ignore[reportMissingImports]
+
+    spec = inputs.case.spec
+    shared = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=inputs.q.device)
+    starts, key_starts = inputs.cu_seqlens_q.cpu(), inputs.cu_seqlens_k.cpu()
+
+    def plan(table: torch.Tensor) -> Call:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(shared, "NHD", backend=backend)
+        wrapper.plan(
+            starts,
+            key_starts,
+            spec.num_q_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            head_dim_vo=spec.head_dim_v,
+            causal=True,
+            sm_scale=spec.softmax_scale,
+            q_data_type=spec.dtype,
+            kv_data_type=spec.kv_dtype,
+        )
+        return partial(wrapper.run, inputs.q, *inputs.packed(table), out=out)
+
+    return plan
+
+
+def flashinfer_mla_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner:
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata  # pyright: ignore[reportMissingImports]
+
+    spec, case = inputs.case.spec, inputs.case
+    is_fp8 = spec.kv_dtype != spec.dtype
+    refuse(is_fp8 and backend != "fa3", "fp8 latents only in its fa3 kernels")
+    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if is_fp8 else {}
+    pages = case.pages_per_seq
+    indptr = torch.tensor([0, *pages]).cumsum(0).to(torch.int32)
+    starts, lens = inputs.cu_seqlens_q.cpu(), inputs.seq_lens.cpu()
+    shared = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=inputs.q.device)
+
+    def plan(table: torch.Tensor) -> Call:
+        indices = torch.cat([row[:n] for row, n in zip(table, pages, strict=True)])
+        wrapper = BatchMLAPagedAttentionWrapper(shared, backend=backend)
+        wrapper.plan(
+            metadata=MLAPlanMetadata.csr(starts, indptr, indices, lens),
+            num_heads=spec.num_q_heads,
+            head_dim_ckv=spec.head_dim_v,
+            head_dim_kpe=spec.head_dim - spec.head_dim_v,
+            page_size=case.page_size,
+            causal=True,
+            sm_scale=spec.softmax_scale,
+            q_data_type=spec.dtype,
+            kv_data_type=spec.kv_dtype,
+        )
+        return partial(wrapper.run, query=inputs.q, kv_cache=inputs.cache.latents, out=out, **scales)
+
+    return plan
+
+
+def flash_mla_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
+    """Call FlashMLA as SGLang ships it; it takes fp8 latents with fp8 queries, which are converted beforehand."""
+    from flash_mla import flash_mla_with_kvcache, get_mla_decoding_metadata  # pyright: ignore[reportMissingImports]
+    from flash_mla.flash_mla_interface import FlashMLASchedMeta  # pyright: ignore[reportMissingImports]
+
+    spec = inputs.case.spec
+    q = uniform_tokens(inputs)
+    is_fp8 = spec.kv_dtype != spec.dtype
+    options: dict[str, Any] = {"is_fp8_kvcache": is_fp8, "use_legacy": True}  # the new kernels are for Blackwell GPUs
+    scales: dict[str, torch.Tensor] = {}
+    if is_fp8:
+        q, one = q.to(spec.kv_dtype), torch.ones(1, device=q.device)
+        scales = {"descale_q": one, "descale_k": one}
+
+    def plan(table: torch.Tensor) -> Call:
+        metadata, num_splits = get_mla_decoding_metadata(
+            inputs.seq_lens, q.shape[1] * spec.num_q_heads, spec.num_kv_heads, **options
+        )
+        schedule = FlashMLASchedMeta(tile_scheduler_metadata=metadata, num_splits=num_splits)
+        call = partial(
+            flash_mla_with_kvcache,
+            q,
+            inputs.cache.k,
+            table,
+            inputs.seq_lens,
+            spec.head_dim_v,
+            schedule,
+            softmax_scale=spec.softmax_scale,
+            causal=True,
+            **options,
+            **scales,
+        )
+        return lambda: call()[0]  # and not the lse
+
+    return plan
+
+
+def vllm_flash_mla_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
+    from vllm.third_party.flashmla.flash_mla_interface import (  # pyright: ignore[reportMissingImports]
+        flash_mla_with_kvcache,
+        get_mla_metadata,
+    )
+
+    spec = inputs.case.spec
+    refuse(spec.kv_dtype != spec.dtype, "fp8 latents only by other functions")
+    q = uniform_tokens(inputs)
+    shaped = out.view(*q.shape[:3], spec.head_dim_v)
+
+    def plan(table: torch.Tensor) -> Call:
+        schedule, _ = get_mla_metadata()
+        call = partial(
+            flash_mla_with_kvcache,
+            q,
+            inputs.cache.k,
+            table,
+            inputs.seq_lens,
+            spec.head_dim_v,
+            schedule,
+            softmax_scale=spec.softmax_scale,
+            causal=True,
+            out=shaped,
+        )
+        call()  # which makes the schedule
+        return lambda: call()[0]
+
+    return plan
+
+
+def uniform_tokens(inputs: Inputs) -> torch.Tensor:
+    """Return the queries, [num_seqs, query_len, num_q_heads, head_dim]; refuse batches of several query lengths."""
+    lens = set(inputs.case.query_lens)
+    refuse(len(lens) > 1, "one query length per batch")
+    return inputs.q.view(-1, *lens, *inputs.q.shape[1:])
+
+
+def vllm_triton_mla_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
+    """Call vLLM's Triton kernel for latents as its newest backend does.
+
+    Queries of one sequence become sequences of their own. Their tables and lengths are made beforehand.
+    """
+    from vllm.v1.attention.ops.triton_decode_attention import (  # pyright: ignore[reportMissingImports]
+        decode_attention_fwd,
+    )
+
+    spec, case, q = inputs.case.spec, inputs.case, inputs.q
+    q_len = uniform_tokens(inputs).shape[1]
+    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    ideal = 1 << (max(1, case.bounds["max_seq_len"] // 512) - 1).bit_length()
+    num_splits = min(ideal, 2 * num_sms)
+    scratch = torch.empty(*q.shape[:2], num_splits, spec.head_dim_v + 1, dtype=torch.float32, device=q.device)
+    lse, one = q.new_empty(q.shape[:2]), torch.ones((), device=q.device)
+    before = torch.arange(1 - q_len, 1, dtype=torch.int32, device=q.device)
+    seq_lens = (inputs.seq_lens[:, None] + before).flatten()
+    return lambda table: partial(
+        decode_attention_fwd,
+        q,
+        inputs.cache.k,
+        inputs.cache.v,
+        out,
+        lse,
+        table.repeat_interleave(q_len, 0),
+        seq_lens,
+        scratch,
+        num_splits,
+        spec.softmax_scale,
+        case.page_size,
+        k_scale=one,
+        v_scale=one,
+        is_mla=True,
+    )
 
 
 def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
@@ -323,10 +513,27 @@ def flex_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
 
 
 NAIVE = "Quire, naive"
+EVERYTHING: tuple[Layout, ...] = get_args(Layout)
+LATENTS: tuple[Layout, ...] = ("latents",)
 PEERS = (
-    Peer("Quire", "quire", quire_calls, plans=True),
-    Peer("Quire, batch-invariant", "quire", partial(quire_calls, batch_invariant=True), plans=True),
-    Peer("FlashAttention 3", "vllm.vllm_flash_attn._vllm_fa3_C", partial(flash_attention_calls, version=3), plans=True),
+    Peer("Quire", "quire", quire_calls, plans=True, serves=EVERYTHING),
+    Peer(
+        "Quire, batch-invariant",
+        "quire",
+        partial(quire_calls, batch_invariant=True),
+        plans=True,
+        serves=("pages", "latents"),
+    ),
+    Peer("Quire, portable", "quire", partial(quire_calls, kernel="mla"), plans=True, serves=LATENTS),
+    Peer("FlashMLA", "flash_mla", flash_mla_calls, plans=True, package="sgl-flash-mla", serves=LATENTS, in_fp8=True),
+    Peer("FlashMLA in vLLM", "vllm.third_party.flashmla.flash_mla_interface", vllm_flash_mla_calls, serves=LATENTS),
+    Peer(
+        "FlashAttention 3",
+        "vllm.vllm_flash_attn._vllm_fa3_C",
+        partial(flash_attention_calls, version=3),
+        plans=True,
+        serves=EVERYTHING,
+    ),
     Peer("FlashAttention 2", "vllm.vllm_flash_attn._vllm_fa2_C", partial(flash_attention_calls, version=2)),
     Peer(
         "FlashInfer fa2",
@@ -334,6 +541,7 @@ PEERS = (
         partial(flashinfer_calls, backend="fa2"),
         plans=True,
         package="flashinfer-python",
+        serves=EVERYTHING,
     ),
     Peer(
         "FlashInfer fa3",
@@ -341,8 +549,10 @@ PEERS = (
         partial(flashinfer_calls, backend="fa3"),
         plans=True,
         package="flashinfer-python",
+        serves=EVERYTHING,
     ),
     Peer("vLLM Triton", "vllm.v1.attention.ops.triton_unified_attention", vllm_triton_calls),
+    Peer("vLLM Triton MLA", "vllm.v1.attention.ops.triton_decode_attention", vllm_triton_mla_calls, serves=LATENTS),
     Peer("cuDNN", "cudnn", cudnn_calls, package="nvidia-cudnn-frontend"),
     Peer("SDPA, not paged", "torch", sdpa_calls),
     Peer("FlexAttention, not paged", "torch", flex_calls, slow=True),

@@ -32,6 +32,10 @@ COLOURS = (
     "#74b816",
     "#845ef7",
     "#868e96",
+    "#6d3200",
+    "#1864ab",
+    "#087f5b",
+    "#f783ac",
 )
 KIND_COLOURS = dict(zip(KINDS, COLOURS, strict=False))
 STYLE: dict[Any, Any] = {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
@@ -151,7 +155,7 @@ def sweeps(rows: Iterable[Row], x: Dimension, fixed: Dimension) -> dict[Sweep, l
     """Return groups of three and more uniform cases that differ in one dimension only, in its order."""
     groups: dict[Sweep, dict[float, Row]] = defaultdict(dict)
     for row in rows:
-        is_swept = row.kind == "decode" or (row.kind == "prefill" and fixed == "num_seqs")
+        is_swept = row.decode_share == 1 or (row.kind == "prefill" and fixed == "num_seqs")
         if is_swept and row.uniform and row.results:
             key = Sweep(row.kind, row.model, row.page_size, row.dtype, row.kv_dtype, getattr(row, fixed))
             groups[key][getattr(row, x)] = row
@@ -180,7 +184,8 @@ def plot_sweep(rows: Sequence[Row], x: Dimension, fixed: Dimension, label: str) 
         held = f"{key.fixed:,.0f} keys each"
         if fixed == "num_seqs":
             held = f"{key.fixed:,.0f} sequence{'s' * (key.fixed != 1)}"
-        axis.set(ylabel="µs", title=f"{key.kind}, {held} ({key.model})")
+        dtype = "" if key.kv_dtype == key.dtype else f", {key.kv_dtype}"
+        axis.set(ylabel="µs", title=f"{key.kind}, {held} ({key.model}{dtype})")
         floors = [row.floor_micros for row in some]
         axis.plot([at(row) for row in some], floors, color="black", ls=":", lw=1.2, label="floor")
         draw_lines(axis, some, at, colours)

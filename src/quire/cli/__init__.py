@@ -18,7 +18,7 @@ COMMANDS = {
     "env": "versions, device, and what a plan chooses and why",
 }
 EXAMPLES = """examples:
-  quire generate                        # the embedded model continues a few prompts
+  quire generate                        # the demo model continues a few prompts
   quire generate --model DIR --prompt 'Once upon a time'
   quire check                           # compare the kernels with the float64 oracle on this machine
   quire bench --quick                   # time Quire and the other libraries installed here; without a GPU, a roofline

@@ -61,7 +61,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     what.add_argument(
         "--model",
-        choices=workloads.MODELS,
+        choices=workloads.KV_MODELS,
         default=workloads.DEFAULT_MODEL,
         metavar="NAME",
         help="the model whose heads the cases of --trace have (default: %(default)s)",

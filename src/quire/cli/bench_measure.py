@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -42,8 +43,7 @@ def measure(
     absent = why_absent(peers, console)
     present = [peer for peer in peers if peer.name not in absent]
     with progress_bar(console) as progress:
-        if any(peer.name == QUIRE for peer in present):
-            compile_kernels(cases, progress)
+        compile_kernels(cases, present, progress)
         ceilings = measure_ceilings()
         report = empty_report(ceilings, peers, absent, seconds, commit)
         task = progress.add_task("measuring", total=len(cases))
@@ -85,24 +85,43 @@ def empty_report(
     )
 
 
-def compile_kernels(cases: Sequence[Case], progress: Progress) -> None:
-    """Fill Triton's cache for the cases, with all cores."""
-    launches = list(dict.fromkeys(map(launch_of, cases)))
+def compile_kernels(cases: Sequence[Case], peers: Sequence[Peer], progress: Progress) -> None:
+    """Fill Triton's cache for what Quire and its variants launch, with all cores."""
+    launches = list(
+        dict.fromkeys(
+            replace(launch_of(case), options=tuple(options.items()))
+            for peer in peers
+            if (options := options_of(peer)) is not None
+            for case in cases
+            if case.layout in peer.serves
+        )
+    )
+    if not launches:
+        return
     task = progress.add_task("compiling", total=len(launches))
     for _ in compile_all(launches, current_target()):
         progress.advance(task)
     progress.remove_task(task)
 
 
+def options_of(peer: Peer) -> dict[str, Any] | None:
+    """Return the options of `quire.plan` that a variant of Quire has; None for other peers."""
+    if peer.adapter is quire_calls:
+        return {}
+    adapter = peer.adapter
+    return adapter.keywords if isinstance(adapter, partial) and adapter.func is quire_calls else None
+
+
 def launch_of(case: Case) -> Launch:
     """Return the launch that Quire's plan for a case leads to."""
-    return Launch(case.spec, len(case.lens), **case.bounds, page_size=case.page_size)
+    return Launch(case.spec, len(case.lens), **case.bounds, page_size=case.page_size, packed=case.packed)
 
 
 def measure_case(case: Case, peers: Sequence[Peer], seconds: float, ceilings: Ceilings) -> Row:
     """Measure a case with the libraries; those that compile for long only where the case is one of --quick."""
-    chosen = [peer for peer in peers if not peer.slow or case.name in workloads.QUICK]
-    left_out = {peer.name: SLOW for peer in peers if peer not in chosen}
+    serving = [peer for peer in peers if case.layout in peer.serves]
+    chosen = [peer for peer in serving if not peer.slow or case.name in workloads.QUICK]
+    left_out = {peer.name: SLOW for peer in serving if peer not in chosen}
     return make_row(case, ceilings, compare(case, chosen, seconds) | left_out)
 
 

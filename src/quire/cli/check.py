@@ -8,16 +8,25 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Unpack
 
 import torch
 
-from quire.api import attention, merge_states, write_kv
+from quire.api import attention, merge_states, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.cli.check_features import FEATURES, HEADS, HOPPER_FEATURES, Feature, PlanOptions
+from quire.cli.check_features import (
+    FEATURES,
+    HEADS,
+    HOPPER_FEATURES,
+    LATENT_FEATURES,
+    LATENT_HOPPER_FEATURES,
+    LATENTS,
+    Feature,
+    PlanOptions,
+)
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.plan import Plan, plan
 from quire.spec import QUERY_DTYPES, AttentionSpec
@@ -63,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         checks = list(checked)
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
-        checks = print_checks(checked, device, sum(len(features(device, dtype)) + 2 for dtype in dtypes))
+        checks = print_checks(checked, device, sum(len(features(device, dtype)) + 3 for dtype in dtypes))
     return 0 if all(check.passed for check in checks) else 1
 
 
@@ -104,6 +113,9 @@ def check_all(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[C
         problem = make_problem(AttentionSpec(**HEADS, dtype=dtype), ((5, 60), (1, 33)), device=device)
         yield as_check("write_kv", dtype, "written, then read", error_budget(problem, write_and_attend(problem)))
         yield as_check("merge_states", dtype, "two halves of the keys", error_budget(problem, merge_halves(problem)))
+        latents = make_problem(AttentionSpec(**HEADS | LATENTS, dtype=dtype), ((5, 60), (1, 33)), device=device)
+        verdict = error_budget(latents, write_latents_and_attend(latents))
+        yield as_check("write_latent", dtype, "written, then read by halves", verdict)
         for feature in features(device, dtype):
             yield check_feature(feature, device, dtype)
 
@@ -135,9 +147,11 @@ def print_checks(checked: Iterable[Check], device: torch.device, total: int) -> 
 
 def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:
     """Return the features that a device serves in a dtype; PyTorch takes no options of a plan."""
-    served = [feature for feature in FEATURES if not (feature.plan and is_served_by_torch(device))]
+    served = [feature for feature in FEATURES + LATENT_FEATURES if not (feature.plan and is_served_by_torch(device))]
+    if device.type != "cuda":
+        served = [feature for feature in served if not feature.captured]
     if device_properties(device).has_wgmma and dtype.itemsize == 2:
-        served += HOPPER_FEATURES
+        served += HOPPER_FEATURES + LATENT_HOPPER_FEATURES
     return served
 
 
@@ -145,10 +159,25 @@ def check_feature(feature: Feature, device: torch.device, dtype: torch.dtype) ->
     """Compare the result of one feature with the oracle."""
     problem = make_problem(feature.spec(dtype), feature.lens, device=device, **feature.problem)
     chosen = plan_for(problem, **feature.plan)
-    state = attention(
-        problem.q, problem.cache, chosen, sinks=problem.sinks, alibi_slopes=problem.alibi_slopes, return_lse=True
-    )
+
+    def attend() -> State:
+        return attention(problem.q, problem.cache, chosen, **problem.tables, return_lse=True)
+
+    state = from_graph(attend, problem.batch.seq_lens) if feature.captured else attend()
     return as_check(f"attention ({chosen.kernel})", dtype, feature.name, error_budget(problem, state))
+
+
+def from_graph(attend: Callable[[], State], seq_lens: torch.Tensor) -> State:
+    """Capture a launch in a CUDA graph while sequences are shorter, and return what a replay at their lengths gives."""
+    lengths = seq_lens.clone()
+    seq_lens //= 2
+    attend()  # which compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state = attend()
+    seq_lens.copy_(lengths)
+    graph.replay()
+    return state
 
 
 def as_check(kernel: str, dtype: torch.dtype, feature: str, verdict: Verdict) -> Check:
@@ -174,10 +203,25 @@ def write_and_attend(problem: Problem) -> torch.Tensor:
     """Write the problem's keys and values into fresh pages with `write_kv`, in reverse order, and attend to these."""
     cache = problem.cache
     fresh = PagedKVCache(torch.full_like(cache.k, float("nan")), torch.full_like(cache.v, float("nan")))
-    slots = [slot for seq, n in enumerate(problem.seq_lens) for slot in slots_of(problem, seq, range(n))]
-    slot_mapping = torch.tensor(slots[::-1], device=cache.device)
+    slot_mapping = all_slots(problem)
     write_kv(cache.k.flatten(0, 1)[slot_mapping], cache.v.flatten(0, 1)[slot_mapping], fresh, slot_mapping)
     return attention(problem.q, fresh, plan_for(problem))
+
+
+def write_latents_and_attend(problem: Problem) -> torch.Tensor:
+    """The same with `write_latent`, and with queries as the pair that engines hold."""
+    spec, latents = problem.spec, problem.cache.latents
+    fresh = PagedKVCache.from_latents(torch.full_like(latents, float("nan")), spec.kv_lora_rank)
+    slot_mapping = all_slots(problem)
+    c_kv, k_pe = latents.flatten(0, 1)[slot_mapping].split([spec.kv_lora_rank, spec.qk_rope_head_dim], -1)
+    write_latent(c_kv, k_pe, fresh, slot_mapping)
+    return attention(problem.halves, fresh, plan_for(problem))
+
+
+def all_slots(problem: Problem) -> torch.Tensor:
+    """Return the slots of all keys of a problem, the last key first."""
+    slots = [slot for seq, n in enumerate(problem.seq_lens) for slot in slots_of(problem, seq, range(n))]
+    return torch.tensor(slots[::-1], device=problem.cache.device)
 
 
 def merge_halves(problem: Problem) -> State:

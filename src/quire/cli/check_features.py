@@ -22,6 +22,8 @@ class SpecOptions(TypedDict, total=False):
     softcap: float
     alibi: bool
     sinks: bool
+    softmax_scale: float
+    latent: bool
 
 
 class PlanOptions(TypedDict, total=False):
@@ -43,6 +45,8 @@ class ProblemOptions(TypedDict, total=False):
 
 
 HEADS: SpecOptions = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32}
+LATENTS: SpecOptions = {"num_kv_heads": 1, "head_dim": 48, "head_dim_v": 32, "softmax_scale": 0.2, "latent": True}
+DEEPSEEK: SpecOptions = LATENTS | {"num_q_heads": 16, "head_dim": 576, "head_dim_v": 512, "softmax_scale": 192**-0.5}
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17), (33, 70))
 
 
@@ -56,6 +60,7 @@ class Feature:
         lens: (query length, sequence length) of each sequence.
         plan: arguments of `quire.plan`.
         problem: arguments of `quire.testing.make_problem`.
+        captured: launch from a CUDA graph that was captured at other lengths.
     """
 
     name: str
@@ -63,6 +68,7 @@ class Feature:
     lens: tuple[tuple[int, int], ...] = MIXED
     plan: PlanOptions = field(default_factory=PlanOptions)
     problem: ProblemOptions = field(default_factory=ProblemOptions)
+    captured: bool = False
 
     def spec(self, dtype: torch.dtype) -> AttentionSpec:
         """Return the spec for queries of a dtype."""
@@ -99,6 +105,28 @@ FEATURES = (
     Feature("fp8 e4m3 cache", {"kv_dtype": torch.float8_e4m3fn}),
     Feature("fp8 e5m2 cache, scales per token", {"kv_dtype": torch.float8_e5m2}, problem={"scales": "token"}),
     Feature("int8 cache, one scale", {"kv_dtype": torch.int8}, problem={"scales": "tensor"}),
+    Feature("captured in a graph", lens=((1, 300), (1, 5), (1, 200)), captured=True),
+)
+DECODING, DRAFTS = ((1, 130), (1, 1), (1, 0), (1, 77)), ((4, 300), (4, 20), (4, 3), (0, 9))
+LONG_DRAFTS = ((4, 300), (4, 20), (0, 9), (4, 64))
+FP8: SpecOptions = {"kv_dtype": torch.float8_e4m3fn}
+LATENT_FEATURES = (
+    Feature("MLA: decode", LATENTS, DECODING, problem={"one_query": True, "page_size": 64}),
+    Feature("MLA: drafted tokens", LATENTS, DRAFTS),
+    Feature("MLA: mixed", LATENTS),
+    Feature("MLA: no rotary columns", LATENTS | {"head_dim": 32}, DRAFTS),
+    Feature("MLA: pages of 1, flat table", LATENTS, DRAFTS, problem={"page_size": 1, "flat_table": True}),
+    Feature("MLA: pages of 7", LATENTS, DRAFTS, problem={"page_size": 7}),
+    Feature("MLA: split keys", LATENTS, ((1, 300), (1, 5), (1, 0)), {"num_splits": 5}),
+    Feature("MLA: batch-invariant", LATENTS, ((1, 700), (1, 5), (1, 0), (3, 300)), {"batch_invariant": True}),
+    Feature("MLA: fp8 latents", LATENTS | FP8, DRAFTS),
+    Feature("MLA: 512 + 64, decode", DEEPSEEK, ((1, 130), (1, 64), (1, 0), (1, 200)), problem={"page_size": 64}),
+    Feature("MLA: 512 + 64, drafted tokens", DEEPSEEK, LONG_DRAFTS, problem={"page_size": 64}),
+    Feature("MLA: 512 + 64, fp8 latents", DEEPSEEK | FP8, LONG_DRAFTS, problem={"page_size": 64}),
+    Feature(
+        "MLA: 512 + 64, fp8_ds_mla", DEEPSEEK | FP8, LONG_DRAFTS, problem={"page_size": 64, "layout": "fp8_ds_mla"}
+    ),
+    Feature("MLA: captured in a graph", DEEPSEEK, LONG_DRAFTS, problem={"page_size": 64}, captured=True),
 )
 
 PROMPTS = ((150, 150), (33, 300), (1, 0), (1, 70), (130, 131))
@@ -119,4 +147,11 @@ HOPPER_FEATURES = (
         HOPPER,
         {"page_size": 24},
     ),
+)
+MLA_HOPPER: PlanOptions = {"kernel": "mla_hopper"}
+FULL_HEADS = DEEPSEEK | {"num_q_heads": 128}
+LATENT_HOPPER_FEATURES = (
+    Feature("MLA on Hopper, 16 heads", DEEPSEEK, ((1, 130), (1, 64), (1, 0), (1, 700)), MLA_HOPPER, {"page_size": 64}),
+    Feature("MLA on Hopper, 128 heads", FULL_HEADS, ((1, 700), (1, 64), (1, 0)), MLA_HOPPER, {"page_size": 64}),
+    Feature("MLA on Hopper, drafted tokens", FULL_HEADS, LONG_DRAFTS, MLA_HOPPER, {"page_size": 64}),
 )

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported when the command runs
     from quire.cli.generate_engine import CausalLM, Sampling
 
 EXAMPLES = """examples:
-  quire generate                        # the embedded model, a few prompts of its kind
+  quire generate                        # the demo model of the repository, a few prompts of its kind
   quire generate --prompt 'def main(' --max-new-tokens 200
   quire generate --model ./Llama-3.2-1B --prompt 'Once upon a time' --prompt 'The capital of France is' --dtype bfloat16
 """
@@ -37,6 +37,7 @@ PROMPTS = (
     "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
     "    def __repr__(self):\n        return ",
 )
+DEMO_MODEL = Path(__file__).parent.parent / "demo_model"  # in a clone; a wheel has none
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 4, 1024  # Transformers takes no smaller pages; larger ones would only waste memory
 SMALL_MODEL = 20_000_000  # parameters, up to which the matrices are too small to be shared among CPU threads
 
@@ -50,7 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", help="checkpoint folder or hub name; the embedded model when not given")
+    parser.add_argument("--model", help="checkpoint folder or hub name; the demo model if left out, in a clone")
     parser.add_argument("--prompt", action="append", help="text to continue; may be repeated")
     parser.add_argument(
         "--max-new-tokens", type=int, default=96, help="tokens to generate per prompt (default: %(default)s)"
@@ -143,14 +144,17 @@ def silence_transformers() -> None:
 
 
 def load(name: str | None, dtype: str, device: str) -> "tuple[CausalLM, PreTrainedTokenizerBase]":
-    """Load a model and its tokenizer; the embedded ones where `name` is None."""
+    """Load a model and its tokenizer; those of the demo model where `name` is None."""
     import transformers
 
     if name == "":
+        raise CommandError("--model must be a checkpoint folder or a hub name, got ''; leave it out for the demo model")
+    if name is None and not DEMO_MODEL.is_dir():
         raise CommandError(
-            "--model must be a checkpoint folder or a hub name, got ''; leave it out for the embedded one"
+            "--model must be given where Quire was installed from a wheel, got nothing: the demo model is in Quire's "
+            "repository; name a checkpoint folder or a hub model"
         )
-    folder = str(resources.files("quire") / "demo_model") if name is None else name
+    folder = str(DEMO_MODEL) if name is None else name
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -192,7 +196,7 @@ def generate(
         implementation = integration.use(model)
     except UnsupportedError as error:
         raise CommandError(str(error)) from None
-    name = args.model or "embedded model"
+    name = args.model or "demo model"
     console.print(
         f"{name} on {model.device} in {args.dtype}, {len(prompts)} prompts, attention {implementation!r}",
         style="dim",

@@ -15,6 +15,7 @@ from quire.cli.arguments import CommandError, check_file, require_packages
 from quire.dispatch.device import device_properties
 from quire.dispatch.tree import fitted_trees
 from quire.dispatch.tree_file import GENERIC, USER_TREES, load_tree, read_tree, user_folder
+from quire.tuning.configs import LATENT_SECTION, SECTION
 from quire.tuning.fit import explain
 
 EXAMPLES = """examples:
@@ -125,4 +126,9 @@ def explain_tree(name: str, tree: dict[str, Any]) -> str:
         kinds = (", ".join(f"{feature} {value}" for feature, value in kind.items()) for kind in tree["covers"])
         lines.append(f"serves {'; '.join(kinds)}; the generic tree serves the others")
     lines += ["", "kernel of prompts, where the Hopper kernel serves:", explain(tree.get("hopper", GENERIC), "  ")]
-    return "\n".join(lines) + f"configuration of the portable kernels:\n{explain(tree['attention'], '  ')}"
+    titles = {
+        SECTION: "configuration of the portable kernels",
+        LATENT_SECTION: "configuration of the kernel for latents",
+    }
+    sections = (f"{title}:\n{explain(tree[name], '  ')}" for name, title in titles.items() if name in tree)
+    return "\n".join(lines) + "\n".join(sections)

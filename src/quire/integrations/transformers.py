@@ -11,6 +11,10 @@ Sliding-window layers keep a ring of the last tokens. Writing first would overwr
 chunk still need. There the past in the ring and the step's own tokens are two states over disjoint keys: attend to
 both, merge, then write.
 
+Models with multi-head latent attention (DeepSeek-V2 and V3) expand their latents before they attend. Their keys are
+wider than their values, and both are wider than `config.head_dim`, which sizes the engine's cache. `use` sets it to the
+width of the keys. A value takes the first columns of its slot.
+
 `transformers serve` from 5.17 to 5.23 accepts only the attention implementations of a fixed list and kernels of the
 hub, so it cannot use Quire. Serve through `model.init_continuous_batching` instead.
 """
@@ -62,7 +66,8 @@ def use(model: transformers.PreTrainedModel) -> str:
     """Install Quire and set it on a loaded model.
 
     Some models (gpt-oss) list the implementations with "flash" in their names that may serve them, and replace any
-    other without an error. Quire serves attention sinks, so its name is added to this model's list.
+    other without an error. Quire serves attention sinks, so its name is added to this model's list. In a model with
+    latent attention `config.head_dim` becomes the width of the keys, which continuous batching needs.
 
     Args:
         model: a decoder-only model that continuous batching runs.
@@ -79,6 +84,9 @@ def use(model: transformers.PreTrainedModel) -> str:
         listed = getattr(module, "_compatible_flash_implementations", None)
         if listed is not None and NAME not in listed:
             module._compatible_flash_implementations = [*listed, NAME]
+    config: Any = model.config.get_text_config(decoder=True)
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_nope_head_dim", None):
+        config.head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     model.set_attn_implementation(name)
     return name
 
@@ -172,7 +180,7 @@ def attention_forward(
             "without `cache_implementation` and with prompts of one length at a time"
         )
     engine = None if cache is None else engine_of(cache)
-    layer = None if engine is None else engine.layer(cache, module.layer_idx)
+    layer = None if engine is None else engine.layer(cache, module.layer_idx, key.shape[-1], value.shape[-1])
     spec = layer_spec(
         num_q_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -347,10 +355,10 @@ class Engine:
     layers: dict[int, Layer] = field(default_factory=dict)
     parts: dict[tuple[type[Part], int, AttentionSpec], tuple[Step, Any]] = field(default_factory=dict)
 
-    def layer(self, cache: Any, index: int) -> Layer:
+    def layer(self, cache: Any, index: int, head_dim: int, head_dim_v: int) -> Layer:
         """Return where layer `index` is."""
         if index not in self.layers:
-            self.layers[index] = find_layer(cache, index)
+            self.layers[index] = find_layer(cache, index, head_dim, head_dim_v)
         return self.layers[index]
 
     def part(self, kind: type[P], spec: AttentionSpec, layer: Layer, step: Step) -> P:
@@ -420,7 +428,7 @@ def new_slots(table: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> to
     return torch.where(seq_lens > 0, page * page_size + last % page_size, -1)
 
 
-def find_layer(cache: Any, index: int) -> Layer:
+def find_layer(cache: Any, index: int, head_dim: int, head_dim_v: int) -> Layer:
     """Read from the engine's cache where a layer is. No public accessor serves sliding-window layers too."""
     if hasattr(cache, "layer_to_allocator"):  # from 5.18
         allocator = cache.layer_to_allocator[index]
@@ -433,6 +441,12 @@ def find_layer(cache: Any, index: int) -> Layer:
         window, page_size = cache.sliding_windows[index], cache.block_size
         window = None if window == 1 else window
         k, v = cache.key_cache[position], cache.value_cache[position]
+    if k.shape[-1] != head_dim or v.shape[-1] < head_dim_v:
+        raise UnsupportedError(
+            f"config.head_dim must be the width of keys in the cache, {head_dim}, got {k.shape[-1]}; "
+            "call quire.integrations.transformers.use(model)"
+        )
+    v = v[..., :head_dim_v]
     pages = PagedKVCache(k.unflatten(0, (-1, page_size)), v.unflatten(0, (-1, page_size)))
     return Layer(group, window, pages, PagedKVCache(k[:, None], v[:, None]))
 

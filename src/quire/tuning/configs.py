@@ -9,13 +9,14 @@ from quire.dispatch.config import HINTS, KernelConfig, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request
 from quire.dispatch.tree import decision, features_of, hopper_config, padded, rounded
-from quire.dispatch.tree_file import load_tree
+from quire.dispatch.tree_file import GENERIC, load_tree
 from quire.kernels.launch import Launch
 from quire.plan import decide
 from quire.targets import Launch as LaunchToCompile
 from quire.tuning.space import legal_configs
 
 HOPPER = "hopper"  # stands for the Hopper kernel, which has one configuration per spec
+SECTION, LATENT_SECTION = "attention", "mla"  # of a tree
 Config = KernelConfig | str
 
 
@@ -24,9 +25,20 @@ def features(case: Case, properties: DeviceProperties) -> dict[str, float]:
     return features_of(case.spec, properties, *rounded(case.spec, properties, **case.bounds))
 
 
+def section_of(case: Case) -> str:
+    """Return which section of a tree chooses the configuration of a case."""
+    return LATENT_SECTION if case.spec.latent else SECTION
+
+
 def default_config(case: Case, properties: DeviceProperties) -> KernelConfig:
     """Return what the generic tree chooses."""
-    leaf = decision(load_tree("generic")["attention"], features(case, properties), "attention")
+    return chosen_config(load_tree(GENERIC), case, properties)
+
+
+def chosen_config(tree: dict[str, Any], case: Case, properties: DeviceProperties) -> KernelConfig:
+    """Return the configuration that a tree chooses for a case; the generic tree's if it has none for such cases."""
+    section = section_of(case)
+    leaf = decision(tree.get(section, GENERIC), features(case, properties), section)
     return config_of(leaf, case, properties)
 
 

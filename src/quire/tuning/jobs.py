@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import product
 
-from quire.bench.cases import Case, decode, decoding, log_normal, prompts, share
+from quire.bench.cases import Case, decode, decoding, log_normal, over_latents, prompts, share
 
 QUICK_MODELS = ("Llama-3-8B", "Llama-3.2-1B", "Gemma-3-12B", "Qwen2.5-7B")
 FEW_HEADS = ("MQA", "Qwen2.5-1.5B")  # one and two KV heads
@@ -25,6 +25,13 @@ FP8_CONTEXTS = tuple(product((1, 16, 128), (1024, 4096)))
 # (sequences, queries of each, keys of each)
 QUICK_DRAFTS = (8, 4, 2048), (16, 8, 2048), (1, 8, 8192), (6, 5, 1200), (24, 3, 3000)
 ALL_DRAFTS = (1, 4, 4096), (1, 8, 8192), (8, 4, 2048), (16, 8, 2048), (6, 5, 1200), (24, 3, 3000)
+# MLA: heads, and those of no case that trees are fitted to; (sequences, keys of each); (sequences, queries, keys)
+LATENT_HEADS, HELD_OUT_LATENT_HEADS = (16, 128), (16, 64)
+QUICK_LATENT_CONTEXTS = (1, 8192), (32, 2048), (128, 1024)
+ALL_LATENT_CONTEXTS = *QUICK_LATENT_CONTEXTS, (1, 1024), (1, 65536), (8, 4096), (32, 8192)
+HELD_OUT_LATENT_CONTEXTS = (1, 5500), (48, 1500)
+QUICK_LATENT_DRAFTS = ((8, 4, 2048),)
+ALL_LATENT_DRAFTS = *QUICK_LATENT_DRAFTS, (32, 2, 4096)
 # tokens of each prompt of a batch
 QUICK_PROMPTS = [64], [128], [512], [1024], [4096]
 ALL_PROMPTS = [64], [128], [300], [512], [1024], [4096], log_normal(8, 512, 6)
@@ -64,7 +71,17 @@ def jobs(quick: bool) -> list[Job]:
     else:
         found += [decode(n, length, " fp8", kv_dtype="float8_e4m3fn") for n, length in FP8_CONTEXTS]
         found += [prompts(f"prefill {n} fp8", [n], kv_dtype="float8_e4m3fn") for n in (256, 2048)]
+    for heads in LATENT_HEADS:
+        contexts = QUICK_LATENT_CONTEXTS if quick else ALL_LATENT_CONTEXTS
+        found += [over_latents(heads, [length] * n, f"{n}x{length}") for n, length in contexts]
+        drafted = QUICK_LATENT_DRAFTS if quick else ALL_LATENT_DRAFTS
+        found += [over_latents(heads, [length] * n, f"{n}x{length}", q) for n, q, length in drafted]
+        if not quick:
+            found.append(over_latents(heads, log_normal(32, 1024, 5), "32 log-normal 1024"))
+            found += [over_latents(heads, [s] * n, f"{n}x{s}", kv_dtype="float8_e4m3fn") for n, s in FP8_CONTEXTS]
     held_out: list[Case] = []
+    for heads in HELD_OUT_LATENT_HEADS:
+        held_out += [over_latents(heads, [length] * n, f"{n}x{length}") for n, length in HELD_OUT_LATENT_CONTEXTS]
     for model in HELD_OUT_MODELS:
         held_out += [decode(n, length, f" {model}", model=model) for n, length in HELD_OUT_CONTEXTS]
         held_out.append(prompts(f"prefill 700 {model}", [700], model=model))

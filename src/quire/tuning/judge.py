@@ -12,6 +12,7 @@ from quire.kernels.hopper.launch import HopperLaunch
 from quire.tuning.configs import (
     HOPPER,
     Config,
+    chosen_config,
     config_of,
     features,
     key_of,
@@ -82,9 +83,8 @@ def choice(case: Case, tree: dict[str, Any], properties: DeviceProperties) -> Co
     planned = launch_of(case, properties)
     if isinstance(planned, HopperLaunch) and planned.num_splits > 1:  # no tree is asked
         return HOPPER
-    seen = features(case, properties)
-    config = config_of(decision(tree["attention"], seen, "attention"), case, properties)
-    if not serves_hopper(case, properties) or not decision(tree["hopper"], seen, "hopper"):
+    config = chosen_config(tree, case, properties)
+    if not serves_hopper(case, properties) or not decision(tree["hopper"], features(case, properties), "hopper"):
         return config
     return HOPPER if launch_of(case, properties, config).name == "block" else config
 

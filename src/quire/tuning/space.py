@@ -27,7 +27,7 @@ def legal_configs(
 
     A block has no more rows than a sequence. The tiles in flight fit the shared memory, for all programs that an SM is
     expected to hold at once. A thread's accumulators and scores fit its registers; whether the compiler spills is known
-    only after compilation.
+    only after compilation. Latents of a sequence are always split between programs.
 
     Args:
         spec: what is computed.
@@ -36,8 +36,9 @@ def legal_configs(
         quick: go through the usual winners only, and leave AMD's hints to the compiler.
     """
     block_d, block_dv = padded(spec.head_dim), padded(spec.head_dim_v)
-    splits_keys = rows_per_seq <= MAX_SPLIT_ROWS
-    block_ns, warps, stages, programs = ranges(properties, rows_per_seq, quick)
+    splits_keys = spec.latent or rows_per_seq <= MAX_SPLIT_ROWS
+    wide_rows = 32 if spec.latent else 128  # of blocks for which eight warps usually win
+    block_ns, warps, stages, programs = ranges(properties, rows_per_seq, splits_keys, quick)
     for block_m, block_n, num_warps, num_stages, full_tile_loop, programs_per_sm in product(
         BLOCK_M, block_ns, warps, stages, (False, True), programs
     ):
@@ -54,16 +55,17 @@ def legal_configs(
             continue
         if not quick:
             yield from hinted(config, properties)
-        elif (num_warps == 8) == (block_m == 128) and (
+        elif (num_warps == 8) == (block_m >= wide_rows) and (
             # Prompts: a loop without masks with as many stages as fit, and one loop with masks with fewer.
             splits_keys or full_tile_loop == (num_stages == max_stages(config, spec, properties))
         ):
             yield config
 
 
-def ranges(properties: DeviceProperties, rows_per_seq: int, quick: bool) -> tuple[tuple[int, ...], ...]:
+def ranges(
+    properties: DeviceProperties, rows_per_seq: int, splits_keys: bool, quick: bool
+) -> tuple[tuple[int, ...], ...]:
     """Return the values of block_n, num_warps, num_stages and programs_per_sm that are tried."""
-    splits_keys = rows_per_seq <= MAX_SPLIT_ROWS
     if quick:
         programs = PROGRAMS_PER_SM[:3] if splits_keys else PROGRAMS_PER_SM[:1]
         return BLOCK_N[1:4], NUM_WARPS[1:], NUM_STAGES[1:3], programs

@@ -49,7 +49,7 @@ class GpuSession:
 
     def check(self, config: Config) -> str | None:
         """Hold a sample of the result against the oracle, and capture the launches; return what is wrong, or None."""
-        out = torch.full_like(self.inputs.q, float("nan"))
+        out = self.inputs.empty_out()
         try:
             plan = quire_calls(self.inputs, out, **options_of(config))
             calls = [plan(table) for table in self.inputs.tables]

@@ -7,7 +7,7 @@ from typing import Any
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.tree import walk
 from quire.dispatch.tree_file import GENERIC, load_tree
-from quire.tuning.configs import HOPPER, default_config, features, key_of
+from quire.tuning.configs import HOPPER, LATENT_SECTION, SECTION, default_config, features, key_of, section_of
 from quire.tuning.fit import Measured, Tree, covers_of, fit_tree, limit_to_measured, regrets, replace_leaves
 from quire.tuning.jobs import Job
 from quire.tuning.records import Records
@@ -15,6 +15,7 @@ from quire.tuning.records import Records
 PORTABLE = "portable"
 KERNEL_LEVELS = 3  # of the tree that chooses between the Hopper kernel and the portable ones
 FALLBACK_WEIGHT = 0.1  # of a case where the portable configuration only serves as the Hopper kernel's fallback
+TREES = SECTION, LATENT_SECTION, "hopper"
 FACTS = "device", "torch", "triton", "commit", "date", "quick"  # of the header, which a tree keeps
 
 
@@ -26,20 +27,26 @@ def train(chosen: Sequence[Job], records: Records, properties: DeviceProperties)
     """
     measured = [job for job in chosen if records.last(job.case.name).keys() - {HOPPER}]
     fitted_to = [job for job in measured if not job.held_out]
-    kernel_cases = kernel_rows(fitted_to, records, properties)
+    of_latents = [job for job in fitted_to if section_of(job.case) == LATENT_SECTION]
+    of_keys = [job for job in fitted_to if section_of(job.case) == SECTION]
+    kernel_cases = kernel_rows(of_keys, records, properties)
     kernels: Tree = fit_tree(kernel_cases, KERNEL_LEVELS) if kernel_cases else GENERIC
-    config_cases = config_rows(fitted_to, records, properties, kernels)
+    config_cases = config_rows(of_keys, records, properties, kernels)
     configs = limit_to_measured(fit_tree(config_cases), config_cases)
     if kernel_cases:  # again, against the configurations that were chosen and not against the best ones
-        kernel_cases = kernel_rows(fitted_to, records, properties, configs)
+        kernel_cases = kernel_rows(of_keys, records, properties, configs)
         kernels = limit_to_measured(fit_tree(kernel_cases, KERNEL_LEVELS), kernel_cases, KERNEL_LEVELS)
     facts = {key: records.header[key] for key in FACTS if key in records.header}
     facts |= {"cases": len(fitted_to), "held_out": len(measured) - len(fitted_to)}
+    latent_cases = config_rows(of_latents, records, properties)
+    sections = {SECTION: configs}
+    if latent_cases:
+        sections[LATENT_SECTION] = limit_to_measured(fit_tree(latent_cases), latent_cases)
     return {
         "fitted_on": facts | {"configs_alone": regrets(config_cases, configs)},
         "properties": records.header["properties"],
-        "covers": covers_of(config_cases),
-        "attention": replace_leaves(configs, records.leaves | {GENERIC: GENERIC}),
+        "covers": covers_of([*config_cases, *latent_cases]),
+        **{name: replace_leaves(tree, records.leaves | {GENERIC: GENERIC}) for name, tree in sections.items()},
         "hopper": replace_leaves(kernels, {HOPPER: True, PORTABLE: False, GENERIC: GENERIC}),
     }
 
@@ -101,8 +108,5 @@ def as_json(tree: dict[str, Any]) -> str:
         inner = indent + "  "
         return f"[{json.dumps(part[0])}, {part[1]},\n{inner}{node(part[2], inner)},\n{inner}{node(part[3], inner)}]"
 
-    lines = [
-        f'  "{name}": {node(part, "  ") if name in ("attention", "hopper") else json.dumps(part)}'
-        for name, part in tree.items()
-    ]
+    lines = [f'  "{name}": {node(part, "  ") if name in TREES else json.dumps(part)}' for name, part in tree.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -75,6 +75,13 @@ def __getattr__(name: str):
             return selected_backend.get_path()
 
         @classmethod
+        def get_mla_prefill_backend_cls(cls, config):
+            from vllm.config import get_current_vllm_config
+
+            chosen = get_current_vllm_config().attention_config.mla_prefill_backend
+            return super().get_mla_prefill_backend_cls(config) if chosen is None else chosen.get_class()
+
+        @classmethod
         def import_kernels(cls) -> None:
             if cls.library is None:
                 cls.library = torch.library.Library("_C", "FRAGMENT")
@@ -85,7 +92,14 @@ def __getattr__(name: str):
         @classmethod
         def check_and_update_config(cls, vllm_config) -> None:
             executor = vllm_config.parallel_config.distributed_executor_backend
+            scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+            page_size, max_num_tokens = cache.block_size, scheduler.max_num_batched_tokens
+            in_chunks, with_prefixes = scheduler.enable_chunked_prefill, cache.enable_prefix_caching
             super().check_and_update_config(vllm_config)
+            if vllm_config.model_config.use_mla and hasattr(super(), "get_mla_prefill_backend_cls"):
+                # Undo what vLLM's own operator for MLA needs. Older versions cannot split prefills without a GPU.
+                cache.block_size, scheduler.max_num_batched_tokens = page_size, max_num_tokens
+                scheduler.enable_chunked_prefill, cache.enable_prefix_caching = in_chunks, with_prefixes
             vllm_config.parallel_config.distributed_executor_backend = (
                 executor or "uni"
             )  # one process, which a test can look into

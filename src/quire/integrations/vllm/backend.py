@@ -1,12 +1,8 @@
 """vLLM's attention backend: what it serves, a builder that turns a step's metadata into plans, and a layer's two calls.
 
-A plan is made when a layer first asks for it, so a step that replays a captured graph makes none. Plans are kept by
-their bounds and by the memory that they read, which vLLM reuses from step to step. All that varies is read on the
-device: nothing here waits for it.
+`plans.py` says which plans are kept, and `mla.py` is the backend of multi-head latent attention.
 """
 
-import time
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -17,10 +13,10 @@ import quire
 from quire import AttentionSpec, PagedKVCache, Plan, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.vllm import contract
+from quire.integrations.vllm.plans import Planner
 
 contract.check_version()
 
-envs: Any = contract.load("vllm.envs")
 base: Any = contract.load("vllm.v1.attention.backend")  # the abstract classes
 
 KV_DTYPES = {  # vLLM's names; "auto" is the model's own
@@ -31,7 +27,6 @@ KV_DTYPES = {  # vLLM's names; "auto" is the model's own
     "fp8_e5m2": torch.float8_e5m2,
 }
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-MAX_PLANS = 256  # kept by a builder
 
 
 class QuireBackend(contract.CacheShape, base.AttentionBackend):
@@ -122,7 +117,7 @@ class QuireMetadata(base.AttentionMetadata):
         return plan
 
 
-class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata]):
+class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner):
     """Makes the metadata of a group of layers, and owns their plans and scratch memory."""
 
     _cudagraph_support: ClassVar[Any] = base.AttentionCGSupport.ALWAYS
@@ -130,38 +125,11 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in layer_names}
-        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        self.bounds: dict[str, Any] = {
-            "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
-            "max_num_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
-            "max_seq_len": vllm_config.model_config.max_model_len,
-            "batch_invariant": self.batch_invariant,
-        }
-        num_bytes = max(quire.workspace_size(spec, **self.bounds, device=device) for spec in self.layers)
-        self.workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
-        self.plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-        extra = vllm_config.additional_config
-        self.warm = isinstance(extra, dict) and not extra.get("quire_warmup", True)
+        self.keep_plans(layer_names, vllm_config, device)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> QuireMetadata:
-        """Return the metadata of a step that is about to be captured.
-
-        Before the first capture, compile what any step can need, so that no request waits for a compiler. Without
-        graphs, or with `additional_config={"quire_warmup": False}`, kernels are compiled when they are first launched.
-        """
-        if not self.warm:
-            self.warm = True
-            began = time.perf_counter()
-            names = [
-                quire.warmup(spec, layer.impl.bind(layer, layer.kv_cache), **self.bounds)
-                for spec, layer in self.layers.items()
-            ]
-            if any(names):
-                contract.logger.info(
-                    "Quire has %d kernels ready after %.1f s", sum(map(len, names)), time.perf_counter() - began
-                )
+        """Return the metadata of a step that is about to be captured."""
+        self.compile_ahead(lambda layer: layer.impl.bind(layer, layer.kv_cache))
         return self.build(0, common_attn_metadata)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> QuireMetadata:
@@ -192,37 +160,18 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata]):
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, builder=self, plans={})
 
     def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int) -> Plan:
-        """Return a plan for a step: an earlier one if bounds and memory are the same.
-
-        The bound of the keys is the next power of two, or the table's width, so that decoding does not need a new plan
-        for every token.
-        """
-        max_seq_len = min(1 << max(0, step.max_seq_len - 1).bit_length(), step.block_table.shape[1] * page_size)
+        """Return a plan for a step: an earlier one if bounds and memory are the same."""
         one_query_each = step.max_query_len == 1 and step.num_actual_tokens == step.num_reqs
-        starts = None if one_query_each else step.query_start_loc
-        memory = (
-            step.block_table.data_ptr(),
-            step.block_table.stride(0),
-            step.seq_lens.data_ptr(),
-            None if starts is None else starts.data_ptr(),
+        return self.plan_for(
+            spec,
+            step.block_table,
+            step.seq_lens,
+            None if one_query_each else step.query_start_loc,
+            page_size=page_size,
+            num_tokens=num_tokens,
+            max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len,
         )
-        key = spec, num_tokens, step.max_query_len, max_seq_len, step.num_reqs, memory
-        plan = self.plans.get(key)
-        if plan is None:
-            plan = self.plans[key] = quire.plan(
-                spec,
-                quire.Batch(step.block_table, step.seq_lens, starts),
-                max_query_len=step.max_query_len,
-                max_seq_len=max_seq_len,
-                num_tokens=num_tokens,
-                workspace=self.workspace,
-                batch_invariant=self.batch_invariant,
-            )
-            if len(self.plans) > MAX_PLANS:
-                self.plans.popitem(last=False)
-        else:
-            self.plans.move_to_end(key)
-        return plan
 
 
 class QuireImpl(base.AttentionImpl):

@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that Quire serves: the backend's name, and the layout of a layer's cache.
+"""What differs between the versions of vLLM that Quire serves: the backend's name, a layer's cache, MLA's prefill.
 
 Up to 0.31 there is one name for backends of plug-ins, CUSTOM. From 0.32 on each has its own name.
 
@@ -6,7 +6,10 @@ Up to 0.28 a backend chooses the shape of its cache: here a page's keys, then it
 num_kv_heads, head_dim]. From 0.29 on vLLM chooses it: [num_pages, num_kv_heads, page_size, head_dim + head_dim_v], a
 key and its value in one row, in any of six physical orders.
 
-Both are recognised by what vLLM has, not by its version number.
+In 0.20 the backend of multi-head latent attention (MLA) also prefills. In 0.33 prefill has backends of its own, which
+are chosen apart; plug-ins have the name CUSTOM there.
+
+All of these are recognised by what vLLM has, not by its version number.
 """
 
 import copyreg
@@ -20,7 +23,8 @@ from packaging.version import Version
 from quire import UnsupportedError
 
 SUPPORTED = (Version("0.20"), Version("0.34"))  # from, and before
-BACKEND = "quire.integrations.vllm.backend.QuireBackend"
+BACKEND = "quire.integrations.vllm.choice.Backend"
+PREFILL = "quire.integrations.vllm.prefill.QuirePrefill"
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, so that its handlers show the messages
 
@@ -43,7 +47,7 @@ def check_version() -> None:
 
 
 def register() -> None:
-    """Register the backend with vLLM, by its path alone. Calling it again changes nothing.
+    """Register the backends with vLLM, by their paths alone. Calling it again changes nothing.
 
     It never raises, because it runs in every vLLM process of an environment that has Quire. An unsupported version is
     refused when the backend is chosen.
@@ -67,6 +71,8 @@ def register() -> None:
         )
     else:
         registry().register_backend(backends.CUSTOM, BACKEND)
+    if has_prefill_backends() and not prefill_registry().MLAPrefillBackendEnum.CUSTOM.is_overridden():
+        prefill_registry().register_mla_prefill_backend(prefill_registry().MLAPrefillBackendEnum.CUSTOM, PREFILL)
 
 
 def reduce_backend_name(name: Any) -> tuple[Any, ...]:
@@ -106,6 +112,19 @@ def has_registry() -> bool:
 def registry() -> Any:
     """Return vLLM's registry of attention backends."""
     return load("vllm.v1.attention.backends.registry")
+
+
+def prefill_registry() -> Any:
+    """Return vLLM's registry of backends for the prefill of MLA."""
+    return load("vllm.v1.attention.backends.mla.prefill.registry")
+
+
+def has_prefill_backends() -> bool:
+    """Whether this vLLM has backends for the prefill of MLA."""
+    try:
+        return hasattr(prefill_registry(), "register_mla_prefill_backend")
+    except ImportError:
+        return False
 
 
 def backend_names() -> Any:

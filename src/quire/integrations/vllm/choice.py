@@ -1,0 +1,25 @@
+"""The backend that vLLM finds behind Quire's name: one for multi-head latent attention (MLA), and one for the rest.
+
+vLLM knows a backend by one path, which is `Backend` of this module, and each of its backends either is for MLA or is
+not. A user chooses Quire by one name. So `Backend` is an attribute that is computed: the model that vLLM is loading
+says which class it is.
+"""
+
+from typing import Any
+
+from quire.integrations.vllm import contract
+
+
+def __getattr__(name: str) -> Any:
+    """Return the backend's class; without a model, the one that is not for MLA."""
+    if name != "Backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    config = contract.load("vllm.config.vllm").get_current_vllm_config_or_none()
+    model = None if config is None else config.model_config
+    if model is not None and model.use_mla:
+        from quire.integrations.vllm.mla import QuireMLABackend
+
+        return QuireMLABackend
+    from quire.integrations.vllm.backend import QuireBackend
+
+    return QuireBackend

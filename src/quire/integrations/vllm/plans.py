@@ -1,0 +1,108 @@
+"""What a builder keeps from step to step: plans, scratch memory, and the bounds of what is compiled ahead.
+
+A plan is made when a layer first asks for it, so a step that replays a captured graph makes none. Plans are kept by
+their bounds and by the memory that they read, which vLLM reuses from step to step. All that varies is read on the
+device: nothing here waits for it.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import quire
+from quire import AttentionSpec, PagedKVCache, Plan
+from quire.integrations.vllm import contract
+
+envs: Any = contract.load("vllm.envs")
+
+MAX_PLANS = 256  # kept by a builder
+
+
+class Planner:
+    """A part of a builder of metadata: it makes and keeps the plans of a group of layers."""
+
+    def keep_plans(
+        self, layer_names: list[str], vllm_config: Any, device: torch.device, max_num_tokens: int | None = None
+    ) -> None:
+        """Reserve the scratch memory of the largest plan; `max_num_tokens` is vLLM's bound if it is not given."""
+        layers = vllm_config.compilation_config.static_forward_context
+        self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in layer_names}
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.bounds: dict[str, Any] = {
+            "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
+            "max_num_tokens": max_num_tokens or vllm_config.scheduler_config.max_num_batched_tokens,
+            "max_seq_len": vllm_config.model_config.max_model_len,
+            "batch_invariant": self.batch_invariant,
+        }
+        num_bytes = max(quire.workspace_size(spec, **self.bounds, device=device) for spec in self.layers)
+        self.workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
+        self.plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+        extra = vllm_config.additional_config
+        self.warm = isinstance(extra, dict) and not extra.get("quire_warmup", True)
+
+    def compile_ahead(self, pages_of: Callable[[Any], PagedKVCache], further: Callable[[], list[str]] = list) -> None:
+        """Before the first capture, compile what any step can need, so that no request waits for a compiler.
+
+        Without graphs, or with `additional_config={"quire_warmup": False}`, kernels are compiled when they are first
+        launched.
+
+        Args:
+            pages_of: returns a layer's pages.
+            further: compiles what is needed besides, and returns the descriptions of it.
+        """
+        if self.warm:
+            return
+        self.warm = True
+        began = time.perf_counter()
+        names = []
+        for spec, layer in self.layers.items():
+            lse = {"return_lse": True} if layer.impl.need_to_return_lse_for_decode else {}
+            names.append(quire.warmup(spec, pages_of(layer), **self.bounds, **lse))
+        count = sum(map(len, names)) + len(further())
+        if count:
+            contract.logger.info("Quire has %d kernels ready after %.1f s", count, time.perf_counter() - began)
+
+    def plan_for(
+        self,
+        spec: AttentionSpec,
+        table: torch.Tensor,  # [num_seqs, max_pages_per_seq] int32
+        seq_lens: torch.Tensor,  # [num_seqs] int32
+        starts: torch.Tensor | None,  # [num_seqs + 1] int32; None if every sequence has one query
+        *,
+        page_size: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> Plan:
+        """Return a plan: an earlier one if bounds and memory are the same.
+
+        The bound of the keys is the next power of two, or the table's width, so that decoding does not need a new plan
+        for every token.
+        """
+        max_seq_len = min(1 << max(0, max_seq_len - 1).bit_length(), table.shape[1] * page_size)
+        memory = (
+            table.data_ptr(),
+            table.stride(0),
+            seq_lens.data_ptr(),
+            None if starts is None else starts.data_ptr(),
+        )
+        key = spec, num_tokens, max_query_len, max_seq_len, seq_lens.shape[0], memory
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.plans[key] = quire.plan(
+                spec,
+                quire.Batch(table, seq_lens, starts),
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                num_tokens=num_tokens,
+                workspace=self.workspace,
+                batch_invariant=self.batch_invariant,
+            )
+            if len(self.plans) > MAX_PLANS:
+                self.plans.popitem(last=False)
+        else:
+            self.plans.move_to_end(key)
+        return plan

@@ -1,0 +1,160 @@
+"""`MLAHopperLaunch`: a launch of the MLA kernel for Hopper GPUs, and what it serves."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+from quire.dispatch.config import MIN_TMA_BOX
+from quire.dispatch.request import Options, Request, cdiv
+from quire.dispatch.tree import power_of_two
+from quire.kernels.hopper.tma import Matrix, matrix_of, page_box
+from quire.kernels.launch import Runner
+from quire.kernels.mla.launch import MLALaunch
+from quire.kernels.mla.launch import propose as propose_portable
+from quire.kernels.scratch import ScratchSize
+
+ROWS = 64  # rows of a row block, as schedule.ROWS
+WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
+FEW_SEQS = 32  # up to this many sequences, programs of the combine belong to sequences, otherwise to boundaries
+COMBINED = 8192  # float32 numbers of partials that a program of the combine holds at once
+SMALLEST_COMBINE = 132  # programs below which a program combines fewer rows or columns
+
+
+@dataclass(frozen=True)
+class MLAHopperLaunch:
+    """A warp-specialised kernel for latents, and a second one that combines partials.
+
+    Attributes:
+        request: the request that was decided about.
+        fallback: the launch for caches that TMA cannot address.
+    """
+
+    request: Request
+    fallback: MLALaunch
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel family."""
+        return "mla_hopper"
+
+    @property
+    def row_blocks(self) -> int:
+        """Most row blocks of a sequence."""
+        return max(1, cdiv(self.request.rows_per_seq, ROWS))
+
+    @property
+    def partial_rows(self) -> int:
+        """Rows of a partial, a power of two."""
+        return min(ROWS, power_of_two(max(1, self.request.rows_per_seq)))
+
+    @property
+    def num_partitions(self) -> int:
+        """Partitions of the batch's tiles for each row block: as many programs as there are SMs, in all."""
+        return max(1, self.request.device.num_sms // self.row_blocks)
+
+    @property
+    def combine_cost(self) -> float:
+        """Cost of the partials of one tile, for `schedule.Costs`.
+
+        Partials of t / s tiles cost t / s times the bytes of all rows. Longer partitions cost s tiles. The least sum is
+        at the root of t times this number (NVIDIA H200, 2026-11-22).
+        """
+        return self.row_blocks * self.partial_rows / 1280
+
+    @property
+    def sequence_cost(self) -> int:
+        """Time to begin a sequence, in tiles (NVIDIA H200, 2026-11-22)."""
+        return 4
+
+    def num_programs(self, num_tokens: int) -> int:
+        """Return the programs of the attention kernel's grid."""
+        return self.row_blocks * self.num_partitions if num_tokens and self.request.num_seqs else 0
+
+    def scratch_size(self) -> ScratchSize:
+        """Return the size of the scratch for partials, and for the fallback."""
+        fallback = self.fallback.scratch_size()
+        if self.num_partitions == 1:  # no sequence is cut
+            return fallback
+        rows = 2 * self.row_blocks * self.num_partitions * self.partial_rows
+        states = 4 * rows * (self.request.spec.kv_lora_rank + 2)
+        return ScratchSize(max(fallback.counters + states, fallback.total), fallback.counters)
+
+    def constexprs(self) -> dict[str, Any]:
+        """Return the attention kernel's constexprs, without those that a cache decides."""
+        return {"NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows}
+
+    def combine_constexprs(self) -> dict[str, Any]:
+        """Return the constexprs of the combine. They depend on powers of two only, so that there are few of them."""
+        num_seqs, row_blocks = power_of_two(max(1, self.request.num_seqs)), power_of_two(self.row_blocks)
+        by_sequence = num_seqs <= FEW_SEQS
+        partials = max(1, self.request.device.num_sms // row_blocks // num_seqs) if by_sequence else 2
+        parts = min(16, max(2, power_of_two(partials)))
+        columns, block_m = self.request.spec.kv_lora_rank, min(4, self.partial_rows)
+        cut = num_seqs if by_sequence else max(1, self.request.device.num_sms // row_blocks)
+        rows = cut * row_blocks * self.partial_rows
+        while block_m > 1 and (block_m * parts * columns > COMBINED or rows // block_m < 2 * SMALLEST_COMBINE):
+            block_m //= 2
+        while columns > 128 and rows // block_m * (WIDTHS[0] // columns) < SMALLEST_COMBINE:
+            columns //= 2
+            parts = min(32, 2 * parts)
+        return self.constexprs() | {
+            "BY_SEQUENCE": by_sequence, "BLOCK_M": block_m, "PARTS": parts, "COLUMNS": columns,
+        }  # fmt: skip
+
+    def compile_key(self) -> Hashable:
+        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
+        combine = None if self.num_partitions == 1 else tuple(self.combine_constexprs().items())
+        return self.name, self.request.has_cu_seqlens, *self.constexprs().items(), combine
+
+    def for_cache(self, cache: PagedKVCache) -> "MLAHopperLaunch | MLALaunch":
+        """Return this launch, or its fallback if TMA cannot address the cache."""
+        return self.fallback if matrix_of_latents(cache) is None else self
+
+    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
+        """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
+        from quire.kernels.mla_hopper.runner import MLAHopperRunner
+
+        assert workspace is not None
+        return MLAHopperRunner(self, batch, workspace)
+
+    def __str__(self) -> str:
+        return (
+            f"Hopper MLA kernel: {ROWS} rows × {ROWS} keys, {self.num_partitions} partitions × {self.row_blocks} row "
+            f"blocks; fallback for small pages and latents that TMA cannot address: {self.fallback}"
+        )
+
+
+def matrix_of_latents(cache: PagedKVCache) -> Matrix | None:
+    """Return a cache's latents as a matrix; None if the kernel does not serve the cache."""
+    if cache.layout != "NHD" or page_box(cache) < MIN_TMA_BOX:
+        return None
+    return matrix_of(cache.k, cache.extents[0], cache.strides[0][:3])
+
+
+def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] | str:
+    """Return a launch of the MLA kernel for Hopper GPUs and the reason; or, in words, what it does not serve."""
+    spec = request.spec
+    if not spec.latent:
+        return "keys and values that are no latents"
+    if not request.device.has_wgmma:
+        return "GPUs other than Hopper's"
+    if options.config is not None or options.num_splits is not None or options.batch_invariant:
+        return "config, num_splits or batch_invariant"
+    if (spec.kv_lora_rank, spec.qk_rope_head_dim) != WIDTHS:
+        return "latents that are not 512 + 64 wide"
+    if spec.dtype is torch.float32 or spec.kv_dtype != spec.dtype:
+        return "float32 or quantised latents"
+    if spec.sliding_window is not None or spec.sliding_window_right is not None:
+        return "sliding windows"
+    if spec.softcap or spec.alibi or spec.sinks:
+        return "softcap, ALiBi or sinks"
+    fallback, _ = propose_portable(request, options)
+    if not isinstance(fallback, MLALaunch):
+        return "what the fallback does not serve"
+    launch = MLAHopperLaunch(request, fallback)
+    reason = f"{launch.num_partitions} partitions × {launch.row_blocks} row blocks fill {request.device.num_sms} SMs"
+    return launch, reason

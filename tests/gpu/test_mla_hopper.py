@@ -1,0 +1,143 @@
+"""The MLA kernel for Hopper GPUs against the oracle: rows, pages, splits, poison, captured graphs, repeated runs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quire
+from quire.dispatch.device import device_properties
+from quire.testing import error_budget, make_problem
+
+if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).has_wgmma):
+    pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
+
+MIXED = ((1, 2000), (1, 17), (4, 700), (1, 0), (0, 50), (2, 64), (3, 129), (1, 128))
+
+
+def mla(num_q_heads=16, **fields):
+    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, **fields)
+
+
+def solve(spec, lens, **problem):
+    p = make_problem(spec, lens, device="cuda", **problem)
+    plan = quire.plan(spec, p.batch, **p.bounds, kernel="mla_hopper")
+    assert plan.kernel == "mla_hopper", plan
+    return p, plan, quire.attention(p.q, p.cache, plan, return_lse=True)
+
+
+def assert_right(spec, lens, **problem):
+    p, plan, state = solve(spec, lens, **problem)
+    verdict = error_budget(p, state)
+    assert verdict.passed, (plan, verdict)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("num_q_heads", [1, 8, 16, 40, 64, 128])
+def test_heads(num_q_heads, causal, dtype):
+    assert_right(mla(num_q_heads, causal=causal, dtype=dtype), MIXED, page_size=64)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32, 48, 64, 128, 528])
+def test_pages(page_size):
+    assert_right(mla(), MIXED, page_size=page_size)
+
+
+@pytest.mark.parametrize("num_q_heads", [16, 128])
+@pytest.mark.parametrize(
+    "lens",
+    [
+        ((1, 1),),
+        ((1, 64),),
+        ((1, 65),),
+        ((1, 127),),
+        ((1, 9000),),
+        ((1, 4096),) * 3,
+        tuple((1, 37 * i % 900) for i in range(300)),
+        tuple((1, 64) for i in range(140)),
+        tuple((1, 5000 if i == 70 else 3) for i in range(140)),
+    ],
+    ids=lambda lens: f"{len(lens)} of {lens[0][1]}",
+)
+def test_lengths(lens, num_q_heads):
+    """Whole sequences, sequences that are cut, and more sequences than one step of the scheduler reads."""
+    assert_right(mla(num_q_heads), lens, one_query=True, page_size=64)
+
+
+def test_prompts():
+    """The absorbed path serves prompts as well: more row blocks than a program has partitions."""
+    assert_right(mla(16), ((300, 700), (1, 90), (65, 65)), page_size=64)
+
+
+def test_pages_of_four_go_to_the_portable_kernel():
+    assert_right(mla(), ((1, 300), (1, 20)), page_size=4)
+
+
+def test_a_flat_table_goes_to_the_portable_kernel():
+    assert_right(mla(), MIXED, flat_table=True)
+
+
+def test_queries_may_come_in_two_parts_of_any_strides():
+    p, plan, expected = solve(mla(), MIXED, page_size=64)
+    nope, rope = p.q[..., :512], p.q[..., 512:]
+    by_head = nope.transpose(0, 1).contiguous().transpose(0, 1), rope.contiguous()
+    state = quire.attention(by_head, p.cache, plan, return_lse=True)
+    assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
+    assert torch.equal(quire.attention((nope, rope), p.cache, plan), expected.out)
+
+
+@pytest.mark.parametrize("num_q_heads", [16, 128])
+def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(num_q_heads):
+    spec = mla(num_q_heads)
+    big = make_problem(spec, ((1, 3000),) * 5, one_query=True, page_size=64, device="cuda")
+    plan = quire.plan(spec, big.batch, **big.bounds)
+    assert plan.kernel == "mla_hopper"
+    state = quire.State(torch.empty_like(big.q[..., :512]), torch.empty(big.q.shape[:2], device="cuda"))
+    quire.attention(big.q, big.cache, plan, out=state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quire.attention(big.q, big.cache, plan, out=state)
+    table = big.batch.page_table.clone()
+    for lens in ((1, 64, 65, 3000, 2999), (0, 127, 2048, 1, 0), (3000,) * 5, (0,) * 5, (640, 1280, 64, 64, 64)):
+        big.batch.seq_lens.copy_(torch.tensor(lens))
+        big.batch.page_table.copy_(table[torch.randperm(5)])
+        state.out.fill_(float("nan"))
+        graph.replay()
+        verdict = error_budget(big, state)
+        assert verdict.passed, (lens, verdict)
+
+
+@pytest.mark.parametrize("num_q_heads", [16, 128])
+def test_runs_are_bitwise_equal(num_q_heads):
+    p, plan, first = solve(mla(num_q_heads), MIXED + ((1, 30000),), page_size=64)
+    for _ in range(200):
+        again = quire.attention(p.q, p.cache, plan, return_lse=True)
+        assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": torch.float32}, "float32"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "quantised"),
+        ({"sliding_window": 9}, "windows"),
+        ({"softcap": 9.0}, "softcap"),
+        ({"kv_lora_rank": 256}, "512"),
+    ],
+)
+def test_what_it_does_not_serve_is_named(options, words):
+    p = make_problem(mla(**options), ((1, 200),), device="cuda")
+    with pytest.raises(quire.UnsupportedError, match=words):
+        quire.plan(p.spec, p.batch, **p.bounds, kernel="mla_hopper")
+    assert quire.plan(p.spec, p.batch, **p.bounds).kernel == "mla"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_whole_space(data):
+    draw = data.draw
+    spec = mla(draw(st.integers(1, 130)), causal=draw(st.booleans()))
+    lens = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1500)), min_size=1, max_size=9))
+    lens = [(min(q, s) if spec.causal else q, s) for q, s in lens]
+    assert_right(spec, lens, page_size=draw(st.sampled_from([16, 64, 80])), seed=draw(st.integers(0, 99)))
