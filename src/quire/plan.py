@@ -30,7 +30,12 @@ Proposal = Callable[[Request, Options], tuple[Launch, str] | str]
 
 # Kernel families by the name that `plan(kernel=...)` takes, the preferred one first. Each proposes a launch, or says
 # what it does not serve.
-FAMILIES: dict[str, Proposal] = {"mla_hopper": mla_hopper.propose, "mla": mla.propose, "hopper": hopper.propose, "portable": portable.propose}
+FAMILIES: dict[str, Proposal] = {
+    "mla_hopper": mla_hopper.propose,
+    "mla": mla.propose,
+    "hopper": hopper.propose,
+    "portable": portable.propose,
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
