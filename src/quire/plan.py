@@ -30,7 +30,12 @@ Proposal = Callable[[Request, Options], tuple[Launch, str] | str]
 
 # Kernel families by the name that `plan(kernel=...)` takes, the preferred one first. Each proposes a launch, or says
 # what it does not serve.
-FAMILIES: dict[str, Proposal] = {"mla_hopper": mla_hopper.propose, "mla": mla.propose, "hopper": hopper.propose, "portable": portable.propose}
+FAMILIES: dict[str, Proposal] = {
+    "mla_hopper": mla_hopper.propose,
+    "mla": mla.propose,
+    "hopper": hopper.propose,
+    "portable": portable.propose,
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,8 +108,9 @@ def plan(
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.
         kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU,
-            "mla" for the portable kernel for latents; chosen when not given. A plan is made before the cache is known. If the Hopper kernel does not serve the
-            cache's pages, strides or scales, the fallback that the plan names does.
+            "mla" for the portable kernel for latents; chosen when not given. A plan is made before the cache is known.
+            If the Hopper kernel does not serve the cache's pages, strides or scales, the fallback that the plan names
+            does.
 
     Returns:
         The plan, with its scratch memory.

@@ -166,7 +166,7 @@ def launches_within(
     """Enumerate the launches of all batches within the bounds, once for each set of bounds that plans distinguish."""
     options = Options(batch_invariant=batch_invariant)
     for num_seqs in sorted({min(n, max_num_seqs) for n in (1, 32, 33, 256, 257, max_num_seqs)}):
-        for max_query_len in powers(max_num_tokens):
+        for max_query_len in query_lens(max_num_tokens, spec.latent):
             for num_tokens in powers(max_num_tokens):
                 if num_tokens < max_query_len:
                     continue
@@ -175,6 +175,11 @@ def launches_within(
                     bounds = Bounds(max_query_len, seq_len, num_tokens)
                     for has_cu_seqlens in (False, True) if one_query_each else (True,):
                         yield decide(Request(spec, num_seqs, has_cu_seqlens, bounds, device), options)[0]
+
+
+def query_lens(limit: int, latent: bool) -> list[int]:
+    """Return the numbers of queries that plans distinguish: powers of two, for latents also three times them."""
+    return sorted({*powers(limit), *(3 * n for n in powers(limit) if latent and 3 * n < limit)})
 
 
 def powers(limit: int) -> list[int]:

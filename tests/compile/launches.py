@@ -148,12 +148,39 @@ LATENTS = {  # dtype of queries and of the cache, layout, rank and rotary column
 }
 
 
+LATENT_BATCHES = {  # sequences, queries and keys of each, query heads
+    "decode": (32, 1, 4096, 16),
+    "one long": (1, 1, 16384, 16),
+    "many heads": (32, 1, 4096, 128),
+    "drafts": (8, 3, 4096, 64),
+    "prompt": (2, 300, 2000, 16),
+}
+
+
+def latent_spec(features: str, num_q_heads: int = 16) -> quire.AttentionSpec:
+    """Return the spec of a launch over latents."""
+    dtype, kv_dtype, _, rank, rope = LATENTS[features]
+    widths = {"kv_lora_rank": rank, "qk_rope_head_dim": rope}
+    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, dtype=dtype, kv_dtype=kv_dtype, **widths)
+
+
+def attend_to_latents(batch: str, features: str, page_size: int = 64, **options) -> quire.Plan:
+    """Launch attention over latents by the portable MLA kernel; return its plan."""
+    num_seqs, q_len, kv_len, heads = LATENT_BATCHES[batch]
+    spec = latent_spec(features, heads)
+    starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
+    table = torch.zeros(num_seqs, cdiv(kv_len, page_size), dtype=torch.int32)
+    described = quire.Batch(table, starts[1:], None if q_len == 1 else starts)
+    plan = quire.plan(spec, described, max_query_len=q_len, max_seq_len=kv_len, kernel="mla", **options)
+    cache = quire.PagedKVCache.empty(spec, 4, page_size, layout=LATENTS[features][2])
+    quire.attention(torch.empty(num_seqs * q_len, heads, spec.head_dim, dtype=spec.dtype), cache, plan)
+    return plan
+
+
 def write_latents(features: str) -> None:
     """Launch the write of four latents, the copy of a page, and the merge of three states as wide as values."""
-    dtype, kv_dtype, layout, rank, rope = LATENTS[features]
-    widths = {"kv_lora_rank": rank, "qk_rope_head_dim": rope}
-    spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1, dtype=dtype, kv_dtype=kv_dtype, **widths)
-    cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)
+    dtype, _, layout, rank, rope = LATENTS[features]
+    cache = quire.PagedKVCache.empty(latent_spec(features), 4, 64, layout=layout)
     new = torch.empty(4, rank + rope, dtype=dtype)
     quire.write_latent(new[:, :rank], new[:, rank:], cache, torch.zeros(4, dtype=torch.int64))
     quire.copy_pages(cache, cache, torch.zeros(1, 2, dtype=torch.int64))

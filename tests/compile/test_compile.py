@@ -128,6 +128,63 @@ def test_the_suite_sees_a_spill(target, monkeypatch):
     assert compiled[0].spills > 0
 
 
+NO_SPILLS_IN_LATENTS = ("sm80", *TUNED)
+# Records are served, but not fast. The loop over tiles of float32 has products without tensor cores.
+LATENTS_MAY_SPILL = ("records", "records, float16", "odd widths")
+
+
+@pytest.mark.parametrize("features", launches.LATENTS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_over_latents_compiles_fits_and_does_not_spill(target, features):
+    """The portable MLA kernel. bfloat16 is compiled for every target, other features for one batch or two each."""
+    limits, wrong = TARGETS[target], []
+    batches = list(launches.LATENT_BATCHES)
+    turn = list(launches.LATENTS).index(features) + list(TARGETS).index(target)
+    if features == "bfloat16":
+        batches = batches if target in NO_SPILLS_IN_LATENTS else ["decode", batches[1 + turn % 4]]
+    elif target in NO_SPILLS_IN_LATENTS:
+        batches = ["decode", batches[1 + turn % 4]]
+    elif turn % 3:
+        pytest.skip("other features are compiled for this target")
+    else:
+        batches = [batches[turn % 5]]
+    for batch in batches:
+        with compiling(limits) as compiled:
+            launches.attend_to_latents(batch, features)
+        (kernel,) = compiled
+        needs = f"{kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared"
+        found = f"{batch}: {needs}, {kernel.config}"
+        print(f"{target:7} {features:18} {kernel.kernel:15} {found}")
+        allowed = BY_CHOICE if kernel.registers < REGISTERS else 0
+        held = target in NO_SPILLS_IN_LATENTS and features not in LATENTS_MAY_SPILL
+        if (held and kernel.spills > allowed) or kernel.shared > limits.shared_memory or kernel.occupancy < 1:
+            wrong.append(found)
+    assert not wrong, f"{len(wrong)} launches spill or do not fit {target}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "gfx942"])
+def test_batch_invariant_attention_over_latents_fits(target):
+    """The loop stores the states of splits through shared memory, which must fit beside the tiles."""
+    for features in ("bfloat16", "e4m3"):
+        with compiling(TARGETS[target]) as compiled:
+            launches.attend_to_latents("decode", features, batch_invariant=True)
+        (kernel,) = compiled
+        assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
+        if features == "bfloat16" and target in NO_SPILLS_IN_LATENTS:
+            assert kernel.spills <= (BY_CHOICE if kernel.registers < REGISTERS else 0), kernel
+
+
+@pytest.mark.parametrize(("target", "batch"), [("sm80", "decode"), ("sm90", "decode"), ("sm90", "many heads")])
+def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
+    """Shared memory holds the queries, and two tiles in flight: keys and values are not two copies of a tile."""
+    with compiling(TARGETS[target]) as compiled:
+        plan = launches.attend_to_latents(batch, "bfloat16")
+    config = plan.launch.config
+    row, (kernel,) = 2 * (512 + 64), compiled
+    tiles = kernel.shared - config.block_m * row
+    assert 2 * config.block_n * row <= tiles < 2.2 * config.block_n * row, kernel
+
+
 @pytest.mark.parametrize("num_q_heads", [16, 128])
 def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads):
     """Its consumers hold half of the outputs each: 128 registers of 232."""

@@ -115,3 +115,51 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, kernel, mo
             with pytest.raises(InterruptedError):
                 quire.attention(**inputs | other, plan=plan)
                 pytest.fail(f"relaunched for another {what}")
+
+
+@pytest.mark.parametrize("features", ["bfloat16", "no rotary columns", "e4m3", "records"])
+def test_a_relaunch_over_latents_passes_what_the_binder_passes(features, monkeypatch):
+    passed = []
+
+    def stand_in(kernel):
+        kernel.function = 0
+        kernel._run = lambda x, y, z, stream, function, packed, metadata, enter, leave, *args: passed.append(
+            (kernel.name, (x, y, z), plain(args))
+        )
+
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", stand_in)
+    monkeypatch.setattr(driver, "_active", StubDriver(TARGETS["sm80"]))
+    spec = launches.latent_spec(features)
+    rank, layout = spec.kv_lora_rank, launches.LATENTS[features][2]
+    starts = torch.zeros(3, dtype=torch.int32)
+    batch = quire.Batch(torch.zeros(2, 8, dtype=torch.int32), starts[1:], starts)
+    with compile_for(TARGETS["sm80"].properties, on_compile=None):
+        plan = quire.plan(spec, batch, max_query_len=2, max_seq_len=500)
+    wide = torch.empty(4, 16, spec.head_dim + 16, dtype=spec.dtype)
+    layers = []
+    for _ in range(2):
+        cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)
+        q = torch.empty(4, 16, spec.head_dim, dtype=spec.dtype)
+        q_pe = torch.empty(4, 16, spec.qk_rope_head_dim, dtype=spec.dtype)
+        out = quire.State(torch.empty(4, 16, rank, dtype=spec.dtype), torch.empty(4, 16))
+        layers.append((q, cache, out, (torch.empty(4, 16, rank, dtype=spec.dtype), q_pe)))
+    (q, cache, out, _), (q_again, cache_again, out_again, halves) = layers
+    quire.attention(q, cache, plan, out=out)
+    first = len(passed)
+    with mock.patch.object(JITFunction, "run", side_effect=InterruptedError("went through the binder")):
+        quire.attention(q_again, cache_again, plan, out=out_again)
+        others = {
+            "strides of q": (wide[..., : spec.head_dim], cache, out),
+            "no lse": (q, cache, out.out),
+            "page size": (q, quire.PagedKVCache.empty(spec, 4, 128, layout=layout), out),
+        }
+        if spec.qk_rope_head_dim:
+            others["strides of halves"] = (halves, cache, out)
+        for what, (queries, pages, into) in others.items():
+            with pytest.raises(InterruptedError):
+                quire.attention(queries, pages, plan, out=into)
+                pytest.fail(f"relaunched for other {what}")
+    again = passed[first:]
+    unbound = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
+    quire.attention(q_again, cache_again, unbound, out=out_again)
+    assert again == passed[first + len(again) :] != passed[:first] and len(again) == 1

@@ -81,3 +81,31 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
         ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None)
         assert [c.kernel for c in compiled] == ["split_kv_kernel", "hopper_kernel", "combine_kernel"]
     assert plan.launch.num_splits > 1
+
+
+@pytest.mark.parametrize("features", ["bfloat16", "e4m3"])
+def test_nothing_compiles_for_latents_after_warmup(features):
+    """Plans for latents distinguish three quarters of a power of two queries, too."""
+    spec = launches.latent_spec(features, 8)
+    cache = quire.PagedKVCache.empty(spec, 2, 64)
+    with compiling(TARGETS["sm80"]) as compiled:
+        names = quire.warmup(spec, cache, max_num_seqs=2, max_num_tokens=14, max_seq_len=300)
+        assert {c.kernel for c in compiled} == {"write_latent_kernel", "mla_kernel"}
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            for lens in (
+                ((1, 5),),
+                ((1, 299), (1, 3)),
+                ((3, 30),),
+                ((5, 290), (1, 1)),
+                ((7, 7), (7, 300)),
+                ((11, 40),),
+            ):
+                starts = torch.tensor([0, *(q for q, _ in lens)]).cumsum(0).to(torch.int32)
+                table = torch.zeros(len(lens), 5, dtype=torch.int32)
+                batch = quire.Batch(table, torch.tensor([s for _, s in lens], dtype=torch.int32), starts)
+                q_lens, seq_lens = zip(*lens, strict=True)
+                bounds = {"max_query_len": max(q_lens), "max_seq_len": max(seq_lens), "num_tokens": sum(q_lens)}
+                plan = quire.plan(spec, batch, **bounds)
+                assert plan.kernel == "mla"
+                quire.attention(torch.empty(sum(q_lens), 8, spec.head_dim, dtype=spec.dtype), cache, plan)
+    assert sum("MLA kernel" in name for name in names) == len(names) - 1

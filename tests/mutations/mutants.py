@@ -4,6 +4,7 @@ from tests.mutations.server import Mutant
 
 ATTENTION = "kernels/test_attention.py::test_"
 LATENT = "kernels/test_write_latent.py"
+MLA = "kernels/test_mla.py::test_"
 COPY, WRITE, MERGE = "kernels/test_copy.py", "kernels/test_write.py", "kernels/test_merge.py"
 FULL_TILES = ATTENTION + "full_tiles_in_a_loop_without_masks"
 LONG = ATTENTION + "splits_of_long_sequences"
@@ -189,6 +190,76 @@ IN_INTERPRETER = {
         "acc, m_i, l_i = combine(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)",
         "acc, m_i, l_i = combine(split_acc, split_m, split_l, acc, m_i, l_i, PACKED_FP8)",
         "kernels/test_invariance.py",
+    ),
+    # mla/
+    "MLA: rotary columns forgotten": Mutant(
+        "kernels/mla/kernel.py",
+        "scores += tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)",
+        "scores += 0.0 * tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)",
+        MLA + "features[causal-1]",
+    ),
+    "MLA: keys outside the window read": Mutant(
+        "kernels/mla/kernel.py",
+        "keep = (kv_pos - kv_start).to(tl.uint32) < tl.maximum(kv_stop - kv_start, 0).to(tl.uint32)",
+        "keep = kv_pos < kv_stop",
+        MLA + "features[window-1]",
+    ),
+    "MLA: causal mask dropped": Mutant(
+        "kernels/mla/kernel.py",
+        " & (kv_pos[None, :] <= high[:, None])",
+        "",
+        MLA + "features[causal-1]",
+    ),
+    "MLA: the first slot of another page": Mutant(
+        "kernels/mla/kernel.py",
+        "tl.cast(pos % T.PAGE_SIZE - pos, tl.int64)",
+        "tl.cast(-pos, tl.int64)",
+        MLA + "pages[64]",
+    ),
+    "MLA: a part of the columns missing": Mutant(
+        "kernels/mla/kernel.py",
+        "scores = products if i == 0 else scores + products",
+        "scores = products",
+        MLA + "widths[256-64]",
+    ),
+    "MLA: values of records without scales": Mutant(
+        "kernels/mla/kernel.py",
+        "weights = p * scales[i][None, :]",
+        "weights = p",
+        MLA + "records_with_scales_of_their_own[dtype1-False]",
+    ),
+    "MLA: denominators not rescaled": Mutant(
+        "kernels/mla/kernel.py", "l_i = l_i * alpha[:, None] + p", "l_i = l_i + p", MLA + "features[causal-1]"
+    ),
+    "MLA: bands overlap": Mutant(
+        "kernels/mla/kernel.py",
+        "first_row = (band * ROW_BLOCKS + row_block) * BLOCK_M",
+        "first_row = (band + row_block) * BLOCK_M",
+        MLA + "prompts_have_several_bands[None-False]",
+    ),
+    "MLA: row blocks share a partial": Mutant(
+        "kernels/mla/kernel.py",
+        "l_i, slot * ROW_BLOCKS + row_block, begun",
+        "l_i, slot * ROW_BLOCKS, begun",
+        MLA + "many_partials_are_combined_in_two_levels[30-20]",
+    ),
+    "MLA: the last tile of a row block left out": Mutant(
+        "kernels/mla/kernel.py",
+        "tl.cdiv(tl.maximum(high_pos + window_right + 1, 0), BLOCK_N)",
+        "tl.cdiv(tl.maximum(high_pos + window_right, 0), BLOCK_N)",
+        MLA + "features[causal-1]",
+    ),
+    "MLA: states of splits in another order": Mutant(
+        "kernels/mla/kernel.py",
+        "combine(acc, m_i, l_i, joined, joined_m, joined_l)",
+        "combine(joined, joined_m, joined_l, acc, m_i, l_i)",
+        MLA + "batch_invariant_results_do_not_depend_on_the_batch",
+    ),
+    "MLA: a strided half of the queries": Mutant(
+        "kernels/mla/launch.py",
+        "((0, 0) if q_pe is None else q_pe.stride()[:2])",
+        "((0, 0) if q_pe is None else q_nope.stride()[:2])",
+        MLA + "halves_of_the_queries_may_be_two_tensors",
     ),
     # combine.py
     "an lse of +inf taken for a weight": Mutant(

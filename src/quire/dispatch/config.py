@@ -154,7 +154,10 @@ class KernelConfig:
         tiles = max(1, self.num_stages - (self.block_m < 64)) * spec.kv_dtype.itemsize
         if spec.kv_dtype is not spec.dtype:
             tiles += spec.dtype.itemsize
-        return width * (self.block_m * spec.dtype.itemsize + self.block_n * tiles) + spec.dtype.itemsize * self.block_m * self.block_n
+        return (
+            width * (self.block_m * spec.dtype.itemsize + self.block_n * tiles)
+            + spec.dtype.itemsize * self.block_m * self.block_n
+        )
 
 
 def reduced(config: KernelConfig, spec: AttentionSpec, properties: DeviceProperties) -> KernelConfig:

@@ -103,7 +103,6 @@ def features_of(
         "head_dim": max(block_d, block_dv),
         "head_padding": block_d - spec.head_dim + block_dv - spec.head_dim_v,
         "shared_kib": properties.shared_memory // 1024,
-        "has_wgmma": int(properties.has_wgmma),
         "query_bytes": spec.dtype.itemsize,
         "kv_bytes": spec.kv_dtype.itemsize,
     }

@@ -22,9 +22,7 @@ from quire.dispatch.device import DeviceProperties
 USER_TREES = "~/.config/quire/trees"
 GENERIC = "generic"  # the shipped tree for every device, and a leaf of a fitted tree that leaves the choice to it
 MOST_LEVELS = 32  # of nodes
-SPEC_FEATURES = (
-    "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "has_wgmma", "query_bytes", "kv_bytes",
-)  # fmt: skip
+SPEC_FEATURES = "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "query_bytes", "kv_bytes"
 BATCH_FEATURES = "rows_per_seq", "rows_per_sm", "keys_per_seq", "queries_per_seq"
 MOST_OF_LEAF = {
     "block_m": 256,
@@ -116,7 +114,10 @@ def check_tree(tree: object) -> None:
         raise ValueError(f"{shown(tree)} where an object is expected")
     if "traits" in tree:
         raise ValueError("a tree of an older version, which says 'traits' for 'properties' and must be fitted again")
-    required, optional = {"fitted_on", "properties", "covers", "attention"}, {"mla", "hopper", "cost_model", "mla_cost_model"}
+    required, optional = (
+        {"fitted_on", "properties", "covers", "attention"},
+        {"mla", "hopper", "cost_model", "mla_cost_model"},
+    )
     check_keys(tree, required, optional, "the tree")
     check_provenance(tree["fitted_on"])
     check_properties(tree["properties"])

@@ -3,8 +3,8 @@
 A latent tile is loaded once, as two tensors: c [BLOCK_N, RANK] and the rotary columns r [BLOCK_N, ROPE]. The scores are
 `q_nope cᵀ + q_pe rᵀ`, and the output is the probabilities times the same c.
 
-Grid: [num_partitions * ROW_BLOCKS]. A band is ROW_BLOCKS row blocks of one sequence, BLOCK_M rows each. The tiles of the
-batch are cut into equal partitions, sequence after sequence and band after band (`split_kv/schedule.py`). Every
+Grid: [num_partitions * ROW_BLOCKS]. A band is ROW_BLOCKS row blocks of one sequence, BLOCK_M rows each. The tiles of
+the batch are cut into equal partitions, sequence after sequence and band after band (`split_kv/schedule.py`). Every
 partition is run by ROW_BLOCKS adjacent programs, one for each row block. They run at the same time and read the same
 tiles, so device memory is read once and the other reads hit L2.
 
@@ -30,7 +30,6 @@ from quire.kernels.primitives import (
     join_even_odd,
     load_queries,
     load_tile,
-    softmax_step,
     store_result,
     table_row,
 )
@@ -54,7 +53,8 @@ class LatentTiling(NamedTuple):
     DECODE: Any  # jit function from stored elements to numbers
     DECODE_ROPE: Any
     PACKED_FP8: Any  # a stored element of c is two fp8 numbers
-    SCALE_COLUMNS: Any  # columns that share a scale of their record; 0 where latents are not records
+    PARTS: Any  # of the columns of c
+    SCALED: Any  # latents are records: each part of a latent has a scale
     INPUT_PRECISION: Any
     PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
 
@@ -66,7 +66,7 @@ def attend_latents(
     """Fold the tile of latents that begins at position `pos` into the state.
 
     Args:
-        acc, m_i, l_i: the running state; acc is one tensor, or several parts (`empty_parts`).
+        acc, m_i, l_i: the running state, from `empty_parts`.
         q: from `load_query_parts`.
         q_pe: [BLOCK_M, BLOCK_R], or None.
         latents: views.LatentTensors.
@@ -80,7 +80,6 @@ def attend_latents(
         scoring: Scoring.
         T: LatentTiling.
     """
-    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
     offs_n, offs_r = tl.arange(0, T.BLOCK_N), tl.arange(0, T.BLOCK_R)
     kv_pos = pos + offs_n
     # One comparison, unsigned, for kv_start <= kv_pos < kv_stop. The others hold NaN perhaps, and 0 * NaN is NaN.
@@ -90,40 +89,47 @@ def attend_latents(
         # The tile is in one page. Offsets come from the position, which the mask needs too: offsets that are the same
         # in every tile would stay in registers.
         slot = kv_pos.to(tl.int64)
-        before = (pos % T.PAGE_SIZE - pos).to(tl.int64)  # slots between the page's first and position 0
+        before = tl.cast(pos % T.PAGE_SIZE - pos, tl.int64)  # slots between the page's first and position 0
     else:
         slot = kv_pos % T.PAGE_SIZE
         if T.WIDE_OFFSETS:
             slot = slot.to(tl.int64)
         before = 0
     c_rows = tl.expand_dims(latents.c + (page * kv.c_page + before * T.C_SLOT) + slot * T.C_SLOT, 1)
-    c, scales = (), ()
-    if T.SCALE_COLUMNS > 0:  # products of stored numbers are exact; scales of groups of columns come after them
+    # The columns of c are multiplied in PARTS parts. Their products do not wait for one another, as the steps of one
+    # product do.
+    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # parts that a loaded tile is decoded into
+    WIDTH: tl.constexpr = T.BLOCK_C // T.PARTS
+    s_rows = None
+    if T.SCALED:
         s_rows = latents.scale + (page * kv.scale_page + before * kv.scale_slot) + slot * kv.scale_slot
-        offs_c = tl.arange(0, T.SCALE_COLUMNS)
-        scores = tl.zeros([rows.head.shape[0], T.BLOCK_N], tl.float32)
-        for group in tl.static_range(T.RANK // T.SCALE_COLUMNS):
-            columns = tl.load(c_rows + (group * T.SCALE_COLUMNS + offs_c)[None, :], mask=keep[:, None], other=0.0)
-            columns = T.DECODE(columns, q[group].dtype)
-            scale = tl.load(s_rows + group, mask=keep, other=0.0)
-            products = tl.dot(q[group], tl.trans(columns), input_precision=T.INPUT_PRECISION)
-            scores += products * scale[None, :]
-            c, scales = c + (columns,), scales + (scale,)
-    else:
-        offs_c = tl.arange(0, T.BLOCK_C // EACH)
-        c = load_tile(c_rows + offs_c[None, :], keep, offs_c, True, T.RANK // EACH, T.BLOCK_C // EACH)
+    offs_c = tl.arange(0, WIDTH)
+    parts, scales = (), ()
+    scores = tl.zeros([rows.head.shape[0], T.BLOCK_N], tl.float32)
+    for i in tl.static_range(T.PARTS // EACH):
+        columns = i * WIDTH + offs_c
+        mask = keep[:, None]
+        if T.RANK != T.BLOCK_C:
+            mask = mask & (columns < T.RANK // EACH)[None, :]
+        loaded = tl.load(c_rows + columns[None, :], mask=mask, other=0.0)
         if T.PACKED_FP8:
-            q_even, q_odd, q_scale = q
-            c_even, c_odd = T.DECODE(c)
-            c = (c_even, c_odd)
-            scores = tl.dot(q_odd, tl.trans(c_odd), tl.dot(q_even, tl.trans(c_even))) * q_scale[:, None]
+            even, odd = T.DECODE(loaded)
+            parts = (even, odd)
+            scores = tl.dot(q[0], tl.trans(even)) + tl.dot(q[1], tl.trans(odd))
+            scores = scores * q[2][:, None]
         else:
-            c = T.DECODE(c, q.dtype)
-            scores = tl.dot(q, tl.trans(c), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+            part = T.DECODE(loaded, q[i].dtype)
+            products = tl.dot(q[i], tl.trans(part), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+            if T.SCALED:  # stored numbers are multiplied, which is exact, and then scaled
+                scale = tl.load(s_rows + i, mask=keep, other=0.0)
+                products *= scale[None, :]
+                scales = scales + (scale,)
+            parts = parts + (part,)
+            scores = products if i == 0 else scores + products
     if T.ROPE > 0:
         r_rows = tl.expand_dims(latents.rope + (page * kv.rope_page + before * T.ROPE_SLOT) + slot * T.ROPE_SLOT, 1)
         r = T.DECODE_ROPE(load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.BLOCK_R), q_pe.dtype)
-        scores = tl.dot(q_pe, tl.trans(r), scores, input_precision=T.INPUT_PRECISION)
+        scores += tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     visible = keep[None, :]
@@ -131,54 +137,65 @@ def attend_latents(
         low, high = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
         visible = visible & (kv_pos[None, :] >= low[:, None]) & (kv_pos[None, :] <= high[:, None])
     scores = tl.where(visible, scores, float("-inf"))
-    if T.SCALE_COLUMNS > 0:
-        m_new = tl.maximum(m_i, tl.max(scores, 1) * scoring.exponent_scale)
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
-        p = tl.exp2(scores * scoring.exponent_scale - shift[:, None])
-        alpha = tl.exp2(m_i - shift)
-        parts = ()
-        for group in tl.static_range(T.RANK // T.SCALE_COLUMNS):
-            weights = (p * scales[group][None, :]).to(c[group].dtype)
-            part = tl.dot(weights, c[group], acc[group] * alpha[:, None], input_precision=T.INPUT_PRECISION)
-            parts = parts + (part,)
-        return parts, m_new, l_i * alpha + tl.sum(p, 1)
-    else:
-        return softmax_step(acc, m_i, l_i, scores, c, None, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION)
+    # m_i need not be the exact maximum. 12 bits of headroom keep small float16 probabilities from vanishing.
+    HEADROOM: tl.constexpr = 12 if T.PACKED_FP8 else 0
+    m_new = tl.maximum(m_i, tl.max(scores, 1) * scoring.exponent_scale - HEADROOM)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
+    p = tl.exp2(scores * scoring.exponent_scale - shift[:, None])
+    alpha = tl.exp2(m_i - shift)
+    l_i = l_i * alpha[:, None] + p
+    accs = ()
+    for i in tl.static_range(T.PARTS):
+        weights = p
+        if T.SCALED:
+            weights = p * scales[i][None, :]
+        weights = weights.to(parts[i].dtype)
+        accs = accs + (tl.dot(weights, parts[i], acc[i] * alpha[:, None], input_precision=T.INPUT_PRECISION),)
+    return accs, m_new, l_i
 
 
 @triton.jit
 def load_query_parts(ptrs, owned, T: tl.constexpr):
-    """Load the columns of the queries that meet c: as `load_queries`, or for records one tensor per group of columns.
+    """Load the columns of the queries that meet c: one tensor for each part of them, as `load_queries` does.
+
+    With PACKED_FP8, the parts are even and odd columns, and the third tensor is what `load_queries` divided by.
     """
-    if T.SCALE_COLUMNS > 0:
-        q = ()
-        for group in tl.static_range(T.RANK // T.SCALE_COLUMNS):
-            q = q + (load_queries(ptrs + group * T.SCALE_COLUMNS, owned, T.SCALE_COLUMNS, T.SCALE_COLUMNS, False),)
-        return q
+    if T.PACKED_FP8:
+        return load_queries(ptrs, owned, T.RANK, T.BLOCK_C, True)
     else:
-        return load_queries(ptrs, owned, T.RANK, T.BLOCK_C, T.PACKED_FP8)
+        WIDTH: tl.constexpr = T.BLOCK_C // T.PARTS
+        q = ()
+        for i in tl.static_range(T.PARTS):
+            q = q + (load_queries(ptrs + i * WIDTH, owned, T.RANK - i * WIDTH, WIDTH, False),)
+        return q
 
 
 @triton.jit
 def empty_parts(BLOCK_M: tl.constexpr, T: tl.constexpr):
-    """Return the state over no keys, as `empty_state` does; for records, acc is one tensor per group of columns."""
-    if T.SCALE_COLUMNS > 0:
-        acc = ()
-        for _ in tl.static_range(T.RANK // T.SCALE_COLUMNS):
-            acc = acc + (tl.zeros([BLOCK_M, T.SCALE_COLUMNS], tl.float32),)
-        return acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    else:
-        return empty_state(BLOCK_M, T.BLOCK_C, T.PACKED_FP8)
+    """Return the state over no keys as the loop holds it: acc in parts, and l_i [BLOCK_M, BLOCK_N].
+
+    A thread adds up its own columns of l_i. To sum a row, warps would wait for one another in every tile.
+    """
+    acc = ()
+    for _ in tl.static_range(T.PARTS):
+        acc = acc + (tl.zeros([BLOCK_M, T.BLOCK_C // T.PARTS], tl.float32),)
+    return acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M, T.BLOCK_N], tl.float32)
 
 
 @triton.jit
-def join_parts(acc, BLOCK_M: tl.constexpr, T: tl.constexpr):
-    """Return acc as one tensor with its columns in order."""
-    if T.SCALE_COLUMNS > 0:
+def join_parts(acc, m_i, l_i, BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """Return a state with acc as one tensor, its columns in order, and l_i as one number for each row."""
+    l_i = tl.sum(l_i, 1)
+    if T.PACKED_FP8:
+        return join_even_odd(acc, BLOCK_M, T.BLOCK_C, True), m_i, l_i
+    elif T.PARTS == 4:
         a, b, c, d = acc
-        return concatenate(concatenate(a, b, BLOCK_M), concatenate(c, d, BLOCK_M), BLOCK_M)
+        return concatenate(concatenate(a, b, BLOCK_M), concatenate(c, d, BLOCK_M), BLOCK_M), m_i, l_i
+    elif T.PARTS == 2:
+        a, b = acc
+        return concatenate(a, b, BLOCK_M), m_i, l_i
     else:
-        return join_even_odd(acc, BLOCK_M, T.BLOCK_C, T.PACKED_FP8)
+        return acc[0], m_i, l_i
 
 
 @triton.jit
@@ -214,7 +231,7 @@ def mla_kernel(
     NUM_Q_HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     PAGE_SIZE: tl.constexpr, C_SLOT: tl.constexpr, ROPE_SLOT: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
     SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, DECODE_ROPE: tl.constexpr, PACKED_FP8: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, SCALED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_ROW_MASK: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,  # of a band
     MULTI_BAND: tl.constexpr,  # a sequence may have several bands
@@ -232,14 +249,17 @@ def mla_kernel(
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
     T: tl.constexpr = LatentTiling(
         BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
-        DECODE_ROPE, PACKED_FP8, SCALE_COLUMNS, INPUT_PRECISION, PER_ROW_MASK,
+        DECODE_ROPE, PACKED_FP8, PARTS, SCALED, INPUT_PRECISION, PER_ROW_MASK,
     )  # fmt: skip
     S: tl.constexpr = Schedule(
         NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS, UNIT, SEQS, MORE_SEQS, 0, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
         TWO_LEVEL_MIN_TILES,
     )  # fmt: skip
-    # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
-    COLUMNS: tl.constexpr = min(BLOCK_C, max(16, COMBINE_ROOM // (8 * PARTIAL_ROWS)))
+    # Partials are combined a group of columns at a time, as many partials in a round as the registers hold. In two
+    # levels there are few at each, so a round of four takes more columns: 8,192 keys of one sequence and 128 heads took
+    # 29.3 µs, not 35.4. In one level a round of eight is better: 8 x 4,096 and 16 heads took 27.1 µs, not 36.1 (NVIDIA
+    # H200, 2026-11-22).
+    COLUMNS: tl.constexpr = min(BLOCK_C, max(16, COMBINE_ROOM // ((4 if TWO_LEVEL else 8) * PARTIAL_ROWS)))
     P: tl.constexpr = Partial(PARTIAL_ROWS, RANK, BLOCK_C, COLUMNS, ROW_BLOCKS, PER_ROW_MASK, COMBINE_ROOM)
     partition = tl.program_id(0) // ROW_BLOCKS
     row_block = tl.program_id(0) % ROW_BLOCKS
@@ -247,7 +267,7 @@ def mla_kernel(
         kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
     )
     v_scale = 1.0
-    if latents.scale is not None and SCALE_COLUMNS == 0:
+    if latents.scale is not None and not SCALED:
         v_scale = tl.load(latents.scale)
         scale = scale * v_scale
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
@@ -296,7 +316,7 @@ def mla_kernel(
                     scoring, T,
                 )  # fmt: skip
                 page = next_page
-            acc = join_parts(acc, BLOCK_M, T)
+            acc, m_i, l_i = join_parts(acc, m_i, l_i, BLOCK_M, T)
         else:
             # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
             # the same.
@@ -312,12 +332,12 @@ def mla_kernel(
                 )  # fmt: skip
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
-                    joined = join_parts(split_acc, BLOCK_M, T)
+                    joined, joined_m, joined_l = join_parts(split_acc, split_m, split_l, BLOCK_M, T)
                     if unit == band_unit:
-                        acc, m_i, l_i = combine(acc, m_i, l_i, joined, split_m, split_l)
+                        acc, m_i, l_i = combine(acc, m_i, l_i, joined, joined_m, joined_l)
                     else:
                         slot = (band_unit + tile // TILES - first) * ROW_BLOCKS + row_block
-                        store_partial(scratch, joined, split_m, split_l, slot, True, False, BLOCK_M, P)
+                        store_partial(scratch, joined, joined_m, joined_l, slot, True, False, BLOCK_M, P)
                     split_acc, split_m, split_l = empty_parts(BLOCK_M, T)
         # What the compiler knows of the rows would stay in registers through the loop. So they are computed again.
         first_row = after(page, first_row, PAGE_SIZE % BLOCK_N == 0)

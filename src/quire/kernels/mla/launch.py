@@ -8,11 +8,14 @@ import torch
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch import tree
+from quire.dispatch.config import KernelConfig
+from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import padded, power_of_two
 from quire.kernels.portable import PortableRunner
 from quire.kernels.scratch import ScratchSize, counter_bytes
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, MAX_UNITS, SplitKVLaunch, min_partition_tiles, rounded
+from quire.spec import AttentionSpec
 
 MAX_ROW_BLOCKS = 16  # of a band
 BANDS_PER_PROGRAM = 4  # partitions per place on the device, where sequences have several bands
@@ -95,6 +98,19 @@ class MLALaunch(SplitKVLaunch):
             "COMBINE_ROOM": 4096 * config.num_warps,
         }  # fmt: skip
 
+    def num_parts(self, records: bool, packed: bool) -> int:
+        """Return the parts in which the columns of a latent are multiplied: four groups of a record, two halves of fp8.
+
+        With 16 rows, a warp has one product of 16 × 8 numbers, whose steps wait for one another; four parts have four.
+        With fixed splits, parts would be joined in the loop over tiles.
+        """
+        if records:
+            return 4
+        if packed:
+            return 2
+        one_product = self.config.block_m == 16 and self.config.block_dv >= 256
+        return 4 if one_product and not self.fixed_split_size else 1
+
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials and arrival counters."""
         num_slots = self.max_units if self.fixed_split_size else 2 * self.num_partitions
@@ -170,6 +186,7 @@ class MLARunner(PortableRunner):
 
         q_nope, q_pe = q
         decided, batch = self.decided, self.batch
+        assert isinstance(decided, MLALaunch)
         config, device, dtype = decided.config, decided.request.device, q_nope.dtype
         records = cache.scale_kind == "record"
         packed = cache.dtype in mods.FP8X2_DECODERS and dtype.itemsize == 2 and not records
@@ -186,8 +203,9 @@ class MLARunner(PortableRunner):
             latents = latents._replace(rope=latents.rope.view(torch.uint8))
         meta = decided.constexprs() | {
             "PAGE_SIZE": cache.page_size, "C_SLOT": latents.c.stride(1),
-            "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1), "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode,
-            "DECODE_ROPE": decode_rope, "PACKED_FP8": packed, "SCALE_COLUMNS": 128 if records else 0,
+            "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1),
+            "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "DECODE_ROPE": decode_rope,
+            "PACKED_FP8": packed, "SCALED": records, "PARTS": decided.num_parts(records, packed),
         }  # fmt: skip
         strides = (
             batch.page_table.stride(0),
@@ -210,6 +228,19 @@ def latent_addresses(cache: PagedKVCache) -> tuple[int, int | None, int | None]:
     return at, rope_at, None if cache.k_scale is None else cache.k_scale.data_ptr()
 
 
+def with_room_for_a_state(config: KernelConfig, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig:
+    """Return a configuration with shared memory left for a state.
+
+    Batch-invariant plans store the state of a split in the loop over tiles, through shared memory.
+    """
+    state = 4 * config.block_m * config.block_dv
+    while config.num_stages > 2 and config.shared_memory(spec) + state > device.shared_memory:
+        config = replace(config, num_stages=config.num_stages - 1)
+    if config.block_n > 16 and config.shared_memory(spec) + state > device.shared_memory:
+        config = replace(config, block_n=config.block_n // 2)
+    return config
+
+
 def rounded_queries(max_query_len: int) -> int:
     """Round up to a power of two, or to three times one: what tells kernels apart, for few of them."""
     three_quarters = 3 * power_of_two(max_query_len) // 4
@@ -225,7 +256,8 @@ def propose(request: Request, options: Options) -> tuple[MLALaunch, str] | str:
         config, reason = options.config, "config given by the caller"
     elif options.batch_invariant:
         # One configuration must serve all batches. A fitted tree has several, so the generic tree chooses.
-        config, reason = tree.select(spec, device, power_of_two(spec.num_q_heads), 1, FIXED_SPLIT_SIZE, 1, fitted=False)
+        config, reason = tree.select(spec, device, 16, 1, FIXED_SPLIT_SIZE, 1, fitted=False)
+        config = with_room_for_a_state(config, spec, device)
     else:
         config, reason = tree.select(spec, device, *rounded(request))
     launch = MLALaunch(
@@ -249,7 +281,9 @@ def choose_num_partitions(launch: MLALaunch, options: Options) -> int:
     if options.num_splits is not None:
         return max(1, options.num_splits * num_bands)
     capacity = launch.capacity
-    if launch.multi_block:  # the first bands of a prompt see few keys: with more partitions, the last ones fill the gaps
+    if (
+        launch.multi_block
+    ):  # the first bands of a prompt see few keys: with more partitions, the last ones fill the gaps
         capacity *= BANDS_PER_PROGRAM
     if options.batch_invariant:
         return max(1, min(capacity, launch.max_units))

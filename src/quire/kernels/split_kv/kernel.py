@@ -79,8 +79,8 @@ def split_kv_kernel(
     )  # fmt: skip
     # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
     COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
-    # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one another
-    # (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
+    # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
+    # another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
     ROOM: tl.constexpr = 4096 if PARTIAL_ROWS > 16 else (8192 if PER_ROW_MASK else 16384)
     P: tl.constexpr = Partial(PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK, ROOM)
     partition = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages

@@ -124,8 +124,8 @@ class SplitKVLaunch(PortableLaunch):
         rows = 32 * cdiv(num_slots * spec.num_kv_heads * self.partial_rows, 32)
         return ScratchSize(counters + 4 * rows * (spec.head_dim_v + 2), counters)
 
-    def partials(self, workspace: torch.Tensor) -> "Partials":
-        """Return the partials and the arrival counters in a workspace of `scratch_size` bytes."""
+    def partials(self, workspace: torch.Tensor) -> Any:
+        """Return `views.Partials`: the partials and the arrival counters in a workspace of `scratch_size` bytes."""
         from quire.kernels.views import Partials
 
         total, counters = self.scratch_size()
