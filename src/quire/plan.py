@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel family: "block", "split_kv", "mla", "hopper" or "torch"."""
+        """Name of the kernel family: "block", "split_kv", "hopper", "mla", "mla_hopper" or "torch"."""
         return self.launch.name
 
     def __repr__(self) -> str:
@@ -107,10 +107,10 @@ def plan(
         workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.
-        kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU,
-            "mla" for the portable kernel for latents; chosen when not given. A plan is made before the cache is known.
-            If the Hopper kernel does not serve the cache's pages, strides or scales, the fallback that the plan names
-            does.
+        kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU; for
+            latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; chosen when not given. A plan
+            is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages, strides or
+            scales, the fallback that the plan names does.
 
     Returns:
         The plan, with its scratch memory.

@@ -270,8 +270,8 @@ class Oracle:
             return 0.0
         single, eps = self._reference(torch.float32).lse, torch.finfo(torch.float32).eps
         spec, largest = self.problem.spec, max(1.0, exact[finite].abs().max().item())
-        # Tensor cores add the products of 16 columns to a score at a time, and truncate each sum (arXiv 2203.03341). The
-        # error of one step is half a unit on average, of a sum that has reached half of the score on average.
+        # Tensor cores add the products of 16 columns to a score at a time, and truncate each sum (arXiv 2203.03341).
+        # The error of one step is half a unit on average, of a sum that is half of the score on average.
         steps = 0 if spec.dtype is torch.float32 else spec.head_dim / 16
         rounding = (single.double() - exact)[finite].abs().max().item() + eps * largest
         budget = 2 * (rounding + steps * eps / 4 * largest)

@@ -139,7 +139,7 @@ def make_barrier(ARRIVALS: gl.constexpr):
 def make_barriers(NUMBER: gl.constexpr):
     """Allocate barriers that complete after one arrival."""
     barriers = ()
-    for i in gl.static_range(NUMBER):
+    for _ in gl.static_range(NUMBER):
         barriers = barriers + (make_barrier(1),)
     return barriers
 
@@ -196,18 +196,18 @@ def load_pages(row, pos, stop, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def load_quarter(s, kv_desc, rows, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use, BOX: gl.constexpr):
-    """Load one quarter of a tile when its place is free. The quarter that is multiplied last brings the rope columns."""
-    I: gl.constexpr = PARITY * 4 + QUARTER_I
-    WITH_ROPE: gl.constexpr = QUARTER_I == ORDER[PARITY][3]
-    wait(s.empty[I], use + 1)
-    mbarrier.expect(s.full[I], TILE * (QUARTER + ROPE if WITH_ROPE else QUARTER) * 2)
+    """Load a quarter of a tile when its place is free. The quarter that is multiplied last brings the rope columns."""
+    PLACE: gl.constexpr = PARITY * 4 + QUARTER_I
+    WITH_ROPE: gl.constexpr = ORDER[PARITY][3] == QUARTER_I
+    wait(s.empty[PLACE], use + 1)
+    mbarrier.expect(s.full[PLACE], TILE * (QUARTER + ROPE if WITH_ROPE else QUARTER) * 2)
     for box in gl.static_range(TILE // BOX):
         row = rows[PARITY * (TILE // BOX) + box]
         for panel in gl.static_range(QUARTER // PANEL):
-            into = s.kv.index(I).slice(panel * PANEL, PANEL, 1).slice(box * BOX, BOX)
-            tma_load(kv_desc, [row, QUARTER_I * QUARTER + panel * PANEL], s.full[I], into)
+            into = s.kv.index(PLACE).slice(panel * PANEL, PANEL, 1).slice(box * BOX, BOX)
+            tma_load(kv_desc, [row, QUARTER_I * QUARTER + panel * PANEL], s.full[PLACE], into)
         if WITH_ROPE:
-            tma_load(kv_desc, [row, 2 * HALF], s.full[I], s.kv_rope.index(PARITY).slice(box * BOX, BOX))
+            tma_load(kv_desc, [row, 2 * HALF], s.full[PLACE], s.kv_rope.index(PARITY).slice(box * BOX, BOX))
 
 
 @gluon.jit
