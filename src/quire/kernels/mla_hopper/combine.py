@@ -61,6 +61,7 @@ def mla_combine_kernel(
         seq, size, place = partition.seq, partition.size, partition.first + partition.overhead
         first = place // size
         is_first_cut = (partition.low < partition.high) & (place < partition.low) & (first == boundary - 1)
+    gdc_wait()  # by every program: the kernel after this one must not overtake the attention kernel
     if is_first_cut:
         q_start, q_len = queries_of(lengths, seq)
         _, _, visible = keys_of(lengths, seq, q_len, row_block, causal > 0, NUM_HEADS)
@@ -71,7 +72,6 @@ def mla_combine_kernel(
             rows = block + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OF_WEIGHTS))[:, None]
             parts = gl.arange(0, PARTS, gl.SliceLayout(0, OF_WEIGHTS))[None, :]
             cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
-            gdc_wait()
             # The sequence's first partial is in the second place of its partition, the others are in the first.
             base = (row_block * num_partitions + first) * 2 * PARTIAL_ROWS
             m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, OF_WEIGHTS))

@@ -6,9 +6,8 @@ warpgroups hold half of the columns each. They share the scores as well: the eve
 2, 4 and so on, the odd warpgroup those of tiles 1, 3, 5. Each multiplies its probabilities with its half of the
 values. It hands them to the other warpgroup through shared memory, and multiplies those that the other hands over. So
 the tensor cores work for one warpgroup while the other computes its softmax. The division of columns and tiles is that
-of FlashMLA's "seesaw" schedule; here both warpgroups take the tiles in order, so that the even tile's place is free,
-and loads, while the odd tile is multiplied. A producer warp loads halves of 256 columns by TMA, each when its place is
-free.
+of FlashMLA's "seesaw" schedule. Here both warpgroups take the tiles in order, so that the even tile's place is free
+while the odd tile is multiplied. A producer warp loads quarters of a tile by TMA, each when its place is free.
 
 A latent is read once: its first columns are key and value, its rope columns are key only. When the rope columns of a
 tile have been multiplied, the tile's probabilities take their place in shared memory.
@@ -297,7 +296,7 @@ def multiply_keys(PARITY: gl.constexpr, s, use, zero):
 
 @gluon.jit
 def multiply_values(SIDE: gl.constexpr, PARITY: gl.constexpr, s, p, acc, zero):
-    """Begin to multiply probabilities with this warpgroup's columns of a tile."""
+    """Begin to multiply probabilities with the columns of a tile that warpgroup SIDE owns."""
     left, right = acc
     left = warpgroup_mma(p, s.kv.index(zero + PARITY * 4 + SIDE * 2), left, is_async=True)
     right = warpgroup_mma(p, s.kv.index(zero + PARITY * 4 + SIDE * 2 + 1), right, is_async=True)

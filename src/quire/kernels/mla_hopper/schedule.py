@@ -1,10 +1,10 @@
 """The schedule of the MLA kernel: which KV tiles a program owns, found from the lengths on the device.
 
 The rows of a sequence, (token, query head) pairs, are cut into row blocks of ROWS rows. All programs of one row block
-share the work of that row block over all sequences: the KV tiles of the batch form one list, sequence after sequence,
-which is cut into equal partitions. Before the tiles of a sequence, the list has some places that stand for the time to
-begin a sequence. Programs of different row blocks have the same partitions, so that those that read
-the same latents run at the same time and share them in L2.
+share its work over all sequences: the KV tiles of the batch form one list, sequence after sequence, which is cut into
+equal partitions. Before the tiles of a sequence, the list has some places that stand for the time to begin a sequence.
+Programs of different row blocks have the same partitions. So those that read the same latents run at the same time, and
+share them in L2.
 """
 
 from typing import Any, NamedTuple
