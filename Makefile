@@ -63,7 +63,7 @@ test-newest: $(VENV)/.ready
 test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels tests/bench/test_naive.py tests/bench/test_measure.py tests/integrations \
-		tests/engines tests/test_api.py tests/test_service.py tests/test_recipes.py tests/mutations
+		tests/engines/test_transformers.py tests/test_api.py tests/test_service.py tests/test_recipes.py tests/mutations
 
 # These few take half of the time. They run on the newest Triton alone.
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once
@@ -77,9 +77,11 @@ test-old-transformers: $(OLD_TRANSFORMERS)/.ready
 	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) $(IN_TWO) tests/engines
 
 test-vllm: $(VLLM:%=test-vllm-%)
+# Mutants are of Quire's code, which is the same under both: the newest judges them.
+test-vllm-$(lastword $(VLLM)): MUTANTS := tests/mutations
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/test_examples.py tests/mutations -k vllm
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/test_examples.py $(MUTANTS) -k vllm
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples

@@ -57,7 +57,7 @@ FEATURES = {
     "groups of 5": Features(heads=(40, 8)),
     "MQA": Features(heads=(32, 1)),
 }
-# Untuned targets compile these together: each reaches the compiler as it does alone.
+# Targets without a tree compile these together: each reaches the compiler as it does alone.
 COMBINED = {
     "pages of 1, flat, groups of 5": Features(heads=(40, 8), page_size=1, flat_table=True),
     "pages of 528, MQA": Features(heads=(32, 1), page_size=528),
@@ -70,7 +70,7 @@ TOGETHER = {
 }  # fmt: skip
 
 TUNED = ("sm90", "gfx942")  # targets with a tree, where default configurations must not spill
-OLDEST = "3.6.0"  # the Triton that nothing on AMD was ever measured with; there each feature is compiled once
+OLDEST = "3.6.0"  # the oldest Triton that is served; for gfx942, each feature is compiled with one batch there
 
 
 def selection(target: str, features: str) -> list[tuple[str, int]]:

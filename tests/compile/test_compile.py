@@ -1,7 +1,8 @@
 """Every kernel compiles for every target and fits its shared memory, and spills no registers on targets with a tree.
 
 No GPU is needed. Every feature is compiled for every target, each with some of the batches and head dims, in rotation,
-so that the suite takes minutes. `python -m tests.compile TARGET` compiles all combinations.
+so that the suite takes minutes. For targets without a tree, features that do not depend on the target are compiled
+together (`launches.COMBINED`). `python -m tests.compile TARGET` compiles all combinations.
 """
 
 import pytest

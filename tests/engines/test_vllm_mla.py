@@ -73,6 +73,8 @@ def test_the_classes_satisfy_vllm_s_abstract_ones():
     assert QuireMLABackend.get_builder_cls() is QuireMLAMetadataBuilder
     assert QuireMLAMetadataBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
     assert QuireMLABackend.is_mla() and QuireMLABackend.get_preferred_block_size(16) == 64
+    shapes = [QuireMLABackend.get_kv_cache_shape(9, 64, 1, 576, name) for name in ("auto", "fp8", "fp8_ds_mla")]
+    assert shapes == [(9, 64, 576), (9, 64, 576), (9, 64, 656)]
     assert all(QuireMLABackend.supports_block_size(size) for size in (None, 1, 16, 64, 128, 544))
     sizes = (24, 48, 320, 512, 576, 640, 656)
     assert [size for size in sizes if QuireMLABackend.supports_head_size(size)] == [48, 320, 512, 576, 640]

@@ -33,6 +33,7 @@ KV_DTYPES = {  # vLLM's names; "auto" is the model's own
     "fp8_e4m3": torch.float8_e4m3fn,
     RECORD: torch.float8_e4m3fn,
 }
+RECORD_BYTES = 656
 PREFERRED_PAGE_SIZE = 64  # latents that the Hopper kernel copies at once
 
 
@@ -57,6 +58,13 @@ class QuireMLABackend(mla.MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type["QuireMLAMetadataBuilder"]:
         return QuireMLAMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Return the shape of a layer's cache, which vLLM up to 0.28 asks."""
+        return num_blocks, block_size, RECORD_BYTES if cache_dtype_str == RECORD else head_size
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -266,7 +274,7 @@ class QuireMLAImpl(mla.MLACommonImpl):
         chosen = getattr(self, "_run_prefill_new_tokens", None)
         wanted = not isinstance(additional_config, dict) or additional_config.get("quire_prefill", True)
         served = serves(self.qk_head_dim, self.v_head_dim)
-        return chosen is None or bool(wanted and served and chosen == self._run_prefill_new_tokens_fa)
+        return chosen is None or bool(wanted and served and chosen == getattr(self, "_run_prefill_new_tokens_fa", None))
 
     def do_kv_cache_update(
         self,

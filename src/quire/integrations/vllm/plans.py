@@ -59,7 +59,7 @@ class Planner:
         began = time.perf_counter()
         names = []
         for spec, layer in self.layers.items():
-            lse = {"return_lse": True} if layer.impl.need_to_return_lse_for_decode else {}
+            lse: dict[str, Any] = {"return_lse": True} if layer.impl.need_to_return_lse_for_decode else {}
             names.append(quire.warmup(spec, pages_of(layer), **self.bounds, **lse))
         count = sum(map(len, names)) + len(further())
         if count:

@@ -39,11 +39,14 @@ from quire.kernels.mla_hopper.schedule import (
 )
 from quire.kernels.primitives import LN2
 
-HALF = gl.constexpr(256)  # columns of a half of the values
+HALF = gl.constexpr(256)  # columns of the values that a consumer warpgroup owns
+QUARTER = gl.constexpr(128)  # columns that are loaded, waited for and freed together
 ROPE = gl.constexpr(64)  # rope columns
 PANEL = gl.constexpr(64)  # columns of a TMA box
-LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
 EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
+# Quarters of an even and of an odd tile in the order in which they are loaded and multiplied. Both warpgroups multiply
+# the values of the odd tile at the same time. So they free its quarters 0 and 2 first.
+ORDER = gl.constexpr(((0, 1, 2, 3), (2, 0, 3, 1)))
 
 
 class Queries(NamedTuple):
@@ -71,17 +74,17 @@ class Outputs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory and its barriers. A half is 64 rows of 256 columns."""
+    """Shared memory and its barriers. The even warpgroup owns quarters 0 and 1 of the columns, the odd one 2 and 3."""
 
-    q: Any  # [2, ROWS, HALF]: left and right half of the queries
-    q_rope: Any  # [ROWS, ROPE]
-    kv: Any  # [4, TILE, HALF]: halves of the even tile, then of the odd tile
+    q: Any  # [4, ROWS, QUARTER]: quarters of the queries
+    q_rope: Any  # [1, ROWS, ROPE]
+    kv: Any  # [8, TILE, QUARTER]: quarters of the even tile, then of the odd tile
     kv_rope: Any  # [2, TILE, ROPE]: rope columns of the even and of the odd tile, later their probabilities
     maximum: Any  # [2, ROWS]: of the even and of the odd warpgroup
     total: Any  # [2, ROWS]: sum of exponentials
-    full: Any  # 4 barriers: the half has arrived
-    empty: Any  # 4: the half may be overwritten
-    q_full: Any  # both warpgroups have stored their half of the queries
+    full: Any  # 8 barriers: the quarter has arrived
+    empty: Any  # 8: the quarter may be overwritten
+    q_full: Any  # both warpgroups have stored their quarters of the queries
     q_empty: Any  # both warpgroups have multiplied the queries
     p_full: Any  # 2: probabilities and maximum are stored
     total_full: Any  # both sums are stored
@@ -133,6 +136,15 @@ def make_barrier(ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def make_barriers(NUMBER: gl.constexpr):
+    """Allocate barriers that complete after one arrival."""
+    barriers = ()
+    for i in gl.static_range(NUMBER):
+        barriers = barriers + (make_barrier(1),)
+    return barriers
+
+
+@gluon.jit
 def wait(barrier, phase):
     """Wait until a barrier has completed its phase-th phase."""
     mbarrier.wait(barrier, phase & 1)
@@ -164,11 +176,11 @@ def produce(
                 rows = rows + (page * page_rows + (pos + i * BOX) % PAGE_SIZE,)
             pages = load_pages(row, pos + 2 * TILE + lane * BOX, stop, PAGE_SIZE)
             has_odd = pos + TILE < end
-            load_half(s, kv_desc, rows, EVEN, LEFT, uses, BOX)
-            load_half(s, kv_desc, rows, EVEN, RIGHT, uses, BOX)
+            for i in gl.static_range(4):
+                load_quarter(s, kv_desc, rows, EVEN, ORDER[EVEN][i], uses, BOX)
             if has_odd:
-                load_half(s, kv_desc, rows, ODD, RIGHT, odd_uses, BOX)
-                load_half(s, kv_desc, rows, ODD, LEFT, odd_uses, BOX)
+                for i in gl.static_range(4):
+                    load_quarter(s, kv_desc, rows, ODD, ORDER[ODD][i], odd_uses, BOX)
                 odd_uses += 1
             uses += 1
             pos += 2 * TILE
@@ -183,21 +195,19 @@ def load_pages(row, pos, stop, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def load_half(s, kv_desc, rows, PARITY: gl.constexpr, SIDE: gl.constexpr, use, BOX: gl.constexpr):
-    """Load one half of a tile. The half that is multiplied last by its own warpgroup brings the rope columns."""
-    HALVES: gl.constexpr = PARITY * 2 + SIDE
-    WITH_ROPE: gl.constexpr = PARITY != SIDE
-    PANELS: gl.constexpr = HALF // PANEL
-    wait(s.empty[HALVES], use + 1)
-    full = s.full[HALVES]
-    mbarrier.expect(full, TILE * (HALF + ROPE if WITH_ROPE else HALF) * 2)
+def load_quarter(s, kv_desc, rows, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use, BOX: gl.constexpr):
+    """Load one quarter of a tile when its place is free. The quarter that is multiplied last brings the rope columns."""
+    I: gl.constexpr = PARITY * 4 + QUARTER_I
+    WITH_ROPE: gl.constexpr = QUARTER_I == ORDER[PARITY][3]
+    wait(s.empty[I], use + 1)
+    mbarrier.expect(s.full[I], TILE * (QUARTER + ROPE if WITH_ROPE else QUARTER) * 2)
     for box in gl.static_range(TILE // BOX):
         row = rows[PARITY * (TILE // BOX) + box]
-        for panel in gl.static_range(PANELS):
-            into = s.kv.index(HALVES).slice(panel * PANEL, PANEL, 1).slice(box * BOX, BOX)
-            tma_load(kv_desc, [row, SIDE * HALF + panel * PANEL], full, into)
+        for panel in gl.static_range(QUARTER // PANEL):
+            into = s.kv.index(I).slice(panel * PANEL, PANEL, 1).slice(box * BOX, BOX)
+            tma_load(kv_desc, [row, QUARTER_I * QUARTER + panel * PANEL], s.full[I], into)
         if WITH_ROPE:
-            tma_load(kv_desc, [row, 2 * HALF], full, s.kv_rope.index(PARITY).slice(box * BOX, BOX))
+            tma_load(kv_desc, [row, 2 * HALF], s.full[I], s.kv_rope.index(PARITY).slice(box * BOX, BOX))
 
 
 @gluon.jit
@@ -262,7 +272,8 @@ def store_queries(PARITY: gl.constexpr, s, panels, works):
     """Store the queries to shared memory, and wait for the other warpgroup's."""
     wait(s.q_empty, works + 1)
     for panel in gl.static_range(HALF // PANEL):
-        s.q.index(PARITY).slice(panel * PANEL, PANEL, 1).store(panels[panel])
+        quarter = s.q.index(PARITY * 2 + panel * PANEL // QUARTER)
+        quarter.slice(panel * PANEL % QUARTER, PANEL, 1).store(panels[panel])
     if PARITY == EVEN:
         s.q_rope.index(0).store(panels[HALF // PANEL])
     fence_async_shared()
@@ -274,16 +285,34 @@ def store_queries(PARITY: gl.constexpr, s, panels, works):
 def multiply_keys(PARITY: gl.constexpr, s, use, zero):
     """Return the products of the queries with this warpgroup's next tile of keys."""
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    FIRST: gl.constexpr = PARITY  # the half that arrives first
     scores = gl.zeros([ROWS, TILE], gl.float32, OF_SCORES)
-    wait(s.full[PARITY * 2 + FIRST], use)
-    keys = s.kv.index(zero + PARITY * 2 + FIRST).permute((1, 0))
-    scores = warpgroup_mma(s.q.index(zero + FIRST), keys, scores, use_acc=False, is_async=True)
-    wait(s.full[PARITY * 2 + 1 - FIRST], use)
-    keys = s.kv.index(zero + PARITY * 2 + 1 - FIRST).permute((1, 0))
-    scores = warpgroup_mma(s.q.index(zero + 1 - FIRST), keys, scores, is_async=True)
-    scores = warpgroup_mma(s.q_rope.index(zero), s.kv_rope.index(zero + PARITY).permute((1, 0)), scores, is_async=True)
+    for i in gl.static_range(4):
+        wait(s.full[PARITY * 4 + ORDER[PARITY][i]], use)
+        keys = s.kv.index(zero + PARITY * 4 + ORDER[PARITY][i]).permute((1, 0))
+        scores = warpgroup_mma(s.q.index(zero + ORDER[PARITY][i]), keys, scores, use_acc=i > 0, is_async=True)
+    rope = s.kv_rope.index(zero + PARITY).permute((1, 0))
+    scores = warpgroup_mma(s.q_rope.index(zero), rope, scores, is_async=True)
     return warpgroup_mma_wait(0, deps=[scores])
+
+
+@gluon.jit
+def multiply_values(SIDE: gl.constexpr, PARITY: gl.constexpr, s, p, acc, zero):
+    """Begin to multiply probabilities with this warpgroup's columns of a tile."""
+    left, right = acc
+    left = warpgroup_mma(p, s.kv.index(zero + PARITY * 4 + SIDE * 2), left, is_async=True)
+    right = warpgroup_mma(p, s.kv.index(zero + PARITY * 4 + SIDE * 2 + 1), right, is_async=True)
+    return left, right
+
+
+@gluon.jit
+def finish_values(SIDE: gl.constexpr, PARITY: gl.constexpr, s, acc):
+    """Wait for what `multiply_values` began, and free each quarter when it has been multiplied."""
+    left, right = acc
+    left = warpgroup_mma_wait(1, deps=[left])
+    mbarrier.arrive(s.empty[PARITY * 4 + SIDE * 2], count=1)
+    right = warpgroup_mma_wait(0, deps=[right])
+    mbarrier.arrive(s.empty[PARITY * 4 + SIDE * 2 + 1], count=1)
+    return left, right
 
 
 @gluon.jit
@@ -301,20 +330,22 @@ def mask_scores(scores, pos, work, row_block, causal, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def zero_invisible_rows(half, pos, visible):
-    """Zero the rows of a half of values that no row of the row block sees. They may hold NaN, and 0 * NaN is NaN.
+def zero_invisible_rows(PARITY: gl.constexpr, s, zero, pos, visible):
+    """Zero the values of a tile that no row of the row block sees. They may hold NaN, and 0 * NaN is NaN.
 
-    The half is taken as panels of 32-bit words. The swizzle of TMA moves a row's words within the row only.
+    The tile is taken as panels of 32-bit words. The swizzle of TMA moves a row's words within the row only.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     WORDS: gl.constexpr = PANEL // 2
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if pos + TILE > visible:
-        words = reinterpret(half, gl.int32, [HALF // PANEL * TILE, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         rows = pos + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
-        for panel in gl.static_range(HALF // PANEL):
-            panel_words = words.slice(panel * TILE, TILE)
-            panel_words.store(gl.where((rows < visible)[:, None], panel_words.load(LAYOUT), 0))
-        fence_async_shared()
+        for quarter in gl.static_range(4):
+            tile = s.kv.index(zero + PARITY * 4 + quarter)
+            words = reinterpret(tile, gl.int32, [QUARTER // PANEL * TILE, WORDS], PLAIN)
+            for panel in gl.static_range(QUARTER // PANEL):
+                panel_words = words.slice(panel * TILE, TILE)
+                panel_words.store(gl.where((rows < visible)[:, None], panel_words.load(LAYOUT), 0))
 
 
 @gluon.jit
@@ -325,16 +356,19 @@ def finite(m_i):
 
 @gluon.jit
 def scale_rows(acc, factor):
-    """Multiply each row by its factor."""
-    return acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    """Multiply each row of both quarters by its factor."""
+    left, right = acc
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, left.type.layout))[:, None]
+    return left * factor, right * factor
 
 
 @gluon.jit
 def empty_state(OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr):
-    """Return the state over no keys, of one half of the columns."""
+    """Return the state over no keys, of two quarters of the columns."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
-    return gl.zeros([ROWS, HALF], gl.float32, OF_OUT), m_i, l_i
+    left, right = gl.zeros([ROWS, QUARTER], gl.float32, OF_OUT), gl.zeros([ROWS, QUARTER], gl.float32, OF_OUT)
+    return (left, right), m_i, l_i
 
 
 @gluon.jit
@@ -350,107 +384,91 @@ def hand_over(PARITY: gl.constexpr, s, p, m_i):
 def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.constexpr):
     """Return the state of the left columns; the sum is that of the even tiles."""
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUARTER, 16])
     acc, m_i, l_i = empty_state(OF_SCORES, OF_OUT)
     pos = work.tile * TILE
     for i in range(work.count // 2):
         zero = (use + i) >> 30
-        acc, own, m_even, l_i = attend_to_own_even_tile(
-            acc, m_i, l_i, s, work, use + i, pos, zero, row_block, causal, scale, NUM_HEADS
+        acc, m_even, l_i = attend_to_own_even_tile(
+            acc, m_i, l_i, s, work, use + i, pos, zero, row_block, causal, scale, OF_OUT, NUM_HEADS
         )
         wait(s.p_full[ODD], odd_use + i)
         m_i = s.maximum.index(ODD).load(gl.SliceLayout(1, OF_SCORES))
         beta = gl.exp2(m_even - finite(m_i))
         l_i *= beta
-        acc, own = warpgroup_mma_wait(0, deps=[acc, own])
-        mbarrier.arrive(s.empty[EVEN * 2 + LEFT], count=1)
-        acc = scale_rows(acc, beta)
-        values = s.kv.index(zero + ODD * 2 + LEFT)
-        zero_invisible_rows(values, pos + TILE, work.visible)
-        acc = warpgroup_mma(s.kv_rope.index(zero + ODD), values, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(s.empty[ODD * 2 + LEFT], count=1)
+        acc = finish_values(EVEN, EVEN, s, acc)
+        acc = multiply_values(EVEN, ODD, s, s.kv_rope.index(zero + ODD), scale_rows(acc, beta), zero)
+        acc = finish_values(EVEN, ODD, s, acc)
         pos += 2 * TILE
     if work.count % 2 > 0:  # the last tile is even
         zero = (use + work.count) >> 30
-        acc, own, m_i, l_i = attend_to_own_even_tile(
-            acc, m_i, l_i, s, work, use + work.count // 2, pos, zero, row_block, causal, scale, NUM_HEADS
+        acc, m_i, l_i = attend_to_own_even_tile(
+            acc, m_i, l_i, s, work, use + work.count // 2, pos, zero, row_block, causal, scale, OF_OUT, NUM_HEADS
         )
-        acc, own = warpgroup_mma_wait(0, deps=[acc, own])
-        mbarrier.arrive(s.empty[EVEN * 2 + LEFT], count=1)
+        acc = finish_values(EVEN, EVEN, s, acc)
     mbarrier.arrive(s.q_empty, count=1)
     return acc, m_i, l_i
 
 
 @gluon.jit
 def attend_to_own_even_tile(
-    acc, m_i, l_i, s, work, use, pos, zero, row_block, causal, scale, NUM_HEADS: gl.constexpr
+    acc, m_i, l_i, s, work, use, pos, zero, row_block, causal, scale, OF_OUT: gl.constexpr, NUM_HEADS: gl.constexpr
 ):  # fmt: skip
-    """Compute the probabilities of an even tile, hand them over, and begin to multiply them with its left columns."""
-    OF_P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    """Compute the probabilities of an even tile, hand them over, and begin to multiply them with the left columns."""
     scores = multiply_keys(EVEN, s, use, zero)
     scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
+    zero_invisible_rows(EVEN, s, zero, pos, work.visible)
     m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
     p = gl.exp2(scores * scale - finite(m_even)[:, None])
     hand_over(EVEN, s, p, m_even)
     alpha = gl.exp2(m_i - finite(m_even))
     l_i = l_i * alpha + gl.sum(p, 1)
-    acc = scale_rows(acc, alpha)
-    values = s.kv.index(zero + EVEN * 2 + LEFT)
-    zero_invisible_rows(values, pos, work.visible)
-    own = gl.convert_layout(p.to(s.q.dtype), OF_P)
-    return warpgroup_mma(own, values, acc, is_async=True), own, m_even, l_i
+    own = gl.convert_layout(p.to(s.q.dtype), gl.DotOperandLayout(0, OF_OUT, 2))
+    return multiply_values(EVEN, EVEN, s, own, scale_rows(acc, alpha), zero), m_even, l_i
 
 
 @gluon.jit
 def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.constexpr):
     """Return the state of the right columns; the sum is that of the odd tiles."""
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
+    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUARTER, 16])
     acc, m_i, l_i = empty_state(OF_SCORES, OF_OUT)
     pos = work.tile * TILE
     for i in range(work.count // 2):
         zero = (use + i) >> 30
         scores = multiply_keys(ODD, s, odd_use + i, zero)
         scores = mask_scores(scores, pos + TILE, work, row_block, causal, NUM_HEADS)
+        zero_invisible_rows(ODD, s, zero, pos + TILE, work.visible)
         highest = gl.max(scores, 1) * scale
-        acc, m_even, alpha = attend_to_even_tile(acc, m_i, s, work, use + i, pos, zero, OF_SCORES)
+        # The softmax of this tile overlaps the product of the even one.
+        acc, m_even, alpha = attend_to_even_tile(acc, m_i, s, use + i, zero, OF_SCORES)
         m_i = gl.maximum(m_even, highest)
         p = gl.exp2(scores * scale - finite(m_i)[:, None])
         hand_over(ODD, s, p, m_i)
         beta = gl.exp2(m_even - finite(m_i))
         l_i = l_i * (alpha * beta) + gl.sum(p, 1)
-        own = gl.convert_layout(p.to(s.q.dtype), OF_P)
-        values = s.kv.index(zero + ODD * 2 + RIGHT)
-        zero_invisible_rows(values, pos + TILE, work.visible)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(s.empty[EVEN * 2 + RIGHT], count=1)
-        acc = scale_rows(acc, beta)
-        acc = warpgroup_mma(own, values, acc, is_async=True)
-        acc, own = warpgroup_mma_wait(0, deps=[acc, own])
-        mbarrier.arrive(s.empty[ODD * 2 + RIGHT], count=1)
+        own = gl.convert_layout(p.to(s.q.dtype), gl.DotOperandLayout(0, OF_OUT, 2))
+        acc = finish_values(ODD, EVEN, s, acc)
+        acc = multiply_values(ODD, ODD, s, own, scale_rows(acc, beta), zero)
+        acc = finish_values(ODD, ODD, s, acc)
         pos += 2 * TILE
     if work.count % 2 > 0:  # the last tile is even
         zero = (use + work.count) >> 30
-        acc, m_i, alpha = attend_to_even_tile(acc, m_i, s, work, use + work.count // 2, pos, zero, OF_SCORES)
+        acc, m_i, alpha = attend_to_even_tile(acc, m_i, s, use + work.count // 2, zero, OF_SCORES)
         l_i *= alpha
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(s.empty[EVEN * 2 + RIGHT], count=1)
+        acc = finish_values(ODD, EVEN, s, acc)
     mbarrier.arrive(s.q_empty, count=1)
     return acc, m_i, l_i
 
 
 @gluon.jit
-def attend_to_even_tile(acc, m_i, s, work, use, pos, zero, OF_SCORES: gl.constexpr):
-    """Begin to multiply the even tile's probabilities with its right columns. Return its maximum and factor as well."""
+def attend_to_even_tile(acc, m_i, s, use, zero, OF_SCORES: gl.constexpr):
+    """Begin to multiply the even tile's probabilities with the right columns. Return its maximum and factor as well."""
     wait(s.p_full[EVEN], use)
     m_even = s.maximum.index(EVEN).load(gl.SliceLayout(1, OF_SCORES))
     alpha = gl.exp2(m_i - finite(m_even))
-    acc = scale_rows(acc, alpha)
-    values = s.kv.index(zero + EVEN * 2 + RIGHT)
-    zero_invisible_rows(values, pos, work.visible)
-    return warpgroup_mma(s.kv_rope.index(zero + EVEN), values, acc, is_async=True), m_even, alpha
+    acc = multiply_values(ODD, EVEN, s, s.kv_rope.index(zero + EVEN), scale_rows(acc, alpha), zero)
+    return acc, m_even, alpha
 
 
 @gluon.jit
@@ -460,19 +478,21 @@ def store_result(PARITY: gl.constexpr, s, acc, m_i, l_i, outputs, work, row_bloc
     They are staged in the place of its queries, which both warpgroups have multiplied: whole rows reach memory faster
     than the fragments of an accumulator.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     empty = l_i == 0.0
     safe = gl.where(empty, 1.0, l_i)
-    staged = s.q.index(PARITY)
-    staged.store(scale_rows(acc, 1.0 / safe).to(s.q.dtype))
-    cols = PARITY * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
-    for first in gl.static_range(0, ROWS, 16):
-        rows = row_block * ROWS + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-        token = rows // NUM_HEADS
-        offsets = (work.q_start + token).to(gl.int64) * outputs.stride_out_token
-        offsets += (rows % NUM_HEADS).to(gl.int64) * outputs.stride_out_head
-        values = staged.slice(first, 16).load(LAYOUT)
-        gl.store(outputs.out + offsets[:, None] + cols, values, mask=(token < work.q_len)[:, None])
+    quarters = scale_rows(acc, 1.0 / safe)
+    for i in gl.static_range(2):
+        s.q.index(PARITY * 2 + i).store(quarters[i].to(s.q.dtype))
+    for i in gl.static_range(2):
+        cols = PARITY * HALF + i * QUARTER + gl.arange(0, QUARTER, gl.SliceLayout(0, LAYOUT))[None, :]
+        for first in gl.static_range(0, ROWS, 32):
+            rows = row_block * ROWS + first + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
+            token = rows // NUM_HEADS
+            offsets = (work.q_start + token).to(gl.int64) * outputs.stride_out_token
+            offsets += (rows % NUM_HEADS).to(gl.int64) * outputs.stride_out_head
+            values = s.q.index(PARITY * 2 + i).slice(first, 32).load(LAYOUT)
+            gl.store(outputs.out + offsets[:, None] + cols, values, mask=(token < work.q_len)[:, None])
     if PARITY == EVEN:
         if outputs.lse is not None:
             rows = row_block * ROWS + gl.arange(0, ROWS, l_i.type.layout)
@@ -485,11 +505,12 @@ def store_result(PARITY: gl.constexpr, s, acc, m_i, l_i, outputs, work, row_bloc
 @gluon.jit
 def store_partial(PARITY: gl.constexpr, acc, m_i, l_i, outputs, slot, PARTIAL_ROWS: gl.constexpr):
     """Write this warpgroup's columns of a partial, not normalised."""
-    OF_OUT: gl.constexpr = acc.type.layout
+    OF_OUT: gl.constexpr = acc[0].type.layout
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, OF_OUT))
-    cols = PARITY * HALF + gl.arange(0, HALF, gl.SliceLayout(0, OF_OUT))[None, :]
-    into = outputs.acc + slot.to(gl.int64) * (PARTIAL_ROWS * 2 * HALF)
-    gl.store(into + rows[:, None] * (2 * HALF) + cols, acc, mask=(rows < PARTIAL_ROWS)[:, None])
+    cols = PARITY * HALF + gl.arange(0, QUARTER, gl.SliceLayout(0, OF_OUT))[None, :]
+    into = outputs.acc + slot.to(gl.int64) * (PARTIAL_ROWS * 2 * HALF) + rows[:, None] * (2 * HALF) + cols
+    for i in gl.static_range(2):
+        gl.store(into + i * QUARTER, acc[i], mask=(rows < PARTIAL_ROWS)[:, None])
     if PARITY == EVEN:
         rows = gl.arange(0, ROWS, l_i.type.layout)
         gl.store(outputs.m_i + slot * PARTIAL_ROWS + rows, m_i, mask=rows < PARTIAL_ROWS)
@@ -509,17 +530,17 @@ def mla_hopper_kernel(
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s = Shared(
-        gl.allocate_shared_memory(element, [2, ROWS, HALF], WIDE),
+        gl.allocate_shared_memory(element, [4, ROWS, QUARTER], WIDE),
         gl.allocate_shared_memory(element, [1, ROWS, ROPE], WIDE),
-        gl.allocate_shared_memory(element, [4, TILE, HALF], WIDE),
+        gl.allocate_shared_memory(element, [8, TILE, QUARTER], WIDE),
         gl.allocate_shared_memory(element, [2, TILE, ROPE], WIDE),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
-        (make_barrier(1), make_barrier(1), make_barrier(1), make_barrier(1)),
-        (make_barrier(1), make_barrier(1), make_barrier(1), make_barrier(1)),
+        make_barriers(8),
+        make_barriers(8),
         make_barrier(2),
         make_barrier(2),
-        (make_barrier(1), make_barrier(1)),
+        make_barriers(2),
         make_barrier(2),
     )  # fmt: skip
     fence_async_shared()

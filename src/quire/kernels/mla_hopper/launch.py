@@ -60,10 +60,10 @@ class MLAHopperLaunch:
     def combine_cost(self) -> float:
         """Cost of the partials of one tile, for `schedule.Costs`.
 
-        Partials of t / s tiles cost t / s times the bytes of all rows. Longer partitions cost s tiles. The least sum is
-        at the root of t times this number (NVIDIA H200, 2026-11-22).
+        Cut into partitions of s tiles, t tiles cost t / s partials, whose cost is that of their rows, and the time of s
+        tiles. The least sum is where s is the root of t times this number (NVIDIA H200, 2026-11-22).
         """
-        return self.row_blocks * self.partial_rows / 1280
+        return max(32, self.row_blocks * self.partial_rows) / 1280
 
     @property
     def sequence_cost(self) -> int:
