@@ -36,7 +36,7 @@ def mla(num_q_heads=3, rank=32, rope=16, dtype=torch.float32, **fields):
     """Return a small spec with latents."""
     return quire.AttentionSpec.mla(
         num_q_heads=num_q_heads,
-        softmax_scale=0.07,
+        softmax_scale=0.2,
         kv_lora_rank=rank,
         qk_rope_head_dim=rope,
         dtype=dtype,

@@ -108,7 +108,6 @@ FEATURES = (
     Feature("captured in a graph", lens=((1, 300), (1, 5), (1, 200)), captured=True),
 )
 DECODING, DRAFTS = ((1, 130), (1, 1), (1, 0), (1, 77)), ((4, 300), (4, 20), (4, 3), (0, 9))
-LONG_DRAFTS = ((4, 300), (4, 20), (0, 9), (4, 64))
 FP8: SpecOptions = {"kv_dtype": torch.float8_e4m3fn}
 LATENT_FEATURES = (
     Feature("MLA: decode", LATENTS, DECODING, problem={"one_query": True, "page_size": 64}),
@@ -120,13 +119,11 @@ LATENT_FEATURES = (
     Feature("MLA: split keys", LATENTS, ((1, 300), (1, 5), (1, 0)), {"num_splits": 5}),
     Feature("MLA: batch-invariant", LATENTS, ((1, 700), (1, 5), (1, 0), (3, 300)), {"batch_invariant": True}),
     Feature("MLA: fp8 latents", LATENTS | FP8, DRAFTS),
-    Feature("MLA: 512 + 64, decode", DEEPSEEK, ((1, 130), (1, 64), (1, 0), (1, 200)), problem={"page_size": 64}),
-    Feature("MLA: 512 + 64, drafted tokens", DEEPSEEK, LONG_DRAFTS, problem={"page_size": 64}),
-    Feature("MLA: 512 + 64, fp8 latents", DEEPSEEK | FP8, LONG_DRAFTS, problem={"page_size": 64}),
-    Feature(
-        "MLA: 512 + 64, fp8_ds_mla", DEEPSEEK | FP8, LONG_DRAFTS, problem={"page_size": 64, "layout": "fp8_ds_mla"}
-    ),
-    Feature("MLA: captured in a graph", DEEPSEEK, LONG_DRAFTS, problem={"page_size": 64}, captured=True),
+    Feature("MLA: 512 + 64, decode", DEEPSEEK, DECODING, problem={"page_size": 64}),
+    Feature("MLA: 512 + 64, drafted tokens", DEEPSEEK, DRAFTS, problem={"page_size": 64}),
+    Feature("MLA: 512 + 64, fp8 latents", DEEPSEEK | FP8, DRAFTS, problem={"page_size": 64}),
+    Feature("MLA: 512 + 64, fp8_ds_mla", DEEPSEEK | FP8, DRAFTS, problem={"page_size": 64, "layout": "fp8_ds_mla"}),
+    Feature("MLA: captured in a graph", DEEPSEEK, DRAFTS, problem={"page_size": 64}, captured=True),
 )
 
 PROMPTS = ((150, 150), (33, 300), (1, 0), (1, 70), (130, 131))
@@ -151,7 +148,7 @@ HOPPER_FEATURES = (
 MLA_HOPPER: PlanOptions = {"kernel": "mla_hopper"}
 FULL_HEADS = DEEPSEEK | {"num_q_heads": 128}
 LATENT_HOPPER_FEATURES = (
-    Feature("MLA on Hopper, 16 heads", DEEPSEEK, ((1, 130), (1, 64), (1, 0), (1, 700)), MLA_HOPPER, {"page_size": 64}),
+    Feature("MLA on Hopper, 16 heads", DEEPSEEK, DECODING, MLA_HOPPER, {"page_size": 64}),
     Feature("MLA on Hopper, 128 heads", FULL_HEADS, ((1, 700), (1, 64), (1, 0)), MLA_HOPPER, {"page_size": 64}),
-    Feature("MLA on Hopper, drafted tokens", FULL_HEADS, LONG_DRAFTS, MLA_HOPPER, {"page_size": 64}),
+    Feature("MLA on Hopper, drafted tokens", FULL_HEADS, DRAFTS, MLA_HOPPER, {"page_size": 64}),
 )
