@@ -1,6 +1,7 @@
 """Bad input gets an error that names the argument, the contract and the value, before anything is written."""
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -109,6 +110,9 @@ def test_specs_are_values():
         num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, softmax_scale=0.25
     )
     assert same == SPEC and hash(same) == hash(SPEC)
+    stored = pickle.dumps(SPEC)
+    assert b"_hash" not in stored  # strings and dtypes have other hashes in another process
+    assert pickle.loads(stored) == SPEC and hash(pickle.loads(stored)) == hash(SPEC)
 
 
 @pytest.mark.parametrize(

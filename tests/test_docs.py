@@ -17,7 +17,6 @@ import quire
 from quire.dispatch.device import compile_for
 from quire.dispatch.tree import forget_trees
 from quire.kernels import launcher
-from quire.launch_codec import encode
 from quire.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent
@@ -236,8 +235,7 @@ def test_a_walk_enters_its_rooms_in_this_order(walk, query_len, monkeypatch):
     if triton.knobs.runtime.interpret:
         pytest.skip("plans for a Hopper GPU, whose kernel the interpreter does not run")
     monkeypatch.setattr(launcher, "launch", lambda *arguments: None)  # neither compile nor run
-    forget_trees()  # nor remember what was chosen and encoded before
-    encode.cache_clear()
+    forget_trees()  # nor remember what was chosen before
     entered = []
 
     def enter(frame, event, _):

@@ -2,26 +2,36 @@
 
 import json
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
 import torch
 
 
-@lru_cache(maxsize=1024)
 def encode(value: Any) -> str:
     """Return a frozen dataclass as JSON. Its fields are numbers, strings, dtypes and further dataclasses.
 
-    A value that several launches contain, for example the spec, is encoded once.
+    The text is kept with the object: a server makes a plan in every step, and most objects in it are those of the step
+    before, for example the spec.
     """
-    stored = [field.name for field in fields(value) if field.init]
-    values = ", ".join(f"{json.dumps(name)}: {_encode(getattr(value, name))}" for name in stored)
-    kind = type(value)
-    return f'{{"class": "{kind.__module__}:{kind.__qualname__}", {values}}}'
+    text = value.__dict__.get("_encoded")
+    if text is None:
+        head, names = _head(type(value))
+        text = head + "".join([f', "{name}": {_encode(getattr(value, name))}' for name in names]) + "}"
+        object.__setattr__(value, "_encoded", text)
+    return text
+
+
+@cache
+def _head(kind: type) -> tuple[str, tuple[str, ...]]:
+    """Return how the JSON of a dataclass begins, and the names of its fields."""
+    return f'{{"class": "{kind.__module__}:{kind.__qualname__}"', tuple(f.name for f in fields(kind) if f.init)
 
 
 def _encode(value: Any) -> str:
+    if type(value) is int:
+        return str(value)
     if is_dataclass(value):
         return encode(value)
     if isinstance(value, torch.dtype):

@@ -5,7 +5,7 @@ another. It is frozen, hashable and made of host values, so everything a launch 
 decided before the first step.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -172,6 +172,18 @@ class AttentionSpec:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        """Return the hash of all fields, computed once: a server looks up choices by spec in every step."""
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = hash(tuple(getattr(self, field.name) for field in fields(self) if field.compare))
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was computed once: another process has other hashes."""
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     @classmethod
     def mla(
