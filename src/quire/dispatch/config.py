@@ -72,6 +72,8 @@ def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | N
         return "GPUs other than Hopper"
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype} queries".removeprefix("torch.")
+    if spec.latent:
+        return "latents"
     return None
 
 
