@@ -432,13 +432,55 @@ def test_which_configuration_of_the_hopper_kernel_serves_a_spec(head_dim, kv_dty
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "fields", "short_fields"),
+    [  # of the config: num_warpgroups, block_n, num_stages, num_q_stages
+        (40, 64, (2, 128, 4, 2), (1, 64, 4, 2)),
+        (64, 72, (2, 128, 2, 2), (1, 64, 2, 2)),
+        (112, 16, (2, 128, 2, 2), (1, 64, 2, 2)),
+        (192, 128, (2, 128, 2, 1), (2, 64, 3, 2)),
+        (192, 136, (2, 64, 2, 1), (2, 64, 2, 1)),
+        (128, 192, (2, 64, 2, 1), (2, 64, 2, 1)),
+        (200, 16, (2, 64, 2, 1), (2, 64, 2, 1)),
+        (16, 200, (2, 64, 2, 1), (2, 64, 2, 1)),
+    ],
+)
+def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim_v, fields, short_fields):
+    spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim_v)
+    for short, (num_warpgroups, *rest) in ((False, fields), (True, short_fields)):
+        heads = min(spec.group_size & -spec.group_size, 8 * num_warpgroups)
+        expected = HopperConfig(num_warpgroups, 64 * num_warpgroups // heads, *rest)
+        assert hopper_config(spec, PROPERTIES, short) == expected
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "lens", "section_heads"),
+    [
+        (16, (4096,), None),  # so few heads are one section
+        (128, (4096,), 16),
+        (128, (1024,) * 8, 16),
+        (128, (2048,), 32),  # so that a section has three work tiles for each SM
+        (128, (256,), None),
+        (128, (128,) * 64, None),  # a work tile has all queries of a sequence
+        (67, (4096,), None),  # a prime number
+    ],
+)
+def test_many_kv_heads_are_attended_to_in_sections(kv_heads, lens, section_heads):
+    spec = replace(SPEC, num_q_heads=kv_heads, num_kv_heads=kv_heads, head_dim=192, head_dim_v=128)
+    bounds = Bounds(max(lens), max(lens), sum(lens))
+    launch, _ = decide(Request(spec, len(lens), True, bounds, PROPERTIES), Options(kernel="hopper"))
+    assert launch.section_heads == section_heads
+    assert launch.section == section_heads
+    assert replace(launch, section_heads=None).compile_key() != replace(launch, section_heads=1).compile_key()
+
+
+@pytest.mark.parametrize(
     ("reason", "target", "changes"),
     [
         ("GPUs other than Hopper", "sm80", {}),
         ("float32 queries", "sm90", {"dtype": torch.float32, "kv_dtype": torch.float32}),
         ("head_dim 256 of a float8_e4m3fn cache", "sm90", {"head_dim": 256, "head_dim_v": 256, "kv_dtype": E4M3}),
-        ("head_dim 80 of a bfloat16 cache", "sm90", {"head_dim": 80, "head_dim_v": 80}),
-        ("head_dim 128 with head_dim_v 64", "sm90", {"head_dim_v": 64}),
+        ("head_dim 80 of a int8 cache", "sm90", {"head_dim": 80, "head_dim_v": 80, "kv_dtype": INT8}),
+        ("head_dim 128 with head_dim_v 64 of a int8 cache", "sm90", {"head_dim_v": 64, "kv_dtype": INT8}),
     ],
 )
 def test_what_the_hopper_kernel_does_not_serve(reason, target, changes):

@@ -24,7 +24,7 @@ MAY_SPILL = ("vLLM's original", "float32, e4m3")
 # ptxas may spill up to 16 bytes to fit one more program on an SM. It then uses fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
-ON_THE_STACK = {"hopper_kernel": 64, "mla_hopper_kernel": 96}
+ON_THE_STACK = {"hopper_kernel": 72, "mla_hopper_kernel": 96}
 
 CASES = [
     (target, features)
@@ -32,6 +32,24 @@ CASES = [
     for features in (*launches.FEATURES, *launches.COMBINED)
     if features not in (launches.COMBINED if target in TUNED else launches.TOGETHER)
 ]
+
+
+@pytest.mark.parametrize("max_seq_len", [1024, 4096])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"),
+    [(192, 128), (128, 192), (24, 24), (72, 72), (96, 96), (112, 112), (160, 160), (224, 224)],
+)
+def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, head_dim_v, max_seq_len):
+    heads = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    for extra in ({}, {"softcap": 30.0, "alibi": True, "sinks": True, "sliding_window": 1024}):
+        spec, options = quire.AttentionSpec(**heads, **extra), (("kernel", "hopper"),)
+        launch = Launch(spec, 1, max_seq_len, max_seq_len, max_seq_len, options=options)
+        plan, compiled = launch.compile(TARGETS["sm90"])
+        assert plan.kernel == "hopper", plan
+        for kernel in compiled:
+            assert kernel.spills <= ON_THE_STACK["hopper_kernel"], kernel
+            assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
+            assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
 
 
 @pytest.mark.parametrize(("target", "features"), CASES)

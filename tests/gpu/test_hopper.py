@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire.dispatch.device import device_properties
+from quire.plan import make_plan
 from quire.testing import error_budget, make_problem
 
 if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).has_wgmma):
@@ -67,6 +68,38 @@ def assert_right(spec, lens, **problem):
 )
 def test_features(extra, head_dim, dtype):
     assert_right(quire.AttentionSpec(**LLAMA | extra | {"head_dim": head_dim, "dtype": dtype}), MIXED)
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 8))
+def test_every_width(head_dim):
+    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(192, 128), (128, 192), (64, 256), (256, 64), (80, 32), (24, 200), (192, 96)]
+)
+def test_values_of_another_width(head_dim, head_dim_v, layout):
+    spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=3, head_dim=head_dim, head_dim_v=head_dim_v)
+    assert_right(spec, MIXED, layout=layout, page_size=24)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (88, 88), (192, 192), (40, 40), (224, 224)])
+def test_features_of_other_widths(head_dim, head_dim_v):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+    assert_right(replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300), MIXED, page_size=8)
+    assert_right(replace(spec, causal=False, dtype=torch.float16, kv_dtype=torch.float16), MIXED, layout="HND")
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (128, 128), (80, 80)])
+def test_sections_of_heads(head_dim, head_dim_v):
+    spec = quire.AttentionSpec(num_q_heads=24, num_kv_heads=12, head_dim=head_dim, head_dim_v=head_dim_v)
+    for lens in (MIXED, ((200, 700), (300, 300))):
+        p, plan, expected = solve(spec, lens, LONG)
+        for heads in (1, 4):
+            cut = make_plan(spec, plan.batch, replace(plan.launch, section_heads=heads), "sections")
+            state = quire.attention(p.q, p.cache, cut, **p.tables, return_lse=True)
+            assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -156,6 +189,8 @@ def test_sums_of_products_in_fp8_are_float32():
         {"head_dim": 64, "sinks": True},
         {"dtype": torch.float16},
         {"head_dim": 256},
+        {"head_dim": 192, "head_dim_v": 128},
+        {"head_dim": 80},
         E4M3,
         E4M3 | {"allow_fp8": True},
         {"num_q_heads": 12},
@@ -288,6 +323,11 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(most):
         ({}, None),
         ({}, LONG),
         ({"head_dim": 256}, None),
+        ({"head_dim": 192, "head_dim_v": 128}, None),
+        ({"head_dim": 192, "head_dim_v": 128}, LONG),
+        ({"head_dim": 80}, None),
+        ({"head_dim": 80}, LONG),
+        ({"head_dim": 160}, None),
         (E4M3 | {"head_dim": 64}, None),
         (E4M3, None),
         (E4M3 | {"allow_fp8": True}, None),
@@ -304,7 +344,7 @@ def test_runs_are_bitwise_equal(extra, bound):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"head_dim": 80}, "head_dim 80"),
+        ({"head_dim": 80, "kv_dtype": torch.int8}, "head_dim 80"),
         ({"dtype": torch.float32}, "float32"),
         ({"head_dim": 256, "kv_dtype": torch.int8}, "int8"),
     ],
@@ -324,7 +364,8 @@ def test_whole_space(data):
     spec = quire.AttentionSpec(
         num_q_heads=kv_heads * group,
         num_kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([64, 128])),
+        head_dim=draw(st.sampled_from([64, 128, 80, 96, 192])),
+        head_dim_v=draw(st.sampled_from([64, 128, 96])),
         causal=causal,
         sliding_window=draw(st.none() | st.integers(1, 400)),
         sliding_window_right=None if causal else draw(st.none() | st.integers(0, 200)),

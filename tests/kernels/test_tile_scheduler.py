@@ -13,7 +13,7 @@ import torch
 import quire
 
 if sys.platform == "linux":
-    from quire.kernels.hopper import tile_scheduler, tma
+    from quire.kernels.hopper import pipeline, tile_scheduler, tma
 
 PLAIN = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
 
@@ -88,7 +88,32 @@ def test_a_matrix_row_and_column_is_where_the_element_is(kind):
         at = start + row * matrix.stride + column
         element = x[page, head, slot] if layout == "HND" else x[page, slot, head]
         assert element.storage_offset() == at
+        # the same element in the descriptor of heads of any width: head `in_row` of the row
+        in_row, rest = divmod(column, matrix.head_stride)
+        assert rest == 0 and in_row < matrix.num_heads
     assert (matrix.num_rows - 1) * matrix.stride + matrix.num_columns <= memory.numel() - start
+
+
+def test_heads_of_any_width_must_begin_at_a_multiple_of_16_bytes():
+    memory = torch.zeros(4096, dtype=torch.float16)
+    for dim, served in ((64, True), (24, False)):
+        x = memory.as_strided((2, 8, 2, dim), (8 * 160, 160, 68, 1))
+        assert (tma.matrices_of_cache(quire.PagedKVCache(x, x)) is not None) == served
+
+
+@pytest.mark.parametrize("least", [16, 64])
+def test_the_pieces_of_a_width_cover_it_and_fit_panels(least):
+    for width in range(16, 257, 8):
+        pieces = pipeline.pieces_of(width, least)
+        ends = [first + columns for first, columns in pieces]
+        assert [first for first, _ in pieces] == [0, *ends[:-1]]
+        assert width <= ends[-1] <= (width + 63) // 64 * 64
+        for first, columns in pieces:
+            assert columns >= least and columns & (columns - 1) == 0
+            assert first % 64 + columns <= 64 or (first % 64 == 0 and columns % 64 == 0)
+            assert (
+                first // 128 == (first + columns - 1) // 128 or columns == 256
+            )  # 192 columns are in buffers of 128, 64
 
 
 @pytest.mark.parametrize(

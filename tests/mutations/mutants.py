@@ -588,8 +588,8 @@ OUTSIDE = {
     ),
     "Hopper: a matrix a row short": Mutant(
         "kernels/hopper/tma.py",
-        "return Matrix(last // slot + 1, num_columns, slot)",
-        "return Matrix(last // slot, num_columns, slot)",
+        "return Matrix(last // slot + 1, num_columns, slot, *heads)",
+        "return Matrix(last // slot, num_columns, slot, *heads)",
         SCHEDULER,
     ),
     "Hopper: heads that overlap slots": Mutant(

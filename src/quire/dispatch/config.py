@@ -72,8 +72,8 @@ def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | N
         return "GPUs other than Hopper"
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype} queries".removeprefix("torch.")
-    if spec.head_dim != spec.head_dim_v:
-        return f"head_dim {spec.head_dim} with head_dim_v {spec.head_dim_v}"
+    if spec.latent:
+        return "latents"
     return None
 
 
@@ -212,6 +212,9 @@ class CostModel:
         short_context: for contexts of at most this many keys, the Hopper kernel runs one warpgroup per CTA, not two.
         hopper_min_tiles_per_split: the Hopper kernel gives each split at least this many tiles.
         hopper_max_splits: the Hopper kernel splits the keys of a work tile at most this many times.
+        hopper_section_heads: with many KV heads, the Hopper kernel attends to sections of about this many, one after
+            the other. The programs that run at once then share keys and values in the L2 cache.
+        hopper_section_tiles: least work tiles of a section for each SM. With fewer, SMs would be idle at the end.
     """
 
     combine_cost: float
@@ -226,6 +229,8 @@ class CostModel:
     short_context: int
     hopper_min_tiles_per_split: int
     hopper_max_splits: int
+    hopper_section_heads: int
+    hopper_section_tiles: int
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -184,7 +184,8 @@ def prefers_hopper(
 def hopper_config(spec: AttentionSpec, properties: DeviceProperties, short: bool) -> HopperConfig | str:
     """Choose the configuration of the Hopper kernel.
 
-    The first entry of the generic tree's "hopper_configs" whose conditions all hold is taken. A warpgroup has 64 rows.
+    The first entry of the generic tree's "hopper_configs" is taken of which all facts of "when" are equal, and those of
+    "at_most" are not larger. A warpgroup has 64 rows.
     They hold as many heads of one KV head as the largest power of two that divides the group, at most 8 per warpgroup;
     `block_t` follows from that.
 
@@ -201,16 +202,19 @@ def hopper_config(spec: AttentionSpec, properties: DeviceProperties, short: bool
         return refusal
     facts = {
         "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
         "quantised_cache": spec.kv_dtype != spec.dtype,
         "fp8_products": spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn,
         "short_context": short,
     }
     for entry in load_tree(GENERIC)["hopper_configs"]:
-        if all(facts[fact] == value for fact, value in entry["when"].items()):
+        fits = all(facts[fact] <= value for fact, value in entry.get("at_most", {}).items())
+        if fits and all(facts[fact] == value for fact, value in entry["when"].items()):
             rows = 64 * entry["config"]["num_warpgroups"]
             heads = min(spec.group_size & -spec.group_size, rows // 8)
             return HopperConfig(block_t=rows // heads, **entry["config"])
-    return f"head_dim {spec.head_dim} of a {spec.kv_dtype} cache".replace("torch.", "")
+    values = f" with head_dim_v {spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else ""
+    return f"head_dim {spec.head_dim}{values} of a {spec.kv_dtype} cache".replace("torch.", "")
 
 
 @cache

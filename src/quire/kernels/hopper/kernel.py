@@ -18,7 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.convert import convert, permute_for_fp8_operand, quantize_queries, to_fp8
-from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, make_pipeline
+from quire.kernels.hopper.pipeline import (
+    columns_of,
+    consumer_release,
+    consumer_wait,
+    make_pipeline,
+    piece_of,
+    pieces_of,
+)
 from quire.kernels.hopper.producer import produce
 from quire.kernels.hopper.tile_scheduler import ROWS, WORDS, read_work_tile
 from quire.kernels.primitives import LN2, LOG2E
@@ -54,16 +61,15 @@ class Outputs(NamedTuple):
 @gluon.jit
 def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
-    GROUP: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    HEAD_DIM: gl.constexpr = k_pipe.tiles.shape[2]
     element: gl.constexpr = k_pipe.tiles.dtype
     FP8_MMA: gl.constexpr = element.primitive_bitwidth == 8
     DEPTH: gl.constexpr = 256 // element.primitive_bitwidth  # of one tensor-core instruction, in elements
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
-    OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, DEPTH])
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
 
@@ -79,56 +85,117 @@ def consume(
         if scoring.k_scale_ptr is not None:
             scale *= gl.load(scoring.k_scale_ptr + work.head // GROUP * stride_scale)
         if element == q_pipe.tiles.dtype:
-            q = q_pipe.tiles.index(stage).slice(wg * ROWS, ROWS)
+            q = ()
+            for i in gl.static_range(len(pieces_of(HEAD_DIM, 16))):
+                q = q + (queries_of(wg, q_pipe, stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1]),)
         else:
-            q, inverse_scale = quantize_queries(
+            converted, inverse_scale = quantize_queries(
                 q_pipe.tiles.index(stage), element, wg * ROWS, 7 if FP8_MMA else 14, OF_SCORES
             )
+            q = (converted,)
             scale *= inverse_scale
         if FP8_MMA:
             acc, m_i, l_i = attend_work_tile_in_fp8(
-                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T,
-                SCORE_MOD,
+                q[0], k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES,
+                layout_of_out(HEAD_DIM_V, DEPTH), BLOCK_T, SCORE_MOD,
             )  # fmt: skip
+            accs = (acc,)
         else:
-            acc, m_i, l_i = attend_work_tile(
-                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, OF_OUT, BLOCK_T,
-                SCORE_MOD,
+            accs, m_i, l_i = attend_work_tile(
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_T, SCORE_MOD,
             )  # fmt: skip
         tile_i += work.num_tiles
         if outputs.v_scale_ptr is not None:
-            acc = acc * gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale)
-        finish(wg, acc, m_i, l_i, q_pipe, work_i, work, rows, outputs, BLOCK_T)
+            accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
+        finish(wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T)
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
         work = read_work_tile(published, stage)
 
 
+@gluon.constexpr_function
+def layout_of_out(columns, depth):
+    """Return the layout of an accumulator of the second product."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
+
+
 @gluon.jit
-def empty_state(OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Return the state over no keys."""
+def queries_of(wg: gl.constexpr, q_pipe, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return COLUMNS columns of a warpgroup's queries in shared memory, from column FIRST on."""
+    return piece_of(q_pipe, stage, FIRST, COLUMNS).slice(wg * ROWS, ROWS)
+
+
+@gluon.jit
+def scaled(accs, factor):
+    """Multiply accumulators by a scalar, or by a factor per row."""
+    results = ()
+    for i in gl.static_range(len(accs)):
+        by = factor
+        if isinstance(factor, gl.tensor) and len(factor.shape) == 1:
+            by = gl.convert_layout(factor, gl.SliceLayout(1, accs[i].type.layout))[:, None]
+        results = results + (accs[i] * by,)
+    return results
+
+
+@gluon.jit
+def empty_state(OF_SCORES: gl.constexpr, HEAD_DIM_V: gl.constexpr, DEPTH: gl.constexpr):
+    """Return the state over no keys. There is an accumulator for each piece of the values' columns."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
-    return gl.zeros([ROWS, HEAD_DIM], gl.float32, OF_OUT), m_i, l_i
+    accs = ()
+    for i in gl.static_range(len(pieces_of(HEAD_DIM_V, 64))):
+        accs = accs + (empty_acc(pieces_of(HEAD_DIM_V, 64)[i][1], DEPTH),)
+    return accs, m_i, l_i
+
+
+@gluon.jit
+def empty_acc(COLUMNS: gl.constexpr, DEPTH: gl.constexpr):
+    """Return an accumulator of zeros."""
+    return gl.zeros([ROWS, COLUMNS], gl.float32, layout_of_out(COLUMNS, DEPTH))
+
+
+@gluon.jit
+def multiply_keys(q, k_pipe, stage, zeros, HEAD_DIM: gl.constexpr):
+    """Begin the product of queries and a tile of keys."""
+    scores = zeros
+    for i in gl.static_range(len(q)):
+        k = piece_of(k_pipe, stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1])
+        scores = warpgroup_mma(q[i], k.permute((1, 0)), scores, use_acc=i > 0, is_async=True)
+    return scores
+
+
+@gluon.jit
+def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
+    """Begin to add the product of probabilities and a tile of values to the accumulators."""
+    results = ()
+    for i in gl.static_range(len(accs)):
+        v = piece_of(v_pipe, stage, pieces_of(HEAD_DIM_V, 64)[i][0], pieces_of(HEAD_DIM_V, 64)[i][1])
+        operand = p
+        if i > 0:  # the same registers
+            operand = gl.convert_layout(p, gl.DotOperandLayout(0, accs[i].type.layout, 2))
+        results = results + (warpgroup_mma(operand, v, accs[i], is_async=True),)
+    return results
 
 
 @gluon.jit
 def attend_work_tile(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
-    OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
     """Return the state of a work tile's rows over its KV tiles, from the last tile to the first.
 
     The first tile that is used is the tile_i-th of the pipelines.
     """
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 2)
+    NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
     element: gl.constexpr = k_pipe.tiles.dtype
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
-    acc, m_i, l_i = empty_state(OF_SCORES, OF_OUT, k_pipe.tiles.shape[2])
+    accs, m_i, l_i = empty_state(OF_SCORES, HEAD_DIM_V, 16)
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
     pos = work.tile * BLOCK_N
-    k = k_pipe.tiles.index(consumer_wait(k_pipe, tile_i))
-    scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
     scores = warpgroup_mma_wait(0, deps=[scores])
     consumer_release(k_pipe, tile_i)
     p, m_i, l_i, _ = softmax_step(
@@ -137,27 +204,25 @@ def attend_work_tile(
     p = gl.convert_layout(p.to(element), OF_P)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
         pos -= BLOCK_N
-        k = k_pipe.tiles.index(consumer_wait(k_pipe, i))
-        scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        v = v_pipe.tiles.index(consumer_wait(v_pipe, i - 1))
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, i), zeros, HEAD_DIM)
+        accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), accs, HEAD_DIM_V)
+        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])
         consumer_release(k_pipe, i)
         # The other warpgroup's softmax overlaps these two products. Overlapping the second product with the softmax of
         # this warpgroup was slower (NVIDIA H200).
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        done = warpgroup_mma_wait(0, deps=accs + (p,))
+        accs, p = done[:NUM_ACCS], done[NUM_ACCS]
         consumer_release(v_pipe, i - 1)
         p, m_i, l_i, alpha = softmax_step(
             scores, m_i, l_i, pos, rows, cols, work, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
         )
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
+        accs = scaled(accs, alpha)
         p = gl.convert_layout(p.to(element), OF_P)
     last = tile_i + work.num_tiles - 1
-    v = v_pipe.tiles.index(consumer_wait(v_pipe, last))
-    acc = warpgroup_mma(p, v, acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), accs, HEAD_DIM_V)
+    done = warpgroup_mma_wait(0, deps=accs + (p,))
     consumer_release(v_pipe, last)
-    return acc, m_i, l_i
+    return done[:NUM_ACCS], m_i, l_i
 
 
 @gluon.jit
@@ -175,7 +240,8 @@ def attend_work_tile_in_fp8(
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
     LIFT: gl.constexpr = 8.0  # probabilities are scaled by 2^8, so that small ones keep their bits
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
-    no_out, m_i, l_i = empty_state(OF_SCORES, OF_OUT, k_pipe.tiles.shape[2])
+    empty, m_i, l_i = empty_state(OF_SCORES, k_pipe.tiles.shape[2], 32)
+    no_out = empty[0]
     acc = no_out
     pos = work.tile * BLOCK_N
     for i in range(tile_i, tile_i + work.num_tiles):
@@ -237,23 +303,25 @@ def by_row(factor):
 
 
 @gluon.jit
-def finish(wg: gl.constexpr, acc, m_i, l_i, q_pipe, work_i, work, rows, outputs, BLOCK_T: gl.constexpr):
+def finish(
+    wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+):  # fmt: skip
     """Normalise a work tile's results and write them.
 
-    Results are staged in the shared memory of the work tile's queries, which is then released. States of splits are
-    written from registers.
+    Results are staged in the shared memory of the work tile's queries, if that is wide enough, and it is then released.
+    States of splits are written from registers.
     """
     element: gl.constexpr = q_pipe.tiles.dtype
     IS_SPLIT: gl.constexpr = outputs.out_ptr.dtype.element_ty != element
-    HEAD_DIM: gl.constexpr = q_pipe.tiles.shape[2]
-    OF_OUT: gl.constexpr = acc.type.layout
+    STAGED: gl.constexpr = not IS_SPLIT and columns_of(q_pipe.tiles, q_pipe.more) >= HEAD_DIM_V
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
         if work.split == 0:
             sink = gl.load(outputs.sinks_ptr + work.head + rows // BLOCK_T).to(gl.float32) * LOG2E
             m_new = gl.maximum(m_i, sink)
             alpha = gl.exp2(m_i - m_new)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None]
+            accs = scaled(accs, alpha)
             l_i = l_i * alpha + gl.exp2(sink - m_new)
             m_i = m_new
     empty = l_i == 0.0
@@ -264,27 +332,42 @@ def finish(wg: gl.constexpr, acc, m_i, l_i, q_pipe, work_i, work, rows, outputs,
         offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
         offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + work.split
         gl.store(outputs.lse_ptr + offsets, lse, mask=tokens < work.q_len)
-    result = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OF_OUT))[:, None]
-    if not IS_SPLIT:
-        staged = q_pipe.tiles.index(work_i % q_pipe.empty.shape[0]).slice(wg * ROWS, ROWS)
-        staged.store(result.to(element))
-        result = staged.load(IN_ROWS)
+    results = scaled(accs, 1.0 / safe)
+    if STAGED:
+        stage = work_i % q_pipe.empty.shape[0]
+        loaded = ()
+        for i in gl.static_range(len(accs)):
+            staged = queries_of(wg, q_pipe, stage, pieces_of(HEAD_DIM_V, 64)[i][0], pieces_of(HEAD_DIM_V, 64)[i][1])
+            staged.store(results[i].to(element))
+            loaded = loaded + (staged.load(IN_ROWS),)
+        results = loaded
         fence_async_shared()
     consumer_release(q_pipe, work_i)
+    for i in gl.static_range(len(accs)):
+        write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T)
+
+
+@gluon.jit
+def write_out(
+    wg: gl.constexpr, result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr
+):
+    """Write a work tile's results for the columns from FIRST on."""
     LAYOUT: gl.constexpr = result.type.layout
     out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     tokens = work.token + out_rows % BLOCK_T
     offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_out_token
     offsets += (work.head + out_rows // BLOCK_T).to(gl.int64) * outputs.stride_out_head
-    offsets += work.split * HEAD_DIM
-    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
-    inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    gl.store(outputs.out_ptr + offsets[:, None] + offs_d[None, :], result, mask=inside)
+    offsets += work.split * HEAD_DIM_V
+    offs_d = FIRST + gl.arange(0, result.shape[1], gl.SliceLayout(0, LAYOUT))
+    inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM_V)[None, :]
+    gl.store(
+        outputs.out_ptr + offsets[:, None] + offs_d[None, :], result.to(outputs.out_ptr.dtype.element_ty), mask=inside
+    )
 
 
 @gluon.jit(
     do_not_specialize_on_alignment=["num_splits", "stride_lse"],
-    do_not_specialize=["max_decode_queries", "num_seqs", "stride_table", "window_left", "window_right"],
+    do_not_specialize=["max_decode_queries", "num_seqs", "section", "stride_table", "window_left", "window_right"],
 )
 def hopper_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM], or scratch for the states of splits
@@ -298,23 +381,27 @@ def hopper_kernel(
     tile_counter,  # [1] int32, 0 between launches
     scale, softcap, window_left, window_right,
     max_decode_queries,  # sequences with at most this many queries belong to the decode launch; 0 if there is none
-    num_seqs, num_splits, stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    SCORE_MOD: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, QUANTISED_STAGES: gl.constexpr, FP8_MMA: gl.constexpr,
-    KV_BOX: gl.constexpr, Q_BOX: gl.constexpr,
+    num_seqs, num_splits,
+    section,  # blocks of heads of which all work tiles come before those of other heads; None: there is one section
+    stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    QUANTISED_STAGES: gl.constexpr, FP8_MMA: gl.constexpr, KV_BOX: gl.constexpr, Q_BOX: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
     if (max_decode_queries > 0) | (num_splits > 1):
         gdc_launch_dependents()
-    q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, HEAD_DIM, Q_STAGES, WARPGROUPS)
+    COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
+    COLUMNS_V: gl.constexpr = (HEAD_DIM_V + 63) // 64 * 64
+    q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, COLUMNS, Q_STAGES, WARPGROUPS)
     NUMBER: gl.constexpr = k_desc.dtype if QUANTISED_STAGES == 0 or FP8_MMA else gl.float16
-    k_pipe = make_pipeline(NUMBER, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
+    k_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS, STAGES, WARPGROUPS)
     if FP8_MMA:
-        v_pipe = make_pipeline(NUMBER, HEAD_DIM, BLOCK_N, STAGES, WARPGROUPS)
+        v_pipe = make_pipeline(NUMBER, COLUMNS_V, BLOCK_N, STAGES, WARPGROUPS)
     else:
-        v_pipe = make_pipeline(NUMBER, BLOCK_N, HEAD_DIM, STAGES, WARPGROUPS)
+        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, WARPGROUPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr)
     outputs = Outputs(
@@ -327,11 +414,12 @@ def hopper_kernel(
         gl.warp_specialize(
             [
                 (consume, (
-                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
+                    BLOCK_T, SCORE_MOD)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
-                    max_decode_queries, num_seqs, num_splits, window_left, window_right, stride_table, stride_q_head,
-                    NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
+                    max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
+                    stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [1],
             [40],
@@ -341,13 +429,15 @@ def hopper_kernel(
         gl.warp_specialize(
             [
                 (consume, (
-                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
+                    BLOCK_T, SCORE_MOD)),
                 (consume, (
-                    1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                    1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
+                    BLOCK_T, SCORE_MOD)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
-                    max_decode_queries, num_seqs, num_splits, window_left, window_right, stride_table, stride_q_head,
-                    NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
+                    max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
+                    stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [4, 1],
             [232, 40],  # registers per thread of the second and the third function
@@ -355,20 +445,22 @@ def hopper_kernel(
     else:
         k_raw = k_pipe
         if not FP8_MMA:
-            k_raw = make_pipeline(k_desc.dtype, BLOCK_N, HEAD_DIM, QUANTISED_STAGES, 1)
-        v_raw = make_pipeline(v_desc.dtype, BLOCK_N, HEAD_DIM, QUANTISED_STAGES, 1)
+            k_raw = make_pipeline(k_desc.dtype, BLOCK_N, COLUMNS, QUANTISED_STAGES, 1)
+        v_raw = make_pipeline(v_desc.dtype, BLOCK_N, COLUMNS_V, QUANTISED_STAGES, 1)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (consume, (
-                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
+                    BLOCK_T, SCORE_MOD)),
                 (consume, (
-                    1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, BLOCK_T, SCORE_MOD)),
+                    1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
+                    BLOCK_T, SCORE_MOD)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
-                    max_decode_queries, num_seqs, num_splits, window_left, window_right, stride_table, stride_q_head,
-                    NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
+                    max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
+                    stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [4, 4, 1],
             [200, 72, 40] if FP8_MMA else [208, 56, 40],

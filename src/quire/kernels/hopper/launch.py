@@ -33,6 +33,7 @@ class HopperLaunch:
         fallback: the launch for scales per token and for tensors that TMA cannot address.
         num_splits: number of splits of the keys of each work tile; a second launch combines them if it is not 1.
         decode: the launch for sequences with at most `max_decode_queries` queries, which runs concurrently; or None.
+        section_heads: KV heads that are attended to at a time; None for all.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class HopperLaunch:
     fallback: PortableLaunch
     num_splits: int = 1
     decode: SplitKVLaunch | None = None
+    section_heads: int | None = None
 
     @property
     def name(self) -> str:
@@ -50,6 +52,13 @@ class HopperLaunch:
     def max_decode_queries(self) -> int:
         """Most queries of a sequence that the decode launch serves; 0 if there is no decode launch."""
         return 0 if self.decode is None else self.decode.max_decode_queries
+
+    @property
+    def section(self) -> int | None:
+        """Blocks of query heads, of which each fills a work tile, that are attended to at a time; None for all."""
+        if self.section_heads is None:
+            return None
+        return self.section_heads * self.request.spec.group_size // self.config.heads
 
     @property
     def split_rows(self) -> int:
@@ -88,15 +97,21 @@ class HopperLaunch:
         spec, config = self.request.spec, self.config
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
-            "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": config.num_warpgroups, "BLOCK_T": config.block_t,
-            "BLOCK_N": config.block_n, "STAGES": config.num_stages, "Q_STAGES": config.num_q_stages,
-            "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
+            "HEAD_DIM_V": spec.head_dim_v, "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": config.num_warpgroups,
+            "BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
+            "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
         }  # fmt: skip
 
     def compile_key(self) -> Hashable:
         """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
         decode = None if self.decode is None else self.decode.compile_key()
-        return self.name, self.num_splits > 1, decode, *sorted(self.constexprs().items(), key=lambda item: item[0])
+        return (
+            self.name,
+            self.num_splits > 1,
+            self.section_heads is None,
+            decode,
+            *sorted(self.constexprs().items(), key=lambda item: item[0]),
+        )
 
     def for_cache(self, cache: PagedKVCache) -> "HopperLaunch | PortableLaunch":
         """Return this launch, or its fallback if TMA cannot address the cache."""
@@ -140,6 +155,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     fallback, reason = choose_portable(request, options)
     launch = HopperLaunch(request, config, fallback)
     launch = replace(launch, num_splits=choose_num_splits(launch, costs))
+    launch = replace(launch, section_heads=choose_section(launch, costs))
     if options.kernel is None and launch.num_splits == 1:
         if fallback.name != "block" or not tree.prefers_hopper(spec, request.device, *rounded(request)):
             return "batches for which the portable kernels are faster"
@@ -159,6 +175,19 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
         return 1
     most = bounds.max_seq_len // (costs.hopper_min_tiles_per_split * launch.config.block_n)
     return max(1, min(device.num_sms // num_work_tiles, most, costs.hopper_max_splits))
+
+
+def choose_section(launch: HopperLaunch, costs: CostModel) -> int | None:
+    """Return how many KV heads are attended to at a time; None for all."""
+    spec, request = launch.request.spec, launch.request
+    tiles_of_head = launch.num_work_tiles(request.bounds.num_tokens) / spec.num_kv_heads
+    if launch.num_splits > 1 or request.bounds.max_query_len <= launch.config.block_t or not tiles_of_head:
+        return None
+    least = max(costs.hopper_section_heads, costs.hopper_section_tiles * request.device.num_sms / tiles_of_head)
+    for heads in range(1, spec.num_kv_heads):
+        if spec.num_kv_heads % heads == 0 and heads >= least:
+            return heads
+    return None
 
 
 def with_decode_launch(launch: HopperLaunch, costs: CostModel) -> HopperLaunch:

@@ -20,9 +20,13 @@ SWIZZLE_BYTES = gl.constexpr(128)  # the widest row that TMA swizzles
 
 
 class SmemPipeline(NamedTuple):
-    """Tiles [STAGES, rows, columns] and their barriers."""
+    """Tiles and their barriers.
 
-    tiles: Any
+    The width of a buffer is a power of two. So a tile of 192 columns is in two buffers.
+    """
+
+    tiles: Any  # [STAGES, rows, columns]
+    more: tuple  # a buffer of the columns after those, if there are more
     full: Any
     empty: Any
 
@@ -33,10 +37,61 @@ def make_pipeline(
 ):
     """Allocate a pipeline whose tiles are released by CONSUMERS warpgroups."""
     BITS: gl.constexpr = element.primitive_bitwidth
-    tiles = gl.allocate_shared_memory(
-        element, [STAGES, ROWS, COLUMNS], gl.NVMMASharedLayout(min(SWIZZLE_BYTES.value, COLUMNS * BITS // 8), BITS, 2)
-    )
-    return SmemPipeline(tiles, make_barriers(STAGES + 1, 1), make_barriers(STAGES, CONSUMERS))
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(SWIZZLE_BYTES.value, COLUMNS * BITS // 8), BITS, 2)
+    FIRST: gl.constexpr = largest_power_of_two(COLUMNS)
+    tiles = gl.allocate_shared_memory(element, [STAGES, ROWS, FIRST], LAYOUT)
+    more = ()
+    if COLUMNS > FIRST:
+        more = (gl.allocate_shared_memory(element, [STAGES, ROWS, COLUMNS - FIRST], LAYOUT),)
+    return SmemPipeline(tiles, more, make_barriers(STAGES + 1, 1), make_barriers(STAGES, CONSUMERS))
+
+
+@gluon.constexpr_function
+def largest_power_of_two(number):
+    """Return the largest power of two that is not above a number."""
+    return 1 << (number.bit_length() - 1)
+
+
+@gluon.constexpr_function
+def columns_of(tiles, more):
+    """Return the columns of the tiles of a pipeline with these buffers."""
+    return sum(buffer.shape[2] for buffer in (tiles, *more))
+
+
+@gluon.constexpr_function
+def pieces_of(width, least):
+    """Return the (first column, number of columns) of the pieces that products of `width` columns are made of.
+
+    The numbers are powers of two of at least `least`, in falling order. So a piece is in one buffer, and in one of its
+    panels or in whole panels.
+    """
+    pieces, first, left = [], 0, (width + least - 1) // least * least
+    if left % 64 == 48:  # one product of 64 columns is faster than two of 32 and 16 (NVIDIA H200)
+        left += 16
+    while left:
+        columns = 1 << (left.bit_length() - 1)
+        pieces.append((first, columns))
+        first, left = first + columns, left - columns
+    return tuple(pieces)
+
+
+@gluon.jit
+def buffers_of(pipe, stage):
+    """Return the buffers of a stage's tile."""
+    buffers = (pipe.tiles.index(stage),)
+    if len(pipe.more) > 0:
+        buffers = buffers + (pipe.more[0].index(stage),)
+    return buffers
+
+
+@gluon.jit
+def piece_of(pipe, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return COLUMNS columns of a tile in shared memory, from column FIRST on."""
+    WIDTH: gl.constexpr = pipe.tiles.shape[2]
+    piece = buffers_of(pipe, stage)[FIRST // WIDTH]
+    if piece.shape[1] > COLUMNS:
+        piece = piece.slice(FIRST % WIDTH, COLUMNS, dim=1)
+    return piece
 
 
 @gluon.jit
@@ -79,11 +134,31 @@ def panels(tile):
 
 
 @gluon.jit
-def load_rows(desc, row, col, barrier, tile, FIRST: gl.constexpr, ROWS: gl.constexpr):
-    """Load ROWS rows of a matrix by TMA into a tile, from its row FIRST on, one load for each panel."""
-    COLUMNS: gl.constexpr = panels(tile).shape[1]
-    for panel in gl.static_range(tile.shape[1] // COLUMNS):
-        tma_load(desc, [row, col + panel * COLUMNS], barrier, panels(tile).slice(panel * tile.shape[0] + FIRST, ROWS))
+def load_rows(desc, row, head, barrier, buffers, FIRST: gl.constexpr, ROWS: gl.constexpr):
+    """Load ROWS rows of a head by TMA into a tile, from its row FIRST on, one load for each panel.
+
+    Args:
+        desc: of a matrix [rows, columns], or of [rows, heads, columns of a head].
+        row: the first row.
+        head: the head's first column in the matrix; or which head it is.
+        barrier: that counts the bytes.
+        buffers: of the tile.
+        FIRST: the tile's row that comes first.
+        ROWS: of a box.
+    """
+    HEIGHT: gl.constexpr = buffers[0].shape[0]
+    COLUMNS: gl.constexpr = panels(buffers[0]).shape[1]
+    for i in gl.static_range(len(buffers)):
+        for panel in gl.static_range(buffers[i].shape[1] // COLUMNS):
+            if len(desc.block_shape) == 2:
+                column = head + (i * buffers[0].shape[1] + panel * COLUMNS)
+                tma_load(desc, [row, column], barrier, panels(buffers[i]).slice(panel * HEIGHT + FIRST, ROWS))
+            else:
+                column = i * buffers[0].shape[1] + panel * COLUMNS
+                boxes = reinterpret(
+                    buffers[i], buffers[i].dtype, [panels(buffers[i]).shape[0], 1, COLUMNS], desc.layout
+                )
+                tma_load(desc, [row, head, column], barrier, boxes.slice(panel * HEIGHT + FIRST, ROWS))
 
 
 @gluon.jit

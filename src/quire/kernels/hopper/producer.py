@@ -7,7 +7,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from quire.kernels.hopper.pipeline import expect_bytes, load_rows, panels, producer_acquire, wait
+from quire.kernels.hopper.pipeline import (
+    buffers_of,
+    columns_of,
+    expect_bytes,
+    load_rows,
+    panels,
+    producer_acquire,
+    wait,
+)
 from quire.kernels.hopper.tile_scheduler import (
     WorkTile,
     count_row_blocks,
@@ -22,7 +30,7 @@ from quire.kernels.hopper.tile_scheduler import (
 @gluon.jit
 def produce(
     q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
-    max_decode_queries, num_seqs, num_splits, window_left, window_right, stride_table, stride_q_head,
+    max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr,
     Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
 ):  # fmt: skip
@@ -34,9 +42,9 @@ def produce(
     HEADS: gl.constexpr = BLOCK_ROWS // BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    HEAD_DIM: gl.constexpr = k_pipe.tiles.shape[2]
-    Q_BYTES: gl.constexpr = HEAD_DIM * 2  # of a row
-    BYTES: gl.constexpr = HEAD_DIM * k_pipe.tiles.dtype.primitive_bitwidth // 8
+    Q_BYTES: gl.constexpr = columns_of(q_pipe.tiles, q_pipe.more) * 2  # of a row
+    K_BYTES: gl.constexpr = columns_of(k_pipe.tiles, k_pipe.more) * k_pipe.tiles.dtype.primitive_bitwidth // 8
+    V_BYTES: gl.constexpr = columns_of(v_pipe.tiles, v_pipe.more) * v_pipe.tiles.dtype.primitive_bitwidth // 8
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
     SPARE: gl.constexpr = v_pipe.tiles.shape[0]  # the pipeline's spare barrier
     ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -46,15 +54,25 @@ def produce(
     k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the TMA matrix
     k_row, k_col = kv.k_head // kv.k_slot, kv.k_head % kv.k_slot  # one of them is 0
     v_row, v_col = kv.v_head // kv.v_slot, kv.v_head % kv.v_slot
+    if len(k_desc.block_shape) == 3:  # heads are a dimension
+        k_col = (k_col > 0).to(gl.int32)
+    if len(v_desc.block_shape) == 3:
+        v_col = (v_col > 0).to(gl.int32)
     lane = gl.arange(0, 32, ONE_WARP)
     ends = row_block_ends(cu_seqlens_q, 0, num_seqs, max_decode_queries, BLOCK_T)
     num_row_blocks = count_row_blocks(ends, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
     num_work_tiles = num_row_blocks * HEAD_BLOCKS * num_splits
     index = gl.program_id(0)
     while index < num_work_tiles:
-        row_block = num_row_blocks - 1 - index // (HEAD_BLOCKS * num_splits)
-        head = index % HEAD_BLOCKS * HEADS
-        split = index // HEAD_BLOCKS % num_splits
+        if section is None:
+            row_block = num_row_blocks - 1 - index // (HEAD_BLOCKS * num_splits)
+            head = index % HEAD_BLOCKS * HEADS
+            split = index // HEAD_BLOCKS % num_splits
+        else:
+            in_section = index % (num_row_blocks * section)
+            row_block = num_row_blocks - 1 - in_section // section
+            head = (index // (num_row_blocks * section) * section + in_section % section) * HEADS
+            split = 0
         seq, first_row_block = find_row_block(ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
         q_start = gl.load(cu_seqlens_q + seq)
         q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
@@ -81,7 +99,7 @@ def produce(
         expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
         for first in gl.static_range(0, BLOCK_ROWS, Q_BOX):
             q_row, q_col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
-            load_rows(q_desc, q_row, q_col, q_pipe.full.index(stage), q_pipe.tiles.index(stage), first, Q_BOX)
+            load_rows(q_desc, q_row, q_col, q_pipe.full.index(stage), buffers_of(q_pipe, stage), first, Q_BOX)
 
         kv_head = head // GROUP
         while left > 0:
@@ -96,7 +114,7 @@ def produce(
             one, is_last_tile = gl.full([32], 1, gl.int32, ONE_WARP), (lane == 0) & (left == 1)
             taken = gl.atomic_add(tile_counter + lane, one, mask=is_last_tile, sem="relaxed")
             stage = producer_acquire(k_pipe, tile_i)
-            expect_bytes(k_pipe.full, stage, BLOCK_N * BYTES)
+            expect_bytes(k_pipe.full, stage, BLOCK_N * K_BYTES)
             load_kv_tile(
                 k_desc, k_pipe, stage, k_pipe.full.index(stage), pages_of_boxes, tile * BLOCK_N, k_page,
                 kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
@@ -107,14 +125,16 @@ def produce(
                 # A tile with invisible rows completes the spare barrier: its rows are zeroed before consumers read it.
                 all_visible = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
                 barrier = gl.where(all_visible, stage, SPARE)
-            expect_bytes(v_pipe.full, barrier, BLOCK_N * BYTES)
+            expect_bytes(v_pipe.full, barrier, BLOCK_N * V_BYTES)
             load_kv_tile(
                 v_desc, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, tile * BLOCK_N, v_page,
                 kv_head * v_row, kv_head * v_col, PAGE_SIZE, KV_BOX,
             )  # fmt: skip
             if not CONVERTED and barrier == SPARE:
                 wait(v_pipe.full, SPARE, edge_i)
-                zero_invisible_rows(v_pipe.tiles.index(stage), tile * BLOCK_N, kv_low, kv_high)
+                buffers = buffers_of(v_pipe, stage)
+                for i in gl.static_range(len(buffers)):
+                    zero_invisible_rows(buffers[i], tile * BLOCK_N, kv_low, kv_high)
                 fence_async_shared()
                 expect_bytes(v_pipe.full, stage, 0)
                 edge_i += 1
@@ -146,15 +166,15 @@ def load_kv_tile(
     The head of page 0 begins at (row, col) of the TMA matrix.
     """
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
-    tile = pipe.tiles.index(stage)
+    buffers = buffers_of(pipe, stage)
     for box in gl.static_range(BLOCK_N // KV_BOX):
         box_row = pages[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE
-        load_rows(desc, box_row, col, barrier, tile, box * KV_BOX, KV_BOX)
+        load_rows(desc, box_row, col, barrier, buffers, box * KV_BOX, KV_BOX)
 
 
 @gluon.jit
 def zero_invisible_rows(values, pos, kv_low, kv_high):
-    """Zero the rows of a tile of values, which begins at position `pos`, that no query of the sequence sees.
+    """Zero the rows of a buffer of values, which begins at position `pos`, that no query of the sequence sees.
 
     They may hold NaN, and 0 * NaN is NaN.
     """

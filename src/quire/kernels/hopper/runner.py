@@ -63,13 +63,13 @@ class HopperRunner:
         grid = (decided.num_programs(q.shape[0]), 1, 1)
         if grid[0] == 0:
             return
+        spec = decided.request.spec
         into, into_lse = (out, lse) if self.split_out is None else (self.split_out, self.split_lse)
         kv_box, q_box = min(decided.config.block_n, page_box(cache)), min(decided.config.block_t, ROWS.value)
-        head_dim = decided.request.spec.head_dim
         descriptors = (
-            describe(q, q_matrix, q_box, head_dim),
-            describe(cache.k, kv_matrices[0], kv_box, head_dim),
-            describe(cache.v, kv_matrices[1], kv_box, head_dim),
+            describe(q, q_matrix, q_box, spec.head_dim),
+            describe(cache.k, kv_matrices[0], kv_box, spec.head_dim),
+            describe(cache.v, kv_matrices[1], kv_box, spec.head_dim_v),
         )
         tensors = into, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
@@ -110,7 +110,8 @@ class HopperRunner:
         decided, batch, spec = self.decided, self.batch, self.decided.request.spec
         kv = views.kv_layout(cache, batch, cache.dtype, share_offsets=False)
         stride_lse = 0 if lse is None else lse.stride(0)
-        strides = batch.page_table.stride(0), q.stride(1), out.stride(0), out.stride(1), stride_lse
+        stride_q_head = 1 if has_heads(spec.head_dim) else q.stride(1)
+        strides = batch.page_table.stride(0), stride_q_head, out.stride(0), out.stride(1), stride_lse
         numbers = (
             spec.softmax_scale,
             spec.softcap or 0.0,
@@ -118,6 +119,7 @@ class HopperRunner:
             decided.max_decode_queries,
             batch.num_seqs,
             decided.num_splits,
+            decided.section,
         )
         meta = decided.constexprs() | {"PAGE_SIZE": cache.page_size, "num_warps": 4, "launch_pdl": True}
         if decided.config.num_warpgroups == 1:
@@ -128,15 +130,24 @@ class HopperRunner:
 def describe(tensor: torch.Tensor, matrix: Matrix, box_rows: int, head_dim: int) -> TensorDescriptor:
     """Return the TMA descriptor of a matrix, for boxes of `box_rows` rows and one panel's columns.
 
-    A panel is as wide as a head, or as TMA can swizzle if that is less.
+    A panel is as wide as TMA can swizzle, or as a head if that is less. If 64 columns do not divide a head, heads are a
+    dimension of the descriptor, and TMA fills the rest of a head's last panel with zeros.
     """
-    columns = min(head_dim, SWIZZLE_BYTES.value // tensor.itemsize)
-    layout = swizzled(columns * tensor.itemsize, 8 * tensor.itemsize)
+    columns = min((head_dim + 63) // 64 * 64, SWIZZLE_BYTES.value // tensor.itemsize)
+    num_bytes, num_bits = columns * tensor.itemsize, 8 * tensor.itemsize
+    if has_heads(head_dim):
+        shape, strides = [matrix.num_rows, matrix.num_heads, head_dim], [matrix.stride, matrix.head_stride, 1]
+        return TensorDescriptor(tensor, shape, strides, [box_rows, 1, columns], swizzled(num_bytes, num_bits, 3))
     shape, strides = [matrix.num_rows, matrix.num_columns], [matrix.stride, 1]
-    return TensorDescriptor(tensor, shape, strides, [box_rows, columns], layout)
+    return TensorDescriptor(tensor, shape, strides, [box_rows, columns], swizzled(num_bytes, num_bits, 2))
+
+
+def has_heads(head_dim: int) -> bool:
+    """Whether heads are a dimension of a descriptor, since their last panel is not full."""
+    return head_dim % 64 != 0
 
 
 @cache
-def swizzled(num_bytes: int, num_bits: int) -> gl.NVMMASharedLayout:
+def swizzled(num_bytes: int, num_bits: int, rank: int) -> gl.NVMMASharedLayout:
     """Return the layout of shared-memory tiles with rows of `num_bytes` bytes and elements of `num_bits` bits."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=num_bytes, element_bitwidth=num_bits, rank=2)
+    return gl.NVMMASharedLayout(swizzle_byte_width=num_bytes, element_bitwidth=num_bits, rank=rank)

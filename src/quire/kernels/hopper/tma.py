@@ -21,11 +21,13 @@ MAX_COORDINATE = 1 << 31  # TMA coordinates are int32
 
 
 class Matrix(NamedTuple):
-    """A matrix with contiguous rows."""
+    """A matrix with contiguous rows, each of which holds one or more heads."""
 
     num_rows: int
     num_columns: int
     stride: int
+    num_heads: int  # of a row
+    head_stride: int
 
 
 def matrix_of(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> Matrix | None:
@@ -46,13 +48,16 @@ def _matrix_of(itemsize: int, extents: tuple[int, int, int, int], strides: tuple
         head = 0
     if slot == 0 or slot * itemsize % 16 or num_pages * page_size * num_heads == 0:
         return None
+    if dim % 64 and head * itemsize % 16:  # heads are a dimension of the descriptor
+        return None
     if page % slot or (head > slot and head % slot) or (head < slot and (num_heads - 1) * head + dim > slot):
         return None
     last = (num_pages - 1) * page + (page_size - 1) * slot + (num_heads - 1) * head
     num_columns = dim if head >= slot else (num_heads - 1) * head + dim
     if last // slot + 1 >= MAX_COORDINATE or num_columns >= MAX_COORDINATE:
         return None
-    return Matrix(last // slot + 1, num_columns, slot)
+    heads = (num_heads, head) if 0 < head < slot else (1, slot)
+    return Matrix(last // slot + 1, num_columns, slot, *heads)
 
 
 def matrix_of_queries(q: torch.Tensor) -> Matrix | None:
