@@ -1,10 +1,12 @@
 """Fixtures and marks of tests that run on a GPU, in Triton's interpreter (TRITON_INTERPRET=1), or through PyTorch."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 import quire
 from quire.dispatch.device import is_served_by_torch
@@ -25,6 +27,25 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marks."""
     for mark, (_, reason) in MARKS.items():
         config.addinivalue_line("markers", f"{mark}: skipped elsewhere, since {reason}")
+    if triton.knobs.runtime.interpret:
+        replace_language_once_a_launch()
+
+
+def replace_language_once_a_launch() -> None:
+    """Save a third of the interpreter's time: at each call of a jit function it replaces the builtins of `tl` again.
+
+    Here it replaces all of them before a kernel's first program, and restores them after its last.
+    """
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang
+    everything = SimpleNamespace(__globals__={"tl": triton.language, "core": triton.language.core})
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter._patch_lang = lambda kernel: replace(everything)
+    interpreter.InterpretedFunction.__call__ = call
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -103,6 +103,14 @@ def test_a_missing_package_is_named_with_what_to_install(command, package, extra
     assert f"quire {command} needs {package}, which is not installed; pip install 'quire[{extra}]'" in error
 
 
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_commands_that_need_triton_say_so_where_there_is_none(command):
+    program = f"import sys; sys.modules['triton'] = None; from quire.cli import main; sys.exit(main([{command!r}]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"quire {command} needs triton, which is not installed; pip install triton" in done.stderr
+
+
 # Where the output goes
 
 

@@ -26,11 +26,15 @@ BY_CHOICE, REGISTERS = 16, 255
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
 ON_THE_STACK = {"hopper_kernel": 72, "mla_hopper_kernel": 96}
 
+ALL_DIMS = (*launches.HEAD_DIMS, *launches.ODD_HEAD_DIMS)
+# "plain" is some thirty kernels for each target with a tree: several tests, so that two processes share them.
+APART = (*((dim,) for dim in launches.HEAD_DIMS), launches.ODD_HEAD_DIMS)
 CASES = [
-    (target, features)
+    pytest.param(target, features, dims, id="-".join([target, features, *(map(str, dims) if dims in APART else ())]))
     for target in TARGETS
     for features in (*launches.FEATURES, *launches.COMBINED)
     if features not in (launches.COMBINED if target in TUNED else launches.TOGETHER)
+    for dims in (APART if target in TUNED and features == "plain" else (ALL_DIMS,))
 ]
 
 
@@ -52,10 +56,12 @@ def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, he
             assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
 
 
-@pytest.mark.parametrize(("target", "features"), CASES)
-def test_attention_compiles_fits_and_does_not_spill(target, features):
+@pytest.mark.parametrize(("target", "features", "dims"), CASES)
+def test_attention_compiles_fits_and_does_not_spill(target, features, dims):
     limits, wrong = TARGETS[target], []
     for batch, head_dim in launches.selection(target, features):
+        if head_dim not in dims:
+            continue
         with compiling(limits) as compiled:
             launches.attend(batch, head_dim, features)
         for kernel in compiled:

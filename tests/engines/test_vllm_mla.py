@@ -7,10 +7,14 @@ Transformers with eager attention, which expands the latents, token for token. T
 # ruff: noqa: E402, F811 (vLLM's environment comes first, and fixtures are found by their names)
 
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is tested by `make test-vllm`", allow_module_level=True)
 
 from tests.engines.test_vllm import (  # noqa: F401
     DEVICE,

@@ -193,7 +193,7 @@ def test_fp8_in_pairs(kv_dtype, num_splits, solve, assert_within_budget):
 def test_small_values_survive_scales_per_token(kv_dtype, amplitude, device, assert_within_budget):
     """float16 cannot hold probabilities times small scales."""
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float16, kv_dtype=kv_dtype)
-    p = make_problem(spec, ((1, 128), (3, 40)), scales="token", device=device)
+    p = make_problem(spec, ((1, 60), (3, 20)), scales="token", device=device)  # a written token costs a program
     slots = owned_slots(p.batch, p.cache).flatten().nonzero()[:, 0]
     k, v = torch.randn(2, len(slots), 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
     quire.write_kv(k, v * amplitude, p.cache, slots)

@@ -70,7 +70,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name in argv:
-            import_module(f"quire.cli.{name}").add_parser(subparsers, summary)
+            try:
+                import_module(f"quire.cli.{name}").add_parser(subparsers, summary)
+            except ModuleNotFoundError as error:
+                if error.name != "triton":
+                    raise
+                raise CommandError(
+                    f"quire {name} needs triton, which is not installed; pip install triton (wheels are for Linux)"
+                ) from None
         else:
             subparsers.add_parser(name, help=summary)
     return parser.parse_args(argv)

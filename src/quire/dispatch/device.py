@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 HAS_TRITON = find_spec("triton") is not None
+# Triton's compiler makes one FMA of a product and a sum. It is the default until 3.9 and not from 3.10 on. It decides
+# the bits of results and the speed (docs/notes/fusion.md).
+COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def properties_of(target: Any, num_sms: int, shared_memory: int) -> DeviceProper
     """
     import triton
 
-    options: Any = triton.compiler.make_backend(target).parse_options({})
+    options: Any = triton.compiler.make_backend(target).parse_options(dict(COMPILER_OPTIONS))
     return DeviceProperties(
         num_sms=num_sms,
         shared_memory=shared_memory,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime.driver import driver
 
-from quire.dispatch.device import cross_compilation
+from quire.dispatch.device import COMPILER_OPTIONS, cross_compilation
 
 LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to
 
@@ -86,8 +86,9 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta:
     LAUNCHED.add(kernel.__name__)
     target = cross_compilation()
     if target is None:
-        return kernel[grid](*arguments, **meta)
-    target.on_compile(kernel.__name__, kernel.warmup(*arguments, grid=grid, **meta), meta)
+        return kernel[grid](*arguments, **COMPILER_OPTIONS, **meta)
+    compiled = kernel.warmup(*arguments, grid=grid, **COMPILER_OPTIONS, **meta)
+    target.on_compile(kernel.__name__, compiled, meta)
     return None
 
 
