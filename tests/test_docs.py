@@ -28,11 +28,14 @@ PAGES = sorted(
 )
 WITH_EXAMPLES = (
     "README.md",
+    "docs/start.md",
     "docs/usage.md",
     "docs/serving.md",
     "docs/flash_attn.md",
     "docs/flashinfer.md",
     "docs/mla.md",
+    "docs/quantise.md",
+    "docs/debug.md",
 )
 MAY_NAME_OLD_WORDS = {Path("CHANGELOG.md"), Path("DESIGN.md")}
 LONGEST_LINE = 200
