@@ -11,14 +11,17 @@ VLLM := 0.20.2 0.33.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
 # Without a GPU: pinned versions, whose torch is a CPU build. A plain `torch` would download gigabytes of CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
-PYTEST := $(BIN)/python -m pytest
+# One thread a process: with two processes on two cores, more threads wait for one another and take twice the time.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: help demo test test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
+.PHONY: help demo dist test test-quick test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
 	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions; two at once: make -j2 -O test"
+	@echo "make test-quick  run what answers within two minutes, while you work"
+	@echo "make dist      build wheel and source archive, install the wheel into an empty environment, run the README there"
 	@echo "make check     run ruff, ruff format and pyright"
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
@@ -56,6 +59,12 @@ demo: $(VENV)/.ready
 
 test: test-newest test-interpreter test-old-triton test-old-transformers test-vllm
 
+# No compiler, no engine, no mutants. In the interpreter one test of each kind, and each kernel at least once.
+QUICK := test_features and 3 or test_pages or fp8_in_pairs or test_heads or one_scale or tail or any_tree or converted
+test-quick: $(VENV)/.ready
+	$(PYTEST) $(IN_TWO) --ignore tests/compile --ignore tests/engines --ignore tests/mutations --ignore tests/test_generate.py
+	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels -k "$(QUICK)"
+
 test-newest: $(VENV)/.ready
 	@echo "== CPU path, compile suite, commands, engines: newest Triton and Transformers"
 	$(PYTEST) $(IN_TWO)
@@ -81,7 +90,12 @@ test-vllm: $(VLLM:%=test-vllm-%)
 test-vllm-$(lastword $(VLLM)): MUTANTS := tests/mutations
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/test_examples.py $(MUTANTS) -k vllm
+	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/test_examples.py $(MUTANTS) -k vllm
+
+dist: $(VENV)/.ready
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python scripts/try_wheel.py dist/*.whl $(TORCH)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples
