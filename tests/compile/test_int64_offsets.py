@@ -74,9 +74,9 @@ def compiled(monkeypatch):
 def wrong(compiled: list) -> list[str]:
     """Return what is wrong in some compiled kernels."""
     found = []
-    for name, options, ir in compiled:
+    for name, options, text in compiled:
         served = WITHIN_A_PAGE if options.get("WIDE_OFFSETS") is False else set()
-        found += [f"{name}: {stride} is multiplied as int32" for stride in int32_products(ir) if stride not in served]
+        found += [f"{name}: {stride} is multiplied as int32" for stride in int32_products(text) if stride not in served]
     return found
 
 
