@@ -12,14 +12,17 @@ VLLM := 0.20.2 0.33.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
 # Without a GPU: pinned versions, whose torch is a CPU build. A plain `torch` would download gigabytes of CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
-PYTEST := $(BIN)/python -m pytest
+# One thread a process: with two processes on two cores, more threads wait for one another and take twice the time.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: help demo docs test test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
+.PHONY: help demo docs dist test test-quick test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
 	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions; two at once: make -j2 -O test"
+	@echo "make test-quick  run what answers within two minutes, while you work"
+	@echo "make dist      build wheel and source archive, install the wheel into an empty environment, run the README there"
 	@echo "make check     run ruff, ruff format and pyright"
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
@@ -67,8 +70,16 @@ test-interpreter: $(VENV)/.ready
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels tests/bench/test_naive.py tests/bench/test_measure.py tests/integrations \
 		tests/engines/test_transformers.py tests/test_api.py tests/test_service.py tests/test_recipes.py tests/mutations
 
-# These few take half of the time. They run on the newest Triton alone.
+# These few take a third of the time. They run on the newest Triton alone.
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once
+# Of the interpreter's remaining time, these take two thirds.
+LONGER := one_query_each or small_values or small_scales or full_tiles or quantised_caches or rest_of_the_batch or not_finite or far_strides
+
+# Two minutes of two cores: no compiler, no engine, no mutants, and every kernel in the interpreter.
+test-quick: $(VENV)/.ready
+	$(PYTEST) $(IN_TWO) --ignore tests/compile --ignore tests/engines --ignore tests/mutations --ignore tests/test_generate.py
+	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels -k "not ($(LONGEST) or $(LONGER))"
+
 test-old-triton: $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
 	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels tests/test_api.py -k "not ($(LONGEST))"
@@ -83,7 +94,12 @@ test-vllm: $(VLLM:%=test-vllm-%)
 test-vllm-$(lastword $(VLLM)): MUTANTS := tests/mutations
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/test_examples.py $(MUTANTS) -k vllm
+	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/test_examples.py $(MUTANTS) -k vllm
+
+dist: $(VENV)/.ready
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python scripts/try_wheel.py dist/*.whl $(TORCH)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples
