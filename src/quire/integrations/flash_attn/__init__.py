@@ -14,15 +14,8 @@ import torch
 
 import quire
 from quire import Batch, PagedKVCache, Plan
-from quire.integrations.flash_attn.arguments import (
-    Scoring,
-    as_int,
-    check_dropout,
-    check_flags,
-    check_integers,
-    check_tensor,
-    read_scoring,
-)
+from quire.integrations.arguments import as_int, check_flags, check_integers, check_tensor
+from quire.integrations.flash_attn.arguments import Scoring, check_dropout, read_scoring
 from quire.integrations.flash_attn.kvcache import (
     append,
     as_tokens,

@@ -10,7 +10,8 @@ from torch.nn.functional import pad
 
 import quire
 from quire import PagedKVCache, UnsupportedError
-from quire.integrations.flash_attn.arguments import Scoring, as_int, check_integers, check_tensor
+from quire.integrations.arguments import as_int, check_integers, check_tensor
+from quire.integrations.flash_attn.arguments import Scoring
 
 
 @dataclass(frozen=True, eq=False)
