@@ -66,7 +66,7 @@ def check_tensor(name: str, x: torch.Tensor, device: torch.device | None, **dims
         wanted = ", ".join(dim if size is None else f"{dim} = {size}" for dim, size in dims.items())
         raise ValueError(f"{name} must be [{wanted}], got {list(x.shape)}; see the shapes in the docstring")
     if device is not None and x.device != device:
-        raise ValueError(f"{name} must be on q's device {device}, got {x.device}; move it there")
+        raise ValueError(f"{name} must be on {device}, got {x.device}; move it there")
     if x.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             f"{name} must not require a gradient, got one that does; Quire has no backward pass: "

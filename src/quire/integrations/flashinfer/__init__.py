@@ -1,0 +1,44 @@
+"""FlashInfer's wrappers and functions, with FlashInfer's parameters and semantics.
+
+Names, order and defaults are those of FlashInfer 0.7.2 (github.com/flashinfer-ai/flashinfer, `decode.py`, `prefill.py`,
+`cascade.py`, `page.py`). The lse is in base 2. What is not served is refused by name: custom masks, rotary embeddings
+and ALiBi inside attention, backends, custom kernels, fp8 queries, fp4 caches. Every check runs before anything is
+written. Arguments that choose among FlashInfer's kernels are ignored.
+
+Differences from FlashInfer: a row that sees no key has out 0 and lse -inf. Pages may have any size, and heads any
+multiple of 8. `plan` needs no workspace memory. Under `torch.compile` the wrappers break the graph: use `quire.plan`
+and `quire.attention` for a full graph.
+"""
+
+from quire.integrations.flashinfer.cascade import (
+    MultiLevelCascadeAttentionWrapper,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
+from quire.integrations.flashinfer.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+)
+from quire.integrations.flashinfer.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from quire.integrations.flashinfer.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+)
+from quire.integrations.flashinfer.single import single_decode_with_kv_cache, single_prefill_with_kv_cache
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "append_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+]

@@ -1,0 +1,231 @@
+"""FlashInfer's arguments, checked before anything is launched or written. What is not served is refused by name."""
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+
+from quire import AttentionSpec, PagedKVCache, UnsupportedError
+from quire.integrations import layer_spec
+from quire.integrations.arguments import as_int, as_number, check_flags, check_tensor, shown
+
+LAYOUTS = {
+    "NHD": {"num_pages": None, "page_size": None, "num_kv_heads": None, "head_dim": None},
+    "HND": {"num_pages": None, "num_kv_heads": None, "page_size": None, "head_dim": None},
+}
+POSITION_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+Scale = float | torch.Tensor | None
+Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What attention computes, in FlashInfer's arguments, checked."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    q_data_type: torch.dtype
+    kv_data_type: torch.dtype
+    sm_scale: float | None
+    causal: bool
+    window_left: int  # -1 for no limit
+    logits_soft_cap: float  # 0 for none
+
+    def spec(self, sinks: bool = False) -> AttentionSpec:
+        """Return the spec, with sinks or without."""
+        return layer_spec(
+            num_q_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim_qk,
+            head_dim_v=self.head_dim_vo,
+            dtype=self.q_data_type,
+            kv_dtype=self.kv_data_type,
+            softmax_scale=self.sm_scale,
+            causal=self.causal,
+            sliding_window=None if self.window_left < 0 else self.window_left + 1,
+            softcap=self.logits_soft_cap or None,
+            sinks=sinks,
+        )
+
+
+def read_scoring(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim_qk: int,
+    head_dim_vo: int | None,
+    q_data_type: str | torch.dtype,
+    kv_data_type: str | torch.dtype | None,
+    o_data_type: str | torch.dtype | None,
+    sm_scale: float | None,
+    causal: bool,
+    window_left: int,
+    logits_soft_cap: float | None,
+    pos_encoding_mode: str,
+) -> Scoring:
+    """Check the arguments about heads, dtypes, scores and masks."""
+    check_position_encoding(pos_encoding_mode)
+    check_flags(causal=causal)
+    num_qo_heads = as_int("num_qo_heads", num_qo_heads, least=1)
+    num_kv_heads = as_int("num_kv_heads", num_kv_heads, least=1)
+    head_dim_qk = as_int("head_dim_qk", head_dim_qk, least=1)
+    head_dim_vo = head_dim_qk if head_dim_vo is None else as_int("head_dim_vo", head_dim_vo, least=1)
+    dtype = read_dtype("q_data_type", q_data_type)
+    kv_dtype = dtype if kv_data_type is None else read_dtype("kv_data_type", kv_data_type)
+    if o_data_type is not None and read_dtype("o_data_type", o_data_type) is not dtype:
+        raise UnsupportedError(
+            f"o_data_type must be q_data_type, {dtype}, got {o_data_type}; cast the output where another is needed"
+        )
+    if sm_scale is not None:
+        sm_scale = as_number("sm_scale", sm_scale)
+        if not 0 < sm_scale < inf:
+            raise ValueError(f"sm_scale must be positive and finite, got {sm_scale}; None for head_dim_qk ** -0.5")
+    window_left = max(as_int("window_left", window_left), -1)
+    cap = 0.0 if logits_soft_cap is None else as_number("logits_soft_cap", logits_soft_cap)
+    if not cap < inf:  # NaN neither
+        raise ValueError(f"logits_soft_cap must be finite, got {cap}; None for none")
+    scoring = Scoring(
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        head_dim_vo,
+        dtype,
+        kv_dtype,
+        sm_scale,
+        causal,
+        window_left,
+        max(cap, 0.0),
+    )
+    scoring.spec()  # which checks heads, head dims and dtypes
+    return scoring
+
+
+def refuse(advice: str, **arguments: object) -> None:
+    """Raise if one of these arguments, none of which is served, says something: neither None nor False nor 0."""
+    for name, value in arguments.items():
+        if value is None or (isinstance(value, bool | int) and not value):
+            continue
+        raise UnsupportedError(f"{name} must be left out, got {shown(value)}; {advice}")
+
+
+def refuse_masks(**arguments: object) -> None:
+    """Raise if a mask was given that is neither causal nor a window."""
+    refuse("Quire's masks are causal and window_left", **arguments)
+
+
+def check_backend(backend: str) -> None:
+    """Raise unless the backend is left to be chosen."""
+    if backend != "auto":
+        raise UnsupportedError(f"backend must be 'auto', got {shown(backend)}; Quire runs its own kernels")
+
+
+def check_layout(kv_layout: str) -> str:
+    """Return the layout, or raise unless it is one of FlashInfer's."""
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f"kv_layout must be 'NHD' or 'HND', got {shown(kv_layout)}; name the cache's layout")
+    return kv_layout
+
+
+def check_position_encoding(mode: str) -> None:
+    """Raise unless attention is to apply none."""
+    if mode not in POSITION_ENCODINGS:
+        names = ", ".join(POSITION_ENCODINGS)
+        raise ValueError(f"pos_encoding_mode must be one of {names}, got {shown(mode)}; 'NONE' is the one served")
+    if mode == "ALIBI":
+        raise UnsupportedError(
+            "pos_encoding_mode must be 'NONE', got 'ALIBI'; call quire.attention with alibi_slopes for ALiBi"
+        )
+    if mode != "NONE":
+        raise UnsupportedError(
+            f"pos_encoding_mode must be 'NONE', got {mode!r}; rotate q, and k before it is written to the cache"
+        )
+
+
+def read_dtype(name: str, value: str | torch.dtype) -> torch.dtype:
+    """Return a dtype that is given as one or by its name in torch, or raise."""
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype or the name of one, got {shown(value)}; for instance 'bfloat16'")
+    return dtype
+
+
+def check_q(q: torch.Tensor, dtype: torch.dtype, num_tokens: int, num_qo_heads: int, head_dim: int) -> None:
+    """Raise unless the queries are those that were planned for."""
+    check_tensor("q", q, None, num_tokens=num_tokens, num_qo_heads=num_qo_heads, head_dim=head_dim)
+    if q.dtype is not dtype:
+        raise ValueError(f"q must be of the planned q_data_type {dtype}, got {q.dtype}; pass its dtype to plan")
+
+
+def read_pages(paged_kv_cache: Pages, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K's and V's pages, each [num_pages, page_size, num_kv_heads, head_dim] or with heads first."""
+    dims = LAYOUTS[kv_layout]
+    if isinstance(paged_kv_cache, torch.Tensor):
+        pages, *rest = dims
+        check_tensor("paged_kv_cache", paged_kv_cache, None, **{pages: None, "2": 2}, **dict.fromkeys(rest))
+        k, v = paged_kv_cache.unbind(1)
+        return k, v
+    if not isinstance(paged_kv_cache, tuple | list) or len(paged_kv_cache) != 2:
+        raise TypeError(f"paged_kv_cache must be a tensor or a pair (k, v), got {shown(paged_kv_cache)}; pass both")
+    k, v = paged_kv_cache
+    shape = check_tensor("paged_kv_cache[0]", k, None, **dims)
+    check_tensor("paged_kv_cache[1]", v, None, **dict(zip(dims, (*shape[:3], None), strict=True)))
+    return k, v
+
+
+def as_tokens(k: torch.Tensor, v: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values that are not paged as [num_tokens, num_kv_heads, head_dim], or raise."""
+    names = ("num_tokens", "num_kv_heads") if kv_layout == "NHD" else ("num_kv_heads", "num_tokens")
+    first, second, _ = check_tensor("k", k, None, **dict.fromkeys(names), head_dim=None)
+    check_tensor("v", v, k.device, **dict(zip(names, (first, second), strict=True)), head_dim_vo=None)
+    return (k, v) if kv_layout == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))
+
+
+def read_cache(
+    k: torch.Tensor, v: torch.Tensor, layout: str, dtype: torch.dtype, k_scale: Scale, v_scale: Scale
+) -> PagedKVCache:
+    """Return a cache of the planned dtype, with its scales."""
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype is not dtype:
+            raise ValueError(
+                f"{name} must be of the planned kv_data_type {dtype}, got {x.dtype}; pass its dtype to plan"
+            )
+    return PagedKVCache(k, v, layout, *read_scales(k_scale, v_scale, k))
+
+
+def read_scales(k_scale: Scale, v_scale: Scale, k: torch.Tensor) -> tuple[Scale, Scale]:
+    """Return the scales of a quantised cache as tensors, or None for both where there are none.
+
+    A number becomes a tensor by a fill on the device: no copy from the host, so it can be captured in a graph.
+    """
+    scales = [None if is_one(name, x) else x for name, x in (("k_scale", k_scale), ("v_scale", v_scale))]
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if scale is not None and k.dtype.itemsize > 1:
+            raise UnsupportedError(
+                f"{name} must be None or 1 for a cache of {k.dtype}, got {shown(scale)}; it belongs to fp8 caches"
+            )
+    given = [x for x in scales if x is not None]
+    if not given:
+        return None, None
+    like = next((x for x in given if isinstance(x, torch.Tensor)), torch.empty(1, dtype=torch.float32, device=k.device))
+    filled = [x if isinstance(x, torch.Tensor) else torch.full_like(like, 1.0 if x is None else x) for x in scales]
+    return filled[0], filled[1]
+
+
+def is_one(name: str, scale: Scale) -> bool:
+    """Return whether a scale changes nothing; raise unless it is a positive number or a tensor."""
+    if scale is None or isinstance(scale, torch.Tensor):
+        return scale is None
+    if not 0 < as_number(name, scale) < inf:
+        raise ValueError(f"{name} must be positive and finite, got {scale}; None for none")
+    return scale == 1
+
+
+def check_q_scale(q_scale: Scale, **others: Scale) -> None:
+    """Raise unless queries and outputs have a scale of 1."""
+    for name, scale in {"q_scale": q_scale, **others}.items():
+        if isinstance(scale, torch.Tensor) or not is_one(name, scale):
+            raise UnsupportedError(
+                f"{name} must be None or 1, got {shown(scale)}; queries and outputs are not fp8: "
+                "a scale of queries can be part of sm_scale"
+            )

@@ -1,0 +1,265 @@
+"""States over parts of the keys under FlashInfer's names: their merge, and attention over shared prefixes."""
+
+import torch
+
+import quire
+from quire import State
+from quire.integrations.arguments import as_int, check_flags, check_tensor, shown
+from quire.integrations.flashinfer.arguments import Pages
+from quire.integrations.flashinfer.planned import LOG2E
+from quire.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+
+def merge_state(
+    v_a: torch.Tensor,  # [seq_len, num_heads, head_dim]
+    s_a: torch.Tensor,  # [seq_len, num_heads]
+    v_b: torch.Tensor,
+    s_b: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over two disjoint sets of keys into attention over both.
+
+    Args:
+        v_a: the output over the first keys, [seq_len, num_heads, head_dim].
+        s_a: its lse in base 2, [seq_len, num_heads]; -inf where a row saw no key.
+        v_b: the output over the other keys.
+        s_b: its lse in base 2.
+
+    Returns:
+        The output and the float32 lse, in base 2, over all keys.
+
+    Raises:
+        UnsupportedError: a dtype or device that is not served, or a gradient.
+        TypeError: an argument is of another type.
+        ValueError: shapes, dtypes or devices differ.
+    """
+    sizes = _check_state("v_a", v_a, "s_a", s_a, None)
+    _check_state("v_b", v_b, "s_b", s_b, sizes)
+    return _merge([(v_a, s_a), (v_b, s_b)])
+
+
+def merge_state_in_place(
+    v: torch.Tensor,  # [seq_len, num_heads, head_dim]
+    s: torch.Tensor,  # [seq_len, num_heads]
+    v_other: torch.Tensor,
+    s_other: torch.Tensor,
+    mask: torch.Tensor | None = None,  # [seq_len]
+) -> None:
+    """Merge a state over other keys into one, in place.
+
+    Args:
+        v: the output to update, [seq_len, num_heads, head_dim].
+        s: its lse in base 2, [seq_len, num_heads], to update.
+        v_other: the output over other keys.
+        s_other: its lse in base 2.
+        mask: [seq_len] bool, the rows to merge; all if None.
+
+    Raises:
+        UnsupportedError: a dtype or device that is not served, or a gradient; nothing was written.
+        TypeError: an argument is of another type; nothing was written.
+        ValueError: shapes, dtypes or devices differ; nothing was written.
+    """
+    sizes = _check_state("v", v, "s", s, None)
+    _check_state("v_other", v_other, "s_other", s_other, sizes)
+    if mask is not None:
+        check_tensor("mask", mask, v.device, seq_len=sizes[0])
+    merged, lse = _merge([(v, s), (v_other, s_other)])
+    if mask is not None:
+        rows = mask.bool()[:, None]
+        merged, lse = torch.where(rows[..., None], merged, v), torch.where(rows, lse, s)
+    v.copy_(merged)
+    s.copy_(lse)
+
+
+def merge_states(
+    v: torch.Tensor,  # [seq_len, num_states, num_heads, head_dim]
+    s: torch.Tensor,  # [seq_len, num_states, num_heads]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over any number of disjoint sets of keys.
+
+    Args:
+        v: the outputs, [seq_len, num_states, num_heads, head_dim].
+        s: their lse in base 2, [seq_len, num_states, num_heads].
+
+    Returns:
+        The output [seq_len, num_heads, head_dim] and the float32 lse [seq_len, num_heads], in base 2, over all keys.
+
+    Raises:
+        UnsupportedError: a dtype or device that is not served, or a gradient.
+        TypeError: an argument is of another type.
+        ValueError: there is no state, or shapes or devices differ.
+    """
+    seq_len, num_states, num_heads, _ = check_tensor(
+        "v", v, None, seq_len=None, num_states=None, num_heads=None, head_dim=None
+    )
+    check_tensor("s", s, v.device, seq_len=seq_len, num_states=num_states, num_heads=num_heads)
+    if num_states == 0:
+        raise ValueError("v must hold at least one state, got none; an empty set of keys has lse -inf")
+    return _merge(list(zip(v.unbind(1), s.unbind(1), strict=True)))
+
+
+def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, sizes: torch.Size | None) -> torch.Size:
+    """Return the shape of an output, or raise unless it and its lse fit together, and fit `sizes`."""
+    seq_len, num_heads, head_dim = sizes or (None, None, None)
+    shape = check_tensor(v_name, v, None, seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
+    check_tensor(s_name, s, v.device, seq_len=shape[0], num_heads=shape[1])
+    return shape
+
+
+def _merge(states: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = quire.merge_states([State(v, s.float() / LOG2E) for v, s in states])
+    return out, lse.mul_(LOG2E)
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Attend to prefixes that several sequences share, each once, and to the sequences' own pages.
+
+    Every level is a batch over the same queries. The last level is causal if `plan` says so; at the others every query
+    sees all keys.
+
+    Args:
+        num_levels: how many levels there are.
+        float_workspace_buffer: says on which device the wrapper works; Quire needs no memory from it.
+        kv_layout: "NHD" or "HND".
+        use_cuda_graph: let `plan` write into the buffers, one list of them for each level.
+        qo_indptr_buf_arr: [batch_size + 1] int32 each.
+        paged_kv_indptr_buf_arr: [batch_size + 1] int32 each.
+        paged_kv_indices_buf_arr: [max_num_indices] int32 each.
+        paged_kv_last_page_len_buf_arr: [batch_size] int32 each.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an unknown layout, or buffers that are missing or do not fit together.
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: list[torch.Tensor] | None = None,
+        paged_kv_indptr_buf_arr: list[torch.Tensor] | None = None,
+        paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
+    ) -> None:
+        num_levels = as_int("num_levels", num_levels, least=1)
+        check_flags(use_cuda_graph=use_cuda_graph)
+        self._use_cuda_graph = use_cuda_graph
+        buffers = {
+            "qo_indptr_buf_arr": qo_indptr_buf_arr,
+            "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
+            "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
+            "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
+        }
+        levels = _by_level(num_levels, **buffers) if use_cuda_graph else [()] * num_levels
+        self._levels = [
+            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *level)
+            for level in levels
+        ]
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether `plan` writes into fixed buffers."""
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: list[torch.Tensor] | None = None
+    ) -> None:
+        """Take the device from a workspace buffer; Quire needs no memory from it."""
+        for level in self._levels:
+            level.reset_workspace_buffer(float_workspace_buffer)
+
+    def plan(
+        self,
+        qo_indptr_arr: list[torch.Tensor],
+        paged_kv_indptr_arr: list[torch.Tensor],
+        paged_kv_indices_arr: list[torch.Tensor],
+        paged_kv_last_page_len: list[torch.Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+    ) -> None:
+        """Say which queries and pages each sequence of each level has, and what is computed.
+
+        Args:
+            qo_indptr_arr: of each level [batch_size + 1], where the queries of each of its sequences begin.
+            paged_kv_indptr_arr: of each level, where each sequence's pages begin.
+            paged_kv_indices_arr: of each level, pages in order.
+            paged_kv_last_page_len: of each level [batch_size], keys in the last page of each sequence.
+            causal: whether queries see no later key, at the last level.
+            window_left: as FlashInfer has it: at each level, counted from the end of that level's keys.
+            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, use_fp16_qk_reduction, sm_scale,
+                logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type: as in
+                `BatchPrefillWithPagedKVCacheWrapper`.
+
+        Raises:
+            UnsupportedError: a position encoding, or a head dim or dtype that is not served.
+            TypeError: an argument is of another type.
+            ValueError: an argument breaks its contract, or does not fit the buffers.
+        """
+        lists = {
+            "qo_indptr_arr": qo_indptr_arr,
+            "paged_kv_indptr_arr": paged_kv_indptr_arr,
+            "paged_kv_indices_arr": paged_kv_indices_arr,
+            "paged_kv_last_page_len": paged_kv_last_page_len,
+        }
+        check_flags(causal=causal)
+        last = len(self._levels) - 1
+        for i, level in enumerate(_by_level(last + 1, **lists)):
+            self._levels[i].plan(
+                *level,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                causal=causal and i == last,
+                pos_encoding_mode=pos_encoding_mode,
+                use_fp16_qk_reduction=use_fp16_qk_reduction,
+                sm_scale=sm_scale,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+            )
+
+    begin_forward = plan
+
+    def run(self, q: torch.Tensor, paged_kv_cache: Pages) -> torch.Tensor:
+        """Attend at every level, and merge.
+
+        Args:
+            q: [num_tokens, num_qo_heads, head_dim].
+            paged_kv_cache: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Returns:
+            out like `q`.
+
+        Raises:
+            TypeError: an argument is of another type.
+            ValueError: an argument does not fit what was planned, or nothing was.
+        """
+        states = [State(*level.run(q, paged_kv_cache, return_lse=True, lse_base="ln")) for level in self._levels]
+        return states[0].out if len(states) == 1 else quire.merge_states(states).out
+
+    forward = run
+
+
+def _by_level(num_levels: int, **lists: list[torch.Tensor] | None) -> list[tuple[torch.Tensor, ...]]:
+    """Return what each level has of these lists, or raise unless all have an entry for each level."""
+    for name, entries in lists.items():
+        if not isinstance(entries, list | tuple):
+            raise TypeError(f"{name} must be a list of tensors, got {shown(entries)}; it has one for each level")
+        if len(entries) != num_levels:
+            raise ValueError(f"{name} must have {num_levels} tensors, got {len(entries)}; it has one for each level")
+    return list(zip(*(entries for entries in lists.values() if entries is not None), strict=True))

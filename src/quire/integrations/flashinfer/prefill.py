@@ -1,0 +1,591 @@
+"""Prefill under FlashInfer's names, over pages and over packed keys; any mix with decode is one batch."""
+
+from functools import partialmethod
+
+import torch
+
+from quire import Batch
+from quire.integrations.arguments import as_int, check_flags, check_integers
+from quire.integrations.flashinfer.arguments import (
+    Pages,
+    Scale,
+    as_tokens,
+    check_q_scale,
+    read_cache,
+    read_pages,
+    read_scoring,
+    refuse,
+    refuse_masks,
+)
+from quire.integrations.flashinfer.planned import (
+    LONGEST,
+    PagedWrapper,
+    Wrapper,
+    check_buffer,
+    check_indptr,
+    is_batch_invariant,
+    largest,
+    to_device,
+)
+
+OutAndLse = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+LENGTHS = "lengths follow from the lists that start with kv_indptr and qo_indptr"
+
+
+class PrefillWrapper(Wrapper):
+    """What both prefill wrappers share: query counts that vary."""
+
+    _most_rows: int | None = None  # of a wrapper for CUDA graphs, after its first plan
+
+    def _read_queries(self, qo_indptr: torch.Tensor, batch_size: int, max_query_len: int | None) -> tuple[int, int]:
+        """Check the query counts; return the bound on them, and their sum."""
+        check_integers("qo_indptr", qo_indptr, None, **{"batch_size + 1": batch_size + 1})
+        num_rows = int(qo_indptr[-1])
+        if not self._use_cuda_graph:
+            if max_query_len is None:
+                return largest(qo_indptr.diff()), num_rows
+            return as_int("max_token_per_sequence", max_query_len, least=0), num_rows
+        if self._most_rows is not None and num_rows > self._most_rows:
+            raise ValueError(
+                f"qo_indptr must count at most the {self._most_rows} queries of the first plan, got {num_rows}; "
+                "plan for the largest batch first"
+            )
+        return self._most_rows or num_rows, num_rows
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
+    """Attend from the last queries of each sequence, any number of them, to its pages.
+
+    Args:
+        float_workspace_buffer: says on which device the wrapper works; Quire needs no memory from it.
+        kv_layout: "NHD" or "HND".
+        use_cuda_graph: let `plan` write into the four buffers, from which captured graphs read. The first plan has the
+            most queries.
+        qo_indptr_buf: [batch_size + 1] int32.
+        paged_kv_indptr_buf: [batch_size + 1] int32.
+        paged_kv_indices_buf: [max_num_indices] int32.
+        paged_kv_last_page_len_buf: [batch_size] int32.
+        custom_mask_buf, mask_indptr_buf: not served.
+        backend: "auto".
+        jit_args, jit_kwargs, variant_owns_mask: not served.
+
+    Raises:
+        UnsupportedError: another backend, a custom kernel or a custom mask.
+        TypeError: an argument is of another type.
+        ValueError: an unknown layout, or buffers that are missing or do not fit together.
+    """
+
+    _prefix = "paged_kv_"
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list | None = None,
+        jit_kwargs: dict | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            backend,
+            custom_mask_buf=custom_mask_buf,
+            mask_indptr_buf=mask_indptr_buf,
+            jit_args=jit_args,
+            jit_kwargs=jit_kwargs,
+            variant_owns_mask=variant_owns_mask,
+        )
+        if use_cuda_graph:
+            self._keep_buffers("buf", paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+            starts, pages, lengths = self._page_buffers
+            check_buffer("qo_indptr_buf", qo_indptr_buf, self.device, len(starts))
+            self._batch = Batch(pages, self._seq_lens, qo_indptr_buf, starts)
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,  # [batch_size + 1]
+        paged_kv_indptr: torch.Tensor,  # [batch_size + 1]
+        paged_kv_indices: torch.Tensor,  # [paged_kv_indptr[-1]]
+        paged_kv_last_page_len: torch.Tensor,  # [batch_size]
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Say which queries and pages each sequence has, and what is computed; once per step, for all layers.
+
+        Lists may be on the host or on the device, int32 or int64. From a device their largest lengths are read back.
+
+        Args:
+            qo_indptr: [batch_size + 1], where each sequence's queries begin in `q`.
+            paged_kv_indptr: [batch_size + 1], where each sequence's pages begin in `paged_kv_indices`.
+            paged_kv_indices: [paged_kv_indptr[-1]], pages in order.
+            paged_kv_last_page_len: [batch_size], keys in the last page of each sequence.
+            num_qo_heads: query heads.
+            num_kv_heads: KV heads.
+            head_dim_qk: width of queries and keys.
+            page_size: tokens per page.
+            head_dim_vo: width of values and outputs; `head_dim_qk` if None.
+            custom_mask, packed_custom_mask: not served.
+            causal: a query sees no key after its own position; its sequence's queries are its last tokens.
+            pos_encoding_mode: "NONE".
+            use_fp16_qk_reduction: ignored; sums are float32.
+            sm_scale: positive factor on the scores; `head_dim_qk ** -0.5` if None.
+            window_left: visible keys before the query's own; negative for no limit.
+            logits_soft_cap: scores become `cap * tanh(scores / cap)`; None or 0 for none.
+            rope_scale, rope_theta: ignored, as FlashInfer does without a position encoding.
+            q_data_type: of queries: a dtype or its name.
+            kv_data_type: of the cache; `q_data_type` if None.
+            o_data_type: of outputs; must be `q_data_type`.
+            non_blocking: copy lists to the device asynchronously.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: not served.
+            seq_lens: [batch_size], keys of each sequence; they follow from the lists if None.
+            seq_lens_q, block_tables: not served; the lists say the same.
+            max_token_per_sequence: an upper bound of a sequence's queries; read from `qo_indptr` if None.
+            max_sequence_kv: an upper bound of a sequence's keys; read from the lists if None.
+            fixed_split_size: if positive, make results independent of the batch, as `disable_split_kv` does.
+            disable_split_kv: make each token's result depend on its sequence alone (`plan(batch_invariant=True)`).
+            uniform_q_len: ignored, a hint.
+
+        Raises:
+            UnsupportedError: a custom mask, a position encoding, or a head dim or dtype that is not served.
+            TypeError: an argument is of another type.
+            ValueError: an argument breaks its contract, or does not fit the buffers; none of them was written.
+        """
+        refuse_masks(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+        refuse_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        refuse(LENGTHS, seq_lens_q=seq_lens_q, block_tables=block_tables)
+        check_flags(non_blocking=non_blocking, use_fp16_qk_reduction=use_fp16_qk_reduction)
+        scoring = read_scoring(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
+            sm_scale,
+            causal,
+            window_left,
+            logits_soft_cap,
+            pos_encoding_mode,
+        )
+        page_size = as_int("page_size", page_size, least=1)
+        lists = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        lengths, most_keys = self._read_pages(*lists, page_size, seq_lens, max_sequence_kv)
+        most_queries, num_rows = self._read_queries(qo_indptr, len(lengths), max_token_per_sequence)
+        invariant = is_batch_invariant(fixed_split_size, disable_split_kv)
+        if self._use_cuda_graph:
+            self._prepare(scoring, self._batch, (most_queries, most_keys, most_queries), invariant, num_rows)
+            self._write_buffers(*lists, lengths, non_blocking)
+            assert self._batch.cu_seqlens_q is not None
+            self._batch.cu_seqlens_q.copy_(qo_indptr, non_blocking=non_blocking)
+            self._most_rows = most_queries
+        else:
+            starts, pages, lengths, queries = (
+                to_device(x, self.device, non_blocking) for x in (paged_kv_indptr, paged_kv_indices, lengths, qo_indptr)
+            )
+            batch = Batch(pages, lengths, queries, starts)
+            self._prepare(scoring, batch, (most_queries, most_keys, num_rows), invariant, num_rows)
+        self._page_size = page_size
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,  # [qo_indptr[-1], num_qo_heads, head_dim_qk]
+        paged_kv_cache: Pages,
+        *args: object,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_cache_sf: object = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+    ) -> OutAndLse:
+        """Attend, for one layer.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim_qk].
+            paged_kv_cache: a tensor [num_pages, 2, page_size, num_kv_heads, head_dim], or a pair of tensors without the
+                second dimension; in layout "HND" heads come before the tokens of a page.
+            *args: arguments of custom kernels, not served.
+            q_scale: None or 1.
+            k_scale: factor on an fp8 cache's keys, a number or a float32 tensor.
+            v_scale: the same for values.
+            out: where to write the output.
+            lse: where to write the lse, float32, of the layout below.
+            return_lse: also return the lse, sinks included.
+            lse_base: "log2" or "ln".
+            lse_layout: "NH" for [qo_indptr[-1], num_qo_heads], or "HN" for its transpose.
+            enable_pdl: ignored; Quire chooses.
+            window_left: must be what was planned.
+            sinks: [num_qo_heads] attention sinks, natural-log logits.
+            kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: not served.
+
+        Returns:
+            out [qo_indptr[-1], num_qo_heads, head_dim_vo], or (out, lse).
+
+        Raises:
+            UnsupportedError: an argument that is not served.
+            TypeError: an argument is of another type.
+            ValueError: an argument does not fit what was planned, or nothing was; nothing was written.
+        """
+        scoring = self._planned(window_left)
+        refuse("they belong to custom kernels", args=len(args))
+        refuse(
+            "Quire skips no key, reads no fp4 and sums in float32",
+            kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            use_fp16_softmax=use_fp16_softmax,
+            uses_spcompress=uses_spcompress,
+        )
+        check_q_scale(q_scale)
+        k, v = read_pages(paged_kv_cache, self._kv_layout)
+        cache = read_cache(k, v, self._kv_layout, scoring.kv_data_type, k_scale, v_scale)
+        self._check_page_size(cache.page_size)
+        return self._attend(q, cache, sinks, out, lse, return_lse, lse_base, lse_layout)
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Pages,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> OutAndLse:
+        """Attend by these scores and this mask, whatever was planned; FlashInfer's old name of `run`."""
+        self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Pages,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> OutAndLse:
+        """Return `forward`'s output and the lse."""
+        self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
+    """Attend from the last queries of each sequence to keys and values that are packed one sequence after the other.
+
+    Args:
+        float_workspace_buffer: says on which device the wrapper works; Quire needs no memory from it.
+        kv_layout: "NHD" for keys [num_tokens, num_kv_heads, head_dim], "HND" for heads first.
+        use_cuda_graph: let `plan` write into the two buffers, from which captured graphs read. The first plan has the
+            most queries.
+        qo_indptr_buf: [batch_size + 1] int32.
+        kv_indptr_buf: [batch_size + 1] int32.
+        custom_mask_buf, mask_indptr_buf: not served.
+        backend: "auto".
+        jit_args, jit_kwargs, variant_owns_mask: not served.
+
+    Raises:
+        UnsupportedError: another backend, a custom kernel or a custom mask.
+        TypeError: an argument is of another type.
+        ValueError: an unknown layout, or buffers that are missing or do not fit together.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list | None = None,
+        jit_kwargs: dict | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            backend,
+            custom_mask_buf=custom_mask_buf,
+            mask_indptr_buf=mask_indptr_buf,
+            jit_args=jit_args,
+            jit_kwargs=jit_kwargs,
+            variant_owns_mask=variant_owns_mask,
+        )
+        if use_cuda_graph:
+            (entries,) = check_buffer("qo_indptr_buf", qo_indptr_buf, self.device)
+            check_buffer("kv_indptr_buf", kv_indptr_buf, self.device, entries)
+            assert kv_indptr_buf is not None  # checked
+            self._kv_starts = kv_indptr_buf
+            lengths = torch.zeros(entries - 1, dtype=torch.int32, device=self.device)
+            self._batch = Batch(kv_indptr_buf[:-1, None], lengths, qo_indptr_buf, paged=False)
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,  # [batch_size + 1]
+        kv_indptr: torch.Tensor,  # [batch_size + 1]
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: torch.Tensor | None = None,
+        o_indptr: torch.Tensor | None = None,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Say which queries and keys each sequence has, and what is computed.
+
+        Args:
+            qo_indptr: [batch_size + 1], where each sequence's queries begin in `q`.
+            kv_indptr: [batch_size + 1], where each sequence's keys begin in `k`, and its values in `v`.
+            seq_lens, seq_lens_q, v_indptr, o_indptr: not served; the two lists say the same.
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, custom_mask, packed_custom_mask, causal,
+                pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+                rope_theta, q_data_type, kv_data_type, o_data_type, non_blocking, prefix_len_ptr,
+                token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size, disable_split_kv,
+                max_token_per_sequence, max_sequence_kv, uniform_q_len: as in `BatchPrefillWithPagedKVCacheWrapper`.
+
+        Raises:
+            UnsupportedError: a custom mask, a position encoding, or a head dim or dtype that is not served.
+            TypeError: an argument is of another type.
+            ValueError: an argument breaks its contract, or does not fit the buffers; none of them was written.
+        """
+        refuse_masks(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+        refuse_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        refuse(LENGTHS, seq_lens=seq_lens, seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
+        check_flags(non_blocking=non_blocking, use_fp16_qk_reduction=use_fp16_qk_reduction)
+        scoring = read_scoring(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
+            sm_scale,
+            causal,
+            window_left,
+            logits_soft_cap,
+            pos_encoding_mode,
+        )
+        batch_size = check_indptr("kv_indptr", kv_indptr)
+        lengths = kv_indptr.diff()
+        if self._use_cuda_graph and batch_size != self._batch.num_seqs:
+            raise ValueError(
+                f"kv_indptr must have the {len(self._kv_starts)} entries of its buffer, got {batch_size + 1}; "
+                "use a wrapper for each batch size"
+            )
+        most_queries, num_rows = self._read_queries(qo_indptr, batch_size, max_token_per_sequence)
+        most_keys = LONGEST  # the keys are not known yet
+        if not self._use_cuda_graph:
+            given = max_sequence_kv
+            most_keys = largest(lengths) if given is None else as_int("max_sequence_kv", given, least=0)
+        invariant = is_batch_invariant(fixed_split_size, disable_split_kv)
+        if self._use_cuda_graph:
+            self._prepare(scoring, self._batch, (most_queries, most_keys, most_queries), invariant, num_rows)
+            assert self._batch.cu_seqlens_q is not None
+            self._batch.cu_seqlens_q.copy_(qo_indptr, non_blocking=non_blocking)
+            self._kv_starts.copy_(kv_indptr, non_blocking=non_blocking)
+            self._batch.seq_lens.copy_(lengths, non_blocking=non_blocking)
+            self._most_rows = most_queries
+        else:
+            queries, starts = (to_device(x, self.device, non_blocking) for x in (qo_indptr, kv_indptr))
+            batch = Batch.varlen(queries, starts)
+            self._prepare(scoring, batch, (most_queries, most_keys, num_rows), invariant, num_rows)
+        self._num_keys = None if self._use_cuda_graph else int(kv_indptr[-1])
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,  # [qo_indptr[-1], num_qo_heads, head_dim_qk]
+        k: torch.Tensor,  # [kv_indptr[-1], num_kv_heads, head_dim_qk]
+        v: torch.Tensor,  # [kv_indptr[-1], num_kv_heads, head_dim_vo]
+        *args: object,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        o_scale: Scale = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        kv_cache_sf: object = None,
+    ) -> OutAndLse:
+        """Attend, for one layer.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim_qk].
+            k: [kv_indptr[-1], num_kv_heads, head_dim_qk]; in layout "HND" heads come first.
+            v: [kv_indptr[-1], num_kv_heads, head_dim_vo], likewise.
+            *args: arguments of custom kernels, not served.
+            q_scale, o_scale: None or 1.
+            k_scale: factor on fp8 keys, a number or a float32 tensor.
+            v_scale: the same for values.
+            out, lse, return_lse, lse_base, lse_layout, enable_pdl: as in `BatchPrefillWithPagedKVCacheWrapper`.
+            kv_cache_sf: not served.
+
+        Returns:
+            out [qo_indptr[-1], num_qo_heads, head_dim_vo], or (out, lse).
+
+        Raises:
+            UnsupportedError: an argument that is not served.
+            TypeError: an argument is of another type.
+            ValueError: an argument does not fit what was planned, or nothing was; nothing was written.
+        """
+        scoring = self._planned()
+        refuse("they belong to custom kernels", args=len(args))
+        refuse("Quire reads no fp4", kv_cache_sf=kv_cache_sf)
+        check_q_scale(q_scale, o_scale=o_scale)
+        k, v = as_tokens(k, v, self._kv_layout)
+        if self._num_keys is not None and len(k) < self._num_keys:
+            raise ValueError(
+                f"k must have the {self._num_keys} tokens that kv_indptr counts, got {len(k)}; "
+                f"the layout is {self._kv_layout}"
+            )
+        cache = read_cache(k, v, "THD", scoring.kv_data_type, k_scale, v_scale)
+        return self._attend(q, cache, None, out, lse, return_lse, lse_base, lse_layout)
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> OutAndLse:
+        """Attend by these scores and this mask, whatever was planned; FlashInfer's old name of `run`."""
+        self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
+        return self.run(q, k, v)
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> OutAndLse:
+        """Return `forward`'s output and the lse."""
+        self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
+        return self.run(q, k, v, return_lse=True)
+
+
+def refuse_items(
+    prefix_len_ptr: torch.Tensor | None,
+    token_pos_in_items_ptr: torch.Tensor | None,
+    token_pos_in_items_len: int,
+    max_item_len_ptr: torch.Tensor | None,
+) -> None:
+    """Raise if several items are to be scored in one sequence."""
+    refuse(
+        "several items in one sequence are not served",
+        prefix_len_ptr=prefix_len_ptr,
+        token_pos_in_items_ptr=token_pos_in_items_ptr,
+        token_pos_in_items_len=token_pos_in_items_len,
+        max_item_len_ptr=max_item_len_ptr,
+    )
