@@ -75,7 +75,7 @@ def check_tensor(name: str, x: torch.Tensor, device: torch.device | None, **dims
     return x.shape
 
 
-def check_integers(name: str, x: torch.Tensor, device: torch.device, **dims: int | None) -> torch.Size:
+def check_integers(name: str, x: torch.Tensor, device: torch.device | None, **dims: int | None) -> torch.Size:
     """Return the shape of `x`, or raise unless `check_tensor` passes and its dtype is int32 or int64."""
     shape = check_tensor(name, x, device, **dims)
     if x.dtype not in (torch.int32, torch.int64):

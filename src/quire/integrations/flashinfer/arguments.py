@@ -55,7 +55,7 @@ def read_scoring(
     num_kv_heads: int,
     head_dim_qk: int,
     head_dim_vo: int | None,
-    q_data_type: str | torch.dtype,
+    q_data_type: str | torch.dtype | None,
     kv_data_type: str | torch.dtype | None,
     o_data_type: str | torch.dtype | None,
     sm_scale: float | None,
@@ -142,7 +142,7 @@ def check_position_encoding(mode: str) -> None:
         )
 
 
-def read_dtype(name: str, value: str | torch.dtype) -> torch.dtype:
+def read_dtype(name: str, value: str | torch.dtype | None) -> torch.dtype:
     """Return a dtype that is given as one or by its name in torch, or raise."""
     dtype = getattr(torch, value, None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype):

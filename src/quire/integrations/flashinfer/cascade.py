@@ -151,10 +151,14 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
             "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
         }
-        levels = _by_level(num_levels, **buffers) if use_cuda_graph else [()] * num_levels
+        none = (None, None, None, None)
         self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *level)
-            for level in levels
+            BatchPrefillWithPagedKVCacheWrapper(
+                float_workspace_buffer, kv_layout, use_cuda_graph, queries, starts, pages, lasts
+            )
+            for queries, starts, pages, lasts in (
+                _by_level(num_levels, **buffers) if use_cuda_graph else [none] * num_levels
+            )
         ]
 
     @property
@@ -216,9 +220,12 @@ class MultiLevelCascadeAttentionWrapper:
         }
         check_flags(causal=causal)
         last = len(self._levels) - 1
-        for i, level in enumerate(_by_level(last + 1, **lists)):
+        for i, (queries, starts, pages, lasts) in enumerate(_by_level(last + 1, **lists)):
             self._levels[i].plan(
-                *level,
+                queries,
+                starts,
+                pages,
+                lasts,
                 num_qo_heads,
                 num_kv_heads,
                 head_dim,

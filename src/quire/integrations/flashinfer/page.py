@@ -137,7 +137,7 @@ def append_paged_kv_cache(
             f"positions must have pages in kv_indices, got {int(positions[token])} of sequence "
             f"{int(batch_indices[token])} for token {token}; allocate its page first"
         )
-    quire.write_kv(*(as_float(x, cache) for x in (append_key, append_value)), cache, slots)
+    quire.write_kv(as_float(append_key, cache), as_float(append_value, cache), cache, slots)
 
 
 def as_float(x: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:

@@ -73,11 +73,17 @@ class Wrapper:
         key = spec, self._bounds, self._batch_invariant
         plan = self._plans.get(key)
         if plan is None:
-            max_query_len, max_seq_len, num_tokens = self._bounds
-            bounds = {"max_query_len": max_query_len, "max_seq_len": max_seq_len, "num_tokens": num_tokens}
-            plan = quire.plan(spec, self._batch, **bounds)
+            queries, keys, tokens = self._bounds
+            plan = quire.plan(spec, self._batch, max_query_len=queries, max_seq_len=keys, num_tokens=tokens)
             if self._batch_invariant and plan.kernel != "torch":
-                plan = quire.plan(spec, self._batch, **bounds, batch_invariant=True)
+                plan = quire.plan(
+                    spec,
+                    self._batch,
+                    max_query_len=queries,
+                    max_seq_len=keys,
+                    num_tokens=tokens,
+                    batch_invariant=True,
+                )
             self._plans[key] = plan
         return plan
 

@@ -106,7 +106,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
         )
         if use_cuda_graph:
             self._keep_buffers("buf", paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
-            starts, pages, lengths = self._page_buffers
+            starts, pages, _ = self._page_buffers
             check_buffer("qo_indptr_buf", qo_indptr_buf, self.device, len(starts))
             self._batch = Batch(pages, self._seq_lens, qo_indptr_buf, starts)
 
