@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire import AttentionSpec, PagedKVCache, State
+from quire.errors import describe
 from quire.integrations import flashinfer
 from quire.testing import Oracle, make_problem
 
@@ -234,7 +235,7 @@ def test_decode_attends_to_pages(feature, layout, pages, device):
     for _ in range(2):  # two layers
         state = wrapper.run(p.q, kv, return_lse=True, sinks=p.sinks)
         assert oracle.judge(natural(state)).passed
-    assert torch.equal(wrapper.run(p.q, kv, sinks=p.sinks), state[0])
+    assert oracle.judge(wrapper.run(p.q, kv, sinks=p.sinks)).passed
 
 
 @pytest.mark.parametrize("pages", ["one tensor", "a pair"])
@@ -347,7 +348,7 @@ def test_one_sequence(data):
     found = flashinfer.single_decode_with_kv_cache(q[-1], *tensors, return_lse=True, **scores)
     for got, expected in zip(found, dense(q[-1:], k, v, False, window, cap, scale), strict=True):
         close(got, expected[0])
-    assert torch.equal(flashinfer.single_decode_with_kv_cache(q[-1], *tensors, **scores), found[0])
+    close(flashinfer.single_decode_with_kv_cache(q[-1], *tensors, **scores), found[0])
 
 
 def planned_prefill(device, **arguments):
@@ -374,7 +375,7 @@ def test_bases_and_layouts_of_the_lse_and_buffers_of_the_caller(device):
     room = torch.empty_like(turned)
     _, found = wrapper.run(p.q, kv, lse=room, return_lse=True, lse_layout="HN", lse_base="ln")
     assert found is room and torch.equal(room.t(), ln)
-    assert wrapper.run(p.q, kv, out=into.zero_()) is into and torch.equal(into, out)
+    assert wrapper.run(p.q, kv, out=into.zero_()) is into and Oracle(p).judge(into).passed
     for got, expected in zip(wrapper.run_return_lse(p.q, kv), (out, lse), strict=True):
         assert torch.equal(got, expected)
 
@@ -383,13 +384,13 @@ def test_the_old_forward_attends_by_its_own_scores(device):
     wrapper, p, kv = planned_prefill(device, window_left=2, logits_soft_cap=1.0)
     found = wrapper.forward_return_lse(p.q, kv, causal=True)
     assert Oracle(p).judge(natural(found)).passed
-    assert torch.equal(wrapper.forward(p.q, kv, causal=True), found[0])
+    close(wrapper.forward(p.q, kv, causal=True), found[0])
     p = make_problem(AttentionSpec(**SPEC), DECODES, page_size=4, flat_table=True, one_query=True, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     wrapper.begin_forward(*page_lists(p), *heads(p.spec), 4, "NONE", 2, q_data_type="float32")
     found = wrapper.forward_return_lse(p.q, (p.cache.k, p.cache.v))
     assert Oracle(p).judge(natural(found)).passed
-    assert torch.equal(wrapper.forward(p.q, (p.cache.k, p.cache.v)), found[0])
+    close(wrapper.forward(p.q, (p.cache.k, p.cache.v)), found[0])
 
 
 @pytest.mark.parametrize("scales", ["numbers", "tensors", "one", "none"])
@@ -439,7 +440,8 @@ def test_a_cascade_is_attention_over_prefix_and_own_pages(causal, device):
     shared = randn(8, 2, 2, 16, device=device), randn(4, 2, 2, 16, seed=1, device=device)
     tails = [randn(n, 2, 2, 16, seed=n, device=device) for n in own]
     cache = torch.full((9, 2, 4, 2, 16), float("nan"), device=device)  # page 0 and last slots are not anyone's
-    for page, tokens in zip(range(1, 9), [*shared[0].split(4), shared[1], *(t for x in tails for t in x.split(4))]):
+    own_pages = [page for tail in tails for page in tail.split(4)]
+    for page, tokens in enumerate([*shared[0].split(4), shared[1], *own_pages], start=1):
         cache[page, :, : len(tokens)] = tokens.transpose(0, 1)
     lists = (
         [int32(0, 6), int32(0, 3, 6), int32(0, 2, 3, 6)],
@@ -822,6 +824,6 @@ def test_no_bad_argument_is_accepted_and_none_ends_inside_python(i):
                 with pytest.raises((ValueError, TypeError, quire.UnsupportedError), match=r" must .*, got .*; "):
                     function(**arguments)
             except BaseException as error:
-                raise AssertionError(f"{function.__name__}({name}={bad!r})") from error
+                raise AssertionError(f"{function.__name__} took {describe(bad)} for {name}") from error
             assert all(torch.equal(x, before[n]) for n, x in tensors.items()), (name, bad)
     function(**good)

@@ -166,7 +166,9 @@ def read_pages(paged_kv_cache: Pages, kv_layout: str) -> tuple[torch.Tensor, tor
         k, v = paged_kv_cache.unbind(1)
         return k, v
     if not isinstance(paged_kv_cache, tuple | list) or len(paged_kv_cache) != 2:
-        raise TypeError(f"paged_kv_cache must be a tensor or a pair (k, v), got {shown(paged_kv_cache)}; pass both")
+        raise TypeError(
+            f"paged_kv_cache must be a tensor or a pair (k, v), got {type(paged_kv_cache).__name__}; pass both"
+        )
     k, v = paged_kv_cache
     shape = check_tensor("paged_kv_cache[0]", k, None, **dims)
     check_tensor("paged_kv_cache[1]", v, None, **dict(zip(dims, (*shape[:3], None), strict=True)))

@@ -62,6 +62,8 @@ def merge_state_in_place(
     _check_state("v_other", v_other, "s_other", s_other, sizes)
     if mask is not None:
         check_tensor("mask", mask, v.device, seq_len=sizes[0])
+        if mask.is_complex():
+            raise TypeError(f"mask must be bool, got {mask.dtype}; it says which rows to merge")
     merged, lse = _merge([(v, s), (v_other, s_other)])
     if mask is not None:
         rows = mask.bool()[:, None]
@@ -92,6 +94,7 @@ def merge_states(
         "v", v, None, seq_len=None, num_states=None, num_heads=None, head_dim=None
     )
     check_tensor("s", s, v.device, seq_len=seq_len, num_states=num_states, num_heads=num_heads)
+    _check_float("s", s)
     if num_states == 0:
         raise ValueError("v must hold at least one state, got none; an empty set of keys has lse -inf")
     return _merge(list(zip(v.unbind(1), s.unbind(1), strict=True)))
@@ -102,7 +105,14 @@ def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, siz
     seq_len, num_heads, head_dim = sizes or (None, None, None)
     shape = check_tensor(v_name, v, None, seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
     check_tensor(s_name, s, v.device, seq_len=shape[0], num_heads=shape[1])
+    _check_float(s_name, s)
     return shape
+
+
+def _check_float(name: str, s: torch.Tensor) -> None:
+    """Raise unless an lse is of real numbers, which are merged in float32."""
+    if not s.is_floating_point():
+        raise TypeError(f"{name} must be float32, got {s.dtype}; it is an lse in base 2")
 
 
 def _merge(states: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
