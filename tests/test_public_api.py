@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.integrations import flash_attn
+from quire.integrations import flash_attn, flashinfer
 
 VERBS = (
     "attention",
@@ -66,11 +66,17 @@ def test_nouns_and_their_public_members_are_documented(name):
             )
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in vars(flash_attn) if n.startswith("flash_attn_") and inspect.isfunction(getattr(flash_attn, n))]
-)
-def test_the_compatible_front_doors_are_documented(name):
+@pytest.mark.parametrize("name", flash_attn.__all__)
+def test_flash_attn_s_functions_are_documented(name):
     assert inspect.getdoc(getattr(flash_attn, name))
+
+
+@pytest.mark.parametrize("name", flashinfer.__all__)
+def test_flashinfer_s_names_and_their_public_methods_are_documented(name):
+    member = getattr(flashinfer, name)
+    assert inspect.getdoc(member)
+    for method, value in inspect.getmembers(member, inspect.isfunction) if inspect.isclass(member) else ():
+        assert method.startswith("_") or inspect.getdoc(value), f"{name}.{method} must have a docstring"
 
 
 def check_documented(function) -> None:

@@ -411,6 +411,7 @@ IN_INTERPRETER = {
 }
 
 CPU, SHIM = "test_cpu_path.py", "integrations/test_flash_attn.py::test_"
+INFER = "integrations/test_flashinfer.py::test_"
 SCHEDULER = "kernels/test_tile_scheduler.py"
 TRANSFORMERS, VLLM = "engines/test_transformers.py::test_", "engines/test_vllm.py::test_"
 VLLM_MLA = "engines/test_vllm_mla.py::test_"
@@ -664,6 +665,72 @@ OUTSIDE = {
         "multiples(batch, row_tokens, device, dtype) if rows is None else rows.to(dtype) * row_tokens",
         "multiples(batch, row_tokens, device, dtype)",
         SHIM + "batch_index_left_padding_and_default_length",
+    ),
+    "FlashInfer: an lse in base e": Mutant(
+        "integrations/flashinfer/planned.py",
+        'if lse_base == "ln" else state.lse.mul_(LOG2E)',
+        'if lse_base != "" else state.lse.mul_(LOG2E)',
+        INFER + "decode_attends_to_pages",
+    ),
+    "FlashInfer: states merged by lse in base 2": Mutant(
+        "integrations/flashinfer/cascade.py",
+        "State(v, s.float() / LOG2E)",
+        "State(v, s.float())",
+        INFER + "states_merge_in_base_2",
+    ),
+    "FlashInfer: a window without the query's own key": Mutant(
+        "integrations/flashinfer/arguments.py",
+        "None if self.window_left < 0 else self.window_left + 1",
+        "None if self.window_left < 1 else self.window_left",
+        INFER + "decode_attends_to_pages",
+    ),
+    "FlashInfer: a padding row with a last page": Mutant(
+        "integrations/flashinfer/planned.py",
+        "torch.where(pages > 0, (pages - 1) * page_size + last_page_len.to(pages.device), 0)",
+        "(pages - 1).clamp(min=0) * page_size + last_page_len.to(pages.device)",
+        INFER + "a_padding_row_has_no_length_whatever_its_last_page_says",
+    ),
+    "FlashInfer: lengths that graphs do not see": Mutant(
+        "integrations/flashinfer/planned.py",
+        "            (self._seq_lens, seq_lens),\n",
+        "",
+        INFER + "a_decode_wrapper_for_graphs_keeps_its_tensors_and_its_plan",
+    ),
+    "FlashInfer: a new plan for a captured graph": Mutant(
+        "integrations/flashinfer/planned.py",
+        "if not self._use_cuda_graph:\n            self._plans = {}",
+        "if True:\n            self._plans = {}",
+        INFER + "a_decode_wrapper_for_graphs_keeps_its_tensors_and_its_plan",
+    ),
+    "FlashInfer: the bound of a graph's first batch": Mutant(
+        "integrations/flashinfer/planned.py",
+        "return seq_lens, min(len(held) * page_size, LONGEST)",
+        "return seq_lens, largest(seq_lens)",
+        INFER + "a_decode_wrapper_for_graphs_keeps_its_tensors_and_its_plan",
+    ),
+    "FlashInfer: a cascade causal at every level": Mutant(
+        "integrations/flashinfer/cascade.py",
+        "causal=causal and i == last",
+        "causal=causal",
+        INFER + "a_cascade_is_attention_over_prefix_and_own_pages",
+    ),
+    "FlashInfer: heads first taken for tokens": Mutant(
+        "integrations/flashinfer/arguments.py",
+        "(k.transpose(0, 1), v.transpose(0, 1))",
+        "(k, v)",
+        INFER + "ragged_prefill",
+    ),
+    "FlashInfer: a token appended to a page of another sequence": Mutant(
+        "integrations/flashinfer/page.py",
+        "    held &= entry < kv_indptr[sequence + 1]\n",
+        "",
+        INFER + "a_token_without_a_page_raises_on_a_cpu_and_is_left_out_elsewhere",
+    ),
+    "FlashInfer: a scale left out": Mutant(
+        "integrations/flashinfer/arguments.py",
+        "torch.full_like(like, 1.0 if x is None else x)",
+        "torch.full_like(like, 1.0)",
+        INFER + "fp8_caches_with_scales",
     ),
     "Transformers: the ring's past a token late": Mutant(
         "integrations/transformers.py",
