@@ -1,6 +1,6 @@
 """Decode under FlashInfer's names: one query, or a few, for each sequence."""
 
-from functools import partialmethod
+from typing import Any
 
 import torch
 
@@ -240,7 +240,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         self._check_page_size(cache.page_size)
         return self._attend(q, cache, sinks, out, lse, return_lse)
 
-    run_return_lse = partialmethod(run, return_lse=True)
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> OutAndLse:
+        """Return `run`'s output and the lse."""
+        return self.run(*args, return_lse=True, **kwargs)
 
     def forward(
         self,

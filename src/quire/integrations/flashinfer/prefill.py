@@ -1,6 +1,6 @@
 """Prefill under FlashInfer's names, over pages and over packed keys; any mix with decode is one batch."""
 
-from functools import partialmethod
+from typing import Any
 
 import torch
 
@@ -291,7 +291,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
         self._check_page_size(cache.page_size)
         return self._attend(q, cache, sinks, out, lse, return_lse, lse_base, lse_layout)
 
-    run_return_lse = partialmethod(run, return_lse=True)
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> OutAndLse:
+        """Return `run`'s output and the lse."""
+        return self.run(*args, return_lse=True, **kwargs)
 
     def forward(
         self,
@@ -536,7 +538,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         cache = read_cache(k, v, "THD", scoring.kv_data_type, k_scale, v_scale)
         return self._attend(q, cache, None, out, lse, return_lse, lse_base, lse_layout)
 
-    run_return_lse = partialmethod(run, return_lse=True)
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> OutAndLse:
+        """Return `run`'s output and the lse."""
+        return self.run(*args, return_lse=True, **kwargs)
 
     def forward(
         self,
