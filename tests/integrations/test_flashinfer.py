@@ -5,6 +5,7 @@ Valid with and without TRITON_INTERPRET=1.
 
 import inspect
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -548,6 +549,17 @@ def test_a_decode_wrapper_for_graphs_keeps_its_tensors_and_its_plan(q_len, devic
         wrapper.plan(*lists, *heads(p.spec), 4, q_data_type="float32", q_len_per_req=3)
     for x, old in zip((*held, made[0].batch.seq_lens), before, strict=True):
         assert torch.equal(x, old)
+
+
+def test_a_decode_wrapper_for_graphs_reads_nothing_from_the_device(monkeypatch):
+    monkeypatch.setattr(quire, "plan", lambda *a, **k: SimpleNamespace(kernel="portable"))
+    held, lists = buffers("meta", 3, 12), buffers("meta", 3, 5)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("meta"), *held)
+    wrapper.plan(*lists, 4, 2, 16, 4, disable_split_kv=True)  # reading from "meta" raises
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("meta"))
+    with pytest.raises(RuntimeError, match="meta"):
+        wrapper.plan(*lists, 4, 2, 16, 4)
+    wrapper.plan(int32(0, 1, 2, 3), int32(4, 5, 6), int32(1, 2, 3), 4, 2, 16, 4)
 
 
 def test_prefill_wrappers_for_graphs_keep_their_tensors_and_their_plans(device, monkeypatch):

@@ -722,8 +722,8 @@ OUTSIDE = {
     ),
     "FlashInfer: a token appended to a page of another sequence": Mutant(
         "integrations/flashinfer/page.py",
-        "    held &= entry < kv_indptr[sequence + 1]\n",
-        "",
+        "held &= entry < kv_indptr[sequence + 1]",
+        "held &= entry >= 0",
         INFER + "a_token_without_a_page_raises_on_a_cpu_and_is_left_out_elsewhere",
     ),
     "FlashInfer: a scale left out": Mutant(
