@@ -5,8 +5,8 @@ Names, order and defaults are those of FlashInfer 0.7.2 (github.com/flashinfer-a
 and ALiBi inside attention, backends, custom kernels, fp8 queries, fp4 caches. Every check runs before anything is
 written. Arguments that choose among FlashInfer's kernels are ignored.
 
-Differences from FlashInfer: a row that sees no key has out 0 and lse -inf. Pages may have any size, and heads any
-multiple of 8. `plan` needs no workspace memory. Under `torch.compile` the wrappers break the graph: use `quire.plan`
+Differences from FlashInfer: a row that sees no key has out 0 and lse -inf. Pages may have any size. `plan` needs no
+workspace memory. Under `torch.compile` the wrappers break the graph: use `quire.plan`
 and `quire.attention` for a full graph.
 """
 
