@@ -1,0 +1,248 @@
+"""`Call`: what `quire.attention` was given, as a file holds it.
+
+The file is what `torch.save` writes of a dict: a number for the format, a header in JSON, and tensors. It is read with
+`weights_only=True`, so that a file from a stranger can run no code, and everything in the header is checked.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+from quire.debug.memory import DTYPES, Place
+from quire.spec import AttentionSpec
+
+FORMAT = 1
+INDICES = ("page_table", "seq_lens", "cu_seqlens_q", "cu_pages", "query_offsets")
+NAMES = ("q", "q_nope", "q_pe", "k", "v", "latents", "k_scale", "v_scale", "sinks", "alibi_slopes", *INDICES)
+BOUNDS = ("max_query_len", "max_seq_len", "num_tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of `quire.attention`.
+
+    Attributes:
+        spec: what was computed.
+        bounds: those of the plan.
+        layout: of the cache.
+        paged: whether the batch was; False for `varlen_attention`.
+        plan: the plan in words.
+        launch: the plan's launch, encoded.
+        versions: of Python and the packages, by name.
+        device: its name and properties.
+        has_contents: whether the numbers of queries and cache were recorded.
+        places: where each tensor lay, by name.
+        tensors: the batch's tensors; with contents also all others. Of the cache and its scales per token, only the
+            pages that the batch reads.
+    """
+
+    spec: AttentionSpec
+    bounds: dict[str, int]
+    layout: str
+    paged: bool
+    plan: str
+    launch: str
+    versions: dict[str, str]
+    device: dict[str, Any]
+    has_contents: bool
+    places: dict[str, Place]
+    tensors: dict[str, torch.Tensor]
+
+    def write(self, path: Path) -> None:
+        """Write the file in one step."""
+        header = {
+            "spec": spec_to_json(self.spec),
+            "bounds": self.bounds,
+            "layout": self.layout,
+            "paged": self.paged,
+            "plan": self.plan,
+            "launch": self.launch,
+            "versions": self.versions,
+            "device": self.device,
+            "has_contents": self.has_contents,
+            "places": {name: asdict(place) for name, place in self.places.items()},
+        }
+        partial = path.with_name(f"{path.name}.part")
+        torch.save({"format": FORMAT, "header": json.dumps(header), "tensors": self.tensors}, partial)
+        partial.replace(path)
+
+    @property
+    def batch(self) -> Batch:
+        """The batch, on the CPU."""
+        return batch_of(self.tensors, self.paged)
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        """The names of the queries' tensors."""
+        return tuple(name for name in ("q", "q_nope", "q_pe") if name in self.places)
+
+    @property
+    def in_units(self) -> tuple[str, ...]:
+        """The names of the tensors whose first dimension counts pages, or tokens where keys are not paged."""
+        scales = [name for name in ("k_scale", "v_scale") if name in self.places and len(self.places[name].shape) == 3]
+        return *(name for name in ("k", "v", "latents") if name in self.places), *scales
+
+    @property
+    def num_units(self) -> int:
+        """Pages of the cache, or tokens where keys are not paged."""
+        return self.places[self.in_units[0]].shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per unit."""
+        if not self.paged:
+            return 1
+        name, axis = ("latents", 1) if "latents" in self.places else ("k", {"HND": 2, "HDNX": 3}.get(self.layout, 1))
+        return self.places[name].shape[axis]
+
+
+def batch_of(tensors: Mapping[str, torch.Tensor], paged: bool) -> Batch:
+    """Return the batch of some tensors by name."""
+    batch = {name: tensors[name] for name in INDICES if name in tensors}
+    return Batch(**batch, paged=paged)
+
+
+def cache_of(tensors: Mapping[str, torch.Tensor], spec: AttentionSpec, layout: str) -> PagedKVCache:
+    """Return the cache of some tensors by name."""
+    scales = tensors.get("k_scale"), tensors.get("v_scale")
+    if spec.latent:
+        return PagedKVCache.from_latents(tensors["latents"], spec.kv_lora_rank, scale=scales[0])
+    return PagedKVCache(tensors["k"], tensors["v"], layout, *scales)
+
+
+def units_read(batch: Batch, page_size: int, num_units: int) -> torch.Tensor:
+    """Return the pages, or tokens where keys are not paged, that a batch's keys are in; [n] int64 in order.
+
+    Page numbers that the cache does not have are left out.
+    """
+    found = []
+    for seq, length in enumerate(batch.seq_lens.tolist()):
+        if batch.paged:
+            row = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[int(batch.cu_pages[seq]) :]
+            found.append(row[: -(-max(length, 0) // page_size)].long())
+        else:
+            first = int(batch.page_table[seq, 0])
+            found.append(torch.arange(max(first, 0), min(first + max(length, 0), num_units)))
+    units = torch.cat([*found, torch.arange(0)]).unique()
+    return units[(units >= 0) & (units < num_units)]
+
+
+def spec_to_json(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the fields of a spec as JSON has them."""
+    values = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
+    names = {value: name for name, value in DTYPES.items()}
+    return {name: names[value] if isinstance(value, torch.dtype) else value for name, value in values.items()}
+
+
+def load(path: Path | str) -> Call:
+    """Read a file that `record` or `save` has written. It runs no code from the file.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The call.
+
+    Raises:
+        ValueError: the file cannot be read, or is not a record of a call.
+    """
+    contract = f"{path} must be a record of `quire.debug.record`"
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"{contract}, got {error.strerror or type(error).__name__}; name another file") from None
+    except Exception as error:  # a file of another kind may raise anything
+        raise ValueError(f"{contract}, got a file that torch.load does not read ({type(error).__name__})") from None
+    try:
+        if not isinstance(content, dict) or type(content.get("format")) is not int:
+            raise ValueError("it has no format")
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']}, and this version of Quire reads {FORMAT}")
+        return parse(json.loads(content["header"]), content["tensors"])
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+        RecursionError,
+        RuntimeError,
+        TypeError,
+    ) as error:
+        raise ValueError(f"{contract}, but a part is missing or of another kind: {error!r}") from None
+    except ValueError as error:  # of ours, and UnsupportedError
+        raise ValueError(f"{contract}, but {error}") from None
+
+
+def parse(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Call:
+    """Build a call from the parts of a file, and check them."""
+    spec = {name: DTYPES[value] if name.endswith("dtype") else value for name, value in header["spec"].items()}
+    places = {}
+    for name, place in header["places"].items():
+        shape, strides = tuple(place["shape"]), tuple(place["strides"])
+        places[name] = Place(place["dtype"], shape, strides, place["storage"], place["offset"])
+    call = Call(
+        spec=AttentionSpec(**spec),
+        bounds={name: header["bounds"][name] for name in BOUNDS},
+        layout=check_kind("layout", header["layout"], str),
+        paged=check_kind("paged", header["paged"], bool),
+        plan=check_kind("plan", header["plan"], str),
+        launch=check_kind("launch", header["launch"], str),
+        versions={str(name): str(value) for name, value in header["versions"].items()},
+        device=check_kind("device", header["device"], dict),
+        has_contents=check_kind("has_contents", header["has_contents"], bool),
+        places=places,
+        tensors=tensors,
+    )
+    for name, bound in call.bounds.items():
+        if type(bound) is not int or bound < 0:
+            raise ValueError(f"{name} must be an integer of at least 0, got {bound!r}")
+    check_tensors(call)
+    return call
+
+
+def check_kind(name: str, value: Any, kind: type) -> Any:
+    """Return a value, or raise ValueError unless it is of a type."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {kind.__name__}, got {value!r:.60}")
+    return value
+
+
+def check_tensors(call: Call) -> None:
+    """Raise ValueError unless the tensors that a call needs are described, and those that the file holds fit."""
+    cache = ("latents",) if call.spec.latent else ("k", "v")
+    queries = ("q",) if "q" in call.places else ("q_nope",)
+    for name in (*queries, *cache, "page_table", "seq_lens"):
+        if name not in call.places:
+            raise ValueError(f"it must describe {name}, got {', '.join(call.places)}")
+    if unknown := (call.places.keys() | call.tensors.keys()) - set(NAMES):
+        raise ValueError(f"it must describe no tensors but {', '.join(NAMES)}, got {', '.join(sorted(unknown))}")
+    if not 0 < len(call.places["seq_lens"].shape) <= 1:
+        raise ValueError(f"seq_lens must have one dimension, got {call.places['seq_lens'].shape}")
+    for name in call.in_units:
+        if len(call.places[name].shape) < 3 or call.places[name].shape[0] != call.num_units:
+            raise ValueError(f"{name} must have {call.num_units} pages, got {call.places[name].shape}")
+    stored = set(call.places) if call.has_contents else set(INDICES) & set(call.places)
+    if missing := stored - call.tensors.keys():
+        raise ValueError(f"it must hold {', '.join(sorted(missing))}, got {', '.join(call.tensors)}")
+    for name, tensor in call.tensors.items():
+        place = call.places[name]
+        if tensor.dtype is not DTYPES[place.dtype] or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise ValueError(f"{name} must be {place.dtype}, got {tensor.dtype}")
+        if name in INDICES and tuple(tensor.shape) != place.shape:
+            raise ValueError(f"{name} must have shape {place.shape}, got {tuple(tensor.shape)}")
+    batch = call.batch
+    if call.page_size < 1:
+        raise ValueError("pages must have at least one slot, got none")
+    if not call.has_contents:
+        return
+    count = len(units_read(batch, call.page_size, call.num_units))
+    for name, place in call.places.items():
+        wanted = (count, *place.shape[1:]) if name in call.in_units else place.shape
+        if tuple(call.tensors[name].shape) != wanted:
+            raise ValueError(f"{name} must have shape {wanted}, got {tuple(call.tensors[name].shape)}")

@@ -1,0 +1,252 @@
+"""Run a recorded call again, on this machine, and judge the result by the float64 oracle."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass, replace
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from quire.api import attention
+from quire.batch_check import check_reads
+from quire.debug.call import INDICES, Call, batch_of, cache_of, units_read
+from quire.debug.memory import DTYPES, lay_out, nbytes, write, write_units
+from quire.dispatch.device import device_properties, is_served_by_torch
+from quire.dispatch.request import Request
+from quire.errors import UnsupportedError
+from quire.kernels.launch import Launch
+from quire.launch_codec import decode
+from quire.plan import Plan, make_plan, plan
+from quire.state import State
+from quire.testing import Oracle, Problem, Verdict, owned_slots, poison, random_cache
+
+MAX_BYTES = 4 << 30
+LAUNCH_MODULES = ("quire.spec", "quire.dispatch.", "quire.kernels.")  # whose dataclasses a launch is made of
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of a replay.
+
+    Attributes:
+        plan: the plan that was run, in words.
+        notes: how the replay differs from the call that was recorded, a sentence each.
+        verdict: of the result; None if there was none.
+        error: why there was none, or why the oracle has none.
+    """
+
+    plan: str
+    notes: list[str]
+    verdict: Verdict | None
+    error: str | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the result is right."""
+        return self.error is None and self.verdict is not None and self.verdict.passed
+
+
+def replay(
+    call: Call,
+    device: torch.device | str = "cpu",
+    *,
+    replan: bool = False,
+    max_bytes: int = MAX_BYTES,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Replay:
+    """Run a recorded call again and compare the result with the float64 oracle.
+
+    The tensors lie in memory as they did: the same shapes, strides, gaps and shared storages. Numbers that were not
+    recorded are random, and memory that may not be read holds NaN. The launch is the recorded one where the device has
+    the same properties; else a plan is made for this device.
+
+    Args:
+        call: from `load`.
+        device: where to run.
+        replan: make a plan even where the recorded launch could run.
+        max_bytes: of tensors. Pages are renumbered if the recorded cache takes more.
+        on_step: called with what is about to be done, in words.
+
+    Returns:
+        The verdict, and what is different here.
+
+    Raises:
+        ValueError: the tensors do not fit together, or take more than `max_bytes`.
+        UnsupportedError: nothing on this device serves the call.
+    """
+    device, notes = torch.device(device), []
+    on_step("making the tensors")
+    call = renumber(call, max_bytes, notes)
+    problem, pair = rebuild(call, device)
+    bounds = {name: call.bounds[name] for name in ("max_query_len", "max_seq_len")}
+    try:
+        check_reads(problem.batch, problem.cache, call.spec, num_tokens=problem.q.shape[0], **bounds)
+    except ValueError as error:
+        return Replay("none", notes, None, f"the batch breaks its contract: {error}")
+    if not call.has_contents:
+        poison_slots(problem, call)
+    on_step("planning")
+    chosen = choose_plan(call, problem, replan, notes)
+    on_step(f"running the {chosen.kernel} kernel")
+    spec, q = call.spec, problem.q
+    out = torch.zeros(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
+    state = State(out, torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=device))
+    try:
+        attention(q if pair is None else pair, problem.cache, chosen, **problem.tables, out=state)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except UnsupportedError:
+        raise
+    except Exception as error:  # which is what the report is about
+        return Replay(str(chosen), notes, None, f"the call fails: {type(error).__name__}: {error}")
+    on_step("computing the same in float64")
+    oracle = Oracle(problem)
+    error = None
+    if not bool(oracle.exact.out.isfinite().all()):
+        error = "the numbers that were recorded give NaN or infinity in float64 too: the inputs are wrong"
+    return Replay(str(chosen), notes, oracle.judge(state), error)
+
+
+def renumber(call: Call, max_bytes: int, notes: list[str]) -> Call:
+    """Return the call on as many pages as the batch reads, if its tensors take more than `max_bytes`."""
+    needed = nbytes(call.places)
+    if needed <= max_bytes:
+        return call
+    batch = call.batch
+    units = units_read(batch, call.page_size, call.num_units)
+    count = max(1, len(units))
+    places = {n: place.with_length(count) if n in call.in_units else place for n, place in call.places.items()}
+    if not call.paged or nbytes(places) > max_bytes:
+        least = needed if not call.paged else nbytes(places)
+        raise ValueError(
+            f"max_bytes must be at least {least} for this call, got {max_bytes}; allow more, or use another machine"
+        )
+    notes.append(
+        f"The tensors took {needed / 2**30:.1f} GiB: pages are renumbered, and only the {len(units)} that the batch "
+        "reads are here."
+    )
+    number = torch.full((call.num_units,), -1, dtype=torch.int64)
+    number[units] = torch.arange(len(units))
+    table = batch.page_table.long()
+    is_page = (table >= 0) & (table < call.num_units)
+    # A number in use that the cache does not have stays one that it does not have.
+    beyond = torch.where(table >= call.num_units, count, -1)
+    renumbered = torch.where(is_page, number[table.clamp(0, call.num_units - 1)], beyond)
+    tensors = call.tensors | {"page_table": renumbered.to(batch.page_table.dtype)}
+    return replace(call, places=places, tensors=tensors)
+
+
+def rebuild(call: Call, device: torch.device) -> tuple[Problem, tuple[torch.Tensor, torch.Tensor | None] | None]:
+    """Lay out the tensors of a call and fill them.
+
+    Returns:
+        The problem, and the queries as a pair if they were recorded as one.
+    """
+    tensors = lay_out(call.places, device)
+    units = units_read(call.batch, call.page_size, call.num_units)
+    numbers = call.tensors if call.has_contents else call.tensors | random_numbers(call, len(units))
+    for name, tensor in tensors.items():
+        if name in call.in_units:
+            write_units(tensor, units.to(device), numbers[name].to(device))
+        else:
+            write(tensor, numbers[name].to(device))
+    batch = batch_of(tensors, call.paged)
+    cache = cache_of(tensors, call.spec, call.layout)
+    pair = (tensors["q_nope"], tensors.get("q_pe")) if "q" not in tensors else None
+    q = tensors["q"] if pair is None else torch.cat([part for part in pair if part is not None], -1)
+    starts = batch.query_starts.tolist()
+    query_lens = tuple(end - start for start, end in pairwise(starts))
+    tables = tensors.get("sinks"), tensors.get("alibi_slopes")
+    return Problem(call.spec, batch, cache, q, query_lens, tuple(batch.seq_lens.tolist()), *tables), pair
+
+
+def random_numbers(call: Call, num_units: int) -> dict[str, torch.Tensor]:
+    """Return numbers for the tensors of a call that were not recorded.
+
+    Args:
+        call: what was recorded.
+        num_units: pages, or tokens where keys are not paged, to make numbers for.
+    """
+    spec, places = call.spec, call.places
+    generator = torch.Generator().manual_seed(0)
+    scale = places.get("k_scale")
+    kind = "head"
+    if scale is not None:
+        kind = "token" if len(scale.shape) == 3 else "tensor" if 0 in scale.strides else "head"
+    layout = call.layout if spec.latent else "NHD"
+    cache = random_cache(spec, max(1, num_units), call.page_size, layout, kind, generator)
+    made = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    made |= {"latents": cache.latents} if spec.latent else {"k": cache.k, "v": cache.v}
+    heads = 1 + torch.arange(spec.num_q_heads)
+    made |= {"alibi_slopes": 2.0 ** -(8.0 * heads / spec.num_q_heads)}
+    numbers = {}
+    for name, place in places.items():
+        shape = (num_units, *place.shape[1:]) if name in call.in_units else place.shape
+        found = made.get(name)
+        if found is None:
+            found = torch.randn(shape, generator=generator)
+        elif name in call.in_units:
+            found = found[:num_units]
+        numbers[name] = found.reshape(shape).to(DTYPES[place.dtype])
+    return {name: some for name, some in numbers.items() if name not in INDICES}
+
+
+def poison_slots(problem: Problem, call: Call) -> None:
+    """Overwrite the slots that no query sees, in pages that the batch reads, with NaN; other pages hold it already."""
+    cache = problem.cache
+    if not call.paged or cache.is_expanded:
+        return
+    owned = owned_slots(problem.batch, cache, call.spec)
+    is_read = torch.zeros(cache.num_pages, dtype=torch.bool, device=cache.device)
+    is_read[units_read(call.batch, call.page_size, call.num_units).to(cache.device)] = True
+    poison(cache, owned | ~is_read[:, None])
+
+
+def choose_plan(call: Call, problem: Problem, replan: bool, notes: list[str]) -> Plan:
+    """Return a plan with the recorded launch if this device can run it; else a plan for this device."""
+    spec, batch, device = call.spec, problem.batch, problem.batch.device
+    recorded = decode_launch(call.launch)
+    served_by_torch = is_served_by_torch(device)
+    if recorded is None:
+        notes.append("The recorded launch is of another version of Quire: the plan is made here.")
+    elif replan:
+        notes.append("The plan is made here, as was asked.")
+    elif recorded.request.device != device_properties(device) or (recorded.name == "torch") != served_by_torch:
+        notes.append(f"The recorded launch ({recorded.name}) is for another device: the plan is made for this one.")
+    else:
+        return make_plan(spec, batch, recorded, "as recorded")
+    is_invariant = getattr(recorded, "fixed_split_size", 0) > 0 and not served_by_torch
+    bounds = call.bounds
+    return plan(
+        spec,
+        batch,
+        max_query_len=bounds["max_query_len"],
+        max_seq_len=bounds["max_seq_len"],
+        num_tokens=bounds["num_tokens"],
+        batch_invariant=is_invariant,
+    )
+
+
+def decode_launch(text: str) -> Launch | None:
+    """Return an encoded launch, made of Quire's dataclasses alone; None if this version of Quire has no such launch."""
+    try:
+        check_classes(json.loads(text))
+        launch = decode(text)
+        return launch if isinstance(launch.request, Request) and callable(launch.bind) else None
+    except Exception:  # of what a file holds, anything may be wrong
+        return None
+
+
+def check_classes(value: Any) -> None:
+    """Raise ValueError if an encoded launch names something other than a dataclass that launches are made of."""
+    if not isinstance(value, dict):
+        return
+    if "class" in value:
+        module, _, name = value["class"].partition(":")
+        kind = getattr(import_module(module), name, None) if module.startswith(LAUNCH_MODULES) else None
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            raise ValueError(f"class must be a dataclass of launches, got {value['class']!r}")
+    for item in value.values():
+        check_classes(item)
