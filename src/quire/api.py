@@ -112,7 +112,7 @@ def attention(
         ValueError: an argument does not fit the plan; nothing was written.
         UnsupportedError: nothing serves the request.
     """
-    check_attention(q, cache, plan, sinks, alibi_slopes)
+    check_attention(q, cache, plan, sinks, alibi_slopes)  # `quire.debug.record` takes its place while it records
     if return_lse is not False and return_lse is not True:
         check_flag("return_lse", return_lse, "say whether the lse is asked for")
     spec = plan.spec

@@ -1,4 +1,4 @@
-"""The `quire` command: generate, check, bench, tune, env."""
+"""The `quire` command: doctor, generate, check, bench, tune, env, replay."""
 
 import argparse
 import sys
@@ -11,19 +11,23 @@ from quire.cli.exit_codes import BAD_ARGUMENTS, INTERRUPTED, READER_LEFT
 from quire.cli.streams import allow_any_encoding, discard_output
 
 COMMANDS = {
+    "doctor": "say whether this machine is fit, and what to do if not",
     "generate": "continue prompts with a Hugging Face model",
     "check": "compare the kernels with the float64 oracle",
     "bench": "time attention, compared with other libraries, and report it",
     "tune": "measure this GPU and fit a decision tree for plans",
     "env": "versions, device, and what a plan chooses and why",
+    "replay": "run a recorded call again, and judge it by the oracle",
 }
 EXAMPLES = """examples:
+  quire doctor                          # is this machine fit?
   quire generate                        # the demo model continues a few prompts
   quire generate --model DIR --prompt 'Once upon a time'
   quire check                           # compare the kernels with the float64 oracle on this machine
   quire bench --quick                   # time Quire and the other libraries installed here; without a GPU, a roofline
   quire tune --quick                    # measure this GPU and fit the tree that chooses kernels
   quire env                             # what is installed, and what a plan chooses on this device and why
+  quire replay call.quire               # run a call that quire.debug.record wrote to a file
 
 exit codes: 0 success, 1 a check failed, 2 bad arguments or a missing package, 130 interrupted
 """

@@ -27,6 +27,8 @@ from quire.cli.check_features import (
     Feature,
     PlanOptions,
 )
+from quire.cli.exit_codes import INTERRUPTED
+from quire.cli.status_line import StatusLine
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.plan import Plan, plan
 from quire.spec import QUERY_DTYPES, AttentionSpec
@@ -62,18 +64,48 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; the exit code is 1 when a check failed."""
+    """Run the command; the exit code is 1 when a check failed. An interrupt prints what was checked so far."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = [getattr(torch, name) for name in args.dtype] if args.dtype else default_dtypes()
+    total = sum(len(features(device, dtype)) + 3 for dtype in dtypes)
     checked = check_all(device, dtypes)
     if args.fail_fast:
         checked = until_failure(checked)
+    begun, checks, is_stopped = time.perf_counter(), list[Check](), False
+    with StatusLine() as status:
+        if not args.json:
+            status.say(heading(device))
+        status(f"checking, 0 of {total} done")
+        try:
+            for check in checked:
+                checks.append(check)
+                if not args.json:
+                    status.say(line_of(check))
+                status(f"checking, {len(checks)} of {total} done", restart=False)
+        except KeyboardInterrupt:
+            is_stopped = True
+    failed = sum(not check.passed for check in checks)
     if args.json:
-        checks = list(checked)
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
-        checks = print_checks(checked, device, sum(len(features(device, dtype)) + 3 for dtype in dtypes))
-    return 0 if all(check.passed for check in checks) else 1
+        print(f"{len(checks) - failed} passed, {failed} failed in {time.perf_counter() - begun:.0f} s")
+    if is_stopped:
+        print(f"interrupted after {len(checks)} of {total} checks", file=sys.stderr)
+        return INTERRUPTED
+    return 1 if failed else 0
+
+
+def heading(device: torch.device) -> str:
+    """Return the device and the titles of the columns."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    columns = f"{'kernel':20} {'dtype':9} {'feature':34} {'error':>9} {'of budget':>9}"
+    return f"{name}, Triton interpreter\n{columns}" if interprets() else f"{name}\n{columns}"
+
+
+def line_of(check: "Check") -> str:
+    """Return a check as a line of the table."""
+    numbers = f"{check.error:9.1e} {check.over_budget:9.0%}  {'pass' if check.passed else 'FAIL'}"
+    return f"{check.kernel:20} {check.dtype:9} {check.feature:34} {numbers}"
 
 
 def default_dtypes() -> list[torch.dtype]:
@@ -126,23 +158,6 @@ def until_failure(checks: Iterable[Check]) -> Iterator[Check]:
         yield check
         if not check.passed:
             return
-
-
-def print_checks(checked: Iterable[Check], device: torch.device, total: int) -> list[Check]:
-    """Print each check when it is done, and a summary; return the checks."""
-    begun, checks = time.perf_counter(), []
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{name}, Triton interpreter" if interprets() else name)
-    print(f"{'kernel':20} {'dtype':9} {'feature':34} {'error':>9} {'of budget':>9}", flush=True)
-    for check in checked:
-        checks.append(check)
-        numbers = f"{check.error:9.1e} {check.over_budget:9.0%}  {'pass' if check.passed else 'FAIL'}"
-        print(f"{check.kernel:20} {check.dtype:9} {check.feature:34} {numbers}", flush=True)
-        if sys.stderr.isatty():
-            print(f"\r{len(checks)} of {total}", end="\r", file=sys.stderr, flush=True)
-    failed = sum(not check.passed for check in checks)
-    print(f"{len(checks) - failed} passed, {failed} failed in {time.perf_counter() - begun:.0f} s")
-    return checks
 
 
 def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:

@@ -1,0 +1,269 @@
+"""`quire doctor`: say whether this machine is fit for Quire, in plain sentences.
+
+It compares versions with the ranges that Quire's package metadata names, looks for what Triton needs, writes into the
+folders that are written to, compiles and runs kernels in a process of their own, and says which kernel each kind of
+batch would take. Every line that is not "ok" says what to do.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from quire.cli.doctor_versions import check_versions
+from quire.cli.env import plan_for
+from quire.cli.status_line import StatusLine
+from quire.dispatch.device import HAS_TRITON, interprets
+from quire.dispatch.tree_file import GENERIC, user_folder, user_trees
+from quire.errors import UnsupportedError
+from quire.spec import AttentionSpec
+
+EXAMPLES = """examples:
+  quire doctor
+  quire doctor --interpret              # without a GPU: run the Triton kernels in Triton's interpreter, for a minute
+"""
+DRIVERS = {"NVIDIA": Path("/proc/driver/nvidia/version"), "AMD": Path("/dev/kfd")}
+FEATURES_OF_TREES = re.compile(r" at (?:[a-z_]+ [\d.e+-]+(?:, )?)+")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        level: "FAIL" where Quire will not work, "warn" where a part of it will not.
+        text: what was found, and what to do about it; sentences.
+    """
+
+    level: Literal["ok", "warn", "FAIL"]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.level:5} {self.text}"
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str) -> None:
+    """Add the command to the `quire` parser."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help=summary,
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--interpret", action="store_true", help="run the Triton kernels in Triton's interpreter, on the CPU"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; the exit code is 1 when this machine is not fit."""
+    counts = dict.fromkeys(("ok", "warn", "FAIL"), 0)
+    with StatusLine() as status:
+        for finding in examine(args.interpret, status):
+            counts[finding.level] += 1
+            status.say(str(finding))
+    problems, remarks = counts["FAIL"], counts["warn"]
+    also = f" {count(remarks, 'line')} above say what works in part." if remarks else ""
+    if problems:
+        print(f"This machine is not fit for Quire: {count(problems, 'problem')}.{also}")
+        return 1
+    print(f"This machine is fit for Quire.{also}")
+    return 0
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def examine(is_interpreted: bool, status: StatusLine) -> Iterator[Finding]:
+    """Look at everything, in order."""
+    status("reading versions")
+    for level, text in check_versions():
+        yield Finding(level, text)
+    yield from check_device()
+    yield from check_folders()
+    yield from check_user_trees()
+    yield from run_kernels(is_interpreted, status)
+    status("planning")
+    yield from describe_plans()
+
+
+def check_device() -> Iterator[Finding]:
+    """Say which device serves, and whether Triton finds what it needs to launch on it."""
+    if torch.cuda.is_available():
+        index = torch.cuda.current_device()
+        others = torch.cuda.device_count() - 1
+        more = f", and {count(others, 'more GPU')}" if others else ""
+        yield Finding("ok", f"torch {torch.__version__} sees GPU {index}, {torch.cuda.get_device_name(index)}{more}.")
+        if not HAS_TRITON:
+            yield Finding("FAIL", "There is no Triton, which the GPU kernels need. Run: pip install triton")
+        compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), None)
+        if compiler is None or shutil.which(compiler) is None:
+            yield Finding(
+                "FAIL",
+                "There is no C compiler, with which Triton builds its launcher. Install gcc, or set CC to a compiler.",
+            )
+        else:
+            yield Finding("ok", f"Triton builds its launcher with {compiler}.")
+        return
+    driver = next((name for name, path in DRIVERS.items() if path.exists()), None)
+    if driver is None:
+        yield Finding("ok", "There is no GPU here. PyTorch serves CPU tensors, which is meant for tests.")
+        return
+    built = torch.version.cuda or torch.version.hip
+    reason = f"is built for {built}, which this driver may not serve" if built else "is built for the CPU alone"
+    yield Finding(
+        "FAIL",
+        f"There is a driver for {driver} GPUs, but torch sees none: torch {torch.__version__} {reason}. "
+        "Install a build of torch for this GPU, and see that CUDA_VISIBLE_DEVICES is not empty.",
+    )
+
+
+def check_folders() -> Iterator[Finding]:
+    """Say whether the folders that are written to can be written."""
+    folders = {"temporary files": Path(tempfile.gettempdir())}
+    advice = {"temporary files": "set TMPDIR"}
+    if HAS_TRITON:
+        from triton import knobs
+
+        folders["Triton's compiled kernels"] = Path(knobs.cache.dir)
+        advice["Triton's compiled kernels"] = "set TRITON_CACHE_DIR"
+    trees = user_folder()
+    if trees is None:
+        yield Finding("warn", "There is no home folder, so quire tune needs --output. Set HOME to a folder.")
+    else:
+        folders["the trees of quire tune"] = trees
+        advice["the trees of quire tune"] = "make it writable, or set HOME"
+    for what, folder in folders.items():
+        problem = why_not_writable(folder)
+        if problem is None:
+            yield Finding("ok", f"The folder of {what} can be written: {folder}.")
+        else:
+            yield Finding(
+                "FAIL", f"The folder of {what} cannot be written: {folder} ({problem}). To correct it, {advice[what]}."
+            )
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Return why no file can be written into a folder, or into the one it would be made in; None if one can."""
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return None
+
+
+def check_user_trees() -> Iterator[Finding]:
+    """Say which trees of the user's were read, and which are not sound."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = user_trees()
+    for warning in caught:
+        yield Finding("warn", f"{warning.message}")
+    if found:
+        yield Finding("ok", f"Plans use the user's trees where they fit: {', '.join(name for name, _ in found)}.")
+
+
+def run_kernels(is_interpreted: bool, status: StatusLine) -> Iterator[Finding]:
+    """Compile kernels and run them in another process, and say how near they come to the oracle."""
+    if is_interpreted and not HAS_TRITON:
+        yield Finding("FAIL", "There is no Triton, whose interpreter was asked for. Run: pip install triton")
+        return
+    environment = os.environ | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if is_interpreted else {})
+    status("starting a process that compiles and runs kernels")
+    begun = 0
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages:
+        command = [sys.executable, "-m", "quire.cli.doctor_kernels"]
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=messages, text=True
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                event = json.loads(line)
+                if "step" in event:
+                    begun += 1
+                    status(event["step"])
+                else:
+                    yield judged(event)
+            code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        messages.seek(0)
+        if code != 0 or not begun:
+            last = (messages.read().strip().splitlines() or ["it printed nothing"])[-1]
+            how = f"ended with signal {-code}" if code < 0 else f"ended with code {code}"
+            during = f" {status.step}" if begun else ""
+            yield Finding(
+                "FAIL",
+                f"The process that runs kernels {how} while it was{during or ' starting'}: {last} "
+                "Run quire check to see the whole message; report it with the output of quire env --verbose.",
+            )
+
+
+def judged(event: dict) -> Finding:
+    """Return what came of one kernel."""
+    what = f"{event['kernel']} in {event['dtype']} ({event['feature']}, {event['seconds']:.1f} s)"
+    if "failure" in event:
+        return Finding("FAIL", f"{what} does not run: {event['failure']} Run quire check, and report it.")
+    if event["passed"]:
+        return Finding("ok", f"{what} is right: its error is {event['over_budget']:.0%} of its budget.")
+    return Finding(
+        "FAIL",
+        f"{what} is wrong: its error is {event['over_budget']:.1f} times its budget. Run quire check, and report it.",
+    )
+
+
+def describe_plans() -> Iterator[Finding]:
+    """Say which kernel each kind of batch would take on this device, and why."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    half = torch.float16 if interprets() or not gpu else torch.bfloat16
+    heads = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, dtype=half)
+    fp8 = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, dtype=half, kv_dtype=torch.float8_e4m3fn)
+    latents = AttentionSpec.mla(num_q_heads=128, softmax_scale=192**-0.5, dtype=half)
+    batches = (
+        ("decode, 32 sequences of 2,048 keys", heads, ((1, 2048),) * 32),
+        ("decode, 1 sequence of 16,384 keys", heads, ((1, 16384),)),
+        ("decode on an fp8 cache, 32 of 2,048 keys", fp8, ((1, 2048),) * 32),
+        ("drafts, 32 sequences of 8 tokens on 4,096 keys", heads, ((8, 4096),) * 32),
+        ("a prompt of 4,096 tokens", heads, ((4096, 4096),)),
+        ("a chunk of 512 tokens on 16,384 keys", heads, ((512, 16384),)),
+        ("32 decoding sequences and 2 prompts of 512", heads, ((1, 2048),) * 32 + ((512, 512),) * 2),
+        ("MLA decode, 128 heads, 32 sequences of 4,096", latents, ((1, 4096),) * 32),
+    )
+    chosen: dict[str, list[str]] = {}  # titles by what is said of them
+    is_generic = False
+    for title, spec, lens in batches:
+        try:
+            found = plan_for(spec, lens, device)
+        except UnsupportedError as error:
+            yield Finding("FAIL", f"{title}: no kernel serves it, since {error}")
+            continue
+        is_generic |= gpu and found.reason.startswith(GENERIC)
+        reason = FEATURES_OF_TREES.sub("", found.reason).strip(" ,")
+        chosen.setdefault(f"the {found.kernel} kernel, since: {reason}.", []).append(title)
+    for words, titles in chosen.items():
+        yield Finding("ok", f"{'every kind of batch' if len(titles) == len(batches) else '; '.join(titles)}: {words}")
+    if is_generic:
+        yield Finding(
+            "warn", "No decision tree was fitted to this GPU for some of these. Run: quire tune --quick (some minutes)"
+        )
