@@ -13,7 +13,7 @@ import torch
 from quire.cli.arguments import CommandError
 from quire.cli.status_line import StatusLine
 from quire.debug import Call, Replay, load, replay
-from quire.debug.record import describe_device, versions
+from quire.debug.recording import describe_device, versions
 from quire.errors import UnsupportedError
 
 EXAMPLES = """examples:

@@ -6,7 +6,7 @@ in it. The numbers in the queries and the cache are in it on request; else a rep
 """
 
 from quire.debug.call import Call, load
-from quire.debug.record import record, save
-from quire.debug.replay import Replay, replay
+from quire.debug.recording import record, save
+from quire.debug.replaying import Replay, replay
 
 __all__ = ["Call", "Replay", "load", "record", "replay", "save"]
