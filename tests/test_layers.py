@@ -16,7 +16,7 @@ FLOORS = (  # those of DESIGN.md, from the ground up; a module imports from its 
     ("plan", "checks", "cache_checks", "launch_codec"),
     ("api", "ops", "service"),
     ("__init__",),
-    ("testing", "targets"),
+    ("testing", "targets", "debug"),
     ("integrations", "bench", "distributed"),
     ("tuning",),
     ("cli",),

@@ -270,6 +270,7 @@ def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[La
         Each launch when it is done, with its plan in words and its compiled kernels; or with the error in words and an
         empty list.
     """
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(
         min(len(launches), os.cpu_count() or 1) or 1, multiprocessing.get_context("spawn"), _prepare_process
     ) as pool:
@@ -277,6 +278,11 @@ def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[La
             waiting = {pool.submit(_compile, launch, target): launch for launch in launches}
             for done in as_completed(waiting):
                 yield waiting[done], *done.result()
+        except BaseException:  # an interrupt does not wait until the compilations that are under way end
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -66,3 +66,11 @@ def make_timing() -> Callable[[float], Timing]:
 def make_report() -> Callable[..., Report]:
     """A function that makes up a report; see `report_of`."""
     return report_of
+
+
+@pytest.fixture
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the plots out of reports, since they take seconds."""
+    from quire.bench import html
+
+    monkeypatch.setattr(html, "plots", lambda report: {})

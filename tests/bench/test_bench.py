@@ -5,11 +5,12 @@ import torch
 import triton
 from rich.console import Console
 
-from quire.bench import html, report, results
+from quire.bench import report, results
 from quire.bench.measure import NoResult, Peer
 from quire.bench.peers import PEERS
 from quire.cli import bench, bench_measure, main
 from quire.cli.console import progress_bar
+from quire.cli.exit_codes import INTERRUPTED
 
 
 @pytest.fixture
@@ -36,12 +37,6 @@ def test_a_report_is_written_again_from_its_numbers(make_report, tmp_path, capsy
     assert (second / "ratios.png").exists()
     assert not (first / "report.html").exists()
     assert results.load(first) == results.load(second)
-
-
-@pytest.fixture
-def without_plots(monkeypatch):
-    """Leave the plots out of reports, since they take seconds."""
-    monkeypatch.setattr(html, "plots", lambda report: {})
 
 
 @pytest.mark.usefixtures("without_plots")
@@ -130,17 +125,47 @@ def test_configurations_are_timed_as_peers(tmp_path, on_a_gpu, make_timing):
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_a_bench_that_is_stopped_reports_what_it_has(tmp_path, on_a_gpu, make_timing, capsys):
+def test_a_bench_that_is_stopped_keeps_what_it_has(tmp_path, on_a_gpu, make_timing, capsys):
     def compare(case, peers, seconds):
         if case.name == "decode 8x128":
             raise KeyboardInterrupt
         return {peer.name: make_timing(10.0) for peer in peers}
 
     on_a_gpu(compare)
-    assert main(["bench", "--set", "decode", "--output", str(tmp_path)]) == 0
-    assert "this is the report of 7 of 29 cases" in capsys.readouterr().out
+    assert main(["bench", "--set", "decode", "--output", str(tmp_path)]) == INTERRUPTED
+    captured = capsys.readouterr()
+    assert f"stopped after 7 of 29; they are in {tmp_path / 'results.json'}" in captured.out
+    assert captured.err == "interrupted\n"
     assert len(results.load(tmp_path).rows) == 7
+    assert not (tmp_path / "report.html").exists()
+    assert main(["bench", "--report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").exists()
+
+
+def test_graphs_that_are_stopped_are_kept(tmp_path, on_a_gpu, make_timing, monkeypatch, capsys):
+    calls = []
+
+    def compare(case, peers, seconds, table_len):
+        calls.append(case)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return {"own": make_timing(10.0), "range": make_timing(10.4)}
+
+    on_a_gpu(compare)
+    assert main(["bench", "--graphs", "--output", str(tmp_path)]) == INTERRUPTED
+    assert "stopped after 3 of" in capsys.readouterr().out
+    assert len(results.load(tmp_path).graph_range) == 3
+
+
+def test_compilations_that_are_stopped_are_kept(tmp_path, monkeypatch, capsys):
+    def compile_some(launches, target):
+        yield launches[0], "a plan", []
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_measure, "compile_all", compile_some)
+    assert main(["bench", "--device", "A100", "--quick", "--output", str(tmp_path)]) == INTERRUPTED
+    assert "stopped after 1 of 12" in capsys.readouterr().out
+    assert [row.why for row in results.load(tmp_path).rows].count("a plan") == 1
 
 
 @pytest.mark.parametrize(

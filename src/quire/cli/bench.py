@@ -18,12 +18,13 @@ from quire.bench.cases import Case
 from quire.bench.measure import Peer
 from quire.bench.peers import PEERS, quire_with_config
 from quire.bench.roofline import DATA_SHEETS
-from quire.cli.arguments import CommandError, check_folder, positive_seconds, require_packages
+from quire.cli.arguments import CommandError, check_file, check_folder, positive_seconds, require_packages
 from quire.dispatch.config import KernelConfig
 
 if TYPE_CHECKING:  # imported when the command runs
     from rich.console import Console
 
+    from quire.bench.guard import Guard
     from quire.bench.results import Report
 
 EXAMPLES = """examples:
@@ -34,6 +35,8 @@ EXAMPLES = """examples:
   quire bench --trace requests.csv      # rows of prompt tokens, output tokens
   quire bench --graphs                  # what graphs captured for a range of lengths lose
   quire bench --compare before/ after/  # the exit code is 1 if a case became slower
+  quire bench --guard docs/results/h200_floors.json   # the exit code is 1 if a ratio to the best other library fell
+  quire bench --make-guard results/ floors.json       # the floors of a run, for --guard
   quire bench --report results/         # the plots and pages of a results.json again
   quire bench --device MI300X --set decode   # no GPU: roofline, registers, spills, shared memory, occupancy
 """
@@ -93,6 +96,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     where.add_argument(
         "--compare", type=Path, nargs=2, metavar=("A", "B"), help="compare two results.json, or their folders"
     )
+    where.add_argument(
+        "--guard",
+        type=Path,
+        metavar="FILE",
+        help="hold the ratios to the best other library against these floors; with --report, those of that run",
+    )
+    where.add_argument(
+        "--make-guard",
+        type=Path,
+        nargs=2,
+        metavar=("A", "FILE"),
+        help="write the floors of a results.json, or its folder, for --guard",
+    )
     where.add_argument("--list", action="store_true", help="list the cases and leave")
     parser.set_defaults(run=run)
 
@@ -119,7 +135,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        1 if a comparison found something slower, or if a result of Quire's is wrong or missing; else 0.
+        1 if a comparison found something slower, a floor was not held, or a result of Quire's is wrong or missing; else
+        0.
     """
     require_packages("bench", "bench", "rich", "matplotlib")
 
@@ -131,11 +148,19 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         before, after = map(load, args.compare)
         return bench_print.print_changes(before, after, console)
+    if args.make_guard:
+        write_guard(*args.make_guard, console)
+        return 0
+    guard = load_guard(args) if args.guard else None
     if args.report:
         report = load(args.report)
+        if guard is not None:
+            check_guarded_device(guard, report.provenance.device)
         write(report, args.output or (args.report if args.report.is_dir() else args.report.parent), console)
-        return 0
+        return 0 if guard is None else bench_print.print_guard(guard, report, console)
     cases = choose_cases(args)
+    if guard is not None:
+        cases = guarded_cases(guard, cases)
     if args.list:
         bench_print.print_cases(cases, console)
         return 0
@@ -145,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
         peers = choose_peers(args.peers, args.config or [])
         seconds = args.seconds or (0.15 if args.quick else 0.4)
         if args.graphs:
-            report = bench_measure.measure_ranges(peers, seconds, args.commit, console)
+            report = bench_measure.measure_ranges(peers, seconds, args.commit, folder, console)
         else:
             report = bench_measure.measure(cases, peers, seconds, args.commit, folder, console)
     elif args.graphs:
@@ -153,12 +178,64 @@ def run(args: argparse.Namespace) -> int:
     else:
         if not args.device:
             console.print("no GPU here: what each case needs of an H200 (--device names another)", style="dim")
-        report = bench_measure.analyse(cases, args.device or "H200", not args.no_compile, args.commit, console)
+        device = args.device or "H200"
+        report = bench_measure.analyse(cases, device, not args.no_compile, args.commit, folder, console)
     write(report, folder, console)
     missing = [row for row in report.rows if QUIRE in row.reasons]
     for row in missing:
         console.print(f"Quire has no time for {row.case}: {row.reasons[QUIRE]}", highlight=False, markup=False)
-    return 1 if missing else 0
+    fell = guard is not None and bench_print.print_guard(guard, report, console) != 0
+    return 1 if missing or fell else 0
+
+
+def load_guard(args: argparse.Namespace) -> "Guard":
+    """Read the floors of --guard; raise CommandError where no times will be held against them."""
+    from quire.bench import guard
+
+    others = {"--graphs": args.graphs, "--compare": args.compare, "--device": args.device, "--trace": args.trace}
+    for option, value in others.items():
+        if value:
+            raise CommandError(f"--guard must be given without {option}, got both; leave one out")
+    if not args.report and not torch.cuda.is_available():
+        raise CommandError("--guard must be judged by times on a GPU, got none; name a run with --report")
+    try:
+        found = guard.load(args.guard)
+    except ValueError as error:
+        raise CommandError(f"--guard {error}") from None
+    if not args.report:
+        check_guarded_device(found, torch.cuda.get_device_name())
+    return found
+
+
+def check_guarded_device(guard: "Guard", device: str) -> None:
+    """Raise CommandError if the floors are another device's."""
+    if guard.provenance.device != device:
+        raise CommandError(
+            f"--guard must hold floors of {device}, got those of {guard.provenance.device}; measure this device, and "
+            "make them with quire bench --make-guard"
+        )
+
+
+def guarded_cases(guard: "Guard", cases: list[Case]) -> list[Case]:
+    """Return the cases that have a floor."""
+    found = [case for case in cases if case.name in guard.cases]
+    if not found:
+        raise CommandError("--guard must have floors of the cases that are asked for, got none; ask for others")
+    return found
+
+
+def write_guard(source: Path, file: Path, console: "Console") -> None:
+    """Write the floors of a run."""
+    from quire.bench import guard
+
+    check_file("--make-guard", file)
+    report = load(source)
+    try:
+        made = guard.make_guard(report)
+    except ValueError as error:
+        raise CommandError(f"--make-guard {source}: {error}") from None
+    guard.save(made, file)
+    console.print(f"{file}: floors of {len(made.cases)} cases", highlight=False, markup=False, soft_wrap=True)
 
 
 def load(path: Path) -> "Report":
@@ -177,7 +254,8 @@ def write(report: "Report", folder: Path, console: "Console") -> None:
     from quire.cli import bench_print
 
     check_folder("--output", folder)
-    written = html.write(report, folder)
+    with console.status("drawing the report"):
+        written = html.write(report, folder)
     bench_print.print_report(report, console)
     others = ", ".join(path.name for path in written[1:])
     console.print(f"{written[0]}, and in the same folder {others}", style="dim", soft_wrap=True)

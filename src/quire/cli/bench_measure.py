@@ -14,7 +14,7 @@ from quire.bench import cases as workloads
 from quire.bench.cases import Case
 from quire.bench.measure import NoResult, Peer, Timing, compare
 from quire.bench.peers import quire_calls
-from quire.bench.results import QUIRE, RangeRow, Report, Row, make_row, provenance, save
+from quire.bench.results import FILE_NAME, QUIRE, RangeRow, Report, Row, make_row, provenance, save
 from quire.bench.roofline import DATA_SHEETS, Ceilings, from_data_sheet, measure_ceilings
 from quire.cli.bench_print import print_row
 from quire.cli.console import progress_bar
@@ -22,6 +22,7 @@ from quire.targets import TARGETS, Launch, compile_all, current_target
 
 GRAPH_RANGES = ((1, 131072), (8, 32768), (32, 16384), (128, 8192))  # sequences, and keys that a graph is captured for
 GRAPH_LENGTHS = tuple(128 << i for i in range(0, 11, 2))  # keys at which it is replayed
+RANGE_STEPS = tuple((n, bound, length) for n, bound in GRAPH_RANGES for length in GRAPH_LENGTHS if length <= bound)
 SLOW = NoResult("compiles for seconds: measured on some cases only")
 
 
@@ -30,7 +31,7 @@ def measure(
 ) -> Report:
     """Measure cases on this GPU, and print each when it is done.
 
-    An interrupt ends the run, not the report.
+    An interrupt keeps the cases that were measured.
 
     Args:
         cases: the batches.
@@ -55,9 +56,8 @@ def measure(
                 words = f"left out: {case.name}, for which this GPU has too little memory"
                 console.print(words, style="dim", highlight=False)
             except KeyboardInterrupt:
-                words = f"stopped: this is the report of {len(report.rows)} of {len(cases)} cases"
-                console.print(words, style="bold", highlight=False)
-                break
+                say_stopped(len(report.rows), len(cases), folder, console)
+                raise
             else:
                 report.rows.append(row)
                 save(report, folder)
@@ -65,6 +65,14 @@ def measure(
             torch.cuda.empty_cache()
             progress.advance(task)
     return report
+
+
+def say_stopped(done: int, total: int, folder: Path, console: Console) -> None:
+    """Print what an interrupted run has kept, and how to make a report of it."""
+    words = f"stopped after {done} of {total}"
+    if done:
+        words += f"; they are in {folder / FILE_NAME}, and quire bench --report {folder} makes the report"
+    console.print(words, style="bold", highlight=False, markup=False, soft_wrap=True)
 
 
 def why_absent(peers: Sequence[Peer], console: Console) -> dict[str, str]:
@@ -125,20 +133,28 @@ def measure_case(case: Case, peers: Sequence[Peer], seconds: float, ceilings: Ce
     return make_row(case, ceilings, compare(case, chosen, seconds) | left_out)
 
 
-def measure_ranges(peers: Sequence[Peer], seconds: float, commit: str | None, console: Console) -> Report:
-    """Measure what graphs captured for a range of lengths lose on this GPU, against graphs for each length."""
+def measure_ranges(peers: Sequence[Peer], seconds: float, commit: str | None, folder: Path, console: Console) -> Report:
+    """Measure what graphs captured for a range of lengths lose on this GPU, against graphs for each length.
+
+    An interrupt keeps the lengths that were measured.
+    """
     absent = why_absent(peers, console)
     with progress_bar(console) as progress:
         report = empty_report(measure_ceilings(), peers, absent, seconds, commit)
-        report.graph_range = list(capture_ranges(seconds, progress, console))
+        try:
+            for row in capture_ranges(seconds, progress, console):
+                report.graph_range.append(row)
+                save(report, folder)
+        except KeyboardInterrupt:
+            say_stopped(len(report.graph_range), len(RANGE_STEPS), folder, console)
+            raise
     return report
 
 
 def capture_ranges(seconds: float, progress: Progress, console: Console) -> Iterator[RangeRow]:
     """Measure graphs captured for a range of lengths at lengths within it, and print each."""
-    steps = [(n, bound, length) for n, bound in GRAPH_RANGES for length in GRAPH_LENGTHS if length <= bound]
-    task = progress.add_task("graphs", total=len(steps))
-    for num_seqs, bound, length in steps:
+    task = progress.add_task("graphs", total=len(RANGE_STEPS))
+    for num_seqs, bound, length in RANGE_STEPS:
         case = workloads.decode(num_seqs, length)
         own = Peer("own", "quire", quire_calls)
         ranged = Peer("range", "quire", partial(quire_calls, max_seq_len=bound))
@@ -154,14 +170,19 @@ def capture_ranges(seconds: float, progress: Progress, console: Console) -> Iter
         yield row
 
 
-def analyse(cases: Sequence[Case], device: str, is_compiled: bool, commit: str | None, console: Console) -> Report:
+def analyse(
+    cases: Sequence[Case], device: str, is_compiled: bool, commit: str | None, folder: Path, console: Console
+) -> Report:
     """Return what each case needs of a device that is not here, and what Quire's kernels compile to for it.
+
+    An interrupt keeps what was compiled.
 
     Args:
         cases: the batches.
         device: a key of DATA_SHEETS.
         is_compiled: whether kernels are compiled.
         commit: the commit that is compiled, if the caller knows it.
+        folder: where `results.json` goes if the run is interrupted.
         console: for the progress bar.
     """
     ceilings = from_data_sheet(device)
@@ -172,7 +193,14 @@ def analyse(cases: Sequence[Case], device: str, is_compiled: bool, commit: str |
         rows=[make_row(case, ceilings, {}) for case in cases],
     )
     if is_compiled:
-        add_kernels(report.rows, cases, device, console)
+        try:
+            add_kernels(report.rows, cases, device, console)
+        except KeyboardInterrupt:
+            done = sum(row.plan is not None or row.why is not None for row in report.rows)
+            if done:
+                save(report, folder)
+            say_stopped(done, len(cases), folder, console)
+            raise
     return report
 
 

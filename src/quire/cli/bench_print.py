@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
+from quire.bench import guard as floors
 from quire.bench import report as tables
 from quire.bench.cases import Case
+from quire.bench.guard import Guard
 from quire.bench.results import Report, Row, is_ours
 from quire.bench.tables import to_rich
 from quire.cli.arguments import CommandError
@@ -76,3 +78,32 @@ def print_changes(before: Report, after: Report, console: Console) -> int:
         words = f"other libraries on the same cases: {mean:.3f} of their time before, which is what the machine changed"
         console.print(words, highlight=False)
     return 1 if counts["slower"] or counts["lost"] else 0
+
+
+def print_guard(guard: Guard, report: Report, console: Console) -> int:
+    """Print which cases of a run do not hold their floor.
+
+    Returns:
+        The exit code: 1 if one does not.
+    """
+    found = floors.compare(guard, report.rows)
+    if not found:
+        raise CommandError(
+            "--guard must share a case and a library with the run, got none; install a library that has floors: "
+            f"{', '.join(guard.peers)}"
+        )
+    for name, version in guard.peers.items():
+        here = report.peers.get(name, "not asked for")
+        if here != version:
+            words = f"{name} is {version} in the floors, and here {here}"
+            console.print(words, style="dim", highlight=False, markup=False, soft_wrap=True)
+    table = floors.fallen_table(found)
+    if table.rows:
+        console.print(to_rich(table, "below their floors", console))
+    unheld = len(report.rows) - len(found)
+    held = len(found) - len(table.rows)
+    words = f"{held} of {len(found)} cases hold their floor, the ratio to the best other library in the same run"
+    if unheld:
+        words += f"; cases without a floor against a library of this run: {unheld}"
+    console.print(words, style="" if not table.rows else "bold", highlight=False, soft_wrap=True)
+    return 1 if table.rows else 0
