@@ -15,9 +15,10 @@ import triton
 
 import quire
 import quire_command
+from quire import debug
 from quire.cli import COMMANDS, check, env, main, parse
 from quire.cli.exit_codes import INTERRUPTED, READER_LEFT
-from quire.testing import Verdict
+from quire.testing import Verdict, make_problem
 
 SHORT = {  # arguments that print something after little work
     "generate": ["generate", "--device", "cpu", "--prompt", "é", "--max-new-tokens", "2", "--no-compare"],
@@ -25,7 +26,24 @@ SHORT = {  # arguments that print something after little work
     "bench": ["bench", "--list"],
     "tune": ["tune", "--explain"],
     "env": ["env"],
+    "doctor": ["doctor"],
+    "replay": ["replay"],
 }
+
+
+@pytest.fixture
+def short(tmp_path):
+    """Return a function from a command to arguments that print something after little work."""
+
+    def arguments(command: str) -> list[str]:
+        if command != "replay":
+            return SHORT[command]
+        problem = make_problem(quire.AttentionSpec(6, 2, 32, dtype=torch.float32), ((1, 9),))
+        path = tmp_path / "call.quire"
+        debug.save(path, problem.q, problem.cache, quire.plan(problem.spec, problem.batch, **problem.bounds))
+        return [*SHORT[command], "--device", "cpu", str(path)]
+
+    return arguments
 
 
 def help_of(capsys, *command: str) -> str:
@@ -107,13 +125,14 @@ def test_a_missing_package_is_named_with_what_to_install(command, package, extra
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_reader_that_leaves_ends_the_command(command, monkeypatch):
+def test_a_reader_that_leaves_ends_the_command(command, short, monkeypatch):
     """As `quire ... | head -1` does, but at once."""
+    arguments = short(command)
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", encoding="utf-8") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        assert main(SHORT[command]) == READER_LEFT
+        assert main(arguments) == READER_LEFT
         output.flush()  # as the interpreter does at exit: raises unless what is left goes elsewhere
 
 
@@ -126,10 +145,11 @@ def test_a_reader_that_leaves_sees_no_message():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_output_in_ascii_lacks_some_characters(command, monkeypatch):
+def test_output_in_ascii_lacks_some_characters(command, short, monkeypatch):
+    arguments = short(command)
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     monkeypatch.setattr(sys, "stdout", output)
-    assert main(SHORT[command]) == 0
+    assert main(arguments) == 0
     output.flush()
     assert output.buffer.getvalue().isascii() and len(output.buffer.getvalue()) > 20
 
@@ -255,3 +275,20 @@ def test_check_sees_a_kernel_that_forgets_to_scale(monkeypatch):
     monkeypatch.setattr(check, "LATENT_FEATURES", ())
     monkeypatch.setattr(check, "attention", lambda q, *args, **kwargs: right(scaled(q), *args, **kwargs))
     assert main(["check", "--json", "--dtype", "float32"]) == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_check_that_is_interrupted_prints_what_was_checked(options, monkeypatch, capsys):
+    def check_some(device, dtypes):
+        for i in range(3):
+            yield check.Check("attention", "float32", f"feature {i}", 1e-7, 0.1, True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "check_all", check_some)
+    assert main(["check", "--dtype", "float32", *options]) == INTERRUPTED
+    captured = capsys.readouterr()
+    assert captured.err.startswith("interrupted after 3 of ")
+    if options:
+        assert [line["feature"] for line in json.loads(captured.out)] == ["feature 0", "feature 1", "feature 2"]
+    else:
+        assert "feature 2" in captured.out and "3 passed, 0 failed" in captured.out

@@ -10,10 +10,10 @@ import threading
 
 import pytest
 import torch
-from rich.console import Console
+from rich.console import Console, Group
 
 import quire
-from quire.cli import generate, generate_engine, main
+from quire.cli import console, generate, generate_engine, main
 from quire.cli.exit_codes import BAD_ARGUMENTS, INTERRUPTED
 from quire.integrations import transformers as integration
 
@@ -156,6 +156,21 @@ def test_an_interrupt_drops_what_is_unfinished(monkeypatch, capsys):
     assert threading.active_count() == len([t for t in threading.enumerate() if t.daemon]) + 1
     assert signal.getsignal(signal.SIGINT) is handler
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_interrupt_leaves_the_texts_so_far_on_a_terminal(monkeypatch, capsys):
+    def interrupt(self, tokens):
+        if any(tokens):
+            raise KeyboardInterrupt
+        return Group()
+
+    monkeypatch.setattr(generate_engine.Display, "render", interrupt)
+    monkeypatch.setattr(console.CommandConsole, "is_terminal", True)
+    assert main([*SHORT, "--max-new-tokens", "2000"]) == INTERRUPTED
+    captured = capsys.readouterr()
+    assert captured.err == "interrupted\n"
+    texts = captured.out.split("─" * 20)
+    assert any(SHORT[SHORT.index("--prompt") + 1] in text for text in texts) and len(texts) > 2
 
 
 STUCK = """

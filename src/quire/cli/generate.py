@@ -82,12 +82,14 @@ def run(args: argparse.Namespace) -> int:
 
     from quire.cli.console import CommandConsole
 
-    silence_transformers()
-    model, tokenizer = load(args.model, args.dtype, args.device)
+    console = CommandConsole()
+    with console.status("loading the model"):
+        silence_transformers()
+        model, tokenizer = load(args.model, args.dtype, args.device)
     token_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     check_lengths(token_ids, args.max_new_tokens, model)
     with cpu_threads(model):
-        return generate(model, tokenizer, prompts, token_ids, args, CommandConsole())
+        return generate(model, tokenizer, prompts, token_ids, args, console)
 
 
 def check_numbers(args: argparse.Namespace) -> None:
@@ -203,9 +205,14 @@ def generate(
         markup=False,
     )
     sampling = Sampling(args.max_new_tokens, args.temperature)
+
+    def keep(tokens: list[list[int]]) -> None:
+        if console.is_terminal:  # else every line was printed when it was complete
+            print_texts(tokenizer, prompts, tokens, console)
+
     begun = time.perf_counter()
     try:
-        generated = stream(model, tokenizer, prompts, token_ids, sampling, args.page_size, console)
+        generated = stream(model, tokenizer, prompts, token_ids, sampling, args.page_size, console, keep)
     except EngineError as error:
         raise CommandError(f"the engine stopped: {error}") from None
     seconds = time.perf_counter() - begun

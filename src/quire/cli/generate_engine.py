@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -59,6 +59,7 @@ def stream(
     sampling: Sampling,
     page_size: int,
     console: Console,
+    on_interrupt: Callable[[list[list[int]]], None] = lambda tokens: None,
 ) -> list[list[int]]:
     """Generate for all prompts in one continuously batched run, showing tokens as they come.
 
@@ -70,6 +71,7 @@ def stream(
         sampling: how tokens are chosen.
         page_size: tokens per page of the cache.
         console: to show them on.
+        on_interrupt: called with the new tokens of each prompt so far, before an interrupt stops the engine.
 
     Returns:
         The new tokens of each prompt.
@@ -86,22 +88,29 @@ def stream(
     tokens: dict[str, list[int]] = {i: [] for i in ids}
     unfinished = set(ids)
     display = Display(tokenizer, prompts, sampling.max_new_tokens * len(ids), console)
-    with running(manager), display.live as live:
-        while unfinished:
-            result = manager.get_result(timeout=0.5)
-            if result is None:
-                if not manager.is_running():
-                    raise EngineError("its thread ended before all prompts were finished")
-                continue
-            if result.error:
-                raise EngineError(result.error)
-            tokens[result.request_id] = list(result.generated_tokens)
-            if result.is_finished():
-                unfinished.discard(result.request_id)
-            if console.is_terminal:
-                live.update(display.render(list(tokens.values())))
-            else:
-                display.print_new_lines(ids.index(result.request_id), tokens[result.request_id], result.is_finished())
+    with running(manager):
+        try:
+            with display.live as live:
+                while unfinished:
+                    result = manager.get_result(timeout=0.5)
+                    if result is None:
+                        if not manager.is_running():
+                            raise EngineError("its thread ended before all prompts were finished")
+                        continue
+                    if result.error:
+                        raise EngineError(result.error)
+                    tokens[result.request_id] = list(result.generated_tokens)
+                    if result.is_finished():
+                        unfinished.discard(result.request_id)
+                    if console.is_terminal:
+                        live.update(display.render(list(tokens.values())))
+                    else:
+                        display.print_new_lines(
+                            ids.index(result.request_id), tokens[result.request_id], result.is_finished()
+                        )
+        except KeyboardInterrupt:
+            on_interrupt(list(tokens.values()))
+            raise
     return list(tokens.values())
 
 

@@ -43,7 +43,8 @@ def tune_here(tree_path: Path, records_path: Path, quick: bool, commit: str | No
     continues = bool(records.done)
     try:
         measure(chosen, records, properties, quick, console)
-        tree = train(chosen, records, properties)
+        with console.status("fitting the tree"):
+            tree = train(chosen, records, properties)
         if continues:  # the first cases were measured in another process, perhaps where other kernels were compiled
             wanted = [(job.case, list(candidates(job.case, records, tree, properties).values())) for job in chosen]
             compile_beforehand(wanted, properties, current_target(), console)
@@ -131,7 +132,8 @@ def fit_again(records_path: Path, tree_path: Path, console: Console) -> None:
         raise CommandError(f"--fit {error}") from None
     chosen = jobs_of(records, console)
     try:
-        tree = train(chosen, records, records.properties)
+        with console.status("fitting the tree"):
+            tree = train(chosen, records, records.properties)
     except ValueError as error:
         raise CommandError(f"--fit {records_path} must hold enough times to fit a tree: {error}") from None
     tree["fitted_on"] |= {"judged": "by the sweep's own times"}

@@ -1,0 +1,371 @@
+"""`quire doctor`: what it finds, what it says of that, and its exit code."""
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import warnings
+from email.message import Message
+from pathlib import Path
+
+import pytest
+import torch
+
+import quire
+from quire.cli import doctor, doctor_kernels, doctor_versions, main
+from quire.cli.exit_codes import INTERRUPTED
+from quire.cli.status_line import StatusLine
+from quire.dispatch.device import compile_for
+from quire.targets import TARGETS
+
+START = subprocess.Popen
+ROOT = Path(__file__).parent.parent
+EVENTS = (
+    {"step": "compiling and running: decode"},
+    {"kernel": "attention (split_kv)", "dtype": "float16", "feature": "decode", "over_budget": 0.4, "passed": True},
+)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Return a function that replaces the process that runs kernels by one that prints these lines and ends so."""
+
+    def install(*events, code: str = "") -> None:
+        lines = "\n".join(json.dumps(event | {"seconds": 0.1}) for event in events)
+        program = f"import os, signal, sys\nprint({lines!r}, flush=True)\n{code}"
+        monkeypatch.setattr(subprocess, "Popen", lambda command, **o: START([sys.executable, "-c", program], **o))
+
+    install(*EVENTS)
+    return install
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    """Return a function that gives Quire made-up metadata, and packages made-up versions."""
+
+    def install(requires: list[str], versions: dict[str, str | None], python: str = ">=3.11") -> None:
+        facts = Message()
+        facts["Version"], facts["Requires-Python"] = "0.1.0", python
+        for extra in ("bench", "dev"):
+            facts["Provides-Extra"] = extra
+        monkeypatch.setattr(importlib.metadata, "metadata", lambda name: facts)
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
+        monkeypatch.setattr(doctor_versions, "version_of", versions.get)
+
+    return install
+
+
+def lines_of(capsys, *arguments: str) -> tuple[int, list[str]]:
+    code = main(["doctor", *arguments])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def lines_with(lines: list[str], word: str) -> list[str]:
+    return [line for line in lines if word in line]
+
+
+def test_it_finds_this_machine_fit(capsys):
+    """The whole command, with the process that runs kernels."""
+    code, lines = lines_of(capsys)
+    assert (code, lines[-1].startswith("This machine is fit for Quire.")) == (0, True), lines
+    assert lines_with(lines, f"torch {torch.__version__} is served (>=2.6).")
+    judged = lines_with(lines, "of its budget")
+    assert len(judged) >= 3 and all(line.startswith("ok ") for line in judged)
+    assert {line[:5].strip() for line in lines[:-1]} <= {"ok", "warn"}
+
+
+@pytest.mark.usefixtures("kernels")
+def test_one_problem_makes_the_exit_code_1(metadata, capsys):
+    metadata(["torch>=2.6"], {"torch": "2.5.1"})
+    code, lines = lines_of(capsys)
+    assert code == 1
+    assert lines_with(lines, "torch 2.5.1 is not served: Quire needs torch>=2.6. Run: pip install quire")
+    assert lines[-1] == "This machine is not fit for Quire: 1 problem."
+
+
+# Versions
+
+
+def test_ranges_are_those_of_the_project():
+    """The metadata is what an installer made of pyproject.toml; nothing is copied."""
+    source = "".join(path.read_text() for path in (ROOT / "src/quire/cli").glob("doctor*.py"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in project["dependencies"]:
+        assert requirement.split(";")[0] not in source
+    assert project["requires-python"] not in source
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [("2.6.0", "ok"), ("2.11.0+cu130", "ok"), ("2.14.0a0+git1a2b", "ok"), ("2.5.1", "FAIL"), (None, "FAIL")],
+)
+def test_versions_are_compared_with_the_ranges(version, level, metadata):
+    metadata(["torch>=2.6"], {"torch": version})
+    *_, (found, text) = doctor_versions.check_versions()
+    assert found == level and "torch" in text
+    assert (level == "ok") == ("pip install" not in text)
+
+
+def test_packages_of_extras_may_be_absent_and_of_another_version(metadata):
+    requires = ["rich<15,>=13; extra == 'bench'", "jinja2; extra == 'bench'", "ruff==1; extra == 'dev'"]
+    metadata(requires, {"rich": "16.0", "ruff": "2"})
+    lines = list(doctor_versions.check_versions())[2:]
+    text = "rich 16.0 is not served: the extra bench needs rich<15,>=13. Run: pip install 'quire[bench]'"
+    assert lines == [("warn", text)]
+
+
+def test_markers_are_obeyed(metadata):
+    metadata(["triton>=3.6; sys_platform == 'another'", "torch; python_version > '3'"], {"torch": "2.6"})
+    lines = list(doctor_versions.check_versions())[2:]
+    assert lines == [("ok", "torch 2.6 is served.")]
+
+
+def test_another_python_is_named(metadata):
+    metadata([], {}, python=">=4")
+    assert ("FAIL", "not served: Quire needs >=4") in [
+        (level, text[text.index("not served") :].split(". ")[0]) for level, text in doctor_versions.check_versions()
+        if level == "FAIL"
+    ]  # fmt: skip
+
+
+def test_a_package_without_metadata_is_no_problem(monkeypatch):
+    monkeypatch.setattr(doctor_versions, "DISTRIBUTION", "quire-that-is-not-installed")
+    ((level, text),) = doctor_versions.check_versions()
+    assert level == "warn" and "pip install ." in text
+
+
+# Folders
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("variable", "word"), [("HOME", "the trees of quire tune"), ("TRITON_CACHE_DIR", "Triton's compiled kernels")]
+)
+def test_a_folder_that_cannot_be_written_is_a_problem(variable, word, tmp_path, monkeypatch, capsys):
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a folder should be")
+    monkeypatch.setenv(variable, str(blocked))
+    code, lines = lines_of(capsys)
+    assert code == 1
+    (line,) = [line for line in lines_with(lines, word) if line.startswith("FAIL")]
+    assert str(blocked) in line and "To correct it" in line
+
+
+def test_folders_that_are_not_there_are_not_made(tmp_path):
+    assert doctor.why_not_writable(tmp_path / "a/b/c") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    assert doctor.why_not_writable(tmp_path) == "Permission denied"
+
+
+def test_trees_that_are_not_sound_are_named(monkeypatch):
+    def read():
+        warnings.warn("mine.json is left out: it is not JSON", stacklevel=1)
+        return (("other.json", {}),)
+
+    monkeypatch.setattr(doctor, "user_trees", read)
+    assert [str(finding) for finding in doctor.check_user_trees()] == [
+        "warn  mine.json is left out: it is not JSON",
+        "ok    Plans use the user's trees where they fit: other.json.",
+    ]
+
+
+# The device
+
+
+def test_a_driver_that_torch_does_not_see_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "DRIVERS", {"NVIDIA": tmp_path})
+    monkeypatch.setattr(torch.version, "cuda", None)
+    (finding,) = doctor.check_device()
+    assert finding.level == "FAIL" and "is built for the CPU alone" in finding.text
+    monkeypatch.setattr(doctor, "DRIVERS", {})
+    (finding,) = doctor.check_device()
+    assert finding.level == "ok" and "no GPU" in finding.text
+
+
+@pytest.mark.parametrize(("compiler", "level"), [(sys.executable, "ok"), ("/nowhere/cc", "FAIL")])
+def test_a_gpu_needs_a_compiler(compiler, level, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a made-up GPU")
+    monkeypatch.setenv("CC", compiler)
+    first, second = doctor.check_device()
+    assert "a made-up GPU, and 2 more GPUs" in first.text
+    assert second.level == level and "launcher" in second.text
+    monkeypatch.setattr(doctor, "HAS_TRITON", False)
+    assert "pip install triton" in list(doctor.check_device())[1].text
+
+
+# Kernels
+
+
+def findings(is_interpreted: bool = False) -> list[doctor.Finding]:
+    with StatusLine() as status:
+        return list(doctor.run_kernels(is_interpreted, status))
+
+
+def test_kernels_that_are_right_are_named(kernels):
+    (finding,) = findings()
+    assert str(finding) == (
+        "ok    attention (split_kv) in float16 (decode, 0.1 s) is right: its error is 40% of its budget."
+    )
+
+
+def test_a_kernel_that_is_wrong_is_a_problem(kernels):
+    kernels(EVENTS[0], EVENTS[1] | {"passed": False, "over_budget": 70.0})
+    (finding,) = findings()
+    assert finding.level == "FAIL" and "is wrong: its error is 70.0 times its budget" in finding.text
+
+
+def test_a_kernel_that_does_not_compile_is_a_problem(kernels):
+    kernels(EVENTS[0], EVENTS[1] | {"failure": "CompilationError: at 1:1."}, *EVENTS)
+    first, second = findings()
+    assert first.level == "FAIL" and "does not run: CompilationError: at 1:1. Run quire check" in first.text
+    assert second.level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended with signal 11 while it was compiling and running: decode"),
+        ("sys.exit('no libcuda here')", "ended with code 1 while it was compiling and running: decode: no libcuda"),
+    ],
+)
+def test_a_process_that_crashes_is_a_problem(code, words, kernels):
+    kernels(EVENTS[0], code=code)
+    (finding,) = findings()
+    assert finding.level == "FAIL" and words in finding.text
+
+
+def test_a_failure_of_a_kernel_is_reported_by_the_process(monkeypatch, capsys):
+    def fail(*args):
+        raise RuntimeError("\n  PTX was compiled with an unsupported toolchain\nat ...")
+
+    monkeypatch.setattr(doctor_kernels, "check_feature", fail)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    doctor_kernels.main()
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {event["failure"] for event in events if "failure" in event} == {
+        "RuntimeError: PTX was compiled with an unsupported toolchain."
+    }
+    assert len(events) == 2 * len([event for event in events if "step" in event]) >= 6
+
+
+def test_the_interpreter_runs_the_kernels_on_request(monkeypatch):
+    seen = {}
+
+    def start(command, **options):
+        seen.update(options["env"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(KeyboardInterrupt):
+        findings(is_interpreted=True)
+    assert seen["TRITON_INTERPRET"] == "1" and seen["CUDA_VISIBLE_DEVICES"] == ""
+    monkeypatch.setattr(doctor, "HAS_TRITON", False)
+    (finding,) = findings(is_interpreted=True)
+    assert finding.level == "FAIL" and "There is no Triton" in finding.text
+
+
+# Plans
+
+
+@pytest.mark.parametrize(("target", "kernels"), [("sm90", {"split_kv", "hopper"}), ("gfx942", {"split_kv", "block"})])
+def test_each_kind_of_batch_has_a_kernel_and_a_reason(target, kernels):
+    with compile_for(TARGETS[target].properties, on_compile=lambda *args: None):
+        found = list(doctor.describe_plans())
+    assert all(finding.level == "ok" for finding in found)
+    text = "\n".join(map(str, found))
+    for kernel in kernels:
+        assert f"the {kernel} kernel, since: " in text
+    assert "rows_per_seq" not in text  # which quire env says
+    assert "a prompt of 4,096 tokens" in text
+
+
+def test_a_batch_that_nothing_serves_is_a_problem(monkeypatch):
+    def refuse(*args):
+        raise quire.UnsupportedError("spec must be another, got this; use that")
+
+    monkeypatch.setattr(doctor, "plan_for", refuse)
+    assert {finding.level for finding in doctor.describe_plans()} == {"FAIL"}
+
+
+# Progress and interrupts
+
+
+class Terminal:
+    """A stream that is a terminal."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def test_a_terminal_shows_the_step_and_its_time(monkeypatch, capsys):
+    terminal = Terminal()
+    monkeypatch.setattr("quire.cli.status_line.INTERVAL", 0.01)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with StatusLine() as status:
+        status("compiling and running: decode")
+        deadline = time.monotonic() + 30
+        while "decode, 1 s" not in terminal.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+        status.say("a line")
+    assert "compiling and running: decode, 0 s" in terminal.text and "decode, 1 s" in terminal.text
+    assert terminal.text.endswith("\r\x1b[K")
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_without_a_terminal_nothing_is_shown(capsys):
+    with StatusLine() as status:
+        status("compiling")
+        status.say("a line")
+    assert capsys.readouterr() == ("a line\n", "")
+
+
+STUCK = """
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it, and so would this
+from quire.cli import doctor, main
+start = subprocess.Popen
+def stuck(command, **options):
+    program = "import os, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(300)"
+    return start([sys.executable, "-c", f"import sys; {program}", sys.argv[1]], **options)
+subprocess.Popen = stuck
+sys.exit(main(["doctor"]))
+"""
+
+
+def test_an_interrupt_leaves_at_once_and_ends_the_process_that_runs_kernels(tmp_path):
+    file = tmp_path / "pid"
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not (file.exists() and file.read_text()) and process.poll() is None:
+            time.sleep(0.1)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+        assert time.monotonic() - begun < 10
+    assert (process.returncode, errors) == (INTERRUPTED, "interrupted\n")
+    assert "is installed." in output  # what was found before
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
