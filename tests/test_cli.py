@@ -38,7 +38,9 @@ def short(tmp_path):
     def arguments(command: str) -> list[str]:
         if command != "replay":
             return SHORT[command]
-        problem = make_problem(quire.AttentionSpec(6, 2, 32, dtype=torch.float32), ((1, 9),))
+        problem = make_problem(
+            quire.AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=32, dtype=torch.float32), [(1, 9)]
+        )
         path = tmp_path / "call.quire"
         debug.save(path, problem.q, problem.cache, quire.plan(problem.spec, problem.batch, **problem.bounds))
         return [*SHORT[command], "--device", "cpu", str(path)]
