@@ -149,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
         before, after = map(load, args.compare)
         return bench_print.print_changes(before, after, console)
     if args.make_guard:
-        write_guard(*args.make_guard, console)
+        source, file = args.make_guard
+        write_guard(source, file, console)
         return 0
     guard = load_guard(args) if args.guard else None
     if args.report:

@@ -181,7 +181,8 @@ def load(path: Path | str) -> Call:
 
 def parse(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Call:
     """Build a call from the parts of a file, and check them."""
-    spec = {name: DTYPES[value] if name.endswith("dtype") else value for name, value in header["spec"].items()}
+    spec: dict[str, Any] = dict(header["spec"])
+    spec |= {name: DTYPES[value] for name, value in spec.items() if name.endswith("dtype")}
     places = {}
     for name, place in header["places"].items():
         shape, strides = tuple(place["shape"]), tuple(place["strides"])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -205,7 +206,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def describe_device(device: torch.device) -> dict[str, object]:
+def describe_device(device: torch.device) -> dict[str, Any]:
     """Return a device's name and properties."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     if interprets():

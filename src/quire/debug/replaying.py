@@ -94,7 +94,8 @@ def replay(
     out = torch.zeros(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
     state = State(out, torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=device))
     try:
-        attention(q if pair is None else pair, problem.cache, chosen, **problem.tables, out=state)
+        sinks, slopes = problem.sinks, problem.alibi_slopes
+        attention(q if pair is None else pair, problem.cache, chosen, sinks=sinks, alibi_slopes=slopes, out=state)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except UnsupportedError:
@@ -213,6 +214,8 @@ def choose_plan(call: Call, problem: Problem, replan: bool, notes: list[str]) ->
         notes.append("The recorded launch is of another version of Quire: the plan is made here.")
     elif replan:
         notes.append("The plan is made here, as was asked.")
+    elif recorded.request.spec != spec or recorded.request.num_seqs != batch.num_seqs:
+        notes.append("The recorded launch is of another batch: the plan is made here.")
     elif recorded.request.device != device_properties(device) or (recorded.name == "torch") != served_by_torch:
         notes.append(f"The recorded launch ({recorded.name}) is for another device: the plan is made for this one.")
     else:
