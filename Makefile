@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 OLD_TRITON := .overlays/triton-3.6.0
 OLD_TRANSFORMERS := .overlays/transformers-5.17.0
 VLLM_NEEDS := .overlays/vllm-needs
+DOCS := .overlays/docs
 VLLM := 0.20.2 0.33.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
 # Without a GPU: pinned versions, whose torch is a CPU build. A plain `torch` would download gigabytes of CUDA.
@@ -15,13 +16,14 @@ PYTEST := $(BIN)/python -m pytest
 # Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: help demo test test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
+.PHONY: help demo docs test test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
 	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions; two at once: make -j2 -O test"
 	@echo "make check     run ruff, ruff format and pyright"
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
+	@echo "make docs      build the documentation site into build/site"
 	@echo "make clean     remove .venv and what tests left behind"
 	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-old-transformers, test-vllm"
 
@@ -93,6 +95,18 @@ GPU_JOBS ?= 8
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 	PYTHONPATH=src $(PY) -m pytest -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
 
+# The pages are built from Markdown and docstrings: nothing of Quire is imported, so no torch is installed.
+$(DOCS)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		> $(DOCS)/requirements.txt
+	$(DOCS)/bin/pip install --quiet -r $(DOCS)/requirements.txt
+	@touch $@
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --error-exitcode 1
 sanitize: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 	$(SANITIZE) --tool memcheck $(PY) scripts/sanitize.py
@@ -100,4 +114,4 @@ sanitize: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 	$(SANITIZE) --tool racecheck $(PY) scripts/sanitize.py --portable
 
 clean:
-	rm -rf $(VENV) .overlays .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) .overlays build/site .pytest_cache .hypothesis .ruff_cache

@@ -1,0 +1,374 @@
+"""Write docs/support.md: what each kernel, target and engine serves, asked of the code, and the words of each refusal.
+
+    python scripts/write_support.py
+
+Nothing is compiled or measured. Plans are made for the nine targets of `quire.targets`, and for CPU tensors. What an
+engine's integration passes on is read from its source, so no engine has to be installed.
+"""
+
+import argparse
+import ast
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import quire
+from quire.dispatch.request import Bounds, Options, Request
+from quire.plan import FAMILIES, decide
+from quire.targets import TARGETS
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/support.md"
+INTEGRATIONS = ROOT / "src/quire/integrations"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PROMPT = {"num_seqs": 1, "max_query_len": 2048, "num_tokens": 2048}
+KINDS = {  # of batches: which bounds they have
+    "decode": {"num_seqs": 32, "max_query_len": 1, "num_tokens": 32},
+    "draft tokens": {"num_seqs": 32, "max_query_len": 4, "num_tokens": 128},
+    "prompt": PROMPT,
+    "chunk of a prompt": {"num_seqs": 1, "max_query_len": 256, "num_tokens": 256},
+    "prompts and decoding sequences": {"num_seqs": 33, "max_query_len": 1024, "num_tokens": 1056},
+}
+BOTH = ("decode", "prompt")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A line of the matrix.
+
+    Attributes:
+        name: of the feature.
+        spec: fields of the spec; `mla` for the arguments of `AttentionSpec.mla`.
+        kinds: of batches, keys of KINDS.
+        options: of `quire.plan`.
+    """
+
+    name: str
+    spec: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = BOTH
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def attention_spec(self) -> quire.AttentionSpec:
+        """The spec, with the heads of Llama-3-8B or of DeepSeek-V3 unless the feature says otherwise."""
+        if "kv_lora_rank" in self.spec:
+            fields = {"num_q_heads": 128, "softmax_scale": 192**-0.5, **self.spec}
+            return quire.AttentionSpec.mla(**fields)
+        return quire.AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **self.spec})
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+FEATURES = (
+    *(Feature(kind, kinds=(kind,)) for kind in KINDS),
+    Feature("float16", {"dtype": torch.float16}),
+    Feature("float32", {"dtype": torch.float32}),
+    Feature("one KV head for all (MQA)", {"num_kv_heads": 1}),
+    Feature("a KV head for each (MHA)", {"num_kv_heads": 32}),
+    Feature("head_dim 64", {"head_dim": 64}),
+    Feature("head_dim 256", {"head_dim": 256}),
+    Feature("head_dim 72, a multiple of 8", {"head_dim": 72}),
+    Feature("keys of 192, values of 128", {"head_dim": 192, "head_dim_v": 128, "num_kv_heads": 32}),
+    Feature("e4m3 cache", {"kv_dtype": E4M3}),
+    Feature("e5m2 cache", {"kv_dtype": E5M2}),
+    Feature("int8 cache", {"kv_dtype": torch.int8}),
+    Feature("e4m3 cache, `allow_fp8`", {"kv_dtype": E4M3, "allow_fp8": True}),
+    Feature("sliding window", {"sliding_window": 1024}),
+    Feature("bidirectional", {"causal": False}),
+    Feature("softcap", {"softcap": 30.0}),
+    Feature("ALiBi", {"alibi": True}),
+    Feature("attention sinks", {"sinks": True}),
+    Feature("`batch_invariant=True`", options={"batch_invariant": True}),
+    Feature("`num_splits=4`", options={"num_splits": 4}),
+    Feature("latents of 512 + 64, bfloat16", LATENT),
+    Feature("latents of 512 + 64, e4m3", {**LATENT, "kv_dtype": E4M3}),
+    Feature("latents of 256 + 32", {"kv_lora_rank": 256, "qk_rope_head_dim": 32}),
+    Feature("latents, softcap", {**LATENT, "softcap": 30.0}),
+)
+
+
+def requests(feature: Feature, target: str) -> Iterable[Request]:
+    """Return the batches of a feature on a target."""
+    for kind in feature.kinds:
+        bounds = KINDS[kind]
+        limits = Bounds(bounds["max_query_len"], 4096, bounds["num_tokens"])
+        properties = TARGETS[target].properties
+        yield Request(feature.attention_spec, bounds["num_seqs"], kind != "decode", limits, properties)
+
+
+@cache
+def refusals(feature_name: str, kernel: str) -> dict[tuple[str, int], str | None]:
+    """Return by target and batch in which words a kernel refuses a feature; None where it serves it."""
+    feature = next(f for f in FEATURES if f.name == feature_name)
+    found = {}
+    for target in TARGETS:
+        for i, request in enumerate(requests(feature, target)):
+            proposal = FAMILIES[kernel](request, Options(**feature.options, kernel=kernel))
+            found[target, i] = proposal if isinstance(proposal, str) else None
+    return found
+
+
+def kernel_cell(feature: Feature, kernel: str) -> str:
+    """Return where a kernel serves a feature, or its words where it does not."""
+    found = refusals(feature.name, kernel)
+    served = dict.fromkeys(target for (target, _), why in found.items() if why is None)
+    reasons = list(dict.fromkeys(why for why in found.values() if why is not None))
+    if not reasons:
+        return "yes"
+    if not served:  # a refusal that all targets share says more than one about the target
+        shared = [
+            why for why in reasons if all(why in (found[t, 0], found[t, len(feature.kinds) - 1]) for t in TARGETS)
+        ]
+        ours = [found[target, i] for target, i in found if target == "sm90"]
+        words = dict.fromkeys(why for why in (shared or ours) if why is not None)
+        return f"no: {'; '.join(words)}"
+    where = "yes" if len(served) == len(TARGETS) else ", ".join(served)
+    kinds = [k for i, k in enumerate(feature.kinds) if any(found[t, i] is None for t in served)]
+    return where if len(kinds) == len(feature.kinds) else f"{where}: {', '.join(kinds)}"
+
+
+def target_cell(feature: Feature, target: str) -> str:
+    """Return which kernels a plan takes for a feature on a target."""
+    names = []
+    for request in requests(feature, target):
+        try:
+            names.append(decide(request, Options(**feature.options))[0].name)
+        except quire.UnsupportedError:
+            names.append("none")
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+
+
+def cpu_cell(feature: Feature) -> str:
+    """Return whether a plan for CPU tensors serves a feature, or its words where it does not."""
+    table, lengths = torch.zeros(1, 256, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    try:
+        quire.plan(
+            feature.attention_spec, quire.Batch(table, lengths), max_query_len=1, max_seq_len=4096, **feature.options
+        )
+    except quire.UnsupportedError as error:
+        return f"no: {error}"
+    return "yes"
+
+
+def heads_of(**fields: Any) -> Callable[[], object]:
+    """Return what makes a spec with these fields."""
+    return lambda: quire.AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **fields})
+
+
+def planned(kernel: str, name: str) -> Callable[[], object]:
+    """Return what plans a feature with a kernel on an H200."""
+    feature = next(f for f in FEATURES if f.name == name)
+    return lambda: decide(next(iter(requests(feature, "sm90"))), Options(**feature.options, kernel=kernel))
+
+
+def refused_requests() -> dict[str, Callable[[], object]]:
+    """Return requests that nothing serves, by how they are written."""
+    first_latent = next(f.name for f in FEATURES if "kv_lora_rank" in f.spec)
+    found: dict[str, Callable[[], object]] = {
+        "`AttentionSpec(head_dim=20)`": heads_of(head_dim=20),
+        "`AttentionSpec(head_dim=512)`": heads_of(head_dim=512),
+        "`AttentionSpec(dtype=torch.float64)`": heads_of(dtype=torch.float64),
+        "`AttentionSpec(kv_dtype=torch.uint8)`": heads_of(kv_dtype=torch.uint8),
+        "`AttentionSpec.mla(kv_lora_rank=1024)`": lambda: Feature("", {**LATENT, "kv_lora_rank": 1024}).attention_spec,
+    }
+    for kernel in FAMILIES:
+        for name in (FEATURES[0].name, first_latent):
+            found[f"`plan(kernel={kernel!r})`: {name}"] = planned(kernel, name)
+    return found
+
+
+def words_of(request: Callable[[], object]) -> str | None:
+    """Return in which words a request is refused; None if it is served."""
+    try:
+        request()
+    except quire.UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def engines() -> dict[str, list[Path]]:
+    """Return the source files of each integration."""
+    found = {}
+    for path in sorted(INTEGRATIONS.iterdir()):
+        if path.is_dir() and (path / "__init__.py").exists():
+            found[path.name] = sorted(path.glob("*.py"))
+        elif path.suffix == ".py" and path.stem != "__init__":
+            found[path.stem] = [path]
+    return found
+
+
+def versions(engine: str) -> str:
+    """Return the versions of an engine that its extra asks for."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for requirement in extras.get(engine, []):
+        if requirement.startswith(engine):
+            return requirement.removeprefix(engine)
+    return ""
+
+
+@cache
+def passed_on(engine: str) -> frozenset[str]:
+    """Return the names that an integration passes on: keywords of its calls, and keys of its dictionaries."""
+    names: set[str] = set()
+    for path in engines()[engine]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                names |= {keyword.arg for keyword in node.keywords if keyword.arg}
+            elif isinstance(node, ast.Dict):
+                names |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
+    return frozenset(names)
+
+
+def refusals_of(engine: str) -> list[str]:
+    """Return the words of each UnsupportedError that an integration raises, with `…` for what it fills in."""
+    found = []
+    for path in engines()[engine]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                called = node.exc.func
+                if isinstance(called, ast.Name) and called.id == "UnsupportedError" and node.exc.args:
+                    found.append(literal(node.exc.args[0]))
+    return list(dict.fromkeys(found))
+
+
+def literal(node: ast.expr) -> str:
+    """Return the words of a string or an f-string."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+
+
+def escaped(cell: str) -> str:
+    """Return the text of a cell as Markdown takes it."""
+    return re.sub(r"\s+", " ", cell).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [list(head), ["---" for _ in head], *([escaped(cell) for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+ASKED = {  # what an engine may ask for: the field of the spec, or the argument of the plan
+    "sliding windows": "sliding_window",
+    "windows that look ahead": "sliding_window_right",
+    "bidirectional": "causal",
+    "softcap": "softcap",
+    "ALiBi": "alibi",
+    "attention sinks": "sinks",
+    "values of another width": "head_dim_v",
+    "quantised caches": "kv_dtype",
+    "latents": "latent",
+    "batch-invariant plans": "batch_invariant",
+}
+
+
+def kernels_table(features: Sequence[Feature]) -> str:
+    """Return what the kernels serve of some features; those that serve none of them are named below the table."""
+    cells = {kernel: [kernel_cell(f, kernel) for f in features] for kernel in FAMILIES}
+    serving = [kernel for kernel, column in cells.items() if not all(cell.startswith("no: ") for cell in column)]
+    head = ["feature", *(f"`{kernel}`" for kernel in serving), "CPU tensors"]
+    rows = [[f.name, *(cells[kernel][i] for kernel in serving), cpu_cell(f)] for i, f in enumerate(features)]
+    words = {kernel: column[0].removeprefix("no: ") for kernel, column in cells.items() if kernel not in serving}
+    return (
+        table(head, rows)
+        + "\n"
+        + "".join(f"`{kernel}` refuses all of these: {why}.\n" for kernel, why in words.items())
+    )
+
+
+def targets_table() -> str:
+    """Return which kernels a plan takes on each target; targets with the same answers share a column."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for target in TARGETS:
+        columns.setdefault(tuple(target_cell(f, target) for f in FEATURES), []).append(target)
+    head = ["feature", *(", ".join(targets) for targets in columns.values())]
+    return table(head, zip((f.name for f in FEATURES), *columns, strict=True))
+
+
+def page() -> str:
+    """Return the page."""
+    refused = ((name, words_of(request)) for name, request in refused_requests().items())
+    names = list(engines())
+    by_engine = table(
+        ["feature", *(f"`{name}`" for name in names)],
+        [
+            ["versions", *(versions(name) or "all" for name in names)],
+            *([label, *("yes" if name in passed_on(e) else "–" for e in names)] for label, name in ASKED.items()),
+        ],
+    )
+    return TEXT.format(
+        num_targets=len(TARGETS),
+        targets=", ".join(TARGETS),
+        keys_and_values=kernels_table([f for f in FEATURES if not f.attention_spec.latent]),
+        latents=kernels_table([f for f in FEATURES if f.attention_spec.latent]),
+        by_target=targets_table(),
+        messages=table(["request", "error"], ((name, words) for name, words in refused if words is not None)),
+        by_engine=by_engine,
+        engine_refusals=table(["engine", "error"], ((f"`{e}`", words) for e in names for words in refusals_of(e))),
+    )
+
+
+TEXT = """\
+# What is supported
+
+<!-- Written by `python scripts/write_support.py`. Change the script, not this page. -->
+
+This page is asked of the code: a cell is what a plan answers, and a refusal is in the words of the code.
+[Using Quire](usage.md#what-is-supported) has the same in short.
+`print(plan)` says which kernel a plan takes on your machine, and why.
+
+Where a row names neither, the dtype is bfloat16, with 32 query heads over 8 KV heads of 128.
+Latents have 128 query heads.
+
+## Features and kernels
+
+The kernels are those that `plan(kernel=...)` names. Without `kernel`, a plan takes the first one that serves the batch.
+"yes" is for decode and for prompts, on {num_targets} targets: {targets}.
+Other cells name the targets or the batches that are served, or say what the kernel does not serve.
+
+### Keys and values
+
+{keys_and_values}
+### Latents
+
+{latents}
+## Features and targets
+
+The kernels that a plan takes for decode and for a prompt of 2,048 tokens, in this order where they differ.
+`split_kv` and `block` are the two kernels of the family `portable`.
+The tests compile for all targets. Only the H200 was measured ([results](results/README.md)).
+
+{by_target}
+NVIDIA's targets are sm80 (A100), sm86 (A40), sm89 (L40S), sm90 (H100, H200), sm100 (B200) and sm120 (RTX PRO 6000).
+AMD's are gfx90a (MI250), gfx942 (MI300X) and gfx950 (MI355X).
+
+## Refusals
+
+A sound request that nothing serves raises `UnsupportedError`:
+
+{messages}
+## Features and engines
+
+What an integration passes on to Quire. An engine may have no way to ask for the rest.
+The pages of [vLLM](vllm.md), [Transformers](transformers.md) and [flash-attn](flash_attn.md) say more.
+
+{by_engine}
+What an integration refuses, with "…" for what the message fills in:
+
+{engine_refusals}"""
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="the page to write")
+    parser.parse_args().output.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
