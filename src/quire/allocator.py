@@ -33,6 +33,18 @@ class PageAllocator:
     Raises:
         TypeError: a size is not an integer.
         ValueError: a size is out of range.
+
+    Examples:
+        >>> pool = quire.PageAllocator(num_pages=8, page_size=4)
+        >>> prompt = pool.allocate(6)
+        >>> pool.page_table([prompt]).tolist(), pool.slot_mapping(prompt, num_tokens=6).tolist()
+        ([[0, 1]], [0, 1, 2, 3, 4, 5])
+        >>> twin = pool.fork(prompt)  # shares both pages
+        >>> pool.grow(twin, 1)  # copy page 1 to page 2 before the new token is written
+        [(1, 2)]
+        >>> pool.free(prompt)
+        >>> pool.num_free_pages
+        6
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:

@@ -111,6 +111,19 @@ def attention(
         TypeError: an argument is of another type.
         ValueError: an argument does not fit the plan; nothing was written.
         UnsupportedError: nothing serves the request.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> cache = quire.PagedKVCache.empty(spec, num_pages=8, page_size=4)
+        >>> k, v = torch.randn(2, 6, 2, 16)  # 6 tokens, 2 KV heads of 16
+        >>> quire.write_kv(k, v, cache, torch.tensor([12, 13, 14, 15, 20, 21]))  # into pages 3 and 5
+        >>> batch = quire.Batch(torch.tensor([[3, 5]], dtype=torch.int32), torch.tensor([6], dtype=torch.int32))
+        >>> plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=6)
+        >>> q = torch.randn(1, 4, 16)  # the query of the last token
+        >>> quire.attention(q, cache, plan).shape
+        torch.Size([1, 4, 16])
+        >>> quire.attention(q, cache, plan, return_lse=True).lse.shape
+        torch.Size([1, 4])
     """
     check_attention(q, cache, plan, sinks, alibi_slopes)
     if return_lse is not False and return_lse is not True:
@@ -198,6 +211,14 @@ def varlen_attention(
         TypeError: an argument is of another type.
         ValueError: an argument does not fit the plan; nothing was written.
         UnsupportedError: the plan is for latents, which are always paged.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> starts = torch.tensor([0, 20, 27], dtype=torch.int32)  # two prompts, of 20 and 7 tokens
+        >>> plan = quire.plan(spec, quire.Batch.varlen(starts, starts), max_query_len=20, max_seq_len=20, num_tokens=27)
+        >>> q, (k, v) = torch.randn(27, 4, 16), torch.randn(2, 27, 2, 16)
+        >>> quire.varlen_attention(q, k, v, plan).shape
+        torch.Size([27, 4, 16])
     """
     check_varlen(plan)
     cache = PagedKVCache(k, v, "THD")
@@ -228,6 +249,14 @@ def write_kv(
         TypeError: an argument is of another type.
         ValueError: an argument does not fit the cache; nothing was written.
         UnsupportedError: the cache is not paged.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> cache = quire.PagedKVCache.empty(spec, num_pages=8, page_size=4)
+        >>> k = v = torch.ones(3, 2, 16)
+        >>> quire.write_kv(k, v, cache, torch.tensor([12, 13, -1]))  # page 3; the last is left out
+        >>> cache.k[3, :2].unique().tolist()
+        [1.0]
     """
     check_write_kv(k, v, cache, slot_mapping)
     if torch.compiler.is_compiling():
@@ -264,6 +293,13 @@ def write_latent(
         TypeError: an argument is of another type.
         ValueError: an argument does not fit the cache; nothing was written.
         UnsupportedError: the cache requires a gradient, or its device is not served.
+
+    Examples:
+        >>> spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=192**-0.5, dtype=torch.float32)
+        >>> cache = quire.PagedKVCache.empty(spec, num_pages=8, page_size=4)
+        >>> quire.write_latent(torch.ones(1, 512), torch.zeros(1, 64), cache, torch.tensor([13]))  # slot 1 of page 3
+        >>> cache.latents[3, 1].sum().item()
+        512.0
     """
     check_write_latent(c_kv, k_pe, cache, slot_mapping)
     if torch.compiler.is_compiling():
@@ -303,6 +339,13 @@ def copy_pages(
         ValueError: the caches differ in layout, dtype or page shape, or page_pairs has another shape or dtype; nothing
             was written.
         UnsupportedError: the caches are not paged.
+
+    Examples:
+        >>> cache = quire.PagedKVCache(torch.ones(8, 4, 2, 16), torch.ones(8, 4, 2, 16))
+        >>> cache.k[5] = 7
+        >>> quire.copy_pages(cache, cache, torch.tensor([[5, 2]]))  # page 5 to page 2
+        >>> cache.k[2].unique().item(), cache.v[2].unique().item()
+        (7.0, 1.0)
     """
     check_copy_pages(src, dst, page_pairs)
     if page_pairs.shape[0] == 0:
@@ -333,6 +376,13 @@ def merge_states(states: Sequence[State]) -> State:
     Raises:
         TypeError: an argument is of another type.
         ValueError: there is none, or shapes, dtypes or devices differ.
+
+    Examples:
+        >>> one = quire.State(torch.full((1, 1, 2), 1.0), torch.zeros(1, 1))
+        >>> three = quire.State(torch.full((1, 1, 2), 3.0), torch.zeros(1, 1))
+        >>> merged = quire.merge_states([one, three])  # equal weights
+        >>> merged.out.tolist(), round(merged.lse.item(), 4)  # log(exp(0) + exp(0))
+        ([[[2.0, 2.0]]], 0.6931)
     """
     check_merge_states(states)
     if torch.compiler.is_compiling():

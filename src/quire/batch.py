@@ -41,6 +41,15 @@ class Batch:
     Raises:
         TypeError: an argument is not a tensor of the dtype above.
         ValueError: shapes, strides or devices do not fit together.
+
+    Examples:
+        >>> table = torch.tensor([[3, 5], [1, -1]], dtype=torch.int32)  # two pages, and one
+        >>> seq_lens = torch.tensor([20, 7], dtype=torch.int32)
+        >>> quire.Batch(table, seq_lens).query_starts.tolist()  # both decode: a query each
+        [0, 1, 2]
+        >>> starts = torch.tensor([0, 20, 21], dtype=torch.int32)
+        >>> quire.Batch(table, seq_lens, starts).num_seqs  # a prompt of 20 tokens, and a decoding sequence
+        2
     """
 
     page_table: torch.Tensor
@@ -115,6 +124,11 @@ class Batch:
         Raises:
             TypeError: an argument is not an int32 tensor.
             ValueError: shapes, strides or devices do not fit together.
+
+        Examples:
+            >>> starts = torch.tensor([0, 20, 27], dtype=torch.int32)  # two prompts, of 20 and 7 tokens
+            >>> quire.Batch.varlen(starts, starts).seq_lens.tolist()
+            [20, 7]
         """
         if check_vector("cu_seqlens_k", cu_seqlens_k).shape[0] == 0:
             raise ValueError("cu_seqlens_k must begin with 0, got no entries; it has one entry more than sequences")

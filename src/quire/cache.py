@@ -99,6 +99,12 @@ class PagedKVCache:
         TypeError: an argument is of the wrong type.
         ValueError: shapes, strides, scales or devices do not fit together.
         UnsupportedError: a layout or dtype that is not served.
+
+    Examples:
+        >>> k, v = torch.zeros(2, 64, 16, 8, 128)  # 64 pages of 16 tokens, 8 KV heads of 128
+        >>> cache = quire.PagedKVCache(k, v, "NHD")
+        >>> cache.num_pages, cache.page_size, cache.num_kv_heads, cache.head_dim
+        (64, 16, 8, 128)
     """
 
     k: torch.Tensor
@@ -187,6 +193,11 @@ class PagedKVCache:
             TypeError: an argument is of the wrong type.
             ValueError: widths, strides, scale or devices do not fit together.
             UnsupportedError: a dtype that is not served.
+
+        Examples:
+            >>> cache = quire.PagedKVCache.from_latents(torch.zeros(64, 16, 576), kv_lora_rank=512)
+            >>> cache.head_dim, cache.head_dim_v, cache.is_latent
+            (576, 512, True)
         """
         check_tensor("latents", latents, "allocate the pages with `PagedKVCache.empty`")
         rank = check_integer("kv_lora_rank", kv_lora_rank, "512 is DeepSeek's", 1)
@@ -251,6 +262,12 @@ class PagedKVCache:
             TypeError: an argument is of the wrong type.
             ValueError: a size is out of range.
             UnsupportedError: a layout that is not served, or not for this head_dim and dtype.
+
+        Examples:
+            >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, kv_dtype=torch.int8)
+            >>> cache = quire.PagedKVCache.empty(spec, num_pages=64, page_size=16)
+            >>> cache.k.shape, cache.dtype, cache.scale_kind
+            (torch.Size([64, 16, 8, 128]), torch.int8, 'head')
         """
         if not isinstance(spec, AttentionSpec):
             raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")

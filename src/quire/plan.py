@@ -51,6 +51,12 @@ class Plan:
         workspace: memory for the launch's scratch; None if it needs none.
         runner: runs the launch; `quire.attention` calls it.
         encoded_launch: the launch as a string, for `torch.compile`.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> batch = quire.Batch(torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, dtype=torch.int32))
+        >>> print(quire.plan(spec, batch, max_query_len=1, max_seq_len=128))  # on a machine without a GPU
+        Plan(4 sequences, at most 1 queries and 128 keys each; PyTorch; CPU tensors; Triton has no driver for CPUs)
     """
 
     spec: AttentionSpec
@@ -121,6 +127,13 @@ def plan(
             too small.
         UnsupportedError: bfloat16 under Triton's interpreter, options that PyTorch does not serve for CPU tensors, a
             config with hints for another target, a kernel that does not serve the request, or a device that has none.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> table, seq_lens = torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+        >>> plan = quire.plan(spec, quire.Batch(table, seq_lens), max_query_len=1, max_seq_len=128)
+        >>> plan.bounds.num_tokens  # at most one query token of each of 4 sequences
+        4
     """
     bounds, num_splits = check_plan_arguments(
         spec,

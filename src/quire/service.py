@@ -50,6 +50,11 @@ def workspace_size(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: a bound is out of range.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> quire.workspace_size(spec, max_num_seqs=64, max_num_tokens=8192, max_seq_len=16384, device="cpu")
+        0
     """
     where = check_device("device", device, "leave it out for the current GPU, or the CPU where there is none")
     where = where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,6 +99,12 @@ def warmup(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: a bound is out of range.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> cache = quire.PagedKVCache.empty(spec, num_pages=64, page_size=16, device="cpu")
+        >>> quire.warmup(spec, cache, max_num_seqs=64, max_num_tokens=8192, max_seq_len=16384)  # none on a CPU
+        []
     """
     limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
     check_cache(cache, spec)
@@ -130,8 +141,13 @@ def warmup(
 @contextlib.contextmanager
 def no_compilation() -> Iterator[None]:
     """Raise if a Quire kernel is compiled, or loaded from Triton's cache, in this context. Use it after `warmup`.
+
     Raises:
         RuntimeError: a kernel was compiled or loaded.
+
+    Examples:
+        >>> with quire.no_compilation():
+        ...     pass  # serve
     """
     if not HAS_TRITON:
         yield

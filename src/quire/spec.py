@@ -56,6 +56,11 @@ class AttentionSpec:
         TypeError: a field is of the wrong type.
         ValueError: a field is out of its range.
         UnsupportedError: a head dim or dtype that is not served.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, sliding_window=1024)
+        >>> spec.group_size, spec.window  # query heads per KV head; keys seen to the left and to the right
+        (4, (1023, 0))
     """
 
     num_q_heads: int
@@ -216,6 +221,11 @@ class AttentionSpec:
             TypeError: a field is of the wrong type.
             ValueError: a field is out of its range.
             UnsupportedError: a width or dtype that is not served.
+
+        Examples:
+            >>> spec = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=192**-0.5)
+            >>> spec.head_dim, spec.head_dim_v, spec.num_kv_heads
+            (576, 512, 1)
         """
         rank = check_integer("kv_lora_rank", kv_lora_rank, "512 is DeepSeek's")
         rope = check_integer("qk_rope_head_dim", qk_rope_head_dim, "64 is DeepSeek's")

@@ -19,6 +19,11 @@ class State(NamedTuple):
         lse: [num_tokens, num_q_heads] float32, natural log of the sum of exponentiated scores; -inf where there are no
             keys. `merge_states` reads +inf likewise, as flash-attn 2 writes it for a row without keys. A NaN says that
             a score was NaN, and makes the merged row NaN.
+
+    Examples:
+        >>> state = quire.State(out=torch.zeros(1, 4, 16), lse=torch.full((1, 4), -torch.inf))  # over no keys
+        >>> state.out.shape, state.lse.shape
+        (torch.Size([1, 4, 16]), torch.Size([1, 4]))
     """
 
     out: torch.Tensor

@@ -94,6 +94,12 @@ def make_problem(
         spare_pages: pages that no sequence owns, page 0 included.
         seed: of the random numbers.
         device: where the tensors go.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> problem = quire.testing.make_problem(spec, [(1, 40), (7, 7)])  # a decoding sequence and a prompt
+        >>> problem.q.shape, problem.bounds
+        (torch.Size([8, 4, 16]), {'max_query_len': 7, 'max_seq_len': 40, 'num_tokens': 8})
     """
     generator = torch.Generator().manual_seed(seed)
     query_lens, seq_lens = tuple(q for q, _ in lens), tuple(s for _, s in lens)
@@ -292,5 +298,12 @@ def error_budget(problem: Problem, result: torch.Tensor | State) -> Verdict:
     Args:
         problem: what was computed.
         result: out, or a state.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> problem = quire.testing.make_problem(spec, [(1, 40), (7, 7)])
+        >>> plan = quire.plan(spec, problem.batch, **problem.bounds)
+        >>> quire.testing.error_budget(problem, quire.attention(problem.q, problem.cache, plan)).passed
+        True
     """
     return Oracle(problem).judge(result)
