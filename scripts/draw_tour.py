@@ -1,0 +1,262 @@
+"""Draw the figures of docs/tour.md: each from Quire's own code, or from the measurements in docs/results/.
+
+    python scripts/draw_tour.py
+
+Nothing needs a GPU. The partitions are those that the split-KV kernel's own schedule computes, in Triton's interpreter.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+import matplotlib
+
+matplotlib.use("Agg")
+import torch
+import triton
+import triton.language as tl
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+import quire
+from quire import reference
+from quire.dispatch.request import Bounds, Options, Request, cdiv
+from quire.kernels.split_kv.launch import choose
+from quire.kernels.split_kv.schedule import Schedule, find_partition
+from quire.kernels.views import KVLayout
+from quire.targets import TARGETS
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs/results/h200.json"
+COLOURS = ("#1971c2", "#d9480f", "#2f9e44", "#9c36b5", "#e8a200", "#0c8599")
+GREY = "#dee2e6"
+WIDTH = 7.2  # inches
+HEADS = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+
+
+def pages() -> Figure:
+    """Return a pool of pages that three sequences have grown into, and their page table."""
+    pool, page_size, steps = quire.PageAllocator(24, 4), 4, random.Random(0)
+    sequences = [pool.allocate(n) for n in (9, 5, 3)]
+    while pool.num_free_pages > 5:
+        pool.grow(steps.choice(sequences), steps.randint(1, 5))
+    figure, (memory, table) = pyplot.subplots(2, 1, figsize=(WIDTH, 2.9), height_ratios=(2, 3), layout="constrained")
+    owner = {page: (s, i) for s, sequence in enumerate(sequences) for i, page in enumerate(sequence.pages)}
+    for page in range(24):
+        s, i = owner.get(page, (None, 0))
+        for slot in range(page_size):
+            is_used = s is not None and i * page_size + slot < sequences[s].num_tokens
+            colour = COLOURS[s] if s is not None and is_used else GREY
+            memory.add_patch(Rectangle((page + 0.06 + 0.22 * slot, 0), 0.2, 1, color=colour, lw=0))
+        memory.text(page + 0.5, -0.15, str(page), ha="center", va="top", fontsize=8)
+    memory.set(xlim=(0, 24), ylim=(-0.8, 1.3))
+    memory.set_title("memory: pages of 4 slots, in the order of their numbers", loc="left", fontsize=10)
+    for s, sequence in enumerate(sequences):
+        table.text(-0.2, s + 0.5, f"sequence {s}, {sequence.num_tokens} keys", ha="right", va="center", fontsize=9)
+        for i, page in enumerate(sequence.pages):
+            table.add_patch(Rectangle((i + 0.05, s + 0.1), 0.9, 0.8, color=COLOURS[s], lw=0))
+            table.text(i + 0.5, s + 0.5, str(page), ha="center", va="center", color="white", fontsize=9)
+    table.set(xlim=(-4.5, 13), ylim=(len(sequences), 0))
+    table.set_title("page table: the pages of each sequence, in the order of its keys", loc="left", fontsize=10)
+    memory.axis("off")
+    table.axis("off")
+    return figure
+
+
+def softmax() -> Figure:
+    """Return how the running softmax approaches the whole one, tile by tile, on one row of scores."""
+    torch.manual_seed(1)
+    scores, v, tile = 3 * torch.randn(512, dtype=torch.float64), torch.randn(512, dtype=torch.float64), 32
+    exact = (scores * math.log(2)).softmax(0) @ v
+    m, total, acc = -math.inf, 0.0, 0.0
+    largest, lse, out = [], [], []
+    for s, values in zip(scores.split(tile), v.split(tile), strict=True):
+        m_new = max(m, s.max().item())
+        p = torch.exp2(s - m_new)
+        total = total * 2 ** (m - m_new) + p.sum().item()
+        acc = acc * 2 ** (m - m_new) + (p @ values).item()
+        m = m_new
+        largest.append(m)
+        lse.append(m + math.log2(total))
+        out.append(acc / total)
+    assert abs(out[-1] - exact.item()) < 1e-12
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(WIDTH, 2.4), layout="constrained")
+    keys = range(tile, 513, tile)
+    left.step(keys, largest, where="post", color=COLOURS[1], label="m, largest score so far")
+    left.step(keys, lse, where="post", color=COLOURS[0], label="m + log₂ l")
+    left.set(xlabel="keys seen", ylabel="base-2 exponent")
+    left.legend(frameon=False, fontsize=9)
+    right.axhline(exact.item(), color="0.6", lw=1, ls="--", label="softmax over all keys at once")
+    right.step(keys, out, where="post", color=COLOURS[0], label="acc / l")
+    right.set(xlabel="keys seen", ylabel="output")
+    right.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def band() -> Figure:
+    """Return which tiles the rows of a chunk read, and which of these need a mask."""
+    queries, keys, rows_of, block_n = 32, 128, 16, 16
+    figure, axes = pyplot.subplots(2, 1, figsize=(WIDTH, 3.7), layout="constrained", sharex=True)
+    for axis, (title, window) in zip(axes, (("causal", None), ("causal, sliding window of 48", 48)), strict=True):
+        spec = quire.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=16, sliding_window=window)
+        seen = reference.visible_keys(torch.arange(keys - queries, keys), keys, spec)
+        for top in range(0, queries, rows_of):
+            for left in range(0, keys, block_n):
+                tile = seen[top : top + rows_of, left : left + block_n]
+                colour = COLOURS[0] if tile.all() else COLOURS[4] if tile.any() else GREY
+                axis.add_patch(Rectangle((left + 0.4, top + 0.4), block_n - 0.8, rows_of - 0.8, color=colour, lw=0))
+        row, key = (~seen).nonzero(as_tuple=True)
+        inside = [
+            (r, k) for r, k in zip(row.tolist(), key.tolist(), strict=True) if is_partial(seen, r, k, rows_of, block_n)
+        ]
+        axis.scatter([k + 0.5 for _, k in inside], [r + 0.5 for r, _ in inside], s=1.5, color="white", lw=0)
+        axis.set(xlim=(0, keys), ylim=(queries, 0), yticks=[0, 16, 32], ylabel="queries", aspect="equal")
+        axis.set_title(f"{title}: the last {queries} of {keys} tokens", loc="left", fontsize=10)
+    axes[1].set(xlabel="keys", xticks=range(0, keys + 1, 16))
+    names = ("full tile: no mask", "masked tile (dots: masked)", "never read")
+    patches = [
+        Patch(color=colour, label=name) for colour, name in zip((COLOURS[0], COLOURS[4], GREY), names, strict=True)
+    ]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def is_partial(seen: torch.Tensor, row: int, key: int, rows_of: int, block_n: int) -> bool:
+    """Return whether the tile that holds a row and a key is read and needs a mask."""
+    top, left = row // rows_of * rows_of, key // block_n * block_n
+    return bool(seen[top : top + rows_of, left : left + block_n].any())
+
+
+@triton.jit
+def partitions_kernel(
+    low_ptr, high_ptr, kv, num_seqs, num_partitions, combine_cost, window_left, window_right,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
+    TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,
+):  # fmt: skip
+    """Store where each partition begins and ends, as `split_kv_kernel` finds it."""
+    S: tl.constexpr = Schedule(
+        GROUP, BLOCK_M, BLOCK_N, 32, False, 0, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT, TWO_LEVEL_MIN_TILES
+    )
+    partition = tl.program_id(0)
+    low, high, _size, _seq, _seq_unit = find_partition(
+        kv, None, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
+    )
+    tl.store(low_ptr + partition, low)
+    tl.store(high_ptr + partition, high)
+
+
+def find_partitions(seq_lens: list[int]) -> tuple[Any, list[tuple[int, int]]]:
+    """Return the launch that an H200 gets for decoding sequences, and the tiles of each of its partitions."""
+    bounds = Bounds(1, max(seq_lens), len(seq_lens))
+    request = Request(HEADS, len(seq_lens), False, bounds, TARGETS["sm90"].properties)
+    launch: Any = choose(request, Options())[0]
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    kv = KVLayout(lengths, None, lengths, None, *[0] * 4, *[None] * 4, *[0] * 3)
+    low, high = (torch.zeros(launch.num_partitions, dtype=torch.int32) for _ in range(2))
+    partitions_kernel[(launch.num_partitions,)](
+        low, high, kv, len(seq_lens), launch.num_partitions, launch.combine_cost, *HEADS.window,
+        HEADS.group_size, launch.config.block_m, launch.config.block_n, launch.costs.min_split_tiles,
+        launch.costs.two_level_combine_discount, launch.two_level_min_tiles,
+    )  # fmt: skip
+    return launch, [(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True) if a < b]
+
+
+def partitions() -> Figure:
+    """Return the work of each program: one program per sequence, and equal partitions."""
+    seq_lens = [9000, 700, 3100, 300, 5200, 1500]
+    launch, found = find_partitions(seq_lens)
+    tiles = [cdiv(n, launch.config.block_n) for n in seq_lens]
+    ends = [sum(tiles[: i + 1]) for i in range(len(tiles))]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(WIDTH, 2.7), layout="constrained", sharey=True)
+    for s, count in enumerate(tiles):
+        left.bar(s, count, color=COLOURS[s], width=0.8)
+    for p, (low, high) in enumerate(found):
+        at = low
+        for s, end in enumerate(ends):
+            upto = min(high, end)
+            if upto > at:
+                right.bar(p, upto - at, bottom=at - low, color=COLOURS[s], width=0.8)
+                at = upto
+    left.set(xticks=range(len(tiles)), xlabel="program", ylabel=f"tiles of {launch.config.block_n} keys")
+    left.set_title("a program for each sequence", loc="left", fontsize=10)
+    right.set(xlabel="program (colours are sequences)")
+    right.set_title(f"{len(found)} equal partitions", loc="left", fontsize=10)
+    return figure
+
+
+def prefill() -> Figure:
+    """Return the rate of prompts by length, of Quire, the naive kernel and two other libraries."""
+    report = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows = [r for r in report["rows"] if r["case"] == f"prefill {r['num_tokens']}"]
+    rows.sort(key=lambda r: r["num_tokens"])
+    figure, axis = pyplot.subplots(figsize=(WIDTH, 3), layout="constrained")
+    axis.axhline(report["ceilings"]["flops_per_second"] / 1e12, color="0.4", lw=1, ls="--", label="ceiling of the card")
+    for name, colour in (("Quire", 0), ("FlashAttention 3", 2), ("vLLM Triton", 4), ("Quire, naive", 1)):
+        timed = [(r["num_tokens"], r["results"].get(name, {})) for r in rows]
+        points = [(n, result["flops_per_second"] / 1e12) for n, result in timed if "micros" in result]
+        axis.plot(*zip(*points, strict=True), "o-", ms=4, color=COLOURS[colour], label=name)
+    axis.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="TFLOP/s")
+    axis.set_xticks([r["num_tokens"] for r in rows], [f"{r['num_tokens']:,}" for r in rows])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=9)
+    axis.set_title(f"{report['provenance']['device']}, {report['provenance']['date']}", loc="left", fontsize=10)
+    return figure
+
+
+STEPS = {  # a bar's name: the case, and the library
+    "decode, 32 × 2,048 keys": ("32 sequences, 100 % decode", "decode 32x2048 fp8"),
+    "prompt, 2,048 tokens": ("prefill 2048", None),
+}
+
+
+def steps() -> Figure:
+    """Return the times of the naive kernel and of Quire, and the floor."""
+    rows = {row["case"]: row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]}
+    figure, axes = pyplot.subplots(1, 2, figsize=(WIDTH, 2.3), layout="constrained")
+    for axis, (title, (case, fp8)) in zip(axes, STEPS.items(), strict=True):
+        results = rows[case]["results"]
+        bars = {"naive": results["Quire, naive"]["micros"], "today": results["Quire"]["micros"]}
+        bars["floor, bf16"] = rows[case]["floor_micros"]
+        if fp8:
+            bars["today, fp8 cache"] = rows[fp8]["results"]["Quire"]["micros"]
+        colours = {"naive": COLOURS[1], "floor, bf16": "0.6"}
+        axis.barh(list(bars), list(bars.values()), color=[colours.get(name, COLOURS[0]) for name in bars])
+        for i, micros in enumerate(bars.values()):
+            axis.text(micros * 1.1, i, f"{micros:,.0f}" if micros >= 100 else f"{micros:.1f}", va="center", fontsize=9)
+        axis.set(xscale="log", xlabel="µs", xlim=(10, max(bars.values()) * 4))
+        axis.invert_yaxis()
+        axis.set_title(title, loc="left", fontsize=10)
+    return figure
+
+
+FIGURES = {f.__name__: f for f in (pages, softmax, band, partitions, prefill, steps)}
+
+
+def main() -> None:
+    """Write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/figures", metavar="FOLDER", help="where")
+    folder = parser.parse_args().output
+    style = {
+        "font.size": 9.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.hashsalt": "quire",
+        "svg.fonttype": "none",
+    }
+    with pyplot.rc_context(style):
+        for name, draw in FIGURES.items():
+            draw().savefig(folder / f"{name}.svg", metadata={"Date": None})
+            pyplot.close("all")
+
+
+if __name__ == "__main__":
+    main()
