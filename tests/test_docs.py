@@ -26,7 +26,16 @@ PAGES = sorted(
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/quire/**/*.md")]
     if page.parent.name != "results" or page.name in HANDWRITTEN_RESULTS
 )
-WITH_EXAMPLES = ("README.md", "docs/usage.md", "docs/serving.md", "docs/flash_attn.md", "docs/mla.md")
+WITH_EXAMPLES = (
+    "README.md",
+    "docs/start.md",
+    "docs/usage.md",
+    "docs/serving.md",
+    "docs/flash_attn.md",
+    "docs/mla.md",
+    "docs/quantise.md",
+    "docs/debug.md",
+)
 MAY_NAME_OLD_WORDS = {Path("CHANGELOG.md"), Path("DESIGN.md")}
 LONGEST_LINE = 200
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
