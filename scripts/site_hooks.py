@@ -11,11 +11,12 @@ The Markdown is written for GitHub, where a link may lead anywhere in the reposi
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files, InclusionLevel
-from mkdocs.structure.pages import Page
+if TYPE_CHECKING:  # the tests of links run without mkdocs
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 OUTSIDE = ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")  # shown as pages
@@ -25,7 +26,7 @@ LANGUAGES = {".py": "python", ".json": "json", ".yml": "yaml", ".toml": "toml", 
 HOME = "README.md"
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
+def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
     """Leave out the entries of the navigation whose page does not exist."""
     config.nav = existing(config.nav, Path(config.docs_dir))
     return config
@@ -41,8 +42,10 @@ def existing(entries: Any, docs: Path) -> Any:
     return [entry for entry in (existing(entry, docs) for entry in entries) if entry]
 
 
-def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+def on_files(files: "Files", *, config: "MkDocsConfig") -> "Files":
     """Add the pages from outside of docs/, and a page for every file that a page links to."""
+    from mkdocs.structure.files import File, InclusionLevel
+
     for name in OUTSIDE:
         files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
     shown = set()
@@ -58,11 +61,13 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: "Page", **_: Any) -> str:
     """Return a page's Markdown with links into the repository as links within the site."""
     here = page.file.src_uri
     if here.startswith("source/"):
         return markdown
+    if page.parent is None:  # a tab of one page needs no list of pages
+        page.meta["hide"] = ["navigation"]
 
     def rewrite(match: re.Match[str]) -> str:
         path = in_repository(match[2], here)

@@ -1,0 +1,107 @@
+"""The documentation site, without building it: its navigation, its links, and the pages that scripts write."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+import quire
+import quire.testing
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+HOOKS = runpy.run_path(str(ROOT / "scripts/site_hooks.py"))
+NAVIGATION = re.findall(r"[ -]([\w/]+\.md)\b", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1])
+MAY_BE_MISSING = {"sglang.md", "flashinfer.md"}  # the site leaves them out while they do not exist
+
+
+def test_the_navigation_has_every_page_once_and_no_other():
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | set(HOOKS["OUTSIDE"])
+    assert len(NAVIGATION) == len(set(NAVIGATION))
+    assert set(NAVIGATION) - MAY_BE_MISSING == pages - MAY_BE_MISSING
+
+
+def test_the_navigation_leaves_out_pages_that_do_not_exist():
+    entries = [{"Here": "tour.md"}, {"Gone": "gone.md"}, {"Part": ["gone.md"]}, {"Part": ["gone.md", "DESIGN.md"]}]
+    assert HOOKS["existing"](entries, DOCS) == [{"Here": "tour.md"}, {"Part": ["DESIGN.md"]}]
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "path", "shown_by"),
+    [
+        ("tour.md", "../src/quire/plan.py", "src/quire/plan.py", "source/src/quire/plan.py.md"),
+        ("results/README.md", "../../README.md", "README.md", "README.md"),
+        ("notes/hopper.md", "../../DESIGN.md", "DESIGN.md", "DESIGN.md"),
+        ("DESIGN.md", "docs/mla.md", "docs/mla.md", "mla.md"),
+        ("DESIGN.md", "CONTRIBUTING.md", "CONTRIBUTING.md", "CONTRIBUTING.md"),
+    ],
+)
+def test_a_link_into_the_repository_becomes_a_link_within_the_site(page, link, path, shown_by):
+    assert HOOKS["in_repository"](link, page) == path
+    assert HOOKS["page_of"](path) == shown_by
+
+
+@pytest.mark.parametrize(("page", "link"), [("tour.md", "usage.md"), ("DESIGN.md", "https://example.org/")])
+def test_other_links_stay_as_they_are(page, link):
+    assert HOOKS["in_repository"](link, page) is None
+
+
+def test_code_is_searched_for_no_links():
+    assert HOOKS["linked"]("[a](../src/quire/plan.py)\n```\n[b](../src/quire/api.py)\n```\n", "tour.md") == [
+        "src/quire/plan.py"
+    ]
+
+
+def test_the_support_matrix_is_what_the_code_answers():
+    if triton.knobs.runtime.interpret:
+        pytest.skip("Triton's interpreter serves no bfloat16, so plans answer otherwise")
+    page = runpy.run_path(str(ROOT / "scripts/write_support.py"))["page"]()
+    assert page == (DOCS / "support.md").read_text(encoding="utf-8"), "run python scripts/write_support.py"
+
+
+def test_the_reference_has_every_public_name():
+    named = set(
+        re.findall(r"^::: ([\w.]+)$", "".join(p.read_text() for p in (DOCS / "api").glob("*.md")), re.MULTILINE)
+    )
+    missing = {f"quire.{name}" for name in quire.__all__} - named - {"quire.plan"}
+    missing |= {f"quire.testing.{name}" for name in quire.testing.__all__} - named
+    assert not missing
+    assert "quire.plan.plan" in named  # `quire.plan` is the module too
+
+
+def test_the_figures_of_the_tour_can_be_drawn_again(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need quire[bench]")
+    script = ROOT / "scripts/draw_tour.py"
+    subprocess.run([sys.executable, "-W", "ignore", script, "--output", tmp_path], check=True)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    shown = set(re.findall(r"\(figures/(\w+\.svg)\)", (DOCS / "tour.md").read_text(encoding="utf-8")))
+    assert drawn == shown == {path.name for path in (DOCS / "figures").iterdir()}
+
+
+TOUR = {  # what a row's second cell has, and a column: the case, and the library (None: the floor)
+    ("naive", 0): ("decode 1x4096", "Quire, naive"),
+    ("naive", 1): ("32 sequences, 100 % decode", "Quire, naive"),
+    ("naive", 2): ("prefill 2048", "Quire, naive"),
+    ("split_kv_kernel", 0): ("decode 1x4096", "Quire"),
+    ("split_kv_kernel", 1): ("32 sequences, 100 % decode", "Quire"),
+    ("hopper_kernel", 2): ("prefill 2048", "Quire"),
+    ("fp8 cache", 1): ("decode 32x2048 fp8", "Quire"),
+    ("floor", 0): ("decode 1x4096", None),
+    ("floor", 1): ("32 sequences, 100 % decode", None),
+    ("floor", 2): ("prefill 2048", None),
+}
+
+
+def test_the_tour_says_what_was_measured():
+    measured = {row["case"]: row for row in json.loads((DOCS / "results/h200.json").read_text())["rows"]}
+    table = [line.split("|") for line in (DOCS / "tour.md").read_text(encoding="utf-8").splitlines() if "|" in line]
+    for (name, column), (case, library) in TOUR.items():
+        cell = next(row[4 + column] for row in table if name in row[2]).strip().replace(",", "")
+        row = measured[case]
+        micros = row["floor_micros"] if library is None else row["results"][library]["micros"]
+        assert float(cell) == pytest.approx(micros, abs=0.5001 * 10 ** -len(cell.partition(".")[2])), (name, case)
