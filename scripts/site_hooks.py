@@ -67,7 +67,7 @@ def on_page_markdown(markdown: str, *, page: "Page", **_: Any) -> str:
     if here.startswith("source/"):
         return markdown
     if page.parent is None:  # a tab of one page needs no list of pages
-        page.meta["hide"] = ["navigation"]
+        page.meta["hide"] = ["navigation", "toc"] if here == HOME else ["navigation"]
 
     def rewrite(match: re.Match[str]) -> str:
         path = in_repository(match[2], here)
@@ -115,7 +115,7 @@ def page_of(path: str) -> str:
 def source_page(path: str) -> str:
     """Return the page that shows a file or a folder of the repository. It cannot be found by the search."""
     file = ROOT / path
-    head = f"---\nsearch:\n  exclude: true\nhide: [navigation]\n---\n# {file.name}\n\n`{path}`\n\n"
+    head = f"---\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n# {file.name}\n\n`{path}`\n\n"
     if file.is_dir():
         names = sorted(child.name for child in file.iterdir() if not child.name.startswith(("_", ".")))
         return head + "".join(f"* `{name}`\n" for name in names)

@@ -11,6 +11,7 @@ const FILTERS = [
   ["lengths", (row) => (row.uniform ? "equal" : "different")],
 ];
 
+// Make an element.
 const element = (tag, fields = {}, ...children) => {
   const node = Object.assign(document.createElement(tag), fields);
   node.append(...children);
@@ -31,11 +32,14 @@ function other(row, library) {
 
 const format = (time) => (time >= 1000 ? Math.round(time).toLocaleString("en") : time.toPrecision(3));
 
+// A menu, within its label and alone.
 function select(label, values, onchange) {
   const menu = element("select", { onchange }, ...values.map((value) => element("option", { textContent: value, value })));
+  menu.setAttribute("aria-label", label);
   return [element("label", {}, element("span", { textContent: label }), menu), menu];
 }
 
+// Show the controls and the bars of a report.
 function show(root, report) {
   const rows = report.rows.filter((row) => micros(row, QUIRE) !== undefined);
   const timed = [...new Set(rows.flatMap((row) => Object.keys(row.results)))].filter(
@@ -112,6 +116,7 @@ function show(root, report) {
   draw();
 }
 
+// Replace the links of the page by a menu of results.
 async function start(root) {
   const links = [...root.querySelectorAll("a")];
   const view = element("div");
