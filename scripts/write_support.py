@@ -309,6 +309,7 @@ def page() -> str:
         by_target=targets_table(),
         messages=table(["request", "error"], ((name, words) for name, words in refused if words is not None)),
         by_engine=by_engine,
+        engine_pages=f"More: {', '.join(f'[{e}]({e}.md)' for e in names if PAGE.with_name(f'{e}.md').exists())}.",
         engine_refusals=table(["engine", "error"], ((f"`{e}`", words) for e in names for words in refusals_of(e))),
     )
 
@@ -355,7 +356,7 @@ A sound request that nothing serves raises `UnsupportedError`:
 ## Features and engines
 
 What an integration passes on to Quire. An engine may have no way to ask for the rest.
-The pages of [vLLM](vllm.md), [Transformers](transformers.md) and [flash-attn](flash_attn.md) say more.
+{engine_pages}
 
 {by_engine}
 What an integration refuses, with "…" for what the message fills in:

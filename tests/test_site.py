@@ -76,7 +76,7 @@ def test_the_reference_has_every_public_name():
 
 def test_the_figures_of_the_tour_can_be_drawn_again(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need quire[bench]")
-    script = ROOT / "scripts/draw_tour.py"
+    script = ROOT / "scripts/draw_tour.py"  # in a process of its own: the interpreter is chosen when Triton is imported
     subprocess.run([sys.executable, "-W", "ignore", script, "--output", tmp_path], check=True)
     drawn = {path.name for path in tmp_path.iterdir()}
     shown = set(re.findall(r"\(figures/(\w+\.svg)\)", (DOCS / "tour.md").read_text(encoding="utf-8")))
