@@ -1,0 +1,3 @@
+"""A stand-in for torchvision, which SGLang imports for images."""
+
+from torchvision import io as io, transforms as transforms
