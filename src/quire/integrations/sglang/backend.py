@@ -260,7 +260,7 @@ class QuireBackend(base.AttentionBackend):
 
     def forward_decode(
         self,
-        q: torch.Tensor,  # [num_tokens, num_heads * head_dim]; of latents also [num_tokens, num_heads, rank] with q_rope
+        q: torch.Tensor,  # [num_tokens, num_heads * head_dim], or the latent columns where q_rope is given
         k: torch.Tensor | None,
         v: torch.Tensor | None,
         layer: Any,  # SGLang's RadixAttention

@@ -1,3 +1,4 @@
 """A stand-in for torchvision, which SGLang imports for images."""
 
-from torchvision import io as io, transforms as transforms
+from torchvision import io as io
+from torchvision import transforms as transforms
