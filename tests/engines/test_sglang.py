@@ -6,14 +6,12 @@ The scheduler and the models are not run: they need kernels that SGLang builds f
 # ruff: noqa: E402
 
 import importlib
-import os
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent / "sglang_cpu"))
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 import pytest
 import torch
