@@ -8,6 +8,8 @@ OLD_TRITON := .overlays/triton-3.6.0
 OLD_TRANSFORMERS := .overlays/transformers-5.17.0
 VLLM_NEEDS := .overlays/vllm-needs
 VLLM := 0.20.2 0.33.0
+SGLANG_NEEDS := .overlays/sglang-needs
+SGLANG := 0.5.12 0.5.23
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
 # Without a GPU: pinned versions, whose torch is a CPU build. A plain `torch` would download gigabytes of CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
@@ -15,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 # Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: help demo test test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
+.PHONY: help demo test test-newest test-interpreter test-old-triton test-old-transformers test-vllm test-sglang check test-gpu sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
 	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions; two at once: make -j2 -O test"
@@ -23,7 +25,7 @@ help:
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
 	@echo "make clean     remove .venv and what tests left behind"
-	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-old-transformers, test-vllm"
+	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-old-transformers, test-vllm, test-sglang"
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -51,10 +53,20 @@ $(VLLM_NEEDS)/.ready: $(VENV)/.ready tests/engines/vllm_cpu/requirements.txt
 		$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-binary vllm --upgrade --target .overlays/vllm-$* vllm==$*
 	@touch $@
 
+$(SGLANG_NEEDS)/.ready: $(VENV)/.ready tests/engines/sglang_cpu/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(SGLANG_NEEDS) -r tests/engines/sglang_cpu/requirements.txt
+	@touch $@
+
+.PRECIOUS: .overlays/sglang-%/.ready
+# SGLang without its kernels for GPUs: its wheel alone.
+.overlays/sglang-%/.ready: $(SGLANG_NEEDS)/.ready
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .overlays/sglang-$* sglang==$*
+	@touch $@
+
 demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
-test: test-newest test-interpreter test-old-triton test-old-transformers test-vllm
+test: test-newest test-interpreter test-old-triton test-old-transformers test-vllm test-sglang
 
 test-newest: $(VENV)/.ready
 	@echo "== CPU path, compile suite, commands, engines: newest Triton and Transformers"
@@ -82,6 +94,11 @@ test-vllm-$(lastword $(VLLM)): MUTANTS := tests/mutations
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
 	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/test_examples.py $(MUTANTS) -k vllm
+
+test-sglang: $(SGLANG:%=test-sglang-%)
+test-sglang-%: .overlays/sglang-%/.ready
+	@echo "== SGLang $*"
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples
