@@ -9,6 +9,8 @@ OLD_TRANSFORMERS := .overlays/transformers-5.17.0
 VLLM_NEEDS := .overlays/vllm-needs
 DOCS := .overlays/docs
 VLLM := 0.20.2 0.33.0
+SGLANG_NEEDS := .overlays/sglang-needs
+SGLANG := 0.5.12 0.5.23
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
 # Without a GPU: pinned versions, whose torch is a CPU build. A plain `torch` would download gigabytes of CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
@@ -17,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: help demo docs dist test test-quick test-newest test-interpreter test-old-triton test-old-transformers test-vllm check test-gpu sanitize clean
+.PHONY: help demo docs dist test test-quick test-newest test-interpreter test-old-triton test-old-transformers test-vllm test-sglang check test-gpu sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
 	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions; two at once: make -j2 -O test"
@@ -28,7 +30,7 @@ help:
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
 	@echo "make docs      build the documentation site into build/site"
 	@echo "make clean     remove .venv and what tests left behind"
-	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-old-transformers, test-vllm"
+	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-old-transformers, test-vllm, test-sglang"
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -56,10 +58,20 @@ $(VLLM_NEEDS)/.ready: $(VENV)/.ready tests/engines/vllm_cpu/requirements.txt
 		$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-binary vllm --upgrade --target .overlays/vllm-$* vllm==$*
 	@touch $@
 
+$(SGLANG_NEEDS)/.ready: $(VENV)/.ready tests/engines/sglang_cpu/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(SGLANG_NEEDS) -r tests/engines/sglang_cpu/requirements.txt
+	@touch $@
+
+.PRECIOUS: .overlays/sglang-%/.ready
+# SGLang without its kernels for GPUs: its wheel alone.
+.overlays/sglang-%/.ready: $(SGLANG_NEEDS)/.ready
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .overlays/sglang-$* sglang==$*
+	@touch $@
+
 demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
-test: test-newest test-interpreter test-old-triton test-old-transformers test-vllm
+test: test-newest test-interpreter test-old-triton test-old-transformers test-vllm test-sglang
 
 test-newest: $(VENV)/.ready
 	@echo "== CPU path, compile suite, commands, engines: newest Triton and Transformers"
@@ -100,6 +112,11 @@ dist: $(VENV)/.ready
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/python scripts/try_wheel.py dist/*.whl $(TORCH)
+
+test-sglang: $(SGLANG:%=test-sglang-%)
+test-sglang-%: .overlays/sglang-%/.ready
+	@echo "== SGLang $*"
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples

@@ -1,0 +1,511 @@
+"""SGLang's attention backend: a step's metadata, eager or for a captured graph, and a layer's write and attention.
+
+Keys and values of the step are written to SGLang's pool first. Then decode, drafts and prompts are one call: attention
+to the pool through the step's page table. Only the prompts of latent attention that SGLang expands attend to keys and
+values outside of the pool.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import quire
+from quire import AttentionSpec, PagedKVCache, UnsupportedError
+from quire.integrations import layer_spec
+from quire.integrations.sglang import contract
+from quire.integrations.sglang.steps import Plans, Step, StepMemory, fill_table
+
+contract.check_version()
+
+base: Any = contract.load("sglang.srt.layers.attention.base_attn_backend")
+DECODER: Any = contract.load("sglang.srt.layers.radix_attention").AttentionType.DECODER
+WindowPool: Any = contract.load("sglang.srt.mem_cache.swa_memory_pool").SWAKVPool
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+INSTEAD = "choose another --attention-backend for this model"
+
+
+@dataclass
+class Layer:
+    """What stays of a layer from step to step."""
+
+    spec: AttentionSpec
+    address: int  # of the buffer that `pages` are a view of
+    pages: PagedKVCache
+    in_window_pool: bool
+
+
+class QuireBackend(base.AttentionBackend):
+    """Attention of all layers of one model runner."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        options = model_runner.server_args
+        refuse_options(model_runner, options)
+        self.pool = model_runner.token_to_kv_pool
+        self.req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
+        self.page_size = int(getattr(model_runner, "page_size", 1) or 1)
+        self.dtype: torch.dtype = model_runner.dtype
+        self.device = model_runner.device
+        self.has_window_pool = isinstance(self.pool, WindowPool)
+        self.use_mla = bool(model_runner.use_mla_backend)
+        self.kv_index_translator = getattr(model_runner, "kv_index_translator", None)  # SGLang reads it
+        self.max_seq_len = min(model_runner.model_config.context_len, self.req_to_token.shape[1])
+        self.batch_invariant = bool(getattr(options, "enable_deterministic_inference", False))
+        self.plans = Plans(self.req_to_token.shape[0], self.max_seq_len, self.device, self.batch_invariant)
+        self.memory = StepMemory(self.device, self.has_window_pool)
+        self.layers: dict[tuple[int, bool], Layer] = {}  # by layer and whether it has sinks
+        self.captured: dict[tuple[int, int], Step] = {}  # by forward mode and number of requests
+        self.warm = False
+        self.forward_metadata: Step | None = None
+
+    # A step without a graph.
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare an eager step."""
+        batch, mode = forward_batch, forward_batch.forward_mode
+        if mode.is_idle():
+            self.forward_metadata = None
+            return
+        refuse_drafts(mode, batch.spec_info)
+        num_seqs = batch.seq_lens.shape[0]
+        longest = longest_of(batch)
+        if mode.is_decode():
+            max_query_len, num_tokens = 1, num_seqs
+        elif mode.is_target_verify():
+            max_query_len = batch.spec_info.draft_token_num
+            num_tokens, longest = num_seqs * max_query_len, longest + max_query_len
+        else:
+            max_query_len, num_tokens = max(batch.extend_seq_lens_cpu), sum(batch.extend_seq_lens_cpu)
+        max_seq_len = min(1 << max(0, longest - 1).bit_length(), self.max_seq_len)
+        max_seq_len = max(max_seq_len, longest)  # drafts may pass the longest context
+        width = -(-max_seq_len // self.page_size)
+        if self.memory.reserve(num_seqs, num_seqs * width, num_tokens):
+            self.plans.kept.clear()
+        step = self.step_in(self.memory, num_seqs, width, num_tokens, max_query_len, max_seq_len, mode.is_decode())
+        if step.starts is not None:
+            if mode.is_target_verify():
+                torch.arange(0, num_tokens + 1, max_query_len, out=step.starts)
+            else:
+                step.starts[0] = 0
+                torch.cumsum(batch.extend_seq_lens[:num_seqs], 0, out=step.starts[1:])
+        self.fill(step, batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc, mode, longest)
+        self.forward_metadata = step
+
+    def step_in(
+        self,
+        memory: StepMemory,
+        num_seqs: int,
+        width: int,  # pages per sequence
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        one_query_each: bool,
+    ) -> Step:
+        """Return a step whose tensors are views of a memory."""
+        entries = num_seqs * width
+
+        def table(flat: torch.Tensor) -> torch.Tensor:
+            return flat[:entries].view(num_seqs, width)
+
+        return Step(
+            num_tokens=num_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            starts=None if one_query_each else memory.starts[: num_seqs + 1],
+            seq_lens=memory.seq_lens[:num_seqs],
+            table=table(memory.table),
+            window_table=None if memory.window_table is None else table(memory.window_table),
+            window_slots=None if memory.window_slots is None else memory.window_slots[:num_tokens],
+        )
+
+    def fill(
+        self,
+        step: Step,
+        requests: torch.Tensor,  # [num_seqs], rows of req_to_token
+        seq_lens: torch.Tensor,  # [num_seqs], without the tokens of a verify
+        slots: torch.Tensor | None,  # [num_tokens] int64, where the step writes
+        mode: Any,
+        longest: int,
+    ) -> None:
+        """Write what differs from step to step into a step's tensors."""
+        num_seqs = step.seq_lens.shape[0]
+        step.seq_lens.copy_(seq_lens[:num_seqs])
+        if mode.is_target_verify():
+            step.seq_lens.add_(step.max_query_len)
+        fill_table(step.table, self.req_to_token, requests[:num_seqs], longest, self.page_size, None)
+        if step.window_table is not None:
+            mapping = self.pool.full_to_swa_index_mapping
+            fill_table(step.window_table, self.req_to_token, requests[:num_seqs], longest, self.page_size, mapping)
+            if slots is not None and step.window_slots is not None:
+                step.window_slots.copy_(mapping[slots[: step.num_tokens]])
+
+    # A step with a graph.
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Reserve the memory that captured graphs read."""
+        self.graph_memory = StepMemory(self.device, self.has_window_pool)
+        drafts = max(1, max_num_tokens // max(max_bs, 1))
+        self.graph_max_seq_len = self.max_seq_len + drafts
+        width = -(-self.graph_max_seq_len // self.page_size)
+        self.graph_memory.reserve(max_bs, max_bs * width, max_num_tokens)
+        self.captured.clear()
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a padding row, which then reads the slot that SGLang keeps for padding."""
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a step of a graph, before its capture or its replay; SGLang 0.5.23 and newer."""
+        batch = forward_batch
+        num_seqs = batch.batch_size
+        if in_capture:
+            self.begin_capture(batch.forward_mode, num_seqs, batch.input_ids.shape[0], batch.spec_info)
+        self.replay(batch, num_seqs, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, batch.out_cache_loc)
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+    ) -> None:
+        """Prepare a capture; SGLang before 0.5.23."""
+        self.begin_capture(forward_mode, bs, num_tokens, spec_info)
+        self.replay_mode(forward_mode, bs, req_pool_indices, seq_lens, None, None, spec_info)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_sum: int,
+        encoder_lens: torch.Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+        seq_lens_cpu: torch.Tensor | None,
+        out_cache_loc: torch.Tensor | None = None,
+    ) -> None:
+        """Prepare a replay; SGLang before 0.5.23."""
+        self.replay_mode(forward_mode, bs, req_pool_indices, seq_lens, seq_lens_cpu, out_cache_loc, spec_info)
+
+    def begin_capture(self, mode: Any, num_seqs: int, num_tokens: int, spec_info: Any) -> None:
+        """Make the step that a graph will always read, with the largest lengths."""
+        refuse_drafts(mode, spec_info)
+        if not (mode.is_decode() or mode.is_target_verify()):
+            raise UnsupportedError(
+                f"forward_mode must be DECODE or TARGET_VERIFY in a captured graph, got {mode.name}; "
+                "switch off the full graphs of prefill"
+            )
+        width = -(-self.graph_max_seq_len // self.page_size)
+        per_seq = num_tokens // num_seqs
+        sizes = num_seqs, width, num_tokens, per_seq, self.graph_max_seq_len
+        step = self.step_in(self.graph_memory, *sizes, mode.is_decode())
+        step.captured = True
+        if step.starts is not None:  # a tensor of its own: graphs of other sizes have other starts
+            step.starts = torch.arange(0, num_tokens + 1, per_seq, dtype=torch.int32, device=self.device)
+        self.captured[int(mode), num_seqs] = step
+
+    def replay(
+        self,
+        batch: Any,
+        num_seqs: int,
+        requests: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor | None,
+        slots: torch.Tensor | None,
+    ) -> None:
+        """Prepare a replay of a forward batch."""
+        self.replay_mode(batch.forward_mode, num_seqs, requests, seq_lens, seq_lens_cpu, slots, batch.spec_info)
+
+    def replay_mode(
+        self,
+        mode: Any,
+        num_seqs: int,
+        requests: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor | None,  # without it, whole rows of the page table are copied
+        slots: torch.Tensor | None,
+        spec_info: Any,
+    ) -> None:
+        """Write a step's lengths and tables where its graph reads them."""
+        refuse_drafts(mode, spec_info)
+        step = self.captured[int(self.mode_of_graph(mode)), num_seqs]
+        longest = step.max_seq_len
+        if seq_lens_cpu is not None and seq_lens_cpu.numel():
+            extra = step.max_query_len if mode.is_target_verify() else 0
+            longest = min(longest, max(1, int(seq_lens_cpu[:num_seqs].max())) + extra)
+        self.fill(step, requests, seq_lens, slots, mode, longest)
+        self.forward_metadata = step
+
+    def mode_of_graph(self, mode: Any) -> Any:
+        """Return the forward mode under which a graph was captured: an idle rank replays that of decode."""
+        return type(mode).DECODE if mode.is_idle() else mode
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Compile what any later step can need, once, before the first capture: its layers are known by now."""
+        if self.warm:
+            return
+        self.warm = True
+        for spec, pages in {layer.spec: layer.pages for layer in self.layers.values()}.items():
+            names = quire.warmup(spec, pages, **self.plans.bounds())
+            if names:
+                contract.logger.info("Quire has %d kernels ready for %s", len(names), spec)
+
+    # A layer.
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,  # [num_tokens, num_heads * head_dim], or the latent columns where q_rope is given
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,  # SGLang's RadixAttention
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Write the step's keys and values, and attend to the pool."""
+        return self.attend(q, k, v, layer, forward_batch, save_kv_cache, **others)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **others: Any,
+    ) -> torch.Tensor:
+        """As `forward_decode`, for prompts, mixed batches and the verification of drafts."""
+        if self.use_mla and k is not None and layer.tp_k_head_num != 1:
+            return self.attend_expanded(q, k, v, layer, forward_batch, save_kv_cache, **others)
+        return self.attend(q, k, v, layer, forward_batch, save_kv_cache, **others)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        sinks: torch.Tensor | None = None,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Write the step's keys and values, and attend to the pool."""
+        refuse_arguments(others)
+        step = self.forward_metadata
+        assert step is not None, "SGLang calls init_forward_metadata first"
+        bound = self.bind(layer, sinks is not None)
+        if save_kv_cache and k is not None and v is not None:
+            slots = forward_batch.out_cache_loc
+            if bound.in_window_pool and step.window_slots is not None:
+                slots = step.window_slots
+            self.write(k, v, k_rope, bound, slots)
+        queries: Any = q.reshape(q.shape[0], layer.tp_q_head_num, -1)
+        if q_rope is not None:
+            queries = queries[: step.num_tokens], q_rope.view(q.shape[0], layer.tp_q_head_num, -1)[: step.num_tokens]
+        else:
+            queries = queries[: step.num_tokens]
+        plan = self.plans.plan(bound.spec, step, step.num_tokens, in_window_pool=bound.in_window_pool)
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        if q.shape[0] > step.num_tokens:
+            out[step.num_tokens :] = 0  # padding
+        quire.attention(queries, bound.pages, plan, sinks=sinks, out=out[: step.num_tokens])
+        return out.view(q.shape[0], -1)
+
+    def write(
+        self, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None, layer: Layer, slots: torch.Tensor
+    ) -> None:
+        """Write keys and values, or latents, to the pool."""
+        spec, pages, num_tokens = layer.spec, layer.pages, k.shape[0]
+        slots = slots[:num_tokens]
+        if not spec.latent:
+            k, v = k.view(num_tokens, spec.num_kv_heads, -1), v.view(num_tokens, spec.num_kv_heads, -1)
+            quire.write_kv(k, v, pages, slots)
+            return
+        latents = k.view(num_tokens, -1)
+        k_pe = latents[:, spec.kv_lora_rank :] if k_rope is None else k_rope.view(num_tokens, -1)
+        quire.write_latent(latents[:, : spec.kv_lora_rank], k_pe, pages, slots)
+
+    def attend_expanded(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Attend to latents that SGLang has expanded to a key and a value per head, in prompts without a prefix."""
+        refuse_arguments(others)
+        refuse_layer(layer)
+        step = self.forward_metadata
+        assert step is not None and v is not None, "SGLang calls init_forward_metadata first"
+        if save_kv_cache or k.shape[0] != q.shape[0] or getattr(forward_batch, "mha_return_lse", False):
+            raise UnsupportedError(
+                f"k must be the step's own {q.shape[0]} tokens where latents are expanded, got {k.shape[0]} tokens; "
+                "leave --attention-backend to Quire for all of the model's layers, or to none"
+            )
+        spec = layer_spec(
+            num_q_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.qk_head_dim,
+            head_dim_v=layer.v_head_dim,
+            dtype=q.dtype,
+            softmax_scale=float(layer.scaling),
+            softcap=float(layer.logit_cap) or None,
+        )
+        plan = step.plans.get((id(spec), False))
+        if plan is None:
+            starts = step.starts
+            assert starts is not None, "prompts have starts"
+            plan = step.plans[id(spec), False] = quire.plan(
+                spec,
+                quire.Batch.varlen(starts, starts),
+                max_query_len=step.max_query_len,
+                max_seq_len=step.max_query_len,
+                num_tokens=step.num_tokens,
+                batch_invariant=self.batch_invariant,
+            )
+        rows = step.num_tokens
+        out = q.new_zeros(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        heads_q, heads_k = layer.tp_q_head_num, layer.tp_k_head_num
+        q, k, v = (
+            q.view(-1, heads_q, spec.head_dim),
+            k.view(-1, heads_k, spec.head_dim),
+            v.view(-1, heads_k, v.shape[-1]),
+        )
+        quire.varlen_attention(q[:rows], k[:rows], v[:rows], plan, out=out[:rows])
+        return out.view(out.shape[0], -1)
+
+    def bind(self, layer: Any, has_sinks: bool) -> Layer:
+        """Return a layer's spec and its pages, which are views of SGLang's pool."""
+        k = self.pool.get_key_buffer(layer.layer_id)  # in every step: it waits for a cache that is being loaded
+        bound = self.layers.get((layer.layer_id, has_sinks))
+        if bound is not None and bound.address == k.data_ptr():
+            return bound
+        refuse_layer(layer)
+        if k.dim() != 3 or (k.dtype is not self.dtype and k.dtype not in FP8_DTYPES):
+            raise UnsupportedError(
+                f"kv_cache must be [num_tokens, num_kv_heads, head_dim] in {self.dtype} or fp8, got {list(k.shape)} in "
+                f"{k.dtype}; use --kv-cache-dtype auto, and no other layout of the pool"
+            )
+        window = layer.sliding_window_size
+        spec = layer_spec(
+            num_q_heads=layer.tp_q_head_num,
+            num_kv_heads=1 if self.use_mla else layer.tp_k_head_num,
+            head_dim=k.shape[-1] if self.use_mla else layer.qk_head_dim,
+            head_dim_v=layer.v_head_dim,
+            dtype=self.dtype,
+            kv_dtype=k.dtype,
+            softmax_scale=float(layer.scaling),
+            sliding_window=None if window is None or window < 0 else window + 1,  # SGLang's leaves out the own key
+            softcap=float(layer.logit_cap) or None,
+            sinks=has_sinks,
+            latent=self.use_mla,
+        )
+        in_window_pool = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
+        pages = self.pages(layer, k, in_window_pool)
+        bound = self.layers[layer.layer_id, has_sinks] = Layer(spec, k.data_ptr(), pages, in_window_pool)
+        return bound
+
+    def pages(self, layer: Any, k: torch.Tensor, in_window_pool: bool) -> PagedKVCache:
+        """Return a layer's pool in pages."""
+        size = self.page_size
+        num_pages = k.shape[0] // size
+        is_scaled = k.dtype in FP8_DTYPES and layer.k_scale is not None
+        if self.use_mla:
+            latents = k[: num_pages * size].view(num_pages, size, k.shape[-1])
+            scale = as_scale(layer.k_scale, k.device) if is_scaled else None
+            return PagedKVCache.from_latents(latents, layer.v_head_dim, scale=scale)
+        v = self.pool.get_value_buffer(layer.layer_id)
+        paged_k, paged_v = (x[: num_pages * size].view(num_pages, size, *x.shape[1:]) for x in (k, v))
+        if not is_scaled:
+            return PagedKVCache(paged_k, paged_v, "NHD")
+        scales = as_scale(layer.k_scale, k.device), as_scale(layer.v_scale, k.device)
+        return PagedKVCache(paged_k, paged_v, "NHD", *scales)
+
+
+def as_scale(scale: Any, device: torch.device) -> torch.Tensor:
+    """Return a scale per tensor as Quire takes it."""
+    if not isinstance(scale, torch.Tensor):
+        return torch.tensor([float(scale)], device=device)
+    return scale.detach().to(device=device, dtype=torch.float32).reshape(1)
+
+
+def longest_of(batch: Any) -> int:
+    """Return the longest of a batch's sequences, from the host's lengths if there are any."""
+    lengths = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens
+    return max(1, int(lengths.max())) if lengths.numel() else 1
+
+
+def refuse_options(model_runner: Any, options: Any) -> None:
+    """Raise UnsupportedError if the server has options that Quire does not serve."""
+    topk = getattr(options, "speculative_eagle_topk", None)
+    if topk not in (None, 0, 1):
+        raise UnsupportedError(
+            f"speculative_eagle_topk must be 1, got {topk}, which drafts trees; pass --speculative-eagle-topk 1"
+        )
+    if str(getattr(options, "speculative_algorithm", None)).upper() == "NGRAM":
+        breadth = getattr(options, "speculative_ngram_max_bfs_breadth", 1)
+        if breadth != 1:
+            raise UnsupportedError(
+                f"speculative_ngram_max_bfs_breadth must be 1, got {breadth}, which drafts trees; "
+                "pass --speculative-ngram-max-bfs-breadth 1"
+            )
+    dcp = getattr(options, "dcp_size", None)
+    if dcp not in (None, 1):
+        raise UnsupportedError(f"dcp_size must be 1, got {dcp}; leave out --dcp-size")
+    if getattr(getattr(model_runner, "kv_index_translator", None), "is_translating", False):
+        raise UnsupportedError(
+            "token_to_kv_pool must be a pool whose slots keep their numbers, got a unified pool; switch it off"
+        )
+
+
+def refuse_drafts(mode: Any, spec_info: Any) -> None:
+    """Raise UnsupportedError for the steps of a draft model, and for trees of drafts."""
+    if mode.name.startswith("DRAFT_EXTEND") or (mode.is_decode() and getattr(spec_info, "kv_indptr", None) is not None):
+        raise UnsupportedError(
+            f"forward_mode must be one of the target model, got {mode.name} of a draft model; "
+            "pass --speculative-draft-attention-backend triton"
+        )
+    if mode.name.startswith("DLLM") or mode.name == "SPLIT_PREFILL":
+        raise UnsupportedError(
+            f"forward_mode must be DECODE, EXTEND, MIXED or TARGET_VERIFY, got {mode.name}; {INSTEAD}"
+        )
+    topk = getattr(spec_info, "topk", None)
+    if mode.is_target_verify() and topk not in (None, -1, 0, 1):
+        raise UnsupportedError(f"topk must be 1, got {topk}, a tree of drafts; pass --speculative-eagle-topk 1")
+
+
+def refuse_arguments(others: dict[str, Any]) -> None:
+    """Raise UnsupportedError for what a model passes to backends that know it."""
+    for name, value in others.items():
+        if not (value is None or value is False):
+            raise UnsupportedError(f"{name} must be left out, got {type(value).__name__}; {INSTEAD}")
+
+
+def refuse_layer(layer: Any) -> None:
+    """Raise UnsupportedError for a kind of layer that is not served."""
+    for name, value, served in (
+        ("attn_type", layer.attn_type, layer.attn_type == DECODER),
+        ("is_cross_attention", layer.is_cross_attention, not layer.is_cross_attention),
+        ("pos_encoding_mode", layer.pos_encoding_mode, layer.pos_encoding_mode == "NONE"),
+        (
+            "logit_capping_method",
+            layer.logit_capping_method,
+            not layer.logit_cap or layer.logit_capping_method == "tanh",
+        ),
+        ("xai_temperature_len", layer.xai_temperature_len, layer.xai_temperature_len <= 0),
+    ):
+        if not served:
+            raise UnsupportedError(f"{name} of a layer must be that of a plain decoder, got {value}; {INSTEAD}")

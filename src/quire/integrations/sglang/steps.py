@@ -1,0 +1,137 @@
+"""What the backend keeps of a step: its page tables and lengths, in memory that stays, and the plans made for it.
+
+SGLang numbers slots of single tokens: `req_to_token[request, position]` is a slot. A page table is every page_size-th
+entry of such a row, divided by the size. It is copied once a step into memory of the backend, so that a plan, and a
+captured graph, find the next step's table at the same address.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import quire
+from quire import AttentionSpec, Plan
+
+MAX_PLANS = 256  # kept by a backend, besides those of captured graphs
+
+
+@dataclass
+class Step:
+    """One forward pass, as all its layers see it."""
+
+    num_tokens: int  # rows of queries that belong to a request
+    max_query_len: int
+    max_seq_len: int
+    starts: torch.Tensor | None  # [num_seqs + 1] int32; None if every request has one query
+    seq_lens: torch.Tensor  # [num_seqs] int32, with the step's own tokens
+    table: torch.Tensor  # [num_seqs, max_pages_per_seq] int32, of the pool of full attention
+    window_table: torch.Tensor | None  # the same of the pool of sliding windows, where there is one
+    window_slots: torch.Tensor | None  # [num_tokens] int64, where that pool writes
+    captured: bool = False
+    plans: dict[tuple[int, bool], Plan] = field(default_factory=dict)  # by the spec's id, and whether by window_table
+
+
+class StepMemory:
+    """Memory that steps use one after the other. Eager steps enlarge it; a graph's has its size from the start."""
+
+    def __init__(self, device: torch.device | str, has_window_pool: bool) -> None:
+        self.device, self.has_window_pool = device, has_window_pool
+        self.reserve(0, 0, 0)
+
+    def reserve(self, num_seqs: int, num_entries: int, num_tokens: int) -> bool:
+        """Make room, and return whether memory moved. Sizes are powers of two, so it seldom does."""
+        have = getattr(self, "sizes", (-1, -1, -1))
+        want = num_seqs, num_entries, num_tokens
+        if all(w <= h for w, h in zip(want, have, strict=True)):
+            return False
+        seqs, entries, tokens = self.sizes = tuple(
+            max(h, 1 << max(0, w - 1).bit_length()) for w, h in zip(want, have, strict=True)
+        )
+
+        def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        self.seq_lens, self.starts, self.table = zeros(seqs), zeros(seqs + 1), zeros(entries)
+        self.window_table = zeros(entries) if self.has_window_pool else None
+        self.window_slots = zeros(tokens, torch.int64) if self.has_window_pool else None
+        return True
+
+
+def fill_table(
+    table: torch.Tensor,  # [num_seqs, max_pages_per_seq] int32, written
+    req_to_token: torch.Tensor,  # [num_requests, max_context_len] int32
+    requests: torch.Tensor,  # [num_seqs], rows of req_to_token
+    max_seq_len: int,
+    page_size: int,
+    mapping: torch.Tensor | None,  # slots of the other pool, by slot
+) -> None:
+    """Write the page numbers of each request's first `max_seq_len` tokens."""
+    columns = torch.arange(0, min(max_seq_len, req_to_token.shape[1]), page_size, device=table.device)
+    slots = req_to_token[requests[:, None], columns]
+    if mapping is not None:
+        slots = mapping[slots.long()]
+    if page_size > 1:
+        slots = torch.div(slots, page_size, rounding_mode="floor")
+    table[:, : slots.shape[1]].copy_(slots)
+
+
+class Plans:
+    """The plans of a backend, by their bounds and by the memory that they read, and the scratch memory of each spec."""
+
+    def __init__(self, max_num_seqs: int, max_seq_len: int, device: Any, batch_invariant: bool) -> None:
+        self.max_num_seqs, self.max_seq_len, self.max_num_tokens = max_num_seqs, max_seq_len, 8192
+        self.device, self.batch_invariant = device, batch_invariant
+        self.kept: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+        self.workspaces: dict[AttentionSpec, torch.Tensor | None] = {}
+
+    def bounds(self) -> dict[str, Any]:
+        """Return the bounds within which plans are made, as `workspace_size` and `warmup` take them."""
+        return {
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_tokens": self.max_num_tokens,
+            "max_seq_len": self.max_seq_len,
+            "batch_invariant": self.batch_invariant,
+        }
+
+    def workspace(self, spec: AttentionSpec, num_seqs: int, num_tokens: int) -> torch.Tensor | None:
+        """Return scratch memory for a plan. A larger step than any before gets new memory, and so do later plans."""
+        if num_tokens > self.max_num_tokens or num_seqs > self.max_num_seqs:
+            self.max_num_tokens = max(self.max_num_tokens, 1 << (num_tokens - 1).bit_length())
+            self.max_num_seqs = max(self.max_num_seqs, num_seqs)
+            self.workspaces.clear()
+            self.kept.clear()
+        if spec not in self.workspaces:
+            size = quire.workspace_size(spec, **self.bounds(), device=self.device)
+            self.workspaces[spec] = torch.zeros(size, dtype=torch.uint8, device=self.device) if size else None
+        return self.workspaces[spec]
+
+    def plan(self, spec: AttentionSpec, step: Step, num_tokens: int, *, in_window_pool: bool) -> Plan:
+        """Return the step's plan for a kind of layer; an earlier one if bounds and memory are the same."""
+        plan = step.plans.get((id(spec), in_window_pool))
+        if plan is not None:
+            return plan
+        table = step.window_table if in_window_pool and step.window_table is not None else step.table
+        memory = table.data_ptr(), table.stride(0), table.shape, step.seq_lens.data_ptr(), step.starts is None
+        key = spec, num_tokens, step.max_query_len, step.max_seq_len, memory, step.captured
+        plan = self.kept.get(key)
+        if plan is None:
+            workspace = self.workspace(spec, step.seq_lens.shape[0], num_tokens)
+            plan = quire.plan(
+                spec,
+                quire.Batch(table, step.seq_lens, step.starts),
+                max_query_len=step.max_query_len,
+                max_seq_len=step.max_seq_len,
+                num_tokens=num_tokens,
+                workspace=workspace,
+                batch_invariant=self.batch_invariant,
+            )
+            if not step.captured:  # a captured step is kept itself
+                self.kept[key] = plan
+                if len(self.kept) > MAX_PLANS:
+                    self.kept.popitem(last=False)
+        else:
+            self.kept.move_to_end(key)
+        step.plans[id(spec), in_window_pool] = plan
+        return plan

@@ -1,0 +1,1 @@
+"""A stand-in for IPython, of which SGLang imports the display."""

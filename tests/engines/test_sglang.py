@@ -1,0 +1,446 @@
+"""The plug-in in the real SGLang, on either end of the supported range.
+
+SGLang's own `ForwardBatch`, `RadixAttention` and pools drive the backend on a CPU, and the float64 oracle judges it.
+The scheduler and the models are not run: they need kernels that SGLang builds for GPUs.
+"""
+# ruff: noqa: E402
+
+import importlib
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent / "sglang_cpu"))
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="SGLang is tested by `make test-sglang`")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    register_config = CONFIG_MAPPING.register  # SGLang 0.5.12 registers models that newer Transformers have
+    CONFIG_MAPPING.register = lambda key, value, exist_ok=False: register_config(key, value, exist_ok=True)
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    from quire.integrations.sglang import register
+
+    register()
+    from quire.integrations.sglang.backend import QuireBackend
+
+import quire
+from quire import AttentionSpec, Batch, PagedKVCache
+from quire.testing import Problem, error_budget
+
+NEW = hasattr(importlib.import_module("sglang.srt.layers.attention.base_attn_backend"), "SharedReadEnds")
+HEADS, KV_HEADS, DIM = 4, 2, 32
+RANK, ROPE = 64, 16
+CONTEXT = 160
+FILL = 1  # the length of a graph's padding rows
+
+
+def make_pool(kind: str, page_size: int, dtype: torch.dtype = torch.float32):
+    """Return one of SGLang's pools of 1,024 slots with one layer, or one of full attention and one of windows."""
+    common = {"size": 1024, "page_size": page_size, "dtype": dtype, "device": "cpu"}
+    if kind == "mla":
+        pool = MLATokenToKVPool(
+            **common, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, layer_num=1, enable_memory_saver=False
+        )
+        pool.kv_buffer[0].fill_(float("nan"))
+        return pool
+    if kind == "windows":
+        pool = SWAKVPool(
+            **common,
+            size_swa=512,
+            head_num=KV_HEADS,
+            head_dim=DIM,
+            swa_attention_layer_ids=[1],
+            full_attention_layer_ids=[0],
+            **({} if NEW else {"enable_kvcache_transpose": False}),
+        )
+        return pool
+    pool = MHATokenToKVPool(**common, head_num=KV_HEADS, head_dim=DIM, layer_num=1, enable_memory_saver=False)
+    if dtype == torch.float32:
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.fill_(float("nan"))  # what is not written may not be read
+    return pool
+
+
+def make_runner(pool, page_size: int, **options):
+    """Return what the backend asks of a model runner."""
+    requests = ReqToTokenPool(size=8, max_context_len=CONTEXT, device="cpu", enable_memory_saver=False)
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**options),
+        token_to_kv_pool=pool,
+        req_to_token_pool=requests,
+        page_size=page_size,
+        dtype=torch.float32,
+        device="cpu",
+        use_mla_backend=isinstance(pool, MLATokenToKVPool),
+        model_config=SimpleNamespace(context_len=CONTEXT),
+    )
+
+
+class Server:
+    """Requests whose tokens have slots in a shuffled order of pages, and a backend that serves their steps.
+
+    It keeps all keys and values of each request itself, so the oracle knows nothing of SGLang's pool.
+    """
+
+    def __init__(self, kind: str = "mha", page_size: int = 1, dtype=torch.float32, **options) -> None:
+        self.page_size, self.random = page_size, torch.Generator().manual_seed(page_size)
+        self.pool = make_pool(kind, page_size, dtype)
+        self.runner = make_runner(self.pool, page_size, **options)
+        self.backend = QuireBackend(self.runner)
+        self.table = self.runner.req_to_token_pool.req_to_token
+        self.pages = (torch.randperm(1024 // page_size, generator=self.random) + 1).tolist()  # page 0 is for padding
+        self.past: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {request: [] for request in range(1, 9)}
+        self.lens = [0] * 9
+        self.latent = kind == "mla"
+        if kind == "windows":
+            self.mapping = torch.zeros(1024 + page_size + 1, dtype=torch.int64)
+            self.window_pages = (torch.randperm(512 // page_size, generator=self.random) + 1).tolist()
+            self.pool.register_mapping(self.mapping)
+
+    def rand(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.random)
+
+    def grow(self, request: int, count: int) -> torch.Tensor:
+        """Give a request slots for more tokens, and return them."""
+        slots, size = [], self.page_size
+        for position in range(self.lens[request], self.lens[request] + count):
+            if position % size == 0:
+                page = self.pages.pop()
+                if hasattr(self, "mapping"):
+                    window = self.window_pages.pop()
+                    self.mapping[page * size : (page + 1) * size] = torch.arange(window * size, (window + 1) * size)
+            slots.append(page * size + position % size if position % size == 0 or slots else self.next_slot(request))
+            page = slots[-1] // size
+            self.table[request, position] = slots[-1]
+        self.lens[request] += count
+        return torch.tensor(slots, dtype=torch.int64)
+
+    def next_slot(self, request: int) -> int:
+        return int(self.table[request, self.lens[request] - 1]) + 1
+
+    def step(self, mode: ForwardMode, counts: dict[int, int], pad_to: int = 0, **fields) -> ForwardBatch:
+        """Return SGLang's batch of a step that gives each request so many new tokens; rows to pad a graph follow."""
+        before = [self.lens[request] for request in counts]
+        slots = torch.cat([self.grow(request, count) for request, count in counts.items()])
+        after = before if mode.is_target_verify() else [self.lens[request] for request in counts]
+        if mode.is_extend() and not mode.is_target_verify():
+            fields |= {
+                "extend_seq_lens": torch.tensor(list(counts.values()), dtype=torch.int32),
+                "extend_seq_lens_cpu": list(counts.values()),
+                "extend_prefix_lens": torch.tensor(before),
+                "extend_prefix_lens_cpu": before,
+            }
+        pads = max(0, pad_to - len(counts))
+        width = next(iter(counts.values()))
+        slots = torch.cat([slots, torch.zeros(pads * width, dtype=torch.int64)])
+        lens = torch.tensor(after + [FILL] * pads)
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(counts) + pads,
+            input_ids=torch.zeros(slots.shape[0], dtype=torch.int64),
+            req_pool_indices=torch.tensor(list(counts) + [0] * pads),
+            seq_lens=lens,
+            seq_lens_cpu=lens,
+            seq_lens_sum=int(lens.sum()),
+            out_cache_loc=slots,
+            **fields,
+        )
+
+    def problem(self, layer, q, counts: dict[int, int], k, v, sinks=None) -> Problem:
+        """Add the step's keys and values to what the requests have, and return the step as the oracle sees it."""
+        for request, part_k, part_v in zip(
+            counts, k.split(list(counts.values())), v.split(list(counts.values())), strict=True
+        ):
+            self.past[request].append((part_k, part_v))
+        all_k = torch.cat([part[0] for request in counts for part in self.past[request]])
+        all_v = torch.cat([part[1] for request in counts for part in self.past[request]])
+        lens = [sum(part[0].shape[0] for part in self.past[request]) for request in counts]
+        table = torch.full((len(counts), max(lens)), -1, dtype=torch.int32)
+        for row, end, length in zip(table, torch.tensor(lens).cumsum(0).tolist(), lens, strict=True):
+            row[:length] = torch.arange(end - length, end)
+        window = layer.sliding_window_size
+        spec = AttentionSpec(
+            num_q_heads=HEADS,
+            num_kv_heads=1 if self.latent else KV_HEADS,
+            head_dim=layer.qk_head_dim,
+            head_dim_v=layer.v_head_dim,
+            dtype=torch.float32,
+            softmax_scale=layer.scaling,
+            sliding_window=None if window < 0 else window + 1,
+            softcap=layer.logit_cap or None,
+            sinks=sinks is not None,
+            latent=self.latent,
+        )
+        if self.latent:
+            cache = PagedKVCache.from_latents(all_k.view(-1, 1, RANK + ROPE), RANK)
+        else:
+            cache = PagedKVCache(all_k.unsqueeze(1).contiguous(), all_v.unsqueeze(1).contiguous())
+        query_lens = tuple(counts.values())
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        batch = Batch(table, torch.tensor(lens, dtype=torch.int32), starts)
+        q = q.view(-1, HEADS, layer.qk_head_dim)[: sum(query_lens)]
+        return Problem(spec, batch, cache, q, query_lens, tuple(lens), sinks, None)
+
+    def inputs(self, layer, num_tokens: int):
+        """Return random q, k and v of a step; values of latents are their first columns."""
+        q = self.rand(num_tokens, HEADS * layer.qk_head_dim)
+        if self.latent:
+            k = self.rand(num_tokens, 1, RANK + ROPE)
+            return q, k, k[..., :RANK]
+        return q, self.rand(num_tokens, KV_HEADS, DIM), self.rand(num_tokens, KV_HEADS, DIM)
+
+    def run(self, mode: ForwardMode, counts: dict[int, int], layer, *, pad: int = 0, sinks=None, **fields):
+        """Run an eager step of one layer, and return whether it is within the error budget."""
+        batch = self.step(mode, counts, **fields)
+        self.backend.init_forward_metadata(batch)
+        return self.forward(batch, counts, layer, sum(counts.values()) + pad, sinks=sinks)
+
+    def forward(self, batch, counts, layer, num_tokens, *, sinks=None, pair=False):
+        """Run one layer of a prepared step."""
+        q, k, v = self.inputs(layer, num_tokens)
+        real, extra = sum(counts.values()), {} if sinks is None else {"sinks": sinks}
+        problem = self.problem(layer, q, counts, k[:real].clone(), v[:real].clone(), sinks)
+        if pair:
+            heads = q.view(num_tokens, HEADS, -1)
+            extra |= {"q_rope": heads[..., RANK:], "k_rope": k[..., RANK:]}
+            q, k = heads[..., :RANK], k[..., :RANK]
+        if num_tokens > batch.out_cache_loc.shape[0]:
+            batch.out_cache_loc = torch.nn.functional.pad(
+                batch.out_cache_loc, (0, num_tokens - batch.out_cache_loc.shape[0])
+            )
+        out = self.backend.forward(q, k, v, layer, batch, **extra)
+        assert out.shape == (num_tokens, HEADS * layer.v_head_dim)
+        return error_budget(problem, out.view(num_tokens, HEADS, -1)[:real]).passed
+
+
+def make_layer(layer_id: int = 0, **fields) -> RadixAttention:
+    return RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, layer_id, **fields)
+
+
+def latent_layer() -> RadixAttention:
+    return RadixAttention(HEADS, RANK + ROPE, 0.1, 1, 0, v_head_dim=RANK)
+
+
+def drafts(count: int, topk: int = 1):
+    """Return what SGLang knows of drafts that it verifies."""
+    return SimpleNamespace(draft_token_num=count, topk=topk, num_tokens_per_req=count)
+
+
+def test_sglang_finds_the_plug_in_and_takes_it_twice():
+    assert [e.value for e in entry_points(group="sglang.srt.plugins") if e.name == "quire"] == [
+        "quire.integrations.sglang:register"
+    ]
+    register()
+    for choices in (
+        server_args.ATTENTION_BACKEND_CHOICES,
+        server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        assert choices.count("quire") == 1
+    assert isinstance(ATTENTION_BACKENDS["quire"](make_runner(make_pool("mha", 1), 1)), QuireBackend)
+
+
+def test_the_command_line_takes_the_name():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    arguments = parser.parse_args(["--model-path", "x", "--attention-backend", "quire"])
+    assert arguments.attention_backend == "quire"
+
+
+def test_a_version_out_of_range_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.4.9")
+    with pytest.raises(quire.UnsupportedError, match=r"sglang must be from 0\.5\.12 to before 0\.6, got 0\.4\.9"):
+        ATTENTION_BACKENDS["quire"](None)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_prompts_with_a_cached_prefix_mixed_batches_and_decode(kind, page_size):
+    server, layer = Server(kind, page_size), latent_layer() if kind == "mla" else make_layer()
+    assert server.run(ForwardMode.EXTEND, {3: 70, 5: 9}, layer)
+    assert server.run(ForwardMode.EXTEND, {3: 20, 7: 33}, layer)  # the first has a prefix
+    assert server.run(ForwardMode.MIXED, {5: 1, 2: 12, 3: 1}, layer)
+    for counts in ({3: 1, 5: 1, 7: 1}, {7: 1, 2: 1}, {2: 1, 3: 1, 5: 1, 7: 1}):
+        assert server.run(ForwardMode.DECODE, counts, layer)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_chains_of_drafts_are_verified(kind, page_size):
+    server, layer = Server(kind, page_size), latent_layer() if kind == "mla" else make_layer()
+    assert server.run(ForwardMode.EXTEND, {3: 62, 5: 9}, layer)
+    assert server.run(ForwardMode.TARGET_VERIFY, {3: 4, 5: 4}, layer, spec_info=drafts(4))
+
+
+def test_latents_come_as_one_tensor_or_with_their_rope_columns_apart():
+    server, layer = Server("mla", 64), latent_layer()
+    for mode, counts in ((ForwardMode.EXTEND, {3: 70, 5: 9}), (ForwardMode.DECODE, {3: 1, 5: 1})):
+        batch = server.step(mode, counts)
+        server.backend.init_forward_metadata(batch)
+        assert server.forward(batch, counts, layer, sum(counts.values()), pair=True)
+
+
+def test_prompts_of_expanded_latents():
+    server = Server("mla")
+    layer = RadixAttention(HEADS, 48, 0.1, HEADS, 0, v_head_dim=32)
+    counts = {3: 21, 5: 9}
+    server.backend.init_forward_metadata(server.step(ForwardMode.EXTEND, counts))
+    q, k, v = (server.rand(30, HEADS, width) for width in (48, 48, 32))
+    out = server.backend.forward_extend(q.view(30, -1), k, v, layer, SimpleNamespace(), save_kv_cache=False)
+    spec = AttentionSpec(
+        num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=48, head_dim_v=32, dtype=torch.float32, softmax_scale=0.1
+    )
+    starts = torch.tensor([0, 21, 30], dtype=torch.int32)
+    problem = Problem(spec, Batch.varlen(starts, starts), PagedKVCache(k, v, "THD"), q, (21, 9), (21, 9), None, None)
+    assert error_budget(problem, out.view(30, HEADS, 32)).passed
+    with pytest.raises(quire.UnsupportedError, match="k must be the step's own 30 tokens"):
+        server.backend.forward_extend(q, k[:9], v[:9], layer, SimpleNamespace(), save_kv_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["mha", "windows"])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_layers_with_a_sliding_window_a_softcap_and_sinks(kind, page_size):
+    server = Server(kind, page_size)
+    layers = make_layer(0), make_layer(1 if kind == "windows" else 0, sliding_window_size=15, logit_cap=5.0)
+    sinks = server.rand(HEADS)
+    for layer, has_sinks in ((layers[0], None), (layers[1], sinks)):
+        server.past = {request: [] for request in range(1, 9)}
+        server.lens = [0] * 9
+        server.backend.layers.clear()
+        assert server.run(ForwardMode.EXTEND, {3: 40, 5: 9}, layer, sinks=has_sinks)
+        assert server.run(ForwardMode.EXTEND, {3: 30}, layer, sinks=has_sinks)
+        assert server.run(ForwardMode.DECODE, {3: 1, 5: 1}, layer, sinks=has_sinks)
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "windows"])
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+def test_a_graph_is_replayed_with_other_lengths_and_fewer_requests(kind, mode):
+    server = Server(kind, 64)
+    layer = latent_layer() if kind == "mla" else make_layer(int(kind == "windows"))
+    width = 3 if mode == ForwardMode.TARGET_VERIFY else 1
+    fields = {"spec_info": drafts(3)} if width == 3 else {}
+    backend = server.backend
+    backend.init_cuda_graph_state(4, 4 * width)
+    assert backend.get_cuda_graph_seq_len_fill_value() == FILL
+
+    def dummy():
+        slots = torch.zeros(4 * width, dtype=torch.int64)
+        ones = torch.full((4,), FILL)
+        return ForwardBatch(mode, 4, slots, torch.zeros(4, dtype=torch.int64), ones, slots, 4, **fields)
+
+    prepare(backend, dummy(), capture=True)
+    step = backend.forward_metadata
+    q, k, v = server.inputs(layer, 4 * width)
+    backend.forward(q, k, v, layer, dummy())
+    backend.on_after_cuda_graph_warmup()
+    plans = dict(step.plans)
+    assert server.run(ForwardMode.EXTEND, {3: 62, 5: 9, 7: 30}, layer)
+    for counts in ({3: width, 5: width, 7: width}, {7: width}, {3: width, 7: width}):
+        batch = server.step(mode, counts, pad_to=4, **fields)
+        prepare(backend, batch, capture=False)
+        assert backend.forward_metadata is step
+        assert server.forward(batch, counts, layer, 4 * width)
+        assert step.plans == plans  # the captured launches serve it
+
+
+def prepare(backend, batch, capture: bool) -> None:
+    """Call what SGLang's runner of graphs calls."""
+    if NEW:
+        backend.init_forward_metadata_out_graph(batch, in_capture=capture)
+    elif capture:
+        backend.init_forward_metadata_capture_cuda_graph(
+            batch.batch_size, batch.input_ids.shape[0], batch.req_pool_indices, batch.seq_lens, None,
+            batch.forward_mode, batch.spec_info,
+        )  # fmt: skip
+    else:
+        backend.init_forward_metadata_replay_cuda_graph(
+            batch.batch_size, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_sum, None,
+            batch.forward_mode, batch.spec_info, batch.seq_lens_cpu,
+        )  # fmt: skip
+
+
+def test_rows_that_pad_an_eager_step_are_zero():
+    server, layer = Server(), make_layer()
+    batch = server.step(ForwardMode.EXTEND, {3: 7})
+    server.backend.init_forward_metadata(batch)
+    q, k, v = server.inputs(layer, 9)
+    batch.out_cache_loc = torch.nn.functional.pad(batch.out_cache_loc, (0, 2))
+    out = server.backend.forward(q, k, v, layer, batch)
+    assert bool((out[7:] == 0).all()) and bool((out[:7] != 0).all())
+
+
+def test_an_fp8_pool_keeps_keys_with_the_layer_s_scales():
+    server, layer = Server(dtype=torch.float8_e4m3fn), make_layer()
+    layer.k_scale, layer.v_scale = torch.tensor(0.5), torch.tensor(2.0)
+    batch = server.step(ForwardMode.EXTEND, {3: 20})
+    server.backend.init_forward_metadata(batch)
+    q, k, v = server.inputs(layer, 20)
+    stored_k, stored_v = ((x / s).to(torch.float8_e4m3fn).float() * s for x, s in ((k, 0.5), (v, 2.0)))
+    problem = server.problem(layer, q, {3: 20}, stored_k, stored_v)
+    assert error_budget(problem, server.backend.forward(q, k, v, layer, batch).view(20, HEADS, DIM)).passed
+
+
+def test_deterministic_inference_takes_batch_invariant_plans(monkeypatch):
+    """Only what is asked for: for CPU tensors `quire.plan` refuses the option."""
+    asked, plan = [], quire.plan
+    monkeypatch.setattr(
+        quire, "plan", lambda *args, batch_invariant, **kw: asked.append(batch_invariant) or plan(*args, **kw)
+    )
+    for options in ({}, {"enable_deterministic_inference": True}):
+        assert Server(**options).run(ForwardMode.EXTEND, {3: 20}, make_layer())
+    assert asked == [False, True]
+
+
+def test_plans_are_kept_from_step_to_step():
+    server, layer = Server(), make_layer()
+    server.run(ForwardMode.EXTEND, {3: 20, 5: 20}, layer)
+    seen = []
+    for _ in range(5):
+        server.run(ForwardMode.DECODE, {3: 1, 5: 1}, layer)
+        seen += server.backend.forward_metadata.plans.values()
+    assert len(set(map(id, seen))) == 1
+
+
+def test_what_is_not_served_is_refused_by_name():
+    for options, reason in (
+        ({"speculative_eagle_topk": 4}, "speculative_eagle_topk must be 1, got 4, which drafts trees"),
+        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, "breadth must be 1, got 10"),
+        ({"dcp_size": 2}, "dcp_size must be 1, got 2"),
+    ):
+        with pytest.raises(quire.UnsupportedError, match=reason):
+            Server(**options)
+    server = Server()
+    with pytest.raises(quire.UnsupportedError, match="topk must be 1, got 2, a tree of drafts"):
+        server.run(ForwardMode.TARGET_VERIFY, {3: 4}, make_layer(), spec_info=drafts(4, topk=2))
+    with pytest.raises(quire.UnsupportedError, match="forward_mode must be one of the target model"):
+        server.run(ForwardMode.DRAFT_EXTEND_V2, {3: 4}, make_layer(), spec_info=drafts(4))
+    for fields, reason in (
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attn_type of a layer must be"),
+        ({"is_cross_attention": True}, "is_cross_attention of a layer must be"),
+        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode of a layer must be"),
+    ):
+        with pytest.raises(quire.UnsupportedError, match=reason):
+            Server().run(ForwardMode.EXTEND, {3: 4}, make_layer(**fields))
+    server = Server()
+    batch = server.step(ForwardMode.EXTEND, {3: 4})
+    server.backend.init_forward_metadata(batch)
+    with pytest.raises(quire.UnsupportedError, match="score_mod must be left out"):
+        server.backend.forward(*server.inputs(make_layer(), 4), make_layer(), batch, score_mod=len)
