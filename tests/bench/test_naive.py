@@ -6,6 +6,7 @@ import triton
 
 import quire
 from quire.bench.naive import naive_attention, naive_kernel, owners
+from quire.dispatch.device import COMPILER_OPTIONS
 from quire.targets import TARGETS, compiling, inspect
 from quire.testing import make_problem
 
@@ -31,6 +32,7 @@ def test_it_compiles(target):
     table, index = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     tensors = q, cache.k, cache.v, torch.empty_like(q), table, index, index
     constants = {"NUM_Q_HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "PAGE_SIZE": 16, "BLOCK_N": 32}
+    constants |= COMPILER_OPTIONS
     with compiling(TARGETS[target]):
         compiled = naive_kernel.warmup(*tensors, 0.1, table.stride(0), grid=(4, 32), **constants)
     kernel = inspect("naive_kernel", compiled, TARGETS[target], {})
