@@ -138,7 +138,7 @@ class QuireBackend(base.AttentionBackend):
         if step.window_table is not None:
             mapping = self.pool.full_to_swa_index_mapping
             fill_table(step.window_table, self.req_to_token, requests[:num_seqs], longest, self.page_size, mapping)
-            if slots is not None and step.window_slots is not None:
+            if not step.captured and slots is not None and step.window_slots is not None:
                 step.window_slots.copy_(mapping[slots[: step.num_tokens]])
 
     # A step with a graph.
@@ -306,8 +306,9 @@ class QuireBackend(base.AttentionBackend):
         bound = self.bind(layer, sinks is not None)
         if save_kv_cache and k is not None and v is not None:
             slots = forward_batch.out_cache_loc
-            if bound.in_window_pool and step.window_slots is not None:
-                slots = step.window_slots
+            if bound.in_window_pool:  # in a graph, too: older versions tell a replay no slots
+                slots = self.pool.full_to_swa_index_mapping[slots] if step.captured else step.window_slots
+            assert slots is not None
             self.write(k, v, k_rope, bound, slots)
         queries: Any = q.reshape(q.shape[0], layer.tp_q_head_num, -1)
         if q_rope is not None:
@@ -324,7 +325,7 @@ class QuireBackend(base.AttentionBackend):
     def write(
         self, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None, layer: Layer, slots: torch.Tensor
     ) -> None:
-        """Write keys and values, or latents, to the pool."""
+        """Write keys and values, or latents, to the pool; tokens without a slot are padding."""
         spec, pages, num_tokens = layer.spec, layer.pages, k.shape[0]
         slots = slots[:num_tokens]
         if not spec.latent:
