@@ -44,7 +44,9 @@ CASES = [
 )
 def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, head_dim_v, max_seq_len):
     heads = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": head_dim, "head_dim_v": head_dim_v}
-    for extra in ({}, {"softcap": 30.0, "alibi": True, "sinks": True, "sliding_window": 1024}):
+    every_feature = {"softcap": 30.0, "alibi": True, "sinks": True, "sliding_window": 1024}
+    # Features meet each way to cut a head into pieces once: a kernel takes some six seconds.
+    for extra in ({}, every_feature) if max_seq_len > 1024 and head_dim in (24, 160, 192) else ({},):
         spec, options = quire.AttentionSpec(**heads, **extra), (("kernel", "hopper"),)
         launch = Launch(spec, 1, max_seq_len, max_seq_len, max_seq_len, options=options)
         plan, compiled = launch.compile(TARGETS["sm90"])
