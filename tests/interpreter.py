@@ -22,7 +22,7 @@ def hasten() -> None:
 
 
 def leave_out_unread_checks() -> None:
-    """Sums and products of integers are computed again in int64, for an assertion that only options.debug switches on."""
+    """Sums and products of integers are computed again in int64, for an assertion that is off without options.debug."""
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
@@ -43,7 +43,7 @@ def replace_language_once_a_launch() -> None:
 
 
 def call_builtins_directly() -> None:
-    """Each call of a builtin copies its arguments, to leave one out, and passes a wrapper that looks whether it is there."""
+    """Each call of a builtin copies its arguments to leave one out, and passes a wrapper that looks for it."""
     semantic = tl.semantic.TritonSemantic(interpreter.interpreter_builder)
 
     def replace_builtin(owner: object, name: str, builtin: Any, builder: object, scope: Any) -> None:

@@ -66,7 +66,6 @@ COMBINED = {
 TOGETHER = {
     "softcap", "sinks, window",  # in "many, with lse"
     "bidirectional", "other value width", "pages of 1, flat", "groups of 5", "pages of 528", "MQA",
-    "fp8 products",  # Hopper's; elsewhere the plan is that of "e4m3"
 }  # fmt: skip
 
 TUNED = ("sm90", "gfx942")  # targets with a tree, where default configurations must not spill

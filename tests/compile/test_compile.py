@@ -26,6 +26,7 @@ BY_CHOICE, REGISTERS = 16, 255
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
 ON_THE_STACK = {"hopper_kernel": 72, "mla_hopper_kernel": 96}
 
+FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
 # "plain" is some thirty kernels for each target with a tree: several tests, so that two processes share them.
 APART = (*((dim,) for dim in launches.HEAD_DIMS), launches.ODD_HEAD_DIMS)
 CASES = [
@@ -33,6 +34,7 @@ CASES = [
     for target in TARGETS
     for features in (*launches.FEATURES, *launches.COMBINED)
     if features not in (launches.COMBINED if target in TUNED else launches.TOGETHER)
+    if features != "fp8 products" or target in FP8_PRODUCTS
     for dims in (APART if target in TUNED and features == "plain" else (None,))
 ]
 
@@ -76,7 +78,7 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, dims):
     assert not wrong, f"{len(wrong)} launches spill or do not fit {target}:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("target", [target for target in TARGETS if target not in TUNED])
+@pytest.mark.parametrize("target", [target for target in TARGETS if target not in FP8_PRODUCTS])
 def test_products_in_fp8_change_nothing_on_targets_without_them(target):
     """So their kernels are those of "e4m3"."""
     with compile_for(TARGETS[target].properties, on_compile=None):

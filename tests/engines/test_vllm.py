@@ -528,6 +528,7 @@ def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_atten
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_processes_that_share_heads_or_layers_write_the_tokens_of_eager_attention(split, tmp_path, monkeypatch):
+    """Half a minute: each of the two processes imports vLLM."""
     if DEVICE == "cpu" and NAME == "QUIRE" and split == "pipeline_parallel_size":
         pytest.skip("newer vLLM's workers without a GPU allocate no buffer for what the first rank sends on")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # new processes need the platform in `vllm_cpu/`
