@@ -119,7 +119,7 @@ dist: $(VENV)/.ready
 test-sglang: $(SGLANG:%=test-sglang-%)
 test-sglang-%: .overlays/sglang-%/.ready
 	@echo "== SGLang $*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_scheduler.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples
