@@ -15,11 +15,12 @@ from quire.kernels.mla_hopper.schedule import TILE, first_tile, work_of
 
 @gluon.jit
 def produce(
-    s, kv_desc, rope_desc, page_table, lengths, partition, row_block, causal, stride_table, table_width, page_rows,
-    NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
+    s, kv_desc, rope_desc, page_table, lengths, partition, row_block, causal, stride_table, table_width,
+    page_rows, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Load the latents of every tile of the partition. The producer warp runs this."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    PAIR: gl.constexpr = 2 * TILE
     lane = gl.arange(0, 32, LANES)
     seq, place = partition.seq, partition.first
     uses, odd_uses = 0, 0
@@ -34,10 +35,10 @@ def produce(
         end = pos + work.count * TILE
         while pos < end:
             rows = ()
-            for i in gl.static_range(2 * TILE // BOX):
+            for i in gl.static_range(PAIR // BOX):
                 page = gl.sum(gl.where(lane == i, pages, 0), 0)
                 rows = rows + (page * page_rows + (pos + i * BOX) % PAGE_SIZE,)
-            pages = load_pages(row, pos + 2 * TILE + lane * BOX, stop, PAGE_SIZE)
+            pages = load_pages(row, pos + PAIR + lane * BOX, stop, PAGE_SIZE)
             has_odd = pos + TILE < end
             for i in gl.static_range(4):
                 load_quarter(s, kv_desc, rope_desc, rows, EVEN, ORDER[EVEN][i], uses, BOX)
@@ -46,7 +47,7 @@ def produce(
                     load_quarter(s, kv_desc, rope_desc, rows, ODD, ORDER[ODD][i], odd_uses, BOX)
                 odd_uses += 1
             uses += 1
-            pos += 2 * TILE
+            pos += PAIR
         seq += 1
         place = next_place
 
