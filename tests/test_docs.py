@@ -130,6 +130,14 @@ def test_retired_words_stay_retired(page):
     assert retired_words((ROOT / page).read_text(encoding="utf-8")) == []
 
 
+def test_retired_words_are_in_no_source():
+    found = {}
+    for path in [path for folder in ("src", "tests", "scripts", "examples") for path in ROOT.glob(f"{folder}/**/*.py")]:
+        if path != Path(__file__) and (words := retired_words(path.read_text(encoding="utf-8"))):
+            found[str(path.relative_to(ROOT))] = words
+    assert found == {}
+
+
 @pytest.mark.parametrize("page", WITH_EXAMPLES)
 def test_examples_run_as_they_stand(page):
     if triton.knobs.runtime.interpret:

@@ -45,7 +45,7 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def full_tile_loop(self) -> bool:
-        """Whether full tiles have a loop without masks.
+        """Whether there is a full-tile loop.
 
         Only with one row block per sequence: partitions of several row blocks are short, and slower with two loops.
         """
