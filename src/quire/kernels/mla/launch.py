@@ -129,15 +129,8 @@ class MLALaunch(SplitKVLaunch):
         return MLARunner(self, batch, mla_kernel, fixed)
 
     def __str__(self) -> str:
-        details = f"{self.num_partitions} partitions × {self.row_blocks} row blocks"
-        details += f", partials of {self.partial_rows} rows"
-        if self.is_two_level:
-            details += ", two-level combine"
-        if self.request.num_seqs > self.seqs_at_once:
-            details += f", more than {self.seqs_at_once} sequences"
-        if self.fixed_split_size:
-            details += f", batch-invariant splits of {self.fixed_split_size} keys"
-        return f"MLA kernel: {self.describe_config()}, {details}"
+        lanes = f"{self.row_blocks} row blocks"
+        return f"MLA kernel: {self.describe_config()}, {self.describe_partitions(lanes)}"
 
 
 class MLARunner(PortableRunner):
