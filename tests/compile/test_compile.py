@@ -190,7 +190,7 @@ def test_attention_over_latents_compiles_fits_and_does_not_spill(target, feature
 
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "gfx942"])
 def test_batch_invariant_attention_over_latents_fits(target):
-    """The loop stores the states of splits through shared memory, which must fit beside the tiles."""
+    """The loop stores the states of splits through shared memory, which must fit next to the tiles."""
     for features in ("bfloat16", "e4m3"):
         with compiling(TARGETS[target]) as compiled:
             launches.attend_to_latents("decode", features, batch_invariant=True)
