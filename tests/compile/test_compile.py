@@ -213,7 +213,7 @@ def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
 
 @pytest.mark.parametrize(("num_q_heads", "kv_dtype"), [(16, None), (128, None), (128, torch.float8_e4m3fn)])
 def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
-    """Its consumers hold half of the outputs each: 128 registers of 232, or of 208 beside a converting warpgroup."""
+    """Its consumers hold half of the outputs each: 128 registers of 232, or of 208 where a warpgroup converts."""
     spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=kv_dtype)
     launch = Launch(spec, 8, 1, 4096, 8)
     plan, compiled = launch.compile(TARGETS["sm90"])
