@@ -363,8 +363,11 @@ def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
 
     spec, bounds = inputs.case.spec, inputs.case.bounds
     refuse(spec.kv_dtype is torch.int8, "its int8 caches have scales per token")
+    refuse(spec.head_dim_v != spec.head_dim, "values as wide as keys only")
     shape = (inputs.q.shape[0], spec.num_q_heads, 16)
-    segment_out = torch.empty(*shape, spec.head_dim, dtype=torch.float32, device=inputs.q.device)
+    segment_out = torch.empty(
+        *shape, 1 << (spec.head_dim - 1).bit_length(), dtype=torch.float32, device=inputs.q.device
+    )
     segment_max = torch.empty(shape, dtype=torch.float32, device=inputs.q.device)
     segment_expsum = torch.empty_like(segment_max)
     return lambda table: partial(
