@@ -34,6 +34,7 @@ class Model:
     head_dim_v: int | None = None
     softmax_scale: float | None = None
     latent: bool = False
+    softcap: float | None = None
 
     def __str__(self) -> str:
         if self.latent:
@@ -102,11 +103,12 @@ class Case:
         name: unique among the cases.
         kind: one of KINDS.
         lens: (query length, sequence length) of each sequence, new tokens included.
-        model: a key of MODELS.
+        model: a key of MODELS; where there is a `layer`, its heads in words.
         page_size: tokens per page.
         dtype: name of the torch dtype of the queries.
         kv_dtype: name of the torch dtype of the cache; `dtype` when not given.
         packed: keys and values are not paged but packed, sequence after sequence. The page size is then 1.
+        layer: the attention of a layer that none of MODELS has.
     """
 
     name: str
@@ -117,11 +119,17 @@ class Case:
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     packed: bool = False
+    layer: Model | None = None
+
+    @property
+    def attention(self) -> Model:
+        """The attention of the layer."""
+        return MODELS[self.model] if self.layer is None else self.layer
 
     @cached_property
     def spec(self) -> quire.AttentionSpec:
-        """The spec of the model's layer, in these dtypes."""
-        model = MODELS[self.model]
+        """The spec of the layer, in these dtypes."""
+        model = self.attention
         return quire.AttentionSpec(
             num_q_heads=model.num_q_heads,
             num_kv_heads=model.num_kv_heads,
@@ -133,6 +141,7 @@ class Case:
             head_dim_v=model.head_dim_v,
             softmax_scale=model.softmax_scale,
             latent=model.latent,
+            softcap=model.softcap,
         )
 
     @property
