@@ -106,6 +106,6 @@ def test_what_a_drawn_case_launches_is_compiled_beforehand(monkeypatch):
             launch.compile(TARGETS["sm90"])
             before = len(compiled)
             problem = check_grid.problem_of(case, torch.device("cpu"))
-            plan = quire.plan(problem.spec, problem.batch, **problem.bounds)
+            plan = check_grid.plan_for(problem)
             quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True)
         assert before and len(compiled) == before, case.name

@@ -1,4 +1,4 @@
-"""Cases drawn at random: the space they cover, their limits, and what `quire bench --grid` makes of them."""
+"""Cases drawn at random: the space that they cover, their limits, and what `quire bench --grid` makes of them."""
 
 import math
 from dataclasses import replace
@@ -124,7 +124,7 @@ def on_a_gpu(monkeypatch, ceilings):
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_a_grid_is_measured_beside_the_other_libraries(tmp_path, on_a_gpu, make_timing, capsys):
+def test_a_grid_is_measured_next_to_the_other_libraries(tmp_path, on_a_gpu, make_timing, capsys):
     asked = []
 
     def compare(case, peers, seconds, taken):
@@ -165,7 +165,24 @@ def test_a_grid_that_is_stopped_keeps_what_it_has(error, code, tmp_path, on_a_gp
     assert f"stopped after 2 of 5; they are in {tmp_path / 'results.json'}" in printed
     assert ("CUDA error" in printed) == (code == 1)
     assert len(results.load(tmp_path).rows) == 2
+    if code == 1:
+        assert results.load(tmp_path).stopped == f"{third}: RuntimeError: CUDA error: an illegal access"
     assert (tmp_path / "report.html").exists() == (code == 1)
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_a_case_that_fails_has_its_reason_and_the_others_are_measured(tmp_path, on_a_gpu, make_timing, monkeypatch):
+    def compare(case, peers, seconds, taken):
+        if case.name.startswith("grid 1/2:"):
+            raise RuntimeError("not this one")
+        return {peer.name: make_timing(10.0) for peer in peers}
+
+    on_a_gpu(compare)
+    monkeypatch.setattr(bench_measure, "is_usable", lambda: True)
+    assert main(["bench", "--grid", "3", "--seed", "1", "--output", str(tmp_path)]) == 1
+    loaded = results.load(tmp_path)
+    assert [row.reasons.get("Quire") for row in loaded.rows] == [None, "RuntimeError: not this one", None]
+    assert loaded.stopped is None
 
 
 def test_a_library_that_compiles_for_long_is_left_out_of_further_widths(make_timing, monkeypatch, ceilings):

@@ -183,6 +183,7 @@ class Report:
         rows: one per case.
         graph_range: one per graph and length, where these were measured.
         grid: which cases were drawn; None where they were not.
+        stopped: the error that ended the run before all cases were measured.
     """
 
     provenance: Provenance
@@ -192,6 +193,7 @@ class Report:
     rows: list[Row]
     graph_range: list[RangeRow] = field(default_factory=list)
     grid: Grid | None = None
+    stopped: str | None = None
 
 
 def is_ours(peer: str) -> bool:

@@ -149,8 +149,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        1 if a comparison found something slower, a floor was not held, or a result of Quire's is wrong or missing; else
-        0.
+        1 if a comparison found something slower, a floor was not held, a result of Quire's is wrong or missing, or an
+        error ended the run; else 0.
     """
     require_packages("bench", "bench", "rich", "matplotlib")
 
@@ -202,9 +202,7 @@ def run(args: argparse.Namespace) -> int:
     for row in missing:
         console.print(f"Quire has no time for {row.case}: {row.reasons[QUIRE]}", highlight=False, markup=False)
     fell = guard is not None and bench_print.print_guard(guard, report, console) != 0
-    is_measured = torch.cuda.is_available() and not args.device and not args.graphs
-    lacking = is_measured and len(report.rows) < len(cases)
-    return 1 if missing or fell or lacking else 0
+    return 1 if missing or fell or report.stopped else 0
 
 
 def check_grid(args: argparse.Namespace) -> None:

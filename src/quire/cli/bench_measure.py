@@ -67,11 +67,14 @@ def measure(
             except torch.cuda.OutOfMemoryError:
                 words = f"left out: {case.name}, for which this GPU has too little memory"
                 console.print(words, style="dim", highlight=False)
-            except RuntimeError as error:  # a library has made the device unusable for this process
-                words = f"{case.name}: {describe_error(error)}"
-                console.print(words, style="bold", highlight=False, markup=False, soft_wrap=True)
-                say_stopped(len(report.rows), len(cases), folder, console)
-                break
+            except RuntimeError as error:
+                why = describe_error(error)
+                console.print(f"{case.name}: {why}", style="bold", highlight=False, markup=False, soft_wrap=True)
+                if not is_usable():
+                    report.stopped = f"{case.name}: {why}"
+                    say_stopped(len(report.rows), len(cases), folder, console)
+                    break
+                report.rows.append(make_row(case, ceilings, {peer.name: NoResult(why) for peer in present}))
             except KeyboardInterrupt:
                 say_stopped(len(report.rows), len(cases), folder, console)
                 raise
@@ -82,6 +85,15 @@ def measure(
             torch.cuda.empty_cache()
             progress.advance(task)
     return report
+
+
+def is_usable() -> bool:
+    """Whether this process can still use the GPU; after an illegal access it cannot."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # torch raises several kinds
+        return False
+    return True
 
 
 def say_stopped(done: int, total: int, folder: Path, console: Console) -> None:

@@ -101,7 +101,7 @@ FEATURES = (
     Feature("values of another width", {"head_dim": 40, "head_dim_v": 24}),
     Feature("head_dim 256, MQA", {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 256}, lens=((1, 40), (5, 30))),
     Feature("head_dim 512, MQA", {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 512}, lens=((1, 40), (5, 30))),
-    Feature("head_dim 320, fp8 cache", {"head_dim": 320, "head_dim_v": 512} | FP8, lens=((1, 40), (5, 30))),
+    Feature("head_dim 320, fp8 cache", FP8 | {"head_dim": 320, "head_dim_v": 512}, lens=((1, 40), (5, 30))),
     Feature("pages of 1, flat table", problem={"page_size": 1, "flat_table": True}),
     Feature("pages of 7, HND", problem={"page_size": 7, "layout": "HND"}),
     Feature("vLLM's original layout", problem={"layout": "HDNX"}),
