@@ -121,7 +121,7 @@ def shrunk(case: Case, limits: Limits) -> Case | None:
         halved = layer.num_kv_heads // 2
         group = layer.num_q_heads // layer.num_kv_heads
         return replace(case, layer=replace(layer, num_q_heads=halved * group, num_kv_heads=halved))
-    q, s = case.lens[0]
+    q, s = max(case.lens)  # the only one
     if s > q:
         return replace(case, lens=((q, q + (s - q) // 2),))
     if q > 1:
