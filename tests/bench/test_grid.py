@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 from quire.bench import grid, plots, ratios, report, results
 from quire.bench.grid import Limits, draw
-from quire.bench.measure import NoResult, Peer
+from quire.bench.measure import NoResult, Peer, Sample, make_inputs
 from quire.bench.peers import PEERS
 from quire.bench.results import Grid, make_row
 from quire.cli import bench_measure, main
@@ -56,6 +57,21 @@ def test_limits_leave_the_layer_but_for_its_heads():
         a, b = large.spec, small.spec
         assert (a.head_dim, a.head_dim_v, a.group_size, a.window) == (b.head_dim, b.head_dim_v, b.group_size, b.window)
         assert (a.softcap, a.sinks) == (b.softcap, b.sinks)
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="bfloat16 cases, which the interpreter does not serve")
+def test_inputs_of_drawn_cases_are_made_and_judged():
+    cases = draw(14, 1, SMALL)
+    specs = [case.spec for case in cases]
+    assert {s.softcap is None for s in specs} == {s.sinks for s in specs} == {True, False}
+    assert any(s.head_dim_v != s.head_dim for s in specs)
+    for case in cases:
+        inputs = make_inputs(case, "cpu", max_tables=2)
+        out, table = inputs.empty_out(), inputs.tables[1]
+        PEERS[0].adapter(inputs, out)(table)()
+        sample = Sample(inputs, table)
+        assert sample.judge(out).passed, case.name
+        assert not sample.judge(1.1 * out).passed, case.name
 
 
 @pytest.fixture
