@@ -187,6 +187,29 @@ def test_a_grid_that_is_stopped_keeps_what_it_has(error, code, tmp_path, on_a_gp
 
 
 @pytest.mark.usefixtures("without_plots")
+def test_a_run_is_continued(tmp_path, on_a_gpu, make_timing, monkeypatch, capsys):
+    asked = []
+
+    def compare(case, peers, seconds, taken):
+        asked.append(case.name)
+        return {peer.name: make_timing(10.0) for peer in peers}
+
+    on_a_gpu(compare)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a made-up device")
+    again = ["bench", "--seed", "1", "--continue", "--output", str(tmp_path)]
+    assert main([*again, "--grid", "2"]) == 0  # there is nothing yet
+    assert main([*again, "--grid", "4"]) == 0
+    assert asked == [case.name for case in draw(4, 1)] == [row.case for row in results.load(tmp_path).rows]
+    assert results.load(tmp_path).grid == Grid(4, 1)
+    assert main([*again, "--grid", "4", "--seed", "2"]) == 2
+    assert "--continue must go on with a run of the same seed, got 1 there and 2 here" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "another device")
+    assert main([*again, "--grid", "4"]) == 2
+    assert "--continue must go on with a run on another device, got one on a made-up device" in capsys.readouterr().err
+    assert len(asked) == 4
+
+
+@pytest.mark.usefixtures("without_plots")
 def test_a_case_that_fails_has_its_reason_and_the_others_are_measured(tmp_path, on_a_gpu, make_timing, monkeypatch):
     def compare(case, peers, seconds, taken):
         if case.name.startswith("grid 1/2:"):

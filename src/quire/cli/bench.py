@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # imported when the command runs
     from rich.console import Console
 
     from quire.bench.guard import Guard
-    from quire.bench.results import Report
+    from quire.bench.results import Grid, Report, Row
 
 EXAMPLES = """examples:
   quire bench --quick                   # a dozen cases with every library that is installed, a minute or two
@@ -102,6 +102,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     where = parser.add_argument_group("what to write, read and print")
     where.add_argument(
         "--output", type=Path, metavar="FOLDER", help=f"the report and its plots go there (default: {DEFAULT_FOLDER})"
+    )
+    where.add_argument(
+        "--continue",
+        dest="continued",
+        action="store_true",
+        help="go on with the run in the folder: its cases are not measured again",
     )
     where.add_argument("--commit", help="the commit that is measured; git is asked when not given")
     where.add_argument(
@@ -189,7 +195,9 @@ def run(args: argparse.Namespace) -> int:
         if args.graphs:
             report = bench_measure.measure_ranges(peers, seconds, args.commit, folder, console)
         else:
-            report = bench_measure.measure(cases, peers, seconds, args.commit, folder, console, drawn)
+            earlier = rows_so_far(folder, drawn) if args.continued else []
+            cases = [case for case in cases if case.name not in {row.case for row in earlier}]
+            report = bench_measure.measure(cases, peers, seconds, args.commit, folder, console, drawn, earlier)
     elif args.graphs:
         raise CommandError("--graphs must be measured on a GPU, got none; leave it out")
     else:
@@ -203,6 +211,26 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"Quire has no time for {row.case}: {row.reasons[QUIRE]}", highlight=False, markup=False)
     fell = guard is not None and bench_print.print_guard(guard, report, console) != 0
     return 1 if missing or fell or report.stopped else 0
+
+
+def rows_so_far(folder: Path, drawn: "Grid | None") -> "list[Row]":
+    """Return the rows of the run in a folder; raise CommandError unless it was on this device, of the same cases."""
+    from quire.bench.results import FILE_NAME
+
+    if not (folder / FILE_NAME).exists():
+        return []
+    before, device = load(folder), torch.cuda.get_device_name()
+    if before.provenance.device != device:
+        raise CommandError(
+            f"--continue must go on with a run on {device}, got one on {before.provenance.device}; name another folder"
+        )
+    seeds = [grid and grid.seed for grid in (before.grid, drawn)]
+    if seeds[0] != seeds[1]:
+        raise CommandError(
+            f"--continue must go on with a run of the same seed, got {seeds[0]} there and {seeds[1]} here; "
+            "name another folder"
+        )
+    return before.rows
 
 
 def check_grid(args: argparse.Namespace) -> None:

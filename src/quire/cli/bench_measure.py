@@ -24,8 +24,8 @@ from quire.targets import TARGETS, Launch, compile_all, current_target
 GRAPH_RANGES = ((1, 131072), (8, 32768), (32, 16384), (128, 8192))  # sequences, and keys that a graph is captured for
 GRAPH_LENGTHS = tuple(128 << i for i in range(0, 11, 2))  # keys at which it is replayed
 RANGE_STEPS = tuple((n, bound, length) for n, bound in GRAPH_RANGES for length in GRAPH_LENGTHS if length <= bound)
-READY_SECONDS = 5.0  # in which a library that need not compile is ready to be timed
-MAX_SPENT = 120.0  # seconds of compilation of a library, in all
+READY_SECONDS = 15.0  # in which a library is ready to be timed, a kernel or two compiled
+MAX_SPENT = 240.0  # seconds of longer compilations of a library, in all
 SLOW = NoResult("compiles for seconds: measured on some cases only")
 
 
@@ -37,6 +37,7 @@ def measure(
     folder: Path,
     console: Console,
     grid: Grid | None = None,
+    earlier: Sequence[Row] = (),
 ) -> Report:
     """Measure cases on this GPU, and print each when it is done.
 
@@ -50,6 +51,7 @@ def measure(
         folder: `results.json` there is always what was measured so far.
         console: to print on.
         grid: which cases were drawn at random; None where they were not.
+        earlier: the rows of a run that this one continues.
     """
     absent = why_absent(peers, console)
     present = [peer for peer in peers if peer.name not in absent]
@@ -57,7 +59,8 @@ def measure(
         compile_kernels(cases, present, progress)
         ceilings = measure_ceilings()
         report = empty_report(ceilings, peers, absent, seconds, commit)
-        report.grid = grid
+        report.grid, total = grid, len(earlier) + len(cases)
+        report.rows.extend(earlier)
         patience = None if grid is None else Patience()
         task = progress.add_task("measuring", total=len(cases))
         for case in cases:
@@ -72,11 +75,11 @@ def measure(
                 console.print(f"{case.name}: {why}", style="bold", highlight=False, markup=False, soft_wrap=True)
                 if not is_usable():
                     report.stopped = f"{case.name}: {why}"
-                    say_stopped(len(report.rows), len(cases), folder, console)
+                    say_stopped(len(report.rows), total, folder, console)
                     break
                 report.rows.append(make_row(case, ceilings, {peer.name: NoResult(why) for peer in present}))
             except KeyboardInterrupt:
-                say_stopped(len(report.rows), len(cases), folder, console)
+                say_stopped(len(report.rows), total, folder, console)
                 raise
             else:
                 report.rows.append(row)
