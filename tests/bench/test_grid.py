@@ -9,9 +9,11 @@ import triton
 
 from quire.bench import grid, plots, ratios, report, results
 from quire.bench.grid import Limits, draw
-from quire.bench.measure import NoResult, Peer, Sample, make_inputs
+from quire.bench.inputs import make_inputs
+from quire.bench.measure import NoResult, Peer
 from quire.bench.peers import PEERS
 from quire.bench.results import Grid, make_row
+from quire.bench.sample import Sample
 from quire.cli import bench_measure, main
 from quire.cli.bench_measure import MAX_SPENT, Patience
 from quire.cli.exit_codes import INTERRUPTED
