@@ -77,6 +77,18 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, dims):
     assert not wrong, f"{len(wrong)} launches spill or do not fit {target}:\n" + "\n".join(wrong)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_heads_wider_than_256_compile_fit_and_do_not_spill(target):
+    """A block of 64 rows would spill: 64 x 512 accumulators take half of the registers that eight warps have."""
+    for batch, head_dim, features in launches.WIDE["every target"] + launches.WIDE["with a tree"] * (target in TUNED):
+        with compiling(TARGETS[target]) as compiled:
+            plan = launches.attend(batch, head_dim, features)
+        assert plan.kernel in ("split_kv", "block"), plan
+        for kernel in compiled:
+            assert kernel.spills <= (BY_CHOICE if kernel.registers < REGISTERS else 0), kernel
+            assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
+
+
 @pytest.mark.parametrize("target", [target for target in TARGETS if target not in TUNED])
 def test_products_in_fp8_change_nothing_on_targets_without_them(target):
     """So their kernels are those of "e4m3"."""
@@ -113,6 +125,8 @@ def test_writes_copies_and_merges_compile_and_do_not_spill(target):
             launches.merge(80, features)
         launches.write(192, "plain")
         launches.merge(256, "plain")
+        launches.write(512, "plain")
+        launches.merge(512, "plain")
         for features in launches.LATENTS:
             launches.write_latents(features)
     written = {"write_kernel", "write_latent_kernel", "write_record_kernel"}
