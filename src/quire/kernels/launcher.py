@@ -13,7 +13,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from quire.dispatch.device import COMPILER_OPTIONS, cross_compilation
-from quire.kernels.hopper.tma import Matrix
+from quire.kernels.views import Matrix
 
 LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to
 

@@ -5,7 +5,7 @@ shape and strides, and the format that a kernel was compiled for. So one that is
 are the same, also one that took the place of another in memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from inspect import signature
@@ -17,7 +17,8 @@ from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime.driver import driver
 
 KEPT = 4096  # tensor maps: two for the cache of each layer, and those of queries
-ENCODER_ARGUMENTS = len(signature(make_tensordesc_arg).parameters)  # 2 in Triton 3.6.0; 3.9.0 has one that it ignores
+ENCODE: Callable[..., Any] = make_tensordesc_arg
+ENCODER_ARGUMENTS = len(signature(ENCODE).parameters)  # 2 in Triton 3.6.0; 3.9.0 has one that it ignores
 
 
 class Memory(NamedTuple):
@@ -43,7 +44,7 @@ class Format:
         metadata: what Triton's compiler says about it.
     """
 
-    descriptor: type
+    descriptor: Callable[..., Any]
     dtype: torch.dtype
     box: tuple[int, ...]
     layout: Any
@@ -60,7 +61,7 @@ class Format:
         """
         memory = Memory(address, self.dtype)
         descriptor = self.descriptor(memory, [*shape], [*strides], [*self.box], self.layout)
-        return tuple(make_tensordesc_arg(descriptor, self.metadata, *[None] * (ENCODER_ARGUMENTS - 2)))
+        return tuple(ENCODE(descriptor, self.metadata, *[None] * (ENCODER_ARGUMENTS - 2)))
 
 
 def formats_of(compiled: Any, descriptors: Sequence[Any]) -> tuple[Format, ...]:
@@ -74,8 +75,8 @@ def formats_of(compiled: Any, descriptors: Sequence[Any]) -> tuple[Format, ...]:
 
 
 @cache
-def _format(*facts: Any) -> Format:
-    return Format(*facts[:-1], dict(facts[-1]))
+def _format(descriptor: type, dtype: torch.dtype, box: tuple[int, ...], layout: Any, metadata: Any) -> Format:
+    return Format(descriptor, dtype, box, layout, dict(metadata))
 
 
 @lru_cache(maxsize=256)

@@ -17,9 +17,11 @@ from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.tile_scheduler import ROWS
-from quire.kernels.hopper.tma import Matrix, has_heads, matrices_of_cache, matrix_of_queries, page_box
+from quire.kernels.hopper.tma import has_heads, matrices_of_cache, matrix_of_queries, page_box
+from quire.kernels.launch import Runner
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.scratch import TILE_COUNTER_BYTES
+from quire.kernels.views import Matrix
 
 
 class HopperRunner:
@@ -32,12 +34,12 @@ class HopperRunner:
     """
 
     def __init__(self, launch: HopperLaunch, batch: Batch, workspace: torch.Tensor) -> None:
-        self.decided, self.batch = launch, batch
+        self.decided, self.batch, self.workspace = launch, batch, workspace
         self.launches = LaunchCache()
         self.known: Hashable = None  # of the last call, with what follows from it
         self.grid, self.matrices = (0, 1, 1), None
         self.tile_counter = workspace[:TILE_COUNTER_BYTES].view(torch.int32)
-        self.fallback = launch.fallback.bind(batch, workspace)
+        self.fallback: Runner | None = None  # bound when it is first needed
         self.decode = None if launch.decode is None else launch.decode.bind(batch, workspace)
         self.split_out, self.split_lse = None, None
         if launch.num_splits > 1:
@@ -65,6 +67,7 @@ class HopperRunner:
             self.known = known
         grid, matrices = self.grid, self.matrices
         if matrices is None:
+            self.fallback = self.fallback or self.decided.fallback.bind(self.batch, self.workspace)
             self.fallback(q, cache, out, lse, sinks, alibi_slopes)
             return
         if grid[0] == 0:

@@ -10,25 +10,14 @@ not paged.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from quire.cache import PagedKVCache
 from quire.dispatch.config import MIN_TMA_BOX
+from quire.kernels.views import Matrix
 
 MAX_COORDINATE = 1 << 31  # TMA coordinates are int32
-
-
-class Matrix(NamedTuple):
-    """A matrix with contiguous rows, each of which holds one or more heads, as a TMA descriptor says it.
-
-    Its dimensions are rows and columns. If 64 columns do not divide a head, they are rows, heads of a row, and columns
-    of a head: TMA then fills the rest of a head's last panel with zeros.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
 
 
 def matrix_of(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> Matrix | None:

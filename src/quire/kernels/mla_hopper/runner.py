@@ -6,6 +6,7 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.kernels.hopper.runner import describe
 from quire.kernels.hopper.tma import page_box
+from quire.kernels.launch import Runner
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
@@ -25,9 +26,9 @@ class MLAHopperRunner:
     """
 
     def __init__(self, launch: MLAHopperLaunch, batch: Batch, workspace: torch.Tensor) -> None:
-        self.decided, self.batch = launch, batch
+        self.decided, self.batch, self.workspace = launch, batch, workspace
         self.launches = LaunchCache()
-        self.fallback = launch.fallback.bind(batch, workspace)
+        self.fallback: Runner | None = None  # bound when it is first needed
         size = launch.scratch_size()
         rows = 2 * launch.row_blocks * launch.num_partitions * launch.partial_rows if launch.num_partitions > 1 else 0
         width = launch.request.spec.kv_lora_rank
@@ -54,6 +55,7 @@ class MLAHopperRunner:
         decided, (q_nope, q_pe) = self.decided, q
         matrix = matrix_of_latents(cache)
         if matrix is None or self.batch.cu_pages is not None or q_pe is None:
+            self.fallback = self.fallback or decided.fallback.bind(self.batch, self.workspace)
             self.fallback(q, cache, out, lse, sinks, alibi_slopes)
             return
         if q_nope.shape[0] == 0 or self.batch.num_seqs == 0:
