@@ -589,8 +589,8 @@ OUTSIDE = {
     ),
     "Hopper: a matrix a row short": Mutant(
         "kernels/hopper/tma.py",
-        "return Matrix(last // slot + 1, num_columns, slot, *heads)",
-        "return Matrix(last // slot, num_columns, slot, *heads)",
+        "num_rows = last // slot + 1\n",
+        "num_rows = last // slot\n",
         SCHEDULER,
     ),
     "Hopper: heads that overlap slots": Mutant(

@@ -67,7 +67,7 @@ class Format:
 def formats_of(compiled: Any, descriptors: Sequence[Any]) -> tuple[Format, ...]:
     """Return the formats that a compiled kernel takes, which was launched with these descriptors."""
     formats = []
-    for descriptor, metadata in zip(descriptors, compiled.metadata.tensordesc_meta or (), strict=True):
+    for descriptor, metadata in zip(descriptors, compiled.metadata.tensordesc_meta, strict=True):
         items = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in metadata.items())
         box = tuple(descriptor.block_shape)
         formats.append(_format(type(descriptor), descriptor.base.dtype, box, descriptor.layout, items))
