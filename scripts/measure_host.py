@@ -119,7 +119,7 @@ def measure_case(name: str, device: str) -> None:
         plans = [quire.plan(spec, batch, max_seq_len=max_seq_len, **bounds) for _ in range(CALLS * BURSTS + 2)]
     cache = quire.PagedKVCache.empty(spec, 4, page_size, device=device)
     q = torch.empty(plans[0].bounds.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    halves = q.split([spec.kv_lora_rank, 64], -1) if latent else q
+    halves = (q[..., :512], q[..., 512:]) if latent else q
     out = torch.empty(*q.shape[:2], spec.head_dim_v, dtype=spec.dtype, device=device)
     plan = plans.pop()
     again = measure(lambda: quire.attention(halves, cache, plan, out=out))

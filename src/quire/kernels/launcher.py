@@ -94,9 +94,9 @@ class LaunchCache:
             return
         formats, run = (), compiled.run
         if descriptors:
-            from quire.kernels.tensor_maps import formats_of, launcher_of  # here, since it imports NVIDIA's driver
+            from quire.kernels.tensor_maps import launcher_of  # here, since it imports the driver of NVIDIA's GPUs
 
-            formats, run = formats_of(compiled, descriptors), launcher_of(compiled)
+            formats, run = launcher_of(compiled, descriptors)
         constants = tuple(meta.get(name) for name in kernel.arg_names[len(tensors) + len(descriptors) + len(fixed) :])
         active: Any = driver.active
         device = active.get_current_device()

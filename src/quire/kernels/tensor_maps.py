@@ -64,31 +64,33 @@ class Format:
         return tuple(ENCODE(descriptor, self.metadata, *[None] * (ENCODER_ARGUMENTS - 2)))
 
 
-def formats_of(compiled: Any, descriptors: Sequence[Any]) -> tuple[Format, ...]:
-    """Return the formats that a compiled kernel takes, which was launched with these descriptors."""
-    formats = []
-    for descriptor, metadata in zip(descriptors, compiled.metadata.tensordesc_meta, strict=True):
-        items = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in metadata.items())
-        box = tuple(descriptor.block_shape)
-        formats.append(_format(type(descriptor), descriptor.base.dtype, box, descriptor.layout, items))
-    return tuple(formats)
+def launcher_of(compiled: Any, descriptors: Sequence[Any]) -> tuple[tuple[Format, ...], Any]:
+    """Return the formats of a kernel that was launched with these descriptors, and its launcher for tensor maps.
 
-
-@cache
-def _format(descriptor: type, dtype: torch.dtype, box: tuple[int, ...], layout: Any, metadata: Any) -> Format:
-    return Format(descriptor, dtype, box, layout, dict(metadata))
+    The launcher is Triton's. It takes what `Format.tensor_map` returns in place of the descriptors.
+    """
+    return _launcher_of(compiled, tuple((type(d), d.base.dtype, tuple(d.block_shape), d.layout) for d in descriptors))
 
 
 @lru_cache(maxsize=256)
-def launcher_of(compiled: Any) -> Any:
-    """Return Triton's launcher of a compiled kernel, for arguments in which `tensor_map` replaced the descriptors."""
-    types, metadata = {}, iter(compiled.metadata.tensordesc_meta)
+def _launcher_of(compiled: Any, kinds: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Format, ...], Any]:
+    formats, metadata = [], compiled.metadata
+    for kind, of_one in zip(kinds, metadata.tensordesc_meta, strict=True):
+        items = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in of_one.items())
+        formats.append(_format(*kind, items))
+    types, ranks = {}, iter([len(of_one["block_size"]) for of_one in metadata.tensordesc_meta])
     for name, kind in compiled.src.signature.items():
         if isinstance(kind, str) and kind.startswith("tensordesc"):
-            rank = len(next(metadata)["block_size"])
+            rank = next(ranks)
             parts = ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank]
             types |= {f"{name}.{i}": part for i, part in enumerate(parts)}
         else:
             types[name] = kind
     active: Any = driver.active
-    return active.launcher_cls(SimpleNamespace(signature=types), compiled.metadata._replace(tensordesc_meta=None))
+    run = active.launcher_cls(SimpleNamespace(signature=types), metadata._replace(tensordesc_meta=None))
+    return tuple(formats), run
+
+
+@cache
+def _format(descriptor: type, dtype: torch.dtype, box: tuple[int, ...], layout: Any, metadata: Any) -> Format:
+    return Format(descriptor, dtype, box, layout, dict(metadata))
