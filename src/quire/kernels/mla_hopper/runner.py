@@ -60,21 +60,24 @@ class MLAHopperRunner:
             return
         if q_nope.shape[0] == 0 or self.batch.num_seqs == 0:
             return
-        tensors = out, lse, q_nope, q_pe
+        tensors = out, lse, q_nope, q_pe, cache.k_scale
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
-        if not any((at or 0) % 16 for at in addresses):
+        if not any((at or 0) % 16 for at in addresses[:4]):
             key = cache.kind, q_nope.stride(), q_pe.stride(), out.stride(), None if lse is None else lse.stride(0)
-        matrices = ((cache.k.data_ptr(), matrix),)
+        spec = decided.request.spec
+        widths = (cache.head_dim,) if cache.dtype.itemsize > 1 else (cache.head_dim, spec.qk_rope_head_dim)
+        matrices = [(cache.k.data_ptr(), matrix)] * len(widths)
         if key is None or not self.launches.relaunch(("attend", key), self.grid, addresses, matrices):
             box = min(TILE, page_box(cache))
-            descriptors = (describe(cache.k, matrix, box, cache.head_dim),)
+            descriptors = tuple(describe(cache.k, matrix, box, width) for width in widths)
+            absent = (None,) * (2 - len(widths))
             attend_key = None if key is None else ("attend", key)
-            k, spec, table = cache.strides[0], decided.request.spec, self.batch.page_table
+            k, table = cache.strides[0], self.batch.page_table
             scores = spec.softmax_scale * LOG2E.value, int(spec.causal)
             strides = *q_nope.stride()[:2], *q_pe.stride()[:2], *self.out_strides(out, lse)
             pages = table.stride(0), table.shape[1], k.page // k.slot
-            fixed = table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
+            fixed = *absent, table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
             meta = decided.constexprs() | {"PAGE_SIZE": cache.page_size, "BOX": box, "num_warps": 4, "launch_pdl": True}
             self.launches.launch(attend_key, mla_hopper_kernel, self.grid, tensors, fixed, meta, descriptors)
         if self.grid[1] > 1:
