@@ -16,7 +16,7 @@ from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.tile_scheduler import ROWS
-from quire.kernels.hopper.tma import Matrix, matrices_of_cache, matrix_of_queries, page_box
+from quire.kernels.hopper.tma import Matrix, has_boxes, matrices_of_cache, matrix_of_queries, page_box
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.scratch import TILE_COUNTER_BYTES
 
@@ -65,12 +65,15 @@ class HopperRunner:
             return
         spec = decided.request.spec
         into, into_lse = (out, lse) if self.split_out is None else (self.split_out, self.split_lse)
-        kv_box, q_box = min(decided.config.block_n, page_box(cache)), min(decided.config.block_t, ROWS.value)
-        descriptors = (
-            describe(q, q_matrix, q_box, spec.head_dim),
-            describe(cache.k, kv_matrices[0], kv_box, spec.head_dim),
-            describe(cache.v, kv_matrices[1], kv_box, spec.head_dim_v),
-        )
+        q_box, kv_box = min(decided.config.block_t, ROWS.value), 0
+        sources, at = (cache.k, cache.v), cache.addresses[:2]
+        if has_boxes(cache):
+            kv_box = min(decided.config.block_n, page_box(cache))
+            sources = at = (
+                describe(cache.k, kv_matrices[0], kv_box, spec.head_dim),
+                describe(cache.v, kv_matrices[1], kv_box, spec.head_dim_v),
+            )
+        q_desc = describe(q, q_matrix, q_box, spec.head_dim)
         tensors = into, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
@@ -78,10 +81,10 @@ class HopperRunner:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             lse_stride = None if into_lse is None else into_lse.stride(0)
             key = "hopper", cache.kind, q.stride(), into.stride(), lse_stride, dtypes
-        if key is None or not self.launches.relaunch(key, grid, (*addresses, *descriptors)):
+        if key is None or not self.launches.relaunch(key, grid, (*addresses, q_desc, *at)):
             fixed, meta = self.arguments(q, cache, into, into_lse)
             meta |= {"KV_BOX": kv_box, "Q_BOX": q_box}
-            self.launches.launch(key, hopper_kernel, grid, (*tensors, *descriptors), fixed, meta)
+            self.launches.launch(key, hopper_kernel, grid, (*tensors, q_desc, *sources), fixed, meta)
         if self.split_out is not None:
             self.combine(out, lse)
         if self.decode is not None:
