@@ -40,16 +40,20 @@ def load_pages_of_rows(row, pipe, pos, stop, kv_low, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def gather_tile(head_ptr, pipe, i, pages, pos, stride_page, stride_slot, WIDTH: gl.constexpr, PAGE_SIZE: gl.constexpr):
+def gather_tile(
+    source, head, pipe, i, pages, pos, stride_page, stride_slot, stride_head,
+    WIDTH: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
     """Begin to copy a tile to the i-th use of a pipeline, once that is free.
 
     Args:
-        head_ptr: where the head begins in slot 0 of page 0.
+        source: points to head 0 in slot 0 of page 0.
+        head: the KV head.
         pipe: the pipeline.
         i: the use.
         pages: of the rows; -1 for rows of zeros.
         pos: position of the first row.
-        stride_page, stride_slot: of the cache, in elements.
+        stride_page, stride_slot, stride_head: of the cache, in elements.
         WIDTH: columns of the head. Further columns of the tile are filled with zeros.
         PAGE_SIZE: slots of a page.
     """
@@ -61,7 +65,8 @@ def gather_tile(head_ptr, pipe, i, pages, pos, stride_page, stride_slot, WIDTH: 
         slots = rows % PAGE_SIZE
     else:
         slots = (pos + rows) % PAGE_SIZE
-    # In units of 16 bytes, int32 suffices.
+    # In units of 16 bytes, int32 suffices. Multiplied by VEC, the compiler knows that they are such units.
+    head_ptr = source + (head * (stride_head // VEC)).to(gl.int64) * VEC
     offsets = (pages * (stride_page // VEC) + slots * (stride_slot // VEC)).to(gl.int64) * VEC
     buffers = buffers_of(pipe, producer_acquire(pipe, i))
     for at in gl.static_range(len(buffers)):

@@ -130,15 +130,15 @@ def produce(
             taken = gl.atomic_add(tile_counter + lane, one, mask=is_last_tile, sem="relaxed")
             if GATHERS:
                 gather_tile(
-                    k_source + kv_head.to(gl.int64) * kv.k_head, k_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
-                    kv.k_page, kv.k_slot, HEAD_DIM, PAGE_SIZE,
+                    k_source, kv_head, k_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
+                    kv.k_page, kv.k_slot, kv.k_head, HEAD_DIM, PAGE_SIZE,
                 )  # fmt: skip
                 if left < work.num_tiles:
                     hand_over(v_pipe, tile_i - 1, 1)
                 hand_over(k_pipe, tile_i, 0)
                 gather_tile(
-                    v_source + kv_head.to(gl.int64) * kv.v_head, v_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
-                    kv.v_page, kv.v_slot, HEAD_DIM_V, PAGE_SIZE,
+                    v_source, kv_head, v_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
+                    kv.v_page, kv.v_slot, kv.v_head, HEAD_DIM_V, PAGE_SIZE,
                 )  # fmt: skip
             else:
                 stage = producer_acquire(k_pipe, tile_i)
