@@ -470,5 +470,5 @@ def hopper_kernel(
                     stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [4, 4, PRODUCER_WARPS],
-            [200 if FP8_MMA else 208, (72 if FP8_MMA else 56) - (8 if GATHERS else 0), 48 if GATHERS else 40],
+            ([192, 72, 56] if FP8_MMA else [208, 40, 56]) if GATHERS else ([200, 72, 40] if FP8_MMA else [208, 56, 40]),
         )  # fmt: skip
