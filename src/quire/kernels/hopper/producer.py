@@ -114,17 +114,19 @@ def produce(
 
         kv_head = head // GROUP
         while left > 0:
+            if GATHERS:
+                pages_of_rows = pages
+            else:
+                pages_of_boxes = ()
+                for i in gl.static_range(BLOCK_N // KV_BOX):
+                    pages_of_boxes = pages_of_boxes + (gl.sum(gl.where(lane == i, pages, 0), 0),)
             # Prefetch the next tile's page numbers. Take the next work tile only during the last tile, so that an idle
             # program can take it first.
             pos = (tile - 1) * BLOCK_N
             stop = gl.where(left > 1, pos + BLOCK_N, pos)
             if GATHERS:
-                pages_of_rows = pages
                 pages = load_pages_of_rows(row, k_pipe, pos, gl.minimum(stop, kv_high), kv_low, PAGE_SIZE)
             else:
-                pages_of_boxes = ()
-                for i in gl.static_range(BLOCK_N // KV_BOX):
-                    pages_of_boxes = pages_of_boxes + (gl.sum(gl.where(lane == i, pages, 0), 0),)
                 pages = load_page_numbers(row, pos + lane * KV_BOX, stop, kv_low, kv_high, PAGE_SIZE, KV_BOX)
             one, is_last_tile = gl.full([THREADS], 1, gl.int32, ONE_EACH), (lane == 0) & (left == 1)
             taken = gl.atomic_add(tile_counter + lane, one, mask=is_last_tile, sem="relaxed")
