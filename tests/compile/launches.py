@@ -21,6 +21,10 @@ BATCHES = {  # sequences, queries and keys of each; query tokens of the batch, i
 }
 HEAD_DIMS = (64, 128, 256)
 ODD_HEAD_DIMS = (16, 40, 80, 96, 192)
+WIDE = {  # beyond 256, on every target, and what else on targets with a tree: batch, head dim, features
+    "every target": (("decode, split", 512, "plain"), ("prefill", 512, "plain")),
+    "with a tree": (("drafts", 512, "plain"), ("decode, split", 512, "e4m3"), ("prefill", 320, "many, with lse")),
+}
 
 
 @dataclass(frozen=True)

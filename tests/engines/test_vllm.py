@@ -71,8 +71,10 @@ def test_the_classes_satisfy_vllm_s_abstract_ones():
     assert QuireBackend.get_impl_cls() is QuireImpl and QuireBackend.get_builder_cls() is QuireMetadataBuilder
     assert QuireMetadataBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
     assert all(QuireBackend.supports_block_size(size) for size in (None, 1, 8, 16, 32, 64, 128, 256, 544))
-    sizes = (8, 16, 64, 80, 96, 100, 128, 192, 256, 264)
-    assert [size for size in sizes if QuireBackend.supports_head_size(size)] == [16, 64, 80, 96, 128, 192, 256]
+    sizes = (8, 16, 64, 72, 80, 96, 100, 128, 192, 256, 264, 512, 520)
+    assert [size for size in sizes if QuireBackend.supports_head_size(size)] == [
+        16, 64, 72, 80, 96, 128, 192, 256, 264, 512,
+    ]  # fmt: skip
 
 
 def asked(**changes) -> dict:
@@ -486,6 +488,15 @@ def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attenti
     generated, cached = serve(tmp_path, rounds=2, max_num_batched_tokens=32, enable_prefix_caching=True)
     assert generated == [expected, expected]
     assert cached >= 2 * 64  # tokens that were not computed again
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("llama", 72), ("gemma2", 256), ("llama", 512)])
+def test_heads_of_any_width_write_the_tokens_of_eager_attention(name, head_dim, tmp_path):
+    """Full and sliding layers; 72 is no power of two."""
+    sizes = {"head_dim": head_dim} | ({"query_pre_attn_scalar": head_dim} if name != "llama" else {})
+    model = make_model(name, tmp_path, sizes)
+    generated, _ = serve(tmp_path, max_num_batched_tokens=64)
+    assert generated == [[greedy(model, p) for p in prompts()]]
 
 
 def test_preempted_sequences_write_the_tokens_of_eager_attention(tmp_path, monkeypatch):

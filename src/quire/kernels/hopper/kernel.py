@@ -376,8 +376,8 @@ def hopper_kernel(
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     k_scale_ptr, v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
-    q_desc,  # TMA descriptor
     k_source, v_source,  # TMA descriptors; where KV_BOX is 0, pointers to slot 0 of page 0
+    q_desc,  # TMA descriptor
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32
     tile_counter,  # [1] int32, 0 between launches
