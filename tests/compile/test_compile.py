@@ -26,6 +26,7 @@ MAY_SPILL = ("vLLM's original", "float32, e4m3")
 BY_CHOICE, REGISTERS = 16, 255
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
 ON_THE_STACK = {"hopper_kernel": 72, "mla_hopper_kernel": 96}
+ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
 
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
 # "plain" is some thirty kernels for each target with a tree: several tests, so that two processes share them.
@@ -58,6 +59,31 @@ def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, he
             assert kernel.spills <= ON_THE_STACK["hopper_kernel"], kernel
             assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
             assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
+
+
+@pytest.mark.parametrize(
+    ("extra", "page_size", "max_seq_len"),
+    [
+        ({"head_dim": 128}, 1, 4096),
+        ({"head_dim": 64}, 4, 1024),
+        ({"head_dim": 24, "head_dim_v": 200}, 2, 4096),
+        ({"head_dim": 192, "head_dim_v": 128}, 3, 4096),
+        ({"head_dim": 256}, 1, 4096),
+        ({"head_dim": 128, "kv_dtype": torch.int8}, 1, 4096),
+        ({"head_dim": 128, "kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 12, 4096),
+    ],
+    ids=str,
+)
+def test_the_hopper_kernel_that_gathers_rows_compiles_and_fits(extra, page_size, max_seq_len):
+    """Heads begin at any multiple of 16 bytes. If the compiler does not know that, it cannot copy 16 bytes at once."""
+    spec = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, **extra)
+    launch = Launch(spec, 1, max_seq_len, max_seq_len, max_seq_len, page_size, options=(("kernel", "hopper"),))
+    plan, compiled = launch.compile(TARGETS["sm90"])
+    assert [kernel.kernel for kernel in compiled] == ["hopper_kernel"]
+    for kernel in compiled:
+        assert kernel.spills <= ON_THE_STACK_OF_GATHERERS, kernel
+        assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
+        assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
 
 
 @pytest.mark.parametrize(("target", "features", "dims"), CASES)

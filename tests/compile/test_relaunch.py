@@ -88,7 +88,7 @@ CASES = [  # `test_compile` compiles the same kernels, so one of the two finds t
     for batch, head_dim in launches.selection(target, features)
     if (target, features) != ("sm90", "plain") or head_dim == 128
 ]
-CASES += [("sm90", features, "chunk, split", 128) for features in ("many, with lse", "e4m3")]
+CASES += [("sm90", features, "chunk, split", 128) for features in ("many, with lse", "e4m3", "pages of 1, flat")]
 
 
 @pytest.mark.parametrize(("target", "features", "batch", "head_dim"), CASES)

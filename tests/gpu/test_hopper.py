@@ -24,6 +24,7 @@ MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50),
 
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 LONG = 5000  # keys; with this bound, a program has two consumer warpgroups
+SMALL = {"page_size": 1}  # pages whose rows are gathered
 
 
 def solve(spec, lens, max_seq_len=None, **problem):
@@ -45,6 +46,8 @@ def assert_right(spec, lens, **problem):
         p, plan, state = solve(spec, lens, max_seq_len, **problem)
         verdict = error_budget(p, state)
         assert verdict.passed, (plan, verdict)
+        served = plan.launch.for_cache(p.cache) is plan.launch  # else by the fallback
+        assert served == (problem.get("scales") != "token")
     assert plan.launch.config.num_warpgroups == 2
 
 
@@ -117,10 +120,38 @@ def test_group_sizes(heads):
     assert_right(quire.AttentionSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64), MIXED)
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 128, 256, 528, 1072])
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 7, 8, 12, 16, 24, 64, 128, 256, 528, 1072])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(page_size, layout):
     assert_right(quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (130, 1003)), page_size=page_size, layout=layout)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"sliding_window": 100},
+        {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
+        {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
+        {"dtype": torch.float16},
+        E4M3,
+        {"kv_dtype": torch.int8, "sliding_window": 100},
+    ],
+    ids=str,
+)
+def test_features_of_gathered_rows(extra, head_dim, page_size):
+    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim} | extra), MIXED, page_size=page_size)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(16, 16), (24, 200), (80, 80), (192, 128), (256, 64), (88, 256), (192, 192)]
+)
+def test_widths_of_gathered_rows(head_dim, head_dim_v, layout):
+    spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=3, head_dim=head_dim, head_dim_v=head_dim_v)
+    assert_right(spec, MIXED, layout=layout, page_size=2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -151,8 +182,8 @@ def test_quantised_caches(dtype, kv_dtype, head_dim):
 )
 def test_products_in_fp8(extra):
     spec = quire.AttentionSpec(**LLAMA | {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True} | extra)
-    for lens in MIXED, ((700, 5000), (3, 3)):
-        p, plan, state = solve(spec, lens, page_size=24)
+    for lens, page_size in (MIXED, 24), (((700, 5000), (3, 3)), 24), (MIXED, 1):
+        p, plan, state = solve(spec, lens, page_size=page_size)
         verdict = error_budget(p, state)
         assert plan.launch.config.fp8_mma and verdict.passed, (plan, verdict)
         exact = quire.attention(
@@ -197,11 +228,12 @@ def test_sums_of_products_in_fp8_are_float32():
     ],
     ids=str,
 )
+@pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize("lens", [((64, 16384),), ((33, 3000), (70, 1100), (1, 9), (0, 50))], ids=str)
-def test_splits(lens, extra):
+def test_splits(lens, extra, page_size):
     """Among them: a sequence with fewer tiles than splits, one without queries, and windows that leave splits empty."""
     spec = quire.AttentionSpec(**LLAMA | extra)
-    p = make_problem(spec, lens, device="cuda")
+    p = make_problem(spec, lens, device="cuda", page_size=page_size)
     plan = quire.plan(spec, p.batch, **p.bounds | {"num_tokens": None}, kernel="hopper")
     assert plan.launch.num_splits > 1, plan
     first = None
@@ -237,14 +269,16 @@ def test_scales_of_tokens_go_to_the_portable_kernel():
     assert_right(quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn), MIXED, scales="token")
 
 
-def test_a_flat_table():
-    assert_right(quire.AttentionSpec(**LLAMA), MIXED, flat_table=True)
+@pytest.mark.parametrize("page_size", [16, 1, 3])
+def test_a_flat_table(page_size):
+    assert_right(quire.AttentionSpec(**LLAMA), MIXED, flat_table=True, page_size=page_size)
 
 
+@pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_keys_and_values_in_one_tensor(layout):
+def test_keys_and_values_in_one_tensor(layout, page_size):
     """As engines store them: adjacent in every page, or adjacent in every head."""
-    p, plan, expected = solve(quire.AttentionSpec(**LLAMA), MIXED, layout=layout)
+    p, plan, expected = solve(quire.AttentionSpec(**LLAMA), MIXED, layout=layout, page_size=page_size)
     for together in (
         torch.stack([p.cache.k, p.cache.v], 1).unbind(1),
         torch.cat([p.cache.k, p.cache.v], 3).split(128, 3),
@@ -294,10 +328,11 @@ def test_query_offsets():
     torch.testing.assert_close(first.lse, second.lse)
 
 
+@pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize("most", [1000, 2048])
-def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(most):
+def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(most, page_size):
     spec = quire.AttentionSpec(**LLAMA)
-    big = make_problem(spec, ((160, most),) * 3, device="cuda")
+    big = make_problem(spec, ((160, most),) * 3, device="cuda", page_size=page_size)
     plan = quire.plan(spec, big.batch, **big.bounds, kernel="hopper")
     state = quire.State(torch.empty_like(big.q), torch.empty(big.q.shape[:2], device="cuda"))
     quire.attention(big.q, big.cache, plan, out=state)
@@ -316,26 +351,35 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(most):
 
 
 @pytest.mark.parametrize(
-    ("extra", "bound"),
+    ("extra", "bound", "problem"),
     [
-        ({"head_dim": 64}, None),
-        ({"head_dim": 64}, LONG),
-        ({}, None),
-        ({}, LONG),
-        ({"head_dim": 256}, None),
-        ({"head_dim": 192, "head_dim_v": 128}, None),
-        ({"head_dim": 192, "head_dim_v": 128}, LONG),
-        ({"head_dim": 80}, None),
-        ({"head_dim": 80}, LONG),
-        ({"head_dim": 160}, None),
-        (E4M3 | {"head_dim": 64}, None),
-        (E4M3, None),
-        (E4M3 | {"allow_fp8": True}, None),
+        ({"head_dim": 64}, None, {}),
+        ({"head_dim": 64}, LONG, {}),
+        ({}, None, {}),
+        ({}, LONG, {}),
+        ({"head_dim": 256}, None, {}),
+        ({"head_dim": 192, "head_dim_v": 128}, None, {}),
+        ({"head_dim": 192, "head_dim_v": 128}, LONG, {}),
+        ({"head_dim": 80}, None, {}),
+        ({"head_dim": 80}, LONG, {}),
+        ({"head_dim": 160}, None, {}),
+        (E4M3 | {"head_dim": 64}, None, {}),
+        (E4M3, None, {}),
+        (E4M3 | {"allow_fp8": True}, None, {}),
+        ({"head_dim": 64}, None, SMALL),
+        ({"head_dim": 64}, LONG, SMALL),
+        ({}, None, SMALL),
+        ({}, LONG, SMALL),
+        ({"head_dim": 256}, None, SMALL),
+        ({"head_dim": 192, "head_dim_v": 128}, LONG, SMALL),
+        ({"head_dim": 80}, LONG, SMALL),
+        (E4M3, None, SMALL),
+        (E4M3 | {"allow_fp8": True}, None, SMALL),
     ],
     ids=str,
 )
-def test_runs_are_bitwise_equal(extra, bound):
-    p, plan, first = solve(quire.AttentionSpec(**LLAMA | extra), MIXED, bound)
+def test_runs_are_bitwise_equal(extra, bound, problem):
+    p, plan, first = solve(quire.AttentionSpec(**LLAMA | extra), MIXED, bound, **problem)
     for _ in range(200):
         again = quire.attention(p.q, p.cache, plan, return_lse=True)
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
@@ -372,7 +416,7 @@ def test_whole_space(data):
         sinks=draw(st.booleans()),
     )
     lens = draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 900)), min_size=1, max_size=5))
-    page_size = 8 * draw(st.integers(1, 20))
+    page_size = draw(st.integers(1, 7) | st.integers(1, 20).map(lambda boxes: 8 * boxes))
     assert_right(
         spec,
         lens,

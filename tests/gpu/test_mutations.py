@@ -15,6 +15,7 @@ if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).ha
     pytest.skip("the Hopper kernel runs on Hopper GPUs alone", allow_module_level=True)
 
 KERNEL, PRODUCER = "kernels/hopper/kernel.py", "kernels/hopper/producer.py"
+GATHER = "kernels/hopper/gather.py"
 HOPPER = "gpu/test_hopper.py::test_"
 CAUSAL, WINDOW = HOPPER + "features[{}-64-dtype0]", HOPPER + "features[{'sliding_window': 100}-64-dtype0]"
 MUTANTS = {
@@ -41,6 +42,33 @@ MUTANTS = {
     ),
     "boxes of a tile from one slot": Mutant(
         PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", HOPPER + "pages[NHD-128]"
+    ),
+    "gathered rows before the window": Mutant(
+        GATHER,
+        "mask=(kv_pos >= kv_low) & (kv_pos < stop)",
+        "mask=(kv_pos < stop)",
+        HOPPER + "features_of_gathered_rows[{'sliding_window': 100}-64-1]",
+    ),
+    "gathered rows past the sequence": Mutant(
+        PRODUCER,
+        "pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)",
+        "pages = load_pages_of_rows(row, k_pipe, pos, pos + BLOCK_N, kv_low, PAGE_SIZE)",
+        HOPPER + "features_of_gathered_rows[{}-64-4]",
+    ),
+    "gathered rows from the first slot of a page": Mutant(
+        GATHER, "slots = rows % PAGE_SIZE", "slots = rows * 0", HOPPER + "pages[NHD-4]"
+    ),
+    "gathered rows of pages that divide no tile, from its first slot": Mutant(
+        GATHER, "slots = (pos + rows) % PAGE_SIZE", "slots = rows % PAGE_SIZE", HOPPER + "pages[NHD-3]"
+    ),
+    "gathered rows of the first head": Mutant(
+        GATHER, "(head * (stride_head // VEC))", "(head * 0)", HOPPER + "pages[HND-2]"
+    ),
+    "gathered values of the next tile": Mutant(
+        PRODUCER,
+        "v_source, kv_head, v_pipe, tile_i, pages_of_rows,",
+        "v_source, kv_head, v_pipe, tile_i, pages,",
+        HOPPER + "pages[NHD-1]",
     ),
 }
 

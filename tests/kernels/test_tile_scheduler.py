@@ -122,7 +122,7 @@ def test_the_pieces_of_a_width_cover_it_and_fit_panels(least):
 @pytest.mark.parametrize(
     ("shape", "strides", "offset"),
     [
-        pytest.param((4, 4, 2, 16), (128, 32, 16, 1), 0, id="pages of fewer rows than a TMA box"),
+        pytest.param((3, 4, 2, 64), (544, 136, 68, 1), 0, id="small pages, heads at no multiple of 16 bytes"),
         pytest.param((2, 8, 1, 16), (160, 20, 16, 1), 0, id="slots that are no multiple of 16 bytes apart"),
         pytest.param((2, 8, 2, 16), (272, 32, 16, 1), 0, id="pages that no whole number of slots are apart"),
         pytest.param((2, 8, 2, 16), (512, 32, 48, 1), 0, id="heads that no whole number of slots are apart"),
@@ -136,3 +136,18 @@ def test_what_tma_cannot_address_has_no_matrix(shape, strides, offset):
     x = memory.as_strided(shape, strides, offset)
     assert tma.matrices_of_cache(wanted) is not None
     assert tma.matrices_of_cache(quire.PagedKVCache(x, x)) is None
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 7, 12])
+def test_pages_of_fewer_rows_than_a_tma_box_are_gathered(page_size):
+    x = torch.zeros(4, page_size, 2, 24, dtype=torch.float16)
+    cache = quire.PagedKVCache(x, x)
+    assert not tma.has_boxes(cache)
+    assert [m.shape[0] for m in tma.matrices_of_cache(cache)] == 2 * [4 * page_size]
+    assert tma.has_boxes(quire.PagedKVCache(*(torch.zeros(4, 8 * page_size, 2, 24) for _ in "kv")))
+
+
+def test_a_cache_is_gathered_if_int32_counts_its_pieces_of_16_bytes():
+    for pages, served in ((1 << 24, False), ((1 << 24) - 1, True)):
+        x = torch.empty(pages, 4, 2, 128, dtype=torch.bfloat16, device="meta")  # 2 KiB for each page
+        assert (tma.matrices_of_cache(quire.PagedKVCache(x, x)) is not None) == served

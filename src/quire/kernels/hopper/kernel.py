@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.convert import convert, permute_for_fp8_operand, quantize_queries, to_fp8
+from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
 from quire.kernels.hopper.pipeline import (
     columns_of,
     consumer_release,
@@ -375,7 +376,8 @@ def hopper_kernel(
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     k_scale_ptr, v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
-    q_desc, k_desc, v_desc,  # TMA descriptors
+    k_source, v_source,  # TMA descriptors; where KV_BOX is 0, pointers to slot 0 of page 0
+    q_desc,  # TMA descriptor
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32
     tile_counter,  # [1] int32, 0 between launches
@@ -387,7 +389,9 @@ def hopper_kernel(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    QUANTISED_STAGES: gl.constexpr, FP8_MMA: gl.constexpr, KV_BOX: gl.constexpr, Q_BOX: gl.constexpr,
+    QUANTISED_STAGES: gl.constexpr, FP8_MMA: gl.constexpr,
+    KV_BOX: gl.constexpr,  # slots of a page in one TMA load; 0: the rows of tiles are gathered (`gather.py`)
+    Q_BOX: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -396,7 +400,10 @@ def hopper_kernel(
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     COLUMNS_V: gl.constexpr = (HEAD_DIM_V + 63) // 64 * 64
     q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, COLUMNS, Q_STAGES, WARPGROUPS)
-    NUMBER: gl.constexpr = k_desc.dtype if QUANTISED_STAGES == 0 or FP8_MMA else gl.float16
+    GATHERS: gl.constexpr = KV_BOX == 0
+    STORED: gl.constexpr = k_source.dtype.element_ty if GATHERS else k_source.dtype
+    NUMBER: gl.constexpr = STORED if QUANTISED_STAGES == 0 or FP8_MMA else gl.float16
+    PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if GATHERS else 1
     k_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS, STAGES, WARPGROUPS)
     if FP8_MMA:
         v_pipe = make_pipeline(NUMBER, COLUMNS_V, BLOCK_N, STAGES, WARPGROUPS)
@@ -417,12 +424,12 @@ def hopper_kernel(
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
                     BLOCK_T, SCORE_MOD)),
                 (produce, (
-                    q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
+                    q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
-            [1],
-            [40],
+            [PRODUCER_WARPS],
+            [72 if GATHERS else 40],
         )  # fmt: skip
     elif QUANTISED_STAGES == 0:
         fence_async_shared()
@@ -435,18 +442,18 @@ def hopper_kernel(
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
                     BLOCK_T, SCORE_MOD)),
                 (produce, (
-                    q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
+                    q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
-            [4, 1],
-            [232, 40],  # registers per thread of the second and the third function
+            [4, PRODUCER_WARPS],
+            [216, 72] if GATHERS else [232, 40],  # registers per thread of the second and the third function
         )  # fmt: skip
     else:
         k_raw = k_pipe
         if not FP8_MMA:
-            k_raw = make_pipeline(k_desc.dtype, BLOCK_N, COLUMNS, QUANTISED_STAGES, 1)
-        v_raw = make_pipeline(v_desc.dtype, BLOCK_N, COLUMNS_V, QUANTISED_STAGES, 1)
+            k_raw = make_pipeline(STORED, BLOCK_N, COLUMNS, QUANTISED_STAGES, 1)
+        v_raw = make_pipeline(STORED, BLOCK_N, COLUMNS_V, QUANTISED_STAGES, 1)
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -458,10 +465,10 @@ def hopper_kernel(
                     BLOCK_T, SCORE_MOD)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right)),
                 (produce, (
-                    q_pipe, k_raw, v_raw, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
+                    q_pipe, k_raw, v_raw, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
-            [4, 4, 1],
-            [200, 72, 40] if FP8_MMA else [208, 56, 40],
+            [4, 4, PRODUCER_WARPS],
+            ([192, 72, 56] if FP8_MMA else [208, 40, 56]) if GATHERS else ([200, 72, 40] if FP8_MMA else [208, 56, 40]),
         )  # fmt: skip

@@ -1,5 +1,7 @@
 """The producer warp takes one work tile after the other and loads its queries, keys and values by TMA, page by page.
 
+Where pages are too small for TMA, the producer has four warps, which gather keys and values row by row (`gather.py`).
+
 It loads as soon as a pipeline has a free stage, also for the next work tile while consumers still process this one.
 """
 
@@ -7,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from quire.kernels.hopper.gather import gather_tile, hand_over, load_pages_of_rows
 from quire.kernels.hopper.pipeline import (
     buffers_of,
     columns_of,
@@ -29,15 +32,16 @@ from quire.kernels.hopper.tile_scheduler import (
 
 @gluon.jit
 def produce(
-    q_pipe, k_pipe, v_pipe, published, q_desc, k_desc, v_desc, kv, cu_seqlens_q, tile_counter,
+    q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table, stride_q_head,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
 ):  # fmt: skip
-    """Take work tiles until there are none left, and load their queries, keys and values. The producer warp runs this.
+    """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
 
     Tiles of a quantised cache go to pipelines of raw bytes, from which `convert` reads.
     """
+    GATHERS: gl.constexpr = KV_BOX == 0
     BLOCK_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
     HEADS: gl.constexpr = BLOCK_ROWS // BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
@@ -47,18 +51,20 @@ def produce(
     V_BYTES: gl.constexpr = columns_of(v_pipe.tiles, v_pipe.more) * v_pipe.tiles.dtype.primitive_bitwidth // 8
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
     SPARE: gl.constexpr = v_pipe.tiles.shape[0]  # the pipeline's spare barrier
-    ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     work_i = 0
     tile_i = 0
     edge_i = 0
     k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the TMA matrix
     k_row, k_col = kv.k_head // kv.k_slot, kv.k_head % kv.k_slot  # one of them is 0
     v_row, v_col = kv.v_head // kv.v_slot, kv.v_head % kv.v_slot
-    if len(k_desc.block_shape) == 3:  # heads are a dimension
-        k_col = (k_col > 0).to(gl.int32)
-    if len(v_desc.block_shape) == 3:
-        v_col = (v_col > 0).to(gl.int32)
-    lane = gl.arange(0, 32, ONE_WARP)
+    if not GATHERS:
+        if len(k_source.block_shape) == 3:  # heads are a dimension
+            k_col = (k_col > 0).to(gl.int32)
+        if len(v_source.block_shape) == 3:
+            v_col = (v_col > 0).to(gl.int32)
+    lane = gl.arange(0, THREADS, ONE_EACH)
     ends = row_block_ends(cu_seqlens_q, 0, num_seqs, max_decode_queries, BLOCK_T)
     num_row_blocks = count_row_blocks(ends, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
     num_work_tiles = num_row_blocks * HEAD_BLOCKS * num_splits
@@ -78,7 +84,7 @@ def produce(
         q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
         seq_len = gl.load(kv.seq_lens + seq)
         token = (row_block - first_row_block) * BLOCK_T
-        taken = gl.zeros([32], gl.int32, ONE_WARP)
+        taken = gl.zeros([THREADS], gl.int32, ONE_EACH)
         if kv.query_offsets is None:
             first_pos = seq_len - q_len
         else:
@@ -93,7 +99,12 @@ def produce(
             row = kv.page_table + gl.load(kv.cu_pages + seq)
         kv_low, kv_high = visible_keys(work, window_left, window_right)
         pos = tile * BLOCK_N
-        pages = load_page_numbers(row, pos + lane * KV_BOX, pos + BLOCK_N, kv_low, kv_high, PAGE_SIZE, KV_BOX)
+        if GATHERS:
+            pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)
+            if tile_i > 0:  # consumers release the queries of a work tile when they have its last values
+                hand_over(v_pipe, tile_i - 1, 0)
+        else:
+            pages = load_page_numbers(row, pos + lane * KV_BOX, pos + BLOCK_N, kv_low, kv_high, PAGE_SIZE, KV_BOX)
         stage = producer_acquire(q_pipe, work_i)
         publish_work_tile(published, stage, work)
         expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
@@ -103,46 +114,68 @@ def produce(
 
         kv_head = head // GROUP
         while left > 0:
-            pages_of_boxes = ()
-            for i in gl.static_range(BLOCK_N // KV_BOX):
-                pages_of_boxes = pages_of_boxes + (gl.sum(gl.where(lane == i, pages, 0), 0),)
+            if GATHERS:
+                pages_of_rows = pages
+            else:
+                pages_of_boxes = ()
+                for i in gl.static_range(BLOCK_N // KV_BOX):
+                    pages_of_boxes = pages_of_boxes + (gl.sum(gl.where(lane == i, pages, 0), 0),)
             # Prefetch the next tile's page numbers. Take the next work tile only during the last tile, so that an idle
             # program can take it first.
             pos = (tile - 1) * BLOCK_N
             stop = gl.where(left > 1, pos + BLOCK_N, pos)
-            pages = load_page_numbers(row, pos + lane * KV_BOX, stop, kv_low, kv_high, PAGE_SIZE, KV_BOX)
-            one, is_last_tile = gl.full([32], 1, gl.int32, ONE_WARP), (lane == 0) & (left == 1)
+            if GATHERS:
+                pages = load_pages_of_rows(row, k_pipe, pos, gl.minimum(stop, kv_high), kv_low, PAGE_SIZE)
+            else:
+                pages = load_page_numbers(row, pos + lane * KV_BOX, stop, kv_low, kv_high, PAGE_SIZE, KV_BOX)
+            one, is_last_tile = gl.full([THREADS], 1, gl.int32, ONE_EACH), (lane == 0) & (left == 1)
             taken = gl.atomic_add(tile_counter + lane, one, mask=is_last_tile, sem="relaxed")
-            stage = producer_acquire(k_pipe, tile_i)
-            expect_bytes(k_pipe.full, stage, BLOCK_N * K_BYTES)
-            load_kv_tile(
-                k_desc, k_pipe, stage, k_pipe.full.index(stage), pages_of_boxes, tile * BLOCK_N, k_page,
-                kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
-            )  # fmt: skip
-            stage = producer_acquire(v_pipe, tile_i)
-            barrier = stage
-            if not CONVERTED:
-                # A tile with invisible rows completes the spare barrier: its rows are zeroed before consumers read it.
-                all_visible = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
-                barrier = gl.where(all_visible, stage, SPARE)
-            expect_bytes(v_pipe.full, barrier, BLOCK_N * V_BYTES)
-            load_kv_tile(
-                v_desc, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, tile * BLOCK_N, v_page,
-                kv_head * v_row, kv_head * v_col, PAGE_SIZE, KV_BOX,
-            )  # fmt: skip
-            if not CONVERTED and barrier == SPARE:
-                wait(v_pipe.full, SPARE, edge_i)
-                buffers = buffers_of(v_pipe, stage)
-                for i in gl.static_range(len(buffers)):
-                    zero_invisible_rows(buffers[i], tile * BLOCK_N, kv_low, kv_high)
-                fence_async_shared()
-                expect_bytes(v_pipe.full, stage, 0)
-                edge_i += 1
+            if GATHERS:
+                gather_tile(
+                    k_source, kv_head, k_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
+                    kv.k_page, kv.k_slot, kv.k_head, HEAD_DIM, PAGE_SIZE,
+                )  # fmt: skip
+                if left < work.num_tiles:
+                    hand_over(v_pipe, tile_i - 1, 1)
+                hand_over(k_pipe, tile_i, 0)
+                gather_tile(
+                    v_source, kv_head, v_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
+                    kv.v_page, kv.v_slot, kv.v_head, HEAD_DIM_V, PAGE_SIZE,
+                )  # fmt: skip
+            else:
+                stage = producer_acquire(k_pipe, tile_i)
+                expect_bytes(k_pipe.full, stage, BLOCK_N * K_BYTES)
+                load_kv_tile(
+                    k_source, k_pipe, stage, k_pipe.full.index(stage), pages_of_boxes, tile * BLOCK_N, k_page,
+                    kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
+                )  # fmt: skip
+                stage = producer_acquire(v_pipe, tile_i)
+                barrier = stage
+                if not CONVERTED:
+                    # A tile with invisible rows completes the spare barrier: its rows are zeroed before consumers read
+                    # it.
+                    all_visible = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
+                    barrier = gl.where(all_visible, stage, SPARE)
+                expect_bytes(v_pipe.full, barrier, BLOCK_N * V_BYTES)
+                load_kv_tile(
+                    v_source, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, tile * BLOCK_N, v_page,
+                    kv_head * v_row, kv_head * v_col, PAGE_SIZE, KV_BOX,
+                )  # fmt: skip
+                if not CONVERTED and barrier == SPARE:
+                    wait(v_pipe.full, SPARE, edge_i)
+                    buffers = buffers_of(v_pipe, stage)
+                    for i in gl.static_range(len(buffers)):
+                        zero_invisible_rows(buffers[i], tile * BLOCK_N, kv_low, kv_high)
+                    fence_async_shared()
+                    expect_bytes(v_pipe.full, stage, 0)
+                    edge_i += 1
             tile_i += 1
             tile -= 1
             left -= 1
         work_i += 1
         index = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), 0)
+    if GATHERS and tile_i > 0:
+        hand_over(v_pipe, tile_i - 1, 0)
     if index == num_work_tiles + gl.num_programs(0) - 1:  # the last program resets the counter for the next launch
         gl.store(tile_counter, 0)
     stage = producer_acquire(q_pipe, work_i)

@@ -69,7 +69,7 @@ def row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T: g
 
     Sequences with at most `max_decode_queries` queries have none: they belong to the decode launch.
     """
-    seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [1], [0]))
+    seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [gl.num_warps()], [0]))
     inside = seqs < num_seqs
     q_stop = gl.load(cu_seqlens_q + seqs + 1, mask=inside, other=0)
     q_len = q_stop - gl.load(cu_seqlens_q + seqs, mask=inside, other=0)
@@ -102,7 +102,7 @@ def find_row_block(ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, 
 @gluon.jit
 def publish_work_tile(published, stage, work):
     """Write a work tile's fields to shared memory."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     for i in gl.static_range(FIELDS):
         published.index(stage * WORDS + i).store(gl.full([1], work[i], gl.int32, LAYOUT))
 
@@ -110,7 +110,7 @@ def publish_work_tile(published, stage, work):
 @gluon.jit
 def read_work_tile(published, stage):
     """Return the work tile that `publish_work_tile` wrote."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     fields = ()
     for i in gl.static_range(FIELDS):
         fields = fields + (gl.max(published.index(stage * WORDS + i).load(LAYOUT), 0),)

@@ -74,16 +74,28 @@ def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
     """Return a cache's keys and values as matrices.
 
     Returns:
-        None if the Hopper kernel does not serve the cache: scales per token, pages that are too small, or strides that
-        make no matrix.
+        None if the Hopper kernel does not serve the cache: scales per token, or strides that make no matrix.
     """
-    if cache.scale_kind == "token" or page_box(cache) < MIN_TMA_BOX:
+    if cache.scale_kind == "token":
         return None
     (ks, vs), (k_extents, v_extents) = cache.strides, cache.extents
     if ks.vec_size != k_extents[3] or vs.vec_size != v_extents[3]:
         return None
     k, v = matrix_of(cache.k, k_extents, ks[:3]), matrix_of(cache.v, v_extents, vs[:3])
-    return None if k is None or v is None else (k, v)
+    if k is None or v is None:
+        return None
+    if not has_boxes(cache):  # rows are copied in pieces of 16 bytes, which are counted in int32
+        size = cache.dtype.itemsize
+        if any(stride * size % 16 for stride in (*ks[:3], *vs[:3])):
+            return None
+        if max(m.shape[0] * m.strides[0] for m in (k, v)) * size // 16 >= MAX_COORDINATE:
+            return None
+    return k, v
+
+
+def has_boxes(cache: PagedKVCache) -> bool:
+    """Whether a page has enough rows for TMA; rows are gathered one by one if not."""
+    return page_box(cache) >= MIN_TMA_BOX
 
 
 def page_box(cache: PagedKVCache) -> int:
