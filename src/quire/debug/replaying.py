@@ -244,6 +244,9 @@ def decode_launch(text: str) -> Launch | None:
 
 def check_classes(value: Any) -> None:
     """Raise ValueError if an encoded launch names something other than a dataclass that launches are made of."""
+    if isinstance(value, list):
+        for item in value:
+            check_classes(item)
     if not isinstance(value, dict):
         return
     if "class" in value:
