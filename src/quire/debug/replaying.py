@@ -216,7 +216,7 @@ def choose_plan(call: Call, problem: Problem, replan: bool, notes: list[str]) ->
         notes.append("The plan is made here, as was asked.")
     elif recorded.request.spec != spec or recorded.request.num_seqs != batch.num_seqs:
         notes.append("The recorded launch is of another batch: the plan is made here.")
-    elif recorded.request.device != device_properties(device) or (recorded.name == "torch") != served_by_torch:
+    elif recorded.request.device != device_properties(device) or is_of_torch(recorded) != served_by_torch:
         notes.append(f"The recorded launch ({recorded.name}) is for another device: the plan is made for this one.")
     else:
         return make_plan(spec, batch, recorded, "as recorded")
@@ -230,6 +230,11 @@ def choose_plan(call: Call, problem: Problem, replan: bool, notes: list[str]) ->
         num_tokens=bounds["num_tokens"],
         batch_invariant=is_invariant,
     )
+
+
+def is_of_torch(launch: Launch) -> bool:
+    """Return whether PyTorch runs a launch, or the parts of one for shared prefixes."""
+    return all(part.name == "torch" for part in getattr(launch, "launches", (launch,)))
 
 
 def decode_launch(text: str) -> Launch | None:
