@@ -93,7 +93,9 @@ def test_figures_can_be_drawn_again(script, tmp_path):
 
 
 def test_every_figure_is_shown():
-    assert {path.name for path in (DOCS / "figures").iterdir()} == shown(sum(FIGURES.values(), []))
+    assert {path.name for path in (DOCS / "figures").iterdir()} == shown(
+        [page for pages in FIGURES.values() for page in pages]
+    )
 
 
 TOUR = {  # what a row's second cell has, and a column: the case, and the library (None: the floor)

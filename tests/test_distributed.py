@@ -1,0 +1,199 @@
+"""Contexts over two processes on the CPU, against the oracle: decode with shares of the keys, and prompts in a ring.
+
+All cases run in one pair of processes, since each takes seconds to import torch. Run as a program, this file is a rank.
+"""
+
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import quire
+from quire.dispatch.device import interprets
+from quire.distributed import ContextShard, merge_over_ranks, plan_ring, ring_attention, sharded_attention
+from quire.testing import Oracle, Problem, make_problem
+
+WORLD = 2
+SECONDS = 60
+PAGE = 4
+HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32}
+LENS = ((1, 37), (1, 1), (1, 8), (1, 0), (1, 50))
+pytestmark = pytest.mark.skipif(interprets(), reason="two processes run the CPU path; kernels are tested elsewhere")
+
+
+# Each case runs on both ranks.
+
+
+def share(problem: Problem, shard: ContextShard) -> tuple[quire.PagedKVCache, torch.Tensor]:
+    """Return a rank's pages and page table: it writes the tokens that it holds, and its other slots are NaN."""
+    local = [int(shard.num_keys(torch.tensor(n))) for n in problem.seq_lens]
+    pool = quire.PageAllocator(64, PAGE)
+    held = [pool.allocate(n) for n in local]
+    table = pool.page_table(held, width=16)
+    mine = problem.cache
+    cache = quire.PagedKVCache(*(torch.full((64, PAGE, *x.shape[2:]), float("nan")) for x in (mine.k, mine.v)))
+    for seq, n in enumerate(problem.seq_lens):
+        positions = torch.arange(n)
+        pages = problem.batch.page_table[seq][positions // mine.page_size].long()
+        k, v = (x[pages, positions % mine.page_size] for x in (mine.k, mine.v))
+        slots = shard.slot_mapping(positions, table[seq].expand(n, -1), PAGE)
+        assert int((slots >= 0).sum()) == local[seq]
+        quire.write_kv(k, v, cache, slots)
+    return cache, table
+
+
+def decode(rank: int, interleave: int, num_queries: int = 1, scatter_heads: bool = False, **features) -> None:
+    spec = quire.AttentionSpec(**HEADS, **features)
+    lens = [(num_queries, n) for _, n in LENS if num_queries == 1 or n >= num_queries]
+    problem = make_problem(spec, lens, page_size=8)
+    shard = ContextShard(rank, WORLD, interleave)
+    cache, table = share(problem, shard)
+    batch = shard.batch(table, problem.batch.seq_lens, num_queries)
+    local_spec = quire.AttentionSpec(**HEADS, **features | {"sinks": False})
+    plan = quire.plan(local_spec, batch, max_query_len=1, max_seq_len=50)
+    state = sharded_attention(problem.q, cache, plan, sinks=problem.sinks, scatter_heads=scatter_heads)
+    if scatter_heads:
+        assert state.out.shape[1] == spec.num_q_heads // WORLD
+        state = quire.State(*(torch.cat(gathered(x), 1) for x in state))
+    verdict = Oracle(problem).judge(state)
+    assert verdict.passed, verdict
+
+
+def gathered(x: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(x) for _ in range(WORLD)]
+    dist.all_gather(found, x.contiguous())
+    return found
+
+
+def ring(rank: int, seq_lens: tuple[int, ...], **features) -> None:
+    features = {**HEADS, **features}
+    spec = quire.AttentionSpec(**features)
+    generator = torch.Generator().manual_seed(3)
+    total = sum(seq_lens)
+    q = torch.randn(total, spec.num_q_heads, spec.head_dim, generator=generator).to(spec.dtype)
+    k = torch.randn(total, spec.num_kv_heads, spec.head_dim, generator=generator).to(spec.dtype)
+    v = torch.randn(total, spec.num_kv_heads, spec.head_dim_v, generator=generator).to(spec.dtype)
+    sinks = torch.randn(spec.num_q_heads, generator=generator) if spec.sinks else None
+    plan = plan_ring(quire.AttentionSpec(**features | {"sinks": False}), seq_lens, device="cpu")
+    assert abs(plan.num_tokens[0] - plan.num_tokens[1]) <= 2 * len(seq_lens)
+    mine = plan.tokens
+    state = ring_attention(q[mine], k[mine], v[mine], plan, sinks=sinks)
+    whole = quire.State(
+        torch.full((total, spec.num_q_heads, spec.head_dim_v), 0.0).to(spec.dtype), torch.zeros(q.shape[:2])
+    )
+    sizes = plan.num_tokens
+    for name in ("out", "lse", "tokens"):
+        x = mine if name == "tokens" else getattr(state, name)
+        padded = x.new_zeros(max(sizes), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = [part[:n] for part, n in zip(gathered(padded), sizes, strict=True)]
+        if name == "tokens":
+            tokens = torch.cat(parts)
+        elif name == "out":
+            outs = torch.cat(parts)
+        else:
+            lses = torch.cat(parts)
+    assert sorted(tokens.tolist()) == list(range(total))
+    whole.out[tokens], whole.lse[tokens] = outs, lses
+    starts = torch.tensor([0, *accumulate(seq_lens)], dtype=torch.int32)
+    batch = quire.Batch.varlen(starts, starts)
+    problem = Problem(spec, batch, quire.PagedKVCache(k, v, "THD"), q, seq_lens, seq_lens, sinks, None)
+    verdict = Oracle(problem).judge(whole)
+    assert verdict.passed, verdict
+
+
+def empty_shards(rank: int) -> None:
+    """A rank without keys gives out 0 and lse -inf, and what its out holds does not matter."""
+    spec = quire.AttentionSpec(**HEADS)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    cache = quire.PagedKVCache(torch.full((1, PAGE, 2, 16), float("nan")), torch.full((1, PAGE, 2, 16), float("nan")))
+    batch = ContextShard(rank, WORLD).batch(table, torch.zeros(2, dtype=torch.int32))
+    state = sharded_attention(torch.randn(2, 4, 16), cache, quire.plan(spec, batch, max_query_len=1, max_seq_len=4))
+    assert (state.out == 0).all() and (state.lse == float("-inf")).all()
+    mine = quire.State(torch.full((2, 4, 16), 3.0 if rank else float("nan")), torch.zeros(2, 4))
+    if rank == 0:
+        mine.lse.fill_(float("-inf"))
+    merged = merge_over_ranks(mine)
+    assert (merged.out == 3).all() and (merged.lse == 0).all()
+    with_sinks = merge_over_ranks(mine, sinks=torch.zeros(4))
+    assert torch.allclose(with_sinks.out, torch.tensor(1.5)) and torch.allclose(with_sinks.lse, torch.tensor(2.0).log())
+
+
+def device_mesh(rank: int) -> None:
+    """A mesh of one dimension is a group; one of two is refused."""
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    state = quire.State(torch.full((1, 4, 16), float(rank)), torch.zeros(1, 4))
+    assert (merge_over_ranks(state, group=mesh).out == 0.5).all()
+    with pytest.raises(ValueError, match="group must be a mesh of one dimension, got 2"):
+        merge_over_ranks(state, group=dist.init_device_mesh("cpu", (1, WORLD)))
+
+
+CASES: dict[str, Callable[[int], None]] = {
+    **{f"decode, {i} tokens a turn": (lambda rank, i=i: decode(rank, i)) for i in (1, 3, PAGE, 16, 64)},
+    "decode, heads scattered": lambda rank: decode(rank, PAGE, scatter_heads=True),
+    "decode, sinks": lambda rank: decode(rank, 1, sinks=True),
+    "decode, sinks and heads scattered": lambda rank: decode(rank, 1, sinks=True, scatter_heads=True),
+    "decode, softcap": lambda rank: decode(rank, 2, softcap=5.0),
+    "drafts, 1 token a turn": lambda rank: decode(rank, 1, num_queries=3),
+    "drafts, pages in turn": lambda rank: decode(rank, PAGE, num_queries=5),
+    "a prompt": lambda rank: ring(rank, (40,)),
+    "prompts of any lengths": lambda rank: ring(rank, (37, 1, 6, 0, 64)),
+    "a prompt, every key visible": lambda rank: ring(rank, (19, 8), causal=False),
+    "a prompt, sinks and softcap": lambda rank: ring(rank, (33, 5), sinks=True, softcap=5.0),
+    "a prompt in float16, values of another width": lambda rank: ring(
+        rank, (50, 21), dtype=torch.float16, head_dim_v=24
+    ),
+    "empty shards": empty_shards,
+    "a device mesh": device_mesh,
+}
+
+
+def main(rank: int, store: str) -> None:
+    """Run all cases as one rank; print what came of each, and stop at the first that fails."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=SECONDS)
+    )
+    for name, case in CASES.items():
+        try:
+            case(rank)
+        except BaseException:
+            print(json.dumps([name, traceback.format_exc()]), flush=True)
+            raise
+        print(json.dumps([name, ""]), flush=True)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[dict[str, str]]:
+    """Return what came of each case on each rank."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    command = [sys.executable, "-W", "error", __file__]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(store)], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent)
+        for rank in range(WORLD)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=2 * SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [dict(json.loads(line) for line in output.splitlines()) for output in outputs]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_agree_with_the_oracle(name, results):
+    for rank, found in enumerate(results):
+        assert found.get(name, "not run, since a case before it failed") == "", f"rank {rank}: {found.get(name)}"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
