@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -193,6 +193,106 @@ def results(tmp_path_factory) -> list[dict[str, str]]:
 def test_two_ranks_agree_with_the_oracle(name, results):
     for rank, found in enumerate(results):
         assert found.get(name, "not run, since a case before it failed") == "", f"rank {rank}: {found.get(name)}"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def decode_call(**spec) -> tuple[torch.Tensor, quire.PagedKVCache, quire.Plan]:
+    problem = make_problem(quire.AttentionSpec(**HEADS | spec), LENS, page_size=PAGE, one_query=True)
+    return problem.q, problem.cache, quire.plan(problem.spec, problem.batch, **problem.bounds)
+
+
+def test_one_rank_alone_gives_what_attention_gives(alone):
+    q, cache, plan = decode_call()
+    expected = quire.attention(q, cache, plan, return_lse=True)
+    for scatter_heads in (False, True):
+        state = sharded_attention(q, cache, plan, scatter_heads=scatter_heads)
+        assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
+
+
+def test_a_spec_that_shares_of_keys_cannot_serve_is_refused(alone):
+    for fields, name in (
+        ({"sliding_window": 9}, "plan.spec must have no sliding_window over ranks, got 9"),
+        ({"causal": False, "sliding_window_right": 3}, "plan.spec must have no sliding_window_right over ranks, got 3"),
+        ({"alibi": True}, "plan.spec must have no ALiBi over ranks"),
+        ({"sinks": True}, "plan.spec must have sinks=False over ranks, got True"),
+    ):
+        call = decode_call(**fields)
+        with pytest.raises(quire.UnsupportedError, match=name):
+            sharded_attention(*call)
+        with pytest.raises(quire.UnsupportedError, match=name.removeprefix("plan.")):
+            plan_ring(quire.AttentionSpec(**HEADS | fields), [8], device="cpu")
+    latents = quire.AttentionSpec.mla(num_q_heads=4, softmax_scale=0.2)
+    with pytest.raises(quire.UnsupportedError, match="spec must be of keys and values in a ring, got one of latents"):
+        plan_ring(latents, [8], device="cpu")
+
+
+def test_bad_arguments_are_refused(alone):
+    q, cache, plan = decode_call()
+    state = quire.State(torch.zeros(2, 3, 16), torch.zeros(2, 3))
+    causal = make_problem(quire.AttentionSpec(**HEADS), ((3, 9),), page_size=PAGE)
+    several = quire.plan(causal.spec, causal.batch, **causal.bounds)
+    ring = plan_ring(plan.spec, [8], device="cpu")
+    k = v = torch.zeros(8, 2, 16)
+    for error, message, call in (
+        (TypeError, "plan must be a Plan, got None", lambda: sharded_attention(q, cache, None)),
+        (ValueError, "q must be .* got 'junk'", lambda: sharded_attention("junk", cache, plan)),
+        (ValueError, "plan must have max_query_len 1 .* got 3", lambda: sharded_attention(causal.q, cache, several)),
+        (ValueError, "sinks must be .* got a", lambda: sharded_attention(q, cache, plan, sinks=torch.zeros(3))),
+        (TypeError, "sinks must be a tensor, got 1", lambda: sharded_attention(q, cache, plan, sinks=1)),
+        (TypeError, "group must be .* got 3", lambda: sharded_attention(q, cache, plan, group=3)),
+        (TypeError, "scatter_heads must be .* got 1", lambda: merge_over_ranks(state, scatter_heads=1)),
+        (TypeError, "state must be a State, got", lambda: merge_over_ranks(tuple(state))),
+        (
+            TypeError,
+            "state must hold two tensors, got .* and None",
+            lambda: merge_over_ranks(quire.State(state.out, None)),
+        ),
+        (ValueError, "lse must be .* got", lambda: merge_over_ranks(quire.State(state.out, state.lse.t()))),
+        (TypeError, "spec must be an AttentionSpec, got None", lambda: plan_ring(None, [8])),
+        (TypeError, "seq_lens must be a list of integers, got 8", lambda: plan_ring(plan.spec, 8)),
+        (TypeError, "seq_lens must be a list of integers, got", lambda: plan_ring(plan.spec, [])),
+        (TypeError, r"seq_lens\[1\] must be an integer, got 2.5", lambda: plan_ring(plan.spec, [8, 2.5])),
+        (ValueError, r"seq_lens\[0\] must be from 0", lambda: plan_ring(plan.spec, [-1])),
+        (TypeError, "plan must be a RingPlan, got", lambda: ring_attention(torch.zeros(8, 4, 16), k, v, plan)),
+        (TypeError, "q must be a tensor, got None", lambda: ring_attention(None, k, v, ring)),
+        (ValueError, "k must be .* got", lambda: ring_attention(torch.zeros(8, 4, 16), k[:7], v, ring)),
+        (TypeError, "world_size must be an integer, got 2.0", lambda: ContextShard(0, 2.0)),
+        (ValueError, "rank must be from 0 to 1, got 2", lambda: ContextShard(2, 2)),
+        (ValueError, "interleave must be from 1", lambda: ContextShard(0, 2, 0)),
+        (TypeError, "seq_lens must be a tensor of integers, got 5", lambda: ContextShard(0, 2).num_keys(5)),
+        (TypeError, "seq_lens must be int32 or int64, got", lambda: ContextShard(0, 2).num_keys(torch.ones(2))),
+        (
+            ValueError,
+            "page_table must be .* got",
+            lambda: ContextShard(0, 2).slot_mapping(k[:, 0, 0].int(), k[0].int(), 4),
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_a_process_without_a_group_is_refused():
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"group must be one of torch\.distributed, got a process"):
+        sharded_attention(*decode_call())
+
+
+def test_the_script_that_measures_runs_on_two_processes(tmp_path):
+    """Small, on the CPU: what it prints is no measurement."""
+    script, output = Path(__file__).parent.parent / "scripts/measure_ranks.py", tmp_path / "ranks.json"
+    command = [sys.executable, script, "--cpu", "--tiny", "--calls", "1", "--replays", "1", "--output", output]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == done.stdout.count("2 ranks") == 3
+    assert all(0 < row["of_budget"] <= 1 and row["all"] > 0 and row["one"] > 0 for row in rows)
 
 
 if __name__ == "__main__":

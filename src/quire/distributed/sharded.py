@@ -207,16 +207,23 @@ def merge_over_ranks(
     members = process_group(group)
     if not isinstance(state, quire.State):
         raise TypeError(f"state must be a State, got {shown(state)}; call attention with return_lse=True")
-    quire.merge_states([quire.State(state.out[:0], state.lse[:0])])  # its checks of a state
-    num_heads = state.out.shape[1]
+    out, lse = state
+    if not isinstance(out, torch.Tensor) or not isinstance(lse, torch.Tensor):
+        raise TypeError(f"state must hold two tensors, got {shown(out)} and {shown(lse)}; see quire.State")
+    if out.dim() != 3 or lse.shape != out.shape[:2]:
+        raise ValueError(
+            f"state.lse must be [num_tokens, num_q_heads] of an out [num_tokens, num_q_heads, head_dim_v], "
+            f"got {list(lse.shape)} and {list(out.shape)}; see quire.State"
+        )
+    quire.merge_states([quire.State(out[:0], lse[:0])])  # which checks dtypes, devices and gradients
+    num_heads = out.shape[1]
     check_scatter(scatter_heads, num_heads, dist.get_world_size(members))
-    check_sinks(sinks, num_heads, state.out.device)
-    shape, dtype = state.out.shape, state.out.dtype
-    sent = torch.empty(packed_bytes(shape, dtype), dtype=torch.uint8, device=state.out.device)
-    packed = unpack(sent, shape, dtype)
-    packed.out.copy_(state.out)
-    packed.lse.copy_(state.lse)
-    return merge_packed(sent, shape, dtype, sinks, members, scatter_heads)
+    check_sinks(sinks, num_heads, out.device)
+    sent = torch.empty(packed_bytes(out.shape, out.dtype), dtype=torch.uint8, device=out.device)
+    packed = unpack(sent, out.shape, out.dtype)
+    packed.out.copy_(out)
+    packed.lse.copy_(lse)
+    return merge_packed(sent, out.shape, out.dtype, sinks, members, scatter_heads)
 
 
 def check_scatter(scatter_heads: Any, num_heads: int, world_size: int) -> None:
