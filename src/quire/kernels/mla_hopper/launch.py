@@ -130,7 +130,7 @@ class MLAHopperLaunch:
 
 def matrix_of_latents(cache: PagedKVCache) -> Matrix | None:
     """Return a cache's latents as a matrix; None if the kernel does not serve the cache."""
-    if cache.layout != "NHD" or page_box(cache) < MIN_TMA_BOX:
+    if cache.layout != "NHD" or cache.scale_kind == "record" or page_box(cache) < MIN_TMA_BOX:
         return None
     return matrix_of(cache.k, cache.extents[0], cache.strides[0][:3])
 
@@ -146,8 +146,8 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
         return "config, num_splits or batch_invariant"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) != WIDTHS:
         return "latents that are not 512 + 64 wide"
-    if spec.dtype is torch.float32 or spec.kv_dtype != spec.dtype:
-        return "float32 or quantised latents"
+    if spec.dtype is torch.float32:
+        return "float32"
     if spec.sliding_window is not None or spec.sliding_window_right is not None:
         return "sliding windows"
     if spec.softcap or spec.alibi or spec.sinks:
