@@ -68,7 +68,8 @@ class SharedPrefixLaunch:
         return SharedPrefixRunner(self, batch, workspace)
 
     def __str__(self) -> str:
-        groups = [f"{len(level)} runs of up to {max(keys for _, keys in level):,} shared keys" for level in self.levels]
+        runs = [(max(keys for _, keys in level), max(seqs for seqs, _ in level)) for level in self.levels]
+        groups = [f"up to {keys:,} keys of up to {seqs} sequences" for keys, seqs in runs]
         parts = "; ".join(f"{name}: {part}" for name, part in zip([*groups, "own keys"], self.launches, strict=True))
         return f"shared prefixes, {self.saved_keys:,} keys not read again; {parts}"
 
