@@ -4,6 +4,7 @@ All cases run in one pair of processes, since each takes seconds to import torch
 """
 
 import json
+import os
 import subprocess
 import sys
 import traceback
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import quire
 from quire.dispatch.device import interprets
 from quire.distributed import ContextShard, merge_over_ranks, plan_ring, ring_attention, sharded_attention
+from quire.distributed.ring import chunk_pair, plan_step
 from quire.testing import Oracle, Problem, make_problem
 
 WORLD = 2
@@ -177,8 +179,9 @@ def results(tmp_path_factory) -> list[dict[str, str]]:
     """Return what came of each case on each rank."""
     store = tmp_path_factory.mktemp("ranks") / "store"
     command = [sys.executable, "-W", "error", __file__]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
-        subprocess.Popen([*command, str(rank), str(store)], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent)
+        subprocess.Popen([*command, str(rank), str(store)], stdout=subprocess.PIPE, env=environment)
         for rank in range(WORLD)
     ]
     try:
@@ -193,6 +196,38 @@ def results(tmp_path_factory) -> list[dict[str, str]]:
 def test_two_ranks_agree_with_the_oracle(name, results):
     for rank, found in enumerate(results):
         assert found.get(name, "not run, since a case before it failed") == "", f"rank {rank}: {found.get(name)}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("interleave", [1, 3, PAGE, 7])
+def test_every_token_is_on_one_rank_at_the_end_of_its_pages(size, interleave):
+    positions, table = torch.arange(100), torch.arange(100, dtype=torch.int32).expand(100, -1)
+    shards = [ContextShard(rank, size, interleave) for rank in range(size)]
+    slots = torch.stack([shard.slot_mapping(positions, table, PAGE) for shard in shards])
+    assert ((slots >= 0).sum(0) == 1).all()
+    for shard, found in zip(shards, slots, strict=True):
+        held = found >= 0
+        assert torch.equal(held, torch.tensor([p // interleave % size == shard.rank for p in range(100)]))
+        assert found[held].tolist() == list(range(int(held.sum())))  # dense, in the order of positions
+        assert torch.equal(shard.num_keys(positions), held.long().cumsum(0) - held.long())
+        assert shard.num_keys(torch.tensor(-3)) == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_steps_of_a_ring_see_each_visible_key_once(size):
+    spec, lens = quire.AttentionSpec(**HEADS), [37, 3, 0, 20]
+    shares = [[chunk_pair(n, rank, size) for n in lens] for rank in range(size)]
+    seen = torch.zeros(len(lens), max(lens), max(lens), dtype=torch.int64)
+    for rank in range(size):
+        for source in range(size):
+            batch = plan_step(spec, rank, source, shares, torch.device("cpu")).batch
+            for seq, (num_queries, num_keys) in enumerate(zip(batch.query_starts.diff(), batch.seq_lens, strict=True)):
+                queries, keys = ([t for c in shares[r][seq] for t in range(*c)] for r in (rank, source))
+                for q in queries[len(queries) - int(num_queries) :]:
+                    for k in keys[: int(num_keys)]:
+                        seen[seq, q, k] += source != rank or k <= q
+    for seq, n in enumerate(lens):
+        assert torch.equal(seen[seq, :n, :n], torch.ones(n, n, dtype=torch.int64).tril())
 
 
 @pytest.fixture
@@ -288,7 +323,8 @@ def test_the_script_that_measures_runs_on_two_processes(tmp_path):
     """Small, on the CPU: what it prints is no measurement."""
     script, output = Path(__file__).parent.parent / "scripts/measure_ranks.py", tmp_path / "ranks.json"
     command = [sys.executable, script, "--cpu", "--tiny", "--calls", "1", "--replays", "1", "--output", output]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS, env=environment)
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text())["rows"]
     assert len(rows) == done.stdout.count("2 ranks") == 3

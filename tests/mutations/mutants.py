@@ -420,6 +420,31 @@ RELAUNCH = "compile/test_relaunch.py::test_tensors_of_another_kind_go_through_th
 INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
 
 OUTSIDE = {
+    # distributed/
+    "ranks: a token on two ranks": Mutant(
+        "distributed/sharded.py",
+        "held = run % self.world_size == self.rank",
+        "held = run % self.world_size <= self.rank",
+        "test_distributed.py::test_every_token_is_on_one_rank_at_the_end_of_its_pages",
+    ),
+    "ranks: the last turn is not cut": Mutant(
+        "distributed/sharded.py",
+        "(lens % turn - self.rank * size).clamp(0, size)",
+        "(lens % turn > self.rank * size) * size",
+        "test_distributed.py::test_every_token_is_on_one_rank_at_the_end_of_its_pages",
+    ),
+    "ranks: early queries see a higher rank's keys": Mutant(
+        "distributed/ring.py",
+        "query_lens = [length(late) for _, late in queries]",
+        "pass",
+        "test_distributed.py::test_the_steps_of_a_ring_see_each_visible_key_once",
+    ),
+    "ranks: sinks counted on each rank": Mutant(
+        "distributed/arguments.py",
+        "sinks.float().expand_as(lse)",
+        "(sinks.float() + 0.7).expand_as(lse)",
+        "test_distributed.py::test_two_ranks_agree_with_the_oracle[decode, sinks]",
+    ),
     # shared_prefix/
     "shared prefix: sinks counted at each level": Mutant(
         "kernels/shared_prefix/runner.py",
