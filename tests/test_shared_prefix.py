@@ -8,7 +8,7 @@ import torch
 import quire
 from quire.dispatch.device import interprets
 from quire.testing import error_budget
-from tests.kernels.test_shared_prefix import DECODE, ONE, PAGE, SPEC, TREE, attend, shared_problem
+from tests.kernels.test_shared_prefix import DECODE, ONE, PAGE, SEVERAL, SPEC, TREE, attend, shared_problem
 
 on_cpu = pytest.mark.skipif(interprets(), reason="kernels do not look at contents")
 
@@ -98,6 +98,18 @@ def test_the_operator_runs_the_same_launches(device):
     state = compiled(problem.q)
     assert error_budget(problem, state).passed
     assert torch.equal(state.out, eager.out)
+
+
+def test_a_plan_of_inference_mode_serves_outside_of_it_and_with_another_default_dtype(device):
+    problem = shared_problem(SPEC, DECODE, SEVERAL, device=device)
+    with torch.inference_mode():
+        plan = quire.plan(SPEC, problem.batch, **problem.bounds, shared_prefix=SEVERAL)
+    torch.set_default_dtype(torch.float64)
+    try:
+        state = quire.attention(problem.q, problem.cache, plan, return_lse=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert error_budget(problem, state).passed
 
 
 def test_a_cache_with_other_pages_is_served_by_the_same_plan(device):

@@ -185,7 +185,7 @@ def attend(
     if not late_only:
         return quire.varlen_attention(q, *keys, step_plan, return_lse=True)
     found = quire.varlen_attention(q[plan.late], *keys, step_plan, return_lse=True)
-    state = quire.State(q.new_zeros(shape), torch.full(shape[:2], float("-inf"), device=q.device))
+    state = quire.State(q.new_zeros(shape), torch.full(shape[:2], float("-inf"), dtype=torch.float32, device=q.device))
     state.out[plan.late], state.lse[plan.late] = found
     return state
 

@@ -29,12 +29,12 @@ class SharedPrefixRunner:
     def __init__(self, launch: SharedPrefixLaunch, batch: Batch, workspace: torch.Tensor | None) -> None:
         self.decided, self.batch, self.workspace = launch, batch, workspace
         self.served_by_torch = launch.launches[-1].name == "torch"
-        self.shared_keys = num_shared_keys(launch.levels)
-        self.num_shared = on_device(self.shared_keys, batch.device)
-        self.own_lens = torch.empty_like(self.num_shared)
         self.firsts = [[0, *accumulate(num_seqs for num_seqs, _ in level)] for level in launch.levels]
-        self.query_starts = [on_device(firsts, batch.device) for firsts in self.firsts]
-        self.first_seqs = [starts.clone() for starts in self.query_starts]
+        with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
+            self.num_shared = on_device(num_shared_keys(launch.levels), batch.device)
+            self.own_lens = torch.empty_like(self.num_shared)
+            self.query_starts = [on_device(firsts, batch.device) for firsts in self.firsts]
+            self.first_seqs = [starts.clone() for starts in self.query_starts]
         self.runners: dict[int, list[Runner]] = {}  # by page size
         self.combine = None if self.served_by_torch else make_combine(batch)
 
@@ -62,7 +62,8 @@ class SharedPrefixRunner:
         num_tokens, num_heads, width = out.shape
         states = torch.empty(len(runners), num_tokens, num_heads, width, dtype=out.dtype, device=out.device)
         # Rows are spare so that each level begins at a multiple of 16 bytes, for which kernels are compiled.
-        lses = torch.empty(len(runners), num_tokens + 3 & ~3, num_heads, device=out.device)[:, :num_tokens]
+        lses = torch.empty(len(runners), num_tokens + 3 & ~3, num_heads, dtype=torch.float32, device=out.device)
+        lses = lses[:, :num_tokens]
         for run, level_out, level_lse in zip(runners[:-1], states, lses, strict=False):
             run(q, cache, level_out, level_lse, None, None)
         runners[-1](q, cache, states[-1], lses[-1], sinks, None)
