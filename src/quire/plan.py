@@ -6,6 +6,7 @@ within the bounds that the plan was made for.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 
@@ -14,7 +15,7 @@ from quire.checks import check_plan_arguments
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
-from quire.dispatch.tree import padded
+from quire.dispatch.tree import CHOICES, padded
 from quire.errors import UnsupportedError
 from quire.kernels import scratch
 from quire.kernels.cpu import launch as cpu
@@ -48,8 +49,7 @@ class Plan:
         spec: what is computed.
         batch: the sequences, read on the device at launch.
         bounds: the upper bounds that the plan was made for: `max_query_len`, `max_seq_len`, `num_tokens`.
-        launch: `BlockLaunch`, `SplitKVLaunch`, `MLALaunch`, `HopperLaunch`, `TorchLaunch` or, of several of them,
-            `SharedPrefixLaunch`: which kernel, and how.
+        launch: which kernel, and how: a launch class of `quire.kernels`, such as `SplitKVLaunch`.
         reason: why this launch was chosen, in words.
         workspace: memory for the launch's scratch; None if it needs none.
         runner: runs the launch; `quire.attention` calls it.
@@ -176,16 +176,29 @@ def plan(
     properties = device_properties(device)
     request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, bounds, properties)
     options = Options(num_splits, config, batch_invariant, kernel)
-    if is_served_by_torch(device):
-        choose = cpu.propose
-    else:
-        check_device(request, options)
-        choose = decide
+    families = tuple(FAMILIES.items())
+    choose = cpu.propose if is_served_by_torch(device) else partial(decide_once, families=families)
     if levels:
         launch, reason = shared.propose(request, levels, lambda part: choose(part, options))
     else:
         launch, reason = choose(request, options)
     return make_plan(spec, batch, launch, reason, workspace)
+
+
+@lru_cache(maxsize=1024)
+def decide_once(request: Request, options: Options, families: tuple[tuple[str, Proposal], ...]) -> tuple[Launch, str]:
+    """Return what `decide` returns, and keep it: a server asks for the same in most steps.
+
+    A launch keeps what follows from it in turn, such as its encoding.
+
+    Raises:
+        ValueError, UnsupportedError: as `check_device` and `decide`.
+    """
+    check_device(request, options)
+    return decide(request, options)
+
+
+CHOICES.append(decide_once)
 
 
 def check_device(request: Request, options: Options) -> None:

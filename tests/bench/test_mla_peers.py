@@ -13,7 +13,9 @@ import triton
 
 from quire.bench import measure
 from quire.bench.cases import Case
+from quire.bench.inputs import make_inputs
 from quire.bench.peers import PEERS
+from quire.bench.sample import Sample
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter has no bfloat16")
 LATENTS = (
@@ -47,10 +49,10 @@ def starts_of(cumulative):
 
 def flash_attn_varlen_func(
     q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, softmax_scale=None,
-    causal=False, window_size=None, block_table=None, out=None, scheduler_metadata=None, num_splits=0, fa_version=2,
-    s_aux=None,
+    causal=False, window_size=None, softcap=0.0, block_table=None, out=None, scheduler_metadata=None, num_splits=0,
+    fa_version=2, s_aux=None,
 ):  # fmt: skip
-    assert causal and fa_version == 3 and window_size == [-1, -1] and s_aux is None
+    assert causal and fa_version == 3 and window_size == [-1, -1] and s_aux is None and softcap == 0
     for seq, (begin, end) in enumerate(starts_of(cu_seqlens_q)):
         if cu_seqlens_k is not None:
             first, last = starts_of(cu_seqlens_k)[seq]
@@ -68,8 +70,9 @@ def flash_attn_varlen_func(
 
 def get_scheduler_metadata(
     batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype, headdim_v,
-    cu_seqlens_q, page_size, causal, window_size, num_splits,
+    cu_seqlens_q, page_size, causal, window_size, has_softcap, num_splits,
 ):  # fmt: skip
+    assert not has_softcap
     return headdim, headdim_v
 
 
@@ -192,11 +195,11 @@ def test_adapters_hand_over_what_gives_right_results(name, cases):
     (peer,) = (peer for peer in PEERS if peer.name == name)
     for case in cases:
         assert case.layout in peer.serves
-        inputs = measure.make_inputs(case, "cpu", max_tables=2)
+        inputs = make_inputs(case, "cpu", max_tables=2)
         for table in inputs.tables:
             out = inputs.empty_out()
             result = peer.adapter(inputs, out)(table)()
-            sample = measure.Sample(inputs, table)
+            sample = Sample(inputs, table)
             judged = out if result is None else result.reshape(out.shape)
             assert sample.judge(judged, peer.in_fp8 and case in FP8).passed, case
 
@@ -214,7 +217,7 @@ def test_adapters_hand_over_what_gives_right_results(name, cases):
 )
 def test_what_a_library_lacks_is_refused(name, case):
     (peer,) = (peer for peer in PEERS if peer.name == name)
-    inputs = measure.make_inputs(case, "cpu", max_tables=2)
+    inputs = make_inputs(case, "cpu", max_tables=2)
     with pytest.raises(measure.NotServed):
         peer.adapter(inputs, inputs.empty_out())
 

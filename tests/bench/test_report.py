@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from quire.bench import report, results, tables
+from quire.bench import ratios, report, results, tables
 from quire.bench.cases import cases
 from quire.bench.html import page, png, write
 from quire.bench.measure import NoResult
@@ -114,7 +114,7 @@ def test_the_page_marks_the_fastest_library(make_report):
 def test_the_page_shows_what_was_compiled(make_report):
     made = make_report()
     kernels = [
-        Compiled("prefill_kernel", 168, 0, 0, 200_000, 1, 12, "m128, n128"),
+        Compiled("hopper_kernel", 168, 0, 0, 200_000, 1, 12, "m128, n128"),
         Compiled("split_kv_kernel", 77, 4, 0, 1024, 3, 4, "m16, n64"),
     ]
     first, second = (replace(row, results={}) for row in made.rows[:2])
@@ -123,7 +123,7 @@ def test_the_page_shows_what_was_compiled(make_report):
     table = report.compiled_table(made.rows)
     texts = [[cell.text for cell in line] for line in table.lines]
     assert texts[0][0] == first.case
-    assert texts[0][6:] == ["prefill_kernel", "168", "0", "200000", "1", "m128, n128"]
+    assert texts[0][6:] == ["hopper_kernel", "168", "0", "200000", "1", "m128, n128"]
     assert texts[1] == [""] * 6 + ["split_kv_kernel", "77", "4", "1024", "3", "m16, n64"]
     assert texts[2][0] == second.case
     assert texts[2][6:] == ["OutOfResources: shared memory", "", "", "", "", ""]
@@ -150,7 +150,7 @@ def test_means_are_over_the_cases_that_both_serve(make_report):
     assert means["FlashAttention 3"].ratio == pytest.approx(0.5)
     assert means["FlashAttention 3"].num_cases == len(rows) - 1
     assert means["Quire, naive"].num_cases == len(rows)
-    assert means[report.BEST] == means["FlashAttention 3"]
+    assert means[ratios.BEST] == means["FlashAttention 3"]
 
 
 def test_one_sentence_says_where_the_numbers_come_from(make_report):
@@ -214,10 +214,10 @@ def test_latents_have_their_own_panels_and_heads(make_report, make_timing, ceili
 def test_the_naive_kernel_is_no_other_library(ceilings, make_timing):
     timings = {"Quire": make_timing(9.0), NAIVE: make_timing(2.0), "SDPA, not paged": make_timing(1.0)}
     row = make_row(cases(["decode"])[0], ceilings, timings)
-    assert report.best_other(row) is None
+    assert ratios.best_other(row) is None
     row = make_row(cases(["decode"])[0], ceilings, timings | {"vLLM Triton": make_timing(5.0)})
-    assert report.best_other(row) == ("vLLM Triton", 5.0)
-    assert report.ratio_to_best(row) == pytest.approx(9 / 5)
+    assert ratios.best_other(row) == ("vLLM Triton", 5.0)
+    assert ratios.ratio_to_best(row) == pytest.approx(9 / 5)
 
 
 @pytest.mark.parametrize(

@@ -145,13 +145,13 @@ IN_INTERPRETER = {
         ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[350]",
     ),
     "the first partial from the wrong slot": Mutant(
-        "kernels/split_kv/kernel.py",
-        "                    2 * first_partition + 1,\n",
-        "                    2 * first_partition,\n",
+        "kernels/split_kv/reduce.py",
+        "first_slot, next_slot, step = 2 * first_partition + 1,",
+        "first_slot, next_slot, step = 2 * first_partition,",
         LONG + "[7]",
     ),
     "a partial forgotten": Mutant(
-        "kernels/split_kv/kernel.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
+        "kernels/split_kv/reduce.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
     ),
     "a partition cut short": Mutant(
         "kernels/split_kv/schedule.py",
@@ -182,8 +182,8 @@ IN_INTERPRETER = {
     ),
     "the tail of a round counted twice": Mutant(
         "kernels/split_kv/reduce.py",
-        "present = (first + i + 0 * offs_r) < num_partials",
-        "present = (first + 0 * offs_r) < num_partials",
+        "present = (first + i + 0 * offs_r) < slots.num_partials",
+        "present = (first + 0 * offs_r) < slots.num_partials",
         LONG + "[7]",
     ),
     "splits of a fixed size added in another order": Mutant(
@@ -240,8 +240,8 @@ IN_INTERPRETER = {
     ),
     "MLA: row blocks share a partial": Mutant(
         "kernels/mla/kernel.py",
-        "l_i, slot * ROW_BLOCKS + row_block, begun",
-        "l_i, slot * ROW_BLOCKS, begun",
+        "l_i, partition, row_block, unit",
+        "l_i, partition, 0, unit",
         MLA + "many_partials_are_combined_in_two_levels[30-20]",
     ),
     "MLA: the last tile of a row block left out": Mutant(
@@ -417,6 +417,7 @@ SCHEDULER = "kernels/test_tile_scheduler.py"
 TRANSFORMERS, VLLM = "engines/test_transformers.py::test_", "engines/test_vllm.py::test_"
 VLLM_MLA = "engines/test_vllm_mla.py::test_"
 RELAUNCH = "compile/test_relaunch.py::test_tensors_of_another_kind_go_through_the_binder"
+TENSOR_MAPS = "compile/test_relaunch.py::test_"
 INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
 
 OUTSIDE = {
@@ -653,8 +654,8 @@ OUTSIDE = {
     ),
     "Hopper: a matrix a row short": Mutant(
         "kernels/hopper/tma.py",
-        "return Matrix(last // slot + 1, num_columns, slot, *heads)",
-        "return Matrix(last // slot, num_columns, slot, *heads)",
+        "num_rows = last // slot + 1\n",
+        "num_rows = last // slot\n",
         SCHEDULER,
     ),
     "Hopper: heads that overlap slots": Mutant(
@@ -683,6 +684,42 @@ OUTSIDE = {
         'key = "hopper", cache.kind, q.stride(), into.stride()',
         'key = "hopper", q.stride(), into.stride()',
         RELAUNCH + "[sm90-prefill-hopper]",
+    ),
+    "Hopper: matrices of a cache of more pages": Mutant(
+        "kernels/hopper/runner.py",
+        "known = q.shape[0], q.stride(), cache.kind, cache.num_pages,",
+        "known = q.shape[0], q.stride(), cache.kind,",
+        TENSOR_MAPS + "a_tensor_map_is_encoded_once_for_each_address_shape_and_strides",
+    ),
+    "Hopper: ever more tensor maps": Mutant(
+        "kernels/tensor_maps.py",
+        "@lru_cache(maxsize=KEPT)",
+        "@lru_cache(maxsize=None)",
+        TENSOR_MAPS + "kept_tensor_maps_are_bounded_and_keep_no_memory",
+    ),
+    "Hopper: shapes of tensor maps in int64": Mutant(
+        "kernels/tensor_maps.py",
+        '*["i32"] * rank, *["i64"] * rank',
+        '*["i64"] * rank, *["i64"] * rank',
+        TENSOR_MAPS + "the_launcher_of_tensor_maps_is_that_of_descriptors",
+    ),
+    "a profiler is told of first launches only": Mutant(
+        "kernels/launcher.py",
+        "if found is None or is_observed():",
+        "if found is None:",
+        TENSOR_MAPS + "a_profiler_is_told_of_every_launch",
+    ),
+    "a decision of forgotten trees": Mutant(
+        "plan.py",
+        "CHOICES.append(decide_once)",
+        "",
+        "test_dispatch.py::test_a_decision_is_kept_until_trees_are_forgotten",
+    ),
+    "a decision of other families": Mutant(
+        "plan.py",
+        "decide_once(request, options, tuple(FAMILIES.items()))",
+        "decide_once(request, options, ())",
+        "test_dispatch.py::test_a_decision_is_that_of_the_families_there_are",
     ),
     "a plan's other strides": Mutant(
         "kernels/portable.py",

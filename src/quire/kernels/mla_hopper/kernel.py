@@ -122,7 +122,7 @@ def load_queries(PARITY: gl.constexpr, queries, lengths, seq, row_block, NUM_HEA
 def store_queries(PARITY: gl.constexpr, s, panels, works, softmax_scale):
     """Store the queries to shared memory, and wait for the other warpgroup's.
 
-    Beside fp8 latents, queries become float16. Each row is scaled by a power of two, so that none overflows.
+    With fp8 latents, queries become float16. Each row is scaled by a power of two, so that none overflows.
 
     Returns:
         The factor of scores, or of each row's scores.
@@ -439,7 +439,7 @@ def mla_hopper_kernel(
                     table_width, page_rows, NUM_HEADS, PAGE_SIZE, BOX)),
             ],
             [4, 4, 1],
-            [216, 48, 32],
+            [208, 64, 32],
         )  # fmt: skip
     else:
         gl.warp_specialize(

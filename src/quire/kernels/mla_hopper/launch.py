@@ -11,14 +11,16 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import MIN_TMA_BOX
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
-from quire.kernels.hopper.tma import Matrix, matrix_of, page_box
-from quire.kernels.launch import Runner
+from quire.kernels.hopper.tma import matrix_of, page_box
+from quire.kernels.launch import Runner, once
 from quire.kernels.mla.launch import MLALaunch
 from quire.kernels.mla.launch import propose as propose_portable
 from quire.kernels.scratch import ScratchSize
+from quire.kernels.views import Matrix
 
 ROWS = 64  # rows of a row block, as schedule.ROWS
 WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
+FEW_ROWS = 16  # see `propose` (NVIDIA H200, 2026-11-22)
 FEW_SEQS = 32  # up to this many sequences, programs of the combine belong to sequences, otherwise to boundaries
 COMBINED = 8192  # float32 numbers of partials that a program of the combine holds at once
 SMALLEST_COMBINE = 132  # programs below which a program combines fewer rows or columns
@@ -74,6 +76,7 @@ class MLAHopperLaunch:
         """Return the programs of the attention kernel's grid."""
         return self.row_blocks * self.num_partitions if num_tokens and self.request.num_seqs else 0
 
+    @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials, and for the fallback."""
         fallback = self.fallback.scratch_size()
@@ -87,6 +90,7 @@ class MLAHopperLaunch:
         """Return the attention kernel's constexprs, without those that a cache decides."""
         return {"NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows}
 
+    @once
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs of the combine. They depend on powers of two only, so that there are few of them."""
         num_seqs, row_blocks = power_of_two(max(1, self.request.num_seqs)), power_of_two(self.row_blocks)
@@ -148,6 +152,9 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
         return "latents that are not 512 + 64 wide"
     if spec.dtype is torch.float32:
         return "float32"
+    few_rows = request.rows_per_seq <= FEW_ROWS < request.num_seqs
+    if spec.kv_dtype != spec.dtype and few_rows and options.kernel is None:
+        return "many sequences with few rows over fp8 latents, which the portable kernel attends to faster"
     if spec.sliding_window is not None or spec.sliding_window_right is not None:
         return "sliding windows"
     if spec.softcap or spec.alibi or spec.sinks:

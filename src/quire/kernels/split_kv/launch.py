@@ -12,6 +12,7 @@ from quire.dispatch.config import CostModel, KernelConfig
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
 from quire.kernels.block.launch import BlockLaunch
+from quire.kernels.launch import once
 from quire.kernels.portable import PortableLaunch, PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
 
@@ -45,7 +46,7 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def full_tile_loop(self) -> bool:
-        """Whether full tiles have a loop without masks.
+        """Whether there is a full-tile loop.
 
         Only with one row block per sequence: partitions of several row blocks are short, and slower with two loops.
         """
@@ -116,6 +117,7 @@ class SplitKVLaunch(PortableLaunch):
             "FULL_TILE_LOOP_MIN_TILES": costs.full_tile_loop_min_tiles,
         }  # fmt: skip
 
+    @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials and arrival counters."""
         spec = self.request.spec
@@ -144,9 +146,9 @@ class SplitKVLaunch(PortableLaunch):
         fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
         return PortableRunner(self, batch, split_kv_kernel, fixed)
 
-    def __str__(self) -> str:
-        details = f"{self.num_partitions} partitions × {self.request.spec.num_kv_heads} KV heads"
-        details += f", partials of {self.partial_rows} rows"
+    def describe_partitions(self, lanes: str) -> str:
+        """Return in words how the batch is cut; `lanes` are the programs that share a partition."""
+        details = f"{self.num_partitions} partitions × {lanes}, partials of {self.partial_rows} rows"
         if self.is_two_level:
             details += ", two-level combine"
         if self.request.num_seqs > self.seqs_at_once:
@@ -155,7 +157,11 @@ class SplitKVLaunch(PortableLaunch):
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
         if self.max_decode_queries:
             details += f", sequences of at most {self.max_decode_queries} queries"
-        return f"split-KV kernel: {self.describe_config()}, {details}"
+        return details
+
+    def __str__(self) -> str:
+        lanes = f"{self.request.spec.num_kv_heads} KV heads"
+        return f"split-KV kernel: {self.describe_config()}, {self.describe_partitions(lanes)}"
 
 
 def rounded(request: Request) -> tuple[int, float, int, int]:
