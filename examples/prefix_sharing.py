@@ -1,7 +1,8 @@
-"""Two conversations share the pages of their common prompt, by hand: fork, grow, copy on write.
+"""Two conversations share the pages of their common prompt: fork, grow, copy on write, and read them once.
 
 A forked sequence has its parent's pages. Pages that are full stay shared. The last page is often not full: the first
-sequence that writes to it gets a copy of its own, and the allocator says which page to copy where.
+sequence that writes to it gets a copy of its own, and the allocator says which page to copy where. The plan is told how
+many keys are shared, so that these are read once for both.
 
     python examples/prefix_sharing.py
 """
@@ -57,7 +58,10 @@ def main() -> None:
     # One decoding step for both, through the shared pages.
     q = random(2, SPEC.num_q_heads)
     batch = quire.Batch(pool.page_table([first, second], device=DEVICE), int32(total, total))
-    out = quire.attention(q, cache, quire.plan(SPEC, batch, max_query_len=1, max_seq_len=total))
+    full_pages = PROMPT_LEN // PAGE_SIZE * PAGE_SIZE
+    plan = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=total, shared_prefix=full_pages)
+    out = quire.attention(q, cache, plan)
+    print(f"keys read:        {2 * total - plan.saved_keys} instead of {2 * total}")
 
     # What it has to equal: the definition of attention, in float64, on separate copies that have no pages.
     keys, values = (torch.cat([t for reply in replies for t in (prompt[i], reply[i])]) for i in range(2))

@@ -212,7 +212,13 @@ def confirm_varlen_attention(a: dict[str, Any], result: Any) -> bool:
 def make_plan() -> tuple[Callable, dict[str, Any]]:
     p = paged_problem()
     options = dict(num_splits=None, config=None, batch_invariant=False, workspace=None, kernel=None)
-    return quire.plan, dict(spec=p.spec, batch=p.batch, **p.bounds, **options)
+    return quire.plan, dict(spec=p.spec, batch=p.batch, **p.bounds, **options, shared_prefix=None)
+
+
+def make_shared_prefix(shared_prefix: Any) -> tuple[Callable, dict[str, Any]]:
+    plan, arguments = make_plan()
+    arguments["batch"].page_table[:, 0], arguments["batch"].seq_lens[1] = 1, 8  # the second sequence has 4 own keys
+    return plan, arguments | {"max_seq_len": 9, "shared_prefix": shared_prefix}
 
 
 def confirm_plan(a: dict[str, Any], plan: Any) -> bool:
@@ -535,6 +541,8 @@ CALLS = {
     "attention, latents and a pair": Call(lambda: make_latent_attention(pair=True), confirm_attention),
     "varlen_attention": Call(make_varlen_attention, confirm_varlen_attention),
     "plan": Call(make_plan, confirm_plan),
+    "plan, a shared prefix": Call(lambda: make_shared_prefix(4), confirm_plan),
+    "plan, levels of shared prefixes": Call(lambda: make_shared_prefix([[(2, 4)], [(1, 0), (1, 0)]]), confirm_plan),
     "AttentionSpec": Call(make_spec, confirm_spec),
     "AttentionSpec, latents": Call(make_latent_spec, confirm_spec),
     "AttentionSpec.mla": Call(make_mla, confirm_mla),

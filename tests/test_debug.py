@@ -62,6 +62,14 @@ def test_every_kind_of_call_is_replayed(feature: Feature, path, device):
         assert str(plan.launch) in done.plan
 
 
+def test_a_call_with_shared_prefixes_is_replayed_with_its_launches(path, device):
+    problem = make_problem(quire.AttentionSpec(**SMALL), ((1, 50), (1, 35)), device=device)
+    problem.batch.page_table[1, :2] = problem.batch.page_table[0, :2]
+    plan = plan_for(problem, shared_prefix=32)
+    done = debug.replay(recorded(path, problem, plan, contents=True), device)
+    assert done.passed and done.notes == [] and str(plan.launch) in done.plan
+
+
 def test_numbers_are_replayed_bit_for_bit(path, device):
     for spec, options in (({}, {}), ({"kv_dtype": torch.int8}, {"scales": "token"}), (LATENTS, {"page_size": 7})):
         problem = make_problem(quire.AttentionSpec(**SMALL | spec), LENS, device=device, **options)

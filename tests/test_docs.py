@@ -37,6 +37,8 @@ WITH_EXAMPLES = (
     "docs/flashinfer.md",
     "docs/mla.md",
     "docs/quantise.md",
+    "docs/shared_prefix.md",
+    "docs/distributed.md",
     "docs/debug.md",
 )
 MAY_NAME_OLD_WORDS = {Path("CHANGELOG.md"), Path("DESIGN.md")}

@@ -13,7 +13,7 @@ FLOORS = (  # those of DESIGN.md, from the ground up; a module imports from its 
     ("errors", "spec", "state", "batch", "batch_check", "cache", "cache_layout", "allocator", "reference"),
     ("dispatch",),
     ("kernels",),
-    ("plan", "checks", "cache_checks", "launch_codec"),
+    ("plan", "checks", "cache_checks", "prefix_checks", "launch_codec"),
     ("api", "ops", "service"),
     ("__init__",),
     ("testing", "targets", "debug"),

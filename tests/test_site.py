@@ -74,13 +74,28 @@ def test_the_reference_has_every_public_name():
     assert "quire.plan.plan" in named  # `quire.plan` is the module too
 
 
-def test_the_figures_of_the_tour_can_be_drawn_again(tmp_path):
+FIGURES = {
+    "draw_tour.py": ["tour.md"],
+    "draw_states.py": ["shared_prefix.md", "distributed.md"],
+}  # a script, and the pages that show them
+
+
+def shown(pages: list[str]) -> set[str]:
+    return set(re.findall(r"\(figures/(\w+\.svg)\)", "".join((DOCS / page).read_text("utf-8") for page in pages)))
+
+
+@pytest.mark.parametrize("script", FIGURES)
+def test_figures_can_be_drawn_again(script, tmp_path):
     pytest.importorskip("matplotlib", reason="figures need quire[bench]")
-    script = ROOT / "scripts/draw_tour.py"  # in a process of its own: the interpreter is chosen when Triton is imported
-    subprocess.run([sys.executable, "-W", "ignore", script, "--output", tmp_path], check=True)
-    drawn = {path.name for path in tmp_path.iterdir()}
-    shown = set(re.findall(r"\(figures/(\w+\.svg)\)", (DOCS / "tour.md").read_text(encoding="utf-8")))
-    assert drawn == shown == {path.name for path in (DOCS / "figures").iterdir()}
+    # In a process of its own: the interpreter is chosen when Triton is imported.
+    subprocess.run([sys.executable, "-W", "ignore", ROOT / "scripts" / script, "--output", tmp_path], check=True)
+    assert {path.name for path in tmp_path.iterdir()} == shown(FIGURES[script])
+
+
+def test_every_figure_is_shown():
+    assert {path.name for path in (DOCS / "figures").iterdir()} == shown(
+        [page for pages in FIGURES.values() for page in pages]
+    )
 
 
 TOUR = {  # what a row's second cell has, and a column: the case, and the library (None: the floor)

@@ -4,6 +4,8 @@
 copies to the host and waits: call `quire.testing.check_batch` there to debug.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.batch import Batch
@@ -161,6 +163,44 @@ def check_writers(batch: Batch, cache: PagedKVCache, shared_pages: bool) -> None
                     f"{other} and {seq}; copy it first (`quire.copy_pages`)"
                 )
             (writers if writes else readers)[page] = seq
+
+
+def check_shared_pages(batch: Batch, page_size: int, levels: Sequence[Sequence[tuple[int, int]]]) -> None:
+    """Check that sequences have the pages in common that a plan says they share, and queries after these.
+
+    Call it after `check_reads`.
+
+    Args:
+        batch: the sequences, with a rectangular page table.
+        page_size: tokens per page.
+        levels: the runs of each level, (num_seqs, num_keys); the numbers of keys are multiples of `page_size`.
+
+    Raises:
+        ValueError: a contract is broken; the message names the sequence and the value.
+    """
+    table, ends = batch.page_table.cpu(), torch.zeros(batch.num_seqs, dtype=torch.int64, device="cpu")
+    for level in levels:
+        first = 0
+        for num_seqs, num_keys in level:
+            begin = int(ends[first]) // page_size
+            pages = table[first : first + num_seqs, begin : begin + num_keys // page_size]
+            seq = first_true((pages != pages[:1]).any(1))
+            if seq is not None:
+                entry = first_true(pages[seq] != pages[0]) or 0
+                raise ValueError(
+                    f"page_table must give sequences {first} and {first + seq} the same pages for the keys that they "
+                    f"share, got {int(pages[0, entry])} and {int(pages[seq, entry])} in column {begin + entry}; "
+                    "share fewer keys"
+                )
+            ends[first : first + num_seqs] += num_keys
+            first += num_seqs
+    query_lens = batch.query_starts.cpu().diff()
+    seq = first_true((query_lens > 0) & (ends > 0) & (batch.seq_lens.cpu() < ends + query_lens))
+    if seq is not None:
+        raise ValueError(
+            f"seq_lens must hold the {int(ends[seq])} shared keys and then the {int(query_lens[seq])} queries of "
+            f"sequence {seq}, got {int(batch.seq_lens[seq])}; a row without keys shares none"
+        )
 
 
 def first_true(mask: torch.Tensor) -> int | None:

@@ -10,7 +10,7 @@ import torch
 
 
 def encode(value: Any) -> str:
-    """Return a frozen dataclass as JSON. Its fields are numbers, strings, dtypes and further dataclasses.
+    """Return a frozen dataclass as JSON. Its fields are numbers, strings, dtypes, tuples and further dataclasses.
 
     The text is kept with the object: a server makes a plan in every step, and most objects in it are those of the step
     before, for example the spec.
@@ -41,6 +41,8 @@ def _encode(value: Any) -> str:
 def _encode_plain(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return f'{{"dtype": "{str(value).removeprefix("torch.")}"}}'
+    if isinstance(value, tuple):
+        return f'{{"tuple": [{", ".join(map(_encode, value))}]}}'
     return json.dumps(value)
 
 
@@ -51,6 +53,8 @@ def decode(text: str) -> Any:
 
 
 def _decode(found: dict[str, Any]) -> Any:
+    if "tuple" in found:
+        return tuple(found["tuple"])
     if "class" not in found:
         return getattr(torch, found["dtype"])
     module, name = found.pop("class").split(":")

@@ -4,9 +4,9 @@ A plan is made from host numbers only. Lengths and page tables stay on the devic
 within the bounds that the plan was made for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -23,8 +23,10 @@ from quire.kernels.hopper import launch as hopper
 from quire.kernels.launch import Launch, Runner
 from quire.kernels.mla import launch as mla
 from quire.kernels.mla_hopper import launch as mla_hopper
+from quire.kernels.shared_prefix import launch as shared
 from quire.kernels.split_kv import launch as portable
 from quire.launch_codec import encode
+from quire.prefix_checks import check_shared_prefix
 from quire.spec import AttentionSpec
 
 Proposal = Callable[[Request, Options], tuple[Launch, str] | str]
@@ -71,8 +73,13 @@ class Plan:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel family: "block", "split_kv", "hopper", "mla", "mla_hopper" or "torch"."""
+        """Name of the kernel family: "block", "split_kv", "hopper", "mla", "mla_hopper", "torch" or "shared_prefix"."""
         return self.launch.name
+
+    @property
+    def saved_keys(self) -> int:
+        """Keys that a flat plan would read again: of each run that shares keys, those times its further sequences."""
+        return self.launch.saved_keys if isinstance(self.launch, shared.SharedPrefixLaunch) else 0
 
     def __repr__(self) -> str:
         bounds = self.bounds
@@ -92,6 +99,7 @@ def plan(
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
     kernel: str | None = None,
+    shared_prefix: int | Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Plan:
     """Decide how `batch` is launched, from host numbers only.
 
@@ -118,6 +126,13 @@ def plan(
             latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; chosen when not given. A plan
             is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages, strides or
             scales, the fallback that the plan names does.
+        shared_prefix: leading keys that sequences have in common, in the same pages. They are read once for all queries
+            of a group, and each query attends to them and to its own keys; the result is that of a flat plan. A number
+            says how many keys all sequences share, a multiple of the page size. A list has levels, and a level is a
+            list of (num_seqs, num_keys): runs of neighbouring sequences, and how many keys each run shares after those
+            of the level before. `[[(64, 512)], [(8, 1024), (56, 0)]]`: all of 64 sequences share 512 keys, and the
+            first 8 of them share 1,024 more. A sequence with queries holds its shared keys and after them its queries'
+            own; a row without keys must share none.
 
     Returns:
         The plan, with its scratch memory.
@@ -127,7 +142,8 @@ def plan(
         ValueError: a bound is negative, num_splits is out of range, config does not fit the spec, or the workspace is
             too small.
         UnsupportedError: bfloat16 under Triton's interpreter, options that PyTorch does not serve for CPU tensors, a
-            config with hints for another target, a kernel that does not serve the request, or a device that has none.
+            config with hints for another target, a kernel that does not serve the request, or a device that has none;
+            shared_prefix with a window, ALiBi, a flat page table, query_offsets, or options that fix the order of sums.
 
     Examples:
         >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -135,6 +151,9 @@ def plan(
         >>> plan = quire.plan(spec, quire.Batch(table, seq_lens), max_query_len=1, max_seq_len=128)
         >>> plan.bounds.num_tokens  # at most one query token of each of 4 sequences
         4
+        >>> samples = quire.plan(spec, quire.Batch(table, seq_lens), max_query_len=1, max_seq_len=128, shared_prefix=96)
+        >>> samples.saved_keys  # 3 of 4 sequences do not read the 96 shared keys again
+        288
     """
     bounds, num_splits = check_plan_arguments(
         spec,
@@ -149,14 +168,20 @@ def plan(
         kernel=kernel,
         kernels=tuple(FAMILIES),
     )
+    levels = ()
+    if shared_prefix is not None:
+        fixed = {"num_splits": num_splits, "config": config, "batch_invariant": batch_invariant or None}
+        levels = check_shared_prefix(shared_prefix, spec, batch, bounds, **fixed)
     device = batch.device
     properties = device_properties(device)
     request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, bounds, properties)
     options = Options(num_splits, config, batch_invariant, kernel)
-    if is_served_by_torch(device):
-        launch, reason = cpu.propose(request, options)
+    families = tuple(FAMILIES.items())
+    choose = cpu.propose if is_served_by_torch(device) else partial(decide_once, families=families)
+    if levels:
+        launch, reason = shared.propose(request, levels, lambda part: choose(part, options))
     else:
-        launch, reason = decide_once(request, options, tuple(FAMILIES.items()))
+        launch, reason = choose(request, options)
     return make_plan(spec, batch, launch, reason, workspace)
 
 

@@ -49,6 +49,12 @@ def test_bytes_are_keys_values_queries_and_outputs():
     assert Case("fp8", "decode", ((1, 64),), kv_dtype="float8_e4m3fn").nbytes == 64 * 8 * 256 + 2 * 32 * 256
 
 
+def test_a_shared_prefix_is_read_once():
+    case = cases(["shared"])[0]
+    assert (case.name, case.layout) == ("decode 64 samples of 8192 with 256 own keys", "shared pages")
+    assert case.nbytes == 2 * ((8192 + 64 * 256) * 8 * 256 + 64 * 32 * 256)
+
+
 def test_a_latent_is_read_once_for_keys_and_values():
     case = Case("latents", "MLA decode", ((2, 100), (2, 30)), model="MLA, 16 heads", page_size=64)
     assert case.layout == "latents"

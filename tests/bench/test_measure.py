@@ -64,7 +64,8 @@ def test_inputs_of_every_kind_of_case_are_made_and_judged():
     }
     assert len(kinds) > 10
     for case in kinds.values():
-        inputs = make_inputs(replace(case, lens=((2, 150), (3, 40))), "cpu", max_tables=2)
+        small = replace(case, lens=((2, 150), (3, 40)), shared_prefix=min(case.shared_prefix, 32))
+        inputs = make_inputs(small, "cpu", max_tables=2)
         out = inputs.empty_out()
         quire_calls(inputs, out)(inputs.tables[1])()
         sample = Sample(inputs, inputs.tables[1])
@@ -103,6 +104,13 @@ def test_fp8_products_have_the_budget_of_fp8_products():
     coarser = result(lambda x: x.to(torch.float8_e5m2).float())
     assert not sample.judge(2 * in_fp8, in_fp8=True).passed
     assert sample.judge(coarser, in_fp8=True).out > sample.judge(in_fp8, in_fp8=True).out
+
+
+def test_sequences_of_a_table_share_the_pages_of_their_prefix():
+    inputs = make_inputs(Case("small", "decode", ((1, 70), (1, 33)), shared_prefix=32), "cpu")
+    pages = [row[:n].tolist() for table in inputs.tables for row, n in zip(table, (5, 3), strict=True)]
+    assert all(a[:2] == b[:2] for a, b in zip(pages[::2], pages[1::2], strict=True))
+    assert len({page for row in pages for page in row}) == inputs.cache.num_pages == len(inputs.tables) * (2 + 3 + 1)
 
 
 def test_tables_share_no_page():
@@ -218,7 +226,7 @@ def test_errors_are_described_in_one_line():
 
 def test_peers_are_reported_absent_with_the_reason():
     present = [peer for peer in PEERS if peer.module == "quire"]
-    assert len(present) == 4
+    assert len(present) == 5
     for peer in present:
         assert peer.why_absent() is None
         assert peer.version() == quire.__version__

@@ -109,3 +109,14 @@ def test_nothing_compiles_for_latents_after_warmup(features):
                 assert plan.kernel == "mla"
                 quire.attention(torch.empty(sum(q_lens), 8, spec.head_dim, dtype=spec.dtype), cache, plan)
     assert sum("MLA kernel" in name for name in names) == len(names) - 1
+
+
+def test_a_plan_with_shared_prefixes_launches_a_kernel_for_each_level_and_one_that_combines(without_compiler):
+    cache = quire.PagedKVCache.empty(SPEC, 2, 16)
+    table, lens = torch.zeros(64, 16, dtype=torch.int32), torch.full((64,), 256, dtype=torch.int32)
+    with compiling(without_compiler) as compiled:
+        levels = [[(64, 64)], [(40, 128), (24, 0)]]
+        plan = quire.plan(SPEC, quire.Batch(table, lens), max_query_len=1, max_seq_len=256, shared_prefix=levels)
+        quire.attention(torch.zeros(64, 32, 128, dtype=torch.float16), cache, plan, return_lse=True)
+    assert [launch.request.bounds.max_query_len for launch in plan.launch.launches] == [64, 40, 1]
+    assert len(compiled) >= 3 and compiled[-1].kernel == "combine_kernel"

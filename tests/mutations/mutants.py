@@ -8,6 +8,7 @@ MLA = "kernels/test_mla.py::test_"
 COPY, WRITE, MERGE = "kernels/test_copy.py", "kernels/test_write.py", "kernels/test_merge.py"
 FULL_TILES = ATTENTION + "full_tiles_in_a_loop_without_masks"
 LONG = ATTENTION + "splits_of_long_sequences"
+SHARED = "kernels/test_shared_prefix.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 
 IN_INTERPRETER = {
@@ -420,6 +421,69 @@ TENSOR_MAPS = "compile/test_relaunch.py::test_"
 INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
 
 OUTSIDE = {
+    # distributed/
+    "ranks: a token on two ranks": Mutant(
+        "distributed/sharded.py",
+        "held = run % self.world_size == self.rank",
+        "held = run % self.world_size <= self.rank",
+        "test_distributed.py::test_every_token_is_on_one_rank_at_the_end_of_its_pages",
+    ),
+    "ranks: the last turn is not cut": Mutant(
+        "distributed/sharded.py",
+        "(lens % turn - self.rank * size).clamp(0, size)",
+        "(lens % turn > self.rank * size) * size",
+        "test_distributed.py::test_every_token_is_on_one_rank_at_the_end_of_its_pages",
+    ),
+    "ranks: early queries see a higher rank's keys": Mutant(
+        "distributed/ring.py",
+        "query_lens = [length(late) for _, late in queries]",
+        "pass",
+        "test_distributed.py::test_the_steps_of_a_ring_see_each_visible_key_once",
+    ),
+    "ranks: sinks counted on each rank": Mutant(
+        "distributed/arguments.py",
+        "sinks.float().expand_as(lse)",
+        "(sinks.float() + 0.7).expand_as(lse)",
+        "test_distributed.py::test_two_ranks_agree_with_the_oracle[decode, sinks]",
+    ),
+    # shared_prefix/
+    "shared prefix: sinks counted at each level": Mutant(
+        "kernels/shared_prefix/runner.py",
+        "run(q, cache, level_out, level_lse, None, None)",
+        "run(q, cache, level_out, level_lse, sinks, None)",
+        SHARED + "every_feature_of_a_flat_plan",
+    ),
+    "shared prefix: rows of a run see one another's order": Mutant(
+        "kernels/shared_prefix/launch.py",
+        "replace(spec, causal=False, sinks=False)",
+        "replace(spec, sinks=False)",
+        SHARED + "shared_prefixes_give_what_a_flat_plan_gives",
+    ),
+    "shared prefix: own keys counted when the plan was made": Mutant(
+        "kernels/shared_prefix/runner.py",
+        "        torch.sub(self.batch.seq_lens, self.num_shared, out=self.own_lens)\n",
+        "        if not self.own_lens.any():\n"
+        "            torch.sub(self.batch.seq_lens, self.num_shared, out=self.own_lens)\n",
+        SHARED + "a_plan_reads_lengths_and_pages_that_were_changed_in_place",
+    ),
+    "shared prefix: query starts of the first call": Mutant(
+        "kernels/shared_prefix/runner.py",
+        "if self.batch.cu_seqlens_q is not None:",
+        "if self.batch.cu_seqlens_q is None:",
+        SHARED + "query_starts_that_were_changed_in_place",
+    ),
+    "shared prefix: a level begins at the table's first page": Mutant(
+        "kernels/shared_prefix/runner.py",
+        "before[first:end] = [keys + num_keys for keys in before[first:end]]",
+        "before[first:end] = [num_keys for keys in before[first:end]]",
+        SHARED + "shared_prefixes_give_what_a_flat_plan_gives",
+    ),
+    "shared prefix: a slice of a table taken for a whole one": Mutant(
+        "kernels/shared_prefix/runner.py",
+        "stride = table.stride(0)",
+        "stride = table.shape[1]",
+        SHARED + "a_table_that_is_a_slice_of_a_wider_one",
+    ),
     # cpu/
     "CPU: causal mask dropped": Mutant(
         "kernels/cpu/attention.py",

@@ -18,7 +18,7 @@ import quire
 
 Kind = Literal["decode", "drafts", "prefill", "chunk", "mixed", "MLA decode", "MLA prefill"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Layout = Literal["pages", "latents", "packed"]
+Layout = Literal["pages", "latents", "packed", "shared pages"]
 DEFAULT_MODEL = "Llama-3-8B"
 
 
@@ -108,6 +108,7 @@ class Case:
         dtype: name of the torch dtype of the queries.
         kv_dtype: name of the torch dtype of the cache; `dtype` when not given.
         packed: keys and values are not paged but packed, sequence after sequence. The page size is then 1.
+        shared_prefix: leading keys that all sequences have in the same pages, a multiple of the page size.
         layer: the attention of a layer that none of MODELS has.
     """
 
@@ -119,6 +120,7 @@ class Case:
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     packed: bool = False
+    shared_prefix: int = 0
     layer: Model | None = None
 
     @property
@@ -146,9 +148,11 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        """How keys and values are stored: in pages, as latents in pages, or packed."""
+        """How keys and values are stored: in pages, in pages that sequences share, as latents in pages, or packed."""
         if self.packed:
             return "packed"
+        if self.shared_prefix:
+            return "shared pages"
         return "latents" if self.spec.latent else "pages"
 
     @cached_property
@@ -201,7 +205,8 @@ class Case:
     def nbytes(self) -> int:
         """Bytes that must be moved: every visible key and value once, queries, outputs."""
         spec = self.spec
-        cache = sum(min(s, spec.window[0] + q) for q, s in self.lens) * self.bytes_per_key
+        keys = sum(min(s, spec.window[0] + q) for q, s in self.lens) - (len(self.lens) - 1) * self.shared_prefix
+        cache = keys * self.bytes_per_key
         return cache + self.num_tokens * spec.num_q_heads * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
 
     @cached_property
@@ -227,6 +232,12 @@ def visible_pairs(q_len: int, seq_len: int, window: int) -> int:
 def decode(num_seqs: int, length: int, suffix: str = "", **options: Unpack[CaseOptions]) -> Case:
     """Make a case of sequences of one length, one query each."""
     return Case(f"decode {num_seqs}x{length}{suffix}", "decode", ((1, length),) * num_seqs, **options)
+
+
+def samples(num_seqs: int, shared_prefix: int, own: int) -> Case:
+    """Make a case of samples of one prompt, whose pages they share, with as many keys of their own each."""
+    name = f"decode {num_seqs} samples of {shared_prefix} with {own} own keys"
+    return Case(name, "decode", ((1, shared_prefix + own),) * num_seqs, shared_prefix=shared_prefix)
 
 
 def decoding(name: str, lengths: Iterable[int], **options: Unpack[CaseOptions]) -> Case:
@@ -388,6 +399,7 @@ SETS = {
         *(decode(32, 2048, f" {name}", dtype=name) for name in ("float16", "float32")),
         *(decode(32, 2048, f" {name}", kv_dtype=name) for name in ("float8_e5m2", "int8")),
     ),
+    "shared": (samples(64, 8192, 256), samples(8, 2048, 256), samples(16, 32768, 512)),
     "mla": MLA,
     "mla_prefill": MLA_PREFILL,
 }
@@ -409,7 +421,7 @@ QUICK = (
 
 def identity(case: Case) -> tuple[object, ...]:
     """Return what makes two cases the same batch, whatever their names."""
-    return case.lens, case.spec, case.page_size, case.packed
+    return case.lens, case.spec, case.page_size, case.packed, case.shared_prefix
 
 
 def sets_of(case: Case) -> list[str]:

@@ -78,8 +78,9 @@ def make_inputs(
     """
     spec, device = case.spec, torch.device(device)
     generator = torch.Generator(device).manual_seed(0)
-    pages_per_seq = case.pages_per_seq
-    pages_per_table = sum(pages_per_seq)
+    num_shared = case.shared_prefix // case.page_size  # pages, the first of each table
+    pages_per_seq = [pages - num_shared for pages in case.pages_per_seq]
+    pages_per_table = num_shared + sum(pages_per_seq)
     bytes_per_call = pages_per_table * case.page_size * case.bytes_per_key
     num_tables = min(max_tables, max(2, math.ceil(L2_MULTIPLE * l2_bytes(device) / bytes_per_call)))
     cache = make_cache(case, num_tables * pages_per_table, device, generator)
@@ -87,12 +88,13 @@ def make_inputs(
         order = torch.arange(cache.num_pages, dtype=torch.int32, device=device)
     else:
         order = torch.randperm(cache.num_pages, device=device, generator=generator).to(torch.int32)
-    width = max(*pages_per_seq, -(-table_len // case.page_size))
+    width = max(*case.pages_per_seq, -(-table_len // case.page_size))
     tables = []
     for pages in order.split(pages_per_table):
         table = torch.zeros(len(case.lens), width, dtype=torch.int32, device=device)
-        for row, owned in zip(table, pages.split(pages_per_seq), strict=True):
-            row[: len(owned)] = owned
+        table[:, :num_shared] = pages[:num_shared]
+        for row, owned in zip(table, pages[num_shared:].split(pages_per_seq), strict=True):
+            row[num_shared : num_shared + len(owned)] = owned
         tables.append(table)
     starts, key_starts = (
         torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)

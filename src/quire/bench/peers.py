@@ -52,7 +52,8 @@ def window_of(spec: quire.AttentionSpec) -> tuple[int, int]:
 
 
 def quire_calls(inputs: Inputs, out: torch.Tensor, **options: Any) -> Planner:
-    """Call Quire; `options` are those of `quire.plan`."""
+    """Call Quire; `options` are those of `quire.plan`. What the case shares is shared, unless they say otherwise."""
+    options = {"shared_prefix": inputs.case.shared_prefix or None} | options
     workspace: torch.Tensor | None = (
         None  # of the first plan; the others may share it, since no two run at the same time
     )
@@ -543,6 +544,7 @@ PEERS = (
         plans=True,
         serves=("pages", "latents"),
     ),
+    Peer("Quire, flat", "quire", partial(quire_calls, shared_prefix=None), plans=True, serves=("shared pages",)),
     Peer("Quire, portable", "quire", partial(quire_calls, kernel="mla"), plans=True, serves=LATENTS),
     Peer("FlashMLA", "flash_mla", flash_mla_calls, plans=True, package="sgl-flash-mla", serves=LATENTS, in_fp8=True),
     Peer("FlashMLA in vLLM", "vllm.third_party.flashmla.flash_mla_interface", vllm_flash_mla_calls, serves=LATENTS),

@@ -216,7 +216,7 @@ def choose_plan(call: Call, problem: Problem, replan: bool, notes: list[str]) ->
         notes.append("The plan is made here, as was asked.")
     elif recorded.request.spec != spec or recorded.request.num_seqs != batch.num_seqs:
         notes.append("The recorded launch is of another batch: the plan is made here.")
-    elif recorded.request.device != device_properties(device) or (recorded.name == "torch") != served_by_torch:
+    elif recorded.request.device != device_properties(device) or is_of_torch(recorded) != served_by_torch:
         notes.append(f"The recorded launch ({recorded.name}) is for another device: the plan is made for this one.")
     else:
         return make_plan(spec, batch, recorded, "as recorded")
@@ -232,6 +232,11 @@ def choose_plan(call: Call, problem: Problem, replan: bool, notes: list[str]) ->
     )
 
 
+def is_of_torch(launch: Launch) -> bool:
+    """Return whether PyTorch runs a launch, or the parts of one for shared prefixes."""
+    return all(part.name == "torch" for part in getattr(launch, "launches", (launch,)))
+
+
 def decode_launch(text: str) -> Launch | None:
     """Return an encoded launch, made of Quire's dataclasses alone; None if this version of Quire has no such launch."""
     try:
@@ -244,6 +249,9 @@ def decode_launch(text: str) -> Launch | None:
 
 def check_classes(value: Any) -> None:
     """Raise ValueError if an encoded launch names something other than a dataclass that launches are made of."""
+    if isinstance(value, list):
+        for item in value:
+            check_classes(item)
     if not isinstance(value, dict):
         return
     if "class" in value:

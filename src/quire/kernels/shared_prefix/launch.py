@@ -1,0 +1,113 @@
+"""`SharedPrefixLaunch`: a launch for each level of shared keys, and one for the keys of each sequence alone.
+
+At a level, the queries of a run of sequences are those of one sequence, whose keys are the run's shared ones. All of
+them see all of these keys, so the level is bidirectional. Each launch gives a state, and the states are combined.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from quire.batch import Batch
+from quire.cache import PagedKVCache
+from quire.dispatch.request import Bounds, Request
+from quire.kernels.launch import Launch, Runner
+from quire.kernels.scratch import ScratchSize
+from quire.spec import AttentionSpec
+
+Level = tuple[tuple[int, int], ...]  # (num_seqs, num_keys) of each run of sequences, in the order of the batch
+
+
+@dataclass(frozen=True)
+class SharedPrefixLaunch:
+    """Attend to the keys that sequences share, then to their own, and combine.
+
+    Attributes:
+        request: the request that was decided about: that of the whole batch.
+        levels: the runs of each level that share keys.
+        launches: one for each level, and one for the keys of each sequence alone.
+    """
+
+    request: Request
+    levels: tuple[Level, ...]
+    launches: tuple[Launch, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel family."""
+        return "shared_prefix"
+
+    @property
+    def saved_keys(self) -> int:
+        """Keys that are read once for a run, and that a flat plan would read once more for each further sequence."""
+        return sum((num_seqs - 1) * num_keys for level in self.levels for num_seqs, num_keys in level)
+
+    def num_programs(self, num_tokens: int) -> int:
+        """Return the programs of all attention launches."""
+        return sum(launch.num_programs(num_tokens) for launch in self.launches)
+
+    def scratch_size(self) -> ScratchSize:
+        """Return the largest scratch of the launches, which run one after the other."""
+        sizes = [launch.scratch_size() for launch in self.launches]
+        return ScratchSize(max(size.total for size in sizes), max(size.counters for size in sizes))
+
+    def compile_key(self) -> Hashable:
+        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
+        return self.name, *(launch.compile_key() for launch in self.launches)
+
+    def for_cache(self, cache: PagedKVCache) -> "SharedPrefixLaunch":
+        """Return the launch whose parts serve a cache."""
+        return replace(self, launches=tuple(launch.for_cache(cache) for launch in self.launches))
+
+    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
+        """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
+        from quire.kernels.shared_prefix.runner import SharedPrefixRunner
+
+        return SharedPrefixRunner(self, batch, workspace)
+
+    def __str__(self) -> str:
+        runs = [(max(keys for _, keys in level), max(seqs for seqs, _ in level)) for level in self.levels]
+        groups = [f"up to {keys:,} keys of up to {seqs} sequences" for keys, seqs in runs]
+        parts = "; ".join(f"{name}: {part}" for name, part in zip([*groups, "own keys"], self.launches, strict=True))
+        return f"shared prefixes, {self.saved_keys:,} keys not read again; {parts}"
+
+
+def num_shared_keys(levels: tuple[Level, ...]) -> list[int]:
+    """Return how many keys each sequence shares, over all levels."""
+    by_level = [[num_keys for num_seqs, num_keys in level for _ in range(num_seqs)] for level in levels]
+    return [sum(keys) for keys in zip(*by_level, strict=True)]
+
+
+def propose(
+    request: Request, levels: tuple[Level, ...], choose: Callable[[Request], tuple[Launch, str]]
+) -> tuple[SharedPrefixLaunch, str]:
+    """Return a launch for shared prefixes, and the reasons for its parts.
+
+    Args:
+        request: the whole batch.
+        levels: the runs of each level.
+        choose: returns a launch for the batch of one level, and the reason.
+    """
+    parts = [choose(level_request(request, level)) for level in levels]
+    bounds = request.bounds
+    own = replace(bounds, max_seq_len=bounds.max_seq_len - min(num_shared_keys(levels)))
+    parts.append(choose(replace(request, bounds=own)))
+    launch = SharedPrefixLaunch(request, levels, tuple(part for part, _ in parts))
+    return launch, "; ".join(dict.fromkeys(reason for _, reason in parts))
+
+
+def level_request(request: Request, level: Level) -> Request:
+    """Return the request of a level, where each run is one sequence, whose queries see all of its keys."""
+    bounds = request.bounds
+    longest = max(num_seqs for num_seqs, _ in level) * bounds.max_query_len
+    of_level = Bounds(min(longest, bounds.num_tokens), max(num_keys for _, num_keys in level), bounds.num_tokens)
+    spec = spec_of_shared_keys(request.spec)
+    return replace(request, spec=spec, num_seqs=len(level), has_cu_seqlens=True, bounds=of_level)
+
+
+@lru_cache
+def spec_of_shared_keys(spec: AttentionSpec) -> AttentionSpec:
+    """Return the spec of a level: every query sees every key, and sinks count with each sequence's own keys."""
+    return replace(spec, causal=False, sinks=False)
