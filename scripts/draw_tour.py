@@ -106,7 +106,8 @@ def band() -> Figure:
     figure, axes = pyplot.subplots(2, 1, figsize=(WIDTH, 3.7), layout="constrained", sharex=True)
     for axis, (title, window) in zip(axes, (("causal", None), ("causal, sliding window of 48", 48)), strict=True):
         spec = quire.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=16, sliding_window=window)
-        seen = reference.visible_keys(torch.arange(keys - queries, keys), keys, spec)
+        lengths = (torch.tensor([0, n], dtype=torch.int32) for n in (queries, keys))
+        seen = reference.visible_keys(quire.Batch.varlen(*lengths), spec, slice(0, queries), keys - queries, keys)
         for top in range(0, queries, rows_of):
             for left in range(0, keys, block_n):
                 tile = seen[top : top + rows_of, left : left + block_n]
