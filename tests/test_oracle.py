@@ -218,7 +218,7 @@ def test_random_cases(seed):
 
 
 def random_case_with_intervals_or_a_tree(seed):
-    """Draw intervals that may be empty or pass the sequence's ends, or words with any bits, with and without a begin."""
+    """Draw intervals that may be empty or pass the sequence's ends, or words with any bits; some have a begin too."""
     rng = np.random.default_rng(seed)
     spec = quire.AttentionSpec(
         num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=DTYPES[seed % 3], causal=rng.random() < 0.7,

@@ -40,8 +40,8 @@ class Batch:
             `key_end` must be in its pages and finite, whether or not a token sees them.
         tree_bits: [num_tokens] int64, for drafts that branch: bit j says that the token sees draft j, the j-th query
             of its sequence. It sees all keys before the drafts too, or those from `key_begin` on, where a model has
-            a window. A token's own bit is not implied. `quire.draft_trees` makes the words. A sequence has at most 64
-            drafts.
+            a window. A token's own bit is not implied. All drafts must be in the pages and finite. A sequence has at
+            most 64. `quire.draft_trees` makes the words.
 
     Attributes:
         num_seqs: sequences in the batch, padding rows included.

@@ -92,9 +92,7 @@ def visible_span(
     return start, torch.where(query_lens > 0, torch.maximum(start, stop), start)
 
 
-def interval_span(
-    batch: Batch, query_lens: torch.Tensor, seq_lens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def interval_span(batch: Batch, query_lens: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `visible_span` does, for a batch with intervals or trees."""
     owner = torch.repeat_interleave(query_lens)  # sequence of each token
     num_tokens = owner.shape[0]

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from quire.batch import Batch, check_vector
-from quire.errors import UnsupportedError, check_integer, check_tensor, describe
+from quire.errors import UnsupportedError, check_integer, check_served, check_tensor, describe
 from quire.intervals import LARGEST, check_on_device, locate
+
+__all__ = ["depths", "from_flashinfer", "from_mask", "from_parents", "from_words", "windowed"]
 
 MAX_DRAFTS = 64
 WORDS = (torch.uint8, torch.uint16, torch.uint32, torch.int32, torch.int64)
@@ -145,11 +147,14 @@ def from_flashinfer(packed_custom_mask: torch.Tensor, qo_lens: Sequence[int], kv
             f"packed_custom_mask must be uint8 of one dimension, got {describe(packed_custom_mask)}; "
             "pass what `packbits` returns"
         )
+    check_served("packed_custom_mask", packed_custom_mask.device)
     for name, lens in (("qo_lens", qo_lens), ("kv_lens", kv_lens)):
         if not isinstance(lens, list | tuple):
             raise TypeError(f"{name} must be a list, got {describe(lens)}; pass the lengths on the host")
     if len(qo_lens) != len(kv_lens):
-        raise ValueError(f"kv_lens must have qo_lens' {len(qo_lens)} entries, got {len(kv_lens)}; one for each sequence")
+        raise ValueError(
+            f"kv_lens must have qo_lens' {len(qo_lens)} entries, got {len(kv_lens)}; one for each sequence"
+        )
     packed, words, at = packed_custom_mask.cpu(), [torch.zeros(0, dtype=torch.int64)], 0
     for seq, (num_drafts, kv_len) in enumerate(zip(qo_lens, kv_lens, strict=True)):
         num_drafts = check_num_drafts(f"qo_lens[{seq}]", num_drafts, least=0)

@@ -15,6 +15,16 @@ import torch
 from quire.batch import Batch, check_vector
 from quire.errors import check_flag, check_integer, check_tensor, describe
 
+__all__ = [
+    "bidirectional_spans",
+    "block_causal",
+    "causal",
+    "chunked_local",
+    "documents",
+    "prefix_lm",
+    "sliding_window",
+]
+
 LARGEST = (1 << 31) - 1
 
 
@@ -260,9 +270,8 @@ def documents(batch: Batch, num_tokens: int, cu_seqlens: torch.Tensor, *, causal
         return with_intervals(batch, tokens, tokens.position, tokens.position)
     before = (batch.seq_lens.cumsum(0) - batch.seq_lens)[tokens.seq]  # keys of earlier sequences
     key = (before + tokens.position).int()
-    document = torch.searchsorted(cu_seqlens, key, right=True) - 1
-    owned = tokens.owned & (document >= 0) & (document < cu_seqlens.shape[0] - 1)
-    document = document.clamp(0, cu_seqlens.shape[0] - 2)
+    document = (torch.searchsorted(cu_seqlens, key, right=True) - 1).clamp(0, cu_seqlens.shape[0] - 2)
+    owned = tokens.owned & (key >= cu_seqlens[document]) & (key < cu_seqlens[document + 1])
     begin, end = cu_seqlens[document].long() - before, cu_seqlens[document + 1].long() - before
     if causal:
         end = torch.minimum(end, tokens.position + 1)

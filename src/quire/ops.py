@@ -19,7 +19,8 @@ LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
     "attention(Tensor q, Tensor? q_pe, Tensor k, Tensor? v, Tensor? k_scale, Tensor? v_scale, str layout, "
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, "
-    "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? sinks, Tensor? alibi_slopes, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, str launch) -> ()"
+    "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? sinks, Tensor? alibi_slopes, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, str launch) -> ()"
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "

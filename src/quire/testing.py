@@ -132,8 +132,15 @@ def make_problem(
     def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.to(device)
 
-    seen = {name: move(getattr(batch, name)) for name in ("key_begin", "key_end", "tree_bits")}
-    batch = Batch(table.to(device), batch.seq_lens.to(device), move(cu_seqlens_q), move(cu_pages), **seen)
+    batch = Batch(
+        table.to(device),
+        batch.seq_lens.to(device),
+        move(cu_seqlens_q),
+        move(cu_pages),
+        key_begin=move(batch.key_begin),
+        key_end=move(batch.key_end),
+        tree_bits=move(batch.tree_bits),
+    )
     if cache.is_latent:
         cache = PagedKVCache.from_latents(cache.latents.to(device), spec.kv_lora_rank, scale=move(cache.k_scale))
     else:
@@ -178,8 +185,8 @@ def random_cache(
 def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = None) -> torch.Tensor:
     """Return which slots hold a key that some query sees, [num_pages, page_size] bool.
 
-    Keys between two that are seen count as well: intervals and trees may leave some out, which kernels read all the
-    same.
+    Keys between two that are seen count as well, and the drafts of a tree: kernels read them whether or not they are
+    seen.
 
     Args:
         batch: the sequences.
@@ -195,6 +202,8 @@ def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = 
             first = kv_len - q_len if batch.query_offsets is None else int(batch.query_offsets[seq])
             rows = slice(starts[seq], starts[seq] + q_len)
             positions = reference.visible_keys(batch, spec, rows, first, kv_len).any(0).nonzero()[:, 0].tolist()
+            if batch.tree_bits is not None:
+                positions = sorted({*positions, *range(max(first, 0), min(first + q_len, kv_len))})
             between = range(positions[0], positions[-1] + 1) if positions else ()
             positions = torch.tensor(between, dtype=torch.int64, device=cache.device)
         row = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[int(batch.cu_pages[seq]) :]

@@ -125,7 +125,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", ["chosen", *(pytest.param(n, marks=pytest.mark.triton) for n in PLANS if n != "chosen")])
+@pytest.mark.parametrize(
+    "plan", ["chosen", *(pytest.param(n, marks=pytest.mark.triton) for n in PLANS if n != "chosen")]
+)
 def test_a_chain_as_a_tree_has_causal_s_bits(plan, device):
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32, sinks=True)
     p = make_problem(spec, ((5, 300), (1, 127), (7, 7), (1, 0), (4, 402)), device=device)

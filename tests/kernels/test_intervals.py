@@ -119,7 +119,9 @@ def full_tile_config(block_m: int = 16, block_n: int = 16) -> KernelConfig:
 def test_full_tiles_are_those_that_every_row_sees(sight, device, assert_within_budget):
     chunks = SIGHTS | {"chunks": lambda batch, n: intervals.chunked_local(batch, n, 70)}
     spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=16, dtype=torch.float32)
-    p = make_problem(spec, ((60, 106), (30, 170), (18, 18), (1, 90)), page_size=8, device=device, per_token=chunks[sight])
+    p = make_problem(
+        spec, ((60, 106), (30, 170), (18, 18), (1, 90)), page_size=8, device=device, per_token=chunks[sight]
+    )
     plan = quire.plan(spec, p.batch, **p.bounds, config=full_tile_config(32), num_splits=1)
     assert plan.kernel == "block" and plan.launch.full_tile_loop
     assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
@@ -161,9 +163,7 @@ def test_batch_invariant_plans_with_intervals(device, assert_within_budget):
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
 
     def per_token(batch, num_tokens):
-        return intervals.bidirectional_spans(
-            batch, num_tokens, int32([0, 300, 310], [0, 520, 530]), sliding_window=290
-        )
+        return intervals.bidirectional_spans(batch, num_tokens, int32([0, 300, 310], [0, 520, 530]), sliding_window=290)
 
     p = make_problem(spec, ((20, 530), (1, 40)), device=device, per_token=per_token)
     plan = quire.plan(spec, p.batch, **p.bounds, batch_invariant=True)

@@ -260,8 +260,8 @@ def attend_tile(
         rows: Rows.
         sight: Sight; None where rows see the band of `scoring`.
         slopes: ALiBi slope of each row, or None.
-        kv_start, kv_stop: the keys that any row of the sequence or of the row block sees. Others may be in freed pages and hold NaN: they
-            must not be read.
+        kv_start, kv_stop: the keys that any row of the sequence sees, or of the row block. Others may be in freed
+            pages and hold NaN: they must not be read.
         scoring: Scoring.
         T: Tiling.
         MASKED: false where every row sees every key of the tile.

@@ -110,16 +110,13 @@ def block_kernel(
         high_pos = first_pos + (tl.minimum(first_row + BLOCK_M, q_len * GROUP) - 1) // GROUP
         kv_start = tl.maximum(low_pos - window_left, 0)
         kv_stop = tl.maximum(tl.minimum(high_pos + window_right + 1, seq_len), 0)
-        seen_by_all, seen_until = high_pos - window_left, tl.minimum(low_pos + window_right + 1, seq_len)
     else:
         bits = None
         if kv.tree_bits is not None:
             bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
         begin, end = load_intervals(kv, rows, first_pos, seq_len)
         sight = Sight(begin, end, bits, first_pos)
-        kv_start, kv_stop, seen_by_all, seen_until = keys_of_rows(
-            kv, rows, begin, end, bits, first_pos, q_len, seq_len
-        )
+        kv_start, kv_stop, seen_by_all, seen_until = keys_of_rows(kv, rows, begin, end, bits, first_pos, q_len, seq_len)
     start = kv_start // BLOCK_N
     stop = tl.maximum(tl.cdiv(kv_stop, BLOCK_N), start)
     row = table_row(kv, seq, stride_table)
@@ -128,8 +125,12 @@ def block_kernel(
     # softmax may take tiles in any order.
     full_start, full_stop = start, start
     if FULL_TILE_LOOP:
+        if sight is None:
+            seen_by_all = high_pos - window_left
         full_start = tl.cdiv(tl.maximum(seen_by_all, 0), BLOCK_N)
         full_start = tl.minimum(tl.maximum(full_start, start), stop)
+        if sight is None:
+            seen_until = tl.minimum(low_pos + window_right + 1, seq_len)
         full_stop = tl.maximum(seen_until, 0) // BLOCK_N
         full_stop = tl.maximum(tl.minimum(full_stop, stop), full_start)
     pos = full_start * BLOCK_N

@@ -137,18 +137,16 @@ def visible_keys(
     query = torch.arange(q_len, device=first.device)
     q_pos, token = first + query, batch.query_starts[seqs].long()[:, None] + query  # [num_seqs, q_len]
     window_left, window_right = spec.window
-    begin = q_pos - window_left if batch.max_tokens is None else torch.zeros_like(q_pos)
-    if batch.key_begin is not None:
-        begin = batch.key_begin[token].long()
-    if batch.key_end is not None:
-        end = batch.key_end[token].long()
-    else:
-        end = q_pos + window_right + 1 if batch.tree_bits is None else first.expand_as(q_pos)
+    begin, end = q_pos - window_left, q_pos + window_right + 1
+    if batch.max_tokens is not None:
+        begin = torch.zeros_like(q_pos) if batch.key_begin is None else batch.key_begin[token].long()
+        end = first.expand_as(q_pos) if batch.key_end is None else batch.key_end[token].long()
     begin, end = begin.clamp(min=0), torch.minimum(end, seq_lens)
     sees = begin < end
-    low, high = int(begin[sees].amin()) if sees.any() else 0, int(end[sees].amax()) if sees.any() else 0
-    if batch.tree_bits is not None:
-        low, high = int(torch.minimum(begin, first.clamp(min=0)).amin()), int(torch.minimum(first + q_len, seq_lens).amax())
+    begins, ends = begin[sees], end[sees]
+    if batch.tree_bits is not None:  # drafts are seen too
+        begins, ends = torch.minimum(begin, first).clamp(min=0), torch.minimum(first + q_len, seq_lens)
+    low, high = (int(begins.min()), int(ends.max())) if begins.numel() else (0, 0)
     kv_pos = torch.arange(low, max(low, high), device=first.device)
     visible = (kv_pos >= begin[..., None]) & (kv_pos < end[..., None])
     if batch.tree_bits is not None:

@@ -73,6 +73,7 @@ def split_kv_kernel(
     if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
+    BAND: tl.constexpr = kv.key_begin is None and kv.tree_bits is None  # rows see the band of their positions
     T: tl.constexpr = Tiling(
         BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK,
@@ -112,11 +113,11 @@ def split_kv_kernel(
         row = table_row(kv, seq, stride_table)
         begin = first + unit - block_unit  # in units of the sequence
         seq_stop = kv_stop
+        if BAND:  # this load is in flight while the queries are loaded
+            page = find_pages(row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         rows = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
-        sight = None
-        if kv.key_begin is None and kv.tree_bits is None:
-            tile_begin, tile_end = begin, begin + num_here
-        else:
+        sight, tile_begin = None, begin
+        if not BAND:
             bits = None
             if kv.tree_bits is not None:
                 bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
@@ -131,8 +132,7 @@ def split_kv_kernel(
             tile_end = tl.maximum(tl.minimum(begin + num_here, tl.cdiv(kv_stop, BLOCK_N)), tile_begin)
             if FIXED_SPLIT > 0:  # splits without keys have states too
                 tile_begin = begin
-        # This load is in flight while the queries are loaded.
-        page = find_pages(row, tile_begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+            page = find_pages(row, tile_begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
         q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8)
         slopes = None
@@ -142,12 +142,14 @@ def split_kv_kernel(
         if FIXED_SPLIT == 0:
             masked = tile_begin  # the first tile that needs masks
             if FULL_TILE_LOOP:  # most tiles of a long partition are full: every row sees every key
-                if sight is None:
+                if BAND:
                     low_pos = first_pos + row_block * BLOCK_M // GROUP
                     high_pos = first_pos + tl.minimum((row_block + 1) * BLOCK_M - 1, q_len * GROUP - 1) // GROUP
-                    seen_by_all, seen_until = high_pos - window_left, tl.minimum(low_pos + window_right + 1, kv_stop)
-                masked = tl.minimum(seen_until // BLOCK_N, tile_end)
+                    seen_until = tl.minimum(low_pos + window_right + 1, kv_stop)
+                masked = tl.minimum(seen_until // BLOCK_N, begin + num_here if BAND else tile_end)
                 masked = tl.maximum(masked, tile_begin)
+                if BAND:
+                    seen_by_all = high_pos - window_left
                 pays = (num_here > FULL_TILE_LOOP_MIN_TILES) & (seen_by_all <= tile_begin * BLOCK_N)
                 masked = tl.where(pays, masked, tile_begin)
                 for tile in tl.range(tile_begin, masked):
@@ -157,7 +159,7 @@ def split_kv_kernel(
                         kv_stop, scoring, T, False,
                     )  # fmt: skip
                     page = next_page
-            for tile in tl.range(masked, tile_end):
+            for tile in tl.range(masked, begin + num_here if BAND else tile_end):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 acc, m_i, l_i = attend_tile(
                     acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, sight, slopes, kv_start, kv_stop,
