@@ -79,7 +79,8 @@ def test_the_figures_of_the_tour_can_be_drawn_again(tmp_path):
     script = ROOT / "scripts/draw_tour.py"  # in a process of its own: the interpreter is chosen when Triton is imported
     subprocess.run([sys.executable, "-W", "ignore", script, "--output", tmp_path], check=True)
     drawn = {path.name for path in tmp_path.iterdir()}
-    shown = set(re.findall(r"\(figures/(\w+\.svg)\)", (DOCS / "tour.md").read_text(encoding="utf-8")))
+    pages = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("tour.md", "intervals.md"))
+    shown = set(re.findall(r"\(figures/(\w+\.svg)\)", pages))
     assert drawn == shown == {path.name for path in (DOCS / "figures").iterdir()}
 
 

@@ -133,11 +133,10 @@ def trailing_ones(x):
     lowest_zero = ~x & (x + 1)  # 0 where all bits are 1
     count = tl.zeros_like(x).to(tl.int32)
     rest = (lowest_zero - 1).to(tl.uint64, bitcast=True)  # the ones; all of them where there is no zero
-    for i in tl.static_range(6):
-        WIDTH: tl.constexpr = 32 >> i
-        passes = (rest & ((1 << WIDTH) - 1)) == ((1 << WIDTH) - 1)
-        count += tl.where(passes, WIDTH, 0)
-        rest = tl.where(passes, rest >> WIDTH, rest)
+    for i in tl.static_range(6):  # of the next 32, 16, ... 1 bits, all are 1 or none counts
+        passes = (rest & ((1 << (32 >> i)) - 1)) == ((1 << (32 >> i)) - 1)
+        count += tl.where(passes, 32 >> i, 0)
+        rest = tl.where(passes, rest >> (32 >> i), rest)
     return count + (rest & 1).to(tl.int32)
 
 
