@@ -8,14 +8,33 @@ from functools import partial
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import quire
 from quire import draft_trees
 from quire.dispatch.config import KernelConfig
+from quire.kernels.primitives import trailing_ones
 from quire.testing import make_problem
 
 HEADS = {"num_q_heads": 3, "num_kv_heads": 1, "head_dim": 16}
 LENS = ((5, 60), (1, 17), (7, 7), (0, 9), (1, 0), (3, 131))
+
+
+@triton.jit
+def ones_kernel(out_ptr, words_ptr, NUM: tl.constexpr):
+    offs = tl.arange(0, NUM)
+    tl.store(out_ptr + offs, trailing_ones(tl.load(words_ptr + offs)))
+
+
+@pytest.mark.triton
+def test_the_lowest_ones_of_a_word_are_counted(device):
+    expected = [0, 1, 2, 0, 1, 31, 32, 33, 62, 63, 64, 0, 5, 40, 16, 48]
+    words = [0, 1, 3, 4, 5, *((1 << n) - 1 for n in (31, 32, 33, 62, 63)), -1, -2, 31 | 1 << 40]
+    words += [(1 << n) - 1 | -(1 << 63) for n in (40, 16, 48)]
+    out = torch.zeros(16, dtype=torch.int32, device=device)
+    ones_kernel[1,](out, torch.tensor(words, device=device), 16)
+    assert out.tolist() == expected
 
 
 def random_trees(batch, num_tokens, window=None):

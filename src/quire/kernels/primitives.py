@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What each row of a row block sees, if the batch says so: an interval of keys, and drafts of a tree."""
+    """What each row of a row block sees: an interval of keys, and drafts. All is None where rows see a band."""
 
     begin: Any  # int32, the first key of the interval
     end: Any  # int32, the key after its last; in a tree, the first draft
@@ -257,7 +257,7 @@ def attend_tile(
         page: page of each key, from `find_pages`.
         pos: position of the tile's first key.
         rows: Rows.
-        sight: Sight; None where rows see the band of `scoring`.
+        sight: Sight.
         slopes: ALiBi slope of each row, or None.
         kv_start, kv_stop: the keys that any row of the sequence sees, or of the row block. Others may be in freed
             pages and hold NaN: they must not be read.
@@ -310,7 +310,7 @@ def attend_tile(
         scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     if MASKED:
         visible = keep[None, :]
-        if sight is not None:
+        if sight.begin is not None:
             if T.PER_ROW_MASK or sight.bits is not None:
                 visible = visible & row_sees(sight, kv_pos)
         elif T.PER_ROW_MASK:

@@ -104,7 +104,7 @@ def block_kernel(
     rows = find_rows(first_row, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
 
     # The keys of this program: those that any of its rows sees, and those that all see.
-    sight = None
+    sight = Sight(None, None, None, None)
     if kv.key_begin is None and kv.tree_bits is None:
         low_pos = first_pos + first_row // GROUP
         high_pos = first_pos + (tl.minimum(first_row + BLOCK_M, q_len * GROUP) - 1) // GROUP
@@ -125,11 +125,11 @@ def block_kernel(
     # softmax may take tiles in any order.
     full_start, full_stop = start, start
     if FULL_TILE_LOOP:
-        if sight is None:
+        if sight.begin is None:
             seen_by_all = high_pos - window_left
         full_start = tl.cdiv(tl.maximum(seen_by_all, 0), BLOCK_N)
         full_start = tl.minimum(tl.maximum(full_start, start), stop)
-        if sight is None:
+        if sight.begin is None:
             seen_until = tl.minimum(low_pos + window_right + 1, seq_len)
         full_stop = tl.maximum(seen_until, 0) // BLOCK_N
         full_stop = tl.maximum(tl.minimum(full_stop, stop), full_start)

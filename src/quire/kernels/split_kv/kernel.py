@@ -116,7 +116,7 @@ def split_kv_kernel(
         if BAND:  # this load is in flight while the queries are loaded
             page = find_pages(row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         rows = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
-        sight, tile_begin = None, begin
+        sight, tile_begin = Sight(None, None, None, None), begin
         if not BAND:
             bits = None
             if kv.tree_bits is not None:
