@@ -552,7 +552,7 @@ INTERVALS: dict[str, dict[str, Any]] = {  # arguments of the functions of `quire
     "chunked_local": dict(num_tokens=5, size=4),
     "block_causal": dict(num_tokens=5, size=4),
     "prefix_lm": dict(num_tokens=5, prefix_lens=int32(2, 4)),
-    "bidirectional_spans": dict(num_tokens=5, spans=int32([1, 2, 4], [-1, 0, 0]), sliding_window=2),
+    "bidirectional_spans": dict(num_tokens=5, spans=int32([1, 2, 4], [1, 6, 9], [-1, 0, 0]), sliding_window=2),
     "documents": dict(num_tokens=5, cu_seqlens=int32(0, 4, 11, 14), causal=True),
 }
 

@@ -124,11 +124,10 @@ def test_one_draft_each(num_splits, device, options, assert_within_budget):
 def test_drafts_among_the_keys(offset, device, assert_within_budget):
     """Keys after the last draft are not seen, and drafts may lie past the keys."""
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
-    p = make_problem(dataclasses.replace(spec, causal=False), ((5, 62),), device=device)
-    offsets = torch.tensor([offset], dtype=torch.int32, device=device)
-    batch = dataclasses.replace(
-        p.batch, query_offsets=offsets, tree_bits=torch.tensor([1, 3, 5, -1, 17], device=device)
-    )
+    p = make_problem(dataclasses.replace(spec, causal=False), ((5, 62), (5, 40)), device=device)
+    offsets = torch.tensor([offset, 31], dtype=torch.int32, device=device)
+    words = torch.tensor([1, 3, 5, -1, 17], device=device).repeat(2)
+    batch = dataclasses.replace(p.batch, query_offsets=offsets, tree_bits=words)
     p = dataclasses.replace(p, spec=spec, batch=batch)
     plan = quire.plan(spec, batch, **p.bounds)
     assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
