@@ -32,21 +32,35 @@ CASES = (
     ({"kv_dtype": torch.float8_e4m3fn, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
     ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
 )
-for extra, lens, options in CASES:
-    if options.get("kernel") == "hopper" and (
+E4M3 = torch.float8_e4m3fn
+LATENTS = (
+    ({}, ((1, 700), (3, 40), (1, 0)), {"kernel": "mla"}, {}),
+    ({"kv_dtype": E4M3}, ((1, 300), (2, 70)), {"kernel": "mla", "num_splits": 2}, {}),
+    ({"kv_dtype": E4M3}, ((1, 300), (2, 70)), {"kernel": "mla"}, {"layout": "fp8_ds_mla"}),
+    ({}, ((1, 2000), (5, 170), (1, 0)), {"kernel": "mla_hopper"}, {"page_size": 64}),
+    ({"kv_dtype": E4M3}, ((1, 2000), (5, 170), (1, 0)), {"kernel": "mla_hopper"}, {"page_size": 64}),
+)
+ALL = [(quire.AttentionSpec(**HEADS | extra), *case, {}) for extra, *case in CASES]
+ALL += [(quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.07, **extra), *case) for extra, *case in LATENTS]
+for spec, lens, options, layout in ALL:
+    if "hopper" in options.get("kernel", "") and (
         "--portable" in sys.argv or not device_properties(torch.device("cuda")).has_wgmma
     ):
         continue
-    spec = quire.AttentionSpec(**HEADS | extra)
-    problem = make_problem(spec, lens, device="cuda")
+    problem = make_problem(spec, lens, device="cuda", **layout)
     plan = quire.plan(spec, problem.batch, **problem.bounds | options)
     state = quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True)
     verdict = error_budget(problem, state)
     print(plan, verdict, flush=True)
     assert verdict.passed
     quire.merge_states([state, state, state])
+    slots = torch.tensor([0, -1, 17], device="cuda")
     k = torch.randn(3, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device="cuda")
-    quire.write_kv(k, k, problem.cache, torch.tensor([0, -1, 17], device="cuda"))
+    if spec.latent:
+        rank = spec.kv_lora_rank
+        quire.write_latent(k[:, 0, :rank].contiguous(), k[:, 0, rank:].contiguous(), problem.cache, slots)
+    else:
+        quire.write_kv(k, k, problem.cache, slots)
     quire.copy_pages(problem.cache, problem.cache, torch.tensor([[0, 1], [-1, 0]], device="cuda"))
 torch.cuda.synchronize()
 print("done")

@@ -17,7 +17,7 @@ from quire.checks import check_attention
 from quire.cli import main
 from quire.cli.check_features import FEATURES, LATENT_FEATURES, LATENTS, Feature
 from quire.debug import replaying
-from quire.debug.memory import Place, describe, lay_out
+from quire.debug.memory import Place, allocate, describe
 from quire.dispatch.device import is_served_by_torch
 from quire.testing import Problem, make_problem
 
@@ -401,7 +401,7 @@ def test_no_broken_header_is_run(path, device):
 def test_a_broken_header_of_a_tensor_reaches_no_other_memory():
     problem = make_problem(quire.AttentionSpec(**SMALL), LENS)
     places = describe({"k": problem.cache.k, "q": problem.q})
-    for name, tensor in lay_out(places, torch.device("cpu")).items():
+    for name, tensor in allocate(places, torch.device("cpu")).items():
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         end = (tensor.storage_offset() + last + 1) * tensor.itemsize
         assert end <= tensor.untyped_storage().nbytes(), name

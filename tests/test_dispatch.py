@@ -452,6 +452,22 @@ def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim
         assert hopper_config(spec, PROPERTIES, short) == expected
 
 
+def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
+    """The programs of an SM are no constexpr, but constexprs follow from them."""
+    launches = []
+    for num_q_heads, num_kv_heads, programs, keys in itertools.product((12,), (2, 12), (1, 2), (128, 32768)):
+        spec = replace(SPEC, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=128)
+        config = KernelConfig(16, 64, 4, 3, False, programs, 128, 128)
+        launch, _ = decide(Request(spec, 1, False, Bounds(1, keys, 1), PROPERTIES), Options(config=config))
+        launches.append(launch)
+    pairs = list(itertools.combinations(launches, 2))
+    same_kernel = [(a.name, a.constexprs()) == (b.name, b.constexprs()) for a, b in pairs]
+    assert [a.compile_key() == b.compile_key() for a, b in pairs] == same_kernel
+    assert any(same_kernel)
+    one, two = (launch for launch in launches if launch.request.spec.num_kv_heads == 2 and launch.name == "split_kv")
+    assert one.compile_key() != two.compile_key()
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "lens", "section_heads"),
     [

@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,14 @@ def test_retired_words_stay_retired(page):
     assert retired_words((ROOT / page).read_text(encoding="utf-8")) == []
 
 
+def test_retired_words_are_in_no_source():
+    found = {}
+    for path in [path for folder in ("src", "tests", "scripts", "examples") for path in ROOT.glob(f"{folder}/**/*.py")]:
+        if path != Path(__file__) and (words := retired_words(path.read_text(encoding="utf-8"))):
+            found[str(path.relative_to(ROOT))] = words
+    assert found == {}
+
+
 @pytest.mark.parametrize("page", WITH_EXAMPLES)
 def test_examples_run_as_they_stand(page):
     if triton.knobs.runtime.interpret:
@@ -233,53 +242,74 @@ def test_a_walk_names_functions_that_exist_and_no_room_twice(walk):
     assert len({file for file, _ in rooms}) == len(rooms)
 
 
-@pytest.mark.parametrize(
-    ("walk", "query_len"),
-    [
-        ("The walk of q, table 1", 1),
-        ("The walk of q, table 2", 2048),
-        ("The walk of page_table, table 1", 1),
-        ("The walk of plan, table 1", 1),
-        ("The walk of plan, table 2", 1),
-    ],
-)
-def test_a_walk_enters_its_rooms_in_this_order(walk, query_len, monkeypatch):
+@dataclass(frozen=True)
+class Call:
+    """The call that takes a walk."""
+
+    target: str = "sm90"
+    latent: bool = False
+    query_len: int = 1
+
+    def enter(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Plan and attend, without compiling; return the functions that each of the two entered first, in order."""
+        entered = []
+
+        def enter(frame, event, _):
+            path = Path(frame.f_code.co_filename)
+            if event == "call" and path.is_relative_to(ROOT / "src/quire"):
+                entered.append((str(path.relative_to(ROOT / "src/quire")), frame.f_code.co_qualname))
+
+        if self.latent:
+            spec = quire.AttentionSpec.mla(num_q_heads=32, softmax_scale=0.1)
+        else:
+            spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+        starts = None if self.query_len == 1 else torch.zeros(5, dtype=torch.int32)
+        batch = quire.Batch(torch.zeros(4, 128, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), starts)
+        cache = quire.PagedKVCache.empty(spec, num_pages=4, page_size=16)
+        q = torch.empty(4 * self.query_len, 32, spec.head_dim, dtype=torch.bfloat16)
+        with compile_for(TARGETS[self.target].properties, on_compile=lambda *compiled: None):
+            before = sys.getprofile()
+            sys.setprofile(enter)
+            try:
+                plan = quire.plan(spec, batch, max_query_len=self.query_len, max_seq_len=2048)
+                planned = len(entered)
+                quire.attention(q, cache, plan)
+            finally:
+                sys.setprofile(before)
+        return entered[:planned], entered[planned:]
+
+
+WALKS = {
+    "The walk of q, table 1": Call(),
+    "The walk of q, table 2": Call(query_len=2048),
+    "The walk of page_table, table 1": Call(),
+    "The walk of plan, table 1": Call(),
+    "The walk of plan, table 2": Call(),
+    "The walk of a q that meets latents, table 1": Call("sm80", latent=True),
+    "The walk of a q that meets latents, table 2": Call(latent=True),
+    "The walk of the latents, table 1": Call("sm80", latent=True),
+    "The walk of the latents, table 2": Call(latent=True),
+    "The walk of a plan for latents, table 1": Call(latent=True),
+}
+OF_A_PLAN = "The walk of plan, table 2", "The walk of a plan for latents, table 1"
+
+
+def test_every_walk_is_taken():
+    assert WALKS.keys() == walks().keys()
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_enters_its_rooms_in_this_order(walk, monkeypatch):
     if triton.knobs.runtime.interpret:
         pytest.skip("plans for a Hopper GPU, whose kernel the interpreter does not run")
-    for name in (
-        "combine",
-        "copy",
-        "write",
-        "write_latent",
-    ):  # they bind `launch` when they are imported: not the stand-in
+    for name in ("combine", "copy", "write", "write_latent"):  # they bind `launch` at import: not the stand-in
         importlib.import_module(f"quire.kernels.{name}")
-
     monkeypatch.setattr(launcher, "launch", lambda *arguments: None)  # neither compile nor run
     forget_trees()  # nor remember what was chosen before
-    entered = []
-
-    def enter(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(ROOT / "src/quire"):
-            entered.append((str(path.relative_to(ROOT / "src/quire")), frame.f_code.co_qualname))
-
-    spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
-    starts = None if query_len == 1 else torch.zeros(5, dtype=torch.int32)
-    batch = quire.Batch(torch.zeros(4, 128, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), starts)
-    cache = quire.PagedKVCache.empty(spec, num_pages=4, page_size=16)
-    q = torch.empty(4 * query_len, 32, 128, dtype=torch.bfloat16)
-    with compile_for(TARGETS["sm90"].properties, on_compile=lambda *compiled: None):
-        before = sys.getprofile()
-        sys.setprofile(enter)
-        try:
-            plan = quire.plan(spec, batch, max_query_len=query_len, max_seq_len=2048)
-            if walk != "The walk of plan, table 2":  # which is how a plan is made
-                entered.clear()
-                quire.attention(q, cache, plan)
-        finally:
-            sys.setprofile(before)
+    planning, calling = WALKS[walk].enter()
+    entered = dict.fromkeys(planning if walk in OF_A_PLAN else calling)
     on_the_host = [room for room in walks()[walk] if not functions_of(room[0])[room[1]]]
-    assert [room for room in dict.fromkeys(entered) if room in on_the_host] == on_the_host
+    assert [room for room in entered if room in on_the_host] == on_the_host
 
 
 def test_the_checks_see_what_they_look_for(tmp_path, monkeypatch):

@@ -20,8 +20,10 @@ import triton.language as tl
 import quire
 from quire.batch import Batch
 from quire.bench.cases import Case
-from quire.bench.measure import NotServed, Sample, make_inputs
+from quire.bench.inputs import make_inputs
+from quire.bench.measure import NotServed
 from quire.bench.peers import Peer
+from quire.bench.sample import Sample
 from quire.cache import PagedKVCache
 from quire.dispatch.request import Options, Request
 from quire.kernels import formats, mods

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quire.cache import MAX_PAGES
+from quire.cache_layout import MAX_PAGES
 from quire.errors import OutOfPagesError, check_device, check_integer, describe
 from quire.spec import UNBOUNDED
 

@@ -46,7 +46,7 @@ class Plan:
         spec: what is computed.
         batch: the sequences, read on the device at launch.
         bounds: the upper bounds that the plan was made for: `max_query_len`, `max_seq_len`, `num_tokens`.
-        launch: `BlockLaunch`, `SplitKVLaunch`, `MLALaunch`, `HopperLaunch` or `TorchLaunch`: which kernel, and how.
+        launch: which kernel, and how: a launch class of `quire.kernels`, such as `SplitKVLaunch`.
         reason: why this launch was chosen, in words.
         workspace: memory for the launch's scratch; None if it needs none.
         runner: runs the launch; `quire.attention` calls it.

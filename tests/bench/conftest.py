@@ -1,4 +1,4 @@
-"""Timings, rows and reports that nobody measured."""
+"""Timings, rows and reports of which none was measured."""
 
 from collections.abc import Callable, Sequence
 

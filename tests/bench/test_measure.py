@@ -10,8 +10,10 @@ import triton
 import quire
 from quire.bench import measure
 from quire.bench.cases import Case, cases
+from quire.bench.inputs import make_inputs
 from quire.bench.peers import BASELINES, PEERS, Peer, quire_calls
 from quire.bench.roofline import DATA_SHEETS, from_data_sheet
+from quire.bench.sample import Sample, rounded_to_fp8
 from quire.targets import TARGETS
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -33,11 +35,11 @@ def test_every_target_has_a_data_sheet():
 @pytest.mark.skipif(INTERPRETED, reason="tables as on a GPU, which the interpreter walks slowly")
 def test_a_sample_is_compared_with_the_oracle():
     case = Case("small", "mixed", ((1, 70), (40, 90), (3, 200)), model="gpt-oss-120b, local", dtype="float32")
-    inputs = measure.make_inputs(case, "cpu")
-    table, sample = inputs.tables[1], measure.Sample(inputs, inputs.tables[1])
+    inputs = make_inputs(case, "cpu")
+    table, sample = inputs.tables[1], Sample(inputs, inputs.tables[1])
     out = quire.attention(inputs.q, inputs.cache, inputs.plan(table), sinks=inputs.sinks)
     assert sample.judge(out).passed
-    assert not measure.Sample(inputs, inputs.tables[0]).judge(out).passed
+    assert not Sample(inputs, inputs.tables[0]).judge(out).passed
     for token in (0, 1, 40, 41, 43):  # ends of sequences
         wrong = out.clone()
         wrong[token] *= 1.001
@@ -48,8 +50,8 @@ def test_a_sample_is_compared_with_the_oracle():
 
 def test_a_sample_has_both_ends_of_the_first_last_longest_and_widest_sequence():
     case = Case("small", "mixed", ((3, 70), (1, 40), (40, 90), (1, 200), (1, 30), (2, 60)), dtype="float32")
-    inputs = measure.make_inputs(case, "cpu")
-    sample = measure.Sample(inputs, inputs.tables[0])
+    inputs = make_inputs(case, "cpu")
+    sample = Sample(inputs, inputs.tables[0])
     first, widest, longest, last = [0, 1, 2], [*range(4, 20), *range(28, 44)], [44], [46, 47]
     assert sample.rows.tolist() == [*first, *widest, *longest, *last]
 
@@ -62,10 +64,10 @@ def test_inputs_of_every_kind_of_case_are_made_and_judged():
     }
     assert len(kinds) > 10
     for case in kinds.values():
-        inputs = measure.make_inputs(replace(case, lens=((2, 150), (3, 40))), "cpu", max_tables=2)
+        inputs = make_inputs(replace(case, lens=((2, 150), (3, 40))), "cpu", max_tables=2)
         out = inputs.empty_out()
         quire_calls(inputs, out)(inputs.tables[1])()
-        sample = measure.Sample(inputs, inputs.tables[1])
+        sample = Sample(inputs, inputs.tables[1])
         assert sample.judge(out).passed, case
         assert not sample.judge(out * 1.2).passed, case
 
@@ -73,8 +75,8 @@ def test_inputs_of_every_kind_of_case_are_made_and_judged():
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
 def test_fp8_products_have_the_budget_of_fp8_products():
     case = Case("fp8", "MLA decode", ((2, 300), (2, 90)), "MLA, 16 heads", 64, kv_dtype="float8_e4m3fn")
-    inputs = measure.make_inputs(case, "cpu", max_tables=2)
-    spec, sample = case.spec, measure.Sample(inputs, inputs.tables[0])
+    inputs = make_inputs(case, "cpu", max_tables=2)
+    spec, sample = case.spec, Sample(inputs, inputs.tables[0])
 
     def result(rounded, keys_per_tile=64):
         """Attend with queries and probabilities that are `rounded`, tile by tile as a kernel does."""
@@ -94,7 +96,7 @@ def test_fp8_products_have_the_budget_of_fp8_products():
                 rows.append(acc / total)
         return torch.stack(rows).to(spec.dtype)
 
-    in_fp8, exact = result(measure.rounded_to_fp8), result(torch.Tensor.float)
+    in_fp8, exact = result(rounded_to_fp8), result(torch.Tensor.float)
     assert sample.judge(exact).passed
     assert not sample.judge(in_fp8).passed
     assert sample.judge(in_fp8, in_fp8=True).passed
@@ -104,7 +106,7 @@ def test_fp8_products_have_the_budget_of_fp8_products():
 
 
 def test_tables_share_no_page():
-    inputs = measure.make_inputs(Case("small", "decode", ((1, 70), (1, 33))), "cpu", table_len=500)
+    inputs = make_inputs(Case("small", "decode", ((1, 70), (1, 33))), "cpu", table_len=500)
     pages = [int(p) for table in inputs.tables for row, n in zip(table, (5, 3), strict=True) for p in row[:n]]
     assert len(pages) == len(set(pages)) == inputs.cache.num_pages
     assert inputs.tables[0].shape[1] == 32
@@ -112,7 +114,7 @@ def test_tables_share_no_page():
 
 def test_packed_keys_are_slices_that_share_nothing():
     case = Case("small", "MLA prefill", ((20, 70), (33, 33)), "MLA, 16 heads, expanded", page_size=1, packed=True)
-    inputs = measure.make_inputs(case, "cpu", max_tables=2)
+    inputs = make_inputs(case, "cpu", max_tables=2)
     first, second = (inputs.packed(table) for table in inputs.tables)
     assert [tuple(x.shape) for x in first] == [(103, 16, 192), (103, 16, 128)]
     for one, other, stored in zip(first, second, (inputs.cache.k, inputs.cache.v), strict=True):
@@ -122,7 +124,7 @@ def test_packed_keys_are_slices_that_share_nothing():
 
 def test_the_same_inputs_are_made_each_time():
     case = Case("small", "decode", ((1, 70), (1, 33)))
-    first, second = (measure.make_inputs(case, "cpu", max_tables=2) for _ in range(2))
+    first, second = (make_inputs(case, "cpu", max_tables=2) for _ in range(2))
     assert len(first.tables) == 2
     assert torch.equal(first.q, second.q)
     assert torch.equal(first.cache.k, second.cache.k)
@@ -154,7 +156,6 @@ def test_a_range_holds_four_fifths_of_the_times():
 @pytest.fixture
 def without_graphs(monkeypatch):
     """Let `compare` run on a CPU: a graph is the list of its calls, and a replay takes 10 µs a call."""
-    make_inputs = measure.make_inputs
     monkeypatch.setattr(measure, "make_inputs", lambda case, table_len: make_inputs(case, "cpu", table_len=table_len))
     monkeypatch.setattr(measure, "capture", list)
     monkeypatch.setattr(measure, "replay", lambda graph: 10.0 * len(graph))
@@ -236,12 +237,12 @@ def test_adapters_without_a_gpu_are_right(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     (peer,) = (peer for peer in PEERS if peer.name == name)
     for lens in (((1, 40),) * 2, ((12, 40),), ((20, 20),) * 2):
-        inputs = measure.make_inputs(Case("small", "chunk", lens), "cpu", max_tables=2)
+        inputs = make_inputs(Case("small", "chunk", lens), "cpu", max_tables=2)
         for table in inputs.tables:
             out = inputs.empty_out()
             result = peer.adapter(inputs, out)(table)()
             judged = out if result is None else result.reshape(out.shape)
-            assert measure.Sample(inputs, table).judge(judged).passed, lens
+            assert Sample(inputs, table).judge(judged).passed, lens
 
 
 def test_adapters_refuse_what_their_library_lacks():
@@ -252,7 +253,7 @@ def test_adapters_refuse_what_their_library_lacks():
     }
     for peer in PEERS:
         if peer.name in cases_by_peer:
-            inputs = measure.make_inputs(cases_by_peer.pop(peer.name), "cpu", max_tables=2)
+            inputs = make_inputs(cases_by_peer.pop(peer.name), "cpu", max_tables=2)
             with pytest.raises(measure.NotServed):
                 peer.adapter(inputs, inputs.empty_out())
     assert not cases_by_peer

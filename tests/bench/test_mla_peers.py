@@ -13,7 +13,9 @@ import triton
 
 from quire.bench import measure
 from quire.bench.cases import Case
+from quire.bench.inputs import make_inputs
 from quire.bench.peers import PEERS
+from quire.bench.sample import Sample
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter has no bfloat16")
 LATENTS = (
@@ -192,11 +194,11 @@ def test_adapters_hand_over_what_gives_right_results(name, cases):
     (peer,) = (peer for peer in PEERS if peer.name == name)
     for case in cases:
         assert case.layout in peer.serves
-        inputs = measure.make_inputs(case, "cpu", max_tables=2)
+        inputs = make_inputs(case, "cpu", max_tables=2)
         for table in inputs.tables:
             out = inputs.empty_out()
             result = peer.adapter(inputs, out)(table)()
-            sample = measure.Sample(inputs, table)
+            sample = Sample(inputs, table)
             judged = out if result is None else result.reshape(out.shape)
             assert sample.judge(judged, peer.in_fp8 and case in FP8).passed, case
 
@@ -214,7 +216,7 @@ def test_adapters_hand_over_what_gives_right_results(name, cases):
 )
 def test_what_a_library_lacks_is_refused(name, case):
     (peer,) = (peer for peer in PEERS if peer.name == name)
-    inputs = measure.make_inputs(case, "cpu", max_tables=2)
+    inputs = make_inputs(case, "cpu", max_tables=2)
     with pytest.raises(measure.NotServed):
         peer.adapter(inputs, inputs.empty_out())
 

@@ -6,6 +6,7 @@ together (`launches.COMBINED`). `python -m tests.compile TARGET` compiles all co
 """
 
 import pytest
+import torch
 import triton
 
 import quire
@@ -189,7 +190,7 @@ def test_attention_over_latents_compiles_fits_and_does_not_spill(target, feature
 
 @pytest.mark.parametrize("target", ["sm80", "sm89", "sm90", "gfx942"])
 def test_batch_invariant_attention_over_latents_fits(target):
-    """The loop stores the states of splits through shared memory, which must fit beside the tiles."""
+    """The loop stores the states of splits through shared memory, which must fit next to the tiles."""
     for features in ("bfloat16", "e4m3"):
         with compiling(TARGETS[target]) as compiled:
             launches.attend_to_latents("decode", features, batch_invariant=True)
@@ -210,10 +211,11 @@ def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
     assert 2 * config.block_n * row <= tiles < 2.2 * config.block_n * row, kernel
 
 
-@pytest.mark.parametrize("num_q_heads", [16, 128])
-def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads):
-    """Its consumers hold half of the outputs each: 128 registers of 232."""
-    launch = Launch(quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1), 8, 1, 4096, 8)
+@pytest.mark.parametrize(("num_q_heads", "kv_dtype"), [(16, None), (128, None), (128, torch.float8_e4m3fn)])
+def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
+    """Its consumers hold half of the outputs each: 128 registers of 232, or of 208 where a warpgroup converts."""
+    spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=kv_dtype)
+    launch = Launch(spec, 8, 1, 4096, 8)
     plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.kernel == "mla_hopper"
     assert [c.kernel for c in compiled] == ["mla_hopper_kernel", "mla_combine_kernel"]

@@ -324,7 +324,7 @@ def test_layers_with_a_sliding_window_a_softcap_and_sinks(kind, page_size):
     for layer, has_sinks in ((layers[0], None), (layers[1], sinks)):
         server.past = {request: [] for request in range(1, 9)}
         server.lens = [0] * 9
-        server.backend.layers.clear()
+        server.backend.layers.bound.clear()
         assert server.run(ForwardMode.EXTEND, {3: 40, 5: 9}, layer, sinks=has_sinks)
         assert server.run(ForwardMode.EXTEND, {3: 30}, layer, sinks=has_sinks)
         assert server.run(ForwardMode.DECODE, {3: 1, 5: 1}, layer, sinks=has_sinks)

@@ -190,7 +190,11 @@ def test_compiled_is_eager():
     assert torch.equal(compiled(p.q), expected.out)
 
 
-def test_the_command_line_is_green(capsys):
-    assert cli.main(["check"]) == 0
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_every_check_passes(dtype, capsys):
+    assert cli.main(["check", "--dtype", dtype]) == 0, capsys.readouterr().out
+
+
+def test_generated_tokens_are_those_of_eager_attention(capsys):
     assert cli.main(["generate", "--max-new-tokens", "64"]) == 0  # float32: token for token equal to eager attention
     assert "equal" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from quire.testing import error_budget, make_problem
 if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).has_wgmma):
     pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
 
+FP8 = torch.float8_e4m3fn
 MIXED = ((1, 2000), (1, 17), (4, 700), (1, 0), (0, 50), (2, 64), (3, 129), (1, 128))
 
 
@@ -39,12 +40,29 @@ def test_heads(num_q_heads, causal, dtype):
     assert_right(mla(num_q_heads, causal=causal, dtype=dtype), MIXED, page_size=64)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_q_heads", [1, 16, 40, 128])
+def test_fp8_latents(num_q_heads, dtype):
+    assert_right(mla(num_q_heads, dtype=dtype, kv_dtype=FP8), MIXED, page_size=64)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-4, 300.0])
+def test_queries_of_any_size_beside_fp8_latents(factor):
+    """They become float16 within the kernel, scaled row by row."""
+    p, plan, _ = solve(mla(kv_dtype=FP8), MIXED, page_size=64)
+    p.q[::2] *= factor
+    p.q[1::3, ::2] *= factor
+    verdict = error_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("page_size", [8, 16, 32, 48, 64, 128, 528])
-def test_pages(page_size):
-    assert_right(mla(), MIXED, page_size=page_size)
+def test_pages(page_size, kv_dtype):
+    assert_right(mla(kv_dtype=kv_dtype), MIXED, page_size=page_size)
 
 
-@pytest.mark.parametrize("num_q_heads", [16, 128])
+@pytest.mark.parametrize(("num_q_heads", "kv_dtype"), [(16, None), (128, None), (16, FP8), (128, FP8)])
 @pytest.mark.parametrize(
     "lens",
     [
@@ -60,14 +78,18 @@ def test_pages(page_size):
     ],
     ids=lambda lens: f"{len(lens)} of {lens[0][1]}",
 )
-def test_lengths(lens, num_q_heads):
+def test_lengths(lens, num_q_heads, kv_dtype):
     """Whole sequences, sequences that are cut, and more sequences than one step of the scheduler reads."""
-    assert_right(mla(num_q_heads), lens, one_query=True, page_size=64)
+    assert_right(mla(num_q_heads, kv_dtype=kv_dtype), lens, one_query=True, page_size=64)
 
 
 def test_prompts():
     """The absorbed path serves prompts as well: more row blocks than a program has partitions."""
     assert_right(mla(16), ((300, 700), (1, 90), (65, 65)), page_size=64)
+
+
+def test_records_go_to_the_portable_kernel():
+    assert_right(mla(kv_dtype=FP8), MIXED, page_size=64, layout="fp8_ds_mla")
 
 
 def test_pages_of_four_go_to_the_portable_kernel():
@@ -87,9 +109,9 @@ def test_queries_may_come_in_two_parts_of_any_strides():
     assert torch.equal(quire.attention((nope, rope), p.cache, plan), expected.out)
 
 
-@pytest.mark.parametrize("num_q_heads", [16, 128])
-def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(num_q_heads):
-    spec = mla(num_q_heads)
+@pytest.mark.parametrize(("num_q_heads", "kv_dtype"), [(16, None), (128, None), (16, FP8), (128, FP8)])
+def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(num_q_heads, kv_dtype):
+    spec = mla(num_q_heads, kv_dtype=kv_dtype)
     big = make_problem(spec, ((1, 3000),) * 5, one_query=True, page_size=64, device="cuda")
     plan = quire.plan(spec, big.batch, **big.bounds)
     assert plan.kernel == "mla_hopper"
@@ -108,9 +130,9 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(num_q_
         assert verdict.passed, (lens, verdict)
 
 
-@pytest.mark.parametrize("num_q_heads", [16, 128])
-def test_runs_are_bitwise_equal(num_q_heads):
-    p, plan, first = solve(mla(num_q_heads), MIXED + ((1, 30000),), page_size=64)
+@pytest.mark.parametrize(("num_q_heads", "kv_dtype"), [(16, None), (128, None), (16, FP8), (128, FP8)])
+def test_runs_are_bitwise_equal(num_q_heads, kv_dtype):
+    p, plan, first = solve(mla(num_q_heads, kv_dtype=kv_dtype), MIXED + ((1, 30000),), page_size=64)
     for _ in range(200):
         again = quire.attention(p.q, p.cache, plan, return_lse=True)
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
@@ -120,7 +142,6 @@ def test_runs_are_bitwise_equal(num_q_heads):
     ("options", "words"),
     [
         ({"dtype": torch.float32}, "float32"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "quantised"),
         ({"sliding_window": 9}, "windows"),
         ({"softcap": 9.0}, "softcap"),
         ({"kv_lora_rank": 256}, "512"),
@@ -137,7 +158,7 @@ def test_what_it_does_not_serve_is_named(options, words):
 @given(st.data())
 def test_whole_space(data):
     draw = data.draw
-    spec = mla(draw(st.integers(1, 130)), causal=draw(st.booleans()))
+    spec = mla(draw(st.integers(1, 130)), causal=draw(st.booleans()), kv_dtype=draw(st.sampled_from([None, FP8])))
     lens = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1500)), min_size=1, max_size=9))
     lens = [(min(q, s) if spec.causal else q, s) for q, s in lens]
     assert_right(spec, lens, page_size=draw(st.sampled_from([16, 64, 80])), seed=draw(st.integers(0, 99)))

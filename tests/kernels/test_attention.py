@@ -124,7 +124,7 @@ def test_many_states_of_single_queries(lens, heads, num_splits, times, device, a
 @pytest.mark.parametrize("num_splits", [2, 40])
 @pytest.mark.parametrize(("block_m", "heads"), [(16, ONE_KV_HEAD), (32, HEADS)])
 def test_drafts_on_long_sequences(block_m, heads, num_splits, window, device, assert_within_budget):
-    """Few splits are long enough for a loop without masks, many are merged in two steps."""
+    """Few splits are long enough for a full-tile loop, and many are combined in two levels."""
     spec = quire.AttentionSpec(**heads, sliding_window=window, dtype=torch.float32)
     p = make_problem(spec, ((5, 800), (0, 30), (4, 700)), device=device)
     config = KernelConfig(

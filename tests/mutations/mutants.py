@@ -228,13 +228,13 @@ IN_INTERPRETER = {
         ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[350]",
     ),
     "the first partial from the wrong slot": Mutant(
-        "kernels/split_kv/kernel.py",
-        "                    2 * first_partition + 1,\n",
-        "                    2 * first_partition,\n",
+        "kernels/split_kv/reduce.py",
+        "first_slot, next_slot, step = 2 * first_partition + 1,",
+        "first_slot, next_slot, step = 2 * first_partition,",
         LONG + "[7]",
     ),
     "a partial forgotten": Mutant(
-        "kernels/split_kv/kernel.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
+        "kernels/split_kv/reduce.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
     ),
     "a partition cut short": Mutant(
         "kernels/split_kv/schedule.py",
@@ -265,8 +265,8 @@ IN_INTERPRETER = {
     ),
     "the tail of a round counted twice": Mutant(
         "kernels/split_kv/reduce.py",
-        "present = (first + i + 0 * offs_r) < num_partials",
-        "present = (first + 0 * offs_r) < num_partials",
+        "present = (first + i + 0 * offs_r) < slots.num_partials",
+        "present = (first + 0 * offs_r) < slots.num_partials",
         LONG + "[7]",
     ),
     "splits of a fixed size added in another order": Mutant(
@@ -323,8 +323,8 @@ IN_INTERPRETER = {
     ),
     "MLA: row blocks share a partial": Mutant(
         "kernels/mla/kernel.py",
-        "l_i, slot * ROW_BLOCKS + row_block, begun",
-        "l_i, slot * ROW_BLOCKS, begun",
+        "l_i, partition, row_block, unit",
+        "l_i, partition, 0, unit",
         MLA + "many_partials_are_combined_in_two_levels[30-20]",
     ),
     "MLA: the last tile of a row block left out": Mutant(

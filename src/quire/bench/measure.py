@@ -14,27 +14,21 @@ It captures repeated calls on the same inputs, which stay in the L2 cache if the
 
 import importlib
 import importlib.metadata
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate
-from typing import Any
+from functools import partial
 
 import torch
 
-import quire
 from quire.bench.cases import Case, Layout
-from quire.testing import Oracle, Problem, Verdict
+from quire.bench.inputs import Inputs, make_inputs
+from quire.bench.sample import Sample
 
-MAX_TABLES = 256
-L2_MULTIPLE = 6  # the page tables together point at this many times the bytes of the L2 cache
-SAMPLE = 16  # queries at each end of a sequence that are compared with the oracle
 Call = Callable[[], torch.Tensor | None]
 Planner = Callable[[torch.Tensor], Call]  # from a page table to a call
-Adapter = Callable[["Inputs", torch.Tensor], Planner]
+Adapter = Callable[[Inputs, torch.Tensor], Planner]
 
 
 class NotServed(Exception):
@@ -77,191 +71,6 @@ class NoResult:
     """Why there is no time of a library on a case."""
 
     why: str
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """The tensors of a case: one cache, and page tables that share no page.
-
-    Together the tables point at several times as many bytes as the L2 cache holds, unless that takes too many tables.
-
-    Attributes:
-        case: the case.
-        q: queries, [num_tokens, num_q_heads, head_dim].
-        cache: pages in NHD layout, filled with normal random numbers; scales are 1, of int8 1/40.
-        tables: page tables, each [num_seqs, max_pages_per_seq] int32. Where keys are packed, the pages of a table are
-            in order, so that a table stands for a slice of the cache.
-        seq_lens: [num_seqs] int32.
-        cu_seqlens_q: [num_seqs + 1] int32.
-        cu_seqlens_k: the same for keys.
-        sinks: [num_q_heads], or None.
-    """
-
-    case: Case
-    q: torch.Tensor
-    cache: quire.PagedKVCache
-    tables: tuple[torch.Tensor, ...]
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    sinks: torch.Tensor | None
-
-    def batch(self, table: torch.Tensor) -> quire.Batch:
-        """Return the sequences, with one of the tables."""
-        starts = None if self.case.bounds["max_query_len"] == 1 else self.cu_seqlens_q
-        if self.case.packed:
-            return quire.Batch.varlen(starts, self.cu_seqlens_k)
-        return quire.Batch(table, self.seq_lens, starts)
-
-    def packed(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the packed keys and values that a table stands for, [num_keys, num_kv_heads, head_dim] each."""
-        first = int(table[0, 0])
-        end = first + sum(self.case.seq_lens)
-        return self.cache.k[first:end, 0], self.cache.v[first:end, 0]
-
-    def empty_out(self) -> torch.Tensor:
-        """Return a tensor for results, [num_tokens, num_q_heads, head_dim_v], filled with NaN."""
-        spec = self.case.spec
-        return self.q.new_full((self.case.num_tokens, spec.num_q_heads, spec.head_dim_v), math.nan)
-
-    def plan(self, table: torch.Tensor, **options: Any) -> quire.Plan:
-        """Plan for one of the tables; `options` are those of `quire.plan`, bounds included."""
-        arguments: dict[str, Any] = {**self.case.bounds, **options}
-        return quire.plan(self.case.spec, self.batch(table), **arguments)
-
-
-def make_inputs(
-    case: Case, device: torch.device | str = "cuda", max_tables: int = MAX_TABLES, table_len: int = 0
-) -> Inputs:
-    """Fill a cache with random numbers and assign its pages to sequences, at random unless keys are packed.
-
-    Args:
-        case: the batch.
-        device: where the tensors are.
-        max_tables: make no more page tables than this.
-        table_len: keys that each row of a table has room for, if more than the case has.
-    """
-    spec, device = case.spec, torch.device(device)
-    generator = torch.Generator(device).manual_seed(0)
-    pages_per_seq = case.pages_per_seq
-    pages_per_table = sum(pages_per_seq)
-    bytes_per_call = pages_per_table * case.page_size * case.bytes_per_key
-    num_tables = min(max_tables, max(2, math.ceil(L2_MULTIPLE * l2_bytes(device) / bytes_per_call)))
-    cache = make_cache(case, num_tables * pages_per_table, device, generator)
-    if case.packed:
-        order = torch.arange(cache.num_pages, dtype=torch.int32, device=device)
-    else:
-        order = torch.randperm(cache.num_pages, device=device, generator=generator).to(torch.int32)
-    width = max(*pages_per_seq, -(-table_len // case.page_size))
-    tables = []
-    for pages in order.split(pages_per_table):
-        table = torch.zeros(len(case.lens), width, dtype=torch.int32, device=device)
-        for row, owned in zip(table, pages.split(pages_per_seq), strict=True):
-            row[: len(owned)] = owned
-        tables.append(table)
-    starts, key_starts = (
-        torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
-        for lens in (case.query_lens, case.seq_lens)
-    )
-    seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
-    q = torch.randn(case.num_tokens, spec.num_q_heads, spec.head_dim, device=device, generator=generator).to(spec.dtype)
-    sinks = torch.randn(spec.num_q_heads, device=device, generator=generator).to(spec.dtype) if spec.sinks else None
-    return Inputs(case, q, cache, tuple(tables), seq_lens, starts, key_starts, sinks)
-
-
-def make_cache(case: Case, num_pages: int, device: torch.device, generator: torch.Generator) -> quire.PagedKVCache:
-    """Fill pages with normal random numbers, in int8 with 40 times these, and scales of 1/40."""
-    cache = quire.PagedKVCache.empty(case.spec, num_pages, case.page_size, device=device)
-    is_int8 = case.spec.kv_dtype is torch.int8
-    unit = 40.0 if is_int8 else 1.0
-    for tensor in (cache.latents,) if cache.is_latent else (cache.k, cache.v):
-        for some in tensor.split(max(1, num_pages // 16)):  # a sixteenth at a time, since random numbers are float32
-            some.copy_((unit * torch.randn(some.shape, device=device, generator=generator)).clamp(-127, 127))
-    return quire.PagedKVCache(cache.k, cache.v, "NHD", 1 / unit, 1 / unit) if is_int8 else cache
-
-
-def l2_bytes(device: torch.device) -> int:
-    """Return the size of the L2 cache; 64 MiB where torch does not know it, 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
-
-
-class Sample:
-    """The oracle's results for queries at both ends of some sequences.
-
-    The sequences are the first, the last, the longest, and the one with the most queries.
-
-    Args:
-        inputs: of the case.
-        table: the page table that results are made with.
-    """
-
-    def __init__(self, inputs: Inputs, table: torch.Tensor) -> None:
-        case, device = inputs.case, inputs.q.device
-        starts = [0, *accumulate(case.query_lens)]
-        last = len(case.lens) - 1
-        most_queries = max(range(last + 1), key=case.query_lens.__getitem__)
-        longest = max(range(last + 1), key=case.seq_lens.__getitem__)
-        seqs, rows, query_lens, seq_lens, offsets = [], [], [], [], []
-        for seq in sorted({0, last, most_queries, longest}):
-            q_len, seq_len = case.lens[seq]
-            for begin in sorted({0, max(0, q_len - SAMPLE)}):
-                end = min(q_len, begin + SAMPLE)
-                seqs.append(seq)
-                rows.append(torch.arange(starts[seq] + begin, starts[seq] + end, device=device))
-                query_lens.append(end - begin)
-                seq_lens.append(seq_len)
-                offsets.append(seq_len - q_len + begin)
-        self.rows = torch.cat(rows)
-        batch = quire.Batch(
-            table[seqs],
-            inputs.seq_lens[seqs],
-            torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
-            query_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
-        )
-        q = inputs.q[self.rows]
-        problem = Problem(case.spec, batch, inputs.cache, q, tuple(query_lens), tuple(seq_lens), inputs.sinks, None)
-        self.oracle = Oracle(problem)
-
-    def judge(self, out: torch.Tensor, in_fp8: bool = False) -> Verdict:
-        """Judge a result: the sample must be within its error budget, and all of the result finite.
-
-        Args:
-            out: [num_tokens, num_q_heads, head_dim_v].
-            in_fp8: judge by `fp8_budget`.
-        """
-        verdict = self.oracle.judge(out[self.rows])
-        if in_fp8:
-            verdict = Verdict(verdict.error / self.fp8_budget, None, verdict.error)
-        return verdict if bool(out.isfinite().all()) else Verdict(math.inf, None, math.inf)
-
-    @cached_property
-    def fp8_budget(self) -> float:
-        """The error budget of attention over e4m3 latents whose matrix products are in e4m3.
-
-        Queries, and probabilities of which the largest is 1, are rounded to e4m3. As in `quire.testing`, the budget is
-        twice the error of that arithmetic and of rounding the result.
-        """
-        problem, exact = self.oracle.problem, self.oracle.exact.out
-        spec, cache, batch = problem.spec, problem.cache, problem.batch
-        worst = 0.0
-        for seq, (q_len, kv_len) in enumerate(zip(problem.query_lens, problem.seq_lens, strict=True)):
-            rows = slice(sum(problem.query_lens[:seq]), sum(problem.query_lens[: seq + 1]))
-            keys = cache.latents[batch.page_table[seq].long()].flatten(0, 1)[:kv_len].float()
-            scores = spec.softmax_scale * (rounded_to_fp8(problem.q[rows]) @ keys.T)
-            first = int(batch.query_offsets[seq]) if batch.query_offsets is not None else kv_len - q_len
-            last = torch.arange(first, first + q_len, device=keys.device)[:, None, None]
-            scores = scores.masked_fill(torch.arange(kv_len, device=keys.device) > last, -math.inf)
-            weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-            out = rounded_to_fp8(weights) @ keys[:, : spec.head_dim_v] / weights.sum(-1, keepdim=True)
-            worst = max(worst, (out.double() - exact[rows]).abs().max().item())
-        return 2 * (worst + torch.finfo(spec.dtype).eps * exact.abs().max().item())
-
-
-def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Round to float8_e4m3fn, without a scale; return float32."""
-    return x.to(torch.float8_e4m3fn).float()
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:

@@ -18,7 +18,8 @@ import torch
 
 import quire
 from quire.bench.cases import Layout
-from quire.bench.measure import Call, Inputs, NotServed, Peer, Planner
+from quire.bench.inputs import Inputs
+from quire.bench.measure import Call, NotServed, Peer, Planner
 from quire.bench.naive import naive_attention, owners
 
 FLASHINFER_WORKSPACE = 256 << 20  # bytes

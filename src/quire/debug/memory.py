@@ -1,4 +1,4 @@
-"""How tensors lie in memory: described as JSON, and laid out again the same way on another machine.
+"""How tensors lie in memory: described as JSON, and allocated so on another machine.
 
 Tensors that share a storage share one again. Gaps, strides and addresses modulo ALIGNMENT are kept. What no tensor of
 the call covers at the ends of a storage is left out.
@@ -104,7 +104,7 @@ def sizes(places: Mapping[str, Place]) -> dict[int, int]:
     return found
 
 
-def lay_out(places: Mapping[str, Place], device: torch.device) -> dict[str, torch.Tensor]:
+def allocate(places: Mapping[str, Place], device: torch.device) -> dict[str, torch.Tensor]:
     """Allocate storages and return the tensors in them; every byte is 255, which is NaN in all floating dtypes."""
     storages: dict[int, tuple[Any, int]] = {}
     for number, size in sizes(places).items():

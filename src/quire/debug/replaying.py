@@ -12,7 +12,7 @@ import torch
 from quire.api import attention
 from quire.batch_check import check_reads
 from quire.debug.call import INDICES, Call, batch_of, cache_of, units_read
-from quire.debug.memory import DTYPES, lay_out, nbytes, write, write_units
+from quire.debug.memory import DTYPES, allocate, nbytes, write, write_units
 from quire.dispatch.device import device_properties, is_served_by_torch
 from quire.dispatch.request import Request
 from quire.errors import UnsupportedError
@@ -140,12 +140,12 @@ def renumber(call: Call, max_bytes: int, notes: list[str]) -> Call:
 
 
 def rebuild(call: Call, device: torch.device) -> tuple[Problem, tuple[torch.Tensor, torch.Tensor | None] | None]:
-    """Lay out the tensors of a call and fill them.
+    """Allocate the tensors of a call and fill them.
 
     Returns:
         The problem, and the queries as a pair if they were recorded as one.
     """
-    tensors = lay_out(call.places, device)
+    tensors = allocate(call.places, device)
     units = units_read(call.batch, call.page_size, call.num_units)
     numbers = call.tensors if call.has_contents else call.tensors | random_numbers(call, len(units))
     for name, tensor in tensors.items():

@@ -86,9 +86,9 @@ class KernelConfig:
         block_n: keys of one tile; a power of two from 16, unrelated to the page size.
         num_warps: warps of one program.
         num_stages: tiles in flight, the current one included.
-        full_tile_loop: process full tiles, of which every row sees every key, in a loop without masks. This is faster
-            where arithmetic is the limit. Where memory is the limit, one loop is faster, since it keeps the loads of
-            the next tile in flight from the first tile to the last.
+        full_tile_loop: process full tiles, of which every row sees every key, in a loop of their own, without masks.
+            This is faster where arithmetic is the limit. Where memory is the limit, one loop is faster, since it keeps
+            the loads of the next tile in flight from the first tile to the last.
         programs_per_sm: programs that one SM is expected to hold at once. The split-KV kernel starts that many.
         block_d: head_dim, padded to a power of two.
         block_dv: head_dim_v, padded to a power of two.
@@ -199,8 +199,8 @@ class CostModel:
         early_exit_max_tiles: a program whose partition has at most this many tiles lets the next kernel in the stream
             start before it combines (programmatic dependent launch). After longer partitions, the next kernel's
             programs would take the SMs that finish first.
-        full_tile_loop_min_tiles: a program of the split-KV kernel runs full tiles in a loop without masks only where it
-            has more than this many tiles of a block.
+        full_tile_loop_min_tiles: a program of the split-KV kernel has a full-tile loop only where it has more than this
+            many tiles of a block.
         two_level_min_partials: a block's partials are combined in two levels if there are more of them than this; for
             blocks of a single query, than twice this.
         many_partitions: sequences count as long only where the device holds at least this many programs per KV head at

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.cache import RECORD_GROUP, RECORD_RANK, RECORD_ROPE, PagedKVCache
+from quire.cache import PagedKVCache
+from quire.cache_layout import RECORD_GROUP, RECORD_RANK, RECORD_ROPE
 from quire.dispatch.device import device_properties
 from quire.dispatch.tree import padded
 from quire.kernels import mods

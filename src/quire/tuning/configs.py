@@ -71,7 +71,7 @@ def leaf_of(config: Config) -> dict[str, Any] | str:
 def key_of(leaf: dict[str, Any] | str) -> str:
     """Return a short name of a leaf, for instance "16x64 w4 s3u p2".
 
-    It has rows × keys, warps, stages, "u" for a loop without masks, programs per SM, and AMD's hints.
+    It has rows × keys, warps, stages, "u" for a full-tile loop, programs per SM, and AMD's hints.
     """
     if isinstance(leaf, str):
         return leaf

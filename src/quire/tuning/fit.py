@@ -203,7 +203,7 @@ def describe_leaf(leaf: Any) -> str:
         return "the generic tree's choice"
     if isinstance(leaf, bool):
         return "the Hopper kernel" if leaf else "the portable kernels"
-    loop = ", a loop without masks" if leaf["full_tile_loop"] else ""
+    loop = ", full-tile loop" if leaf["full_tile_loop"] else ""
     hints = "".join(f", {hint} {leaf[hint]}" for hint in HINTS if leaf.get(hint))
     programs = f"{leaf['programs_per_sm']} program{'s' * (leaf['programs_per_sm'] != 1)}"
     size = f"{leaf['block_m']} rows × {leaf['block_n']} keys, {leaf['num_warps']} warps, {leaf['num_stages']} stages"

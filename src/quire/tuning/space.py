@@ -56,7 +56,7 @@ def legal_configs(
         if not quick:
             yield from hinted(config, properties)
         elif (num_warps == 8) == (block_m >= wide_rows) and (
-            # Prompts: a loop without masks with as many stages as fit, and one loop with masks with fewer.
+            # Prompts: a full-tile loop with as many stages as fit, and one loop with masks with fewer.
             splits_keys or full_tile_loop == (num_stages == max_stages(config, spec, properties))
         ):
             yield config

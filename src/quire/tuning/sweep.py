@@ -13,8 +13,10 @@ from typing import Protocol
 import torch
 
 from quire.bench.cases import Case
-from quire.bench.measure import Inputs, Sample, capture, describe_error, make_inputs, replay
+from quire.bench.inputs import Inputs, make_inputs
+from quire.bench.measure import capture, describe_error, replay
 from quire.bench.peers import quire_calls
+from quire.bench.sample import Sample
 from quire.dispatch.device import DeviceProperties
 from quire.tuning.configs import HOPPER, Config, configs_of, key_of, leaf_of, options_of
 from quire.tuning.jobs import Job

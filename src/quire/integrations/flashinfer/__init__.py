@@ -21,10 +21,8 @@ from quire.integrations.flashinfer.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
 from quire.integrations.flashinfer.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
-from quire.integrations.flashinfer.prefill import (
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-)
+from quire.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from quire.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from quire.integrations.flashinfer.single import single_decode_with_kv_cache, single_prefill_with_kv_cache
 
 __all__ = [

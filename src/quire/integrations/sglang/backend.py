@@ -5,35 +5,22 @@ to the pool through the step's page table. Only the prompts of latent attention 
 values outside of the pool.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import quire
-from quire import AttentionSpec, PagedKVCache, UnsupportedError
+from quire import UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.sglang import contract
+from quire.integrations.sglang.layers import Layers, write
+from quire.integrations.sglang.refusals import refuse_arguments, refuse_drafts, refuse_layer, refuse_options
 from quire.integrations.sglang.steps import Plans, Step, StepMemory, fill_table
 
 contract.check_version()
 
 base: Any = contract.load("sglang.srt.layers.attention.base_attn_backend")
-DECODER: Any = contract.load("sglang.srt.layers.radix_attention").AttentionType.DECODER
 WindowPool: Any = contract.load("sglang.srt.mem_cache.swa_memory_pool").SWAKVPool
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-INSTEAD = "choose another --attention-backend for this model"
-
-
-@dataclass
-class Layer:
-    """What stays of a layer from step to step."""
-
-    spec: AttentionSpec
-    address: int  # of the buffer that `pages` are a view of
-    pages: PagedKVCache
-    in_window_pool: bool
 
 
 class QuireBackend(base.AttentionBackend):
@@ -46,7 +33,6 @@ class QuireBackend(base.AttentionBackend):
         self.pool = model_runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
         self.page_size = int(getattr(model_runner, "page_size", 1) or 1)
-        self.dtype: torch.dtype = model_runner.dtype
         self.device = model_runner.device
         self.has_window_pool = isinstance(self.pool, WindowPool)
         self.use_mla = bool(model_runner.use_mla_backend)
@@ -55,7 +41,7 @@ class QuireBackend(base.AttentionBackend):
         self.batch_invariant = bool(getattr(options, "enable_deterministic_inference", False))
         self.plans = Plans(self.req_to_token.shape[0], self.max_seq_len, self.device, self.batch_invariant)
         self.memory = StepMemory(self.device, self.has_window_pool)
-        self.layers: dict[tuple[int, bool], Layer] = {}  # by layer and whether it has sinks
+        self.layers = Layers(self.pool, self.page_size, model_runner.dtype, self.use_mla, self.has_window_pool)
         self.captured: dict[tuple[int, int], Step] = {}  # by forward mode and number of requests
         self.warm = False
         self.forward_metadata: Step | None = None
@@ -158,11 +144,12 @@ class QuireBackend(base.AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a step of a graph, before its capture or its replay; SGLang 0.5.23 and newer."""
-        batch = forward_batch
-        num_seqs = batch.batch_size
+        batch, num_seqs = forward_batch, forward_batch.batch_size
+        mode, drafts = batch.forward_mode, batch.spec_info
         if in_capture:
-            self.begin_capture(batch.forward_mode, num_seqs, batch.input_ids.shape[0], batch.spec_info)
-        self.replay(batch, num_seqs, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, batch.out_cache_loc)
+            self.begin_capture(mode, num_seqs, batch.input_ids.shape[0], drafts)
+        lengths = batch.seq_lens, batch.seq_lens_cpu
+        self.replay(mode, num_seqs, batch.req_pool_indices, *lengths, batch.out_cache_loc, drafts)
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -176,7 +163,7 @@ class QuireBackend(base.AttentionBackend):
     ) -> None:
         """Prepare a capture; SGLang before 0.5.23."""
         self.begin_capture(forward_mode, bs, num_tokens, spec_info)
-        self.replay_mode(forward_mode, bs, req_pool_indices, seq_lens, None, None, spec_info)
+        self.replay(forward_mode, bs, req_pool_indices, seq_lens, None, None, spec_info)
 
     def init_forward_metadata_replay_cuda_graph(
         self,
@@ -191,7 +178,7 @@ class QuireBackend(base.AttentionBackend):
         out_cache_loc: torch.Tensor | None = None,
     ) -> None:
         """Prepare a replay; SGLang before 0.5.23."""
-        self.replay_mode(forward_mode, bs, req_pool_indices, seq_lens, seq_lens_cpu, out_cache_loc, spec_info)
+        self.replay(forward_mode, bs, req_pool_indices, seq_lens, seq_lens_cpu, out_cache_loc, spec_info)
 
     def begin_capture(self, mode: Any, num_seqs: int, num_tokens: int, spec_info: Any) -> None:
         """Make the step that a graph will always read, with the largest lengths."""
@@ -211,18 +198,6 @@ class QuireBackend(base.AttentionBackend):
         self.captured[int(mode), num_seqs] = step
 
     def replay(
-        self,
-        batch: Any,
-        num_seqs: int,
-        requests: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor | None,
-        slots: torch.Tensor | None,
-    ) -> None:
-        """Prepare a replay of a forward batch."""
-        self.replay_mode(batch.forward_mode, num_seqs, requests, seq_lens, seq_lens_cpu, slots, batch.spec_info)
-
-    def replay_mode(
         self,
         mode: Any,
         num_seqs: int,
@@ -251,7 +226,7 @@ class QuireBackend(base.AttentionBackend):
         if self.warm:
             return
         self.warm = True
-        for spec, pages in {layer.spec: layer.pages for layer in self.layers.values()}.items():
+        for spec, pages in {layer.spec: layer.pages for layer in self.layers.bound.values()}.items():
             names = quire.warmup(spec, pages, **self.plans.bounds())
             if names:
                 contract.logger.info("Quire has %d kernels ready for %s", len(names), spec)
@@ -303,13 +278,13 @@ class QuireBackend(base.AttentionBackend):
         refuse_arguments(others)
         step = self.forward_metadata
         assert step is not None, "SGLang calls init_forward_metadata first"
-        bound = self.bind(layer, sinks is not None)
+        bound = self.layers.bind(layer, sinks is not None)
         if save_kv_cache and k is not None and v is not None:
             slots = forward_batch.out_cache_loc
             if bound.in_window_pool:  # in a graph, too: older versions tell a replay no slots
                 slots = self.pool.full_to_swa_index_mapping[slots] if step.captured else step.window_slots
             assert slots is not None
-            self.write(k, v, k_rope, bound, slots)
+            write(k, v, k_rope, bound, slots)
         queries: Any = q.reshape(q.shape[0], layer.tp_q_head_num, -1)
         if q_rope is not None:
             queries = queries[: step.num_tokens], q_rope.view(q.shape[0], layer.tp_q_head_num, -1)[: step.num_tokens]
@@ -321,20 +296,6 @@ class QuireBackend(base.AttentionBackend):
             out[step.num_tokens :] = 0  # padding
         quire.attention(queries, bound.pages, plan, sinks=sinks, out=out[: step.num_tokens])
         return out.view(q.shape[0], -1)
-
-    def write(
-        self, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None, layer: Layer, slots: torch.Tensor
-    ) -> None:
-        """Write keys and values, or latents, to the pool; tokens without a slot are padding."""
-        spec, pages, num_tokens = layer.spec, layer.pages, k.shape[0]
-        slots = slots[:num_tokens]
-        if not spec.latent:
-            k, v = k.view(num_tokens, spec.num_kv_heads, -1), v.view(num_tokens, spec.num_kv_heads, -1)
-            quire.write_kv(k, v, pages, slots)
-            return
-        latents = k.view(num_tokens, -1)
-        k_pe = latents[:, spec.kv_lora_rank :] if k_rope is None else k_rope.view(num_tokens, -1)
-        quire.write_latent(latents[:, : spec.kv_lora_rank], k_pe, pages, slots)
 
     def attend_expanded(
         self,
@@ -388,125 +349,8 @@ class QuireBackend(base.AttentionBackend):
         quire.varlen_attention(q[:rows], k[:rows], v[:rows], plan, out=out[:rows])
         return out.view(out.shape[0], -1)
 
-    def bind(self, layer: Any, has_sinks: bool) -> Layer:
-        """Return a layer's spec and its pages, which are views of SGLang's pool."""
-        k = self.pool.get_key_buffer(layer.layer_id)  # in every step: it waits for a cache that is being loaded
-        bound = self.layers.get((layer.layer_id, has_sinks))
-        if bound is not None and bound.address == k.data_ptr():
-            return bound
-        refuse_layer(layer)
-        if k.dim() != 3 or (k.dtype is not self.dtype and k.dtype not in FP8_DTYPES):
-            raise UnsupportedError(
-                f"kv_cache must be [num_tokens, num_kv_heads, head_dim] in {self.dtype} or fp8, got {list(k.shape)} in "
-                f"{k.dtype}; use --kv-cache-dtype auto, and no other layout of the pool"
-            )
-        window = layer.sliding_window_size
-        spec = layer_spec(
-            num_q_heads=layer.tp_q_head_num,
-            num_kv_heads=1 if self.use_mla else layer.tp_k_head_num,
-            head_dim=k.shape[-1] if self.use_mla else layer.qk_head_dim,
-            head_dim_v=layer.v_head_dim,
-            dtype=self.dtype,
-            kv_dtype=k.dtype,
-            softmax_scale=float(layer.scaling),
-            sliding_window=None if window is None or window < 0 else window + 1,  # SGLang's leaves out the own key
-            softcap=float(layer.logit_cap) or None,
-            sinks=has_sinks,
-            latent=self.use_mla,
-        )
-        in_window_pool = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
-        pages = self.pages(layer, k, in_window_pool)
-        bound = self.layers[layer.layer_id, has_sinks] = Layer(spec, k.data_ptr(), pages, in_window_pool)
-        return bound
-
-    def pages(self, layer: Any, k: torch.Tensor, in_window_pool: bool) -> PagedKVCache:
-        """Return a layer's pool in pages."""
-        size = self.page_size
-        num_pages = k.shape[0] // size
-        is_scaled = k.dtype in FP8_DTYPES and layer.k_scale is not None
-        if self.use_mla:
-            latents = k[: num_pages * size].view(num_pages, size, k.shape[-1])
-            scale = as_scale(layer.k_scale, k.device) if is_scaled else None
-            return PagedKVCache.from_latents(latents, layer.v_head_dim, scale=scale)
-        v = self.pool.get_value_buffer(layer.layer_id)
-        paged_k, paged_v = (x[: num_pages * size].view(num_pages, size, *x.shape[1:]) for x in (k, v))
-        if not is_scaled:
-            return PagedKVCache(paged_k, paged_v, "NHD")
-        scales = as_scale(layer.k_scale, k.device), as_scale(layer.v_scale, k.device)
-        return PagedKVCache(paged_k, paged_v, "NHD", *scales)
-
-
-def as_scale(scale: Any, device: torch.device) -> torch.Tensor:
-    """Return a scale per tensor as Quire takes it."""
-    if not isinstance(scale, torch.Tensor):
-        return torch.tensor([float(scale)], device=device)
-    return scale.detach().to(device=device, dtype=torch.float32).reshape(1)
-
 
 def longest_of(batch: Any) -> int:
     """Return the longest of a batch's sequences, from the host's lengths if there are any."""
     lengths = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens
     return max(1, int(lengths.max())) if lengths.numel() else 1
-
-
-def refuse_options(model_runner: Any, options: Any) -> None:
-    """Raise UnsupportedError if the server has options that Quire does not serve."""
-    topk = getattr(options, "speculative_eagle_topk", None)
-    if topk not in (None, 0, 1):
-        raise UnsupportedError(
-            f"speculative_eagle_topk must be 1, got {topk}, which drafts trees; pass --speculative-eagle-topk 1"
-        )
-    if str(getattr(options, "speculative_algorithm", None)).upper() == "NGRAM":
-        breadth = getattr(options, "speculative_ngram_max_bfs_breadth", 1)
-        if breadth != 1:
-            raise UnsupportedError(
-                f"speculative_ngram_max_bfs_breadth must be 1, got {breadth}, which drafts trees; "
-                "pass --speculative-ngram-max-bfs-breadth 1"
-            )
-    dcp = getattr(options, "dcp_size", None)
-    if dcp not in (None, 1):
-        raise UnsupportedError(f"dcp_size must be 1, got {dcp}; leave out --dcp-size")
-    if getattr(getattr(model_runner, "kv_index_translator", None), "is_translating", False):
-        raise UnsupportedError(
-            "token_to_kv_pool must be a pool whose slots keep their numbers, got a unified pool; switch it off"
-        )
-
-
-def refuse_drafts(mode: Any, spec_info: Any) -> None:
-    """Raise UnsupportedError for the steps of a draft model, and for trees of drafts."""
-    if mode.name.startswith("DRAFT_EXTEND") or (mode.is_decode() and getattr(spec_info, "kv_indptr", None) is not None):
-        raise UnsupportedError(
-            f"forward_mode must be one of the target model, got {mode.name} of a draft model; "
-            "pass --speculative-draft-attention-backend triton"
-        )
-    if mode.name.startswith("DLLM") or mode.name == "SPLIT_PREFILL":
-        raise UnsupportedError(
-            f"forward_mode must be DECODE, EXTEND, MIXED or TARGET_VERIFY, got {mode.name}; {INSTEAD}"
-        )
-    topk = getattr(spec_info, "topk", None)
-    if mode.is_target_verify() and topk not in (None, -1, 0, 1):
-        raise UnsupportedError(f"topk must be 1, got {topk}, a tree of drafts; pass --speculative-eagle-topk 1")
-
-
-def refuse_arguments(others: dict[str, Any]) -> None:
-    """Raise UnsupportedError for what a model passes to backends that know it."""
-    for name, value in others.items():
-        if not (value is None or value is False):
-            raise UnsupportedError(f"{name} must be left out, got {type(value).__name__}; {INSTEAD}")
-
-
-def refuse_layer(layer: Any) -> None:
-    """Raise UnsupportedError for a kind of layer that is not served."""
-    for name, value, served in (
-        ("attn_type", layer.attn_type, layer.attn_type == DECODER),
-        ("is_cross_attention", layer.is_cross_attention, not layer.is_cross_attention),
-        ("pos_encoding_mode", layer.pos_encoding_mode, layer.pos_encoding_mode == "NONE"),
-        (
-            "logit_capping_method",
-            layer.logit_capping_method,
-            not layer.logit_cap or layer.logit_capping_method == "tanh",
-        ),
-        ("xai_temperature_len", layer.xai_temperature_len, layer.xai_temperature_len <= 0),
-    ):
-        if not served:
-            raise UnsupportedError(f"{name} of a layer must be that of a plain decoder, got {value}; {INSTEAD}")

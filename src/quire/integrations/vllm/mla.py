@@ -303,7 +303,7 @@ class QuireMLAImpl(mla.MLACommonImpl):
 
         Args:
             q: [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim], or its two parts.
-            kv_c_and_k_pe_cache: the layer's cache as fp8, made anew in each call; `layer.kv_cache` is the same memory.
+            kv_c_and_k_pe_cache: the layer's cache as fp8, a new view in each call; `layer.kv_cache` is the same memory.
             attn_metadata: of the step.
             layer: vLLM's module.
 

@@ -141,11 +141,17 @@ def quantize_queries(q, element: gl.constexpr, FIRST: gl.constexpr, PEAK: gl.con
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, element.primitive_bitwidth, 2)
     numbers = q.slice(FIRST, ROWS).load(IN_ROWS).to(gl.float32)
-    # Biased by 127. At least 64, so that `inverse_scale` is not 0 for a row of zeros: -inf * 0 is NaN.
-    exponent = gl.maximum(gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True) >> 23, 64)
-    scale = ((254 + PEAK - exponent) << 23).to(gl.float32, bitcast=True)
-    inverse_scale = ((exponent - PEAK) << 23).to(gl.float32, bitcast=True)
+    scale, inverse_scale = scale_of_rows(gl.max(gl.abs(numbers), 1), PEAK)
     tile = reinterpret(q, element, [q.shape[0] * 16 // element.primitive_bitwidth, COLUMNS], TILE_LAYOUT)
     tile.slice(FIRST, ROWS).store((numbers * scale[:, None]).to(element))
     fence_async_shared()
     return tile.slice(FIRST, ROWS), gl.convert_layout(inverse_scale, gl.SliceLayout(1, OF_SCORES))
+
+
+@gluon.jit
+def scale_of_rows(peak, PEAK: gl.constexpr):
+    """Return the power of two by which each row's absolute maximum `peak` is in [2^PEAK, 2^(PEAK + 1)); its inverse."""
+    # Biased by 127. At least 64, so that the inverse is not 0 for a row of zeros: -inf * 0 is NaN.
+    exponent = gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, 64)
+    scale = ((254 + PEAK - exponent) << 23).to(gl.float32, bitcast=True)
+    return scale, ((exponent - PEAK) << 23).to(gl.float32, bitcast=True)

@@ -33,7 +33,7 @@ from quire.kernels.primitives import (
     store_result,
     table_row,
 )
-from quire.kernels.split_kv.reduce import Partial, arrive_is_last, combine_group, combine_partials, store_partial
+from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
 
 
@@ -260,7 +260,10 @@ def mla_kernel(
     # 29.3 µs, not 35.4. In one level a round of eight is better: 8 x 4,096 and 16 heads took 27.1 µs, not 36.1 (NVIDIA
     # H200, 2026-11-22).
     COLUMNS: tl.constexpr = min(BLOCK_C, max(16, COMBINE_ROOM // ((4 if TWO_LEVEL else 8) * PARTIAL_ROWS)))
-    P: tl.constexpr = Partial(PARTIAL_ROWS, RANK, BLOCK_C, COLUMNS, ROW_BLOCKS, PER_ROW_MASK, COMBINE_ROOM)
+    P: tl.constexpr = Partial(
+        PARTIAL_ROWS, RANK, BLOCK_C, COLUMNS, ROW_BLOCKS, PER_ROW_MASK, COMBINE_ROOM, FIXED_SPLIT > 0,
+        TWO_LEVEL_MIN_PARTIALS if TWO_LEVEL else None,
+    )  # fmt: skip
     partition = tl.program_id(0) // ROW_BLOCKS
     row_block = tl.program_id(0) % ROW_BLOCKS
     unit, high, size, seq, seq_unit = find_partition(
@@ -348,49 +351,12 @@ def mla_kernel(
         if num_here == num_units:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_C), RANK)
         else:
-            # The row block's partials are in slot `first_slot`, and in slots from `next_slot` on in steps of `step`.
-            first_partition = band_unit // size
-            num_arrivals = (band_unit + num_units - 1) // size - first_partition + 1
-            if FIXED_SPLIT == 0:
-                first_slot, next_slot, step, num_partials = (
-                    2 * first_partition + 1,
-                    2 * first_partition + 2,
-                    2,
-                    num_arrivals,
-                )
-                slot = 2 * partition + (partition == first_partition).to(tl.int32)
-            else:
-                first_slot, next_slot, step = band_unit, (first_partition + 1) * size, 1
-                num_partials = 1 + band_unit + num_units - next_slot
-                slot = band_unit
-            begun = (FIXED_SPLIT == 0) | (unit == band_unit)
-            store_partial(scratch, acc, m_i, l_i, slot * ROW_BLOCKS + row_block, begun, False, BLOCK_M, P)
-            counter, arrives = 2 * first_partition + 1, num_arrivals > 0
-            if TWO_LEVEL:
-                # First level: the last program to arrive in a group of adjacent partials combines them into the first.
-                # Second level: the last program to arrive combines the first partials of all groups.
-                if num_partials > TWO_LEVEL_MIN_PARTIALS:
-                    group = (tl.sqrt(num_partials.to(tl.float32)) + 0.5).to(tl.int32)
-                    leader = (partition - first_partition) // group * group
-                    leader_slot = tl.where(leader == 0, first_slot, next_slot + (leader - 1) * step)
-                    members = tl.minimum(group, num_partials - leader)
-                    arrives = arrive_is_last(scratch, leader_slot * ROW_BLOCKS + row_block, members, num_arrivals > 0)
-                    if arrives:
-                        after_leader = tl.where(leader == 0, next_slot, leader_slot + step)
-                        combine_group(scratch, leader_slot, after_leader, step, members, row_block, P)
-                    counter = next_slot
-                    next_slot += (group - 1) * step
-                    step *= group
-                    num_partials = tl.cdiv(num_partials, group)
-                    num_arrivals = num_partials
-            if arrive_is_last(scratch, counter * ROW_BLOCKS + row_block, num_arrivals, arrives):
+            is_last, slots = store_and_arrive(
+                scratch, acc, m_i, l_i, partition, row_block, unit, band_unit, num_units, size, BLOCK_M, P
+            )
+            if is_last:
                 stored = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, PARTIAL_ROWS)
-                for column_group in tl.range(BLOCK_C // COLUMNS, num_stages=1):
-                    columns = column_group * COLUMNS + tl.arange(0, COLUMNS)
-                    acc_columns, combined_m, combined_l = combine_partials(
-                        scratch, first_slot, next_slot, step, num_partials, row_block, columns, FIXED_SPLIT > 0, P
-                    )
-                    store_result(outputs, acc_columns, combined_m, combined_l, v_scale, stored, columns, RANK)
+                store_combined(scratch, slots, row_block, outputs, v_scale, stored, P)
         unit += num_here
         seq_ends = unit == seq_unit + num_units * num_bands
         seq += seq_ends.to(tl.int32)

@@ -50,7 +50,7 @@ class MLALaunch(SplitKVLaunch):
 
     @property
     def full_tile_loop(self) -> bool:
-        """False: masks cost little beside products of this width."""
+        """False: masks cost little next to products of this width."""
         return False
 
     @property
@@ -98,7 +98,7 @@ class MLALaunch(SplitKVLaunch):
             "COMBINE_ROOM": 4096 * config.num_warps,
         }  # fmt: skip
 
-    def num_parts(self, records: bool, packed: bool) -> int:
+    def column_parts(self, records: bool, packed: bool) -> int:
         """Return the parts in which the columns of a latent are multiplied: four groups of a record, two halves of fp8.
 
         With 16 rows, a warp has one product of 16 × 8 numbers, whose steps wait for one another; four parts have four.
@@ -129,15 +129,8 @@ class MLALaunch(SplitKVLaunch):
         return MLARunner(self, batch, mla_kernel, fixed)
 
     def __str__(self) -> str:
-        details = f"{self.num_partitions} partitions × {self.row_blocks} row blocks"
-        details += f", partials of {self.partial_rows} rows"
-        if self.is_two_level:
-            details += ", two-level combine"
-        if self.request.num_seqs > self.seqs_at_once:
-            details += f", more than {self.seqs_at_once} sequences"
-        if self.fixed_split_size:
-            details += f", batch-invariant splits of {self.fixed_split_size} keys"
-        return f"MLA kernel: {self.describe_config()}, {details}"
+        lanes = f"{self.row_blocks} row blocks"
+        return f"MLA kernel: {self.describe_config()}, {self.describe_partitions(lanes)}"
 
 
 class MLARunner(PortableRunner):
@@ -205,7 +198,7 @@ class MLARunner(PortableRunner):
             "PAGE_SIZE": cache.page_size, "C_SLOT": latents.c.stride(1),
             "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1),
             "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "DECODE_ROPE": decode_rope,
-            "PACKED_FP8": packed, "SCALED": records, "PARTS": decided.num_parts(records, packed),
+            "PACKED_FP8": packed, "SCALED": records, "PARTS": decided.column_parts(records, packed),
         }  # fmt: skip
         strides = (
             batch.page_table.stride(0),

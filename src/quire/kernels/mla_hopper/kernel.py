@@ -25,27 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.pipeline import reinterpret, tma_load
-from quire.kernels.mla_hopper.schedule import (
-    ROWS,
-    TILE,
-    Costs,
-    Lengths,
-    find_partition,
-    keys_of,
-    num_tiles,
-    queries_of,
-)
+from quire.kernels.hopper.convert import scale_of_rows
+from quire.kernels.hopper.pipeline import reinterpret
+from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, allocate, wait
+from quire.kernels.mla_hopper.producer import convert, produce
+from quire.kernels.mla_hopper.schedule import ROWS, TILE, Costs, Lengths, find_partition, queries_of, work_of
 from quire.kernels.primitives import LN2
-
-HALF = gl.constexpr(256)  # columns of the values that a consumer warpgroup owns
-QUARTER = gl.constexpr(128)  # columns that are loaded, waited for and freed together
-ROPE = gl.constexpr(64)  # rope columns
-PANEL = gl.constexpr(64)  # columns of a TMA box
-EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
-# Quarters of an even and of an odd tile in the order in which they are loaded and multiplied. Both warpgroups multiply
-# the values of the odd tile at the same time. So they free its quarters 0 and 2 first.
-ORDER = gl.constexpr(((0, 1, 2, 3), (2, 0, 3, 1)))
 
 
 class Queries(NamedTuple):
@@ -72,149 +57,14 @@ class Outputs(NamedTuple):
     stride_lse: Any
 
 
-class Shared(NamedTuple):
-    """Shared memory and its barriers. The even warpgroup owns quarters 0 and 1 of the columns, the odd one 2 and 3."""
-
-    q: Any  # [4, ROWS, QUARTER]: quarters of the queries
-    q_rope: Any  # [1, ROWS, ROPE]
-    kv: Any  # [8, TILE, QUARTER]: quarters of the even tile, then of the odd tile
-    kv_rope: Any  # [2, TILE, ROPE]: rope columns of the even and of the odd tile, later their probabilities
-    maximum: Any  # [2, ROWS]: of the even and of the odd warpgroup
-    total: Any  # [2, ROWS]: sum of exponentials
-    full: Any  # 8 barriers: the quarter has arrived
-    empty: Any  # 8: the quarter may be overwritten
-    q_full: Any  # both warpgroups have stored their quarters of the queries
-    q_empty: Any  # both warpgroups have multiplied the queries
-    p_full: Any  # 2: probabilities and maximum are stored
-    total_full: Any  # both sums are stored
-
-
-class Work(NamedTuple):
-    """The tiles of one sequence that a program attends to."""
-
-    seq: Any
-    q_start: Any  # its first query token
-    q_len: Any
-    first_pos: Any  # position of its first query
-    seq_len: Any
-    visible: Any  # keys that the row block sees
-    tile: Any  # first tile, in the sequence
-    count: Any  # tiles
-    starts: Any  # the first tile is the sequence's first
-    ends: Any  # the last tile is the sequence's last
-
-
-@gluon.jit
-def work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS: gl.constexpr):
-    """Return the tiles of a sequence that the partition holds, and the next sequence's place in the list.
-
-    The sequence's own place is `place`.
-    """
-    q_start, q_len = queries_of(lengths, seq)
-    first_pos, seq_len, visible = keys_of(lengths, seq, q_len, row_block, causal, NUM_HEADS)
-    tiles = num_tiles(q_len, visible, row_block, NUM_HEADS)
-    place += gl.where(tiles > 0, partition.overhead, 0)
-    start = first_tile(partition, place)
-    stop = gl.minimum(partition.high - place, tiles)
-    work = Work(seq, q_start, q_len, first_pos, seq_len, visible, start, stop - start, start == 0, stop == tiles)
-    return work, place + tiles
-
-
-@gluon.jit
-def first_tile(partition, place):
-    """Return the first tile of a sequence that is in the partition; the sequence's tiles begin at `place`."""
-    return gl.maximum(partition.low - place, 0)
-
-
-@gluon.jit
-def make_barrier(ARRIVALS: gl.constexpr):
-    """Allocate a barrier that completes after ARRIVALS arrivals."""
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, ARRIVALS)
-    return barrier
-
-
-@gluon.jit
-def make_barriers(NUMBER: gl.constexpr):
-    """Allocate barriers that complete after one arrival."""
-    barriers = ()
-    for _ in gl.static_range(NUMBER):
-        barriers = barriers + (make_barrier(1),)
-    return barriers
-
-
-@gluon.jit
-def wait(barrier, phase):
-    """Wait until a barrier has completed its phase-th phase."""
-    mbarrier.wait(barrier, phase & 1)
-
-
-@gluon.jit
-def produce(
-    s, kv_desc, page_table, lengths, partition, row_block, causal, stride_table, table_width, page_rows,
-    NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
-):  # fmt: skip
-    """Load the latents of every tile of the partition. The producer warp runs this."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    lane = gl.arange(0, 32, LANES)
-    seq, place = partition.seq, partition.first
-    uses, odd_uses = 0, 0
-    while place < partition.high:
-        row = page_table + seq.to(gl.int64) * stride_table
-        # These page numbers are loaded before the length of the sequence is known, so only the table bounds them.
-        pos = first_tile(partition, place + partition.overhead) * TILE
-        pages = load_pages(row, pos + lane * BOX, table_width * PAGE_SIZE, PAGE_SIZE)
-        work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
-        stop = gl.minimum(pos + work.count * TILE, work.visible)
-        pages = gl.where(pos + lane * BOX < stop, pages, 0)
-        end = pos + work.count * TILE
-        while pos < end:
-            rows = ()
-            for i in gl.static_range(2 * TILE // BOX):
-                page = gl.sum(gl.where(lane == i, pages, 0), 0)
-                rows = rows + (page * page_rows + (pos + i * BOX) % PAGE_SIZE,)
-            pages = load_pages(row, pos + 2 * TILE + lane * BOX, stop, PAGE_SIZE)
-            has_odd = pos + TILE < end
-            for i in gl.static_range(4):
-                load_quarter(s, kv_desc, rows, EVEN, ORDER[EVEN][i], uses, BOX)
-            if has_odd:
-                for i in gl.static_range(4):
-                    load_quarter(s, kv_desc, rows, ODD, ORDER[ODD][i], odd_uses, BOX)
-                odd_uses += 1
-            uses += 1
-            pos += 2 * TILE
-        seq += 1
-        place = next_place
-
-
-@gluon.jit
-def load_pages(row, pos, stop, PAGE_SIZE: gl.constexpr):
-    """Load the page numbers of boxes at positions `pos`. Boxes that begin at `stop` or later come from page 0."""
-    return gl.load(row + pos // PAGE_SIZE, mask=pos < stop, other=0).to(gl.int32)
-
-
-@gluon.jit
-def load_quarter(s, kv_desc, rows, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use, BOX: gl.constexpr):
-    """Load a quarter of a tile when its place is free. The quarter that is multiplied last brings the rope columns."""
-    PLACE: gl.constexpr = PARITY * 4 + QUARTER_I
-    WITH_ROPE: gl.constexpr = ORDER[PARITY][3] == QUARTER_I
-    wait(s.empty[PLACE], use + 1)
-    mbarrier.expect(s.full[PLACE], TILE * (QUARTER + ROPE if WITH_ROPE else QUARTER) * 2)
-    for box in gl.static_range(TILE // BOX):
-        row = rows[PARITY * (TILE // BOX) + box]
-        for panel in gl.static_range(QUARTER // PANEL):
-            into = s.kv.index(PLACE).slice(panel * PANEL, PANEL, 1).slice(box * BOX, BOX)
-            tma_load(kv_desc, [row, QUARTER_I * QUARTER + panel * PANEL], s.full[PLACE], into)
-        if WITH_ROPE:
-            tma_load(kv_desc, [row, 2 * HALF], s.full[PLACE], s.kv_rope.index(PARITY).slice(box * BOX, BOX))
-
-
 @gluon.jit
 def consume(
     PARITY: gl.constexpr, s, queries, outputs, lengths, partition, partition_index, num_partitions, row_block, causal,
-    scale, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
+    softmax_scale, scale_ptr, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Attend to every tile of the partition and write the results. Each consumer warpgroup runs this."""
+    if scale_ptr is not None:
+        softmax_scale *= gl.load(scale_ptr)
     seq, place = partition.seq, partition.first
     uses, odd_uses, works = 0, 0, 0
     while place < partition.high:
@@ -224,7 +74,7 @@ def consume(
         panels = load_queries(PARITY, queries, lengths, seq, row_block + zero, NUM_HEADS)
         work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
         if work.count > 0:
-            store_queries(PARITY, s, panels, works)
+            scale = store_queries(PARITY, s, panels, works, softmax_scale)
             if PARITY == EVEN:
                 acc, m_i, l_i = attend_even(s, work, uses, odd_uses, row_block, causal, scale, NUM_HEADS)
             else:
@@ -235,6 +85,8 @@ def consume(
             mbarrier.arrive(s.total_full, count=1)
             wait(s.total_full, works)
             l_i += s.total.index(1 - PARITY).load(l_i.type.layout)
+            if scale_ptr is not None:
+                acc = scale_rows(acc, gl.full(m_i.shape, gl.load(scale_ptr), gl.float32, m_i.type.layout))
             if work.starts & work.ends:
                 store_result(PARITY, s, acc, m_i, l_i, outputs, work, row_block + zero, NUM_HEADS)
             else:
@@ -267,9 +119,31 @@ def load_queries(PARITY: gl.constexpr, queries, lengths, seq, row_block, NUM_HEA
 
 
 @gluon.jit
-def store_queries(PARITY: gl.constexpr, s, panels, works):
-    """Store the queries to shared memory, and wait for the other warpgroup's."""
+def store_queries(PARITY: gl.constexpr, s, panels, works, softmax_scale):
+    """Store the queries to shared memory, and wait for the other warpgroup's.
+
+    With fp8 latents, queries become float16. Each row is scaled by a power of two, so that none overflows.
+
+    Returns:
+        The factor of scores, or of each row's scores.
+    """
+    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     wait(s.q_empty, works + 1)
+    scale = softmax_scale
+    if len(s.peak_full) > 0:
+        peak = gl.max(gl.abs(panels[0].to(gl.float32)), 1)
+        for i in gl.static_range(1, len(panels)):
+            peak = gl.maximum(peak, gl.max(gl.abs(panels[i].to(gl.float32)), 1))
+        s.maximum.index(PARITY).store(peak)
+        mbarrier.arrive(s.peak_full[0], count=1)
+        wait(s.peak_full[0], works)
+        peak = gl.maximum(peak, s.maximum.index(1 - PARITY).load(peak.type.layout))
+        factor, inverse = scale_of_rows(peak, 14)
+        scale = softmax_scale * gl.convert_layout(inverse, gl.SliceLayout(1, OF_SCORES))
+        scaled = ()
+        for i in gl.static_range(len(panels)):
+            scaled = scaled + ((panels[i].to(gl.float32) * factor[:, None]).to(s.q.dtype),)
+        panels = scaled
     for panel in gl.static_range(HALF // PANEL):
         quarter = s.q.index(PARITY * 2 + panel * PANEL // QUARTER)
         quarter.slice(panel * PANEL % QUARTER, PANEL, 1).store(panels[panel])
@@ -278,6 +152,7 @@ def store_queries(PARITY: gl.constexpr, s, panels, works):
     fence_async_shared()
     mbarrier.arrive(s.q_full, count=1)
     wait(s.q_full, works)
+    return scale
 
 
 @gluon.jit
@@ -354,6 +229,15 @@ def finite(m_i):
 
 
 @gluon.jit
+def probabilities(scores, scale, m_i):
+    """Return exponentials of the scores, relative to the maximum of their row; `scale` is a number or one per row."""
+    if len(scale.shape) > 0:
+        return gl.exp2(scores * scale[:, None] - finite(m_i)[:, None])
+    else:
+        return gl.exp2(scores * scale - finite(m_i)[:, None])
+
+
+@gluon.jit
 def scale_rows(acc, factor):
     """Multiply each row of both quarters by its factor."""
     left, right = acc
@@ -418,7 +302,7 @@ def attend_to_own_even_tile(
     scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
     zero_invisible_rows(EVEN, s, zero, pos, work.visible)
     m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
-    p = gl.exp2(scores * scale - finite(m_even)[:, None])
+    p = probabilities(scores, scale, m_even)
     hand_over(EVEN, s, p, m_even)
     alpha = gl.exp2(m_i - finite(m_even))
     l_i = l_i * alpha + gl.sum(p, 1)
@@ -442,7 +326,7 @@ def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.co
         # The softmax of this tile overlaps the product of the even one.
         acc, m_even, alpha = attend_to_even_tile(acc, m_i, s, use + i, zero, OF_SCORES)
         m_i = gl.maximum(m_even, highest)
-        p = gl.exp2(scores * scale - finite(m_i)[:, None])
+        p = probabilities(scores, scale, m_i)
         hand_over(ODD, s, p, m_i)
         beta = gl.exp2(m_even - finite(m_i))
         l_i = l_i * (alpha * beta) + gl.sum(p, 1)
@@ -481,8 +365,10 @@ def store_result(PARITY: gl.constexpr, s, acc, m_i, l_i, outputs, work, row_bloc
     empty = l_i == 0.0
     safe = gl.where(empty, 1.0, l_i)
     quarters = scale_rows(acc, 1.0 / safe)
+    element: gl.constexpr = outputs.out.dtype.element_ty
     for i in gl.static_range(2):
-        s.q.index(PARITY * 2 + i).store(quarters[i].to(s.q.dtype))
+        place = s.q.index(PARITY * 2 + i)
+        reinterpret(place, element, place.shape, place.layout).store(quarters[i].to(element))
     for i in gl.static_range(2):
         cols = PARITY * HALF + i * QUARTER + gl.arange(0, QUARTER, gl.SliceLayout(0, LAYOUT))[None, :]
         for first in gl.static_range(0, ROWS, 32):
@@ -490,7 +376,8 @@ def store_result(PARITY: gl.constexpr, s, acc, m_i, l_i, outputs, work, row_bloc
             token = rows // NUM_HEADS
             offsets = (work.q_start + token).to(gl.int64) * outputs.stride_out_token
             offsets += (rows % NUM_HEADS).to(gl.int64) * outputs.stride_out_head
-            values = s.q.index(PARITY * 2 + i).slice(first, 32).load(LAYOUT)
+            place = s.q.index(PARITY * 2 + i)
+            values = reinterpret(place, element, place.shape, place.layout).slice(first, 32).load(LAYOUT)
             gl.store(outputs.out + offsets[:, None] + cols, values, mask=(token < work.q_len)[:, None])
     if PARITY == EVEN:
         if outputs.lse is not None:
@@ -518,30 +405,16 @@ def store_partial(PARITY: gl.constexpr, acc, m_i, l_i, outputs, slot, PARTIAL_RO
 
 @gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "sequence_cost", "stride_table", "table_width"])
 def mla_hopper_kernel(
-    out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, kv_desc,
+    out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, scale_ptr, kv_desc, rope_desc,
     page_table, seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
     scale, causal, num_seqs, num_partitions, combine_cost, sequence_cost, stride_table, table_width, page_rows,
     stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head,
     stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
 ):  # fmt: skip
-    element: gl.constexpr = kv_desc.dtype
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    s = Shared(
-        gl.allocate_shared_memory(element, [4, ROWS, QUARTER], WIDE),
-        gl.allocate_shared_memory(element, [1, ROWS, ROPE], WIDE),
-        gl.allocate_shared_memory(element, [8, TILE, QUARTER], WIDE),
-        gl.allocate_shared_memory(element, [2, TILE, ROPE], WIDE),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
-        make_barriers(8),
-        make_barriers(8),
-        make_barrier(2),
-        make_barrier(2),
-        make_barriers(2),
-        make_barrier(2),
-    )  # fmt: skip
+    IS_RAW: gl.constexpr = rope_desc is not None
+    element: gl.constexpr = gl.float16 if IS_RAW else kv_desc.dtype
+    s = allocate(element, IS_RAW)
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
@@ -551,18 +424,36 @@ def mla_hopper_kernel(
     partition = find_partition(lengths, index, num_partitions, costs, row_block, causal > 0, NUM_HEADS)
     queries = Queries(q_nope_ptr, q_rope_ptr, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head)
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
-    gl.warp_specialize(
-        [
-            (consume, (
-                EVEN, s, queries, outputs, lengths, partition, index, num_partitions, row_block, causal > 0, scale,
-                NUM_HEADS, PARTIAL_ROWS)),
-            (consume, (
-                ODD, s, queries, outputs, lengths, partition, index, num_partitions, row_block, causal > 0, scale,
-                NUM_HEADS, PARTIAL_ROWS)),
-            (produce, (
-                s, kv_desc, page_table, lengths, partition, row_block, causal > 0, stride_table, table_width, page_rows,
-                NUM_HEADS, PAGE_SIZE, BOX)),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    if IS_RAW:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    EVEN, s, queries, outputs, lengths, partition, index, num_partitions, row_block, causal > 0, scale,
+                    scale_ptr, NUM_HEADS, PARTIAL_ROWS)),
+                (consume, (
+                    ODD, s, queries, outputs, lengths, partition, index, num_partitions, row_block, causal > 0, scale,
+                    scale_ptr, NUM_HEADS, PARTIAL_ROWS)),
+                (convert, (s, kv_desc, rope_desc, lengths, partition, row_block, causal > 0, NUM_HEADS)),
+                (produce, (
+                    s, kv_desc, rope_desc, page_table, lengths, partition, row_block, causal > 0, stride_table,
+                    table_width, page_rows, NUM_HEADS, PAGE_SIZE, BOX)),
+            ],
+            [4, 4, 1],
+            [208, 64, 32],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    EVEN, s, queries, outputs, lengths, partition, index, num_partitions, row_block, causal > 0, scale,
+                    scale_ptr, NUM_HEADS, PARTIAL_ROWS)),
+                (consume, (
+                    ODD, s, queries, outputs, lengths, partition, index, num_partitions, row_block, causal > 0, scale,
+                    scale_ptr, NUM_HEADS, PARTIAL_ROWS)),
+                (produce, (
+                    s, kv_desc, rope_desc, page_table, lengths, partition, row_block, causal > 0, stride_table,
+                    table_width, page_rows, NUM_HEADS, PAGE_SIZE, BOX)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip

@@ -19,6 +19,7 @@ from quire.kernels.scratch import ScratchSize
 
 ROWS = 64  # rows of a row block, as schedule.ROWS
 WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
+FEW_ROWS = 16  # see `propose` (NVIDIA H200, 2026-11-22)
 FEW_SEQS = 32  # up to this many sequences, programs of the combine belong to sequences, otherwise to boundaries
 COMBINED = 8192  # float32 numbers of partials that a program of the combine holds at once
 SMALLEST_COMBINE = 132  # programs below which a program combines fewer rows or columns
@@ -130,7 +131,7 @@ class MLAHopperLaunch:
 
 def matrix_of_latents(cache: PagedKVCache) -> Matrix | None:
     """Return a cache's latents as a matrix; None if the kernel does not serve the cache."""
-    if cache.layout != "NHD" or page_box(cache) < MIN_TMA_BOX:
+    if cache.layout != "NHD" or cache.scale_kind == "record" or page_box(cache) < MIN_TMA_BOX:
         return None
     return matrix_of(cache.k, cache.extents[0], cache.strides[0][:3])
 
@@ -148,8 +149,11 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
         return "config, num_splits or batch_invariant"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) != WIDTHS:
         return "latents that are not 512 + 64 wide"
-    if spec.dtype is torch.float32 or spec.kv_dtype != spec.dtype:
-        return "float32 or quantised latents"
+    if spec.dtype is torch.float32:
+        return "float32"
+    few_rows = request.rows_per_seq <= FEW_ROWS < request.num_seqs
+    if spec.kv_dtype != spec.dtype and few_rows and options.kernel is None:
+        return "many sequences with few rows over fp8 latents, which the portable kernel attends to faster"
     if spec.sliding_window is not None or spec.sliding_window_right is not None:
         return "sliding windows"
     if spec.softcap or spec.alibi or spec.sinks:

@@ -54,14 +54,16 @@ class MLAHopperRunner:
         if decided.num_programs(q_nope.shape[0]) == 0:
             return
         box = min(TILE, page_box(cache))
-        descriptor = describe(cache.k, matrix, box, cache.head_dim)
-        tensors = out, lse, q_nope, q_pe
+        descriptors = describe(cache.k, matrix, box, cache.head_dim), None
+        if cache.dtype.itemsize == 1:
+            descriptors = descriptors[0], describe(cache.k, matrix, box, decided.request.spec.qk_rope_head_dim)
+        tensors = out, lse, q_nope, q_pe, cache.k_scale
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
-        if not any((at or 0) % 16 for at in addresses):
+        if not any((at or 0) % 16 for at in addresses[:4]):
             key = cache.kind, q_nope.stride(), q_pe.stride(), out.stride(), None if lse is None else lse.stride(0)
         grid = (decided.row_blocks, decided.num_partitions, 1)
-        if key is None or not self.launches.relaunch(("attend", key), grid, (*addresses, descriptor)):
+        if key is None or not self.launches.relaunch(("attend", key), grid, (*addresses, *descriptors)):
             attend_key = None if key is None else ("attend", key)
             k, spec, table = cache.strides[0], decided.request.spec, self.batch.page_table
             scores = spec.softmax_scale * LOG2E.value, int(spec.causal)
@@ -69,7 +71,7 @@ class MLAHopperRunner:
             pages = table.stride(0), table.shape[1], k.page // k.slot
             fixed = table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
             meta = decided.constexprs() | {"PAGE_SIZE": cache.page_size, "BOX": box, "num_warps": 4, "launch_pdl": True}
-            self.launches.launch(attend_key, mla_hopper_kernel, grid, (*tensors, descriptor), fixed, meta)
+            self.launches.launch(attend_key, mla_hopper_kernel, grid, (*tensors, *descriptors), fixed, meta)
         if decided.num_partitions > 1:
             self.combine(key, out, lse, addresses[:2])
 

@@ -145,3 +145,40 @@ def find_partition(lengths, index, num_partitions, costs, row_block, causal, NUM
         first_place = gl.maximum(first_place, end)
         start += gl.sum(tiles, 0)
     return Partition(low, gl.minimum(low + size, total), size, overhead, seq, first_place)
+
+
+class Work(NamedTuple):
+    """The tiles of one sequence that a program attends to."""
+
+    seq: Any
+    q_start: Any  # its first query token
+    q_len: Any
+    first_pos: Any  # position of its first query
+    seq_len: Any
+    visible: Any  # keys that the row block sees
+    tile: Any  # first tile, in the sequence
+    count: Any  # tiles
+    starts: Any  # the first tile is the sequence's first
+    ends: Any  # the last tile is the sequence's last
+
+
+@gluon.jit
+def work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Return the tiles of a sequence that the partition holds, and the next sequence's place in the list.
+
+    The sequence's own place is `place`.
+    """
+    q_start, q_len = queries_of(lengths, seq)
+    first_pos, seq_len, visible = keys_of(lengths, seq, q_len, row_block, causal, NUM_HEADS)
+    tiles = num_tiles(q_len, visible, row_block, NUM_HEADS)
+    place += gl.where(tiles > 0, partition.overhead, 0)
+    start = first_tile(partition, place)
+    stop = gl.minimum(partition.high - place, tiles)
+    work = Work(seq, q_start, q_len, first_pos, seq_len, visible, start, stop - start, start == 0, stop == tiles)
+    return work, place + tiles
+
+
+@gluon.jit
+def first_tile(partition, place):
+    """Return the first tile of a sequence that is in the partition; the sequence's tiles begin at `place`."""
+    return gl.maximum(partition.low - place, 0)

@@ -37,7 +37,7 @@ from quire.kernels.primitives import (
     store_result,
     table_row,
 )
-from quire.kernels.split_kv.reduce import Partial, arrive_is_last, combine_group, combine_partials, store_partial
+from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
 
 
@@ -87,7 +87,11 @@ def split_kv_kernel(
     # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
     # another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
     ROOM: tl.constexpr = 4096 if PARTIAL_ROWS > 16 else (8192 if PER_ROW_MASK else 16384)
-    P: tl.constexpr = Partial(PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK, ROOM)
+    MIN_PARTIALS: tl.constexpr = TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS
+    P: tl.constexpr = Partial(
+        PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK, ROOM, FIXED_SPLIT > 0,
+        MIN_PARTIALS if TWO_LEVEL else None,
+    )  # fmt: skip
     partition = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     unit, high, size, seq, seq_unit = find_partition(
@@ -193,49 +197,12 @@ def split_kv_kernel(
         if num_here == num_units:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_DV), HEAD_DIM_V)
         else:
-            # The row block's partials are in slot `first_slot`, and in slots from `next_slot` on in steps of `step`.
-            first_partition = block_unit // size
-            num_arrivals = (block_unit + num_units - 1) // size - first_partition + 1
-            if FIXED_SPLIT == 0:
-                first_slot, next_slot, step, num_partials = (
-                    2 * first_partition + 1,
-                    2 * first_partition + 2,
-                    2,
-                    num_arrivals,
-                )
-                slot = 2 * partition + (partition == first_partition).to(tl.int32)
-            else:
-                first_slot, next_slot, step = block_unit, (first_partition + 1) * size, 1
-                num_partials = 1 + block_unit + num_units - next_slot
-                slot = block_unit
-            begun = (FIXED_SPLIT == 0) | (unit == block_unit)
-            store_partial(scratch, acc, m_i, l_i, slot * NUM_KV_HEADS + kv_head, begun, False, BLOCK_M, P)
-            counter, arrives = 2 * first_partition + 1, num_arrivals > 0
-            if TWO_LEVEL:
-                # First level: the last program to arrive in a group of adjacent partials combines them into the first.
-                # Second level: the last program to arrive combines the first partials of all groups.
-                if num_partials > (TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS):
-                    group = (tl.sqrt(num_partials.to(tl.float32)) + 0.5).to(tl.int32)
-                    leader = (partition - first_partition) // group * group
-                    leader_slot = tl.where(leader == 0, first_slot, next_slot + (leader - 1) * step)
-                    members = tl.minimum(group, num_partials - leader)
-                    arrives = arrive_is_last(scratch, leader_slot * NUM_KV_HEADS + kv_head, members, num_arrivals > 0)
-                    if arrives:
-                        after_leader = tl.where(leader == 0, next_slot, leader_slot + step)
-                        combine_group(scratch, leader_slot, after_leader, step, members, kv_head, P)
-                    counter = next_slot
-                    next_slot += (group - 1) * step
-                    step *= group
-                    num_partials = tl.cdiv(num_partials, group)
-                    num_arrivals = num_partials
-            if arrive_is_last(scratch, counter * NUM_KV_HEADS + kv_head, num_arrivals, arrives):
+            is_last, slots = store_and_arrive(
+                scratch, acc, m_i, l_i, partition, kv_head, unit, block_unit, num_units, size, BLOCK_M, P
+            )
+            if is_last:
                 stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
-                for column_group in tl.range(BLOCK_DV // COLUMNS, num_stages=1):
-                    columns = column_group * COLUMNS + tl.arange(0, COLUMNS)
-                    acc_columns, combined_m, combined_l = combine_partials(
-                        scratch, first_slot, next_slot, step, num_partials, kv_head, columns, FIXED_SPLIT > 0, P
-                    )
-                    store_result(outputs, acc_columns, combined_m, combined_l, v_scale, stored, columns, HEAD_DIM_V)
+                store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
         unit += num_here
         seq_ends = unit == seq_unit + num_units * num_blocks
         seq += seq_ends.to(tl.int32)

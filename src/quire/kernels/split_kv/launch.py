@@ -46,7 +46,7 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def full_tile_loop(self) -> bool:
-        """Whether full tiles have a loop without masks.
+        """Whether there is a full-tile loop.
 
         Only with one row block per sequence: partitions of several row blocks are short, and slower with two loops.
         """
@@ -154,9 +154,9 @@ class SplitKVLaunch(PortableLaunch):
         fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
         return PortableRunner(self, batch, split_kv_kernel, fixed)
 
-    def __str__(self) -> str:
-        details = f"{self.num_partitions} partitions × {self.request.spec.num_kv_heads} KV heads"
-        details += f", partials of {self.partial_rows} rows"
+    def describe_partitions(self, lanes: str) -> str:
+        """Return in words how the batch is cut; `lanes` are the programs that share a partition."""
+        details = f"{self.num_partitions} partitions × {lanes}, partials of {self.partial_rows} rows"
         if self.is_two_level:
             details += ", two-level combine"
         if self.request.num_seqs > self.seqs_at_once:
@@ -165,7 +165,11 @@ class SplitKVLaunch(PortableLaunch):
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
         if self.max_decode_queries:
             details += f", sequences of at most {self.max_decode_queries} queries"
-        return f"split-KV kernel: {self.describe_config()}, {details}"
+        return details
+
+    def __str__(self) -> str:
+        lanes = f"{self.request.spec.num_kv_heads} KV heads"
+        return f"split-KV kernel: {self.describe_config()}, {self.describe_partitions(lanes)}"
 
 
 def rounded(request: Request) -> tuple[int, float, int, int]:

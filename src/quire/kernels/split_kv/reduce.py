@@ -1,7 +1,10 @@
 """Combine the partials of a row block. The last program to arrive at the row block does it.
 
 A partial is the state of one row block over some of its keys: acc, m_i and l_i of `primitives.py`, as float32 in the
-plan's scratch.
+plan's scratch. A slot of the scratch holds a partial of each lane. Lanes are the programs that share a partition: one
+for each KV head in the split-KV kernel, and one for each row block of a band in the MLA kernel.
+
+A program that leaves a row block unfinished calls `store_and_arrive`. The last one then calls `store_combined`.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.primitives import combine
+from quire.kernels.primitives import combine, store_result
 
 
 class Partial(NamedTuple):
@@ -19,9 +22,86 @@ class Partial(NamedTuple):
     HEAD_DIM_V: Any
     BLOCK_DV: Any
     COLUMNS: Any  # combined at a time
-    NUM_KV_HEADS: Any
+    LANES: Any
     PER_ROW_MASK: Any
     ROOM: Any  # elements of acc that the registers hold for one round of `combine_partials`
+    FIXED_SPLIT: Any  # slots belong to splits, which are added one by one; otherwise slots belong to partitions
+    TWO_LEVEL_MIN_PARTIALS: Any  # more partials than these are combined in two levels; None for never
+
+
+class Slots(NamedTuple):
+    """Where a row block's partials are: in slot `first`, and in slots from `next` on in steps of `step`."""
+
+    first: Any
+    next: Any
+    step: Any
+    num_partials: Any
+
+
+@triton.jit
+def store_and_arrive(
+    scratch, acc, m_i, l_i, partition, lane, unit, block_unit, num_units, size, BLOCK_M: tl.constexpr, P: tl.constexpr
+):
+    """Write this program's partial of a row block and count its arrival.
+
+    With FIXED_SPLIT, a row block's later splits are stored already. Only the program that begins it has a state left.
+
+    Args:
+        scratch: views.Partials.
+        acc, m_i, l_i: the state over this program's units of the row block.
+        partition, lane: of this program.
+        unit: the first unit of the row block that is in this partition.
+        block_unit: the first unit of the row block.
+        num_units: units of the row block.
+        size: units of a partition.
+        BLOCK_M: rows of the state.
+        P: Partial.
+
+    Returns:
+        is_last: whether all programs of the row block have arrived, and this one combines what they wrote.
+        slots: Slots.
+    """
+    first_partition = block_unit // size
+    num_arrivals = (block_unit + num_units - 1) // size - first_partition + 1
+    if P.FIXED_SPLIT:
+        first_slot, next_slot, step = block_unit, (first_partition + 1) * size, 1
+        num_partials = 1 + block_unit + num_units - next_slot
+        slot = block_unit
+    else:
+        first_slot, next_slot, step = 2 * first_partition + 1, 2 * first_partition + 2, 2
+        num_partials = num_arrivals
+        slot = 2 * partition + (partition == first_partition).to(tl.int32)
+    begun = (not P.FIXED_SPLIT) | (unit == block_unit)
+    store_partial(scratch, acc, m_i, l_i, slot * P.LANES + lane, begun, False, BLOCK_M, P)
+    counter, arrives = 2 * first_partition + 1, num_arrivals > 0
+    if P.TWO_LEVEL_MIN_PARTIALS is not None:
+        # First level: the last program to arrive in a group of adjacent partials combines them into the first. Second
+        # level: the last program to arrive combines the first partials of all groups.
+        if num_partials > P.TWO_LEVEL_MIN_PARTIALS:
+            group = (tl.sqrt(num_partials.to(tl.float32)) + 0.5).to(tl.int32)
+            leader = (partition - first_partition) // group * group
+            leader_slot = tl.where(leader == 0, first_slot, next_slot + (leader - 1) * step)
+            members = tl.minimum(group, num_partials - leader)
+            arrives = arrive_is_last(scratch, leader_slot * P.LANES + lane, members, num_arrivals > 0)
+            if arrives:
+                after_leader = tl.where(leader == 0, next_slot, leader_slot + step)
+                combine_group(scratch, Slots(leader_slot, after_leader, step, members), lane, P)
+            counter = next_slot
+            next_slot += (group - 1) * step
+            step *= group
+            num_partials = tl.cdiv(num_partials, group)
+            num_arrivals = num_partials
+    is_last = arrive_is_last(scratch, counter * P.LANES + lane, num_arrivals, arrives)
+    return is_last, Slots(first_slot, next_slot, step, num_partials)
+
+
+@triton.jit
+def store_combined(scratch, slots, lane, outputs, v_scale, rows, P: tl.constexpr):
+    """Combine a row block's partials, a group of columns at a time, and write its result; `rows` are P.ROWS rows."""
+    for column_group in tl.range(P.BLOCK_DV // P.COLUMNS, num_stages=1):
+        columns = column_group * P.COLUMNS + tl.arange(0, P.COLUMNS)
+        acc, m_i, l_i = combine_partials(scratch, slots, lane, columns, P)
+        store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, P.HEAD_DIM_V)
 
 
 @triton.jit
@@ -60,12 +140,12 @@ def arrive_is_last(scratch, counter, num_arrivals, arrives):
 
 
 @triton.jit
-def combine_group(scratch, first_slot, next_slot, step, num_partials, kv_head, P: tl.constexpr):
-    """Combine some partials of a row block into the first of them; their slots are those of `combine_partials`."""
-    rows = (first_slot * P.NUM_KV_HEADS + kv_head) * P.ROWS + tl.arange(0, P.ROWS)
+def combine_group(scratch, slots, lane, P: tl.constexpr):
+    """Combine some partials of a row block into the first of them."""
+    rows = (slots.first * P.LANES + lane) * P.ROWS + tl.arange(0, P.ROWS)
     for column_group in tl.range(P.BLOCK_DV // P.COLUMNS, num_stages=1):
         columns = column_group * P.COLUMNS + tl.arange(0, P.COLUMNS)
-        acc, m_i, l_i = combine_partials(scratch, first_slot, next_slot, step, num_partials, kv_head, columns, False, P)
+        acc, m_i, l_i = combine_partials(scratch, slots, lane, columns, P)
         tl.debug_barrier()  # all threads have read the partial that is now overwritten
         ptrs = scratch.acc + rows.to(tl.int64)[:, None] * P.HEAD_DIM_V + columns[None, :]
         tl.store(ptrs, acc, mask=(columns < P.HEAD_DIM_V)[None, :])
@@ -75,14 +155,11 @@ def combine_group(scratch, first_slot, next_slot, step, num_partials, kv_head, P
 
 
 @triton.jit
-def combine_partials(
-    scratch, first_slot, next_slot, step, num_partials, kv_head, offs_dv, LEFT_FOLD: tl.constexpr, P: tl.constexpr
-):
+def combine_partials(scratch, slots, lane, offs_dv, P: tl.constexpr):
     """Return the combined state of a row block's partials, of columns `offs_dv`, in key order.
 
-    The first partial is in slot `first_slot`, the others are in slots from `next_slot` on in steps of `step`. With
-    LEFT_FOLD they are added one by one, as batch invariance requires. Otherwise a round of partials is rescaled to one
-    maximum.
+    With FIXED_SPLIT they are added one by one, as batch invariance requires. Otherwise a round of partials is rescaled
+    to one maximum.
     """
     # A round has as many partials as the registers can hold.
     WIDTH: tl.constexpr = max(1, min(8, P.ROOM // (P.ROWS * P.COLUMNS)))
@@ -92,7 +169,7 @@ def combine_partials(
     acc = tl.zeros([P.ROWS, P.COLUMNS], tl.float32)
     m_i = tl.full([P.ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([P.ROWS], tl.float32)
-    for first in tl.range(0, num_partials, WIDTH, num_stages=1):
+    for first in tl.range(0, slots.num_partials, WIDTH, num_stages=1):
         accs, ms, ls = (), (), ()
         # All loads of a round are in flight together. They bypass L1 (.cg), since other programs wrote the partials.
         for i in tl.static_range(WIDTH):
@@ -100,20 +177,20 @@ def combine_partials(
             # round reads the last partial again with weight 0. Decode masks the load of m_i: with a select, ptxas would
             # wait for m_i before it issues the loads of acc, and a round would take two latencies. Drafts select, since
             # a mask would need registers that they lack.
-            index = tl.minimum(first + i, num_partials - 1)
-            slot = tl.where(index == 0, first_slot, next_slot + (index - 1) * step)
-            base = (slot * P.NUM_KV_HEADS + kv_head).to(tl.int64) * P.ROWS
+            index = tl.minimum(first + i, slots.num_partials - 1)
+            slot = tl.where(index == 0, slots.first, slots.next + (index - 1) * slots.step)
+            base = (slot * P.LANES + lane).to(tl.int64) * P.ROWS
             if P.PER_ROW_MASK:
                 other_m = tl.load(scratch.m_i + base + offs_r, cache_modifier=".cg")
-                other_m = tl.where(first + i < num_partials, other_m, float("-inf"))
+                other_m = tl.where(first + i < slots.num_partials, other_m, float("-inf"))
             else:
-                present = (first + i + 0 * offs_r) < num_partials
+                present = (first + i + 0 * offs_r) < slots.num_partials
                 other_m = tl.load(scratch.m_i + base + offs_r, mask=present, other=float("-inf"), cache_modifier=".cg")
             ms = ms + (other_m,)
             ls = ls + (tl.load(scratch.l_i + base + offs_r, cache_modifier=".cg"),)
             acc_ptrs = scratch.acc + base * P.HEAD_DIM_V + offs
             accs = accs + (tl.load(acc_ptrs, mask=inside, other=0.0, cache_modifier=".cg"),)
-        if LEFT_FOLD:
+        if P.FIXED_SPLIT:
             for i in tl.static_range(WIDTH):
                 acc, m_i, l_i = combine(acc, m_i, l_i, accs[i], ms[i], ls[i])
         else:

@@ -1,0 +1,135 @@
+"""The layouts of a cache: their names and shapes, and what a tensor must be to have one of them."""
+
+from typing import Any
+
+import torch
+
+from quire.errors import UnsupportedError, check_positive, check_tensor, describe
+from quire.spec import LATENT_FP8_DTYPES, QUANTISED_DTYPES, QUERY_DTYPES, dtype_names
+
+LAYOUTS = {
+    "NHD": "k and v [num_pages, page_size, num_kv_heads, head_dim]",
+    "HND": "k and v [num_pages, num_kv_heads, page_size, head_dim]",
+    "HDNX": "k [num_pages, num_kv_heads, head_dim / x, page_size, x], v [num_pages, num_kv_heads, head_dim, page_size]",
+    "THD": "k and v [num_tokens, num_kv_heads, head_dim], not paged",
+}
+PAGED_LAYOUTS = {name: LAYOUTS[name] for name in ("NHD", "HND", "HDNX")}
+LATENT_LAYOUTS = {
+    "NHD": "latents [num_pages, page_size, head_dim]",
+    "fp8_ds_mla": "vLLM's records of 656 bytes, uint8 [num_pages, page_size, 656]",
+}
+NUM_DIMS = {"NHD": (4, 4), "HND": (4, 4), "HDNX": (5, 4), "THD": (3, 3)}  # of k and v
+SLOT_AXIS = {"NHD": 1, "HND": 2, "HDNX": 3, "fp8_ds_mla": 1}
+HEAD_AXIS = {"NHD": 2, "HND": 1, "HDNX": 1, "THD": 1, "fp8_ds_mla": 2}
+RECORD_BYTES, RECORD_RANK, RECORD_ROPE, RECORD_GROUP = 656, 512, 64, 128  # of fp8_ds_mla; a scale per group of columns
+RECORD_ALIGNMENT = 16  # bytes
+MAX_PAGES = (1 << 31) - 1  # page numbers are int32
+
+
+def check_layout(layout: Any, served: dict[str, str]) -> None:
+    """Raise unless the layout is one of those served, names with their shapes."""
+    if not isinstance(layout, str):
+        raise TypeError(f"layout must be the name of a layout, got {describe(layout)}; one of {', '.join(served)}")
+    if layout not in served:
+        shapes = "; ".join(f"{name}: {shape}" for name, shape in served.items())
+        raise UnsupportedError(f"layout must be one of {', '.join(served)}, got {layout!r}; {shapes}")
+
+
+def check_latents(latents: torch.Tensor, rank: int) -> None:
+    """Raise unless a tensor holds latents, or records, whose first `rank` columns are values."""
+    served = (*QUERY_DTYPES, *LATENT_FP8_DTYPES)
+    if latents.dtype not in (*served, torch.uint8):
+        raise UnsupportedError(
+            f"latents must be of dtype {dtype_names(served)}, or uint8 records, got {latents.dtype}; "
+            "view them as their real dtype"
+        )
+    if latents.dim() != 3 or 0 in latents.shape:
+        raise ValueError(
+            f"latents must be [num_pages, page_size, head_dim] without an empty dimension, got {list(latents.shape)}; "
+            "view them so"
+        )
+    if latents.stride(2) != 1 and not latents.is_contiguous():
+        raise ValueError(
+            f"latents must be contiguous in their last dimension, got strides {latents.stride()}; reallocate the cache"
+        )
+    if latents.dtype is torch.uint8:
+        check_records(latents, rank)
+    elif rank > latents.shape[2]:
+        raise ValueError(
+            f"kv_lora_rank must be at most the width of latents, {latents.shape[2]}, got {rank}; "
+            "values are the first columns of latents"
+        )
+
+
+def check_records(latents: torch.Tensor, rank: int) -> None:
+    """Raise unless a tensor of bytes holds "fp8_ds_mla" records."""
+    if latents.shape[2] != RECORD_BYTES:
+        raise ValueError(
+            f"latents must be records of {RECORD_BYTES} bytes where they are uint8, got {latents.shape[2]} bytes; "
+            "view fp8 latents as float8_e4m3fn"
+        )
+    if rank != RECORD_RANK:
+        raise ValueError(f"kv_lora_rank must be {RECORD_RANK} for fp8_ds_mla records, got {rank}; that is their rank")
+    if any(begin % RECORD_ALIGNMENT for begin in (latents.storage_offset(), *latents.stride()[:2])):
+        raise ValueError(
+            f"latents must be records that begin at multiples of {RECORD_ALIGNMENT} bytes, got strides "
+            f"{latents.stride()} from {latents.storage_offset()}; pad them"
+        )
+
+
+def check_latent_scale(scale: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Return the scale as a tensor [1], or raise unless it fits the latents."""
+    if latents.dtype not in LATENT_FP8_DTYPES:
+        stored = "fp8_ds_mla records, which hold theirs" if latents.dtype is torch.uint8 else str(latents.dtype)
+        raise ValueError(f"scale must be left out for latents of {stored}, got {describe(scale)}; it belongs to e4m3")
+    if not isinstance(scale, torch.Tensor):
+        scale = torch.tensor(check_positive("scale", scale, "1.0 is no scale"), device=latents.device)
+    check_tensor("scale", scale, "pass a number")
+    if scale.numel() != 1 or scale.dim() > 1:
+        raise ValueError(f"scale must be a number or hold one element, got {describe(scale)}; scales are per tensor")
+    if scale.dtype is not torch.float32 or scale.device != latents.device:
+        raise ValueError(f"scale must be float32 on {latents.device}, got {describe(scale)}; convert it")
+    return scale.reshape(1)
+
+
+def check_pages(k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    """Raise unless k and v are pages of one pool in this layout."""
+    if (k.dim(), v.dim()) != NUM_DIMS[layout]:
+        raise ValueError(
+            f"k and v must have {NUM_DIMS[layout][0]} and {NUM_DIMS[layout][1]} dimensions in layout {layout} "
+            f"({LAYOUTS[layout]}), got shapes {tuple(k.shape)} and {tuple(v.shape)}; "
+            "view them so, or name their layout"
+        )
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.stride(-1) != 1 and not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}; reallocate the cache"
+            )
+        if 0 in (tensor.shape[1:] if layout == "THD" else tensor.shape):
+            raise ValueError(
+                f"{name} must have no empty dimension in layout {layout}, got shape {tuple(tensor.shape)}; "
+                "allocate a page at least"
+            )
+    if k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(
+            f"v must have k's dtype and device, {k.dtype} on {k.device}, got {v.dtype} on {v.device}; "
+            "allocate both alike"
+        )
+    if k.dtype not in QUERY_DTYPES + QUANTISED_DTYPES:
+        raise UnsupportedError(
+            f"k must be of dtype {dtype_names(QUERY_DTYPES + QUANTISED_DTYPES)}, got {k.dtype}; "
+            "view it as its real dtype"
+        )
+    dims = [0, HEAD_AXIS[layout]] + ([SLOT_AXIS[layout]] if layout != "THD" else [])
+    if [k.shape[dim] for dim in dims] != [v.shape[dim] for dim in dims]:
+        raise ValueError(
+            f"v must have k's pages, slots and heads, got shape {tuple(v.shape)} where k has {tuple(k.shape)} "
+            f"in layout {layout}; allocate both alike"
+        )
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor share memory, so that it can be read but not written."""
+    if tensor.is_contiguous():
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

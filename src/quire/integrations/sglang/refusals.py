@@ -1,0 +1,72 @@
+"""What Quire does not serve under SGLang, refused by name: options of the server, kinds of steps, kinds of layers."""
+
+from typing import Any
+
+from quire import UnsupportedError
+from quire.integrations.sglang import contract
+
+DECODER: Any = contract.load("sglang.srt.layers.radix_attention").AttentionType.DECODER
+INSTEAD = "choose another --attention-backend for this model"
+
+
+def refuse_options(model_runner: Any, options: Any) -> None:
+    """Raise UnsupportedError if the server has options that Quire does not serve."""
+    topk = getattr(options, "speculative_eagle_topk", None)
+    if topk not in (None, 0, 1):
+        raise UnsupportedError(
+            f"speculative_eagle_topk must be 1, got {topk}, which drafts trees; pass --speculative-eagle-topk 1"
+        )
+    if str(getattr(options, "speculative_algorithm", None)).upper() == "NGRAM":
+        breadth = getattr(options, "speculative_ngram_max_bfs_breadth", 1)
+        if breadth != 1:
+            raise UnsupportedError(
+                f"speculative_ngram_max_bfs_breadth must be 1, got {breadth}, which drafts trees; "
+                "pass --speculative-ngram-max-bfs-breadth 1"
+            )
+    dcp = getattr(options, "dcp_size", None)
+    if dcp not in (None, 1):
+        raise UnsupportedError(f"dcp_size must be 1, got {dcp}; leave out --dcp-size")
+    if getattr(getattr(model_runner, "kv_index_translator", None), "is_translating", False):
+        raise UnsupportedError(
+            "token_to_kv_pool must be a pool whose slots keep their numbers, got a unified pool; switch it off"
+        )
+
+
+def refuse_drafts(mode: Any, spec_info: Any) -> None:
+    """Raise UnsupportedError for the steps of a draft model, and for trees of drafts."""
+    if mode.name.startswith("DRAFT_EXTEND") or (mode.is_decode() and getattr(spec_info, "kv_indptr", None) is not None):
+        raise UnsupportedError(
+            f"forward_mode must be one of the target model, got {mode.name} of a draft model; "
+            "pass --speculative-draft-attention-backend triton"
+        )
+    if mode.name.startswith("DLLM") or mode.name == "SPLIT_PREFILL":
+        raise UnsupportedError(
+            f"forward_mode must be DECODE, EXTEND, MIXED or TARGET_VERIFY, got {mode.name}; {INSTEAD}"
+        )
+    topk = getattr(spec_info, "topk", None)
+    if mode.is_target_verify() and topk not in (None, -1, 0, 1):
+        raise UnsupportedError(f"topk must be 1, got {topk}, a tree of drafts; pass --speculative-eagle-topk 1")
+
+
+def refuse_arguments(others: dict[str, Any]) -> None:
+    """Raise UnsupportedError for what a model passes to backends that know it."""
+    for name, value in others.items():
+        if not (value is None or value is False):
+            raise UnsupportedError(f"{name} must be left out, got {type(value).__name__}; {INSTEAD}")
+
+
+def refuse_layer(layer: Any) -> None:
+    """Raise UnsupportedError for a kind of layer that is not served."""
+    for name, value, served in (
+        ("attn_type", layer.attn_type, layer.attn_type == DECODER),
+        ("is_cross_attention", layer.is_cross_attention, not layer.is_cross_attention),
+        ("pos_encoding_mode", layer.pos_encoding_mode, layer.pos_encoding_mode == "NONE"),
+        (
+            "logit_capping_method",
+            layer.logit_capping_method,
+            not layer.logit_cap or layer.logit_capping_method == "tanh",
+        ),
+        ("xai_temperature_len", layer.xai_temperature_len, layer.xai_temperature_len <= 0),
+    ):
+        if not served:
+            raise UnsupportedError(f"{name} of a layer must be that of a plain decoder, got {value}; {INSTEAD}")

@@ -1,0 +1,89 @@
+"""The shared memory of the MLA kernel: a place for each quarter of two tiles, and the barriers that hand them over.
+
+A barrier's i-th phase belongs to the i-th use of what it guards.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from quire.kernels.mla_hopper.schedule import ROWS, TILE
+
+HALF = gl.constexpr(256)  # columns of the values that a consumer warpgroup owns
+QUARTER = gl.constexpr(128)  # columns that are loaded, waited for and freed together
+ROPE = gl.constexpr(64)  # rope columns
+PANEL = gl.constexpr(64)  # columns of a TMA box
+EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
+# Quarters of an even and of an odd tile in the order in which they are loaded and multiplied. Both warpgroups multiply
+# the values of the odd tile at the same time. So they free its quarters 0 and 2 first.
+ORDER = gl.constexpr(((0, 1, 2, 3), (2, 0, 3, 1)))
+
+
+class Shared(NamedTuple):
+    """Shared memory and its barriers. The even warpgroup owns quarters 0 and 1 of the columns, the odd one 2 and 3."""
+
+    q: Any  # [4, ROWS, QUARTER]: quarters of the queries
+    q_rope: Any  # [1, ROWS, ROPE]
+    kv: Any  # [8, TILE, QUARTER]: quarters of the even tile, then of the odd tile
+    kv_rope: Any  # [2, TILE, ROPE]: rope columns of the even and of the odd tile, later their probabilities
+    maximum: Any  # [2, ROWS]: of the even and of the odd warpgroup
+    total: Any  # [2, ROWS]: sum of exponentials
+    full: Any  # 8 barriers: the quarter may be multiplied
+    empty: Any  # 8: the quarter may be overwritten
+    q_full: Any  # both warpgroups have stored their quarters of the queries
+    q_empty: Any  # both warpgroups have multiplied the queries
+    p_full: Any  # 2: probabilities and maximum are stored
+    total_full: Any  # both sums are stored
+    raw_full: Any  # fp8 latents: 8 barriers: the quarter has arrived
+    peak_full: Any  # fp8 latents: 1: both warpgroups have stored the absolute maxima of their queries
+
+
+@gluon.jit
+def allocate(element: gl.constexpr, IS_RAW: gl.constexpr):
+    """Allocate shared memory for operands of type `element`, and barriers for latents that are converted if IS_RAW."""
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    raw_full, peak_full = (), ()
+    if IS_RAW:
+        raw_full, peak_full = make_barriers(8), (make_barrier(2),)
+    return Shared(
+        gl.allocate_shared_memory(element, [4, ROWS, QUARTER], WIDE),
+        gl.allocate_shared_memory(element, [1, ROWS, ROPE], WIDE),
+        gl.allocate_shared_memory(element, [8, TILE, QUARTER], WIDE),
+        gl.allocate_shared_memory(element, [2, TILE, ROPE], WIDE),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
+        make_barriers(8),
+        make_barriers(8),
+        make_barrier(2),
+        make_barrier(2),
+        make_barriers(2),
+        make_barrier(2),
+        raw_full,
+        peak_full,
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_barrier(ARRIVALS: gl.constexpr):
+    """Allocate a barrier that completes after ARRIVALS arrivals."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, ARRIVALS)
+    return barrier
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr):
+    """Allocate barriers that complete after one arrival."""
+    barriers = ()
+    for _ in gl.static_range(NUMBER):
+        barriers = barriers + (make_barrier(1),)
+    return barriers
+
+
+@gluon.jit
+def wait(barrier, phase):
+    """Wait until a barrier has completed its phase-th phase."""
+    mbarrier.wait(barrier, phase & 1)

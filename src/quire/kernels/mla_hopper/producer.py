@@ -1,0 +1,132 @@
+"""Load the latents of each tile of a partition: by TMA, and through a converting warpgroup if they are fp8.
+
+fp8 latents arrive in the places that their float16 numbers will have: the raw quarter fills the first half of its
+place. The converting warpgroup reads it, and writes float16 over it. float16 represents every e4m3 number exactly.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from quire.kernels.hopper.pipeline import reinterpret, tma_load
+from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE, wait
+from quire.kernels.mla_hopper.schedule import TILE, first_tile, work_of
+
+
+@gluon.jit
+def produce(
+    s, kv_desc, rope_desc, page_table, lengths, partition, row_block, causal, stride_table, table_width,
+    page_rows, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """Load the latents of every tile of the partition. The producer warp runs this."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    PAIR: gl.constexpr = 2 * TILE
+    lane = gl.arange(0, 32, LANES)
+    seq, place = partition.seq, partition.first
+    uses, odd_uses = 0, 0
+    while place < partition.high:
+        row = page_table + seq.to(gl.int64) * stride_table
+        # These page numbers are loaded before the length of the sequence is known, so only the table bounds them.
+        pos = first_tile(partition, place + partition.overhead) * TILE
+        pages = load_pages(row, pos + lane * BOX, table_width * PAGE_SIZE, PAGE_SIZE)
+        work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
+        stop = gl.minimum(pos + work.count * TILE, work.visible)
+        pages = gl.where(pos + lane * BOX < stop, pages, 0)
+        end = pos + work.count * TILE
+        while pos < end:
+            rows = ()
+            for i in gl.static_range(PAIR // BOX):
+                page = gl.sum(gl.where(lane == i, pages, 0), 0)
+                rows = rows + (page * page_rows + (pos + i * BOX) % PAGE_SIZE,)
+            pages = load_pages(row, pos + PAIR + lane * BOX, stop, PAGE_SIZE)
+            has_odd = pos + TILE < end
+            for i in gl.static_range(4):
+                load_quarter(s, kv_desc, rope_desc, rows, EVEN, ORDER[EVEN][i], uses, BOX)
+            if has_odd:
+                for i in gl.static_range(4):
+                    load_quarter(s, kv_desc, rope_desc, rows, ODD, ORDER[ODD][i], odd_uses, BOX)
+                odd_uses += 1
+            uses += 1
+            pos += PAIR
+        seq += 1
+        place = next_place
+
+
+@gluon.jit
+def load_pages(row, pos, stop, PAGE_SIZE: gl.constexpr):
+    """Load the page numbers of boxes at positions `pos`. Boxes that begin at `stop` or later come from page 0."""
+    return gl.load(row + pos // PAGE_SIZE, mask=pos < stop, other=0).to(gl.int32)
+
+
+@gluon.jit
+def load_quarter(s, kv_desc, rope_desc, rows, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use, BOX: gl.constexpr):
+    """Load a quarter of a tile when its place is free. The quarter that is multiplied last brings the rope columns."""
+    PLACE: gl.constexpr = PARITY * 4 + QUARTER_I
+    WITH_ROPE: gl.constexpr = brings_rope(PARITY, QUARTER_I)
+    COLUMNS: gl.constexpr = QUARTER + ROPE if WITH_ROPE else QUARTER
+    full = s.full[PLACE] if rope_desc is None else s.raw_full[PLACE]
+    wait(s.empty[PLACE], use + 1)
+    mbarrier.expect(full, TILE * COLUMNS * kv_desc.dtype.primitive_bitwidth // 8)
+    for box in gl.static_range(TILE // BOX):
+        row = rows[PARITY * (TILE // BOX) + box]
+        if rope_desc is None:
+            for panel in gl.static_range(QUARTER // PANEL):
+                into = s.kv.index(PLACE).slice(panel * PANEL, PANEL, 1).slice(box * BOX, BOX)
+                tma_load(kv_desc, [row, QUARTER_I * QUARTER + panel * PANEL], full, into)
+            if WITH_ROPE:
+                tma_load(kv_desc, [row, 2 * HALF], full, s.kv_rope.index(PARITY).slice(box * BOX, BOX))
+        else:
+            into = raw_tile(s.kv.index(PLACE), kv_desc).slice(box * BOX, BOX)
+            tma_load(kv_desc, [row, QUARTER_I * QUARTER], full, into)
+            if WITH_ROPE:
+                into = raw_tile(s.kv_rope.index(PARITY), rope_desc).slice(box * BOX, BOX)
+                tma_load(rope_desc, [row, 2 * HALF], full, into)
+
+
+@gluon.constexpr_function
+def brings_rope(parity, quarter):
+    """Return whether the rope columns of a tile are loaded with this quarter."""
+    return ORDER.value[parity][3] == quarter
+
+
+@gluon.jit
+def raw_tile(place, desc):
+    """Return a place of 16-bit numbers as one of twice as many rows of 8-bit numbers."""
+    return reinterpret(place, desc.dtype, [2 * place.shape[0], place.shape[1]], desc.layout)
+
+
+@gluon.jit
+def convert(s, kv_desc, rope_desc, lengths, partition, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Convert the latents of every tile of the partition. One warpgroup runs this."""
+    seq, place = partition.seq, partition.first
+    uses, odd_uses = 0, 0
+    while place < partition.high:
+        work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
+        left = work.count
+        while left > 0:
+            for i in gl.static_range(4):
+                convert_quarter(s, kv_desc, rope_desc, EVEN, ORDER[EVEN][i], uses)
+            if left > 1:
+                for i in gl.static_range(4):
+                    convert_quarter(s, kv_desc, rope_desc, ODD, ORDER[ODD][i], odd_uses)
+                odd_uses += 1
+            uses += 1
+            left -= 2
+        seq += 1
+        place = next_place
+
+
+@gluon.jit
+def convert_quarter(s, kv_desc, rope_desc, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use):
+    """Convert a quarter of a tile in its place when it has arrived."""
+    PLACE: gl.constexpr = PARITY * 4 + QUARTER_I
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    wait(s.raw_full[PLACE], use)
+    raw = raw_tile(s.kv.index(PLACE), kv_desc).slice(0, TILE).load(WIDE)
+    s.kv.index(PLACE).store(raw.to(s.kv.dtype))
+    if brings_rope(PARITY, QUARTER_I):
+        rope = raw_tile(s.kv_rope.index(PARITY), rope_desc).slice(0, TILE).load(NARROW)
+        s.kv_rope.index(PARITY).store(rope.to(s.kv.dtype))
+    fence_async_shared()  # tensor cores read shared memory by the async proxy, stores write by the generic one
+    mbarrier.arrive(s.full[PLACE], count=1)
