@@ -150,20 +150,20 @@ IN_INTERPRETER = {
     # block/
     "full tiles end a key late": Mutant(
         "kernels/block/kernel.py",
-        "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 1, seq_len), 0)",
-        "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 2, seq_len), 0)",
+        "seen_until = tl.minimum(low_pos + window_right + 1, seq_len)",
+        "seen_until = tl.minimum(low_pos + window_right + 2, seq_len)",
         FULL_TILES + "[causal-dtype0]",
     ),
     "full tiles begin by the first row's window": Mutant(
         "kernels/block/kernel.py",
-        "tl.maximum(high_pos - window_left, 0)",
-        "tl.maximum(low_pos - window_left, 0)",
+        "seen_by_all = high_pos - window_left",
+        "seen_by_all = low_pos - window_left",
         FULL_TILES + "[window-dtype0]",
     ),
     "full tiles past the last key": Mutant(
         "kernels/block/kernel.py",
-        "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 1, seq_len), 0)",
-        "full_stop = tl.maximum(low_pos + window_right + 1, 0)",
+        "seen_until = tl.minimum(low_pos + window_right + 1, seq_len)",
+        "seen_until = low_pos + window_right + 1",
         ATTENTION + "the_loop_without_masks_ends_with_the_keys[200]",
     ),
     "a block's last tile forgotten": Mutant(
@@ -223,7 +223,7 @@ IN_INTERPRETER = {
     ),
     "full tiles of a partition before the window": Mutant(
         "kernels/split_kv/kernel.py",
-        " & (high_pos - window_left <= begin * BLOCK_N)",
+        " & (seen_by_all <= tile_begin * BLOCK_N)",
         "",
         ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[350]",
     ),
@@ -561,14 +561,14 @@ OUTSIDE = {
     # cpu/
     "CPU: causal mask dropped": Mutant(
         "kernels/cpu/attention.py",
-        "(kv_pos <= q_pos[..., None] + window_right)",
-        "(kv_pos >= 0)",
+        "q_pos - window_left, q_pos + window_right + 1",
+        "q_pos - window_left, torch.full_like(q_pos, 1 << 30)",
         ATTENTION + "features[causal-1]",
     ),
     "CPU: window off by one": Mutant(
         "kernels/cpu/attention.py",
-        "(kv_pos >= q_pos[..., None] - window_left)",
-        "(kv_pos > q_pos[..., None] - window_left)",
+        "begin, end = q_pos - window_left,",
+        "begin, end = q_pos - window_left + 1,",
         ATTENTION + "features[window-1]",
     ),
     "CPU: what is not seen is read": Mutant(
