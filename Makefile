@@ -14,6 +14,8 @@ SGLANG := 0.5.12 0.5.23
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
 # Without a GPU: pinned versions, whose torch is a CPU build. A plain `torch` would download gigabytes of CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
+# No bytecode: Python writes that of the modules that it imports, which are few of what is installed here.
+PIP := $(BIN)/pip install --quiet --no-compile
 # One thread a process: with two processes on two cores, more threads wait for one another and take twice the time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
@@ -34,38 +36,38 @@ help:
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(PIP) --upgrade pip
+	$(PIP) $(TORCH)
+	$(PIP) --editable ".[dev]"
 	@touch $@
 
 $(OLD_TRITON)/.ready: $(VENV)/.ready
-	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OLD_TRITON) triton==3.6.0
+	$(PIP) --no-deps --upgrade --target $(OLD_TRITON) triton==3.6.0
 	@touch $@
 
 $(OLD_TRANSFORMERS)/.ready: $(VENV)/.ready
-	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OLD_TRANSFORMERS) transformers==5.17.0
+	$(PIP) --no-deps --upgrade --target $(OLD_TRANSFORMERS) transformers==5.17.0
 	@touch $@
 
 $(VLLM_NEEDS)/.ready: $(VENV)/.ready tests/engines/vllm_cpu/requirements.txt
-	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VLLM_NEEDS) -r tests/engines/vllm_cpu/requirements.txt
+	$(PIP) --no-deps --upgrade --target $(VLLM_NEEDS) -r tests/engines/vllm_cpu/requirements.txt
 	@touch $@
 
 .PRECIOUS: .overlays/vllm-%/.ready
 # vLLM without its compiled operators (its setup calls this "empty"): 33 MB of source instead of a wheel of several hundred MB.
 .overlays/vllm-%/.ready: $(VLLM_NEEDS)/.ready
 	PYTHONPATH=$(CURDIR)/$(VLLM_NEEDS) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
-		$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-binary vllm --upgrade --target .overlays/vllm-$* vllm==$*
+		$(PIP) --no-deps --no-build-isolation --no-binary vllm --upgrade --target .overlays/vllm-$* vllm==$*
 	@touch $@
 
 $(SGLANG_NEEDS)/.ready: $(VENV)/.ready tests/engines/sglang_cpu/requirements.txt
-	$(BIN)/pip install --quiet --no-deps --upgrade --target $(SGLANG_NEEDS) -r tests/engines/sglang_cpu/requirements.txt
+	$(PIP) --no-deps --upgrade --target $(SGLANG_NEEDS) -r tests/engines/sglang_cpu/requirements.txt
 	@touch $@
 
 .PRECIOUS: .overlays/sglang-%/.ready
 # SGLang without its kernels for GPUs: its wheel alone.
 .overlays/sglang-%/.ready: $(SGLANG_NEEDS)/.ready
-	$(BIN)/pip install --quiet --no-deps --upgrade --target .overlays/sglang-$* sglang==$*
+	$(PIP) --no-deps --upgrade --target .overlays/sglang-$* sglang==$*
 	@touch $@
 
 demo: $(VENV)/.ready
@@ -87,9 +89,10 @@ LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks
 # Of the interpreter's remaining time, these take two thirds.
 LONGER := one_query_each or small_values or small_scales or full_tiles or quantised_caches or rest_of_the_batch or not_finite or far_strides
 
-# Two minutes of two cores: no compiler, no engine, no mutants, and every kernel in the interpreter.
+# Two minutes of two cores: no compiler, not PyTorch's either, no engine, no mutants, and every kernel in the interpreter.
 test-quick: $(VENV)/.ready
-	$(PYTEST) $(IN_TWO) --ignore tests/compile --ignore tests/engines --ignore tests/mutations --ignore tests/test_generate.py
+	$(PYTEST) $(IN_TWO) --ignore tests/compile --ignore tests/engines --ignore tests/mutations --ignore tests/test_generate.py \
+		-k "not inductor"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels -k "not ($(LONGEST) or $(LONGER))"
 
 test-old-triton: $(OLD_TRITON)/.ready
@@ -116,7 +119,7 @@ dist: $(VENV)/.ready
 test-sglang: $(SGLANG:%=test-sglang-%)
 test-sglang-%: .overlays/sglang-%/.ready
 	@echo "== SGLang $*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_scheduler.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples

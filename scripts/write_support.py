@@ -75,6 +75,7 @@ FEATURES = (
     Feature("a KV head for each (MHA)", {"num_kv_heads": 32}),
     Feature("head_dim 64", {"head_dim": 64}),
     Feature("head_dim 256", {"head_dim": 256}),
+    Feature("head_dim 512", {"head_dim": 512}),
     Feature("head_dim 72, a multiple of 8", {"head_dim": 72}),
     Feature("keys of 192, values of 128", {"head_dim": 192, "head_dim_v": 128, "num_kv_heads": 32}),
     Feature("e4m3 cache", {"kv_dtype": E4M3}),
@@ -178,7 +179,7 @@ def refused_requests() -> dict[str, Callable[[], object]]:
     first_latent = next(f.name for f in FEATURES if "kv_lora_rank" in f.spec)
     found: dict[str, Callable[[], object]] = {
         "`AttentionSpec(head_dim=20)`": heads_of(head_dim=20),
-        "`AttentionSpec(head_dim=512)`": heads_of(head_dim=512),
+        "`AttentionSpec(head_dim=520)`": heads_of(head_dim=520),
         "`AttentionSpec(dtype=torch.float64)`": heads_of(dtype=torch.float64),
         "`AttentionSpec(kv_dtype=torch.uint8)`": heads_of(kv_dtype=torch.uint8),
         "`AttentionSpec.mla(kv_lora_rank=1024)`": lambda: Feature("", {**LATENT, "kv_lora_rank": 1024}).attention_spec,

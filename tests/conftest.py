@@ -1,7 +1,6 @@
 """Fixtures and marks of tests that run on a GPU, in Triton's interpreter (TRITON_INTERPRET=1), or through PyTorch."""
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,24 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark, (_, reason) in MARKS.items():
         config.addinivalue_line("markers", f"{mark}: skipped elsewhere, since {reason}")
     if triton.knobs.runtime.interpret:
-        replace_language_once_a_launch()
+        from tests.interpreter import hasten
 
-
-def replace_language_once_a_launch() -> None:
-    """Save a third of the interpreter's time: at each call of a jit function it replaces the builtins of `tl` again.
-
-    Here it replaces all of them before a kernel's first program, and restores them after its last.
-    """
-    from triton.runtime import interpreter
-
-    replace = interpreter._patch_lang
-    everything = SimpleNamespace(__globals__={"tl": triton.language, "core": triton.language.core})
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.rewrite()(*args, **kwargs)
-
-    interpreter._patch_lang = lambda kernel: replace(everything)
-    interpreter.InterpretedFunction.__call__ = call
+        hasten()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,8 +23,8 @@ def int32(*values):
     [
         ({"num_q_heads": 5}, ValueError, "num_q_heads must be a multiple of num_kv_heads, got 5 and 2"),
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be from 1 to 65536, got 0"),
-        ({"head_dim": 20}, quire.UnsupportedError, "head_dim must be a multiple of 8 from 16 to 256, got 20"),
-        ({"head_dim_v": 264}, quire.UnsupportedError, "head_dim_v must be"),
+        ({"head_dim": 20}, quire.UnsupportedError, "head_dim must be a multiple of 8 from 16 to 512, got 20"),
+        ({"head_dim_v": 520}, quire.UnsupportedError, "head_dim_v must be"),
         (
             {"dtype": torch.float64},
             quire.UnsupportedError,
@@ -101,7 +101,7 @@ def test_mla_is_a_spec():
     )
     assert spec == same == dataclasses.replace(spec) and hash(spec) == hash(same)
     assert (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.group_size) == (512, 64, 16)
-    with pytest.raises(quire.UnsupportedError, match="head_dim must be a multiple of 8 from 16 to 256, got 576"):
+    with pytest.raises(quire.UnsupportedError, match="head_dim must be a multiple of 8 from 16 to 512, got 576"):
         dataclasses.replace(spec, latent=False)
 
 

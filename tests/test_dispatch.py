@@ -15,6 +15,7 @@ import quire
 from quire.cli import main
 from quire.dispatch import tree as trees
 from quire.dispatch.config import CostModel, HopperConfig, KernelConfig
+from quire.dispatch.device import compile_for
 from quire.dispatch.request import Bounds, Options, Request
 from quire.dispatch.tree import (
     cost_model,
@@ -95,6 +96,48 @@ def test_a_leaf_may_leave_it_to_the_generic_tree_and_batch_invariant_plans_alway
     assert prefers_hopper(SPEC, PROPERTIES, *rounded(SPEC, PROPERTIES, 4096, 4096, 4096))
     assert decided(1, 64, 32, 32).config.leaf == LEAF
     assert decided(1, 64, 32, 32, batch_invariant=True).config == invariant
+
+
+def planned(**options) -> quire.Plan:
+    """Plan a step of 32 decoding sequences for the device, with tensors of its own."""
+    batch = quire.Batch(torch.zeros(32, 128, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))
+    with compile_for(PROPERTIES, on_compile=lambda *facts: None):
+        return quire.plan(SPEC, batch, **{"max_query_len": 1, "max_seq_len": 2048} | options)
+
+
+def test_a_decision_is_kept_until_trees_are_forgotten(user_trees):
+    first = planned()
+    assert planned().launch is first.launch
+    assert planned(max_seq_len=2047).launch != first.launch
+    assert planned(num_splits=2).launch != first.launch
+    assert planned(batch_invariant=True).launch != first.launch
+    own_tree(user_trees, attention=LEAF)
+    trees.forget_trees()
+    assert planned().launch.config.leaf == LEAF != first.launch.config.leaf
+    assert planned().encoded_launch != first.encoded_launch
+
+
+def test_a_decision_is_that_of_the_families_there_are(monkeypatch):
+    before = planned()
+    other = {"other": lambda request, options: (before.launch, "of another family")}
+    monkeypatch.setitem(decide.__globals__, "FAMILIES", other)
+    assert planned().reason == "of another family" != before.reason
+
+
+def test_a_plan_from_a_kept_decision_is_checked_as_the_first_one_was():
+    first = planned()
+    assert first.workspace is not None
+    small, fitting = (torch.zeros(first.workspace.numel() - less, dtype=torch.uint8) for less in (1, 0))
+    assert planned(workspace=fitting).workspace is fitting
+    with pytest.raises(ValueError, match="workspace must be uint8 with at least"):
+        planned(workspace=small)
+    with pytest.raises(TypeError, match="max_seq_len must be an integer"):
+        planned(max_seq_len=2048.0)
+    with pytest.raises(quire.UnsupportedError, match="kernel must be"):
+        planned(kernel="mla")
+    for _ in range(2):  # a refusal is no decision that is kept
+        with pytest.raises(ValueError, match="config must have block_d"):
+            planned(config=KernelConfig(**LEAF, block_d=16, block_dv=16))
 
 
 def check_that_it_is_left_out(path: Path, reason: str) -> None:

@@ -61,6 +61,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.skipif(VLLM is None, reason="vLLM is not installed; `make test-vllm` runs this")
 def test_the_vllm_example_generates_text_through_quire():
+    """It takes twenty seconds: a process of its own imports vLLM and loads a model."""
     example = str(EXAMPLES / "vllm_offline.py")
     command = (example,) if torch.cuda.is_available() else ("-c", ON_A_CPU, example)
     done = run(

@@ -1,7 +1,7 @@
 """A decided launch as a string, and back: operators of `torch.library` take numbers and strings, not objects."""
 
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
@@ -32,8 +32,13 @@ def _head(kind: type) -> tuple[str, tuple[str, ...]]:
 def _encode(value: Any) -> str:
     if type(value) is int:
         return str(value)
-    if is_dataclass(value):
+    if hasattr(value, "__dataclass_fields__"):
         return encode(value)
+    return json.dumps(value) if type(value) is float else _encode_plain(value)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _encode_plain(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return f'{{"dtype": "{str(value).removeprefix("torch.")}"}}'
     return json.dumps(value)

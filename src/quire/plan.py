@@ -6,6 +6,7 @@ within the bounds that the plan was made for.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -14,7 +15,7 @@ from quire.checks import check_plan_arguments
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
-from quire.dispatch.tree import padded
+from quire.dispatch.tree import CHOICES, padded
 from quire.errors import UnsupportedError
 from quire.kernels import scratch
 from quire.kernels.cpu import launch as cpu
@@ -158,9 +159,24 @@ def plan(
     if is_served_by_torch(device):
         launch, reason = cpu.propose(request, options)
     else:
-        check_device(request, options)
-        launch, reason = decide(request, options)
+        launch, reason = decide_once(request, options, tuple(FAMILIES.items()))
     return make_plan(spec, batch, launch, reason, workspace)
+
+
+@lru_cache(maxsize=1024)
+def decide_once(request: Request, options: Options, families: tuple[tuple[str, Proposal], ...]) -> tuple[Launch, str]:
+    """Return what `decide` returns, and keep it: a server asks for the same in most steps.
+
+    A launch keeps what follows from it in turn, such as its encoding.
+
+    Raises:
+        ValueError, UnsupportedError: as `check_device` and `decide`.
+    """
+    check_device(request, options)
+    return decide(request, options)
+
+
+CHOICES.append(decide_once)
 
 
 def check_device(request: Request, options: Options) -> None:

@@ -15,6 +15,7 @@ from quire.errors import UnsupportedError, check_flag, check_integer, check_posi
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 LATENT_FP8_DTYPES = (torch.float8_e4m3fn,)
+MAX_HEAD_DIM = 512
 MAX_HEADS = 1 << 16  # models have some hundred
 UNBOUNDED = 1 << 30  # a window side without a limit; larger than any position, and safe to add to one in int32
 
@@ -26,7 +27,7 @@ class AttentionSpec:
     Args:
         num_q_heads: query heads, a multiple of `num_kv_heads`.
         num_kv_heads: key/value heads; query head `h` reads KV head `h // group_size`.
-        head_dim: width of queries and keys, a multiple of 8 from 16 to 256. Of latents, see `latent`.
+        head_dim: width of queries and keys, a multiple of 8 from 16 to 512. Of latents, see `latent`.
         head_dim_v: width of values and outputs, in the same range; `head_dim` when not given.
         dtype: of queries and outputs: float16, bfloat16 or float32.
         kv_dtype: of the cache: float8_e4m3fn, float8_e5m2 or int8 (with scales in the cache), or `dtype`, which it is
@@ -275,8 +276,10 @@ def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
 def _check_head_dim(name: str, value: Any) -> int:
     advice = "pad the heads to the next multiple of 8"
     dim = check_integer(name, value, advice)
-    if not 16 <= dim <= 256 or dim % 8:
-        raise UnsupportedError(f"{name} must be a multiple of 8 from 16 to 256, got {describe(value)}; {advice}")
+    if not 16 <= dim <= MAX_HEAD_DIM or dim % 8:
+        raise UnsupportedError(
+            f"{name} must be a multiple of 8 from 16 to {MAX_HEAD_DIM}, got {describe(value)}; {advice}"
+        )
     return dim
 
 

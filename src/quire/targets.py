@@ -222,6 +222,7 @@ class Launch:
         num_tokens: query tokens of the batch.
         page_size: tokens per page.
         packed: whether it is a launch of `quire.varlen_attention`, whose keys are not paged.
+        return_lse: whether the lse is asked for.
         options: further arguments of `quire.plan`, as pairs of name and value.
     """
 
@@ -232,6 +233,7 @@ class Launch:
     num_tokens: int
     page_size: int = 16
     packed: bool = False
+    return_lse: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     def compile(self, target: Target) -> tuple[quire.Plan, list[Compiled]]:
@@ -257,9 +259,9 @@ class Launch:
             cache = quire.PagedKVCache.empty(spec, 4, self.page_size)
             if self.packed:
                 k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
-                quire.varlen_attention(q, k, v, plan, sinks=sinks, alibi_slopes=slopes)
+                quire.varlen_attention(q, k, v, plan, sinks=sinks, alibi_slopes=slopes, return_lse=self.return_lse)
             else:
-                quire.attention(q, cache, plan, sinks=sinks, alibi_slopes=slopes)
+                quire.attention(q, cache, plan, sinks=sinks, alibi_slopes=slopes, return_lse=self.return_lse)
         return plan, compiled
 
 

@@ -5,7 +5,7 @@ import torch
 import triton
 from rich.console import Console
 
-from quire.bench import report, results
+from quire.bench import ratios, report, results
 from quire.bench.measure import NoResult, Peer
 from quire.bench.peers import PEERS
 from quire.cli import bench, bench_measure, main
@@ -81,7 +81,7 @@ def test_only_libraries_that_serve_its_keys_take_part_in_a_case(tmp_path, on_a_g
     assert not asked["decode 1x256"] & {"Quire, portable", "FlashMLA"}
     rows = {row.case: row for row in results.load(tmp_path).rows}
     assert not rows["MLA 1x1024 h16"].reasons
-    assert report.best_other(rows["MLA 1x1024 h16"]) == ("FlashMLA", 9.0)
+    assert ratios.best_other(rows["MLA 1x1024 h16"]) == ("FlashMLA", 9.0)
     assert {row.kind for name, row in rows.items() if name.startswith("MLA")} == {"MLA decode", "MLA prefill"}
     text = (tmp_path / "results.md").read_text()
     tables = {part.split(", µs")[0]: part for part in text.split("\n## ")}

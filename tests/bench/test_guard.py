@@ -130,7 +130,7 @@ def test_a_measured_run_is_held_against_its_floors(
     """Only the cases that have a floor are measured, and the exit code is the guard's."""
     measured = []
 
-    def measure(cases, peers, seconds, commit, folder, console):
+    def measure(cases, peers, seconds, commit, folder, console, grid, earlier):
         measured.extend(case.name for case in cases)
         report = results.load(tmp_path / "before")
         times = {"Quire": make_timing(10.0 * scale), "FlashAttention 3": make_timing(20.0), "cuDNN": make_timing(30.0)}

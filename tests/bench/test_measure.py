@@ -9,7 +9,7 @@ import triton
 
 import quire
 from quire.bench import measure
-from quire.bench.cases import Case, cases
+from quire.bench.cases import Case, Model, cases
 from quire.bench.inputs import make_inputs
 from quire.bench.peers import BASELINES, PEERS, Peer, quire_calls
 from quire.bench.roofline import DATA_SHEETS, from_data_sheet
@@ -257,3 +257,19 @@ def test_adapters_refuse_what_their_library_lacks():
             with pytest.raises(measure.NotServed):
                 peer.adapter(inputs, inputs.empty_out())
     assert not cases_by_peer
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "reason"),
+    [
+        ("Quire, naive", Model(4, 2, 64, softcap=30.0), "causal attention only"),
+        ("Quire, naive", Model(4, 2, 64, head_dim_v=32), "values of another width"),
+        ("SDPA, not paged", Model(4, 2, 64, softcap=30.0), "softcap"),
+        ("FlexAttention, not paged", Model(4, 2, 64, softcap=30.0), "softcap"),
+    ],
+)
+def test_adapters_refuse_layers_that_their_library_lacks(name, layer, reason):
+    (peer,) = (peer for peer in PEERS if peer.name == name)
+    inputs = make_inputs(Case("drawn", "decode", ((1, 40),), "4/2/64", layer=layer), "cpu", max_tables=2)
+    with pytest.raises(measure.NotServed, match=reason):
+        peer.adapter(inputs, inputs.empty_out())

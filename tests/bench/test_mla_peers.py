@@ -49,10 +49,10 @@ def starts_of(cumulative):
 
 def flash_attn_varlen_func(
     q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, softmax_scale=None,
-    causal=False, window_size=None, block_table=None, out=None, scheduler_metadata=None, num_splits=0, fa_version=2,
-    s_aux=None,
+    causal=False, window_size=None, softcap=0.0, block_table=None, out=None, scheduler_metadata=None, num_splits=0,
+    fa_version=2, s_aux=None,
 ):  # fmt: skip
-    assert causal and fa_version == 3 and window_size == [-1, -1] and s_aux is None
+    assert causal and fa_version == 3 and window_size == [-1, -1] and s_aux is None and softcap == 0
     for seq, (begin, end) in enumerate(starts_of(cu_seqlens_q)):
         if cu_seqlens_k is not None:
             first, last = starts_of(cu_seqlens_k)[seq]
@@ -70,8 +70,9 @@ def flash_attn_varlen_func(
 
 def get_scheduler_metadata(
     batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype, headdim_v,
-    cu_seqlens_q, page_size, causal, window_size, num_splits,
+    cu_seqlens_q, page_size, causal, window_size, has_softcap, num_splits,
 ):  # fmt: skip
+    assert not has_softcap
     return headdim, headdim_v
 
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from quire.bench import report, results, tables
+from quire.bench import ratios, report, results, tables
 from quire.bench.cases import cases
 from quire.bench.html import page, png, write
 from quire.bench.measure import NoResult
@@ -150,7 +150,7 @@ def test_means_are_over_the_cases_that_both_serve(make_report):
     assert means["FlashAttention 3"].ratio == pytest.approx(0.5)
     assert means["FlashAttention 3"].num_cases == len(rows) - 1
     assert means["Quire, naive"].num_cases == len(rows)
-    assert means[report.BEST] == means["FlashAttention 3"]
+    assert means[ratios.BEST] == means["FlashAttention 3"]
 
 
 def test_one_sentence_says_where_the_numbers_come_from(make_report):
@@ -214,10 +214,10 @@ def test_latents_have_their_own_panels_and_heads(make_report, make_timing, ceili
 def test_the_naive_kernel_is_no_other_library(ceilings, make_timing):
     timings = {"Quire": make_timing(9.0), NAIVE: make_timing(2.0), "SDPA, not paged": make_timing(1.0)}
     row = make_row(cases(["decode"])[0], ceilings, timings)
-    assert report.best_other(row) is None
+    assert ratios.best_other(row) is None
     row = make_row(cases(["decode"])[0], ceilings, timings | {"vLLM Triton": make_timing(5.0)})
-    assert report.best_other(row) == ("vLLM Triton", 5.0)
-    assert report.ratio_to_best(row) == pytest.approx(9 / 5)
+    assert ratios.best_other(row) == ("vLLM Triton", 5.0)
+    assert ratios.ratio_to_best(row) == pytest.approx(9 / 5)
 
 
 @pytest.mark.parametrize(

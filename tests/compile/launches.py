@@ -21,6 +21,10 @@ BATCHES = {  # sequences, queries and keys of each; query tokens of the batch, i
 }
 HEAD_DIMS = (64, 128, 256)
 ODD_HEAD_DIMS = (16, 40, 80, 96, 192)
+WIDE = {  # beyond 256, on every target, and what else on targets with a tree: batch, head dim, features
+    "every target": (("decode, split", 512, "plain"), ("prefill", 512, "plain")),
+    "with a tree": (("drafts", 512, "plain"), ("decode, split", 512, "e4m3"), ("prefill", 320, "many, with lse")),
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,6 @@ COMBINED = {
 TOGETHER = {
     "softcap", "sinks, window",  # in "many, with lse"
     "bidirectional", "other value width", "pages of 1, flat", "groups of 5", "pages of 528", "MQA",
-    "fp8 products",  # Hopper's; elsewhere the plan is that of "e4m3"
 }  # fmt: skip
 
 TUNED = ("sm90", "gfx942")  # targets with a tree, where default configurations must not spill

@@ -1,15 +1,25 @@
-"""A relaunch passes the arguments that Triton's binder passes. No GPU is needed: a stand-in records them."""
+"""A relaunch passes the arguments that Triton's binder passes. No GPU is needed: a stand-in records them.
 
+Triton's own code encodes tensor descriptors, and calls a stand-in for the driver's function.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import triton
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import quire
 from quire.dispatch.device import compile_for
+from quire.kernels.tensor_maps import KEPT, Format
 from quire.plan import make_plan
 from quire.targets import TARGETS, StubDriver
 from tests.compile import launches
@@ -19,14 +29,56 @@ if triton.knobs.runtime.interpret:
 
 
 def plain(value):
-    """Return tensors as their addresses, wherever they are."""
+    """Return tensors as their addresses, wherever they are, and lists as tuples."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
-    if isinstance(value, tuple):
-        return tuple(plain(v) for v in value)
-    if hasattr(value, "base"):  # a tensor descriptor
-        return plain((value.base, tuple(value.shape), tuple(value.strides), tuple(value.block_shape)))
-    return value
+    return tuple(plain(v) for v in value) if isinstance(value, tuple | list) else value
+
+
+class Launcher:
+    """Stands for Triton's launcher of a compiled kernel. It expands descriptors as Triton's does.
+
+    `passed` is what the kernels would get.
+    """
+
+    passed = []
+
+    def __init__(self, src, metadata):
+        self.types, self.name, self.formats = src.signature, metadata.name, metadata.tensordesc_meta or ()
+
+    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+        expanded, formats = [], iter(self.formats)
+        for argument in arguments:
+            if hasattr(argument, "block_shape"):
+                further = [None] * (nvidia.make_tensordesc_arg.__code__.co_argcount - 2)
+                expanded += nvidia.make_tensordesc_arg(argument, next(formats), *further)
+            else:
+                expanded.append(argument)
+        self.passed.append((self.name, (x, y, z), plain(expanded)))
+
+
+class Driver(StubDriver):
+    """A driver that launches nothing, and encodes tensor maps as the numbers that they are made of."""
+
+    launcher_cls = Launcher
+
+    def __init__(self, target):
+        super().__init__(target)
+        fill = mock.Mock(side_effect=lambda *facts: ("tensor map", *plain(facts)))
+        self.utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """What Triton's launchers are called with."""
+
+    def stand_in(kernel):
+        kernel.function = 0
+        kernel._run = Launcher(kernel.src, kernel.metadata)
+
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", stand_in)
+    monkeypatch.setattr(Launcher, "passed", [])
+    return Launcher.passed
 
 
 CASES = [  # `test_compile` compiles the same kernels, so one of the two finds them in Triton's cache
@@ -40,18 +92,9 @@ CASES += [("sm90", features, "chunk, split", 128) for features in ("many, with l
 
 
 @pytest.mark.parametrize(("target", "features", "batch", "head_dim"), CASES)
-def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_dim, monkeypatch):
-    passed = []
-
-    def stand_in(kernel):
-        kernel.function = 0
-        kernel._run = lambda x, y, z, stream, function, packed, metadata, enter, leave, *args: passed.append(
-            (kernel.name, (x, y, z), plain(args))
-        )
-
-    monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", stand_in)
+def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_dim, passed):
     before = driver._active
-    driver.set_active(StubDriver(TARGETS[target]))
+    driver.set_active(Driver(TARGETS[target]))
     try:
         wanted = launches.FEATURES[features]
         spec = launches.make_spec(head_dim, wanted)
@@ -80,15 +123,9 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
 
 
 @pytest.mark.parametrize(("target", "batch", "kernel"), [("sm80", "decode", "split_kv"), ("sm90", "prefill", "hopper")])
-def test_tensors_of_another_kind_go_through_the_binder(target, batch, kernel, monkeypatch):
+def test_tensors_of_another_kind_go_through_the_binder(target, batch, kernel, passed, monkeypatch):
     """What was compiled for some strides, dtypes and layouts is launched again for the same only."""
-
-    def stand_in(kernel):
-        kernel.function = 0
-        kernel._run = lambda *args: None
-
-    monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", stand_in)
-    monkeypatch.setattr(driver, "_active", StubDriver(TARGETS[target]))
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS[target]))
     wanted = launches.FEATURES["plain"]
     spec = launches.make_spec(64, wanted)
     with compile_for(TARGETS[target].properties, on_compile=None):
@@ -117,24 +154,121 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, kernel, mo
                 pytest.fail(f"relaunched for another {what}")
 
 
-@pytest.mark.parametrize("features", ["bfloat16", "no rotary columns", "e4m3", "records"])
-def test_a_relaunch_over_latents_passes_what_the_binder_passes(features, monkeypatch):
-    passed = []
+@pytest.fixture
+def prompts(passed, monkeypatch):
+    """A plan of the Hopper kernel for prompts, what `attention` takes, and a function that calls a plan.
 
-    def stand_in(kernel):
-        kernel.function = 0
-        kernel._run = lambda x, y, z, stream, function, packed, metadata, enter, leave, *args: passed.append(
-            (kernel.name, (x, y, z), plain(args))
-        )
+    The function returns what the kernels would get, and how many tensor maps were encoded.
+    """
+    stub = Driver(TARGETS["sm90"])
+    monkeypatch.setattr(driver, "_active", stub)
+    wanted = launches.FEATURES["plain"]
+    with compile_for(TARGETS["sm90"].properties, on_compile=None):
+        plan = launches.plan_of("prefill", launches.make_spec(64, wanted), wanted)
+    inputs = launches.make_inputs(plan, wanted)
+    inputs["out"] = torch.empty_like(inputs["q"])
+    fill = stub.utils.fill_tma_descriptor
 
-    monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", stand_in)
-    monkeypatch.setattr(driver, "_active", StubDriver(TARGETS["sm80"]))
+    def call(plan, inputs):
+        before, encoded = len(passed), fill.call_count
+        quire.attention(**inputs, plan=plan)
+        return passed[before:], fill.call_count - encoded
+
+    call(plan, inputs)
+    Format.tensor_map.cache_clear()
+    return plan, inputs, call
+
+
+def test_a_tensor_map_is_encoded_once_for_each_address_shape_and_strides(prompts):
+    plan, inputs, call = prompts
+    q, cache, out = inputs["q"], inputs["cache"], inputs["out"]
+    pages, heads = torch.empty(8, *cache.k.shape[1:], dtype=q.dtype), cache.num_kv_heads
+    wide = torch.empty(4, 16, heads, 128, dtype=q.dtype)
+    others = [  # what differs, and how many maps are new: of queries, of keys, of values
+        ("nothing, at first", {}, 3),
+        ("nothing", {}, 0),
+        ("keys and values", {"cache": quire.PagedKVCache(pages[:4], pages[4:])}, 2),
+        ("values only", {"cache": quire.PagedKVCache(pages[:4], pages[:4])}, 0),
+        ("fewer pages at the same address", {"cache": quire.PagedKVCache(pages[:2], pages[4:6])}, 2),
+        ("fewer queries at the same address", {"q": q[:100], "out": out[:100]}, 1),
+        ("what was there before", {}, 0),
+        ("keys and values in one tensor", {"cache": quire.PagedKVCache(wide[..., :64], wide[..., 64:])}, None),
+        (
+            "other strides at the same address",
+            {"q": q.as_strided((100, 32, 64), (2112, 64, 1)), "out": out[:100]},
+            None,
+        ),
+    ]
+    for what, other, new in others:
+        wanted, _ = call(make_plan(plan.spec, plan.batch, plan.launch, "compiles", plan.workspace), inputs | other)
+        with (
+            contextlib.nullcontext()
+            if new is None
+            else mock.patch.object(JITFunction, "run", side_effect=AssertionError("binder"))
+        ):
+            got, encoded = call(plan, inputs | other)
+        assert got == wanted, what
+        assert new is None or encoded == new, what
+
+
+def test_kept_tensor_maps_are_bounded_and_keep_no_memory(prompts):
+    plan, inputs, call = prompts
+    q, out = torch.empty_like(inputs["q"]), torch.empty_like(inputs["out"])
+    _, encoded = call(plan, inputs | {"q": q, "out": out})
+    assert encoded == 3
+    freed = weakref.ref(q)
+    del q
+    gc.collect()
+    assert freed() is None
+    assert Format.tensor_map.cache_info().maxsize == KEPT
+
+
+def test_the_launcher_of_tensor_maps_is_that_of_descriptors(prompts):
+    """Triton expands the types of descriptors to those of tensor maps, shapes and strides, and so does Quire."""
+    plan, _, _ = prompts
+    (kept,) = plan.runner.launches.compiled.values()
+    types, metadata = kept.kernel.src.signature, kept.kernel.metadata.tensordesc_meta
+    if hasattr(nvidia, "make_launcher"):  # Triton 3.6.0 writes a launcher in C
+        assert nvidia.make_launcher({}, kept.run.types, None) == nvidia.make_launcher({}, types, metadata)
+    else:
+        expanded = nvidia.expand_signature(types.values(), metadata, "nvTmaDesc")
+        assert nvidia.expand_signature(kept.run.types.values(), None, "nvTmaDesc") == expanded
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_is_told_of_every_launch(prompts, hook):
+    """Triton's binder tells it. Without one, launches do not go through the binder."""
+    plan, inputs, call = prompts
+
+    def listen(metadata):
+        """Triton's launcher would call it."""
+
+    hooks = getattr(triton.knobs.runtime, hook)
+    hooks.add(listen)
+    try:
+        with mock.patch.object(JITFunction, "run", side_effect=InterruptedError), pytest.raises(InterruptedError):
+            call(plan, inputs)
+    finally:
+        hooks.remove(listen)
+    with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
+        call(plan, inputs)
+
+
+LATENT_CASES = [("sm80", features) for features in ("bfloat16", "no rotary columns", "e4m3", "records")]
+
+
+@pytest.mark.parametrize(("target", "features"), [*LATENT_CASES, ("sm90", "bfloat16"), ("sm90", "e4m3")])
+def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features, passed, monkeypatch):
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS[target]))
     spec = launches.latent_spec(features)
+    if target == "sm90":
+        spec = dataclasses.replace(spec, head_dim=576, head_dim_v=512)
     rank, layout = spec.kv_lora_rank, launches.LATENTS[features][2]
     starts = torch.zeros(3, dtype=torch.int32)
     batch = quire.Batch(torch.zeros(2, 8, dtype=torch.int32), starts[1:], starts)
-    with compile_for(TARGETS["sm80"].properties, on_compile=None):
+    with compile_for(TARGETS[target].properties, on_compile=None):
         plan = quire.plan(spec, batch, max_query_len=2, max_seq_len=500)
+    assert plan.kernel == ("mla_hopper" if target == "sm90" else "mla")
     wide = torch.empty(4, 16, spec.head_dim + 16, dtype=spec.dtype)
     layers = []
     for _ in range(2):
@@ -162,4 +296,5 @@ def test_a_relaunch_over_latents_passes_what_the_binder_passes(features, monkeyp
     again = passed[first:]
     unbound = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
     quire.attention(q_again, cache_again, unbound, out=out_again)
-    assert again == passed[first + len(again) :] != passed[:first] and len(again) == 1
+    assert again == passed[first + len(again) :] != passed[:first]
+    assert len(again) == (2 if target == "sm90" else 1)  # mla_hopper combines in a second launch

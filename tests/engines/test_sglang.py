@@ -1,7 +1,7 @@
 """The plug-in in the real SGLang, on either end of the supported range.
 
 SGLang's own `ForwardBatch`, `RadixAttention` and pools drive the backend on a CPU, and the float64 oracle judges it.
-The scheduler and the models are not run: they need kernels that SGLang builds for GPUs.
+The scheduler drives a model in `test_sglang_scheduler.py`.
 """
 # ruff: noqa: E402
 

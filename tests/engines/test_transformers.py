@@ -67,10 +67,10 @@ PROMPT_LENS = (5, 40, 1, 70)
 NEW_TOKENS = 4 if INTERPRETED else 12
 
 
-def make_model(name: str):
+def make_model(name: str, **sizes: int):
     config, model, extra = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, model)(getattr(transformers, config)(**SMALL | extra)).eval()
+    model = getattr(transformers, model)(getattr(transformers, config)(**SMALL | extra | sizes)).eval()
     for parameter in model.parameters():  # enough spread that rounding does not choose the next token
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -105,9 +105,9 @@ def batched(model, inputs: list[list[int]], max_batch_tokens: int = 32, **option
     return [by_id[i] for i in sorted(by_id)]
 
 
-def eager(name: str, inputs: list[list[int]]):
+def eager(name: str, inputs: list[list[int]], **sizes: int):
     """Return a model that uses Quire, and what it generated with eager attention."""
-    model = make_model(name)
+    model = make_model(name, **sizes)
     model.set_attn_implementation("eager")
     expected = [greedy(model, p) for p in inputs]
     hook.use(model)
@@ -159,6 +159,14 @@ def test_continuous_batching_writes_the_tokens_of_eager_attention(name):
     model, expected = eager(name, prompts())
     assert batched(model, prompts()) == expected  # 70 tokens in steps of at most 32: prefill in chunks on top of a past
     assert (hook.last_plan().kernel == "torch") == (DEVICE == "cpu" and not INTERPRETED)
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("llama", 72), ("gemma3", 256), ("gemma2", 512), ("llama", 512)])
+def test_heads_of_any_width_write_the_tokens_of_eager_attention(name, head_dim):
+    """Full and sliding layers; 72 is no power of two."""
+    sizes = {"head_dim": head_dim} | ({"query_pre_attn_scalar": head_dim} if name != "llama" else {})
+    model, expected = eager(name, prompts()[:2], **sizes)
+    assert batched(model, prompts()[:2]) == expected
 
 
 @pytest.mark.parametrize("name", ["llama"] if INTERPRETED else ["llama", "gemma2", "gpt-oss", "deepseek-v3"])

@@ -71,8 +71,10 @@ def test_the_classes_satisfy_vllm_s_abstract_ones():
     assert QuireBackend.get_impl_cls() is QuireImpl and QuireBackend.get_builder_cls() is QuireMetadataBuilder
     assert QuireMetadataBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
     assert all(QuireBackend.supports_block_size(size) for size in (None, 1, 8, 16, 32, 64, 128, 256, 544))
-    sizes = (8, 16, 64, 80, 96, 100, 128, 192, 256, 264)
-    assert [size for size in sizes if QuireBackend.supports_head_size(size)] == [16, 64, 80, 96, 128, 192, 256]
+    sizes = (8, 16, 64, 72, 80, 96, 100, 128, 192, 256, 264, 512, 520)
+    assert [size for size in sizes if QuireBackend.supports_head_size(size)] == [
+        16, 64, 72, 80, 96, 128, 192, 256, 264, 512,
+    ]  # fmt: skip
 
 
 def asked(**changes) -> dict:
@@ -488,6 +490,15 @@ def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attenti
     assert cached >= 2 * 64  # tokens that were not computed again
 
 
+@pytest.mark.parametrize(("name", "head_dim"), [("llama", 72), ("gemma2", 256), ("llama", 512)])
+def test_heads_of_any_width_write_the_tokens_of_eager_attention(name, head_dim, tmp_path):
+    """Full and sliding layers; 72 is no power of two."""
+    sizes = {"head_dim": head_dim} | ({"query_pre_attn_scalar": head_dim} if name != "llama" else {})
+    model = make_model(name, tmp_path, sizes)
+    generated, _ = serve(tmp_path, max_num_batched_tokens=64)
+    assert generated == [[greedy(model, p) for p in prompts()]]
+
+
 def test_preempted_sequences_write_the_tokens_of_eager_attention(tmp_path, monkeypatch):
     if INTERPRETED:
         pytest.skip("outputs are too short in the interpreter for a sequence to be preempted")
@@ -528,6 +539,7 @@ def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_atten
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_processes_that_share_heads_or_layers_write_the_tokens_of_eager_attention(split, tmp_path, monkeypatch):
+    """Half a minute: each of the two processes imports vLLM."""
     if DEVICE == "cpu" and NAME == "QUIRE" and split == "pipeline_parallel_size":
         pytest.skip("newer vLLM's workers without a GPU allocate no buffer for what the first rank sends on")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # new processes need the platform in `vllm_cpu/`

@@ -6,7 +6,9 @@ import torch
 from quire.bench.cases import Case
 from quire.bench.measure import NoResult, Timing, compare
 from quire.bench.peers import PEERS, Peer, quire_calls
+from quire.bench.results import load
 from quire.bench.roofline import measure_ceilings
+from quire.cli import main
 from quire.dispatch.device import device_properties
 from quire.targets import Launch, compile_all, current_target
 
@@ -52,6 +54,13 @@ def test_latents_and_what_is_expanded_from_them_are_timed(case):
     for name, timing in compare(case, ours, seconds=0.05).items():
         assert isinstance(timing, Timing), (name, timing)
         assert timing.of_budget <= 1, name
+
+
+def test_drawn_cases_are_right_and_measured(tmp_path):
+    assert main(["check", "--grid", "12", "--seed", "3"]) == 0
+    wanted = ["--peers", "Quire,SDPA", "--seconds", "0.05", "--output", str(tmp_path)]
+    assert main(["bench", "--grid", "4", "--seed", "3", *wanted]) == 0
+    assert len(load(tmp_path).rows) == 4
 
 
 def test_ceilings_are_plausible():

@@ -481,9 +481,9 @@ def test_what_is_not_served_is_refused_by_name():
         with pytest.raises(quire.UnsupportedError, match=message):
             flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 2, 2, **arguments)
     refused = (ValueError, quire.UnsupportedError)
-    with pytest.raises(refused, match="head_dim_v must be a multiple of 8 from 16 to 256, got 264"):
-        flash_attn_func(q, q, randn(1, 2, 2, 264))
-    with pytest.raises(refused, match="head_dim must be a multiple of 8 from 16 to 256, got 12"):
+    with pytest.raises(refused, match="head_dim_v must be a multiple of 8 from 16 to 512, got 520"):
+        flash_attn_func(q, q, randn(1, 2, 2, 520))
+    with pytest.raises(refused, match="head_dim must be a multiple of 8 from 16 to 512, got 12"):
         flash_attn_with_kvcache(q[..., :12], q[..., :12], q)
     with pytest.raises(quire.UnsupportedError, match=r"must be .*bfloat16.*got torch.float64"):
         flash_attn_func(q.double(), q.double(), q.double())

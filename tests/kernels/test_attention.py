@@ -158,11 +158,32 @@ def test_group_sizes(group_size, solve, assert_within_budget):
 
 
 @pytest.mark.parametrize(
-    ("dim", "dim_v"), [(16, 16), (24, 24), (40, 72), (64, 16), (80, 80), (96, 128), (192, 128), (248, 256), (256, 256)]
+    ("dim", "dim_v"),
+    [(16, 16), (24, 24), (40, 72), (64, 16), (80, 80), (96, 128), (192, 128), (248, 256), (256, 256)]
+    + [(264, 264), (512, 512), (320, 504), (512, 64), (48, 512)],
 )
 def test_head_dims(dim, dim_v, solve, assert_within_budget):
     spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=dim, head_dim_v=dim_v, dtype=torch.float16)
     assert_within_budget(*solve(spec, ((1, 20), (3, 9))))
+
+
+@splits(1, 3)
+@pytest.mark.parametrize(
+    ("feature", "kv_dtype"), [("everything", None), ("causal", torch.float8_e4m3fn), ("window", torch.int8)]
+)
+def test_wide_heads(feature, kv_dtype, num_splits, solve, assert_within_budget):
+    """Full layers of Gemma 4 have heads of 512. The values here are narrower, and both widths are padded."""
+    heads = {"num_q_heads": 3, "num_kv_heads": 1, "head_dim": 504, "head_dim_v": 328}
+    spec = quire.AttentionSpec(**heads | FEATURES[feature], dtype=torch.float16, kv_dtype=kv_dtype)
+    assert_within_budget(*solve(spec, ((1, 40), (12, 20), (0, 3), (1, 0)), num_splits, page_size=7))
+
+
+@pytest.mark.triton
+def test_wide_heads_in_a_batch_invariant_plan(device, assert_within_budget):
+    spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=512, dtype=torch.float16)
+    p = make_problem(spec, ((1, 300), (3, 20)), device=device)
+    plan = quire.plan(spec, p.batch, **p.bounds, batch_invariant=True)
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 33, 128, 528, 672, 1072, 7808])

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ GUARDED = """
 import ctypes, itertools, mmap, torch, quire
 from quire.dispatch.config import KernelConfig
 from quire.testing import make_problem
+from tests.interpreter import hasten
 
+hasten()
 libc, kept = ctypes.CDLL(None, use_errno=True), []
 
 def at_the_end(tensor):
@@ -80,7 +83,10 @@ def test_nothing_past_the_end_of_a_tensor_is_read():
 
     One process takes all cases: it imports PyTorch and Triton, which costs more than a case. It names the one it takes.
     """
-    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, env=dict(os.environ))
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", GUARDED], capture_output=True, text=True, env=dict(os.environ), cwd=root
+    )
     cases = done.stdout.splitlines()
     assert done.returncode == 0, f"exit status {done.returncode} at {cases[-1:]}\n{done.stderr[-2000:]}"
     assert len(cases) == 8

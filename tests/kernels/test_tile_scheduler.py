@@ -62,10 +62,11 @@ def test_the_visible_keys_of_a_sequence_are_those_of_any_query(scheduler):
         }
 
 
+@pytest.mark.parametrize("dim", [16, 64], ids=["heads are a dimension", "heads are columns"])
 @pytest.mark.parametrize("kind", ["NHD", "HND", "one row", "one tensor", "layers", "one head"])
-def test_a_matrix_row_and_column_is_where_the_element_is(kind):
+def test_a_matrix_row_and_column_is_where_the_element_is(kind, dim):
     """What TMA reads at (row, column) of the matrix is the element of (page, slot, head, dim)."""
-    pages, size, heads, dim = 3, 8, 1 if kind == "one head" else 2, 16
+    pages, size, heads = 3, 8, 1 if kind == "one head" else 2
     memory = torch.arange(16 * pages * size * heads * dim, dtype=torch.float32).half()
     if kind == "HND":
         x, layout = memory[: pages * size * heads * dim].view(pages, heads, size, dim), "HND"
@@ -81,17 +82,19 @@ def test_a_matrix_row_and_column_is_where_the_element_is(kind):
     matrix, _ = tma.matrices_of_cache(cache)
     page_stride, slot_stride, head_stride = cache.strides[0][:3]
     start = x.storage_offset()
-    assert matrix.stride == slot_stride
+    (num_rows, *columns), (stride, *steps) = matrix.shape, matrix.strides
+    assert stride == slot_stride and len(columns) == (1 if dim == 64 else 2) and steps[-1] == 1
     for page, slot, head in itertools.product(range(pages), range(size), range(heads)):
         row, column = divmod(page * page_stride + slot * slot_stride + head * head_stride, slot_stride)
-        assert row < matrix.num_rows and column + dim <= matrix.num_columns
-        at = start + row * matrix.stride + column
         element = x[page, head, slot] if layout == "HND" else x[page, slot, head]
-        assert element.storage_offset() == at
-        # the same element in the descriptor of heads of any width: head `in_row` of the row
-        in_row, rest = divmod(column, matrix.head_stride)
-        assert rest == 0 and in_row < matrix.num_heads
-    assert (matrix.num_rows - 1) * matrix.stride + matrix.num_columns <= memory.numel() - start
+        assert row < num_rows and element.storage_offset() == start + row * stride + column
+        if dim == 64:
+            assert column + dim <= columns[0]
+        else:  # head `in_row` of the row
+            in_row, rest = divmod(column, steps[0])
+            assert rest == 0 and in_row < columns[0] and columns[1] == dim
+    last = sum((size - 1) * step for size, step in zip(matrix.shape, matrix.strides, strict=True))
+    assert start + last < memory.numel()
 
 
 def test_heads_of_any_width_must_begin_at_a_multiple_of_16_bytes():

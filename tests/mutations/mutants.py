@@ -500,6 +500,7 @@ SCHEDULER = "kernels/test_tile_scheduler.py"
 TRANSFORMERS, VLLM = "engines/test_transformers.py::test_", "engines/test_vllm.py::test_"
 VLLM_MLA = "engines/test_vllm_mla.py::test_"
 RELAUNCH = "compile/test_relaunch.py::test_tensors_of_another_kind_go_through_the_binder"
+TENSOR_MAPS = "compile/test_relaunch.py::test_"
 INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
 
 OUTSIDE = {
@@ -728,8 +729,8 @@ OUTSIDE = {
     ),
     "Hopper: a matrix a row short": Mutant(
         "kernels/hopper/tma.py",
-        "return Matrix(last // slot + 1, num_columns, slot, *heads)",
-        "return Matrix(last // slot, num_columns, slot, *heads)",
+        "num_rows = last // slot + 1\n",
+        "num_rows = last // slot\n",
         SCHEDULER,
     ),
     "Hopper: heads that overlap slots": Mutant(
@@ -758,6 +759,42 @@ OUTSIDE = {
         'key = "hopper", cache.kind, q.stride(), into.stride()',
         'key = "hopper", q.stride(), into.stride()',
         RELAUNCH + "[sm90-prefill-hopper]",
+    ),
+    "Hopper: matrices of a cache of more pages": Mutant(
+        "kernels/hopper/runner.py",
+        "known = q.shape[0], q.stride(), cache.kind, cache.num_pages,",
+        "known = q.shape[0], q.stride(), cache.kind,",
+        TENSOR_MAPS + "a_tensor_map_is_encoded_once_for_each_address_shape_and_strides",
+    ),
+    "Hopper: ever more tensor maps": Mutant(
+        "kernels/tensor_maps.py",
+        "@lru_cache(maxsize=KEPT)",
+        "@lru_cache(maxsize=None)",
+        TENSOR_MAPS + "kept_tensor_maps_are_bounded_and_keep_no_memory",
+    ),
+    "Hopper: shapes of tensor maps in int64": Mutant(
+        "kernels/tensor_maps.py",
+        '*["i32"] * rank, *["i64"] * rank',
+        '*["i64"] * rank, *["i64"] * rank',
+        TENSOR_MAPS + "the_launcher_of_tensor_maps_is_that_of_descriptors",
+    ),
+    "a profiler is told of first launches only": Mutant(
+        "kernels/launcher.py",
+        "if found is None or is_observed():",
+        "if found is None:",
+        TENSOR_MAPS + "a_profiler_is_told_of_every_launch",
+    ),
+    "a decision of forgotten trees": Mutant(
+        "plan.py",
+        "CHOICES.append(decide_once)",
+        "",
+        "test_dispatch.py::test_a_decision_is_kept_until_trees_are_forgotten",
+    ),
+    "a decision of other families": Mutant(
+        "plan.py",
+        "decide_once(request, options, tuple(FAMILIES.items()))",
+        "decide_once(request, options, ())",
+        "test_dispatch.py::test_a_decision_is_that_of_the_families_there_are",
     ),
     "a plan's other strides": Mutant(
         "kernels/portable.py",

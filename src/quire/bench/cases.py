@@ -34,6 +34,7 @@ class Model:
     head_dim_v: int | None = None
     softmax_scale: float | None = None
     latent: bool = False
+    softcap: float | None = None
 
     def __str__(self) -> str:
         if self.latent:
@@ -61,6 +62,11 @@ MODELS = {
     "Qwen3-30B-A3B": Model(32, 4, 128),
     "Gemma-3-12B": Model(16, 8, 256),
     "Gemma-3-12B, local": Model(16, 8, 256, sliding_window=1024),
+    "Gemma-4-31B": Model(32, 4, 512),
+    "Gemma-4-31B, local": Model(32, 16, 256, sliding_window=1024),
+    "Qwen3.5, 24/4": Model(24, 4, 256),
+    "Qwen3.5, 64/4": Model(64, 4, 256),
+    "Qwen3.5, 24/2": Model(24, 2, 256),
     "gpt-oss-120b": Model(64, 8, 64, sinks=True),
     "gpt-oss-120b, local": Model(64, 8, 64, sliding_window=128, sinks=True),
     "Mistral window": Model(32, 8, 128, sliding_window=1024),
@@ -97,11 +103,12 @@ class Case:
         name: unique among the cases.
         kind: one of KINDS.
         lens: (query length, sequence length) of each sequence, new tokens included.
-        model: a key of MODELS.
+        model: a key of MODELS; where there is a `layer`, its heads in words.
         page_size: tokens per page.
         dtype: name of the torch dtype of the queries.
         kv_dtype: name of the torch dtype of the cache; `dtype` when not given.
         packed: keys and values are not paged but packed, sequence after sequence. The page size is then 1.
+        layer: the attention of a layer that none of MODELS has.
     """
 
     name: str
@@ -112,11 +119,17 @@ class Case:
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     packed: bool = False
+    layer: Model | None = None
+
+    @property
+    def attention(self) -> Model:
+        """The attention of the layer."""
+        return MODELS[self.model] if self.layer is None else self.layer
 
     @cached_property
     def spec(self) -> quire.AttentionSpec:
-        """The spec of the model's layer, in these dtypes."""
-        model = MODELS[self.model]
+        """The spec of the layer, in these dtypes."""
+        model = self.attention
         return quire.AttentionSpec(
             num_q_heads=model.num_q_heads,
             num_kv_heads=model.num_kv_heads,
@@ -128,6 +141,7 @@ class Case:
             head_dim_v=model.head_dim_v,
             softmax_scale=model.softmax_scale,
             latent=model.latent,
+            softcap=model.softcap,
         )
 
     @property

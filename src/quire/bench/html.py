@@ -13,8 +13,8 @@ import jinja2
 from matplotlib.figure import Figure
 from PIL import Image  # which matplotlib needs
 
+from quire.bench import ratios, results
 from quire.bench import report as reports
-from quire.bench import results
 from quire.bench.cases import MODELS
 from quire.bench.plots import plots
 from quire.bench.results import Report
@@ -28,6 +28,10 @@ CAPTIONS = {  # by name of the plot: its title, and what it shows
     "ratios": (
         "Case by case",
         "Quire's time over each other library's: left of the line Quire is faster. The worst cases are at the bottom.",
+    ),
+    "distribution": (
+        "Distribution",
+        "On which share of the drawn cases Quire's time over theirs is at most so much. Left of 1 Quire is faster.",
     ),
     "shares": (
         "By composition",
@@ -67,6 +71,9 @@ def page(report: Report, images: Mapping[str, bytes]) -> str:
         device=report.provenance.device,
         description=reports.describe_run(report),
         summary=reports.summary_table(rows),
+        grid=reports.describe_grid(report.grid) if report.grid else "",
+        distribution=ratios.distribution_table(rows),
+        worst=reports.worst_table(rows),
         pictures=[Picture(*CAPTIONS[name], base64.b64encode(image).decode()) for name, image in images.items()],
         compiled=reports.compiled_table(rows) if reports.was_compiled(report) else None,
         times={kind: reports.times_table(some) for kind, some in reports.by_kind(rows).items()},

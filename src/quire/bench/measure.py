@@ -260,7 +260,11 @@ def check_and_capture(peer: Peer, inputs: Inputs, sample: Sample) -> Candidate:
 
 
 def compare(
-    case: Case, peers: Sequence[Peer], seconds: float = 0.4, table_len: int = 0
+    case: Case,
+    peers: Sequence[Peer],
+    seconds: float = 0.4,
+    table_len: int = 0,
+    taken: dict[str, float] | None = None,
 ) -> dict[str, Timing | NoResult]:
     """Measure a case with every library, round-robin, on the current GPU.
 
@@ -269,6 +273,7 @@ def compare(
         peers: the libraries.
         seconds: replay the graphs for this long.
         table_len: keys that each row of a page table has room for, if more than the case has.
+        taken: gets the seconds that each library took until it could be timed.
 
     Returns:
         By name, in the order of `peers`: the timing, or why there is none.
@@ -278,11 +283,14 @@ def compare(
     ready: dict[str, Candidate] = {}
     results: dict[str, Timing | NoResult] = {}
     for peer in peers:
+        begun = time.perf_counter()
         try:
             ready[peer.name] = check_and_capture(peer, inputs, sample)
         except Exception as error:  # a library may raise anything
             results[peer.name] = NoResult(describe_error(error))
             torch.cuda.synchronize()  # raises if the error has made the device unusable for this process
+        if taken is not None:
+            taken[peer.name] = time.perf_counter() - begun
     timers = {name: partial(time_of_call, candidate, len(inputs.tables)) for name, candidate in ready.items()}
     times = round_robin(timers, seconds)
     results |= {name: candidate.timing(case, times[name]) for name, candidate in ready.items()}

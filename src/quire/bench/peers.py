@@ -32,12 +32,18 @@ def refuse(condition: bool, why: str) -> None:
         raise NotServed(why)
 
 
-def refuse_special_dtypes_and_sinks(inputs: Inputs) -> None:
-    """Raise NotServed unless queries and cache have the same 16-bit dtype, and there are no sinks."""
+def refuse_special_dtypes_and_scores(inputs: Inputs) -> None:
+    """Raise NotServed unless queries and cache have the same 16-bit dtype, and there are neither sinks nor softcap."""
     spec = inputs.case.spec
     dtypes = f"{spec.dtype} on {spec.kv_dtype}".replace("torch.", "")
     refuse(spec.dtype.itemsize != 2 or spec.kv_dtype != spec.dtype, f"does not serve {dtypes}")
     refuse(spec.sinks, "does not serve sinks")
+    refuse(spec.softcap is not None, "does not serve softcap")
+
+
+def refuse_other_values(spec: quire.AttentionSpec) -> None:
+    """Raise NotServed unless values are as wide as keys."""
+    refuse(spec.head_dim_v != spec.head_dim, "does not serve values of another width")
 
 
 def window_of(spec: quire.AttentionSpec) -> tuple[int, int]:
@@ -73,6 +79,8 @@ def naive_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
     spec, case = inputs.case.spec, inputs.case
     refuse(case.flops > MAX_NAIVE_FLOPS, "too slow to wait for")
     refuse(spec.sinks or spec.sliding_window is not None or spec.kv_dtype != spec.dtype, "serves causal attention only")
+    refuse(spec.softcap is not None, "serves causal attention only")
+    refuse_other_values(spec)
     seq_of, pos_of = owners(case.query_lens, case.seq_lens, inputs.q.device)
 
     def plan(table: torch.Tensor) -> Call:
@@ -90,6 +98,8 @@ def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Pl
     spec, case, bounds = inputs.case.spec, inputs.case, inputs.case.bounds
     refuse(spec.kv_dtype != spec.dtype, "fp8 caches only with fp8 queries")
     refuse(spec.sinks and version < 3, "does not serve sinks")
+    if version < 3:
+        refuse_other_values(spec)
     metadata = None
     query: dict[str, Any] = {"q": inputs.q}
     if spec.latent:  # the rotary columns are q and k, the latents v; q_v are the queries of the latents
@@ -120,6 +130,7 @@ def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Pl
                 page_size=case.page_size,
                 causal=True,
                 window_size=window_of(spec),
+                has_softcap=spec.softcap is not None,
                 num_splits=0,
             )
         return partial(
@@ -132,6 +143,7 @@ def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Pl
             softmax_scale=spec.softmax_scale,
             causal=True,
             window_size=list(window_of(spec)),
+            softcap=spec.softcap or 0.0,
             out=out,
             scheduler_metadata=metadata,
             num_splits=0,
@@ -160,6 +172,7 @@ def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner
         backend == "fa3" and (case.bounds["max_query_len"] == 1 or spec.kv_dtype != spec.dtype),
         "its fa3 kernels are for prefill in 16 bits",
     )
+    refuse_other_values(spec)
     pages = case.pages_per_seq
     indptr = torch.tensor([0, *pages]).cumsum(0).to(torch.int32)
     last = torch.tensor([(s - 1) % case.page_size + 1 for s in case.seq_lens], dtype=torch.int32)
@@ -170,6 +183,7 @@ def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner
         "q_data_type": spec.dtype,
         "kv_data_type": spec.kv_dtype,
         "sm_scale": spec.softmax_scale,
+        "logits_soft_cap": spec.softcap,
     }
     shared = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=inputs.q.device)
 
@@ -364,8 +378,11 @@ def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
 
     spec, bounds = inputs.case.spec, inputs.case.bounds
     refuse(spec.kv_dtype is torch.int8, "its int8 caches have scales per token")
+    refuse_other_values(spec)
     shape = (inputs.q.shape[0], spec.num_q_heads, 16)
-    segment_out = torch.empty(*shape, spec.head_dim, dtype=torch.float32, device=inputs.q.device)
+    segment_out = torch.empty(
+        *shape, 1 << (spec.head_dim - 1).bit_length(), dtype=torch.float32, device=inputs.q.device
+    )
     segment_max = torch.empty(shape, dtype=torch.float32, device=inputs.q.device)
     segment_expsum = torch.empty_like(segment_max)
     return lambda table: partial(
@@ -382,7 +399,7 @@ def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
         True,
         window_of(spec),
         table,
-        0,
+        spec.softcap or 0,
         None,
         None,
         None,
@@ -398,8 +415,9 @@ def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
 def cudnn_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
     import cudnn  # pyright: ignore[reportMissingImports]
 
-    refuse_special_dtypes_and_sinks(inputs)
+    refuse_special_dtypes_and_scores(inputs)
     spec, case = inputs.case.spec, inputs.case
+    refuse_other_values(spec)
     q_len = case.lens[0][0]
     refuse(any(q != q_len for q, _ in case.lens), "one query length per batch")
     refuse(
@@ -463,7 +481,7 @@ def contiguous_kv(inputs: Inputs, table: torch.Tensor) -> tuple[torch.Tensor, to
 
 def uniform_queries(inputs: Inputs) -> tuple[torch.Tensor, int, int]:
     """Return the queries, [num_seqs, num_q_heads, query_len, head_dim], and both lengths; refuse other batches."""
-    refuse_special_dtypes_and_sinks(inputs)
+    refuse_special_dtypes_and_scores(inputs)
     refuse(not inputs.case.uniform, "one length per batch, keys not paged")
     q_len, seq_len = inputs.case.lens[0]
     return inputs.q.view(-1, q_len, *inputs.q.shape[1:]).transpose(1, 2), q_len, seq_len

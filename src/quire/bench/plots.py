@@ -16,7 +16,8 @@ from matplotlib.ticker import LogLocator
 
 from quire.bench.cases import KINDS
 from quire.bench.peers import BASELINES, NAIVE
-from quire.bench.report import best_other, by_kind, peers_in, ratio_to_best
+from quire.bench.ratios import BEST, best_other, distributions, ratio_to_best
+from quire.bench.report import by_kind, peers_in
 from quire.bench.results import QUIRE, RangeRow, Report, Row, is_ours
 from quire.bench.roofline import Ceilings
 
@@ -248,6 +249,24 @@ def plot_ratios(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
+def plot_distribution(report: Report) -> Figure | None:
+    """Draw for each other library the share of the cases on which Quire's time over theirs is at most a ratio."""
+    found = [d for d in distributions(report.rows) if not is_ours(d.name) and d.name not in BASELINES]
+    if report.grid is None or not found:
+        return None
+    figure, (axis,) = panels(1, 3.6)
+    colours = {BEST: "black"} | colours_of(peers_in(report.rows))
+    for each in found:
+        shares = [(i + 1) / len(each.ratios) for i in range(len(each.ratios))]
+        width = 2.2 if each.name == BEST else 1.1
+        axis.step(each.ratios, shares, where="post", color=colours[each.name], lw=width, label=each.name)
+    axis.axvline(1, color="black", lw=1)
+    axis.set(xscale="log", xlabel="Quire's time over theirs", ylabel="share of the cases", ylim=(0, 1))
+    label_log_axis(axis.xaxis, (2, 5))
+    add_legend(figure)
+    return figure
+
+
 def plot_range(rows: Sequence[RangeRow]) -> Figure | None:
     """Draw what a graph captured for a range of lengths loses at each length."""
     if not rows:
@@ -274,6 +293,7 @@ def plots(report: Report) -> dict[str, Figure]:
     rows = report.rows
     figures = {
         "roofline": plot_roofline(report),
+        "distribution": plot_distribution(report),
         "ratios": plot_ratios(rows),
         "shares": plot_shares(rows),
         "length": plot_sweep(rows, "max_seq_len", "num_seqs", "keys of each sequence"),

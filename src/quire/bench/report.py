@@ -7,24 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from quire.bench.cases import KINDS, Kind
-from quire.bench.peers import BASELINES
-from quire.bench.results import QUIRE, RangeRow, Report, Result, Row, is_ours
+from quire.bench.ratios import BEST, distribution_table, ratio_to_best, worst_rows
+from quire.bench.results import QUIRE, Grid, RangeRow, Report, Result, Row
 from quire.bench.tables import Column, Table, Value, to_markdown
 from quire.targets import Compiled
-
-BEST = "best other"
-
-
-def best_other(row: Row) -> tuple[str, float] | None:
-    """Return the fastest library, and its time, of those that read the same pages and are not Quire's."""
-    others = {name: t for name, t in row.times.items() if not is_ours(name) and name not in BASELINES}
-    return min(others.items(), key=lambda item: item[1]) if others else None
-
-
-def ratio_to_best(row: Row) -> float | None:
-    """Return Quire's time over the best other's; None where one is missing."""
-    best = best_other(row)
-    return row.times[QUIRE] / best[1] if best and QUIRE in row.times else None
 
 
 def peers_in(rows: Sequence[Row]) -> list[str]:
@@ -103,6 +89,11 @@ def times_table(rows: Sequence[Row]) -> Table[Row]:
 def time_column(name: str) -> Column[Row]:
     """Return the column of a library's times."""
     return Column(name, lambda row: row.times.get(name), ".1f", is_essential=name == QUIRE, is_contest=True)
+
+
+def worst_table(rows: Sequence[Row]) -> Table[Row]:
+    """Return the times of the cases where Quire loses most."""
+    return times_table(worst_rows(rows))
 
 
 def detail_table(rows: Sequence[Row]) -> Table[Row]:
@@ -224,6 +215,11 @@ def describe_ranges(rows: Sequence[RangeRow]) -> str:
     )
 
 
+def describe_grid(grid: Grid) -> str:
+    """Return which cases were drawn, as a heading."""
+    return f"{grid.count} cases drawn at random, seed {grid.seed}"
+
+
 def describe_run(report: Report) -> str:
     """Return where the numbers come from: device, versions, date and ceilings."""
     ceilings = report.ceilings
@@ -248,6 +244,9 @@ def markdown(report: Report) -> str:
         parts.append(to_markdown(compiled_table(rows)))
     else:
         parts.append(f"Geometric means, over how many cases:\n\n{to_markdown(summary_table(rows))}")
+        if report.grid is not None:
+            parts.append(f"## {describe_grid(report.grid)}\n\n{to_markdown(distribution_table(rows))}")
+            parts.append(f"## The worst of them, µs\n\n{to_markdown(worst_table(rows))}")
         parts += [f"## {kind}, µs\n\n{to_markdown(times_table(some))}" for kind, some in by_kind(rows).items()]
         parts.append(f"## Quire in detail\n\n{to_markdown(detail_table(rows))}")
         if report.graph_range:

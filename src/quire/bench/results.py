@@ -13,7 +13,7 @@ import torch
 import triton
 
 import quire
-from quire.bench.cases import Case, Kind, sets_of
+from quire.bench.cases import Case, Kind, Model, sets_of
 from quire.bench.measure import NoResult, Timing
 from quire.bench.roofline import Ceilings
 from quire.bench.schema import from_json, require_positive, to_json
@@ -45,7 +45,7 @@ class Row:
         case: its name.
         kind: one of `cases.KINDS`.
         sets: the sets that hold it.
-        model: a key of `cases.MODELS`.
+        model: a key of `cases.MODELS`; where there is a `layer`, its heads in words.
         num_seqs: sequences.
         num_tokens: query tokens.
         mean_query_len: queries per sequence.
@@ -65,6 +65,7 @@ class Row:
         compiled: what its kernels compiled to, where nothing was measured; None where nothing was compiled either.
         plan: the plan that they were compiled for, in words.
         why: why they were not compiled.
+        layer: the attention of a layer that none of `cases.MODELS` has.
     """
 
     case: str
@@ -90,6 +91,7 @@ class Row:
     compiled: list[Compiled] | None = None
     plan: str | None = None
     why: str | None = None
+    layer: Model | None = None
 
     def __post_init__(self) -> None:
         require_positive(
@@ -156,6 +158,19 @@ class Provenance:
     date: str
 
 
+@dataclass(frozen=True)
+class Grid:
+    """Which cases were drawn at random; see `quire.bench.grid`.
+
+    Attributes:
+        count: how many were asked for.
+        seed: of the random numbers.
+    """
+
+    count: int
+    seed: int
+
+
 @dataclass(kw_only=True)
 class Report:
     """A run of the bench.
@@ -167,6 +182,8 @@ class Report:
         peers: by library its version, or why it is absent.
         rows: one per case.
         graph_range: one per graph and length, where these were measured.
+        grid: which cases were drawn; None where they were not.
+        stopped: the error that ended the run before all cases were measured.
     """
 
     provenance: Provenance
@@ -175,6 +192,8 @@ class Report:
     peers: dict[str, str]
     rows: list[Row]
     graph_range: list[RangeRow] = field(default_factory=list)
+    grid: Grid | None = None
+    stopped: str | None = None
 
 
 def is_ours(peer: str) -> bool:
@@ -212,6 +231,7 @@ def make_row(case: Case, ceilings: Ceilings, timings: Mapping[str, Timing | NoRe
         floor_micros=floor,
         bound=ceilings.bound(case),
         results=results,
+        layer=case.layer,
     )
 
 

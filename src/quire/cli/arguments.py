@@ -5,6 +5,7 @@ import importlib
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -42,6 +43,36 @@ def positive_seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
     return seconds
+
+
+def add_grid(parser: "argparse.ArgumentParser | argparse._ArgumentGroup", what: str) -> None:
+    """Add --grid and --seed, which draw cases at random; `what` is done with them."""
+    parser.add_argument(
+        "--grid",
+        type=whole_number(1),
+        metavar="N",
+        help=f"{what} N cases drawn at random instead: widths, groups, pages, lengths, windows, softcap, sinks",
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(0), metavar="S", help="with --grid: which cases are drawn (default: 0)"
+    )
+
+
+def check_seed(args: argparse.Namespace) -> None:
+    """Raise CommandError if there is a seed without a grid."""
+    if args.seed is not None and args.grid is None:
+        raise CommandError(f"--seed must be given with --grid, got {args.seed} alone; add --grid N")
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number of at least `least`, for argparse."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least}, got {text!r}")
+        return int(text)
+
+    return read
 
 
 def check_folder(option: str, folder: Path) -> None:

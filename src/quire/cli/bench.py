@@ -14,18 +14,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.bench import cases as workloads
+from quire.bench import grid
 from quire.bench.cases import Case
 from quire.bench.measure import Peer
 from quire.bench.peers import PEERS, quire_with_config
 from quire.bench.roofline import DATA_SHEETS
-from quire.cli.arguments import CommandError, check_file, check_folder, positive_seconds, require_packages
+from quire.cli.arguments import (
+    CommandError,
+    add_grid,
+    check_file,
+    check_folder,
+    check_seed,
+    positive_seconds,
+    require_packages,
+)
 from quire.dispatch.config import KernelConfig
 
 if TYPE_CHECKING:  # imported when the command runs
     from rich.console import Console
 
     from quire.bench.guard import Guard
-    from quire.bench.results import Report
+    from quire.bench.results import Grid, Report, Row
 
 EXAMPLES = """examples:
   quire bench --quick                   # a dozen cases with every library that is installed, a minute or two
@@ -33,6 +42,7 @@ EXAMPLES = """examples:
   quire bench --set decode --only 32x --peers Quire,FlashInfer
   quire bench --only "decode 1x4096" --peers Quire --config block_n=128 --config block_n=32,num_stages=4
   quire bench --trace requests.csv      # rows of prompt tokens, output tokens
+  quire bench --grid 60 --seed 1        # cases drawn at random: how the ratios are distributed, and the worst
   quire bench --graphs                  # what graphs captured for a range of lengths lose
   quire bench --compare before/ after/  # the exit code is 1 if a case became slower
   quire bench --guard docs/results/h200_floors.json   # the exit code is 1 if a ratio to the best other library fell
@@ -41,6 +51,7 @@ EXAMPLES = """examples:
   quire bench --device MI300X --set decode   # no GPU: roofline, registers, spills, shared memory, occupancy
 """
 DEFAULT_FOLDER = Path("quire-bench")
+QUIRE = PEERS[0].name
 BY_SPEC = {"block_d": 16, "block_dv": 16}  # fields of a configuration that --config cannot set
 CONFIG_FIELDS = tuple(field.name for field in fields(KernelConfig) if field.name not in BY_SPEC)
 LEGAL_CONFIG = KernelConfig(16, 16, 4, 2, False, 1, **BY_SPEC)
@@ -62,6 +73,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     what.add_argument(
         "--trace", type=Path, metavar="FILE", help="cases from a CSV file of prompt and output tokens instead"
     )
+    add_grid(what, "measure")
     what.add_argument(
         "--model",
         choices=workloads.KV_MODELS,
@@ -80,7 +92,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="also time the portable kernels with this configuration; may be repeated",
     )
     what.add_argument(
-        "--seconds", type=positive_seconds, help="time each case for so long (default: 0.4, with --quick 0.15)"
+        "--seconds",
+        type=positive_seconds,
+        help="time each case for so long (default: 0.4, with --quick and --grid 0.15)",
     )
     what.add_argument("--graphs", action="store_true", help="measure graphs captured for a range of lengths instead")
     what.add_argument("--device", choices=DATA_SHEETS, help="measure nothing: use its data sheet and compiled kernels")
@@ -88,6 +102,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     where = parser.add_argument_group("what to write, read and print")
     where.add_argument(
         "--output", type=Path, metavar="FOLDER", help=f"the report and its plots go there (default: {DEFAULT_FOLDER})"
+    )
+    where.add_argument(
+        "--continue",
+        dest="continued",
+        action="store_true",
+        help="go on with the run in the folder: its cases are not measured again",
     )
     where.add_argument("--commit", help="the commit that is measured; git is asked when not given")
     where.add_argument(
@@ -135,16 +155,17 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        1 if a comparison found something slower, a floor was not held, or a result of Quire's is wrong or missing; else
-        0.
+        1 if a comparison found something slower, a floor was not held, a result of Quire's is wrong or missing, or an
+        error ended the run; else 0.
     """
     require_packages("bench", "bench", "rich", "matplotlib")
 
-    from quire.bench.results import QUIRE
+    from quire.bench.results import Grid
     from quire.cli import bench_measure, bench_print
     from quire.cli.console import CommandConsole
 
     console = CommandConsole()
+    check_grid(args)
     if args.compare:
         before, after = map(load, args.compare)
         return bench_print.print_changes(before, after, console)
@@ -168,12 +189,15 @@ def run(args: argparse.Namespace) -> int:
     folder = args.output or DEFAULT_FOLDER
     check_folder("--output", folder)
     if torch.cuda.is_available() and not args.device:
-        peers = choose_peers(args.peers, args.config or [])
-        seconds = args.seconds or (0.15 if args.quick else 0.4)
+        peers = choose_peers(args.peers, args.config or [], args.grid is not None)
+        seconds = args.seconds or (0.15 if args.quick or args.grid else 0.4)
+        drawn = Grid(args.grid, args.seed or 0) if args.grid else None
         if args.graphs:
             report = bench_measure.measure_ranges(peers, seconds, args.commit, folder, console)
         else:
-            report = bench_measure.measure(cases, peers, seconds, args.commit, folder, console)
+            earlier = rows_so_far(folder, drawn) if args.continued else []
+            cases = [case for case in cases if case.name not in {row.case for row in earlier}]
+            report = bench_measure.measure(cases, peers, seconds, args.commit, folder, console, drawn, earlier)
     elif args.graphs:
         raise CommandError("--graphs must be measured on a GPU, got none; leave it out")
     else:
@@ -186,7 +210,36 @@ def run(args: argparse.Namespace) -> int:
     for row in missing:
         console.print(f"Quire has no time for {row.case}: {row.reasons[QUIRE]}", highlight=False, markup=False)
     fell = guard is not None and bench_print.print_guard(guard, report, console) != 0
-    return 1 if missing or fell else 0
+    return 1 if missing or fell or report.stopped else 0
+
+
+def rows_so_far(folder: Path, drawn: "Grid | None") -> "list[Row]":
+    """Return the rows of the run in a folder; raise CommandError unless it was on this device, of the same cases."""
+    from quire.bench.results import FILE_NAME
+
+    if not (folder / FILE_NAME).exists():
+        return []
+    before, device = load(folder), torch.cuda.get_device_name()
+    if before.provenance.device != device:
+        raise CommandError(
+            f"--continue must go on with a run on {device}, got one on {before.provenance.device}; name another folder"
+        )
+    seeds = [grid and grid.seed for grid in (before.grid, drawn)]
+    if seeds[0] != seeds[1]:
+        raise CommandError(
+            f"--continue must go on with a run of the same seed, got {seeds[0]} there and {seeds[1]} here; "
+            "name another folder"
+        )
+    return before.rows
+
+
+def check_grid(args: argparse.Namespace) -> None:
+    """Raise CommandError if drawn cases are asked for together with others."""
+    check_seed(args)
+    others = {"--quick": args.quick, "--set": args.set, "--trace": args.trace, "--graphs": args.graphs}
+    for option, value in (others | {"--guard": args.guard}).items():
+        if args.grid and value:
+            raise CommandError(f"--grid must be given without {option}, got both; leave one out")
 
 
 def load_guard(args: argparse.Namespace) -> "Guard":
@@ -273,15 +326,21 @@ def choose_cases(args: argparse.Namespace) -> list[Case]:
             ) from None
         except ValueError as error:
             raise CommandError(f"--trace {error}") from None
-    cases = workloads.cases(["quick"] if args.quick else args.set, args.only)
+    if args.grid:
+        cases = [case for case in grid.draw(args.grid, args.seed or 0) if args.only in case.name]
+    else:
+        cases = workloads.cases(["quick"] if args.quick else args.set, args.only)
     if not cases:
         raise CommandError(f"--only must be part of the name of a case, got {args.only!r}; see quire bench --list")
     return cases
 
 
-def choose_peers(names: str | None, configs: list[dict[str, int | bool]]) -> list[Peer]:
-    """Return the libraries whose name begins with one of the comma-separated `names`, and Quire with each config."""
-    peers = list(PEERS)
+def choose_peers(names: str | None, configs: list[dict[str, int | bool]], is_grid: bool = False) -> list[Peer]:
+    """Return the libraries whose name begins with one of the comma-separated `names`, and Quire with each config.
+
+    Without names these are all, and for a grid all but Quire's variants.
+    """
+    peers = [peer for peer in PEERS if not is_grid or peer.name == QUIRE or not peer.name.startswith(QUIRE)]
     if names is not None:
         prefixes = tuple(name.strip() for name in names.split(","))
         peers = [replace(peer, slow=False) for peer in PEERS if peer.name.startswith(prefixes)]

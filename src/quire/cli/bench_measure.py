@@ -1,6 +1,7 @@
 """Measure, or analyse, the cases of `quire bench` with a progress bar."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,9 @@ from rich.progress import Progress
 
 from quire.bench import cases as workloads
 from quire.bench.cases import Case
-from quire.bench.measure import NoResult, Peer, Timing, compare
+from quire.bench.measure import NoResult, Peer, Timing, compare, describe_error
 from quire.bench.peers import quire_calls
-from quire.bench.results import FILE_NAME, QUIRE, RangeRow, Report, Row, make_row, provenance, save
+from quire.bench.results import FILE_NAME, QUIRE, Grid, RangeRow, Report, Row, make_row, provenance, save
 from quire.bench.roofline import DATA_SHEETS, Ceilings, from_data_sheet, measure_ceilings
 from quire.cli.bench_print import print_row
 from quire.cli.console import progress_bar
@@ -23,15 +24,24 @@ from quire.targets import TARGETS, Launch, compile_all, current_target
 GRAPH_RANGES = ((1, 131072), (8, 32768), (32, 16384), (128, 8192))  # sequences, and keys that a graph is captured for
 GRAPH_LENGTHS = tuple(128 << i for i in range(0, 11, 2))  # keys at which it is replayed
 RANGE_STEPS = tuple((n, bound, length) for n, bound in GRAPH_RANGES for length in GRAPH_LENGTHS if length <= bound)
+READY_SECONDS = 15.0  # in which a library is ready to be timed, a kernel or two compiled
+MAX_SPENT = 240.0  # seconds of longer compilations of a library, in all
 SLOW = NoResult("compiles for seconds: measured on some cases only")
 
 
 def measure(
-    cases: Sequence[Case], peers: Sequence[Peer], seconds: float, commit: str | None, folder: Path, console: Console
+    cases: Sequence[Case],
+    peers: Sequence[Peer],
+    seconds: float,
+    commit: str | None,
+    folder: Path,
+    console: Console,
+    grid: Grid | None = None,
+    earlier: Sequence[Row] = (),
 ) -> Report:
     """Measure cases on this GPU, and print each when it is done.
 
-    An interrupt keeps the cases that were measured.
+    An interrupt keeps the cases that were measured, and so does an error after which no case can be measured.
 
     Args:
         cases: the batches.
@@ -40,6 +50,8 @@ def measure(
         commit: the commit that is measured, if the caller knows it.
         folder: `results.json` there is always what was measured so far.
         console: to print on.
+        grid: which cases were drawn at random; None where they were not.
+        earlier: the rows of a run that this one continues.
     """
     absent = why_absent(peers, console)
     present = [peer for peer in peers if peer.name not in absent]
@@ -47,16 +59,27 @@ def measure(
         compile_kernels(cases, present, progress)
         ceilings = measure_ceilings()
         report = empty_report(ceilings, peers, absent, seconds, commit)
+        report.grid, total = grid, len(earlier) + len(cases)
+        report.rows.extend(earlier)
+        patience = None if grid is None else Patience()
         task = progress.add_task("measuring", total=len(cases))
         for case in cases:
             progress.update(task, description=case.name)
             try:
-                row = measure_case(case, present, seconds, ceilings)
+                row = measure_case(case, present, seconds, ceilings, patience)
             except torch.cuda.OutOfMemoryError:
                 words = f"left out: {case.name}, for which this GPU has too little memory"
                 console.print(words, style="dim", highlight=False)
+            except RuntimeError as error:
+                why = describe_error(error)
+                console.print(f"{case.name}: {why}", style="bold", highlight=False, markup=False, soft_wrap=True)
+                if not is_usable():
+                    report.stopped = f"{case.name}: {why}"
+                    say_stopped(len(report.rows), total, folder, console)
+                    break
+                report.rows.append(make_row(case, ceilings, {peer.name: NoResult(why) for peer in present}))
             except KeyboardInterrupt:
-                say_stopped(len(report.rows), len(cases), folder, console)
+                say_stopped(len(report.rows), total, folder, console)
                 raise
             else:
                 report.rows.append(row)
@@ -65,6 +88,15 @@ def measure(
             torch.cuda.empty_cache()
             progress.advance(task)
     return report
+
+
+def is_usable() -> bool:
+    """Whether this process can still use the GPU; after an illegal access it cannot."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # torch raises several kinds
+        return False
+    return True
 
 
 def say_stopped(done: int, total: int, folder: Path, console: Console) -> None:
@@ -125,12 +157,51 @@ def launch_of(case: Case) -> Launch:
     return Launch(case.spec, len(case.lens), **case.bounds, page_size=case.page_size, packed=case.packed)
 
 
-def measure_case(case: Case, peers: Sequence[Peer], seconds: float, ceilings: Ceilings) -> Row:
+def measure_case(
+    case: Case, peers: Sequence[Peer], seconds: float, ceilings: Ceilings, patience: "Patience | None" = None
+) -> Row:
     """Measure a case with the libraries; those that compile for long only where the case is one of --quick."""
     serving = [peer for peer in peers if case.layout in peer.serves]
     chosen = [peer for peer in serving if not peer.slow or case.name in workloads.QUICK]
     left_out = {peer.name: SLOW for peer in serving if peer not in chosen}
-    return make_row(case, ceilings, compare(case, chosen, seconds) | left_out)
+    if patience is None:
+        return make_row(case, ceilings, compare(case, chosen, seconds) | left_out)
+    left_out |= {peer.name: NoResult(why) for peer in chosen if (why := patience.exhausted(peer, case))}
+    chosen = [peer for peer in chosen if peer.name not in left_out]
+    taken: dict[str, float] = {}
+    results = compare(case, chosen, seconds, taken=taken)
+    patience.count(case, taken)
+    return make_row(case, ceilings, results | left_out)
+
+
+class Patience:
+    """Leaves a library out of further widths once it has compiled for too long.
+
+    Some libraries compile for minutes where heads have a width that they do not ship. Quire's kernels are compiled
+    beforehand, with all cores.
+    """
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)  # seconds, by library
+        self.known: set[tuple[str, int, int]] = set()  # library, head_dim, head_dim_v
+
+    def exhausted(self, peer: Peer, case: Case) -> str | None:
+        """Return why a library is left out of a case; None where it is not."""
+        if peer.name == QUIRE or self.spent[peer.name] < MAX_SPENT or self.key(peer.name, case) in self.known:
+            return None
+        return f"took {MAX_SPENT:.0f} s or more to be ready, in all: left out of further widths"
+
+    def count(self, case: Case, taken: Mapping[str, float]) -> None:
+        """Note how many seconds libraries took until they could be timed on a case."""
+        for name, seconds in taken.items():
+            if seconds > READY_SECONDS:
+                self.spent[name] += seconds
+            self.known.add(self.key(name, case))
+
+    @staticmethod
+    def key(name: str, case: Case) -> tuple[str, int, int]:
+        """Return for what a library compiles at least once."""
+        return name, case.spec.head_dim, case.spec.head_dim_v
 
 
 def measure_ranges(peers: Sequence[Peer], seconds: float, commit: str | None, folder: Path, console: Console) -> Report:

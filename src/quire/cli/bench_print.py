@@ -10,6 +10,7 @@ from quire.bench import guard as floors
 from quire.bench import report as tables
 from quire.bench.cases import Case
 from quire.bench.guard import Guard
+from quire.bench.ratios import distribution_table
 from quire.bench.results import Report, Row, is_ours
 from quire.bench.tables import to_rich
 from quire.cli.arguments import CommandError
@@ -37,6 +38,8 @@ def print_report(report: Report, console: Console) -> None:
     if tables.was_compiled(report):
         title = f"{report.provenance.device}, from its data sheet and compiled kernels"
         console.print(to_rich(tables.compiled_table(rows), title, console))
+    elif report.grid is not None and tables.peers_in(rows):
+        print_distribution(report, console)
     elif tables.peers_in(rows):
         console.print(to_rich(tables.times_table(rows), "µs", console))
         console.print(to_rich(tables.detail_table(rows), "Quire in detail", console))
@@ -50,6 +53,14 @@ def print_report(report: Report, console: Console) -> None:
     if summary.rows:
         console.print(to_rich(summary, "geometric means, over how many cases", console))
     console.print(tables.describe_run(report), highlight=False, markup=False, style="dim")
+
+
+def print_distribution(report: Report, console: Console) -> None:
+    """Print how the ratios of a grid are distributed, and its worst cases."""
+    console.print(to_rich(distribution_table(report.rows), "Quire's time over theirs", console))
+    worst = tables.worst_table(report.rows)
+    if worst.rows:
+        console.print(to_rich(worst, "the worst cases, µs", console))
 
 
 def print_changes(before: Report, after: Report, console: Console) -> int:

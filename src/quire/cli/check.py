@@ -9,14 +9,15 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Unpack
+from dataclasses import asdict
 
 import torch
 
 from quire.api import attention, merge_states, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.cli import check_grid
+from quire.cli.arguments import add_grid, check_seed
 from quire.cli.check_features import (
     FEATURES,
     HEADS,
@@ -25,20 +26,20 @@ from quire.cli.check_features import (
     LATENT_HOPPER_FEATURES,
     LATENTS,
     Feature,
-    PlanOptions,
 )
+from quire.cli.check_lines import FEATURE_WIDTH, Check, as_check, line_of, name_of, plan_for
 from quire.cli.exit_codes import INTERRUPTED
 from quire.cli.status_line import StatusLine
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
-from quire.plan import Plan, plan
 from quire.spec import QUERY_DTYPES, AttentionSpec
 from quire.state import State
-from quire.testing import Problem, Verdict, error_budget, make_problem
+from quire.testing import Problem, error_budget, make_problem
 
 EXAMPLES = """examples:
   quire check
   quire check --dtype float16 --fail-fast
   quire check --json > check.json
+  quire check --grid 200 --seed 1       # cases drawn at random
   TRITON_INTERPRET=1 quire check        # the Triton kernels on a CPU; takes some minutes
 """
 
@@ -60,27 +61,37 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="check only this; may be repeated",
     )
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
+    add_grid(parser, "check")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit code is 1 when a check failed. An interrupt prints what was checked so far."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_seed(args)
     dtypes = [getattr(torch, name) for name in args.dtype] if args.dtype else default_dtypes()
-    total = sum(len(features(device, dtype)) + 3 for dtype in dtypes)
-    checked = check_all(device, dtypes)
+    drawn, width = None, FEATURE_WIDTH
+    if args.grid:
+        drawn = check_grid.draw_problems(args.grid, args.seed or 0, device, dtypes if args.dtype else dtypes[-2:])
+        width = max(len(case.name) for case in drawn)
+        total, checked = len(drawn), check_grid.check_all(drawn, device)
+    else:
+        total, checked = sum(len(features(device, dtype)) + 3 for dtype in dtypes), check_all(device, dtypes)
     if args.fail_fast:
         checked = until_failure(checked)
     begun, checks, is_stopped = time.perf_counter(), list[Check](), False
     with StatusLine() as status:
         if not args.json:
-            status.say(heading(device))
-        status(f"checking, 0 of {total} done")
+            status.say(heading(device, width))
         try:
+            if drawn is not None and device.type == "cuda":
+                for done in check_grid.compile_all(drawn):
+                    status(f"compiling, {done} kernels done", restart=done == 0)
+            status(f"checking, 0 of {total} done")
             for check in checked:
                 checks.append(check)
                 if not args.json:
-                    status.say(line_of(check))
+                    status.say(line_of(check, width))
                 status(f"checking, {len(checks)} of {total} done", restart=False)
         except KeyboardInterrupt:
             is_stopped = True
@@ -95,48 +106,16 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def heading(device: torch.device) -> str:
+def heading(device: torch.device, width: int) -> str:
     """Return the device and the titles of the columns."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    columns = f"{'kernel':20} {'dtype':9} {'feature':34} {'error':>9} {'of budget':>9}"
+    columns = f"{'kernel':20} {'dtype':9} {'feature':{width}} {'error':>9} {'of budget':>9}"
     return f"{name}, Triton interpreter\n{columns}" if interprets() else f"{name}\n{columns}"
-
-
-def line_of(check: "Check") -> str:
-    """Return a check as a line of the table."""
-    numbers = f"{check.error:9.1e} {check.over_budget:9.0%}  {'pass' if check.passed else 'FAIL'}"
-    return f"{check.kernel:20} {check.dtype:9} {check.feature:34} {numbers}"
 
 
 def default_dtypes() -> list[torch.dtype]:
     """Return the dtypes that are checked unless some are named; the interpreter has no bfloat16."""
     return [torch.float32, torch.float16] + [torch.bfloat16] * (not interprets())
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without its module."""
-    return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the table.
-
-    Attributes:
-        kernel: what was checked.
-        dtype: of the queries.
-        feature: what was asked of it.
-        error: largest absolute error of out.
-        over_budget: largest error over its budget, of out and of lse.
-        passed: whether that is at most 1.
-    """
-
-    kernel: str
-    dtype: str
-    feature: str
-    error: float
-    over_budget: float
-    passed: bool
 
 
 def check_all(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Check]:
@@ -193,25 +172,6 @@ def from_graph(attend: Callable[[], State], seq_lens: torch.Tensor) -> State:
     seq_lens.copy_(lengths)
     graph.replay()
     return state
-
-
-def as_check(kernel: str, dtype: torch.dtype, feature: str, verdict: Verdict) -> Check:
-    """Turn a verdict into a line of the table."""
-    over_budget = max(verdict.out, verdict.lse or 0.0)
-    return Check(kernel, name_of(dtype), feature, verdict.error, over_budget, verdict.passed)
-
-
-def plan_for(problem: Problem, batch: Batch | None = None, **options: Unpack[PlanOptions]) -> Plan:
-    """Plan for a problem, or for another batch within its bounds."""
-    bounds = problem.bounds
-    return plan(
-        problem.spec,
-        problem.batch if batch is None else batch,
-        max_query_len=bounds["max_query_len"],
-        max_seq_len=bounds["max_seq_len"],
-        num_tokens=bounds["num_tokens"],
-        **options,
-    )
 
 
 def write_and_attend(problem: Problem) -> torch.Tensor:

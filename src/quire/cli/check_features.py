@@ -52,6 +52,7 @@ class ProblemOptions(TypedDict, total=False):
 HEADS: SpecOptions = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32}
 LATENTS: SpecOptions = {"num_kv_heads": 1, "head_dim": 48, "head_dim_v": 32, "softmax_scale": 0.2, "latent": True}
 DEEPSEEK: SpecOptions = LATENTS | {"num_q_heads": 16, "head_dim": 576, "head_dim_v": 512, "softmax_scale": 192**-0.5}
+FP8: SpecOptions = {"kv_dtype": torch.float8_e4m3fn}
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17), (33, 70))
 BRANCHES = (-1, 0, 0, 1, 2, 4, 3)  # parents of the drafts of a tree
 
@@ -126,6 +127,8 @@ FEATURES = (
     Feature("all at once", {"softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 20}),
     Feature("values of another width", {"head_dim": 40, "head_dim_v": 24}),
     Feature("head_dim 256, MQA", {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 256}, lens=((1, 40), (5, 30))),
+    Feature("head_dim 512, MQA", {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 512}, lens=((1, 40), (5, 30))),
+    Feature("head_dim 320, fp8 cache", FP8 | {"head_dim": 320, "head_dim_v": 512}, lens=((1, 40), (5, 30))),
     Feature("pages of 1, flat table", problem={"page_size": 1, "flat_table": True}),
     Feature("pages of 7, HND", problem={"page_size": 7, "layout": "HND"}),
     Feature("vLLM's original layout", problem={"layout": "HDNX"}),
@@ -135,7 +138,6 @@ FEATURES = (
     Feature("captured in a graph", lens=((1, 300), (1, 5), (1, 200)), captured=True),
 )
 DECODING, DRAFTS = ((1, 130), (1, 1), (1, 0), (1, 77)), ((4, 300), (4, 20), (4, 3), (0, 9))
-FP8: SpecOptions = {"kv_dtype": torch.float8_e4m3fn}
 LATENT_FEATURES = (
     Feature("MLA: decode", LATENTS, DECODING, problem={"one_query": True, "page_size": 64}),
     Feature("MLA: drafted tokens", LATENTS, DRAFTS),

@@ -10,8 +10,9 @@ from dataclasses import asdict
 
 import torch
 
-from quire.cli.check import check_feature, features, name_of
+from quire.cli.check import check_feature, features
 from quire.cli.check_features import Feature
+from quire.cli.check_lines import name_of
 from quire.dispatch.device import is_served_by_torch
 
 WANTED = (

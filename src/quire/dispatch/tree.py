@@ -20,6 +20,7 @@ from quire.dispatch.tree_file import GENERIC, constants, load_tree, shipped_tree
 from quire.spec import AttentionSpec
 
 FINEST = 64  # the smallest rows_per_sm is 1 / FINEST
+CHOICES: list[Any] = []  # further functions that keep what they chose from trees, for `forget_trees`
 
 
 @cache
@@ -35,7 +36,8 @@ def fitted_trees(properties: DeviceProperties) -> tuple[tuple[str, dict[str, Any
 
 def forget_trees() -> None:
     """Read trees again when they are next asked for; choices made from those read so far are dropped."""
-    for function in (user_trees, fitted_trees, choose_tree, select, prefers_hopper, cost_model, hopper_config):
+    own = user_trees, fitted_trees, choose_tree, select, prefers_hopper, cost_model, hopper_config
+    for function in (*own, *CHOICES):
         function.cache_clear()
 
 

@@ -4,8 +4,9 @@ A family is a folder with a `launch.py`. Its launch class is a frozen dataclass 
 kept from call to call: the batch, the scratch, and the compiled launches.
 """
 
-from collections.abc import Hashable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from functools import wraps
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -13,6 +14,23 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.request import Request
 from quire.kernels.scratch import ScratchSize
+
+T = TypeVar("T")
+
+
+def once(method: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Keep what a method of a frozen dataclass returned with the object."""
+    name = f"_{method.__name__}"
+
+    @wraps(method)
+    def kept(self: Any) -> T:
+        found = self.__dict__.get(name)
+        if found is None:
+            found = method(self)
+            object.__setattr__(self, name, found)
+        return found
+
+    return kept
 
 
 class Runner(Protocol):

@@ -5,13 +5,15 @@ tensors of given strides goes through the binder, which compiles and returns the
 with the arguments in order.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from triton import knobs
 from triton.runtime.driver import driver
 
 from quire.dispatch.device import COMPILER_OPTIONS, cross_compilation
+from quire.kernels.views import Matrix
 
 LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to
 
@@ -22,33 +24,48 @@ class CompiledLaunch(NamedTuple):
     kernel: Any  # triton.compiler.CompiledKernel
     device: int
     fixed: tuple[Any, ...]
+    formats: tuple[Any, ...]  # of tensor maps, as `tensor_maps.Format`
+    run: Any  # Triton's launcher, for tensor maps in place of descriptors
 
 
 class LaunchCache:
     """The compiled launches of one plan.
 
-    A kernel's parameters are first the tensors of a layer, then arguments that the plan fixes, then constexprs.
+    A kernel's parameters are first the tensors of a layer, then those that TMA loads, then arguments that the plan
+    fixes, then constexprs.
     """
 
     def __init__(self) -> None:
         self.compiled: dict[Hashable, CompiledLaunch] = {}
 
-    def relaunch(self, key: Hashable, grid: tuple[int, int, int], tensors: tuple[Any, ...]) -> bool:
+    def relaunch(
+        self,
+        key: Hashable,
+        grid: tuple[int, int, int],
+        tensors: tuple[Any, ...],
+        matrices: Iterable[tuple[int, Matrix]] = (),
+    ) -> bool:
         """Launch the kernel that `launch` compiled under `key`; return False if there is none.
+
+        While a profiler listens to Triton's launches, there is none either: the binder tells it what is launched.
 
         Args:
             key: everything besides the plan that decides what is compiled.
             grid: number of programs along each axis.
-            tensors: addresses, descriptors, or tuples of them, in the order of the kernel's first parameters.
+            tensors: addresses, or tuples of them, in the order of the kernel's first parameters.
+            matrices: addresses of the tensors that TMA loads, and what they are for TMA.
         """
         found = self.compiled.get(key)
-        if found is None:
+        if found is None or is_observed():
             return False
         active: Any = driver.active
         device = active.get_current_device()
         if device != found.device:
             return False
-        found.kernel[grid](*tensors, *found.fixed, stream=active.get_current_stream(device))
+        for (address, matrix), into in zip(matrices, found.formats, strict=True):
+            tensors += into.tensor_map(address, matrix.shape, matrix.strides)
+        kernel, stream = found.kernel, active.get_current_stream(device)
+        found.run(*grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *tensors, *found.fixed)
         return True
 
     def launch(
@@ -59,6 +76,7 @@ class LaunchCache:
         tensors: tuple[Any, ...],
         fixed: tuple[Any, ...],
         meta: dict[str, Any],
+        descriptors: tuple[Any, ...] = (),
     ) -> None:
         """Launch `kernel` through Triton's binder, and keep the compiled kernel under `key`, unless that is None.
 
@@ -67,14 +85,22 @@ class LaunchCache:
             kernel: a jit function.
             grid: number of programs along each axis.
             tensors: the kernel's first arguments. `relaunch` takes those of another layer in their place.
-            fixed: the arguments after them.
+            fixed: the arguments after them and after the descriptors.
             meta: constexprs and compiler options, by name.
+            descriptors: the arguments between both, of which `relaunch` takes the matrices.
         """
-        compiled = launch(kernel, grid, (*tensors, *fixed), meta)
-        if compiled is not None and key is not None:
-            constants = tuple(meta.get(name) for name in kernel.arg_names[len(tensors) + len(fixed) :])
-            active: Any = driver.active
-            self.compiled[key] = CompiledLaunch(compiled, active.get_current_device(), address_of(fixed) + constants)
+        compiled = launch(kernel, grid, (*tensors, *descriptors, *fixed), meta)
+        if compiled is None or key is None:
+            return
+        formats, run = (), compiled.run
+        if descriptors:
+            from quire.kernels.tensor_maps import launcher_of  # here, since it imports the driver of NVIDIA's GPUs
+
+            formats, run = launcher_of(compiled, descriptors)
+        constants = tuple(meta.get(name) for name in kernel.arg_names[len(tensors) + len(descriptors) + len(fixed) :])
+        active: Any = driver.active
+        device = active.get_current_device()
+        self.compiled[key] = CompiledLaunch(compiled, device, address_of(fixed) + constants, formats, run)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any]) -> Any:
@@ -90,6 +116,12 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta:
     compiled = kernel.warmup(*arguments, grid=grid, **COMPILER_OPTIONS, **meta)
     target.on_compile(kernel.__name__, compiled, meta)
     return None
+
+
+def is_observed() -> bool:
+    """Whether somebody asked Triton to be told of launches, for example its profiler."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def address_of(value: Any) -> Any:

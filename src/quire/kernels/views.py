@@ -61,6 +61,17 @@ class Partials(NamedTuple):
     counter: Any  # [2 * num_partitions, num_kv_heads] int32, 0 between launches, by the slots of partials
 
 
+class Matrix(NamedTuple):
+    """A matrix with contiguous rows, each of which holds one or more heads, as a TMA descriptor says it.
+
+    Its dimensions are rows and columns. If 64 columns do not divide a head, they are rows, heads of a row, and columns
+    of a head: TMA then fills the rest of a head's last panel with zeros.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+
+
 def cache_tensors(cache: PagedKVCache, element: torch.dtype) -> CacheTensors:
     """Return a cache's tensors, viewed as `element`: the cache's dtype, uint8, or int16 for two fp8 numbers."""
     if element is cache.dtype:

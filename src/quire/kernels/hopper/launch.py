@@ -12,7 +12,7 @@ from quire.dispatch import tree
 from quire.dispatch.config import CostModel, HopperConfig
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.hopper.tma import matrices_of_cache
-from quire.kernels.launch import Runner
+from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import ScratchSize, counter_bytes
 from quire.kernels.split_kv.launch import SplitKVLaunch, rounded
@@ -80,6 +80,7 @@ class HopperLaunch:
         resident = self.request.device.num_sms * self.config.programs_per_sm
         return min(self.num_work_tiles(num_tokens) * self.num_splits, resident)
 
+    @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for the tile counter, states of splits, decode launch and fallback."""
         if self.decode is not None:

@@ -1,6 +1,7 @@
 """Launch the Hopper kernel with TMA descriptors of q, k and v; then the decode launch, or the combine of splits."""
 
 import math
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -16,9 +17,11 @@ from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.tile_scheduler import ROWS
-from quire.kernels.hopper.tma import Matrix, matrices_of_cache, matrix_of_queries, page_box
+from quire.kernels.hopper.tma import has_heads, matrices_of_cache, matrix_of_queries, page_box
+from quire.kernels.launch import Runner
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.scratch import TILE_COUNTER_BYTES
+from quire.kernels.views import Matrix
 
 
 class HopperRunner:
@@ -31,10 +34,12 @@ class HopperRunner:
     """
 
     def __init__(self, launch: HopperLaunch, batch: Batch, workspace: torch.Tensor) -> None:
-        self.decided, self.batch = launch, batch
+        self.decided, self.batch, self.workspace = launch, batch, workspace
         self.launches = LaunchCache()
+        self.known: Hashable = None  # of the last call, with what follows from it
+        self.grid, self.matrices = (0, 1, 1), None
         self.tile_counter = workspace[:TILE_COUNTER_BYTES].view(torch.int32)
-        self.fallback = launch.fallback.bind(batch, workspace)
+        self.fallback: Runner | None = None  # bound when it is first needed
         self.decode = None if launch.decode is None else launch.decode.bind(batch, workspace)
         self.split_out, self.split_lse = None, None
         if launch.num_splits > 1:
@@ -55,22 +60,19 @@ class HopperRunner:
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
     ) -> None:
-        decided = self.decided
-        q_matrix, kv_matrices = matrix_of_queries(q), matrices_of_cache(cache)
-        if q_matrix is None or kv_matrices is None:
+        q_at, k_at, v_at = q.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr()
+        known = q.shape[0], q.stride(), cache.kind, cache.num_pages, (q_at | k_at | v_at) % 16
+        if known != self.known:
+            self.grid, self.matrices = (self.decided.num_programs(q.shape[0]), 1, 1), matrices_of(q, cache)
+            self.known = known
+        grid, matrices = self.grid, self.matrices
+        if matrices is None:
+            self.fallback = self.fallback or self.decided.fallback.bind(self.batch, self.workspace)
             self.fallback(q, cache, out, lse, sinks, alibi_slopes)
             return
-        grid = (decided.num_programs(q.shape[0]), 1, 1)
         if grid[0] == 0:
             return
-        spec = decided.request.spec
         into, into_lse = (out, lse) if self.split_out is None else (self.split_out, self.split_lse)
-        kv_box, q_box = min(decided.config.block_n, page_box(cache)), min(decided.config.block_t, ROWS.value)
-        descriptors = (
-            describe(q, q_matrix, q_box, spec.head_dim),
-            describe(cache.k, kv_matrices[0], kv_box, spec.head_dim),
-            describe(cache.v, kv_matrices[1], kv_box, spec.head_dim_v),
-        )
         tensors = into, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
@@ -78,10 +80,19 @@ class HopperRunner:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             lse_stride = None if into_lse is None else into_lse.stride(0)
             key = "hopper", cache.kind, q.stride(), into.stride(), lse_stride, dtypes
-        if key is None or not self.launches.relaunch(key, grid, (*addresses, *descriptors)):
+        if key is None or not self.launches.relaunch(
+            key, grid, addresses, zip((q_at, k_at, v_at), matrices, strict=True)
+        ):
+            decided, spec = self.decided, self.decided.request.spec
+            kv_box, q_box = min(decided.config.block_n, page_box(cache)), min(decided.config.block_t, ROWS.value)
+            descriptors = (
+                describe(q, matrices[0], q_box, spec.head_dim),
+                describe(cache.k, matrices[1], kv_box, spec.head_dim),
+                describe(cache.v, matrices[2], kv_box, spec.head_dim_v),
+            )
             fixed, meta = self.arguments(q, cache, into, into_lse)
             meta |= {"KV_BOX": kv_box, "Q_BOX": q_box}
-            self.launches.launch(key, hopper_kernel, grid, (*tensors, *descriptors), fixed, meta)
+            self.launches.launch(key, hopper_kernel, grid, tensors, fixed, meta, descriptors)
         if self.split_out is not None:
             self.combine(out, lse)
         if self.decode is not None:
@@ -127,24 +138,21 @@ class HopperRunner:
         return (kv, batch.cu_seqlens_q, self.tile_counter, *numbers, *strides), meta
 
 
+def matrices_of(q: torch.Tensor, cache: PagedKVCache) -> tuple[Matrix, Matrix, Matrix] | None:
+    """Return queries, keys and values as matrices; None if TMA cannot address one of them."""
+    q_matrix, kv_matrices = matrix_of_queries(q), matrices_of_cache(cache)
+    return None if q_matrix is None or kv_matrices is None else (q_matrix, *kv_matrices)
+
+
 def describe(tensor: torch.Tensor, matrix: Matrix, box_rows: int, head_dim: int) -> TensorDescriptor:
     """Return the TMA descriptor of a matrix, for boxes of `box_rows` rows and one panel's columns.
 
-    A panel is as wide as TMA can swizzle, or as a head if that is less. If 64 columns do not divide a head, heads are a
-    dimension of the descriptor, and TMA fills the rest of a head's last panel with zeros.
+    A panel is as wide as TMA can swizzle, or as a head if that is less.
     """
     columns = min((head_dim + 63) // 64 * 64, SWIZZLE_BYTES.value // tensor.itemsize)
-    num_bytes, num_bits = columns * tensor.itemsize, 8 * tensor.itemsize
-    if has_heads(head_dim):
-        shape, strides = [matrix.num_rows, matrix.num_heads, head_dim], [matrix.stride, matrix.head_stride, 1]
-        return TensorDescriptor(tensor, shape, strides, [box_rows, 1, columns], swizzled(num_bytes, num_bits, 3))
-    shape, strides = [matrix.num_rows, matrix.num_columns], [matrix.stride, 1]
-    return TensorDescriptor(tensor, shape, strides, [box_rows, columns], swizzled(num_bytes, num_bits, 2))
-
-
-def has_heads(head_dim: int) -> bool:
-    """Whether heads are a dimension of a descriptor, since their last panel is not full."""
-    return head_dim % 64 != 0
+    box = [box_rows, 1, columns] if has_heads(head_dim) else [box_rows, columns]
+    layout = swizzled(columns * tensor.itemsize, 8 * tensor.itemsize, len(box))
+    return TensorDescriptor(tensor, [*matrix.shape], [*matrix.strides], box, layout)
 
 
 @cache

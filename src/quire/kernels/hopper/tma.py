@@ -10,24 +10,14 @@ not paged.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from quire.cache import PagedKVCache
 from quire.dispatch.config import MIN_TMA_BOX
+from quire.kernels.views import Matrix
 
 MAX_COORDINATE = 1 << 31  # TMA coordinates are int32
-
-
-class Matrix(NamedTuple):
-    """A matrix with contiguous rows, each of which holds one or more heads."""
-
-    num_rows: int
-    num_columns: int
-    stride: int
-    num_heads: int  # of a row
-    head_stride: int
 
 
 def matrix_of(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> Matrix | None:
@@ -48,7 +38,7 @@ def _matrix_of(itemsize: int, extents: tuple[int, int, int, int], strides: tuple
         head = 0
     if slot == 0 or slot * itemsize % 16 or num_pages * page_size * num_heads == 0:
         return None
-    if dim % 64 and head * itemsize % 16:  # heads are a dimension of the descriptor
+    if has_heads(dim) and head * itemsize % 16:
         return None
     if page % slot or (head > slot and head % slot) or (head < slot and (num_heads - 1) * head + dim > slot):
         return None
@@ -56,8 +46,16 @@ def _matrix_of(itemsize: int, extents: tuple[int, int, int, int], strides: tuple
     num_columns = dim if head >= slot else (num_heads - 1) * head + dim
     if last // slot + 1 >= MAX_COORDINATE or num_columns >= MAX_COORDINATE:
         return None
-    heads = (num_heads, head) if 0 < head < slot else (1, slot)
-    return Matrix(last // slot + 1, num_columns, slot, *heads)
+    num_rows = last // slot + 1
+    if not has_heads(dim):
+        return Matrix((num_rows, num_columns), (slot, 1))
+    heads, head = (num_heads, head) if 0 < head < slot else (1, slot)
+    return Matrix((num_rows, heads, dim), (slot, head, 1))
+
+
+def has_heads(head_dim: int) -> bool:
+    """Whether heads are a dimension of a descriptor, since their last panel is not full."""
+    return head_dim % 64 != 0
 
 
 def matrix_of_queries(q: torch.Tensor) -> Matrix | None:

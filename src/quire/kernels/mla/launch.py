@@ -12,6 +12,7 @@ from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import padded, power_of_two
+from quire.kernels.launch import once
 from quire.kernels.portable import PortableRunner
 from quire.kernels.scratch import ScratchSize, counter_bytes
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, MAX_UNITS, SplitKVLaunch, min_partition_tiles, rounded
@@ -111,6 +112,7 @@ class MLALaunch(SplitKVLaunch):
         one_product = self.config.block_m == 16 and self.config.block_dv >= 256
         return 4 if one_product and not self.fixed_split_size else 1
 
+    @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials and arrival counters."""
         num_slots = self.max_units if self.fixed_split_size else 2 * self.num_partitions

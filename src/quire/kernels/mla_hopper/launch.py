@@ -11,11 +11,12 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import MIN_TMA_BOX
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
-from quire.kernels.hopper.tma import Matrix, matrix_of, page_box
-from quire.kernels.launch import Runner
+from quire.kernels.hopper.tma import matrix_of, page_box
+from quire.kernels.launch import Runner, once
 from quire.kernels.mla.launch import MLALaunch
 from quire.kernels.mla.launch import propose as propose_portable
 from quire.kernels.scratch import ScratchSize
+from quire.kernels.views import Matrix
 
 ROWS = 64  # rows of a row block, as schedule.ROWS
 WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
@@ -75,6 +76,7 @@ class MLAHopperLaunch:
         """Return the programs of the attention kernel's grid."""
         return self.row_blocks * self.num_partitions if num_tokens and self.request.num_seqs else 0
 
+    @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials, and for the fallback."""
         fallback = self.fallback.scratch_size()
@@ -88,6 +90,7 @@ class MLAHopperLaunch:
         """Return the attention kernel's constexprs, without those that a cache decides."""
         return {"NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows}
 
+    @once
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs of the combine. They depend on powers of two only, so that there are few of them."""
         num_seqs, row_blocks = power_of_two(max(1, self.request.num_seqs)), power_of_two(self.row_blocks)

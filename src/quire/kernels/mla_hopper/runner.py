@@ -6,6 +6,7 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.kernels.hopper.runner import describe
 from quire.kernels.hopper.tma import page_box
+from quire.kernels.launch import Runner
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
@@ -25,9 +26,9 @@ class MLAHopperRunner:
     """
 
     def __init__(self, launch: MLAHopperLaunch, batch: Batch, workspace: torch.Tensor) -> None:
-        self.decided, self.batch = launch, batch
+        self.decided, self.batch, self.workspace = launch, batch, workspace
         self.launches = LaunchCache()
-        self.fallback = launch.fallback.bind(batch, workspace)
+        self.fallback: Runner | None = None  # bound when it is first needed
         size = launch.scratch_size()
         rows = 2 * launch.row_blocks * launch.num_partitions * launch.partial_rows if launch.num_partitions > 1 else 0
         width = launch.request.spec.kv_lora_rank
@@ -36,6 +37,11 @@ class MLAHopperRunner:
         numbers = batch.num_seqs, launch.num_partitions, launch.combine_cost, launch.sequence_cost
         self.lengths = batch.seq_lens, batch.cu_seqlens_q, batch.query_offsets
         self.scratch, self.numbers = (acc, m_i, l_i), numbers
+        self.grid = launch.row_blocks, launch.num_partitions, 1
+        self.combine_meta = launch.combine_constexprs() | {"num_warps": 4, "launch_pdl": True}
+        blocks = launch.partial_rows // self.combine_meta["BLOCK_M"] * (width // self.combine_meta["COLUMNS"])
+        cut = batch.num_seqs if self.combine_meta["BY_SEQUENCE"] else launch.num_partitions - 1
+        self.combine_grid = cut, launch.row_blocks, blocks
 
     def __call__(
         self,
@@ -49,48 +55,44 @@ class MLAHopperRunner:
         decided, (q_nope, q_pe) = self.decided, q
         matrix = matrix_of_latents(cache)
         if matrix is None or self.batch.cu_pages is not None or q_pe is None:
+            self.fallback = self.fallback or decided.fallback.bind(self.batch, self.workspace)
             self.fallback(q, cache, out, lse, sinks, alibi_slopes)
             return
-        if decided.num_programs(q_nope.shape[0]) == 0:
+        if q_nope.shape[0] == 0 or self.batch.num_seqs == 0:
             return
-        box = min(TILE, page_box(cache))
-        descriptors = describe(cache.k, matrix, box, cache.head_dim), None
-        if cache.dtype.itemsize == 1:
-            descriptors = descriptors[0], describe(cache.k, matrix, box, decided.request.spec.qk_rope_head_dim)
         tensors = out, lse, q_nope, q_pe, cache.k_scale
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
         if not any((at or 0) % 16 for at in addresses[:4]):
             key = cache.kind, q_nope.stride(), q_pe.stride(), out.stride(), None if lse is None else lse.stride(0)
-        grid = (decided.row_blocks, decided.num_partitions, 1)
-        if key is None or not self.launches.relaunch(("attend", key), grid, (*addresses, *descriptors)):
+        spec = decided.request.spec
+        widths = (cache.head_dim,) if cache.dtype.itemsize > 1 else (cache.head_dim, spec.qk_rope_head_dim)
+        matrices = [(cache.k.data_ptr(), matrix)] * len(widths)
+        if key is None or not self.launches.relaunch(("attend", key), self.grid, addresses, matrices):
+            box = min(TILE, page_box(cache))
+            descriptors = tuple(describe(cache.k, matrix, box, width) for width in widths)
+            absent = (None,) * (2 - len(widths))
             attend_key = None if key is None else ("attend", key)
-            k, spec, table = cache.strides[0], decided.request.spec, self.batch.page_table
+            k, table = cache.strides[0], self.batch.page_table
             scores = spec.softmax_scale * LOG2E.value, int(spec.causal)
             strides = *q_nope.stride()[:2], *q_pe.stride()[:2], *self.out_strides(out, lse)
             pages = table.stride(0), table.shape[1], k.page // k.slot
-            fixed = table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
+            fixed = *absent, table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
             meta = decided.constexprs() | {"PAGE_SIZE": cache.page_size, "BOX": box, "num_warps": 4, "launch_pdl": True}
-            self.launches.launch(attend_key, mla_hopper_kernel, grid, (*tensors, *descriptors), fixed, meta)
-        if decided.num_partitions > 1:
+            self.launches.launch(attend_key, mla_hopper_kernel, self.grid, tensors, fixed, meta, descriptors)
+        if self.grid[1] > 1:
             self.combine(key, out, lse, addresses[:2])
 
     def combine(
         self, key: tuple | None, out: torch.Tensor, lse: torch.Tensor | None, addresses: tuple[int | None, ...]
     ) -> None:
         """Combine the partials of sequences that are cut."""
-        decided = self.decided
-        meta = decided.combine_constexprs()
-        blocks = decided.partial_rows // meta["BLOCK_M"] * (decided.request.spec.kv_lora_rank // meta["COLUMNS"])
-        cut = decided.request.num_seqs if meta["BY_SEQUENCE"] else decided.num_partitions - 1
-        grid = (cut, decided.row_blocks, blocks)
         combine_key = None if key is None else ("combine", key)
-        if combine_key is not None and self.launches.relaunch(combine_key, grid, addresses):
+        if combine_key is not None and self.launches.relaunch(combine_key, self.combine_grid, addresses):
             return
-        causal = int(decided.request.spec.causal)
+        causal = int(self.decided.request.spec.causal)
         fixed = *self.lengths, *self.scratch, causal, *self.numbers, *self.out_strides(out, lse)
-        meta |= {"num_warps": 4, "launch_pdl": True}
-        self.launches.launch(combine_key, mla_combine_kernel, grid, (out, lse), fixed, meta)
+        self.launches.launch(combine_key, mla_combine_kernel, self.combine_grid, (out, lse), fixed, self.combine_meta)
 
     def out_strides(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[int, int, int]:
         """Return the strides of a token and a head of `out`, and of a token of `lse`."""

@@ -12,6 +12,7 @@ from quire.dispatch.config import CostModel, KernelConfig
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
 from quire.kernels.block.launch import BlockLaunch
+from quire.kernels.launch import once
 from quire.kernels.portable import PortableLaunch, PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
 
@@ -126,6 +127,7 @@ class SplitKVLaunch(PortableLaunch):
             "FULL_TILE_LOOP_MIN_TILES": costs.full_tile_loop_min_tiles,
         }  # fmt: skip
 
+    @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials and arrival counters."""
         spec = self.request.spec
