@@ -1,4 +1,4 @@
-"""Draw the figures of docs/tour.md: each from Quire's own code, or from the measurements in docs/results/.
+"""Draw the figures of docs/tour.md and docs/intervals.md: from Quire's own code, or from what docs/results/ holds.
 
     python scripts/draw_tour.py
 
@@ -26,8 +26,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 import quire
+from quire import intervals as made
 from quire import reference
 from quire.dispatch.request import Bounds, Options, Request, cdiv
+from quire.draft_trees import from_parents
 from quire.kernels.split_kv.launch import choose
 from quire.kernels.split_kv.schedule import Schedule, find_partition
 from quire.kernels.views import KVLayout
@@ -106,7 +108,8 @@ def band() -> Figure:
     figure, axes = pyplot.subplots(2, 1, figsize=(WIDTH, 3.7), layout="constrained", sharex=True)
     for axis, (title, window) in zip(axes, (("causal", None), ("causal, sliding window of 48", 48)), strict=True):
         spec = quire.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=16, sliding_window=window)
-        seen = reference.visible_keys(torch.arange(keys - queries, keys), keys, spec)
+        lengths = (torch.tensor([0, n], dtype=torch.int32) for n in (queries, keys))
+        seen = reference.visible_keys(quire.Batch.varlen(*lengths), spec, slice(0, queries), keys - queries, keys)
         for top in range(0, queries, rows_of):
             for left in range(0, keys, block_n):
                 tile = seen[top : top + rows_of, left : left + block_n]
@@ -124,6 +127,47 @@ def band() -> Figure:
     patches = [
         Patch(color=colour, label=name) for colour, name in zip((COLOURS[0], COLOURS[4], GREY), names, strict=True)
     ]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def intervals() -> Figure:
+    """Return what the tokens of a sequence see, for each kind of interval and for a tree of drafts."""
+    num_tokens, tree = 24, (-1, 0, 0, 1, 1, 2, 5, 3)
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32)
+    prompt = quire.Batch.varlen(starts, starts)
+    spans = torch.tensor([[0, 3, 9], [0, 14, 20]], dtype=torch.int32)
+    cuts = torch.tensor([0, 7, 15, num_tokens], dtype=torch.int32)
+    drafts = quire.Batch.varlen(
+        torch.tensor([0, len(tree)], dtype=torch.int32), starts, tree_bits=from_parents(torch.tensor(tree))
+    )
+    sights = {
+        "causal": made.causal(prompt, num_tokens),
+        "sliding_window, size 6": made.sliding_window(prompt, num_tokens, 6),
+        "chunked_local, size 8": made.chunked_local(prompt, num_tokens, 8),
+        "prefix_lm, 10 tokens": made.prefix_lm(prompt, num_tokens, torch.tensor([10], dtype=torch.int32)),
+        "bidirectional_spans, two images": made.bidirectional_spans(prompt, num_tokens, spans),
+        "block_causal, size 6": made.block_causal(prompt, num_tokens, 6),
+        "documents, three": made.documents(prompt, num_tokens, cuts),
+        "tree_bits, 8 drafts": drafts,
+    }
+    figure, axes = pyplot.subplots(2, 4, figsize=(WIDTH, 4.4), layout="constrained")
+    for axis, (title, batch) in zip(axes.flat, sights.items(), strict=True):
+        rows = int(batch.query_starts[-1])
+        seen = reference.visible_keys(batch, HEADS, slice(0, rows), num_tokens - rows, num_tokens)
+        axis.add_patch(Rectangle((0, 0), num_tokens, rows, color=GREY, lw=0))
+        for row in range(rows):
+            edges = torch.nn.functional.pad(seen[row].int(), (1, 1)).diff().nonzero()[:, 0].tolist()
+            for first, stop in zip(edges[::2], edges[1::2], strict=True):
+                axis.add_patch(Rectangle((first, row), stop - first, 1, color=COLOURS[0], lw=0))
+            axis.add_patch(Rectangle((num_tokens - rows + row, row), 1, 1, color=COLOURS[1], lw=0))
+        axis.hlines(range(rows + 1), 0, num_tokens, color="white", lw=0.6)
+        axis.vlines(range(num_tokens + 1), 0, rows, color="white", lw=0.6)
+        axis.set(xlim=(0, num_tokens), ylim=(rows, 0), xticks=[], yticks=[], aspect="equal")
+        axis.spines[:].set_visible(False)
+        axis.set_title(title, loc="left", fontsize=8)
+    names = {COLOURS[0]: "seen", COLOURS[1]: "seen: the token's own key", GREY: "not seen"}
+    patches = [Patch(color=colour, label=name) for colour, name in names.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
@@ -237,7 +281,7 @@ def steps() -> Figure:
     return figure
 
 
-FIGURES = {f.__name__: f for f in (pages, softmax, band, partitions, prefill, steps)}
+FIGURES = {f.__name__: f for f in (pages, softmax, band, intervals, partitions, prefill, steps)}
 
 
 def main() -> None:

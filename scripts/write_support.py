@@ -47,12 +47,14 @@ class Feature:
         spec: fields of the spec; `mla` for the arguments of `AttentionSpec.mla`.
         kinds: of batches, keys of KINDS.
         options: of `quire.plan`.
+        per_token: fields of the batch that have an entry for each query token.
     """
 
     name: str
     spec: dict[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] = BOTH
     options: dict[str, Any] = field(default_factory=dict)
+    per_token: tuple[str, ...] = ()
 
     @property
     def attention_spec(self) -> quire.AttentionSpec:
@@ -63,6 +65,7 @@ class Feature:
         return quire.AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **self.spec})
 
 
+INTERVALS, TREE = ("key_begin", "key_end"), ("tree_bits",)
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 FEATURES = (
     *(Feature(kind, kinds=(kind,)) for kind in KINDS),
@@ -84,12 +87,15 @@ FEATURES = (
     Feature("softcap", {"softcap": 30.0}),
     Feature("ALiBi", {"alibi": True}),
     Feature("attention sinks", {"sinks": True}),
+    Feature("an interval of keys for each token", per_token=INTERVALS),
+    Feature("draft trees", kinds=("draft tokens",), per_token=TREE),
     Feature("`batch_invariant=True`", options={"batch_invariant": True}),
     Feature("`num_splits=4`", options={"num_splits": 4}),
     Feature("latents of 512 + 64, bfloat16", LATENT),
     Feature("latents of 512 + 64, e4m3", {**LATENT, "kv_dtype": E4M3}),
     Feature("latents of 256 + 32", {"kv_lora_rank": 256, "qk_rope_head_dim": 32}),
     Feature("latents, softcap", {**LATENT, "softcap": 30.0}),
+    Feature("latents, an interval of keys for each token", LATENT, per_token=INTERVALS),
 )
 
 
@@ -99,7 +105,8 @@ def requests(feature: Feature, target: str) -> Iterable[Request]:
         bounds = KINDS[kind]
         limits = Bounds(bounds["max_query_len"], 4096, bounds["num_tokens"])
         properties = TARGETS[target].properties
-        yield Request(feature.attention_spec, bounds["num_seqs"], kind != "decode", limits, properties)
+        seen = "key_begin" in feature.per_token, "tree_bits" in feature.per_token
+        yield Request(feature.attention_spec, bounds["num_seqs"], kind != "decode", limits, properties, *seen)
 
 
 @cache
@@ -147,10 +154,10 @@ def target_cell(feature: Feature, target: str) -> str:
 def cpu_cell(feature: Feature) -> str:
     """Return whether a plan for CPU tensors serves a feature, or its words where it does not."""
     table, lengths = torch.zeros(1, 256, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    seen = {name: lengths.long() if name in TREE else lengths for name in feature.per_token}
+    batch = quire.Batch(table, lengths, **seen)
     try:
-        quire.plan(
-            feature.attention_spec, quire.Batch(table, lengths), max_query_len=1, max_seq_len=4096, **feature.options
-        )
+        quire.plan(feature.attention_spec, batch, max_query_len=1, max_seq_len=4096, **feature.options)
     except quire.UnsupportedError as error:
         return f"no: {error}"
     return "yes"
@@ -261,6 +268,8 @@ ASKED = {  # what an engine may ask for: the field of the spec, or the argument 
     "softcap": "softcap",
     "ALiBi": "alibi",
     "attention sinks": "sinks",
+    "intervals of keys": "key_begin",
+    "draft trees": "tree_bits",
     "values of another width": "head_dim_v",
     "quantised caches": "kv_dtype",
     "latents": "latent",

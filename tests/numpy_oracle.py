@@ -50,7 +50,7 @@ def attention(
         first = kv_len - (end - begin) if batch.query_offsets is None else to_list(batch.query_offsets)[seq]
         for token in range(begin, end):
             position = first + token - begin
-            visible = [j for j in range(kv_len) if sees(spec, position, j)]
+            visible = [j for j in range(kv_len) if sees(spec, batch, position, j, token, first, end - begin)]
             for head in range(num_q_heads):
                 kv_head = head * spec.num_kv_heads // num_q_heads  # consecutive heads share a KV head
                 keys, values = read(seq, visible, kv_head)
@@ -71,8 +71,19 @@ def attention(
     return out, lse
 
 
-def sees(spec: quire.AttentionSpec, position: int, key: int) -> bool:
-    """Return whether the query at `position` sees the key at position `key`."""
+def sees(
+    spec: quire.AttentionSpec, batch: quire.Batch, position: int, key: int, token: int, first: int, num_queries: int
+) -> bool:
+    """Return whether a query sees the key at position `key`.
+
+    The query is token `token` of the batch, at `position` of a sequence with `num_queries` queries from `first` on.
+    """
+    if batch.tree_bits is not None:
+        if key >= first:  # a draft, or a key after the last one
+            return key - first < num_queries and int(batch.tree_bits[token]) & 1 << (key - first) != 0
+        return batch.key_begin is None or key >= int(batch.key_begin[token])
+    if batch.key_begin is not None:
+        return int(batch.key_begin[token]) <= key < int(batch.key_end[token])
     if spec.causal and key > position:
         return False
     if spec.sliding_window is not None and key <= position - spec.sliding_window:  # the query's own key counts

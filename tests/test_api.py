@@ -480,6 +480,17 @@ def test_check_batch_reads_the_device():
     ):
         with pytest.raises(ValueError, match=message):
             check_batch(batch, p.cache)
+    words = torch.tensor([1, 1, 2])
+    for fields, message in (
+        (dict(key_begin=int32(0, 0, 0), key_end=int32(20, 9, 10)), "key_end must be .* 9 keys, got 10 for token 2 of"),
+        (dict(key_begin=int32(-1, 0, 0), key_end=int32(20, 9, 9)), "key_begin must be .* 20 keys, got -1 for token 0"),
+        (dict(tree_bits=torch.tensor([1, 5, 2])), "tree_bits must name the sequence's 2 drafts, got 0x5 for token 1"),
+        (dict(tree_bits=words, key_begin=int32(0, 0, 30)), "key_begin must be .* 9 keys, got 30 for token 2 of seq"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_batch(broken(**fields), p.cache)
+        quire.attention(p.q, p.cache, quire.plan(SPEC, broken(**fields), **p.bounds))  # which leaves it out
+    check_batch(broken(tree_bits=words), p.cache)
     prefix = table.clone()
     prefix[1, 0] = prefix[0, 0]  # a full page of sequence 0's past, which sequence 1 only reads
     shared_prefix = quire.Batch(

@@ -6,6 +6,7 @@ and leave every tensor as it was. What is accepted is judged by the oracle, or b
 
 import dataclasses
 import inspect
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -131,8 +132,9 @@ def distorted(good: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     if good.is_floating_point():
         yield "with a gradient", good.clone().requires_grad_()
         yield "a parameter", torch.nn.Parameter(good.clone())
-    else:
+    elif good.dtype is not torch.bool:
         yield "filled with its largest number", torch.full_like(good, torch.iinfo(good.dtype).max)
+    if not good.is_floating_point():
         yield "descending", good.flip(0)
 
 
@@ -297,7 +299,18 @@ def confirm_empty(a: dict[str, Any], cache: Any) -> bool:
 def make_batch(flat: bool = False) -> tuple[Callable, dict[str, Any]]:
     batch = make_problem(SPEC, LENS, page_size=4, flat_table=flat).batch
     tensors = dict(page_table=batch.page_table, seq_lens=batch.seq_lens, cu_seqlens_q=batch.cu_seqlens_q)
-    return quire.Batch, tensors | dict(cu_pages=batch.cu_pages, query_offsets=int32(8, 2), paged=True)
+    arguments = tensors | dict(cu_pages=batch.cu_pages, query_offsets=int32(8, 2), paged=True)
+    return quire.Batch, arguments | dict(key_begin=None, key_end=None, tree_bits=None)
+
+
+def make_batch_with_intervals() -> tuple[Callable, dict[str, Any]]:
+    function, arguments = make_batch()
+    return function, arguments | dict(key_begin=int32(3, 0, 1, 2), key_end=int32(9, 1, 9, 2))
+
+
+def make_batch_with_a_tree() -> tuple[Callable, dict[str, Any]]:
+    function, arguments = make_batch()
+    return function, arguments | dict(key_begin=int32(3, 0, 1, 2), tree_bits=torch.tensor([1, 1, 3, 5]))
 
 
 def confirm_batch(a: dict[str, Any], batch: Any) -> bool:
@@ -307,7 +320,8 @@ def confirm_batch(a: dict[str, Any], batch: Any) -> bool:
 
 
 def make_varlen() -> tuple[Callable, dict[str, Any]]:
-    return quire.Batch.varlen, dict(cu_seqlens_q=int32(0, 1, 4), cu_seqlens_k=int32(0, 9, 14))
+    arguments = dict(cu_seqlens_q=int32(0, 1, 4), cu_seqlens_k=int32(0, 9, 14))
+    return quire.Batch.varlen, arguments | dict(key_begin=int32(3, 0, 1, 2), key_end=int32(9, 1, 9, 2), tree_bits=None)
 
 
 def confirm_varlen(a: dict[str, Any], batch: Any) -> bool:
@@ -380,7 +394,7 @@ def confirm_merge(a: dict[str, Any], result: Any) -> bool:
 
 
 def make_service(function: Callable, **more: Any) -> tuple[Callable, dict[str, Any]]:
-    limits = dict(max_num_seqs=4, max_num_tokens=8, max_seq_len=32, batch_invariant=False)
+    limits = dict(max_num_seqs=4, max_num_tokens=8, max_seq_len=32, batch_invariant=False, intervals=False, trees=False)
     return function, dict(spec=SPEC, **limits, **more)
 
 
@@ -534,6 +548,140 @@ def confirm_flash_kvcache(a: dict[str, Any], result: Any) -> bool:
     return within_budget(compute, result[0] if a["return_softmax_lse"] else result)
 
 
+def batch_of_four() -> quire.Batch:
+    return quire.Batch(torch.zeros(2, 3, dtype=torch.int32), int32(9, 5), int32(0, 1, 4))
+
+
+INTERVALS: dict[str, dict[str, Any]] = {  # arguments of the functions of `quire.intervals`, but for the batch
+    "causal": dict(num_tokens=5),
+    "sliding_window": dict(num_tokens=5, size=3, right=1),
+    "chunked_local": dict(num_tokens=5, size=4),
+    "block_causal": dict(num_tokens=5, size=4),
+    "prefix_lm": dict(num_tokens=5, prefix_lens=int32(2, 4)),
+    "bidirectional_spans": dict(num_tokens=5, spans=int32([1, 2, 4], [1, 6, 9], [-1, 0, 0]), sliding_window=2),
+    "documents": dict(num_tokens=5, cu_seqlens=int32(0, 4, 11, 14), causal=True),
+}
+
+
+def make_intervals(name: str) -> tuple[Callable, dict[str, Any]]:
+    arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in INTERVALS[name].items()}
+    return getattr(quire.intervals, name), dict(batch=batch_of_four(), **arguments)
+
+
+def seen_by(name: str, a: dict[str, Any], seq: int, position: int, length: int, before: int) -> tuple[int, int]:
+    """The first key that a token sees and the key after the last, from the words of each function."""
+    size = int(a.get("size", 1))
+    if name == "documents":
+        cuts = a["cu_seqlens"].tolist()
+        own = [(b, e) for b, e in itertools.pairwise(cuts) if b <= before + position < e] or [(before, before)]
+        begin, end = own[0][0] - before, own[0][1] - before
+        return begin, min(end, position + 1) if a["causal"] else end
+    if name == "bidirectional_spans":
+        own = [(b, e) for s, b, e in a["spans"].tolist() if s == seq and b <= position < e]
+        window = (1 << 31) if a["sliding_window"] is None else int(a["sliding_window"])
+        begins, ends = [b for b, _ in own], [e for _, e in own]
+        return min([max(0, position + 1 - window), *begins]), max([position + 1, *ends])
+    return {
+        "causal": (0, position + 1),
+        "sliding_window": (position + 1 - size, position + 1 + int(a.get("right", 0))),
+        "chunked_local": (position - position % size, position + 1),
+        "block_causal": (0, position - position % size + size),
+        "prefix_lm": (0, max(position + 1, a["prefix_lens"].tolist()[seq]) if name == "prefix_lm" else 0),
+    }[name]
+
+
+def confirm_intervals(name: str) -> Callable[[dict[str, Any], Any], bool]:
+    def confirm(a: dict[str, Any], found: quire.Batch) -> bool:
+        starts, lengths = a["batch"].query_starts.tolist(), a["batch"].seq_lens.tolist()
+        expected = [(0, 0)] * int(a["num_tokens"])
+        for seq, length in enumerate(lengths):
+            for token in range(starts[seq], min(starts[seq + 1], len(expected))):
+                position = length - starts[seq + 1] + token
+                if position >= 0:
+                    ends = seen_by(name, a, seq, position, length, sum(lengths[:seq]))
+                    expected[token] = tuple(min(max(end, 0), length) for end in ends)
+        return list(zip(found.key_begin.tolist(), found.key_end.tolist(), strict=True)) == expected
+
+    return confirm
+
+
+TREES: dict[str, dict[str, Any]] = {  # arguments of the functions of `quire.draft_trees`
+    "from_parents": dict(parents=torch.tensor([-1, 0, 0, 2])),
+    "from_mask": dict(mask=torch.tensor([[1, 0], [1, 1]] * 3).bool().view(3, 2, 2), num_drafts=2),
+    "from_words": dict(words=torch.tensor([1, 3, 5], dtype=torch.int32)),
+    "from_flashinfer": dict(
+        packed_custom_mask=torch.tensor([0b11110111, 0b1], dtype=torch.uint8), qo_lens=[2, 1], kv_lens=[4, 1]
+    ),
+    "depths": dict(tree_bits=torch.tensor([1, 3, -1])),
+    "windowed": dict(tree_bits=torch.tensor([1, 1, 3, 7]), sliding_window=2),
+}
+
+
+def make_trees(name: str) -> tuple[Callable, dict[str, Any]]:
+    arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in TREES[name].items()}
+    batch = {"batch": batch_of_four()} if name == "windowed" else {}
+    return getattr(quire.draft_trees, name), batch | arguments
+
+
+def signed(word: int) -> int:
+    return (word & (1 << 64) - 1) - (1 << 64) * (word >> 63 & 1)
+
+
+def confirm_trees(name: str) -> Callable[[dict[str, Any], Any], bool]:
+    def confirm(a: dict[str, Any], found: Any) -> bool:
+        if isinstance(found, torch.Tensor) and found.is_meta:
+            return True
+        if name == "from_parents":
+            expected = []
+            for parents in a["parents"].reshape(-1, a["parents"].shape[-1]).tolist():
+                for draft in range(len(parents)):
+                    path: set[int] = set()
+                    while 0 <= draft < len(parents) and draft not in path:
+                        path.add(draft)
+                        draft = parents[draft]
+                    expected.append(signed(sum(1 << d for d in path)))
+        elif name == "from_mask":
+            rows = a["mask"].reshape(-1, int(a["num_drafts"])).tolist()
+            expected = [signed(sum(bit << j for j, bit in enumerate(row))) for row in rows]
+        elif name == "from_words":
+            bits = 8 * a["words"].dtype.itemsize
+            expected = [signed(word & (1 << bits) - 1) for word in a["words"].flatten().tolist()]
+        elif name == "from_flashinfer":
+            expected, data = [], a["packed_custom_mask"].tolist()
+            for drafts, keys in zip(map(int, a["qo_lens"]), map(int, a["kv_lens"]), strict=True):
+                size = -(-drafts * keys // 8)
+                number = sum(byte << 8 * i for i, byte in enumerate(data[:size]))
+                data = data[size:]
+                rows = [number >> row * keys & (1 << keys) - 1 for row in range(drafts)]
+                assert all(row & (1 << keys - drafts) - 1 == (1 << keys - drafts) - 1 for row in rows)
+                expected += [signed(row >> keys - drafts) for row in rows]
+        elif name == "depths":
+            expected = [(word & (1 << 64) - 1).bit_count() - 1 for word in a["tree_bits"].flatten().tolist()]
+        else:
+            return confirm_windowed(a, found)
+        return found.flatten().tolist() == expected
+
+    return confirm
+
+
+def confirm_windowed(a: dict[str, Any], found: quire.Batch) -> bool:
+    """Only what no row of the batch could see is not compared: bits of drafts that a sequence does not have."""
+    words, window = a["tree_bits"].tolist(), int(a["sliding_window"])
+    depth = [(word & (1 << 64) - 1).bit_count() - 1 for word in words]
+    starts, lengths = a["batch"].query_starts.tolist(), a["batch"].seq_lens.tolist()
+    for seq, length in enumerate(lengths):
+        count = starts[seq + 1] - starts[seq]
+        for token in range(starts[seq], min(starts[seq + 1], len(words))):
+            begin = max(0, min(length, length - count + depth[token] + 1 - window))
+            drafts = range(min(count, len(words) - starts[seq]))
+            near = [j for j in drafts if depth[token] - depth[starts[seq] + j] < window]
+            bits = sum(words[token] & 1 << j for j in near)
+            kept = int(found.tree_bits[token]) & (1 << len(drafts)) - 1
+            if int(found.key_begin[token]) != begin or kept != bits:
+                return False
+    return found.key_end is None
+
+
 CALLS = {
     "attention": Call(make_attention, confirm_attention),
     "attention, sinks and slopes": Call(lambda: make_attention(sinks=True, alibi=True), confirm_attention),
@@ -561,6 +709,8 @@ CALLS = {
         }.items()
     },
     "Batch": Call(make_batch, confirm_batch),
+    "Batch, intervals": Call(make_batch_with_intervals, confirm_batch),
+    "Batch, a tree": Call(make_batch_with_a_tree, confirm_batch),
     "Batch, flat": Call(lambda: make_batch(flat=True), confirm_batch),
     "Batch.varlen": Call(make_varlen, confirm_varlen),
     "write_kv": Call(make_write, confirm_write),
@@ -582,6 +732,10 @@ CALLS = {
         )
         for method in methods
     },
+    **{
+        f"intervals.{name}": Call(lambda name=name: make_intervals(name), confirm_intervals(name)) for name in INTERVALS
+    },
+    **{f"draft_trees.{name}": Call(lambda name=name: make_trees(name), confirm_trees(name)) for name in TREES},
     "flash_attn_func": Call(make_flash, confirm_flash),
     "flash_attn_func, slopes and sinks": Call(lambda: make_flash(heads=True), confirm_flash),
     "flash_attn_varlen_func": Call(make_flash_varlen, confirm_flash_varlen),
@@ -658,7 +812,8 @@ def complaint(call: Call, name: str, value: Any) -> str | None:
 
 def test_every_public_function_and_argument_is_in_the_matrix():
     named = {call.split(",")[0].split(".")[0] for call in CALLS}
-    assert named == (set(quire.__all__) - set(EXEMPT)) | set(flash_attn.__all__)
+    assert named == (set(quire.__all__) - set(EXEMPT)) | set(flash_attn.__all__) | {"intervals", "draft_trees"}
+    assert set(INTERVALS) == set(quire.intervals.__all__) and set(TREES) == set(quire.draft_trees.__all__)
     methods = {name for name, _ in inspect.getmembers(quire.PageAllocator, inspect.isfunction) if name[0] != "_"}
     assert {f"PageAllocator.{name}" for name in methods} <= set(CALLS)
     for call in CALLS.values():
@@ -838,6 +993,73 @@ def test_sinks_and_slopes_are_real_numbers(dtype):
         plan = quire.plan(p.spec, p.batch, **p.bounds)
         with pytest.raises(ValueError, match=f"{name} must be of dtype float16, bfloat16, float32, float64, got"):
             quire.attention(p.q, p.cache, plan, **p.tables | {name: p.tables[name].to(dtype)})
+
+
+def test_what_a_batch_says_of_each_token_is_checked_before_a_launch():
+    p = paged_problem()
+    out, begin, end = torch.full((4, 4, 16), 7.0), int32(0, 0, 0, 0), int32(9, 3, 4, 5)
+    words = torch.tensor([1, 1, 3, 5])
+    for fields, error, message in (
+        (dict(key_begin=begin), ValueError, "key_end must be given with key_begin, got None"),
+        (dict(key_end=end), ValueError, "key_begin must be given with key_end, got None"),
+        (dict(key_begin=begin, key_end=end[:3]), ValueError, "key_end must have key_begin's 4 entries, got 3"),
+        (dict(key_begin=begin.long(), key_end=end), TypeError, "key_begin must be int32, got torch.int64"),
+        (dict(key_begin=begin, key_end=end.to("meta")), ValueError, "key_end must be on page_table's device cpu"),
+        (dict(tree_bits=words.int()), TypeError, "tree_bits must be int64, got torch.int32"),
+        (dict(tree_bits=words, key_end=end), ValueError, "key_end must be left out where tree_bits are given, got"),
+    ):
+        with pytest.raises(error, match=message):
+            dataclasses.replace(p.batch, **fields)
+    for fields, name in (
+        (dict(key_begin=begin[:3], key_end=end[:3]), "key_begin"),
+        (dict(tree_bits=words[:3]), "tree_bits"),
+    ):
+        plan = quire.plan(SPEC, dataclasses.replace(p.batch, **fields), **p.bounds)
+        with pytest.raises(ValueError, match=f"{name} must have an entry for each of q's 4 tokens, got 3"):
+            quire.attention(p.q, p.cache, plan, out=out)
+    assert (out == 7).all()
+    one_each = quire.Batch(p.batch.page_table, p.batch.seq_lens)
+    with pytest.raises(ValueError, match="tree_bits must have an entry for each of 2 sequences, got 1"):
+        dataclasses.replace(one_each, tree_bits=words[:1])
+
+
+def test_a_spec_and_a_batch_may_not_both_have_windows():
+    p = paged_problem()
+    windows = {"sliding_window": 4, "sliding_window_right": 3}
+    intervals = quire.intervals.causal(p.batch, 4)
+    tree = dataclasses.replace(p.batch, tree_bits=torch.tensor([1, 1, 3, 5]))
+    for batch, name in ((intervals, "key_begin"), (tree, "tree_bits")):
+        for window, size in windows.items():
+            spec = dataclasses.replace(SPEC, **{window: size})
+            with pytest.raises(ValueError, match=f"{window} must be left out where the batch has {name}, got {size}"):
+                quire.plan(spec, batch, **p.bounds)
+    spec = dataclasses.replace(SPEC, alibi=True)
+    quire.plan(spec, intervals, **p.bounds)
+    with pytest.raises(quire.UnsupportedError, match="alibi must be False where the batch has tree_bits, got True"):
+        quire.plan(spec, tree, **p.bounds)
+
+
+def test_more_than_64_drafts_are_refused_by_name():
+    words = torch.zeros(65, dtype=torch.int64)
+    starts = int32(0, 65)
+    batch = quire.Batch.varlen(starts, starts, tree_bits=words)
+    with pytest.raises(quire.UnsupportedError, match="max_query_len must be at most 64 where the batch has tree_bits"):
+        quire.plan(SPEC, batch, max_query_len=65, max_seq_len=65)
+    for refused in (
+        lambda: quire.draft_trees.from_parents(words),
+        lambda: quire.draft_trees.from_mask(torch.zeros(65 * 65, dtype=torch.bool), 65),
+        lambda: quire.draft_trees.from_flashinfer(words.to(torch.uint8), [65], [65]),
+    ):
+        with pytest.raises(quire.UnsupportedError, match=r"must be at most 64 drafts, got 65"):
+            refused()
+
+
+def test_a_general_dense_mask_is_refused_by_name():
+    mask = torch.tensor([0b11011101], dtype=torch.uint8)
+    with pytest.raises(
+        quire.UnsupportedError, match=r"got 0 for key 1 and draft 0 of sequence 0; a general dense mask"
+    ):
+        quire.draft_trees.from_flashinfer(mask, [2], [4])
 
 
 def test_an_empty_tensor_from_numpy_is_served():

@@ -569,6 +569,28 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     assert launch(64, 1024).name == "split_kv"
 
 
+@pytest.mark.parametrize("seen", [(True, False), (False, True), (True, True)])
+def test_intervals_and_trees_take_the_portable_kernels(seen):
+    """On a Hopper GPU too, where a prompt would take the Hopper kernel; latents are refused."""
+    request = Request(SPEC, 8, True, Bounds(64, 4096, 512), PROPERTIES, *seen)
+    launch, _ = decide(request, Options())
+    assert launch.name in ("block", "split_kv")
+    words = "draft trees" if seen[1] else "intervals of keys"
+    assert words in str(launch)
+    with pytest.raises(quire.UnsupportedError, match=f"got 'hopper', which does not serve {words}"):
+        decide(request, Options(kernel="hopper"))
+    latent = replace(request, spec=quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1))
+    with pytest.raises(quire.UnsupportedError, match=f"mla_hopper does not serve {words}, mla does not serve {words}"):
+        decide(latent, Options())
+
+
+def test_launches_with_other_arguments_have_other_keys():
+    request = Request(SPEC, 8, True, Bounds(4, 4096, 32), PROPERTIES)
+    kinds = [(a, b) for a in (False, True) for b in (False, True)]
+    keys = {decide(replace(request, has_intervals=a, has_tree=b), Options())[0].compile_key() for a, b in kinds}
+    assert len(keys) == 4
+
+
 def test_a_request_that_no_family_serves_names_what_each_refused(monkeypatch):
     refuse = {name: (lambda request, options, name=name: f"the {name} case") for name in ("first", "second")}
     monkeypatch.setitem(decide.__globals__, "FAMILIES", refuse)

@@ -32,6 +32,7 @@ WITH_EXAMPLES = (
     "README.md",
     "docs/start.md",
     "docs/usage.md",
+    "docs/intervals.md",
     "docs/serving.md",
     "docs/flash_attn.md",
     "docs/flashinfer.md",

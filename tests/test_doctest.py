@@ -16,6 +16,7 @@ def examples() -> dict[str, doctest.DocTest]:
     """Return the examples of the package's public names, by name."""
     finder, found = doctest.DocTestFinder(), {}
     public = [getattr(quire, name) for name in quire.__all__]
+    public += [getattr(module, name) for module in (quire.intervals, quire.draft_trees) for name in module.__all__]
     public += [getattr(quire.testing, name) for name in quire.testing.__all__]
     for thing in public:
         for test in finder.find(

@@ -10,7 +10,10 @@ import quire
 
 ROOT = Path(quire.__file__).parent
 FLOORS = (  # those of DESIGN.md, from the ground up; a module imports from its own floor and from the floors below it
-    ("errors", "spec", "state", "batch", "batch_check", "cache", "cache_layout", "allocator", "reference"),
+    (
+        *("errors", "spec", "state", "batch", "batch_check", "cache", "cache_layout", "allocator"),
+        *("intervals", "draft_trees", "reference"),
+    ),
     ("dispatch",),
     ("kernels",),
     ("plan", "checks", "cache_checks", "prefix_checks", "launch_codec"),

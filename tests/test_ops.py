@@ -1,5 +1,7 @@
 """Operators under `torch.compile(fullgraph=True)` and `torch.library.opcheck` compute what the eager verbs compute."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,6 +42,26 @@ def test_compiled_is_eager(backend):
         torch.testing.assert_close(
             compiled(p.q, k, v, slots, other, plan, p.sinks), step(p.q, k, v, slots, p.cache, plan, p.sinks)
         )
+
+
+@pytest.mark.parametrize("kind", ["intervals", "tree"])
+def test_what_a_token_sees_crosses_the_operator(kind):
+    p = make_problem(SPEC, ((1, 20), (2, 9)))
+    words = torch.tensor([1, 1, 2])
+    batch = quire.intervals.block_causal(p.batch, 3, 3) if kind == "intervals" else replace(p.batch, tree_bits=words)
+    plan = quire.plan(SPEC, batch, **p.bounds)
+
+    def attend(q, cache, plan, sinks):
+        return quire.attention(q, cache, plan, sinks=sinks)
+
+    expected = attend(p.q, p.cache, plan, p.sinks)
+    assert not torch.equal(expected, attend(p.q, p.cache, quire.plan(SPEC, p.batch, **p.bounds), p.sinks))
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(p.q, p.cache, plan, p.sinks), expected)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        (batch.key_end if kind == "intervals" else batch.tree_bits).fill_(1)
+        torch.testing.assert_close(compiled(p.q, p.cache, plan, p.sinks), attend(p.q, p.cache, plan, p.sinks))
 
 
 LATENTS = {  # dtype of the cache, layout, rank and rotary columns
@@ -103,7 +125,7 @@ def test_one_tensor_of_queries_to_latents_under_compile():
 def test_opcheck_of_latents():
     p, plan, q, new, slots = latent_problem("float32")
     clean, b = p.cache.latents.nan_to_num(), p.batch
-    tables = b.page_table, b.seq_lens, b.cu_seqlens_q, None, None
+    tables = b.page_table, b.seq_lens, b.cu_seqlens_q, *[None] * 5
     results = torch.zeros(3, 4, 32), torch.zeros(3, 4), None
     torch.library.opcheck(
         torch.ops.quire.attention.default,
@@ -134,8 +156,8 @@ def test_opcheck():
     b = p.batch
     torch.library.opcheck(
         torch.ops.quire.attention.default,
-        (p.q, None, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q, None, None, p.sinks,
-         None, torch.zeros(3, 4, 24), torch.zeros(3, 4), None, plan.encoded_launch),
+        (p.q, None, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q,
+         *[None] * 5, p.sinks, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), None, plan.encoded_launch),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)

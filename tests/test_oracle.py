@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +15,23 @@ from tests import numpy_oracle
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 LAYOUTS = ("NHD", "HND", "HDNX", "THD")
+DTYPE_OF = {"key_begin": torch.int32, "key_end": torch.int32, "tree_bits": torch.int64}
 EPS32, EPS64 = np.finfo(np.float32).eps, np.finfo(np.float64).eps
-MAKE_CASE = {"page_size", "layout", "scales", "flat_table", "offsets", "spare_rows"}
+MAKE_CASE = {"page_size", "layout", "scales", "flat_table", "offsets", "spare_rows", "per_token"}
 
 
 def make_case(
-    rng, spec, lens, *, page_size=4, layout="NHD", scales="head", flat_table=False, offsets=None, spare_rows=0
+    rng,
+    spec,
+    lens,
+    *,
+    page_size=4,
+    layout="NHD",
+    scales="head",
+    flat_table=False,
+    offsets=None,
+    spare_rows=0,
+    per_token=None,
 ):
     """Make the inputs of a case. All memory that no query sees is NaN (127 in an int8 cache).
 
@@ -33,7 +45,10 @@ def make_case(
         flat_table: make a one-dimensional page table.
         offsets: position of each sequence's first query, or None.
         spare_rows: rows of q that no sequence owns.
+        per_token: `key_begin`, `key_end` and `tree_bits` of the batch by name, as lists.
     """
+    seen = {name: torch.tensor(values, dtype=DTYPE_OF[name]) for name, values in (per_token or {}).items()}
+    described = SimpleNamespace(**dict.fromkeys(DTYPE_OF) | seen)
     heads, quantised = spec.num_kv_heads, spec.kv_dtype in KV_DTYPES
     paged = layout != "THD"
     counts = [math.ceil(kv_len / page_size) if paged else kv_len for _, kv_len in lens]
@@ -48,7 +63,8 @@ def make_case(
     for seq, (q_len, kv_len) in enumerate(lens):
         first = kv_len - q_len if offsets is None else offsets[seq]
         for j in range(kv_len):
-            if any(numpy_oracle.sees(spec, first + i, j) for i in range(q_len)):
+            token = sum(q_lens[:seq])
+            if any(numpy_oracle.sees(spec, described, first + i, j, token + i, first, q_len) for i in range(q_len)):
                 page, slot = (rows[seq][j // page_size], j % page_size) if paged else (rows[seq][j], 0)
                 for tensor in stored:
                     numbers = rng.standard_normal(tensor[page, slot].shape)
@@ -66,7 +82,7 @@ def make_case(
 
     cu_seqlens_q = int32(0, *itertools.accumulate(q_lens))
     if not paged:
-        batch = quire.Batch.varlen(cu_seqlens_q, int32(0, *itertools.accumulate(counts)))
+        batch = quire.Batch.varlen(cu_seqlens_q, int32(0, *itertools.accumulate(counts)), **seen)
     else:
         one_query = rng.random() < 0.5 and all(q_len == 1 for q_len in q_lens)
         width = max([*counts, 0]) + 1
@@ -77,6 +93,7 @@ def make_case(
             None if one_query else cu_seqlens_q,
             int32(0, *itertools.accumulate(counts)) if flat_table else None,
             None if offsets is None else int32(*offsets),
+            **seen,
         )
     q = torch.tensor(rng.standard_normal((sum(q_lens) + spare_rows, spec.num_q_heads, spec.head_dim))).to(spec.dtype)
     sinks = torch.tensor(rng.standard_normal(spec.num_q_heads)).float() if spec.sinks else None
@@ -200,6 +217,42 @@ def test_random_cases(seed):
     assert_reference_agrees(*random_case(seed))
 
 
+def random_case_with_intervals_or_a_tree(seed):
+    """Draw intervals that may be empty or pass the sequence's ends, or words with any bits; some have a begin too."""
+    rng = np.random.default_rng(seed)
+    spec = quire.AttentionSpec(
+        num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=DTYPES[seed % 3], causal=rng.random() < 0.7,
+        alibi=seed % 2 == 0 and rng.random() < 0.3, sinks=rng.random() < 0.3,
+    )  # fmt: skip
+    layout = LAYOUTS[rng.integers(4)]
+    lens = [(int(rng.integers(0, 9)), int(rng.integers(0, 20))) for _ in range(rng.integers(1, 4))]
+    offsets = None
+    if layout != "THD" and rng.random() < 0.3:
+        offsets = [int(rng.integers(-3, kv_len + 4)) for _, kv_len in lens]
+    num_tokens, spare = sum(q_len for q_len, _ in lens), int(rng.integers(0, 2))
+    begin = rng.integers(-4, 22, num_tokens + spare).tolist()
+    per_token = {"key_begin": begin, "key_end": [b + int(rng.integers(-3, 20)) for b in begin]}
+    if seed % 2:
+        bits = rng.integers(-(1 << 63), (1 << 63) - 1, num_tokens + spare).tolist()
+        per_token = {"tree_bits": bits} | ({"key_begin": begin} if rng.random() < 0.5 else {})
+    return make_case(
+        rng,
+        spec,
+        lens,
+        page_size=int(rng.integers(1, 8)),
+        layout=layout,
+        flat_table=layout != "THD" and rng.random() < 0.3,
+        offsets=offsets,
+        spare_rows=spare,
+        per_token=per_token,
+    )
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_cases_with_intervals_or_trees(seed):
+    assert_reference_agrees(*random_case_with_intervals_or_a_tree(seed))
+
+
 def random_latent_case(seed):
     """Draw a case of latents from the whole space; one in four has vLLM's records."""
     rng = np.random.default_rng(seed)
@@ -253,6 +306,13 @@ CORNERS = {
     "a window that is left behind": dict(lens=((1, 40),), sliding_window=5, page_size=3),
     "queries before their keys": dict(lens=((4, 9),), offsets=[-2]),
     "queries among their keys": dict(lens=((4, 9),), offsets=[2]),
+    "intervals against the causal order": dict(
+        lens=((3, 9), (1, 2)), per_token={"key_begin": [7, 0, 5, 0], "key_end": [9, 3, 6, 1]}
+    ),
+    "intervals that see nothing": dict(lens=((3, 9),), per_token={"key_begin": [4, 9, 7], "key_end": [4, 12, 2]}),
+    "a tree with two branches": dict(lens=((4, 9),), per_token={"tree_bits": [0b1, 0b11, 0b101, 0b1011]}),
+    "a tree of 64 drafts": dict(lens=((64, 70),), per_token={"tree_bits": [1 | -(1 << 63), *[-1] * 63]}),
+    "a tree with a window": dict(lens=((2, 9),), per_token={"tree_bits": [0b1, 0b10], "key_begin": [5, 6]}),
     "a sink alone": dict(lens=((1, 0), (2, 1)), sinks=True),
     "a sink and a window that sees nothing": dict(lens=((2, 5),), sinks=True, sliding_window=2, offsets=[9]),
     "ALiBi to both sides": dict(lens=((5, 9),), alibi=True, causal=False),

@@ -51,6 +51,16 @@ def test_verbs_are_documented(name):
     check_documented(getattr(quire, name))
 
 
+@pytest.mark.parametrize("name", quire.intervals.__all__)
+def test_functions_of_intervals_are_documented(name):
+    check_documented(getattr(quire.intervals, name))
+
+
+@pytest.mark.parametrize("name", quire.draft_trees.__all__)
+def test_functions_of_draft_trees_are_documented(name):
+    check_documented(getattr(quire.draft_trees, name))
+
+
 @pytest.mark.parametrize("name", NOUNS)
 def test_nouns_and_their_public_members_are_documented(name):
     noun = getattr(quire, name)

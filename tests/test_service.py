@@ -1,6 +1,8 @@
 """What a server does before it serves: allocate scratch for every plan within bounds, and compile all kernels."""
 
+import dataclasses
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +34,32 @@ def test_one_workspace_serves_every_plan_within_its_bounds(batch_invariant, devi
         problem = make_problem(SPEC, lens, device=device)
         plan = quire.plan(SPEC, problem.batch, **problem.bounds, workspace=workspace, batch_invariant=batch_invariant)
         assert_within_budget(problem, quire.attention(problem.q, problem.cache, plan))
+
+
+@pytest.mark.triton
+def test_a_workspace_serves_intervals_and_trees(device, assert_within_budget):
+    size = quire.workspace_size(SPEC, **BOUNDS, device=device, intervals=True, trees=True)
+    workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+    lens = ((3, 600), (1, 90))
+    for window in (None, 50):
+
+        def per_token(batch, num_tokens, window=window):
+            words = torch.tensor([1, 3, 5, 1])
+            if window is None:
+                return dataclasses.replace(batch, tree_bits=words)
+            return quire.draft_trees.windowed(batch, words, window)
+
+        for made in (per_token, partial(quire.intervals.chunked_local, size=70)):
+            problem = make_problem(SPEC, lens, device=device, per_token=made)
+            plan = quire.plan(SPEC, problem.batch, **problem.bounds, workspace=workspace)
+            assert_within_budget(problem, quire.attention(problem.q, problem.cache, plan))
+
+
+def test_windows_and_intervals_are_not_warmed_up_together(device):
+    spec = dataclasses.replace(SPEC, sliding_window=40)
+    for flag, name in (("intervals", "key_begin"), ("trees", "tree_bits")):
+        with pytest.raises(ValueError, match=f"sliding_window must be left out where the batch has {name}, got 40"):
+            quire.workspace_size(spec, **BOUNDS, device=device, **{flag: True})
 
 
 @pytest.mark.pytorch

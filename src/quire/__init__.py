@@ -1,5 +1,7 @@
 """Quire: paged attention for LLM inference, in Python and Triton alone."""
 
+from quire import draft_trees as draft_trees
+from quire import intervals as intervals
 from quire.allocator import PageAllocator
 from quire.api import attention, copy_pages, merge_states, varlen_attention, write_kv, write_latent
 from quire.batch import Batch

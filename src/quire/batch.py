@@ -32,11 +32,22 @@ class Batch:
             `seq_lens - query_lens` when not given.
         paged: False for a cache of layout "THD" (`Batch.varlen`): `page_table` is [num_seqs, 1] and holds the token at
             which each sequence's keys begin.
+        key_begin: [num_tokens] int32, the first key that each query token sees, as a position in its sequence. With
+            `key_end`, it takes the place of the spec's `causal` (`quire.intervals` makes both). There may be more
+            entries than tokens.
+        key_end: [num_tokens] int32, the key after the last one. A token with `key_begin >= key_end` sees none. What
+            is outside of the sequence is left out. All keys of a sequence from the least `key_begin` to the greatest
+            `key_end` must be in its pages and finite, whether or not a token sees them.
+        tree_bits: [num_tokens] int64, for drafts that branch: bit j says that the token sees draft j, the j-th query
+            of its sequence. It sees all keys before the drafts too, or those from `key_begin` on, where a model has
+            a window. A token's own bit is not implied. All drafts must be in the pages and finite. A sequence has at
+            most 64. `quire.draft_trees` makes the words.
 
     Attributes:
         num_seqs: sequences in the batch, padding rows included.
         table_width: entries of a row of `page_table`; None where it is flat.
         device: where the tensors are.
+        max_tokens: entries of `key_begin` or `tree_bits`; None without them.
 
     Raises:
         TypeError: an argument is not a tensor of the dtype above.
@@ -58,8 +69,12 @@ class Batch:
     cu_pages: torch.Tensor | None = None
     query_offsets: torch.Tensor | None = None
     paged: bool = True
+    key_begin: torch.Tensor | None = None
+    key_end: torch.Tensor | None = None
+    tree_bits: torch.Tensor | None = None
     num_seqs: int = field(init=False, repr=False)
     table_width: int | None = field(init=False, repr=False)
+    max_tokens: int | None = field(init=False, repr=False)
     device: torch.device = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -100,9 +115,38 @@ class Batch:
                 f"page_table must be [num_seqs, 1] where paged=False, got shape {tuple(table.shape)}; "
                 "it holds the token at which each sequence begins"
             )
+        object.__setattr__(self, "max_tokens", self._check_intervals(table.device, num_seqs))
         object.__setattr__(self, "num_seqs", num_seqs)
         object.__setattr__(self, "table_width", table.shape[1] if self.cu_pages is None else None)
         object.__setattr__(self, "device", table.device)
+
+    def _check_intervals(self, device: torch.device, num_seqs: int) -> int | None:
+        """Return the entries of `key_begin`, `key_end` and `tree_bits`; None without them."""
+        if (self.key_begin is None) != (self.key_end is None) and self.tree_bits is None:
+            given, missing = ("key_end", "key_begin") if self.key_begin is None else ("key_begin", "key_end")
+            raise ValueError(f"{missing} must be given with {given}, got None; an interval has two ends")
+        if self.key_end is not None and self.tree_bits is not None:
+            raise ValueError(
+                f"key_end must be left out where tree_bits are given, got {describe(self.key_end)}; "
+                "the bits say which drafts are seen"
+            )
+        max_tokens = None
+        for name, dtype in (("key_begin", torch.int32), ("key_end", torch.int32), ("tree_bits", torch.int64)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            length = check_vector(name, value, dtype).shape[0]
+            if max_tokens is not None and length != max_tokens:
+                raise ValueError(f"{name} must have key_begin's {max_tokens} entries, got {length}; one for each token")
+            if self.cu_seqlens_q is None and length < num_seqs:
+                raise ValueError(
+                    f"{name} must have an entry for each of {num_seqs} sequences, got {length}; "
+                    "a batch without cu_seqlens_q has one query each"
+                )
+            if value.device != device:
+                raise ValueError(f"{name} must be on page_table's device {device}, got {value.device}; move it")
+            max_tokens = length
+        return max_tokens
 
     @property
     def query_starts(self) -> torch.Tensor:
@@ -112,7 +156,15 @@ class Batch:
         return torch.arange(self.num_seqs + 1, dtype=torch.int32, device=self.device)
 
     @classmethod
-    def varlen(cls, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor) -> "Batch":
+    def varlen(
+        cls,
+        cu_seqlens_q: torch.Tensor | None,
+        cu_seqlens_k: torch.Tensor,
+        *,
+        key_begin: torch.Tensor | None = None,
+        key_end: torch.Tensor | None = None,
+        tree_bits: torch.Tensor | None = None,
+    ) -> "Batch":
         """Describe sequences whose keys are concatenated, for `varlen_attention`.
 
         Each sequence is one page that begins at its first token, so the paged kernels serve it unchanged.
@@ -120,6 +172,9 @@ class Batch:
         Args:
             cu_seqlens_q: [num_seqs + 1] int32, cumulative query counts; None where every sequence has one query.
             cu_seqlens_k: [num_seqs + 1] int32, cumulative key counts.
+            key_begin: as for `Batch`.
+            key_end: as for `Batch`.
+            tree_bits: as for `Batch`.
 
         Raises:
             TypeError: an argument is not an int32 tensor.
@@ -132,14 +187,16 @@ class Batch:
         """
         if check_vector("cu_seqlens_k", cu_seqlens_k).shape[0] == 0:
             raise ValueError("cu_seqlens_k must begin with 0, got no entries; it has one entry more than sequences")
-        return cls(cu_seqlens_k[:-1, None], cu_seqlens_k.diff(), cu_seqlens_q, paged=False)
+        seen = {"key_begin": key_begin, "key_end": key_end, "tree_bits": tree_bits}
+        return cls(cu_seqlens_k[:-1, None], cu_seqlens_k.diff(), cu_seqlens_q, paged=False, **seen)
 
 
-def check_vector(name: str, value: Any) -> torch.Tensor:
-    """Return a tensor, or raise unless it is contiguous int32 of one dimension."""
+def check_vector(name: str, value: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Return a tensor, or raise unless it is contiguous, of one dimension and of a dtype."""
     vector = check_tensor(name, value, "build it once per step")
-    if vector.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {vector.dtype}; convert it once per step")
+    if vector.dtype != dtype:
+        wanted = str(dtype).removeprefix("torch.")
+        raise TypeError(f"{name} must be {wanted}, got {vector.dtype}; convert it once per step")
     if vector.dim() != 1 or not vector.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous with one dimension, got {describe(vector)} "

@@ -14,7 +14,7 @@ from quire.spec import AttentionSpec
 
 
 def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True) -> None:
-    """Check lengths and page numbers, and that no two sequences write to one page.
+    """Check lengths, page numbers and intervals, and that no two sequences write to one page.
 
     This copies to the host and waits: use it to debug, not in a serving loop.
 
@@ -28,6 +28,7 @@ def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True)
     """
     check_reads(batch, cache)
     check_writers(batch, cache, shared_pages)
+    check_intervals(batch)
 
 
 def check_reads(
@@ -84,11 +85,53 @@ def visible_span(
     """Return each sequence's first key that some query sees and the first key after the last one, both [num_seqs]."""
     if spec is None:
         return torch.zeros_like(seq_lens), seq_lens
+    if batch.max_tokens is not None:
+        return interval_span(batch, query_lens, seq_lens)
     first = seq_lens - query_lens if batch.query_offsets is None else batch.query_offsets.cpu().long()
     window_left, window_right = spec.window
     start = (first - window_left).clamp(min=0)
     stop = torch.minimum(seq_lens, first + query_lens + window_right)
     return start, torch.where(query_lens > 0, torch.maximum(start, stop), start)
+
+
+def interval_span(batch: Batch, query_lens: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `visible_span` does, for a batch with intervals or trees."""
+    owner = torch.repeat_interleave(query_lens)  # sequence of each token
+    num_tokens = owner.shape[0]
+    first = seq_lens - query_lens if batch.query_offsets is None else batch.query_offsets.cpu().long()
+    begin = torch.zeros(num_tokens, dtype=torch.int64, device="cpu")
+    if batch.key_begin is not None:
+        begin = batch.key_begin[:num_tokens].cpu().long().clamp(min=0)
+    if batch.key_end is not None:
+        end = torch.minimum(batch.key_end[:num_tokens].cpu().long(), seq_lens[owner])
+        begin, end, owner = begin[begin < end], end[begin < end], owner[begin < end]
+    else:  # of a tree: all its drafts
+        begin = torch.minimum(begin, first[owner]).clamp(min=0)
+        end = torch.minimum(first + query_lens, seq_lens)[owner]
+    stop = torch.zeros_like(seq_lens).scatter_reduce(0, owner, end, "amax")
+    return torch.minimum(seq_lens.scatter_reduce(0, owner, begin, "amin"), stop), stop
+
+
+def check_intervals(batch: Batch) -> None:
+    """Check that intervals are within their sequences, and that trees name drafts only. Call it after `check_reads`."""
+    starts, seq_lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
+    for seq, kv_len in enumerate(seq_lens):
+        rows = slice(starts[seq], starts[seq + 1])
+        for name, ends in (("key_begin", batch.key_begin), ("key_end", batch.key_end)):
+            token = None if ends is None else first_true((ends[rows] < 0) | (ends[rows] > kv_len))
+            if ends is not None and token is not None:
+                raise ValueError(
+                    f"{name} must be from 0 to the sequence's {kv_len} keys, got {int(ends[rows][token])} for token "
+                    f"{rows.start + token} of sequence {seq}; what is outside is not seen"
+                )
+        q_len = rows.stop - rows.start
+        if batch.tree_bits is not None and q_len < 64:
+            token = first_true((batch.tree_bits[rows] >> q_len) != 0)
+            if token is not None:
+                raise ValueError(
+                    f"tree_bits must name the sequence's {q_len} drafts, got {int(batch.tree_bits[rows][token]):#x} "
+                    f"for token {rows.start + token} of sequence {seq}; bit j is its j-th query"
+                )
 
 
 def check_pages(batch: Batch, cache: PagedKVCache, start: torch.Tensor, stop: torch.Tensor) -> None:

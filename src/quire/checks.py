@@ -21,6 +21,7 @@ from quire.spec import QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
 from quire.state import State
 
 MAX_SPLITS = 128
+MAX_DRAFTS = 64  # of a sequence: bits of a word of `tree_bits`
 MAX_TOKENS = (1 << 31) - 1  # of a batch: cu_seqlens_q is int32
 PER_HEAD_DTYPES = (*QUERY_DTYPES, torch.float64)  # of sinks and slopes
 WORKSPACE_ALIGNMENT = 16  # bytes; kernels are compiled for it
@@ -64,6 +65,7 @@ def check_attention(
             and num_tokens <= bounds.num_tokens
             and (batch.cu_seqlens_q is not None or num_tokens >= batch.num_seqs)
             and batch.paged is (cache.layout != "THD")
+            and (batch.max_tokens is None or num_tokens <= batch.max_tokens)
             and (batch.table_width is None or batch.table_width * cache.page_size >= bounds.max_seq_len)
             and (_is_per_head(sinks, first) if spec.sinks else sinks is None)
             and (_is_per_head(alibi_slopes, first) if spec.alibi else alibi_slopes is None)
@@ -122,6 +124,12 @@ def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: 
         raise ValueError(
             f"q must have at most the {bounds.num_tokens} tokens planned for, got {q.shape[0]}; "
             f"plan with num_tokens={q.shape[0]}"
+        )
+    if batch.max_tokens is not None and q.shape[0] > batch.max_tokens:
+        name = "key_begin" if batch.tree_bits is None else "tree_bits"
+        raise ValueError(
+            f"{name} must have an entry for each of q's {q.shape[0]} tokens, got {batch.max_tokens}; "
+            "give it one for each token of the step"
         )
     if batch.paged and cache.layout == "THD":
         raise ValueError(
@@ -347,6 +355,14 @@ def check_plan_arguments(
             f"max_query_len must be 1 where the batch has no cu_seqlens_q, got {max_query_len}; "
             "say in the batch which queries are whose"
         )
+    if batch.max_tokens is not None:
+        name = "key_begin" if batch.tree_bits is None else "tree_bits"
+        check_per_token(spec, name)
+        if batch.tree_bits is not None and max_query_len > MAX_DRAFTS:
+            raise UnsupportedError(
+                f"max_query_len must be at most {MAX_DRAFTS} where the batch has tree_bits, got {max_query_len}; "
+                "a word has a bit for each draft of a sequence: put prompts into another batch"
+            )
     if num_splits is not None:
         num_splits = check_integer("num_splits", num_splits, "leave it out to have it chosen", 1, MAX_SPLITS)
     if config is not None and not isinstance(config, KernelConfig):
@@ -372,6 +388,21 @@ def check_plan_arguments(
                     "plan for a GPU"
                 )
     return Bounds(max_query_len, max_seq_len, num_tokens), num_splits
+
+
+def check_per_token(spec: AttentionSpec, name: str) -> None:
+    """Raise unless a spec leaves it to the batch, which has `name`, what a token sees."""
+    for window in ("sliding_window", "sliding_window_right"):
+        if getattr(spec, window) is not None:
+            by_hand = "quire.intervals.sliding_window" if name == "key_begin" else "quire.draft_trees.windowed"
+            raise ValueError(
+                f"{window} must be left out where the batch has {name}, got {getattr(spec, window)}; "
+                f"say it by key_begin, for which there is {by_hand}"
+            )
+    if name == "tree_bits" and spec.alibi:
+        raise UnsupportedError(
+            "alibi must be False where the batch has tree_bits, got True; drafts that branch share positions"
+        )
 
 
 def _check_workspace(workspace: Any, device: torch.device) -> None:

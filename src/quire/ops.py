@@ -18,8 +18,9 @@ from quire.state import State
 LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
     "attention(Tensor q, Tensor? q_pe, Tensor k, Tensor? v, Tensor? k_scale, Tensor? v_scale, str layout, "
-    "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, Tensor? sinks, "
-    "Tensor? alibi_slopes, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, str launch) -> ()"
+    "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, "
+    "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? sinks, Tensor? alibi_slopes, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, str launch) -> ()"
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "
@@ -57,6 +58,9 @@ def attention(
         batch.cu_seqlens_q,
         batch.cu_pages,
         batch.query_offsets,
+        batch.key_begin,
+        batch.key_end,
+        batch.tree_bits,
         sinks,
         alibi_slopes,
         out,
@@ -109,6 +113,9 @@ def register(
         cu_seqlens_q: torch.Tensor | None,
         cu_pages: torch.Tensor | None,
         query_offsets: torch.Tensor | None,
+        key_begin: torch.Tensor | None,
+        key_end: torch.Tensor | None,
+        tree_bits: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         out: torch.Tensor,
@@ -117,7 +124,8 @@ def register(
         launch: str,
     ) -> None:
         decided = decode(launch)
-        batch = Batch(page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD")
+        lengths = page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD"
+        batch = Batch(*lengths, key_begin, key_end, tree_bits)
         spec = decided.request.spec
         plan = make_plan(spec, batch, decided, "compiled", workspace)
         if v is None:

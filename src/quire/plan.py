@@ -84,7 +84,9 @@ class Plan:
     def __repr__(self) -> str:
         bounds = self.bounds
         most = f"at most {bounds.max_query_len} queries and {bounds.max_seq_len} keys each"
-        return f"Plan({self.batch.num_seqs} sequences, {most}; {self.launch}; {self.reason})"
+        per_token = self.launch.request.per_token
+        seen = "" if per_token is None else f", {per_token}"
+        return f"Plan({self.batch.num_seqs} sequences, {most}{seen}; {self.launch}; {self.reason})"
 
 
 def plan(
@@ -139,8 +141,8 @@ def plan(
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: a bound is negative, num_splits is out of range, config does not fit the spec, or the workspace is
-            too small.
+        ValueError: a bound is negative, num_splits is out of range, config does not fit the spec, the workspace is too
+            small, or both the spec and the batch say which keys a token sees.
         UnsupportedError: bfloat16 under Triton's interpreter, options that PyTorch does not serve for CPU tensors, a
             config with hints for another target, a kernel that does not serve the request, or a device that has none;
             shared_prefix with a window, ALiBi, a flat page table, query_offsets, or options that fix the order of sums.
@@ -174,7 +176,8 @@ def plan(
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds, **fixed)
     device = batch.device
     properties = device_properties(device)
-    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, bounds, properties)
+    per_token = batch.key_begin is not None, batch.tree_bits is not None
+    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, bounds, properties, *per_token)
     options = Options(num_splits, config, batch_invariant, kernel)
     families = tuple(FAMILIES.items())
     choose = cpu.propose if is_served_by_torch(device) else partial(decide_once, families=families)

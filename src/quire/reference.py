@@ -50,7 +50,7 @@ def attention(
         q_len = starts[seq + 1] - starts[seq]
         first = kv_len - q_len if offsets is None else offsets[seq]
         q_pos = torch.arange(first, first + q_len, device=q.device)
-        visible = visible_keys(q_pos, kv_len, spec)  # [q_len, kv_len]
+        visible = visible_keys(batch, spec, rows, first, kv_len)  # [q_len, kv_len]
         # Keys that no query sees may have been freed and overwritten (a sliding window's past): they must not be read.
         needed = visible.any(0).nonzero()[:, 0] if q_len else torch.arange(0, device=q.device)
         k, v = gather(cache, batch, seq, needed, dtype)
@@ -103,11 +103,28 @@ def to_fp8(x: torch.Tensor) -> torch.Tensor:
     return ((x.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
 
-def visible_keys(q_pos: torch.Tensor, kv_len: int, spec: AttentionSpec) -> torch.Tensor:
-    """Return which keys each query sees, [len(q_pos), kv_len] bool."""
-    kv_pos = torch.arange(kv_len, device=q_pos.device)
+def visible_keys(batch: Batch, spec: AttentionSpec, rows: slice, first: int, kv_len: int) -> torch.Tensor:
+    """Return which keys the queries of a sequence see, [q_len, kv_len] bool.
+
+    Args:
+        batch: the sequences; if it has intervals or trees, these say what is seen, and else the spec's band.
+        spec: what to compute.
+        rows: the sequence's query tokens.
+        first: position of the first query.
+        kv_len: keys of the sequence.
+    """
+    q_len, kv_pos = rows.stop - rows.start, torch.arange(kv_len, device=batch.device)
+    if batch.tree_bits is not None:
+        begin = 0 if batch.key_begin is None else batch.key_begin[rows, None]
+        draft = kv_pos - first
+        is_draft = (draft >= 0) & (draft < q_len)
+        bits = batch.tree_bits[rows, None] >> draft.clamp(0, 63)
+        return torch.where(is_draft, bits % 2 == 1, (kv_pos >= begin) & (kv_pos < first))
+    if batch.key_begin is not None and batch.key_end is not None:
+        return (kv_pos >= batch.key_begin[rows, None]) & (kv_pos < batch.key_end[rows, None])
+    q_pos = first + torch.arange(q_len, device=batch.device)[:, None]
     window_left, window_right = spec.window
-    return (kv_pos >= q_pos[:, None] - window_left) & (kv_pos <= q_pos[:, None] + window_right)
+    return (kv_pos >= q_pos - window_left) & (kv_pos <= q_pos + window_right)
 
 
 def gather(

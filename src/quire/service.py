@@ -6,7 +6,8 @@ them once. `no_compilation` raises if a launch was not covered.
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from quire.api import attention, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.checks import check_cache, check_limits
+from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
 from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.errors import check_device, check_flag, describe
@@ -32,6 +33,8 @@ def workspace_size(
     max_seq_len: int,
     device: torch.device | str | None = None,
     batch_invariant: bool = False,
+    intervals: bool = False,
+    trees: bool = False,
 ) -> int:
     """Return how many bytes of scratch are enough for every plan of every batch within the bounds.
 
@@ -42,6 +45,8 @@ def workspace_size(
         max_seq_len: most keys of a sequence.
         device: where; the current GPU when not given, or the CPU where there is none.
         batch_invariant: whether the plans are.
+        intervals: whether batches may have `key_begin`.
+        trees: whether batches may have `tree_bits`.
 
     Returns:
         Bytes, for `plan(..., workspace=torch.zeros(bytes, dtype=torch.uint8, device=device))`. Without batch_invariant
@@ -59,9 +64,10 @@ def workspace_size(
     where = check_device("device", device, "leave it out for the current GPU, or the CPU where there is none")
     where = where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
+    per_token = kinds_of_batches(spec, intervals, trees)
     if is_served_by_torch(where):
         return 0
-    launches = launches_within(spec, device_properties(where), *limits, batch_invariant)
+    launches = launches_within(spec, device_properties(where), *limits, batch_invariant, per_token)
     return max(launch.scratch_size().total for launch in launches)
 
 
@@ -73,6 +79,8 @@ def warmup(
     max_num_tokens: int,
     max_seq_len: int,
     batch_invariant: bool = False,
+    intervals: bool = False,
+    trees: bool = False,
     return_lse: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> list[str]:
@@ -90,6 +98,8 @@ def warmup(
         max_num_tokens: most query tokens of a batch.
         max_seq_len: most keys of a sequence.
         batch_invariant: whether the plans are.
+        intervals: whether batches may have `key_begin`, and with `trees`, both.
+        trees: whether batches may have `tree_bits`.
         return_lse: whether the lse is asked for.
         progress: called with the description of each launch before it is compiled, for instance `print`.
 
@@ -107,6 +117,7 @@ def warmup(
         []
     """
     limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
+    per_token = kinds_of_batches(spec, intervals, trees)
     check_cache(cache, spec)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
     if progress is not None and not callable(progress):
@@ -126,7 +137,7 @@ def warmup(
             write_latent(v[:, 0], k[:, 0, spec.kv_lora_rank :], cache, nowhere)
         else:
             write_kv(k, v, cache, nowhere)
-    for planned in launches_within(spec, device_properties(device), *limits, batch_invariant):
+    for planned in launches_within(spec, device_properties(device), *limits, batch_invariant, per_token):
         launch = planned.for_cache(cache)
         key = launch.compile_key()
         if key in compiled:
@@ -178,8 +189,12 @@ def launches_within(
     max_num_tokens: int,
     max_seq_len: int,
     batch_invariant: bool,
+    per_token: Sequence[tuple[bool, bool]] = ((False, False),),
 ) -> Iterator[Launch]:
-    """Enumerate the launches of all batches within the bounds, once for each set of bounds that plans distinguish."""
+    """Enumerate the launches of all batches within the bounds, once for each set of bounds that plans distinguish.
+
+    `per_token` says of each kind of batches whether it has intervals and trees.
+    """
     options = Options(batch_invariant=batch_invariant)
     for num_seqs in sorted({min(n, max_num_seqs) for n in (1, 32, 33, 256, 257, max_num_seqs)}):
         for max_query_len in query_lens(max_num_tokens, spec.latent):
@@ -190,7 +205,22 @@ def launches_within(
                 for seq_len in powers(max_seq_len):
                     bounds = Bounds(max_query_len, seq_len, num_tokens)
                     for has_cu_seqlens in (False, True) if one_query_each else (True,):
-                        yield decide(Request(spec, num_seqs, has_cu_seqlens, bounds, device), options)[0]
+                        for has_intervals, has_tree in per_token:
+                            if has_tree and max_query_len > MAX_DRAFTS:
+                                continue
+                            kind = Request(spec, num_seqs, has_cu_seqlens, bounds, device, has_intervals, has_tree)
+                            yield decide(kind, options)[0]
+
+
+def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> list[tuple[bool, bool]]:
+    """Return of each kind of batches whether it has intervals and trees; the first has neither."""
+    check_flag("intervals", intervals, "say whether batches may have them")
+    check_flag("trees", trees, "say whether batches may have them")
+    kinds = list(itertools.product((False, True)[: 1 + intervals], (False, True)[: 1 + trees]))
+    for has_intervals, has_tree in kinds:
+        if has_intervals or has_tree:
+            check_per_token(spec, "tree_bits" if has_tree else "key_begin")
+    return kinds
 
 
 def query_lens(limit: int, latent: bool) -> list[int]:
@@ -211,8 +241,14 @@ def launch_without_keys(launch: Launch, cache: PagedKVCache, return_lse: bool) -
     table = torch.zeros(1, pages, dtype=torch.int32, device=device).expand(num_seqs, -1)
     starts = torch.zeros(num_seqs + 1, dtype=torch.int32, device=device) if request.has_cu_seqlens else None
     seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=device)
-    plan = make_plan(spec, Batch(table, seq_lens, starts, paged=cache.layout != "THD"), launch, "warm-up")
     num_tokens = 1 if request.has_cu_seqlens else num_seqs
+    nothing, seen = torch.zeros(num_tokens, dtype=torch.int32, device=device), {}
+    if request.has_tree:
+        seen["tree_bits"] = nothing.long()
+    if request.has_intervals:
+        seen |= {"key_begin": nothing} if request.has_tree else {"key_begin": nothing, "key_end": nothing}
+    batch = Batch(table, seq_lens, starts, paged=cache.layout != "THD", **seen)
+    plan = make_plan(spec, batch, launch, "warm-up")
     q = torch.zeros(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
     row = torch.zeros(spec.num_q_heads, device=device)
     out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=q.dtype, device=device)

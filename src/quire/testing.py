@@ -3,7 +3,7 @@
 They are shipped because integrations and users test attention as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,7 @@ def make_problem(
     flat_table: bool = False,
     one_query: bool = False,
     spare_pages: int = 3,
+    per_token: Callable[[Batch, int], Batch] | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Problem:
@@ -92,6 +93,8 @@ def make_problem(
         flat_table: make the page table one-dimensional, with `cu_pages`.
         one_query: leave `cu_seqlens_q` out; every query length must be 1.
         spare_pages: pages that no sequence owns, page 0 included.
+        per_token: returns the batch with intervals or trees, such as `quire.intervals.causal`, from the batch and its
+            number of tokens.
         seed: of the random numbers.
         device: where the tensors go.
 
@@ -117,6 +120,8 @@ def make_problem(
         cu_pages = None
     cu_seqlens_q = None if one_query else torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     batch = Batch(table, torch.tensor(seq_lens, dtype=torch.int32), cu_seqlens_q, cu_pages)
+    if per_token is not None:
+        batch = per_token(batch, sum(query_lens))
 
     cache = random_cache(spec, num_pages, page_size, layout, scales, generator)
     poison(cache, owned_slots(batch, cache, spec))
@@ -127,7 +132,15 @@ def make_problem(
     def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.to(device)
 
-    batch = Batch(table.to(device), batch.seq_lens.to(device), move(cu_seqlens_q), move(cu_pages))
+    batch = Batch(
+        table.to(device),
+        batch.seq_lens.to(device),
+        move(cu_seqlens_q),
+        move(cu_pages),
+        key_begin=move(batch.key_begin),
+        key_end=move(batch.key_end),
+        tree_bits=move(batch.tree_bits),
+    )
     if cache.is_latent:
         cache = PagedKVCache.from_latents(cache.latents.to(device), spec.kv_lora_rank, scale=move(cache.k_scale))
     else:
@@ -172,6 +185,9 @@ def random_cache(
 def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = None) -> torch.Tensor:
     """Return which slots hold a key that some query sees, [num_pages, page_size] bool.
 
+    Keys between two that are seen count as well, and the drafts of a tree: kernels read them whether or not they are
+    seen.
+
     Args:
         batch: the sequences.
         cache: the pages.
@@ -184,8 +200,12 @@ def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = 
         if spec is not None:
             q_len = starts[seq + 1] - starts[seq]
             first = kv_len - q_len if batch.query_offsets is None else int(batch.query_offsets[seq])
-            q_pos = torch.arange(first, first + q_len, device=cache.device)
-            positions = reference.visible_keys(q_pos, kv_len, spec).any(0).nonzero()[:, 0]
+            rows = slice(starts[seq], starts[seq] + q_len)
+            positions = reference.visible_keys(batch, spec, rows, first, kv_len).any(0).nonzero()[:, 0].tolist()
+            if batch.tree_bits is not None:
+                positions = sorted({*positions, *range(max(first, 0), min(first + q_len, kv_len))})
+            between = range(positions[0], positions[-1] + 1) if positions else ()
+            positions = torch.tensor(between, dtype=torch.int64, device=cache.device)
         row = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[int(batch.cu_pages[seq]) :]
         owned[row[positions // cache.page_size].long(), positions % cache.page_size] = True
     return owned

@@ -38,6 +38,7 @@ class Features:
     scales: str = "head"
     flat_table: bool = False
     lse: bool = False
+    per_token: tuple[str, ...] = ()  # fields of the batch with an entry for each token
 
 
 FEATURES = {
@@ -60,7 +61,11 @@ FEATURES = {
     "other value width": Features({"head_dim_v": 32}),
     "groups of 5": Features(heads=(40, 8)),
     "MQA": Features(heads=(32, 1)),
+    "intervals": Features(per_token=("key_begin", "key_end")),
+    "trees": Features(per_token=("tree_bits",)),
+    "trees, window": Features(per_token=("key_begin", "tree_bits")),
 }
+OF_TREES = ("drafts", "chunk, split")  # batches with at most 64 queries for each sequence
 # Targets without a tree compile these together: each reaches the compiler as it does alone.
 COMBINED = {
     "pages of 1, flat, groups of 5": Features(heads=(40, 8), page_size=1, flat_table=True),
@@ -81,6 +86,9 @@ def selection(target: str, features: str) -> list[tuple[str, int]]:
     batches, dims = list(BATCHES), HEAD_DIMS
     turn = [*FEATURES, *COMBINED].index(features)
     column = list(TARGETS).index(target)
+    if "tree_bits" in (FEATURES | COMBINED)[features].per_token:
+        some = OF_TREES if target in TUNED and triton.__version__ != OLDEST else OF_TREES[column % 2 :][:1]
+        return [(batch, dims[(column + i) % 3]) for i, batch in enumerate(some)]
     if features == "plain":
         odd = [(batches[i % len(batches)], dim) for i, dim in enumerate(ODD_HEAD_DIMS, start=1)]
         if target == "gfx942" and triton.__version__ == OLDEST:
@@ -112,8 +120,12 @@ def plan_of(batch: str, spec: quire.AttentionSpec, wanted: Features, batch_invar
     cu_seqlens_q = torch.zeros(num_seqs + 1, dtype=torch.int32)
     table = torch.zeros((num_seqs * pages,) if wanted.flat_table else (num_seqs, pages), dtype=torch.int32)
     starts = None if batch in ("decode", "decode, split") else cu_seqlens_q
-    described = quire.Batch(table, cu_seqlens_q[1:], starts, cu_seqlens_q.clone() if wanted.flat_table else None)
     num_tokens = num_tokens[0] if num_tokens else None
+    dtypes = {"key_begin": torch.int32, "key_end": torch.int32, "tree_bits": torch.int64}
+    rows = num_tokens or num_seqs * q_len
+    seen = {name: torch.zeros(rows, dtype=dtypes[name]) for name in wanted.per_token}
+    cu_pages = cu_seqlens_q.clone() if wanted.flat_table else None
+    described = quire.Batch(table, cu_seqlens_q[1:], starts, cu_pages, **seen)
     bounds = {"max_query_len": q_len, "max_seq_len": kv_len, "num_tokens": num_tokens}
     return quire.plan(spec, described, **bounds, batch_invariant=batch_invariant)
 

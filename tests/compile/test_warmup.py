@@ -83,6 +83,29 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
     assert plan.launch.num_splits > 1
 
 
+def test_nothing_compiles_for_intervals_and_trees_after_warmup(without_compiler):
+    cache = quire.PagedKVCache.empty(SPEC, 2, 16)
+    with compiling(without_compiler):
+        quire.warmup(SPEC, cache, **BOUNDS | {"max_num_tokens": 70}, intervals=True, trees=True)
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            for lens in (((1, 5),), ((1, 1999), (1, 3)), ((3, 90), (1, 1)), ((7, 2000),), ((12, 12), (40, 500))):
+                q_lens, seq_lens = zip(*lens, strict=True)
+                lengths = torch.tensor(seq_lens, dtype=torch.int32)
+                num_tokens, table = sum(q_lens), torch.zeros(len(lens), 125, dtype=torch.int32)
+                ends, words = torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int64)
+                one_each = (None,) if max(q_lens) == 1 else ()
+                for starts in (*one_each, torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)):
+                    for seen in (
+                        {"key_begin": ends, "key_end": ends.clone()},
+                        {"tree_bits": words},
+                        {"tree_bits": words, "key_begin": ends},
+                    ):
+                        batch = quire.Batch(table, lengths, starts, **seen)
+                        bounds = {"max_query_len": max(q_lens), "max_seq_len": max(seq_lens), "num_tokens": num_tokens}
+                        plan = quire.plan(SPEC, batch, **bounds)
+                        quire.attention(torch.empty(num_tokens, 32, 128, dtype=torch.float16), cache, plan)
+
+
 @pytest.mark.parametrize("features", ["bfloat16", "e4m3"])
 def test_nothing_compiles_for_latents_after_warmup(features):
     """Plans for latents distinguish three quarters of a power of two queries, too."""

@@ -7,6 +7,8 @@ LATENT = "kernels/test_write_latent.py"
 MLA = "kernels/test_mla.py::test_"
 COPY, WRITE, MERGE = "kernels/test_copy.py", "kernels/test_write.py", "kernels/test_merge.py"
 FULL_TILES = ATTENTION + "full_tiles_in_a_loop_without_masks"
+BAD_INPUT = "test_bad_input.py::test_"
+INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
 LONG = ATTENTION + "splits_of_long_sequences"
 SHARED = "kernels/test_shared_prefix.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
@@ -94,23 +96,75 @@ IN_INTERPRETER = {
         "_, offs_d, offs_dv = slot.to(tl.int64),",
         OFFSETS + "[tokens]",
     ),
+    # primitives.py: intervals and trees
+    "intervals begin a key late": Mutant(
+        "kernels/primitives.py",
+        "(kv_pos[None, :] >= sight.begin[:, None])",
+        "(kv_pos[None, :] > sight.begin[:, None])",
+        INTERVALS + "every_kind_of_interval[chunks-1]",
+    ),
+    "intervals end a key late": Mutant(
+        "kernels/primitives.py",
+        "(kv_pos[None, :] < sight.end[:, None])",
+        "(kv_pos[None, :] <= sight.end[:, None])",
+        INTERVALS + "every_kind_of_interval[chunks-1]",
+    ),
+    "intervals past the sequence": Mutant(
+        "kernels/primitives.py",
+        "end = tl.minimum(tl.load(kv.key_end + rows.token, mask=rows.owned, other=0), seq_len)",
+        "end = tl.load(kv.key_end + rows.token, mask=rows.owned, other=0)",
+        INTERVALS + "decode_with_intervals[False-1]",
+    ),
+    "rows that see nothing widen the tiles": Mutant(
+        "kernels/primitives.py",
+        "seen = rows.owned & (begin < end)",
+        "seen = rows.owned",
+        INTERVALS + "pages_that_no_row_sees_may_be_junk[1]",
+    ),
+    "full tiles begin where one row does": Mutant(
+        "kernels/primitives.py",
+        "full_start = tl.max(tl.where(rows.owned, begin, 0), 0)",
+        "full_start = tl.min(tl.where(rows.owned, begin, 2147483647), 0)",
+        INTERVALS + "full_tiles_are_those_that_every_row_sees[chunks]",
+    ),
+    "full tiles end where one row does": Mutant(
+        "kernels/primitives.py",
+        "full_stop = tl.min(tl.where(rows.owned, full_end, 2147483647), 0)",
+        "full_stop = tl.max(tl.where(rows.owned, full_end, 0), 0)",
+        INTERVALS + "full_tiles_are_those_that_every_row_sees[causal]",
+    ),
+    "the first draft for all of the context": Mutant(
+        "kernels/primitives.py",
+        "(draft >= 0) & (draft < 64)",
+        "(draft < 64)",
+        TREES + "every_kind_of_tree[trees with a window-1]",
+    ),
+    "the 64th draft forgotten": Mutant(
+        "kernels/primitives.py", "tl.maximum(draft, 0), 63)", "tl.maximum(draft, 0), 62)", TREES + "64_drafts[1]"
+    ),
+    "full tiles up to the first draft alone": Mutant(
+        "kernels/primitives.py",
+        "lowest_zero = ~x & (x + 1)",
+        "lowest_zero = ~x & (x + 2)",
+        TREES + "the_lowest_ones_of_a_word_are_counted",
+    ),
     # block/
     "full tiles end a key late": Mutant(
         "kernels/block/kernel.py",
-        "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 1, seq_len), 0)",
-        "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 2, seq_len), 0)",
+        "seen_until = tl.minimum(low_pos + window_right + 1, seq_len)",
+        "seen_until = tl.minimum(low_pos + window_right + 2, seq_len)",
         FULL_TILES + "[causal-dtype0]",
     ),
     "full tiles begin by the first row's window": Mutant(
         "kernels/block/kernel.py",
-        "tl.maximum(high_pos - window_left, 0)",
-        "tl.maximum(low_pos - window_left, 0)",
+        "seen_by_all = high_pos - window_left",
+        "seen_by_all = low_pos - window_left",
         FULL_TILES + "[window-dtype0]",
     ),
     "full tiles past the last key": Mutant(
         "kernels/block/kernel.py",
-        "full_stop = tl.maximum(tl.minimum(low_pos + window_right + 1, seq_len), 0)",
-        "full_stop = tl.maximum(low_pos + window_right + 1, 0)",
+        "seen_until = tl.minimum(low_pos + window_right + 1, seq_len)",
+        "seen_until = low_pos + window_right + 1",
         ATTENTION + "the_loop_without_masks_ends_with_the_keys[200]",
     ),
     "a block's last tile forgotten": Mutant(
@@ -125,7 +179,37 @@ IN_INTERPRETER = {
         "GROUP // BLOCK_M + middle < row_block",
         ATTENTION + "features[causal-1]",
     ),
+    "drafts counted from the second": Mutant(
+        "kernels/block/kernel.py",
+        "sight = Sight(begin, end, bits, first_pos)",
+        "sight = Sight(begin, end, bits, first_pos + 1)",
+        TREES + "every_kind_of_tree[trees-1]",
+    ),
     # split_kv/
+    "units of the first intervals alone": Mutant(
+        "kernels/split_kv/schedule.py",
+        "query = done + i",
+        "query = i",
+        INTERVALS + "several_row_blocks_of_a_cut_sequence[chunks]",
+    ),
+    "units of the last interval alone": Mutant(
+        "kernels/split_kv/schedule.py",
+        "stop = tl.where(seen, tl.maximum(stop, end), stop)",
+        "stop = tl.where(seen, end, stop)",
+        INTERVALS + "full_tiles_of_drafts_are_those_that_every_row_sees[begins0-2]",
+    ),
+    "a row block's splits end with its own keys": Mutant(
+        "kernels/split_kv/kernel.py",
+        "tl.cdiv(seq_stop, BLOCK_N)) - 1",
+        "tl.cdiv(kv_stop, BLOCK_N)) - 1",
+        INTERVALS + "batch_invariant_plans_with_intervals",
+    ),
+    "a row block's splits begin with its own keys": Mutant(
+        "kernels/split_kv/kernel.py",
+        "            if FIXED_SPLIT > 0:  # splits without keys have states too\n                tile_begin = begin\n",
+        "",
+        INTERVALS + "batch_invariant_plans_with_intervals",
+    ),
     "full tiles of a partition end a token late": Mutant(
         "kernels/split_kv/kernel.py",
         "tl.minimum(low_pos + window_right + 1, kv_stop)",
@@ -140,7 +224,7 @@ IN_INTERPRETER = {
     ),
     "full tiles of a partition before the window": Mutant(
         "kernels/split_kv/kernel.py",
-        " & (high_pos - window_left <= begin * BLOCK_N)",
+        " & (seen_by_all <= tile_begin * BLOCK_N)",
         "",
         ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[350]",
     ),
@@ -484,17 +568,72 @@ OUTSIDE = {
         "stride = table.shape[1]",
         SHARED + "a_table_that_is_a_slice_of_a_wider_one",
     ),
+    # intervals and trees
+    "CPU: intervals past the sequence": Mutant(
+        "kernels/cpu/attention.py",
+        "begin, end = begin.clamp(min=0), torch.minimum(end, seq_lens)",
+        "begin = begin.clamp(min=0)",
+        INTERVALS + "every_kind_of_interval[anywhere-1]",
+    ),
+    "CPU: drafts past the last one": Mutant(
+        "kernels/cpu/attention.py",
+        "(draft >= 0) & (draft < q_len)",
+        "(draft >= 0)",
+        TREES + "drafts_among_the_keys[20]",
+    ),
+    "a chunk begins anywhere": Mutant(
+        "intervals.py",
+        "tokens.position // size * size, tokens.position + 1",
+        "tokens.position + 1 - size, tokens.position + 1",
+        BAD_INPUT + "the_calls_are_right_before_anything_is_replaced[intervals.chunked_local]",
+    ),
+    "a span seen from outside": Mutant(
+        "intervals.py",
+        "(tokens.seq[:, None] == seq) & ",
+        "",
+        BAD_INPUT + "the_calls_are_right_before_anything_is_replaced[intervals.bidirectional_spans]",
+    ),
+    "parents without their parents": Mutant(
+        "draft_trees.py",
+        "range(num_drafts.bit_length())",
+        "range(1)",
+        BAD_INPUT + "the_calls_are_right_before_anything_is_replaced[draft_trees.from_parents]",
+    ),
+    "a window by flat positions": Mutant(
+        "draft_trees.py",
+        "tokens.position - tokens.query + depth + 1 - size",
+        "tokens.position + 1 - size",
+        TREES + "siblings_have_equal_windows",
+    ),
+    "ancestors outside of the window": Mutant(
+        "draft_trees.py",
+        "bits_of(words) * (away < size)",
+        "bits_of(words)",
+        BAD_INPUT + "the_calls_are_right_before_anything_is_replaced[draft_trees.windowed]",
+    ),
+    "a dense mask taken for a tree": Mutant(
+        "draft_trees.py",
+        "if not bool(context.all()):",
+        "if False:",
+        BAD_INPUT + "a_general_dense_mask_is_refused_by_name",
+    ),
+    "more tokens than intervals": Mutant(
+        "checks.py",
+        "            and (batch.max_tokens is None or num_tokens <= batch.max_tokens)\n",
+        "",
+        BAD_INPUT + "what_a_batch_says_of_each_token_is_checked_before_a_launch",
+    ),
     # cpu/
     "CPU: causal mask dropped": Mutant(
         "kernels/cpu/attention.py",
-        "(kv_pos <= q_pos[..., None] + window_right)",
-        "(kv_pos >= 0)",
+        "q_pos - window_left, q_pos + window_right + 1",
+        "q_pos - window_left, torch.full_like(q_pos, 1 << 30)",
         ATTENTION + "features[causal-1]",
     ),
     "CPU: window off by one": Mutant(
         "kernels/cpu/attention.py",
-        "(kv_pos >= q_pos[..., None] - window_left)",
-        "(kv_pos > q_pos[..., None] - window_left)",
+        "begin, end = q_pos - window_left,",
+        "begin, end = q_pos - window_left + 1,",
         ATTENTION + "features[window-1]",
     ),
     "CPU: what is not seen is read": Mutant(

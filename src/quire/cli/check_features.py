@@ -1,10 +1,14 @@
 """What `quire check` asks of the kernels: named combinations of spec, lengths, plan and layout."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypedDict
 
 import torch
 
+from quire import draft_trees, intervals
+from quire.batch import Batch
 from quire.spec import AttentionSpec
 
 
@@ -42,6 +46,7 @@ class ProblemOptions(TypedDict, total=False):
     scales: str
     flat_table: bool
     one_query: bool
+    per_token: Callable[[Batch, int], Batch]
 
 
 HEADS: SpecOptions = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32}
@@ -49,6 +54,20 @@ LATENTS: SpecOptions = {"num_kv_heads": 1, "head_dim": 48, "head_dim_v": 32, "so
 DEEPSEEK: SpecOptions = LATENTS | {"num_q_heads": 16, "head_dim": 576, "head_dim_v": 512, "softmax_scale": 192**-0.5}
 FP8: SpecOptions = {"kv_dtype": torch.float8_e4m3fn}
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17), (33, 70))
+BRANCHES = (-1, 0, 0, 1, 2, 4, 3)  # parents of the drafts of a tree
+
+
+def images(batch: Batch, num_tokens: int) -> Batch:
+    """Return the batch with intervals for images in the third sequence and in the last one."""
+    spans = torch.tensor([[2, 31, 38], [6, 40, 60], [6, 61, 69]], dtype=torch.int32)
+    return intervals.bidirectional_spans(batch, num_tokens, spans, sliding_window=20)
+
+
+def trees(batch: Batch, num_tokens: int, window: int | None = None) -> Batch:
+    """Return the batch with a tree for each sequence, of as many drafts as it has queries."""
+    words = draft_trees.from_parents(torch.tensor(BRANCHES))
+    tree_bits = torch.cat([words[:count] for count in batch.query_starts.diff().tolist()])
+    return replace(batch, tree_bits=tree_bits) if window is None else draft_trees.windowed(batch, tree_bits, window)
 
 
 @dataclass(frozen=True)
@@ -93,6 +112,14 @@ FEATURES = (
     Feature("bidirectional", {"causal": False}),
     Feature("sliding window", {"sliding_window": 9}),
     Feature("window on both sides", {"causal": False, "sliding_window": 9, "sliding_window_right": 4}),
+    Feature("chunks", problem={"per_token": partial(intervals.chunked_local, size=12)}),
+    Feature("images in a window", problem={"per_token": images}),
+    Feature("images in a window, split keys", {"sinks": True}, plan={"num_splits": 3}, problem={"per_token": images}),
+    Feature("draft trees", lens=((7, 130), (4, 20), (1, 77)), problem={"per_token": trees}),
+    Feature("draft trees, split keys", lens=((7, 300), (4, 20)), plan={"num_splits": 3}, problem={"per_token": trees}),
+    Feature(
+        "draft trees in a window", lens=((7, 130), (4, 20), (1, 77)), problem={"per_token": partial(trees, window=3)}
+    ),
     Feature("softcap", {"softcap": 3.0}),
     Feature("ALiBi", {"alibi": True}),
     Feature("sinks", {"sinks": True}),

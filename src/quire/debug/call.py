@@ -18,7 +18,10 @@ from quire.debug.memory import DTYPES, Place
 from quire.spec import AttentionSpec
 
 FORMAT = 1
-INDICES = ("page_table", "seq_lens", "cu_seqlens_q", "cu_pages", "query_offsets")
+INDICES = (
+    *("page_table", "seq_lens", "cu_seqlens_q", "cu_pages", "query_offsets"),
+    *("key_begin", "key_end", "tree_bits"),
+)
 NAMES = ("q", "q_nope", "q_pe", "k", "v", "latents", "k_scale", "v_scale", "sinks", "alibi_slopes", *INDICES)
 BOUNDS = ("max_query_len", "max_seq_len", "num_tokens")
 

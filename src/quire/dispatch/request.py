@@ -33,6 +33,8 @@ class Request:
         has_cu_seqlens: whether the batch has `cu_seqlens_q`; else every sequence has one query.
         bounds: of the batch.
         device: the device's properties.
+        has_intervals: whether the batch has `key_begin`.
+        has_tree: whether the batch has `tree_bits`.
     """
 
     spec: AttentionSpec
@@ -40,11 +42,18 @@ class Request:
     has_cu_seqlens: bool
     bounds: Bounds
     device: DeviceProperties
+    has_intervals: bool = False
+    has_tree: bool = False
 
     @property
     def rows_per_seq(self) -> int:
         """Most rows of any sequence. A row is a query token and a query head of one KV head."""
         return self.bounds.max_query_len * self.spec.group_size
+
+    @property
+    def per_token(self) -> str | None:
+        """What the batch says of each token instead of the spec's band, in words; None if nothing."""
+        return "draft trees" if self.has_tree else "intervals of keys" if self.has_intervals else None
 
 
 class Options(NamedTuple):

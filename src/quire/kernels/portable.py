@@ -12,6 +12,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.scratch import ScratchSize
+from quire.spec import UNBOUNDED
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class PortableLaunch(ABC):
     def multi_block(self) -> bool:
         """Whether a sequence may have several row blocks; a program then searches for its sequence."""
         return self.request.rows_per_seq > self.config.block_m
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """How far a query sees, as `AttentionSpec.window` has it; in a tree, up to the last draft."""
+        return (UNBOUNDED, 0) if self.request.has_tree else self.request.spec.window
 
     @property
     def full_tile_loop(self) -> bool:
@@ -72,7 +78,9 @@ class PortableLaunch(ABC):
 
     def compile_key(self) -> Hashable:
         """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
-        return self.name, self.request.has_cu_seqlens, *sorted(self.constexprs().items(), key=lambda item: item[0])
+        request = self.request
+        absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
+        return self.name, *absent, *sorted(self.constexprs().items(), key=lambda item: item[0])
 
     def for_cache(self, cache: PagedKVCache) -> "PortableLaunch":
         """Return this launch, which serves every cache."""
@@ -96,6 +104,7 @@ class PortableLaunch(ABC):
         hints = "".join(f", {name} {value}" for name, value in config.hints.items())
         loops = ", full-tile loop" if self.full_tile_loop else ""
         rows = ", several row blocks a sequence" if self.multi_block else ""
+        seen = "" if self.request.per_token is None else f", {self.request.per_token}"
         if not self.request.has_cu_seqlens:
             queries = "one query each"
         elif self.request.bounds.max_query_len <= 1:
@@ -104,7 +113,7 @@ class PortableLaunch(ABC):
             queries = "any number of queries"
         return (
             f"{config.block_m} rows × {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages"
-            f"{loops}{hints}, {queries}{rows}"
+            f"{loops}{hints}, {queries}{rows}{seen}"
         )
 
 

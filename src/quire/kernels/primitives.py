@@ -54,6 +54,15 @@ class Rows(NamedTuple):
     owned: Any  # false for padding rows
 
 
+class Sight(NamedTuple):
+    """What each row of a row block sees: an interval of keys, and drafts. All is None where rows see a band."""
+
+    begin: Any  # int32, the first key of the interval
+    end: Any  # int32, the key after its last; in a tree, the first draft
+    bits: Any  # int64, bit j for draft j; None without a tree
+    first_draft: Any  # position of draft 0 among the keys
+
+
 class Outputs(NamedTuple):
     """The tensors of results, their strides, and the sinks."""
 
@@ -77,6 +86,70 @@ def find_rows(first_row, q_start, q_len, first_pos, kv_head, GROUP: tl.constexpr
     head = kv_head * GROUP + row % GROUP
     token = (q_start + row // GROUP).to(tl.int64)
     return Rows(token, head, first_pos + row // GROUP, owned)
+
+
+@triton.jit
+def load_intervals(kv, rows, first_pos, seq_len):
+    """Return the first key of each row's interval and the key after its last, within the sequence.
+
+    In a tree, intervals are of the keys before the drafts.
+    """
+    begin = tl.zeros_like(rows.q_pos)
+    if kv.key_begin is not None:
+        begin = tl.maximum(tl.load(kv.key_begin + rows.token, mask=rows.owned, other=0), 0)
+    if kv.key_end is not None:
+        end = tl.minimum(tl.load(kv.key_end + rows.token, mask=rows.owned, other=0), seq_len)
+    else:
+        end = tl.zeros_like(rows.q_pos) + tl.minimum(first_pos, seq_len)
+    return begin, end
+
+
+@triton.jit
+def keys_of_rows(kv, rows, begin, end, bits, first_pos, q_len, seq_len):
+    """Return which keys the rows of a row block see, with intervals from `load_intervals`.
+
+    Returns:
+        kv_start, kv_stop: the keys that any row sees; for a tree, up to the last draft.
+        full_start, full_stop: the keys that every row sees.
+    """
+    full_start = tl.max(tl.where(rows.owned, begin, 0), 0)
+    if kv.tree_bits is None:
+        seen = rows.owned & (begin < end)
+        kv_start = tl.min(tl.where(seen, begin, 2147483647), 0)
+        kv_stop = tl.max(tl.where(seen, end, 0), 0)
+        full_end = end
+    else:
+        # Like a causal row, a row of a tree sees the keys before the drafts, and the drafts up to the first gap.
+        kv_start = tl.maximum(tl.min(tl.where(rows.owned, tl.minimum(begin, end), 2147483647), 0), 0)
+        kv_stop = tl.maximum(tl.minimum(first_pos + q_len, seq_len), 0)
+        full_end = tl.minimum(first_pos + trailing_ones(bits), seq_len)
+    full_stop = tl.min(tl.where(rows.owned, full_end, 2147483647), 0)
+    return tl.minimum(kv_start, kv_stop), kv_stop, full_start, full_stop
+
+
+@triton.jit
+def trailing_ones(x):
+    """Return how many of the lowest bits of int64 words are 1, without a gap."""
+    lowest_zero = ~x & (x + 1)  # 0 where all bits are 1
+    count = tl.zeros_like(x).to(tl.int32)
+    rest = (lowest_zero - 1).to(tl.uint64, bitcast=True)  # the ones; all of them where there is no zero
+    for i in tl.static_range(6):  # of the next 32, 16, ... 1 bits, all are 1 or none counts
+        passes = (rest & ((1 << (32 >> i)) - 1)) == ((1 << (32 >> i)) - 1)
+        count += tl.where(passes, 32 >> i, 0)
+        rest = tl.where(passes, rest >> (32 >> i), rest)
+    return count + (rest & 1).to(tl.int32)
+
+
+@triton.jit
+def row_sees(sight, kv_pos):
+    """Return which of the keys at positions `kv_pos` each row sees, [BLOCK_M, BLOCK_N]."""
+    visible = (kv_pos[None, :] >= sight.begin[:, None]) & (kv_pos[None, :] < sight.end[:, None])
+    if sight.bits is not None:
+        draft = kv_pos - sight.first_draft
+        one = tl.where((draft >= 0) & (draft < 64), tl.full(draft.shape, 1, tl.int64), 0)
+        bit = one << tl.minimum(tl.maximum(draft, 0), 63).to(tl.int64)
+        visible = visible | ((sight.bits[:, None] & bit[None, :]) != 0)
+    return visible
 
 
 @triton.jit
@@ -170,7 +243,7 @@ def join_even_odd(acc, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8
 
 @triton.jit
 def attend_tile(
-    acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, slopes, kv_start, kv_stop, scoring,
+    acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, sight, slopes, kv_start, kv_stop, scoring,
     T: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the tile of keys that begins at position `pos` into the state.
@@ -184,9 +257,10 @@ def attend_tile(
         page: page of each key, from `find_pages`.
         pos: position of the tile's first key.
         rows: Rows.
+        sight: Sight.
         slopes: ALiBi slope of each row, or None.
-        kv_start, kv_stop: the keys that any row of the sequence sees. Others may be in freed pages and hold NaN: they
-            must not be read.
+        kv_start, kv_stop: the keys that any row of the sequence sees, or of the row block. Others may be in freed
+            pages and hold NaN: they must not be read.
         scoring: Scoring.
         T: Tiling.
         MASKED: false where every row sees every key of the tile.
@@ -236,7 +310,10 @@ def attend_tile(
         scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     if MASKED:
         visible = keep[None, :]
-        if T.PER_ROW_MASK:
+        if sight.begin is not None:
+            if T.PER_ROW_MASK or sight.bits is not None:
+                visible = visible & row_sees(sight, kv_pos)
+        elif T.PER_ROW_MASK:
             first, last = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
             visible = visible & (kv_pos[None, :] >= first[:, None]) & (kv_pos[None, :] <= last[:, None])
         scores = tl.where(visible, scores, float("-inf"))

@@ -43,6 +43,9 @@ class KVLayout(NamedTuple):
     scale_page: int
     scale_slot: int
     scale_head: int
+    key_begin: Any = None  # [num_tokens] int32: intervals, or where rows of a tree begin
+    key_end: Any = None  # [num_tokens] int32
+    tree_bits: Any = None  # [num_tokens] int64
 
 
 class Partials(NamedTuple):
@@ -94,6 +97,9 @@ def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_
         *v_strides,
         vs.vec,
         *cache.scale_strides,
+        batch.key_begin,
+        batch.key_end,
+        batch.tree_bits,
     )
 
 

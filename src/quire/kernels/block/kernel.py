@@ -15,6 +15,7 @@ from quire.kernels.primitives import (
     LOG2E,
     Outputs,
     Scoring,
+    Sight,
     Tiling,
     attend_tile,
     empty_state,
@@ -22,6 +23,8 @@ from quire.kernels.primitives import (
     find_rows,
     head_scales,
     join_even_odd,
+    keys_of_rows,
+    load_intervals,
     load_queries,
     store_result,
     table_row,
@@ -100,11 +103,20 @@ def block_kernel(
         first_pos = tl.load(kv.query_offsets + seq)
     rows = find_rows(first_row, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
 
-    # The keys of this program: those that any of its rows sees.
-    low_pos = first_pos + first_row // GROUP
-    high_pos = first_pos + (tl.minimum(first_row + BLOCK_M, q_len * GROUP) - 1) // GROUP
-    kv_start = tl.maximum(low_pos - window_left, 0)
-    kv_stop = tl.maximum(tl.minimum(high_pos + window_right + 1, seq_len), 0)
+    # The keys of this program: those that any of its rows sees, and those that all see.
+    sight = Sight(None, None, None, None)
+    if kv.key_begin is None and kv.tree_bits is None:
+        low_pos = first_pos + first_row // GROUP
+        high_pos = first_pos + (tl.minimum(first_row + BLOCK_M, q_len * GROUP) - 1) // GROUP
+        kv_start = tl.maximum(low_pos - window_left, 0)
+        kv_stop = tl.maximum(tl.minimum(high_pos + window_right + 1, seq_len), 0)
+    else:
+        bits = None
+        if kv.tree_bits is not None:
+            bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
+        begin, end = load_intervals(kv, rows, first_pos, seq_len)
+        sight = Sight(begin, end, bits, first_pos)
+        kv_start, kv_stop, seen_by_all, seen_until = keys_of_rows(kv, rows, begin, end, bits, first_pos, q_len, seq_len)
     start = kv_start // BLOCK_N
     stop = tl.maximum(tl.cdiv(kv_stop, BLOCK_N), start)
     row = table_row(kv, seq, stride_table)
@@ -113,9 +125,13 @@ def block_kernel(
     # softmax may take tiles in any order.
     full_start, full_stop = start, start
     if FULL_TILE_LOOP:
-        full_start = tl.cdiv(tl.maximum(high_pos - window_left, 0), BLOCK_N)
+        if sight.begin is None:
+            seen_by_all = high_pos - window_left
+        full_start = tl.cdiv(tl.maximum(seen_by_all, 0), BLOCK_N)
         full_start = tl.minimum(tl.maximum(full_start, start), stop)
-        full_stop = tl.maximum(tl.minimum(low_pos + window_right + 1, seq_len), 0) // BLOCK_N
+        if sight.begin is None:
+            seen_until = tl.minimum(low_pos + window_right + 1, seq_len)
+        full_stop = tl.maximum(seen_until, 0) // BLOCK_N
         full_stop = tl.maximum(tl.minimum(full_stop, stop), full_start)
     pos = full_start * BLOCK_N
     page = find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # in flight while the queries are loaded
@@ -134,7 +150,7 @@ def block_kernel(
         for tile in tl.range(full_start, full_stop):
             next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
             acc, m_i, l_i = attend_tile(
-                acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop,
+                acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, sight, slopes, kv_start, kv_stop,
                 scoring, T, False,
             )  # fmt: skip
             page = next_page
@@ -146,7 +162,7 @@ def block_kernel(
         next_pos = tl.where(i < num_before, start + i, full_stop + i - num_before) * BLOCK_N
         next_page = find_pages(row, next_pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         acc, m_i, l_i = attend_tile(
-            acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, slopes, kv_start, kv_stop, scoring, T, True
+            acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, sight, slopes, kv_start, kv_stop, scoring, T, True
         )
         pos, page = next_pos, next_page
 

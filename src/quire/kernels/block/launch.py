@@ -31,7 +31,7 @@ class BlockLaunch(PortableLaunch):
         from quire.kernels.block.kernel import block_kernel
 
         spec = self.request.spec
-        numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, batch.num_seqs
         return PortableRunner(self, batch, block_kernel, (batch.cu_seqlens_q, *numbers))
 
     def __str__(self) -> str:

@@ -132,18 +132,27 @@ def visible_keys(
         q_pos [num_seqs, q_len], the queries' positions; kv_pos [num_keys], the positions that any query may see; and
         visible [num_seqs, q_len, num_keys] bool, which of these each query sees.
     """
-    seq_lens = batch.seq_lens[seqs].long()
-    first = seq_lens - q_len if batch.query_offsets is None else batch.query_offsets[seqs].long()
-    q_pos = first[:, None] + torch.arange(q_len, device=first.device)
+    seq_lens = batch.seq_lens[seqs].long()[:, None]
+    first = seq_lens - q_len if batch.query_offsets is None else batch.query_offsets[seqs].long()[:, None]
+    query = torch.arange(q_len, device=first.device)
+    q_pos, token = first + query, batch.query_starts[seqs].long()[:, None] + query  # [num_seqs, q_len]
     window_left, window_right = spec.window
-    low = int((first - window_left).clamp(min=0).min())
-    high = max(low, int(torch.minimum(seq_lens, first + q_len + window_right).max()))
-    kv_pos = torch.arange(low, high, device=first.device)
-    visible = (
-        (kv_pos >= q_pos[..., None] - window_left)
-        & (kv_pos <= q_pos[..., None] + window_right)
-        & (kv_pos < seq_lens[:, None, None])
-    )
+    begin, end = q_pos - window_left, q_pos + window_right + 1
+    if batch.max_tokens is not None:
+        begin = torch.zeros_like(q_pos) if batch.key_begin is None else batch.key_begin[token].long()
+        end = first.expand_as(q_pos) if batch.key_end is None else batch.key_end[token].long()
+    begin, end = begin.clamp(min=0), torch.minimum(end, seq_lens)
+    sees = begin < end
+    begins, ends = begin[sees], end[sees]
+    if batch.tree_bits is not None:  # drafts are seen too
+        begins, ends = torch.minimum(begin, first).clamp(min=0), torch.minimum(first + q_len, seq_lens)
+    low, high = (int(begins.min()), int(ends.max())) if begins.numel() else (0, 0)
+    kv_pos = torch.arange(low, max(low, high), device=first.device)
+    visible = (kv_pos >= begin[..., None]) & (kv_pos < end[..., None])
+    if batch.tree_bits is not None:
+        draft = (kv_pos - first)[:, None]  # [num_seqs, 1, num_keys]
+        is_draft = (draft >= 0) & (draft < q_len) & (kv_pos < seq_lens[..., None])
+        visible |= is_draft & ((batch.tree_bits[token][..., None] >> draft.clamp(0, 63)) & 1 > 0)
     return q_pos, kv_pos, visible
 
 

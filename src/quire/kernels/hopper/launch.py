@@ -145,6 +145,8 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     spec, bounds = request.spec, request.bounds
     if spec.latent:
         return "latents"
+    if request.per_token is not None:
+        return request.per_token
     if options.config is not None or options.num_splits is not None or options.batch_invariant:
         return "config, num_splits or batch_invariant"
     costs = tree.cost_model(spec, request.device)

@@ -91,7 +91,7 @@ class MLALaunch(SplitKVLaunch):
         rope = spec.qk_rope_head_dim
         drop = (
             "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "FULL_TILE_LOOP", "MULTI_BLOCK",
-            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES",
+            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS",
         )  # fmt: skip
         return {name: value for name, value in super().constexprs().items() if name not in drop} | {
             "NUM_Q_HEADS": spec.num_q_heads, "RANK": spec.kv_lora_rank, "ROPE": rope, "BLOCK_C": config.block_dv,
@@ -247,6 +247,8 @@ def propose(request: Request, options: Options) -> tuple[MLALaunch, str] | str:
     spec, device = request.spec, request.device
     if not spec.latent:
         return "keys and values that are no latents"
+    if request.per_token is not None:
+        return request.per_token
     if options.config is not None:
         config, reason = options.config, "config given by the caller"
     elif options.batch_invariant:

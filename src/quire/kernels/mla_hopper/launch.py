@@ -144,6 +144,8 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
     spec = request.spec
     if not spec.latent:
         return "keys and values that are no latents"
+    if request.per_token is not None:
+        return request.per_token
     if not request.device.has_wgmma:
         return "GPUs other than Hopper's"
     if options.config is not None or options.num_splits is not None or options.batch_invariant:

@@ -22,6 +22,7 @@ from quire.kernels.primitives import (
     LOG2E,
     Outputs,
     Scoring,
+    Sight,
     Tiling,
     attend_tile,
     combine,
@@ -30,6 +31,8 @@ from quire.kernels.primitives import (
     find_rows,
     head_scales,
     join_even_odd,
+    keys_of_rows,
+    load_intervals,
     load_queries,
     store_result,
     table_row,
@@ -61,6 +64,7 @@ def split_kv_kernel(
     PDL: tl.constexpr,  # programmatic dependent launch
     PARTIAL_ROWS: tl.constexpr,  # rows of a partial that are stored
     SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,  # of Schedule
+    INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,
     FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
     MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
@@ -69,13 +73,14 @@ def split_kv_kernel(
     if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
+    BAND: tl.constexpr = kv.key_begin is None and kv.tree_bits is None  # rows see the band of their positions
     T: tl.constexpr = Tiling(
         BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK,
     )  # fmt: skip
     S: tl.constexpr = Schedule(
         GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS, MAX_DECODE_QUERIES, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
-        TWO_LEVEL_MIN_TILES,
+        TWO_LEVEL_MIN_TILES, INTERVALS, MORE_INTERVALS,
     )  # fmt: skip
     # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
     COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
@@ -111,9 +116,27 @@ def split_kv_kernel(
         num_here = tl.minimum(block_unit + num_units, high) - unit
         row = table_row(kv, seq, stride_table)
         begin = first + unit - block_unit  # in units of the sequence
-        # This load is in flight while the queries are loaded.
-        page = find_pages(row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+        seq_stop = kv_stop
+        if BAND:  # this load is in flight while the queries are loaded
+            page = find_pages(row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         rows = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
+        sight, tile_begin = Sight(None, None, None, None), begin
+        if not BAND:
+            bits = None
+            if kv.tree_bits is not None:
+                bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
+            seq_len = tl.load(kv.seq_lens + seq)
+            key_begin, key_end = load_intervals(kv, rows, first_pos, seq_len)
+            sight = Sight(key_begin, key_end, bits, first_pos)
+            # The rows of this row block may see fewer keys than those of the sequence.
+            kv_start, kv_stop, seen_by_all, seen_until = keys_of_rows(
+                kv, rows, key_begin, key_end, bits, first_pos, q_len, seq_len
+            )
+            tile_begin = tl.maximum(begin, kv_start // BLOCK_N)
+            tile_end = tl.maximum(tl.minimum(begin + num_here, tl.cdiv(kv_stop, BLOCK_N)), tile_begin)
+            if FIXED_SPLIT > 0:  # splits without keys have states too
+                tile_begin = begin
+            page = find_pages(row, tile_begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
         q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8)
         slopes = None
@@ -121,25 +144,29 @@ def split_kv_kernel(
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
         acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
         if FIXED_SPLIT == 0:
-            masked = begin  # the first tile that needs masks
+            masked = tile_begin  # the first tile that needs masks
             if FULL_TILE_LOOP:  # most tiles of a long partition are full: every row sees every key
-                low_pos = first_pos + row_block * BLOCK_M // GROUP
-                high_pos = first_pos + tl.minimum((row_block + 1) * BLOCK_M - 1, q_len * GROUP - 1) // GROUP
-                masked = tl.minimum(tl.minimum(low_pos + window_right + 1, kv_stop) // BLOCK_N, begin + num_here)
-                masked = tl.maximum(masked, begin)
-                pays = (num_here > FULL_TILE_LOOP_MIN_TILES) & (high_pos - window_left <= begin * BLOCK_N)
-                masked = tl.where(pays, masked, begin)
-                for tile in tl.range(begin, masked):
+                if BAND:
+                    low_pos = first_pos + row_block * BLOCK_M // GROUP
+                    high_pos = first_pos + tl.minimum((row_block + 1) * BLOCK_M - 1, q_len * GROUP - 1) // GROUP
+                    seen_until = tl.minimum(low_pos + window_right + 1, kv_stop)
+                masked = tl.minimum(seen_until // BLOCK_N, begin + num_here if BAND else tile_end)
+                masked = tl.maximum(masked, tile_begin)
+                if BAND:
+                    seen_by_all = high_pos - window_left
+                pays = (num_here > FULL_TILE_LOOP_MIN_TILES) & (seen_by_all <= tile_begin * BLOCK_N)
+                masked = tl.where(pays, masked, tile_begin)
+                for tile in tl.range(tile_begin, masked):
                     next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                     acc, m_i, l_i = attend_tile(
-                        acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop,
-                        scoring, T, False,
+                        acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, sight, slopes, kv_start,
+                        kv_stop, scoring, T, False,
                     )  # fmt: skip
                     page = next_page
-            for tile in tl.range(masked, begin + num_here):
+            for tile in tl.range(masked, begin + num_here if BAND else tile_end):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 acc, m_i, l_i = attend_tile(
-                    acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop,
+                    acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, sight, slopes, kv_start, kv_stop,
                     scoring, T, True,
                 )  # fmt: skip
                 page = next_page
@@ -147,13 +174,13 @@ def split_kv_kernel(
             # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
-            last = tl.minimum((begin + num_here) * TILES, tl.cdiv(kv_stop, BLOCK_N)) - 1
+            last = tl.minimum((begin + num_here) * TILES, tl.cdiv(seq_stop, BLOCK_N)) - 1
             split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
             for tile in tl.range(begin * TILES, last + 1):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 split_acc, split_m, split_l = attend_tile(
-                    split_acc, split_m, split_l, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, slopes, kv_start,
-                    kv_stop, scoring, T, True,
+                    split_acc, split_m, split_l, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, sight, slopes,
+                    kv_start, kv_stop, scoring, T, True,
                 )  # fmt: skip
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):

@@ -18,6 +18,7 @@ from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
 
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
+INTERVALS_AT_ONCE = 8
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
 
@@ -62,6 +63,13 @@ class SplitKVLaunch(PortableLaunch):
     def seqs_at_once(self) -> int:
         """Sequences that a program looks at in one step when it finds its partition."""
         return 32 if self.request.num_seqs <= 32 else 256
+
+    @property
+    def intervals_at_once(self) -> int:
+        """Intervals of a sequence that a program loads in one step when it finds its partition; 0 if there are none."""
+        if not self.request.has_intervals:
+            return 0
+        return min(INTERVALS_AT_ONCE, power_of_two(max(1, self.request.bounds.max_query_len)))
 
     @property
     def is_two_level(self) -> bool:
@@ -110,6 +118,8 @@ class SplitKVLaunch(PortableLaunch):
         return super().constexprs() | {
             "PARTIAL_ROWS": self.partial_rows, "SEQS": self.seqs_at_once,
             "MORE_SEQS": self.request.num_seqs > self.seqs_at_once, "MAX_DECODE_QUERIES": self.max_decode_queries,
+            "INTERVALS": self.intervals_at_once,
+            "MORE_INTERVALS": self.request.has_intervals and self.request.bounds.max_query_len > self.intervals_at_once,
             "FIXED_SPLIT": self.fixed_split_size, "TWO_LEVEL": self.is_two_level,
             "MIN_SPLIT_TILES": costs.min_split_tiles, "TWO_LEVEL_DISCOUNT": costs.two_level_combine_discount,
             "TWO_LEVEL_MIN_TILES": self.two_level_min_tiles, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
@@ -142,7 +152,7 @@ class SplitKVLaunch(PortableLaunch):
 
         assert workspace is not None
         spec = self.request.spec
-        numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, batch.num_seqs
         fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
         return PortableRunner(self, batch, split_kv_kernel, fixed)
 

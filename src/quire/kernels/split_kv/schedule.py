@@ -23,6 +23,8 @@ class Schedule(NamedTuple):
     MIN_SPLIT_TILES: Any  # like the next two, of dispatch.config.CostModel
     TWO_LEVEL_DISCOUNT: Any
     TWO_LEVEL_MIN_TILES: Any
+    INTERVALS: Any = 0  # of a sequence, that a program loads in one step; 0 where rows see a band of keys
+    MORE_INTERVALS: Any = False  # a sequence may have more
 
 
 @triton.jit
@@ -48,12 +50,49 @@ def sequence_span(kv, cu_seqlens_q, seq, window_left, window_right, S: tl.conste
         first_pos = seq_len - q_len
     else:
         first_pos = tl.load(kv.query_offsets + seq)
-    kv_start = tl.maximum(first_pos - window_left, 0)
-    kv_stop = tl.maximum(tl.minimum(first_pos + q_len + window_right, seq_len), 0)
+    if S.INTERVALS == 0:
+        kv_start = tl.maximum(first_pos - window_left, 0)
+        kv_stop = tl.maximum(tl.minimum(first_pos + q_len + window_right, seq_len), 0)
+    else:
+        kv_start, kv_stop = interval_span(kv, q_start, q_len, first_pos, seq_len, S)
     first = kv_start // S.UNIT
     num_units = tl.maximum(tl.cdiv(kv_stop, S.UNIT) - first, 1)
     num_blocks = tl.maximum(tl.cdiv(q_len * S.GROUP, S.BLOCK_M), 1)
     return q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_blocks
+
+
+@triton.jit
+def interval_span(kv, q_start, q_len, first_pos, seq_len, S: tl.constexpr):
+    """Return the keys that any query of a sequence sees, or of each of a vector of sequences.
+
+    In a tree, intervals are of the keys before the drafts, and all drafts count as seen.
+    """
+    start, stop = seq_len * 0 + 2147483647, seq_len * 0
+    if S.MORE_INTERVALS:
+        longest = tl.max(q_len + tl.zeros([1], tl.int32), 0)  # of one sequence or of several
+        for done in tl.range(0, longest, S.INTERVALS, num_stages=1):
+            start, stop = add_intervals(kv, start, stop, q_start, q_len, first_pos, seq_len, done, S)
+    else:
+        start, stop = add_intervals(kv, start, stop, q_start, q_len, first_pos, seq_len, 0, S)
+    if kv.key_end is None:
+        stop = tl.maximum(tl.minimum(first_pos + q_len, seq_len), 0)
+    return tl.maximum(tl.minimum(start, stop), 0), stop
+
+
+@triton.jit
+def add_intervals(kv, start, stop, q_start, q_len, first_pos, seq_len, done, S: tl.constexpr):
+    """Return the least begin and the greatest end, with those of INTERVALS queries from the `done`-th on."""
+    for i in tl.static_range(S.INTERVALS):
+        query = done + i
+        begin = tl.load(kv.key_begin + q_start + query, mask=query < q_len, other=2147483647)
+        if kv.key_end is None:
+            start = tl.minimum(start, tl.minimum(begin, first_pos))
+        else:
+            end = tl.minimum(tl.load(kv.key_end + q_start + query, mask=query < q_len, other=0), seq_len)
+            seen = begin < end
+            start = tl.where(seen, tl.minimum(start, begin), start)
+            stop = tl.where(seen, tl.maximum(stop, end), stop)
+    return start, stop
 
 
 @triton.jit

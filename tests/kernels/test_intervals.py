@@ -1,0 +1,228 @@
+"""Intervals per row: rows see `key_begin <= key < key_end` of their sequence, and nothing outside of these is read.
+
+On a GPU and in the interpreter (TRITON_INTERPRET=1) Triton kernels run, elsewhere the PyTorch path for CPU tensors.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+import quire
+from quire import intervals
+from quire.dispatch.config import KernelConfig
+from quire.testing import error_budget, make_problem
+
+TWO_KV_HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
+HEADS = {"num_q_heads": 3, "num_kv_heads": 1, "head_dim": 16}
+MIXED = ((1, 50), (3, 3), (0, 9), (1, 0), (12, 57))
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def anywhere(batch, num_tokens):
+    """Intervals without order: some empty, some past the ends of the sequence, and no two alike."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    begin = torch.randint(-8, 50, (num_tokens,), generator=generator, dtype=torch.int32)
+    length = torch.randint(-4, 30, (num_tokens,), generator=generator, dtype=torch.int32)
+    return dataclasses.replace(batch, key_begin=begin, key_end=begin + length)
+
+
+def spans(batch, num_tokens):
+    return intervals.bidirectional_spans(batch, num_tokens, int32(*([1, 0, 2], [4, 40, 52], [4, 0, 9], [-1, 0, 0])))
+
+
+def prefixes(batch, num_tokens):
+    return intervals.prefix_lm(batch, num_tokens, int32(*(n // 2 for n in batch.seq_lens.tolist())))
+
+
+def packed(batch, num_tokens):
+    ends = batch.seq_lens.cumsum(0).tolist()
+    return intervals.documents(batch, num_tokens, int32(*sorted({0, 11, 44, 70, *ends, ends[-1] - 12})))
+
+
+SIGHTS = {
+    "causal": intervals.causal,
+    "window": lambda batch, n: intervals.sliding_window(batch, n, 9, 3),
+    "chunks": lambda batch, n: intervals.chunked_local(batch, n, 12),
+    "blocks": lambda batch, n: intervals.block_causal(batch, n, 8),
+    "spans": spans,
+    "prefixes": prefixes,
+    "documents": packed,
+    "anywhere": anywhere,
+}
+
+
+def splits(*numbers):
+    """Parametrise `num_splits`. PyTorch has no splits and runs the first alone."""
+    first, *others = numbers
+    return pytest.mark.parametrize("num_splits", [first, *(pytest.param(n, marks=pytest.mark.triton) for n in others)])
+
+
+@splits(1, 3)
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_every_kind_of_interval(sight, num_splits, solve, assert_within_budget):
+    spec = quire.AttentionSpec(**TWO_KV_HEADS if sight == "anywhere" else HEADS, dtype=torch.float32)
+    assert_within_budget(*solve(spec, MIXED, num_splits, page_size=5, per_token=SIGHTS[sight]))
+
+
+@splits(1, 3)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_band_of_the_spec_counts_for_nothing(causal, num_splits, device, options):
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32, causal=causal)
+    p = make_problem(spec, MIXED, per_token=SIGHTS["blocks"], device=device)
+    found = quire.attention(p.q, p.cache, quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits)))
+    verdict = error_budget(dataclasses.replace(p, spec=dataclasses.replace(spec, causal=not causal)), found)
+    assert verdict.passed, verdict
+
+
+FEATURES = {
+    "softcap, sinks": {"softcap": 3.0, "sinks": True},
+    "ALiBi": {"alibi": True},
+    "float16": {"dtype": torch.float16},
+    "e4m3": {"dtype": torch.float16, "kv_dtype": torch.float8_e4m3fn, "head_dim": 32},
+    "int8": {"kv_dtype": torch.int8},
+}
+
+
+@splits(1, 3)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_with_intervals(feature, num_splits, solve, assert_within_budget):
+    spec = quire.AttentionSpec(**{"dtype": torch.float32} | HEADS | FEATURES[feature])
+    scales = "token" if feature == "int8" else "head"
+    assert_within_budget(*solve(spec, MIXED, num_splits, per_token=spans, scales=scales, flat_table=feature == "ALiBi"))
+
+
+@splits(1, 4)
+@pytest.mark.parametrize("one_query", [False, True])
+def test_decode_with_intervals(one_query, num_splits, solve, assert_within_budget):
+    """A row that sees the middle of its sequence, one that sees nothing, and one whose interval passes both ends."""
+
+    def per_token(batch, num_tokens):
+        return dataclasses.replace(batch, key_begin=int32(70, 9, -5, 0), key_end=int32(200, 9, 400, 1))
+
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32, sinks=True)
+    lens = ((1, 300), (1, 40), (1, 129), (1, 0))
+    assert_within_budget(*solve(spec, lens, num_splits, one_query=one_query, per_token=per_token))
+
+
+def full_tile_config(block_m: int = 16, block_n: int = 16) -> KernelConfig:
+    return KernelConfig(
+        block_m, block_n, num_warps=4, num_stages=2, full_tile_loop=True, programs_per_sm=1, block_d=16, block_dv=16
+    )
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("sight", ["causal", "chunks", "blocks", "spans", "anywhere"])
+def test_full_tiles_are_those_that_every_row_sees(sight, device, assert_within_budget):
+    chunks = SIGHTS | {"chunks": lambda batch, n: intervals.chunked_local(batch, n, 68)}
+    spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    p = make_problem(
+        spec, ((60, 106), (30, 170), (18, 18), (1, 90)), page_size=8, device=device, per_token=chunks[sight]
+    )
+    plan = quire.plan(spec, p.batch, **p.bounds, config=full_tile_config(32), num_splits=1)
+    assert plan.kernel == "block" and plan.launch.full_tile_loop
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_splits", [2, 40])
+@pytest.mark.parametrize("begins", [(0, 0, 0), (37, 300, 5)])
+def test_full_tiles_of_drafts_are_those_that_every_row_sees(begins, num_splits, device, assert_within_budget):
+    """The rows of the first sequence end at 797 to 801 of 800 keys, those of the second around a tile's edge."""
+
+    def per_token(batch, num_tokens):
+        begin = torch.tensor(begins, dtype=torch.int32).repeat_interleave(int32(5, 5, 4).long())
+        return dataclasses.replace(
+            batch, key_begin=begin, key_end=int32(797, 798, 799, 800, 801, 400, 399, 401, 416, 402, 0, 9, 700, 5)
+        )
+
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    p = make_problem(spec, ((5, 800), (5, 416), (4, 700)), device=device, per_token=per_token)
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, config=full_tile_config())
+    assert plan.launch.full_tile_loop and plan.kernel == "split_kv"
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("sight", ["chunks", "anywhere"])
+def test_several_row_blocks_of_a_cut_sequence(sight, device, assert_within_budget):
+    """More queries than a program loads intervals of at once, over row blocks that see different keys."""
+    spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    p = make_problem(spec, ((21, 90), (3, 3), (0, 7)), device=device, per_token=SIGHTS[sight])
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=3, config=full_tile_config())
+    assert plan.kernel == "split_kv" and plan.launch.multi_block
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+
+
+@pytest.mark.triton
+def test_batch_invariant_plans_with_intervals(device, assert_within_budget):
+    """A prompt's tokens have the same bits alone and in chunks, in other batches."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+
+    def per_token(batch, num_tokens):
+        found = intervals.bidirectional_spans(batch, num_tokens, int32([0, 520, 530]), sliding_window=290)
+        found.key_begin[:6], found.key_end[:6] = 40, 100  # a row block that ends in the first of three splits
+        return found
+
+    p = make_problem(spec, ((20, 530), (1, 40)), device=device, per_token=per_token)
+    plan = quire.plan(spec, p.batch, **p.bounds, batch_invariant=True)
+    whole = quire.attention(p.q, p.cache, plan, return_lse=True)
+    assert_within_budget(p, whole)
+    for rows in (slice(0, 9), slice(9, 20)):
+        n = rows.stop - rows.start
+        batch = quire.Batch(
+            p.batch.page_table[:1],
+            p.batch.seq_lens[:1],
+            int32(0, n).to(device),
+            key_begin=p.batch.key_begin[rows].clone(),
+            key_end=p.batch.key_end[rows].clone(),
+        )
+        plan = quire.plan(spec, batch, max_query_len=n, max_seq_len=530, batch_invariant=True)
+        chunk = quire.attention(p.q[rows], p.cache, plan, return_lse=True)
+        assert torch.equal(chunk.out, whole.out[rows]) and torch.equal(chunk.lse, whole.lse[rows])
+
+
+@splits(1, 3)
+def test_intervals_are_read_at_launch(num_splits, device, options, assert_within_budget):
+    """A plan serves other intervals in the same tensors, as a captured graph does."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+    p = make_problem(spec, ((4, 60), (1, 90)), device=device, per_token=intervals.causal)
+    plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+    p.batch.key_begin.copy_(int32(3, 59, 7, 20, 1))
+    p.batch.key_end.copy_(int32(50, 60, 7, 30, 2))
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+
+
+@splits(1, 3)
+def test_pages_that_no_row_sees_may_be_junk(num_splits, device, options, assert_within_budget):
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+
+    def per_token(batch, num_tokens):
+        return dataclasses.replace(batch, key_begin=int32(120, 125, 200, 64), key_end=int32(130, 140, 200, 65))
+
+    p = make_problem(spec, ((3, 300), (1, 150)), page_size=4, device=device, per_token=per_token)
+    plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
+    expected = quire.attention(p.q, p.cache, plan, return_lse=True)
+    table = p.batch.page_table
+    for row, begin, end in zip(table, (120, 64), (140, 65), strict=True):
+        row[: begin // 4] = -(1 << 30)
+        row[-(-end // 4) :] = 1 << 30
+    found = quire.attention(p.q, p.cache, plan, return_lse=True)
+    assert_within_budget(p, found)
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+
+
+def test_packed_documents_that_are_not_paged(device):
+    """Two sequences of documents, in one call of `varlen_attention`, are the documents one by one."""
+    spec = quire.AttentionSpec(**TWO_KV_HEADS, dtype=torch.float32)
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(30, 6, 16, device=device), torch.randn(2, 30, 2, 16, device=device)
+    starts, documents = (int32(*cut).to(device) for cut in ((0, 18, 30), (0, 5, 18, 19, 30)))
+    batch = intervals.documents(quire.Batch.varlen(starts, starts), 30, documents)
+    plan = quire.plan(spec, batch, max_query_len=18, max_seq_len=18, num_tokens=30)
+    apart = quire.plan(spec, quire.Batch.varlen(documents, documents), max_query_len=13, max_seq_len=13, num_tokens=30)
+    torch.testing.assert_close(quire.varlen_attention(q, k, v, plan), quire.varlen_attention(q, k, v, apart))
