@@ -61,6 +61,15 @@ def test_batches_without_a_rectangular_table_are_refused(batch, device):
         quire.plan(SPEC, given, max_query_len=1, max_seq_len=30, shared_prefix=ONE)
 
 
+@pytest.mark.parametrize("seen", ["intervals", "tree"])
+def test_batches_that_say_which_keys_a_query_sees_are_refused(seen, device):
+    problem = shared_problem(SPEC, DECODE, ONE, device=device)
+    begin = torch.zeros(problem.batch.num_seqs, dtype=torch.int32, device=device)
+    fields = {"tree_bits": begin.long()} if seen == "tree" else {"key_begin": begin, "key_end": begin + 30}
+    with pytest.raises(quire.UnsupportedError, match="batch must have no intervals and no tree_bits"):
+        quire.plan(SPEC, replace(problem.batch, **fields), max_query_len=1, max_seq_len=30, shared_prefix=ONE)
+
+
 @pytest.mark.triton
 def test_options_that_fix_the_order_of_sums_are_refused(device):
     problem = shared_problem(SPEC, DECODE, ONE, device=device)
