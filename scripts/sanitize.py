@@ -42,6 +42,7 @@ LATENTS = (
 )
 ALL = [(quire.AttentionSpec(**HEADS | extra), *case, {}) for extra, *case in CASES]
 ALL += [(quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.07, **extra), *case) for extra, *case in LATENTS]
+ALL.append((quire.AttentionSpec(**HEADS), ((150, 300), (1, 90)), {"kernel": "hopper"}, {"page_size": 1}))
 for spec, lens, options, layout in ALL:
     if "hopper" in options.get("kernel", "") and (
         "--portable" in sys.argv or not device_properties(torch.device("cuda")).has_wgmma
