@@ -73,6 +73,11 @@ def test_features(extra, head_dim, dtype):
     assert_right(quire.AttentionSpec(**LLAMA | extra | {"head_dim": head_dim, "dtype": dtype}), MIXED)
 
 
+def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
+    """Its first query sees all keys of the tile but the last, so the tile needs a mask."""
+    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": 64}), ((130, 256), (66, 192), (300, 682)))
+
+
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
 def test_every_width(head_dim):
     assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED)

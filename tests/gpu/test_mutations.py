@@ -29,7 +29,7 @@ MUTANTS = {
         KERNEL,
         "gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)",
         "gl.minimum(low_pos + scoring.window_right + 2, work.seq_len)",
-        CAUSAL,
+        HOPPER + "a_prompt_that_begins_two_keys_before_the_end_of_a_tile",
     ),
     "full tiles by the first row's window": Mutant(
         KERNEL, "(pos < high_pos - scoring.window_left)", "(pos < low_pos - scoring.window_left)", WINDOW
@@ -41,7 +41,7 @@ MUTANTS = {
         PRODUCER, "((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]", "(kv_pos < kv_high)[:, None]", WINDOW
     ),
     "boxes of a tile from one slot": Mutant(
-        PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", HOPPER + "pages[NHD-128]"
+        PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", HOPPER + "pages[NHD-24]"
     ),
     "gathered rows before the window": Mutant(
         GATHER,
