@@ -412,9 +412,9 @@ def mla_hopper_kernel(
     stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
 ):  # fmt: skip
-    IS_RAW: gl.constexpr = rope_desc is not None
-    element: gl.constexpr = gl.float16 if IS_RAW else kv_desc.dtype
-    s = allocate(element, IS_RAW)
+    FROM_FP8: gl.constexpr = rope_desc is not None
+    element: gl.constexpr = gl.float16 if FROM_FP8 else kv_desc.dtype
+    s = allocate(element, FROM_FP8)
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
@@ -424,7 +424,7 @@ def mla_hopper_kernel(
     partition = find_partition(lengths, index, num_partitions, costs, row_block, causal > 0, NUM_HEADS)
     queries = Queries(q_nope_ptr, q_rope_ptr, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head)
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
-    if IS_RAW:
+    if FROM_FP8:
         gl.warp_specialize(
             [
                 (consume, (

@@ -41,12 +41,12 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def allocate(element: gl.constexpr, IS_RAW: gl.constexpr):
-    """Allocate shared memory for operands of type `element`, and barriers for latents that are converted if IS_RAW."""
+def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr):
+    """Allocate shared memory for operands of type `element`, and the barriers that fp8 latents need if FROM_FP8."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     raw_full, peak_full = (), ()
-    if IS_RAW:
+    if FROM_FP8:
         raw_full, peak_full = make_barriers(8), (make_barrier(2),)
     return Shared(
         gl.allocate_shared_memory(element, [4, ROWS, QUARTER], WIDE),
