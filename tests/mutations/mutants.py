@@ -856,8 +856,8 @@ OUTSIDE = {
     ),
     "a decision of other families": Mutant(
         "plan.py",
-        "decide_once(request, options, tuple(FAMILIES.items()))",
-        "decide_once(request, options, ())",
+        "families = tuple(FAMILIES.items())",
+        "families = ()",
         "test_dispatch.py::test_a_decision_is_that_of_the_families_there_are",
     ),
     "a plan's other strides": Mutant(
