@@ -12,6 +12,7 @@ import triton
 import quire
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import compile_for
+from quire.dispatch.tree import forget_trees
 from quire.targets import TARGETS, Launch, compiling
 from quire.tuning.space import hinted
 from tests.compile import launches
@@ -190,9 +191,11 @@ def test_the_suite_sees_a_spill(target, monkeypatch):
         block_d=128,
         block_dv=128,
     )
-    monkeypatch.setattr("quire.dispatch.tree.select", lambda *args: (too_large, "a test"))
-    with compiling(TARGETS[target]) as compiled:
+    forget_trees()  # and with them the choices of other tests
+    with monkeypatch.context() as patch, compiling(TARGETS[target]) as compiled:
+        patch.setattr("quire.dispatch.tree.select", lambda *args: (too_large, "a test"))
         launches.attend("decode", 128, "plain")
+    forget_trees()
     assert compiled[0].spills > 0
 
 
