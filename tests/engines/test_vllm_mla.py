@@ -407,7 +407,8 @@ def test_vllm_finds_the_backend_for_prefill():
     for widths, dtype, served in (
         ((128, 64, 128), torch.bfloat16, True),
         ((192, 64, 256), torch.bfloat16, True),
-        ((256, 64, 256), torch.bfloat16, False),
+        ((256, 64, 256), torch.bfloat16, True),
+        ((512, 64, 512), torch.bfloat16, False),
         ((128, 64, 128), torch.float8_e4m3fn, False),
     ):
         names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
