@@ -29,6 +29,8 @@ BY_CHOICE, REGISTERS = 16, 255
 ON_THE_STACK = {"hopper_kernel": 72, "mla_hopper_kernel": 96}
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
 
+ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
+
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
 # "plain" is some thirty kernels for each target with a tree: several tests, so that two processes share them.
 APART = (*((dim,) for dim in launches.HEAD_DIMS), launches.ODD_HEAD_DIMS)
@@ -266,4 +268,5 @@ def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
     plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.kernel == "mla_hopper"
     assert [c.kernel for c in compiled] == ["mla_hopper_kernel", "mla_combine_kernel"]
-    assert all(c.spills <= ON_THE_STACK.get(c.kernel, 0) for c in compiled), compiled
+    on_the_stack = ON_THE_STACK | ({"mla_hopper_kernel": ON_THE_STACK_OF_CONVERTERS} if kv_dtype else {})
+    assert all(c.spills <= on_the_stack.get(c.kernel, 0) for c in compiled), compiled
