@@ -15,9 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.mla_hopper.few_rows import consume_few
+from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few, convert_few, produce_few
 from quire.kernels.mla_hopper.many_rows import consume_many
-from quire.kernels.mla_hopper.memory import EVEN, ODD, allocate, allocate_few
+from quire.kernels.mla_hopper.memory import EVEN, ODD, allocate
 from quire.kernels.mla_hopper.producer import convert, produce
 from quire.kernels.mla_hopper.schedule import Costs, Lengths, find_partition
 
@@ -86,7 +86,7 @@ def mla_hopper_kernel(
     FROM_FP8: gl.constexpr = rope_desc is not None
     element: gl.constexpr = gl.float16 if FROM_FP8 else kv_desc.dtype
     if COLUMNS > 0:
-        s = allocate_few(element, COLUMNS, FROM_FP8)
+        s = allocate_few(element, kv_desc.dtype, COLUMNS)
     else:
         s = allocate(element, FROM_FP8)
     fence_async_shared()
@@ -109,8 +109,8 @@ def mla_hopper_kernel(
             gl.warp_specialize(
                 [
                     (consume_few, (s, program, NUM_HEADS, PARTIAL_ROWS, COLUMNS)),
-                    (convert, (s, source, program, NUM_HEADS)),
-                    (produce, (s, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
+                    (convert_few, (s, program, NUM_HEADS)),
+                    (produce_few, (s, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
                 ],
                 [4, 1], [64, 40],
             )  # fmt: skip
@@ -118,7 +118,7 @@ def mla_hopper_kernel(
             gl.warp_specialize(
                 [
                     (consume_few, (s, program, NUM_HEADS, PARTIAL_ROWS, COLUMNS)),
-                    (produce, (s, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
+                    (produce_few, (s, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
                 ],
                 [1], [40],
             )  # fmt: skip

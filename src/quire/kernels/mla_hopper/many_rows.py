@@ -176,6 +176,14 @@ def mask_scores(scores, pos, work, row_block, causal, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
+def zero_invisible_values(PARITY: gl.constexpr, s, zero, pos, visible):
+    """Zero the values of keys that no query of the row block sees, in a tile that begins at position `pos`."""
+    if pos + TILE > visible:
+        for i in gl.static_range(4):
+            zero_invisible_rows(s.kv.index(zero + PARITY * 4 + i), pos, visible)
+
+
+@gluon.jit
 def probabilities(scores, scale, m_i):
     """Return exponentials of the scores, relative to the maximum of their row; `scale` is a number or one per row."""
     if len(scale.shape) > 0:
@@ -247,7 +255,7 @@ def attend_to_own_even_tile(
     """Compute the probabilities of an even tile, hand them over, and begin to multiply them with the left columns."""
     scores = multiply_keys(EVEN, s, use, zero)
     scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
-    zero_invisible_rows(EVEN, s, zero, pos, work.visible)
+    zero_invisible_values(EVEN, s, zero, pos, work.visible)
     m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
     p = probabilities(scores, scale, m_even)
     hand_over(EVEN, s, p, m_even)
@@ -268,7 +276,7 @@ def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.co
         zero = (use + i) >> 30
         scores = multiply_keys(ODD, s, odd_use + i, zero)
         scores = mask_scores(scores, pos + TILE, work, row_block, causal, NUM_HEADS)
-        zero_invisible_rows(ODD, s, zero, pos + TILE, work.visible)
+        zero_invisible_values(ODD, s, zero, pos + TILE, work.visible)
         highest = gl.max(scores, 1) * scale
         # The softmax of this tile overlaps the product of the even one.
         acc, m_even, alpha = attend_to_even_tile(acc, m_i, s, use + i, zero, OF_SCORES)

@@ -66,39 +66,6 @@ def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr):
     )  # fmt: skip
 
 
-class FewShared(NamedTuple):
-    """Shared memory and its barriers if a program has few rows. One warpgroup consumes."""
-
-    q: Any  # [4, COLUMNS, QUARTER]: quarters of the queries
-    q_rope: Any  # [1, COLUMNS, ROPE]
-    kv: Any  # [8, TILE, QUARTER]: quarters of the even tile, then of the odd tile
-    kv_rope: Any  # [2, TILE, ROPE]: rope columns of the even and of the odd tile
-    p: Any  # [TILE, COLUMNS]: probabilities
-    full: Any  # 8 barriers: the quarter may be multiplied
-    empty: Any  # 8: the quarter may be overwritten
-    raw_full: Any  # fp8 latents: 8 barriers: the quarter has arrived
-
-
-@gluon.jit
-def allocate_few(element: gl.constexpr, COLUMNS: gl.constexpr, FROM_FP8: gl.constexpr):
-    """Allocate shared memory for COLUMNS rows of queries, as `allocate` does for 64."""
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    NARROW: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)
-    raw_full = ()
-    if FROM_FP8:
-        raw_full = make_barriers(8)
-    return FewShared(
-        gl.allocate_shared_memory(element, [4, COLUMNS, QUARTER], WIDE),
-        gl.allocate_shared_memory(element, [1, COLUMNS, ROPE], WIDE),
-        gl.allocate_shared_memory(element, [8, TILE, QUARTER], WIDE),
-        gl.allocate_shared_memory(element, [2, TILE, ROPE], WIDE),
-        gl.allocate_shared_memory(element, [TILE, COLUMNS], NARROW),
-        make_barriers(8),
-        make_barriers(8),
-        raw_full,
-    )
-
-
 @gluon.jit
 def make_barrier(ARRIVALS: gl.constexpr):
     """Allocate a barrier that completes after ARRIVALS arrivals."""

@@ -9,22 +9,18 @@ from quire.kernels.mla_hopper.schedule import TILE
 
 
 @gluon.jit
-def zero_invisible_rows(PARITY: gl.constexpr, s, zero, pos, visible):
-    """Zero the values of a tile that no row of the row block sees. They may hold NaN, and 0 * NaN is NaN.
+def zero_invisible_rows(quarter, pos, visible):
+    """Zero the rows of a quarter of a tile that no query sees. They may hold NaN, and 0 * NaN is NaN.
 
-    The tile is taken as panels of 32-bit words. The swizzle of TMA moves a row's words within the row only.
+    The quarter is taken as panels of 32-bit words. The swizzle of TMA moves a row's words within the row only.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    WORDS: gl.constexpr = PANEL // 2
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if pos + TILE > visible:
-        rows = pos + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
-        for quarter in gl.static_range(4):
-            tile = s.kv.index(zero + PARITY * 4 + quarter)
-            words = reinterpret(tile, gl.int32, [QUARTER // PANEL * TILE, WORDS], PLAIN)
-            for panel in gl.static_range(QUARTER // PANEL):
-                panel_words = words.slice(panel * TILE, TILE)
-                panel_words.store(gl.where((rows < visible)[:, None], panel_words.load(LAYOUT), 0))
+    rows = pos + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
+    words = reinterpret(quarter, gl.int32, [QUARTER // PANEL * TILE, PANEL // 2], PLAIN)
+    for panel in gl.static_range(QUARTER // PANEL):
+        panel_words = words.slice(panel * TILE, TILE)
+        panel_words.store(gl.where((rows < visible)[:, None], panel_words.load(LAYOUT), 0))
 
 
 @gluon.jit
