@@ -56,7 +56,7 @@ class MLAHopperLaunch:
 
     @property
     def columns(self) -> int:
-        """Rows that one consumer holds as columns; 0 if there are more than FEW_ROWS, which two consumers share."""
+        """Columns of the products of a consumer that holds all rows; 0 if there are more than FEW_ROWS."""
         rows = power_of_two(max(SMALLEST_COLUMNS, self.request.rows_per_seq))
         return rows if rows <= FEW_ROWS else 0
 
@@ -77,7 +77,7 @@ class MLAHopperLaunch:
     @property
     def sequence_cost(self) -> int:
         """Time to begin a sequence, in tiles (NVIDIA H200, 2026-11-22)."""
-        return 4
+        return 1 if self.columns else 4
 
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the attention kernel's grid."""
