@@ -13,15 +13,15 @@ To add a library, write a module with its adapter here, and add one line to `PEE
 from functools import partial
 from typing import get_args
 
-from quire.bench.cases import Layout
+from quire.bench.case import Layout
 from quire.bench.measure import Peer
-from quire.bench.peers.cudnn import cudnn_calls
-from quire.bench.peers.flash_attention import flash_attention_calls
-from quire.bench.peers.flash_mla import flash_mla_calls, vllm_flash_mla_calls
-from quire.bench.peers.flashinfer import flashinfer_calls
-from quire.bench.peers.ours import naive_calls, quire_calls, quire_with_config
-from quire.bench.peers.pytorch import flex_calls, sdpa_calls
-from quire.bench.peers.vllm_triton import vllm_triton_calls, vllm_triton_mla_calls
+from quire.bench.peers.call_cudnn import cudnn_calls
+from quire.bench.peers.call_flash_attention import flash_attention_calls
+from quire.bench.peers.call_flash_mla import flash_mla_calls, vllm_flash_mla_calls
+from quire.bench.peers.call_flashinfer import flashinfer_calls
+from quire.bench.peers.call_pytorch import flex_calls, sdpa_calls
+from quire.bench.peers.call_quire import naive_calls, quire_calls, quire_with_config
+from quire.bench.peers.call_vllm_triton import vllm_triton_calls, vllm_triton_mla_calls
 
 __all__ = ["BASELINES", "NAIVE", "PEERS", "Peer", "quire_calls", "quire_with_config"]
 
