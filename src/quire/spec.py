@@ -32,7 +32,8 @@ class AttentionSpec:
         dtype: of queries and outputs: float16, bfloat16 or float32.
         kv_dtype: of the cache: float8_e4m3fn, float8_e5m2 or int8 (with scales in the cache), or `dtype`, which it is
             when not given.
-        softmax_scale: positive factor on the scores; `head_dim ** -0.5` when not given. Latents need one.
+        softmax_scale: positive factor on the scores; `head_dim ** -0.5` when not given. Latents need one. GPU kernels
+            can return NaN or zeros where the magnitude of `score * log2(e)` is beyond about 2^27.
         causal: a query sees no key after its own position.
         sliding_window: visible keys looking back, the query's own included; None for no limit.
         sliding_window_right: visible keys looking ahead, the query's own not included; None for no limit.

@@ -12,7 +12,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from quire.bench.cases import Case, Kind, Model
+from quire.bench.case import Case, Kind, Model
 
 HEAD_DIMS = tuple(range(16, 257, 8))
 WIDEST = 512

@@ -15,7 +15,7 @@ from PIL import Image  # which matplotlib needs
 
 from quire.bench import ratios, results
 from quire.bench import report as reports
-from quire.bench.cases import MODELS
+from quire.bench.case import MODELS
 from quire.bench.plots import plots
 from quire.bench.results import Report
 

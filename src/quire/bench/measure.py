@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from quire.bench.cases import Case, Layout
+from quire.bench.case import Case, Layout
 from quire.bench.inputs import Inputs, make_inputs
 from quire.bench.sample import Sample
 

@@ -14,7 +14,7 @@ from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from quire.bench.cases import KINDS
+from quire.bench.case import KINDS
 from quire.bench.peers import BASELINES, NAIVE
 from quire.bench.ratios import BEST, best_other, distributions, ratio_to_best
 from quire.bench.report import by_kind, peers_in

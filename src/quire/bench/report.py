@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from quire.bench.cases import KINDS, Kind
+from quire.bench.case import KINDS, Kind
 from quire.bench.ratios import BEST, distribution_table, ratio_to_best, worst_rows
 from quire.bench.results import QUIRE, Grid, RangeRow, Report, Result, Row
 from quire.bench.tables import Column, Table, Value, to_markdown

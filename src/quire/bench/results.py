@@ -13,7 +13,8 @@ import torch
 import triton
 
 import quire
-from quire.bench.cases import Case, Kind, Model, sets_of
+from quire.bench.case import Case, Kind, Model
+from quire.bench.cases import sets_of
 from quire.bench.measure import NoResult, Timing
 from quire.bench.roofline import Ceilings
 from quire.bench.schema import from_json, require_positive, to_json

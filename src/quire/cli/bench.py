@@ -15,7 +15,7 @@ import torch
 
 from quire.bench import cases as workloads
 from quire.bench import grid
-from quire.bench.cases import Case
+from quire.bench.case import DEFAULT_MODEL, KV_MODELS, Case
 from quire.bench.measure import Peer
 from quire.bench.peers import PEERS, quire_with_config
 from quire.bench.roofline import DATA_SHEETS
@@ -76,8 +76,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_grid(what, "measure")
     what.add_argument(
         "--model",
-        choices=workloads.KV_MODELS,
-        default=workloads.DEFAULT_MODEL,
+        choices=KV_MODELS,
+        default=DEFAULT_MODEL,
         metavar="NAME",
         help="the model whose heads the cases of --trace have (default: %(default)s)",
     )

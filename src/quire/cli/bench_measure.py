@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from quire.bench import cases as workloads
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.measure import NoResult, Peer, Timing, compare, describe_error
 from quire.bench.peers import quire_calls
 from quire.bench.results import FILE_NAME, QUIRE, Grid, RangeRow, Report, Row, make_row, provenance, save

@@ -11,7 +11,7 @@ import torch
 import triton
 from rich.console import Console
 
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.results import commit_here
 from quire.cli.arguments import CommandError
 from quire.cli.console import progress_bar

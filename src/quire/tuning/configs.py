@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.dispatch.config import HINTS, KernelConfig, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.tree import decision
 from quire.dispatch.tree_file import load_tree

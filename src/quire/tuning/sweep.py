@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.inputs import Inputs, make_inputs
 from quire.bench.measure import capture, describe_error, replay
 from quire.bench.peers import quire_calls
