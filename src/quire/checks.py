@@ -1,7 +1,7 @@
-"""What the verbs ask of their arguments: types, shapes, dtypes, strides and devices, which the host knows.
+"""Checks of the verbs' arguments: types, shapes, dtypes, strides and devices, which the host knows.
 
-The verbs that change a cache have theirs in `cache_checks`. Nothing here reads from a device. What only a batch's
-tensors say is checked in `batch_check`, for CPU tensors.
+`cache_checks` has those of the verbs that change a cache. Nothing here reads from a device. `batch_check` checks the
+contents of a batch's tensors, if they are on a CPU.
 
 A verb that runs once per layer tests everything in one expression and looks for the reason only if that fails.
 """

@@ -32,9 +32,9 @@ class Tokens(NamedTuple):
     """The query tokens of a batch.
 
     Attributes:
-        seq: whose it is, [num_tokens] int64.
-        query: which query of its sequence it is, [num_tokens] int64.
-        position: among the keys of its sequence, [num_tokens] int64.
+        seq: the sequence of each, [num_tokens] int64.
+        query: its number among the queries of the sequence, [num_tokens] int64.
+        position: its position among the keys of the sequence, [num_tokens] int64.
         seq_len: keys of its sequence, [num_tokens] int64.
         owned: whether a sequence owns it, [num_tokens] bool; else the numbers mean nothing.
     """
@@ -279,7 +279,7 @@ def documents(batch: Batch, num_tokens: int, cu_seqlens: torch.Tensor, *, causal
 
 
 def locate(batch: Any, num_tokens: Any) -> Tokens:
-    """Return whose the query tokens of a batch are, and where they stand among its keys."""
+    """Return the sequence of each query token of a batch, and its position among that sequence's keys."""
     if not isinstance(batch, Batch):
         raise TypeError(f"batch must be a Batch, got {describe(batch)}; make one from the page table and the lengths")
     advice = "pass the rows of q"

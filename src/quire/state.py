@@ -2,8 +2,7 @@
 
 The softmax over a set of keys is determined by two numbers per query and head: the output over those keys, and the log
 of the sum of their exponentials. Two states over disjoint sets merge exactly, in any order and grouping. So streaming
-over tiles, splitting keys over programs, reusing a shared prefix and spreading a context over GPUs are one algorithm
-with different parentheses.
+over tiles, splitting keys over programs, reusing a shared prefix and spreading a context over GPUs all use this merge.
 """
 
 from typing import NamedTuple

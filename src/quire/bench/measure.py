@@ -1,4 +1,4 @@
-"""How libraries are measured: side by side, correctness first, by replays of CUDA graphs; the cost of the host apart.
+"""Measure libraries side by side: correctness first, then replays of CUDA graphs, and separately the cost of the host.
 
 All libraries get the same tensors.
 A library is timed only after a sample of its output has passed the error budget of the float64 oracle.

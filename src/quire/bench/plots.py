@@ -1,6 +1,6 @@
 """The plots of a report: a roofline with every case as a point, ratios, and times over what varies.
 
-Panels stand one below the other, so that a plot reads well on a phone.
+Panels are one below the other, so that a plot is readable on a phone.
 """
 
 import math

@@ -1,7 +1,7 @@
 """`quire replay`: run a recorded call of `quire.attention` again on this machine, and judge it by the float64 oracle.
 
-`quire.debug.record` writes the file. The tensors lie in memory as they did when the call was recorded. Numbers that
-were not recorded are random, and memory that may not be read holds NaN. The file can come from a stranger: nothing in
+`quire.debug.record` writes the file. The tensors have the strides and shared storages of the recorded call. Numbers
+that were not recorded are random, and memory that must not be read holds NaN. The file need not be trusted: nothing in
 it is run as code.
 """
 

@@ -1,4 +1,4 @@
-"""Record a call of `quire.attention`: what it was given, written to a file before it is launched."""
+"""Record a call of `quire.attention`: write its arguments to a file before it is launched."""
 
 import importlib.metadata
 import platform

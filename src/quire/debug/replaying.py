@@ -58,7 +58,7 @@ def replay(
 ) -> Replay:
     """Run a recorded call again and compare the result with the float64 oracle.
 
-    The tensors lie in memory as they did: the same shapes, strides, gaps and shared storages. Numbers that were not
+    The tensors have the recorded layout in memory: shapes, strides, gaps and shared storages. Numbers that were not
     recorded are random, and memory that may not be read holds NaN. The launch is the recorded one where the device has
     the same properties; else a plan is made for this device.
 

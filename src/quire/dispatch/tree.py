@@ -223,7 +223,7 @@ def hopper_config(spec: AttentionSpec, properties: DeviceProperties, short: bool
 def cost_model(spec: AttentionSpec, properties: DeviceProperties) -> CostModel:
     """Return the constants by which plans and kernels choose between ways to launch.
 
-    They are the generic tree's. The tree that serves the spec may override some, and latents have some of their own.
+    They are the generic tree's. The tree that serves the spec may override some, and some differ for latents.
     """
     _, overrides = choose_tree(spec, properties, "mla_cost_model" if spec.latent else "cost_model")
     return CostModel(**{**constants(load_tree(GENERIC)), **constants({"cost_model": overrides})})

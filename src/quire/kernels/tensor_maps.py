@@ -1,8 +1,8 @@
 """Tensor maps: TMA descriptors as the GPU reads them, kept from call to call.
 
 Triton encodes a tensor descriptor at every launch. A tensor map is a function of the memory's address, the matrix's
-shape and strides, and the format that a kernel was compiled for. So one that is kept serves every tensor of which these
-are the same, also one that took the place of another in memory.
+shape and strides, and the format that a kernel was compiled for. So a kept map serves every tensor with the same
+address, shape, strides and format, also a tensor that was allocated where another had been.
 """
 
 from collections.abc import Callable, Sequence

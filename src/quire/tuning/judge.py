@@ -1,4 +1,4 @@
-"""What a tree is worth: its choices against the generic tree's and against the best that a sweep has found."""
+"""Judge a tree: compare its choices with the generic tree's and with the best of a sweep."""
 
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The file of a sweep: a header, then one line of JSON for each thing that was found, in that order.
+"""The file of a sweep: a header, then one line of JSON for each result, in the order of the sweep.
 
 Lines are only ever appended, so a sweep that was stopped goes on where it was.
 """

@@ -1,9 +1,9 @@
 """Measure every legal configuration on every case, fewer of them for longer in each round.
 
-Each number is recorded at once.
-A case begins with all configurations that are legal for it. Those whose results are wrong are left out before anything
-is timed. The rest are timed in rounds (successive halving): after each round those that cannot win are dropped, and the
-next round measures longer. What the generic tree chooses stays to the end, so that a tree can be compared with it.
+Each number is recorded at once. A case begins with all configurations that are legal for it. Those whose results are
+wrong are left out before anything is timed. The rest are timed in rounds (successive halving): after each round those
+that cannot win are dropped, and the next round measures longer. The generic tree's choice stays to the end, so that a
+tree can be compared with it.
 """
 
 import statistics

@@ -1,7 +1,7 @@
 """Run the launches of shared prefixes one after the other, and combine their states.
 
-Every launch has a batch of its own. What the batch of the plan holds stays where it is: page tables are views of its
-table, and lengths are computed from its lengths at each call. So an engine changes the plan's batch in place, as ever.
+Every launch has a separate batch. Its page table is a view of the plan's table, and its lengths are computed from the
+plan's lengths at each call. So an engine can change the plan's batch in place, as with other plans.
 """
 
 from itertools import accumulate, pairwise
