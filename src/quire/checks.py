@@ -391,7 +391,7 @@ def check_plan_arguments(
 
 
 def check_per_token(spec: AttentionSpec, name: str) -> None:
-    """Raise unless a spec leaves it to the batch, which has `name`, what a token sees."""
+    """Raise if the spec has a window or ALiBi that conflicts with `name`, the batch's own mask."""
     for window in ("sliding_window", "sliding_window_right"):
         if getattr(spec, window) is not None:
             by_hand = "quire.intervals.sliding_window" if name == "key_begin" else "quire.draft_trees.windowed"

@@ -189,7 +189,7 @@ class AttentionSpec:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was computed once: another process has other hashes."""
+        """Leave out cached values: hashes differ between processes."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     @classmethod

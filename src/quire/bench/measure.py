@@ -130,7 +130,7 @@ def median_and_range(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def host_micros(call: Callable[[], object], synchronise: Callable[[], None]) -> float:
-    """Return what a call costs the host in µs: the median over calls, the GPU idle before each few of them."""
+    """Return the host time of a call in µs: the median over calls, with the GPU idle before each few of them."""
     taken = []
     synchronise()
     start = time.perf_counter()

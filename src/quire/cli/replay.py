@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(call: Call, file: Path) -> list[str]:
-    """Return what was recorded, a sentence a line."""
+    """Return a description of the recorded call, a sentence a line."""
     packages = ", ".join(f"{name} {version}" for name, version in call.versions.items())
     if call.has_contents:
         numbers = "The numbers of the queries and of the pages were recorded."
@@ -100,7 +100,7 @@ def describe(call: Call, file: Path) -> list[str]:
 
 
 def conclude(call: Call, done: Replay, device: torch.device) -> list[str]:
-    """Return what the replay found, a sentence a line; the last line is the verdict."""
+    """Return the results of the replay, a sentence a line; the last line is the verdict."""
     here = versions()
     changed = [f"{n} {here.get(n, 'missing')}" for n, v in call.versions.items() if n != "python" and here.get(n) != v]
     lines = [f"Replayed on {describe_device(device)['name']}{', with ' if changed else ''}{', '.join(changed)}."]

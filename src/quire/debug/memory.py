@@ -36,7 +36,7 @@ class Place:
         shape: of the tensor.
         strides: in elements.
         storage: which storage; tensors with the same number share it.
-        offset: of the first element in what is kept of the storage, in bytes.
+        offset: bytes from the beginning of the kept part of the storage to the first element.
     """
 
     dtype: str

@@ -67,10 +67,10 @@ def replay(
         device: where to run.
         replan: make a plan even where the recorded launch could run.
         max_bytes: of tensors. Pages are renumbered if the recorded cache takes more.
-        on_step: called with what is about to be done, in words.
+        on_step: called before each step, with a sentence that says what comes next.
 
     Returns:
-        The verdict, and what is different here.
+        The verdict, and the differences from the recorded call.
 
     Raises:
         ValueError: the tensors do not fit together, or take more than `max_bytes`.

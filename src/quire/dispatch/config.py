@@ -67,7 +67,7 @@ class HopperConfig:
 
 
 def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | None:
-    """Return what the Hopper kernel, in any configuration, does not serve in a spec on a device; None if nothing."""
+    """Return why no configuration of the Hopper kernel serves a spec on a device; None if one does."""
     if not properties.has_wgmma:
         return "GPUs other than Hopper"
     if spec.dtype.itemsize != 2:

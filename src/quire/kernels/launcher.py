@@ -50,7 +50,7 @@ class LaunchCache:
         There is none either while a profiler has hooks on Triton's launches, which only the binder calls.
 
         Args:
-            key: everything besides the plan that decides what is compiled.
+            key: everything besides the plan on which the compiled kernel depends.
             grid: number of programs along each axis.
             tensors: addresses, or tuples of them, in the order of the kernel's first parameters.
             matrices: addresses of the tensors that TMA loads, and what they are for TMA.

@@ -52,7 +52,7 @@ class Format:
 
     @lru_cache(maxsize=KEPT)  # noqa: B019, one cache for the formats of all kernels, which are few
     def tensor_map(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return what a kernel takes for a matrix: its tensor map, its shape and its strides.
+        """Return the kernel's arguments for a matrix: its tensor map, its shape and its strides.
 
         Args:
             address: of the matrix, a multiple of 16.

@@ -173,7 +173,7 @@ def regrets(rows: Sequence[Measured], tree: Tree) -> dict[str, float]:
 
 
 def replace_leaves(tree: Tree, leaves: Mapping[str, Any]) -> Any:
-    """Return a tree with each leaf's name replaced by what the name stands for."""
+    """Return a tree with each leaf's name replaced by its configuration."""
     if isinstance(tree, list):
         name, threshold, below, above = tree
         return [name, threshold, replace_leaves(below, leaves), replace_leaves(above, leaves)]
@@ -198,7 +198,7 @@ def explain(tree: Any, indent: str = "") -> str:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Return what a leaf decides, in words."""
+    """Return a leaf's decision, in words."""
     if leaf == GENERIC:
         return "the generic tree's choice"
     if isinstance(leaf, bool):

@@ -50,7 +50,7 @@ class GpuSession:
         self.ready: dict[Config, tuple[torch.cuda.CUDAGraph, list]] = {}
 
     def check(self, config: Config) -> str | None:
-        """Hold a sample of the result against the oracle, and capture the launches; return what is wrong, or None."""
+        """Compare a sample of the result with the oracle, and capture the launches; return what is wrong, or None."""
         out = self.inputs.empty_out()
         try:
             plan = quire_calls(self.inputs, out, **options_of(config))
@@ -83,7 +83,7 @@ def sweep(
     excluded: frozenset[tuple[str, str]] = frozenset(),
     advance: Callable[[str, int], None] = lambda case, count: None,
 ) -> None:
-    """Measure what the records lack.
+    """Measure everything that the records lack.
 
     Args:
         chosen: the cases.

@@ -94,7 +94,7 @@ class SharedPrefixRunner:
         return parts
 
     def check_contents(self, cache: PagedKVCache, num_tokens: int) -> None:
-        """Raise unless the batch's tensors say what the plan says; on the CPU alone, where reading them is cheap."""
+        """Raise unless the batch's tensors agree with the plan. Only on a CPU, where reading them is cheap."""
         bounds, spec = self.decided.request.bounds, self.decided.request.spec
         lens = {"max_query_len": bounds.max_query_len, "max_seq_len": bounds.max_seq_len}
         check_reads(self.batch, cache, spec, num_tokens=num_tokens, **lens)
