@@ -1,8 +1,8 @@
 """`AttentionSpec`: what is computed, checked once.
 
 A spec belongs to a kind of model layer: all full-attention layers of a model share one, all sliding-window layers
-another. It is frozen, hashable and made of host values, so everything a launch must know about the mathematics is
-decided before the first step.
+another. It is frozen, hashable and made of host values, so everything that a launch needs to know about the computation
+is decided before the first step.
 """
 
 from dataclasses import dataclass, field, fields
@@ -189,7 +189,7 @@ class AttentionSpec:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was computed once: another process has other hashes."""
+        """Leave out cached values: hashes differ between processes."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     @classmethod

@@ -20,7 +20,7 @@ def decode(num_seqs: int, length: int, suffix: str = "", **options: Unpack[CaseO
 
 
 def samples(num_seqs: int, shared_prefix: int, own: int) -> Case:
-    """Make a case of samples of one prompt, whose pages they share, with as many keys of their own each."""
+    """Make a case of samples of one prompt, whose pages they share; each has `own` further keys."""
     name = f"decode {num_seqs} samples of {shared_prefix} with {own} own keys"
     return Case(name, "decode", ((1, shared_prefix + own),) * num_seqs, shared_prefix=shared_prefix)
 
@@ -77,7 +77,7 @@ def share(num_seqs: int, percent: int, unequal: bool, seed: int = 3, model: str 
 
 
 def suffix_of(model: str) -> str:
-    """Return what a case's name ends with: the model, unless it is the default."""
+    """Return the end of a case's name: the model, unless it is the default."""
     return "" if model == DEFAULT_MODEL else f" {model}"
 
 

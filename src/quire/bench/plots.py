@@ -1,6 +1,6 @@
 """The plots of a report: a roofline with every case as a point, ratios, and times over what varies.
 
-Panels stand one below the other, so that a plot reads well on a phone.
+Panels are one below the other, so that a plot is readable on a phone.
 """
 
 import math
@@ -268,7 +268,7 @@ def plot_distribution(report: Report) -> Figure | None:
 
 
 def plot_range(rows: Sequence[RangeRow]) -> Figure | None:
-    """Draw what a graph captured for a range of lengths loses at each length."""
+    """Draw the loss of a graph captured for a range of lengths, at each length."""
     if not rows:
         return None
     figure, (axis,) = panels(1)

@@ -1,4 +1,4 @@
-"""What the results of a run say: ratios, tables, Markdown, and what changed between two runs."""
+"""Evaluate the results of a run: ratios, tables, Markdown, and what changed between two runs."""
 
 import statistics
 from collections import Counter, defaultdict

@@ -1,8 +1,8 @@
 """`quire bench`: time attention on named workloads, compared with other libraries, and report it.
 
-On a GPU, the result of every library is compared with the float64 oracle on each case. Those that are right are timed
-in turn, as CUDA graphs over page tables that share no page. Without a GPU, or with --device, it shows for each case
-what it needs of a device, what bounds it there, and what Quire's kernels compile to.
+On a GPU, the result of every library is compared with the float64 oracle on each case. Right results are timed
+round-robin, as CUDA graphs over page tables that share no page. Without a GPU, or with --device, it shows each case's
+floor, the limit of the device that bounds it, and the resources of Quire's compiled kernels.
 """
 
 import argparse

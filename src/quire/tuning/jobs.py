@@ -1,4 +1,4 @@
-"""The cases of a sweep: what trees are fitted to, and what they are judged by."""
+"""The cases of a sweep: those that trees are fitted to, and those that they are judged by."""
 
 from dataclasses import dataclass
 from itertools import product

@@ -53,7 +53,7 @@ def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
 def vllm_triton_mla_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
     """Call vLLM's Triton kernel for latents as its newest backend does.
 
-    Queries of one sequence become sequences of their own. Their tables and lengths are made beforehand.
+    Each query becomes a separate sequence. The tables and lengths are made beforehand.
     """
     from vllm.v1.attention.ops.triton_decode_attention import (  # pyright: ignore[reportMissingImports]
         decode_attention_fwd,

@@ -111,7 +111,7 @@ class Wrapper(ABC):
         return plan
 
     def _planned(self, window_left: int | None = None) -> Scoring:
-        """Return what was planned, or raise if nothing was, or another window."""
+        """Return the planned scoring, or raise if nothing was planned, or another window."""
         if self._scoring is None:
             raise ValueError("plan must be called before run, got no call; call it once per step")
         if window_left is not None:

@@ -31,7 +31,7 @@ class Layers:
         page_size: tokens per page.
         dtype: of queries.
         use_mla: whether the pool holds latents.
-        has_window_pool: whether the layers with sliding windows have a pool of their own in it.
+        has_window_pool: whether the layers with sliding windows have a separate pool in it.
     """
 
     def __init__(self, pool: Any, page_size: int, dtype: torch.dtype, use_mla: bool, has_window_pool: bool) -> None:

@@ -149,7 +149,7 @@ P = TypeVar("P", bound=Part)
 
 @dataclass
 class Engine:
-    """What is kept of an engine's cache, for as long as it lives: its layers, and the current step's plans."""
+    """The state kept with an engine's cache, as long as it lives: its layers, and the current step's plans."""
 
     layers: dict[int, Layer] = field(default_factory=dict)
     parts: dict[tuple[type[Part], int, AttentionSpec], tuple[Step, Any]] = field(default_factory=dict)
@@ -190,8 +190,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tor
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], of the step's tokens.
-        k: [num_tokens, num_kv_heads, head_dim], likewise.
-        v: [num_tokens, num_kv_heads, head_dim_v], likewise.
+        k: [num_tokens, num_kv_heads, head_dim], of the same tokens.
+        v: [num_tokens, num_kv_heads, head_dim_v], of the same tokens.
         call: the layer and the step.
 
     Returns:
@@ -266,7 +266,7 @@ def find_layer(cache: Any, index: int, head_dim: int, head_dim_v: int) -> Layer:
 
 
 def engine_of(cache: Any) -> Engine:
-    """Return what is kept of an engine's cache."""
+    """Return the `Engine` of a cache, made at first use."""
     if cache not in _engines:
         _engines[cache] = Engine()
     return _engines[cache]

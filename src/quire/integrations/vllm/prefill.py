@@ -161,7 +161,7 @@ class QuirePrefill(PrefillBackend):
     def run_prefill_context_chunk(
         self, chunk: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
     ) -> Any:
-        """Attend to a chunk of the past, all of which each query sees."""
+        """Attend to a chunk of the past. Every query sees all of it."""
         return attend(
             self.plans,
             chunk.index,
