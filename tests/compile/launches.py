@@ -83,7 +83,6 @@ OUT_OF_TURN = {  # prompts of sm90: some are cut; cut e4m3 of 128 spills 120 byt
     "many, with lse": ("chunk, split", 128),
     "e4m3": ("chunk, split", 256),
     "intervals": ("prompt", 128),
-    "pages of 1, flat, groups of 5": ("chunk, split", 128),
 }
 PROMPTS = (("prompt", 128), ("prefill", 64), ("prompt", 256))
 
