@@ -187,7 +187,7 @@ def consume_few(s, program, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
         softmax_scale *= gl.load(program.scale_ptr)
     seq, place = partition.seq, partition.first
     n = 0
-    AHEAD: gl.constexpr = COLUMNS == 16  # more do not fit registers beside the output
+    AHEAD: gl.constexpr = COLUMNS == 16  # with 32 columns, registers hold only the output
     panels = load_queries(program.queries, lengths, seq, NUM_HEADS, COLUMNS)
     while place < partition.high:
         if not AHEAD:
