@@ -1,9 +1,9 @@
 """Prefill of multi-head latent attention (MLA): many queries attend to latents expanded to a key and a value per head.
 
-vLLM expands them, those of the step's own tokens and, chunk by chunk, those of their past, and merges the parts. A part
-is attention over keys and values as they are. From the version on that has backends for it, `QuirePrefill` is chosen by
-`--attention-config.mla_prefill_backend CUSTOM`, with any backend for decoding. Before that it belongs to Quire's
-backend of MLA.
+vLLM expands the latents of the step's own tokens, and those of their past chunk by chunk, and merges the parts. A part
+is ordinary attention over keys and values. In versions of vLLM that have backends for prefill, `QuirePrefill` is chosen
+by `--attention-config.mla_prefill_backend CUSTOM`, with any backend for decoding. In earlier versions it belongs to
+Quire's backend of MLA.
 """
 
 from collections.abc import Hashable
