@@ -149,6 +149,24 @@ def quantize_queries(q, element: gl.constexpr, FIRST: gl.constexpr, PEAK: gl.con
 
 
 @gluon.jit
+def peaks(panels):
+    """Return the largest magnitude of each row, over panels of columns."""
+    peak = gl.max(gl.abs(panels[0].to(gl.float32)), 1)
+    for i in gl.static_range(1, len(panels)):
+        peak = gl.maximum(peak, gl.max(gl.abs(panels[i].to(gl.float32)), 1))
+    return peak
+
+
+@gluon.jit
+def scale_panels(panels, factor, element: gl.constexpr):
+    """Multiply each row of all panels by its factor, and convert them to `element`."""
+    scaled = ()
+    for i in gl.static_range(len(panels)):
+        scaled = scaled + ((panels[i].to(gl.float32) * factor[:, None]).to(element),)
+    return scaled
+
+
+@gluon.jit
 def scale_of_rows(peak, PEAK: gl.constexpr):
     """Return the power of two by which each row's absolute maximum `peak` is in [2^PEAK, 2^(PEAK + 1)); its inverse."""
     # Biased by 127. At least 64, so that the inverse is not 0 for a row of zeros: -inf * 0 is NaN.

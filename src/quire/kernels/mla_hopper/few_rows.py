@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.hopper.convert import scale_of_rows
+from quire.kernels.hopper.convert import peaks, scale_of_rows, scale_panels
 from quire.kernels.hopper.pipeline import tma_load
 from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE, wait
 from quire.kernels.mla_hopper.producer import load_pages
@@ -241,15 +241,9 @@ def store_queries(s, panels, softmax_scale, COLUMNS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     scale = softmax_scale
     if len(s.raw) > 0:
-        peak = gl.max(gl.abs(panels[0].to(gl.float32)), 1)
-        for i in gl.static_range(1, len(panels)):
-            peak = gl.maximum(peak, gl.max(gl.abs(panels[i].to(gl.float32)), 1))
-        factor, inverse = scale_of_rows(peak, 14)
+        factor, inverse = scale_of_rows(peaks(panels), 14)
         scale = softmax_scale * gl.convert_layout(inverse, gl.SliceLayout(0, LAYOUT))
-        scaled = ()
-        for i in gl.static_range(len(panels)):
-            scaled = scaled + ((panels[i].to(gl.float32) * factor[:, None]).to(s.q.dtype),)
-        panels = scaled
+        panels = scale_panels(panels, factor, s.q.dtype)
     for panel in gl.static_range(2 * HALF // PANEL):
         s.q.index(panel * PANEL // QUARTER).slice(panel * PANEL % QUARTER, PANEL, 1).store(panels[panel])
     s.q_rope.index(0).store(panels[2 * HALF // PANEL])

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.hopper.convert import scale_of_rows
+from quire.kernels.hopper.convert import peaks, scale_of_rows, scale_panels
 from quire.kernels.hopper.pipeline import reinterpret
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, wait
 from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
@@ -103,19 +103,14 @@ def store_queries(PARITY: gl.constexpr, s, panels, works, softmax_scale):
     wait(s.q_empty, works + 1)
     scale = softmax_scale
     if len(s.peak_full) > 0:
-        peak = gl.max(gl.abs(panels[0].to(gl.float32)), 1)
-        for i in gl.static_range(1, len(panels)):
-            peak = gl.maximum(peak, gl.max(gl.abs(panels[i].to(gl.float32)), 1))
+        peak = peaks(panels)
         s.maximum.index(PARITY).store(peak)
         mbarrier.arrive(s.peak_full[0], count=1)
         wait(s.peak_full[0], works)
         peak = gl.maximum(peak, s.maximum.index(1 - PARITY).load(peak.type.layout))
         factor, inverse = scale_of_rows(peak, 14)
         scale = softmax_scale * gl.convert_layout(inverse, gl.SliceLayout(1, OF_SCORES))
-        scaled = ()
-        for i in gl.static_range(len(panels)):
-            scaled = scaled + ((panels[i].to(gl.float32) * factor[:, None]).to(s.q.dtype),)
-        panels = scaled
+        panels = scale_panels(panels, factor, s.q.dtype)
     for panel in gl.static_range(HALF // PANEL):
         quarter = s.q.index(PARITY * 2 + panel * PANEL // QUARTER)
         quarter.slice(panel * PANEL % QUARTER, PANEL, 1).store(panels[panel])
