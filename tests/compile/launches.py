@@ -66,8 +66,7 @@ FEATURES = {
     "trees, window": Features(per_token=("key_begin", "tree_bits")),
 }
 OF_TREES = ("drafts", "chunk, split")  # batches with at most 64 queries for each sequence
-# Targets without a tree compile these together: each reaches the compiler as it does alone.
-COMBINED = {
+COMBINED = {  # features that are compiled together: each reaches the compiler as it does alone
     "pages of 1, flat, groups of 5": Features(heads=(40, 8), page_size=1, flat_table=True),
     "pages of 528, MQA": Features(heads=(32, 1), page_size=528),
     "bidirectional, other value width": Features(FEATURES["bidirectional"].spec | {"head_dim_v": 32}, layout="HND"),
@@ -76,33 +75,51 @@ TOGETHER = {
     "softcap", "sinks, window",  # in "many, with lse"
     "bidirectional", "other value width", "pages of 1, flat", "groups of 5", "pages of 528", "MQA",
 }  # fmt: skip
+COMPILED = [name for name in (*FEATURES, *COMBINED) if name not in TOGETHER]
 
 TUNED = ("sm90", "gfx942")  # targets with a tree, where default configurations must not spill
-OLDEST = "3.6.0"  # the oldest Triton that is served; for gfx942, each feature is compiled with one batch there
+OLDEST = "3.6.0"  # the oldest Triton that is served; a feature is compiled for one tuned target there
+OUT_OF_TURN = {  # prompts of sm90: some are cut; cut e4m3 of 128 spills 120 bytes, and intervals at 256 spill 144
+    "many, with lse": ("chunk, split", 128),
+    "e4m3": ("chunk, split", 256),
+    "intervals": ("prompt", 128),
+}
+PROMPTS = (("prompt", 128), ("prefill", 64), ("prompt", 256))
 
 
 def selection(target: str, features: str) -> list[tuple[str, int]]:
-    """Return which (batch, head dim) to launch: for `plain` the most, for tuned targets more."""
-    batches, dims = list(BATCHES), HEAD_DIMS
-    turn = [*FEATURES, *COMBINED].index(features)
-    column = list(TARGETS).index(target)
-    if "tree_bits" in (FEATURES | COMBINED)[features].per_token:
-        some = OF_TREES if target in TUNED and triton.__version__ != OLDEST else OF_TREES[column % 2 :][:1]
-        return [(batch, dims[(column + i) % 3]) for i, batch in enumerate(some)]
+    """Return which (batch, head dim) to launch: for `plain` the most, of other features one, or none.
+
+    sm90 compiles prompts of each feature and gfx942 all batches, in turn. One of the other targets compiles it too.
+    """
     if features == "plain":
-        odd = [(batches[i % len(batches)], dim) for i, dim in enumerate(ODD_HEAD_DIMS, start=1)]
-        if target == "gfx942" and triton.__version__ == OLDEST:
-            return [(batch, dims[i % 3]) for i, batch in enumerate(batches)] + odd
-        if target in TUNED:
-            return [(batch, dim) for batch in batches for dim in dims] + odd
-        return [("decode, split", dims[column % 3]), ("prefill", 128), ("prefill", 256), odd[column % len(odd)]]
-    if target == "gfx942" and triton.__version__ == OLDEST:
-        return [(batches[turn % 4], dims[turn % 3])]
-    if target in TUNED:
-        some = [batches[turn % 4], ("prompt", "prefill", "chunk, split")[turn % 3]]
-        return [(batch, dims[(turn + turn // 3 + i) % 3]) for i, batch in enumerate(some)]
-    at = turn + 2 * column  # mostly what compiles quickly
-    return [(("decode", "decode, split", "decode", "decode, split", "prefill")[at % 5], dims[at % 3])]
+        return plain_selection(target)
+    turn = COMPILED.index(features)
+    dim = HEAD_DIMS[(turn + turn // 3) % 3]
+    trees = "tree_bits" in (FEATURES | COMBINED)[features].per_token
+    if target not in TUNED:
+        others = [name for name in TARGETS if name not in TUNED]
+        batch = OF_TREES[turn % 2] if trees else ("decode, split", "prefill", "decode")[turn % 3]
+        return [(batch, dim)] if others[3 * turn % len(others)] == target else []
+    if triton.__version__ == OLDEST and TUNED[turn % 2] != target and features != "fp8 products":
+        return []
+    if trees:
+        return [(OF_TREES[(turn + TUNED.index(target)) % 2], dim)]
+    if target == "sm90":
+        return [OUT_OF_TURN.get(features, PROMPTS[turn % 3])]
+    return [(list(BATCHES)[turn % len(BATCHES)], dim)]
+
+
+def plain_selection(target: str) -> list[tuple[str, int]]:
+    """Return the launches without features: on tuned targets each batch, with head dims in turn."""
+    batches, column, oldest = list(BATCHES), list(TARGETS).index(target), triton.__version__ == OLDEST
+    odd = [(batches[i], dim) for i, dim in enumerate(ODD_HEAD_DIMS, start=1)]
+    if target in TUNED:  # the two ends of the supported Tritons have the batches with different head dims
+        first = TUNED.index(target)
+        every = [(batch, HEAD_DIMS[(i + first + oldest) % 3]) for i, batch in enumerate(batches)]
+        return every[first::2] if oldest else every + odd[first::2]
+    some = [("decode, split", HEAD_DIMS[column % 3]), ("prefill", HEAD_DIMS[1 + column % 2])]
+    return some + odd[:3:2] if target == "sm80" else some
 
 
 def attend(batch: str, head_dim: int, features: str, batch_invariant: bool = False) -> quire.Plan:
@@ -170,6 +187,25 @@ LATENT_BATCHES = {  # sequences, queries and keys of each, query heads
     "drafts": (8, 3, 4096, 64),
     "prompt": (2, 300, 2000, 16),
 }
+LATENT_LAUNCHES = {  # of each target, the kind of latents and the batch: no target and no kind is left out
+    "sm80": (
+        ("bfloat16", "decode"), ("no rotary columns", "drafts"), ("e4m3", "decode"), ("records, float16", "one long"),
+    ),
+    "sm86": (("bfloat16", "prompt"),),
+    "sm89": (("records", "many heads"),),
+    "sm90": (
+        ("bfloat16", "decode"), ("bfloat16", "many heads"), ("bfloat16", "prompt"), ("e4m3", "many heads"),
+        ("records", "decode"),
+    ),
+    "sm100": (("bfloat16", "drafts"),),
+    "sm120": (("e4m3", "prompt"),),
+    "gfx90a": (("no rotary columns", "decode"),),
+    "gfx942": (
+        ("bfloat16", "one long"), ("bfloat16", "many heads"), ("no rotary columns", "prompt"), ("e4m3", "drafts"),
+        ("odd widths", "decode"),
+    ),
+    "gfx950": (("records, float16", "decode"),),
+}  # fmt: skip
 
 
 def latent_spec(features: str, num_q_heads: int = 16) -> quire.AttentionSpec:

@@ -23,9 +23,9 @@ BOUNDS = {"max_num_seqs": 3, "max_num_tokens": 400, "max_seq_len": 2000}
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """Return a target as sm90, for which Triton binds arguments and then takes a stand-in for the compiled kernel.
+    """Return a function from a target's name to a target for which Triton binds arguments, then takes a stand-in.
 
-    The kernels of plans for sm90 are compiled in `test_compile`. Here they would take most of the suite's time.
+    The stand-in is for the compiled kernel. `test_compile` compiles kernels; here they would take most of the time.
     """
 
     def take_stand_in(self, key, signature, device, *others, **more):
@@ -33,7 +33,8 @@ def without_compiler(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "_do_compile", take_stand_in)
     monkeypatch.setattr(targets, "inspect", lambda name, *args: SimpleNamespace(kernel=name))
-    return replace(TARGETS["sm90"], name="sm90, without a compiler")  # the name by which Triton keeps binders
+    # Triton keeps binders by this name.
+    return lambda target="sm90": replace(TARGETS[target], name=f"{target}, without a compiler")
 
 
 @pytest.mark.parametrize("kind", ["plain", "e4m3", "e4m3, scales per token"])
@@ -42,7 +43,7 @@ def test_nothing_compiles_after_warmup(kind, without_compiler):
     cache = quire.PagedKVCache.empty(spec, 2, 16)
     if "token" in kind:  # which the Hopper kernel does not serve
         cache = quire.PagedKVCache(cache.k, cache.v, "NHD", torch.ones(2, 16, 8), torch.ones(2, 16, 8))
-    with compiling(without_compiler) as compiled:
+    with compiling(without_compiler()) as compiled:
         names = quire.warmup(spec, cache, **BOUNDS)
         kernels = {c.kernel for c in compiled}
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
@@ -85,7 +86,7 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
 
 def test_nothing_compiles_for_intervals_and_trees_after_warmup(without_compiler):
     cache = quire.PagedKVCache.empty(SPEC, 2, 16)
-    with compiling(without_compiler):
+    with compiling(without_compiler()):
         quire.warmup(SPEC, cache, **BOUNDS | {"max_num_tokens": 70}, intervals=True, trees=True)
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
             for lens in (((1, 5),), ((1, 1999), (1, 3)), ((3, 90), (1, 1)), ((7, 2000),), ((12, 12), (40, 500))):
@@ -107,11 +108,11 @@ def test_nothing_compiles_for_intervals_and_trees_after_warmup(without_compiler)
 
 
 @pytest.mark.parametrize("features", ["bfloat16", "e4m3"])
-def test_nothing_compiles_for_latents_after_warmup(features):
+def test_nothing_compiles_for_latents_after_warmup(features, without_compiler):
     """Plans for latents distinguish three quarters of a power of two queries, too."""
     spec = launches.latent_spec(features, 8)
     cache = quire.PagedKVCache.empty(spec, 2, 64)
-    with compiling(TARGETS["sm80"]) as compiled:
+    with compiling(without_compiler("sm80")) as compiled:
         names = quire.warmup(spec, cache, max_num_seqs=2, max_num_tokens=14, max_seq_len=300)
         assert {c.kernel for c in compiled} == {"write_latent_kernel", "mla_kernel"}
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
@@ -137,7 +138,7 @@ def test_nothing_compiles_for_latents_after_warmup(features):
 def test_a_plan_with_shared_prefixes_launches_a_kernel_for_each_level_and_one_that_combines(without_compiler):
     cache = quire.PagedKVCache.empty(SPEC, 2, 16)
     table, lens = torch.zeros(64, 16, dtype=torch.int32), torch.full((64,), 256, dtype=torch.int32)
-    with compiling(without_compiler) as compiled:
+    with compiling(without_compiler()) as compiled:
         levels = [[(64, 64)], [(40, 128), (24, 0)]]
         plan = quire.plan(SPEC, quire.Batch(table, lens), max_query_len=1, max_seq_len=256, shared_prefix=levels)
         quire.attention(torch.zeros(64, 32, 128, dtype=torch.float16), cache, plan, return_lse=True)
