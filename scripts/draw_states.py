@@ -5,13 +5,8 @@
 Nothing needs a GPU.
 """
 
-import argparse
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
 import torch
+from figures import COLOURS, WIDTH, write
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,9 +16,6 @@ import quire
 from quire.distributed import ContextShard
 from quire.distributed.ring import chunk_pair, plan_step
 
-ROOT = Path(__file__).parent.parent
-COLOURS = ("#1971c2", "#d9480f", "#2f9e44", "#9c36b5", "#e8a200", "#0c8599")
-WIDTH = 7.2  # inches
 PAGE = 4
 
 
@@ -116,26 +108,5 @@ def ring() -> Figure:
     return figure
 
 
-FIGURES = {f.__name__: f for f in (shared_prefix, context_shards, ring)}
-
-
-def main() -> None:
-    """Write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/figures", metavar="FOLDER", help="where")
-    folder = parser.parse_args().output
-    style = {
-        "font.size": 9.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "svg.hashsalt": "quire",
-        "svg.fonttype": "none",
-    }
-    with pyplot.rc_context(style):
-        for name, draw in FIGURES.items():
-            draw().savefig(folder / f"{name}.svg", metadata={"Date": None})
-            pyplot.close("all")
-
-
 if __name__ == "__main__":
-    main()
+    write(__doc__, shared_prefix, context_shards, ring)

@@ -5,22 +5,18 @@
 Nothing needs a GPU. The partitions are those that the split-KV kernel's own schedule computes, in Triton's interpreter.
 """
 
-import argparse
 import json
 import math
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
-import matplotlib
-
-matplotlib.use("Agg")
 import torch
 import triton
 import triton.language as tl
+from figures import COLOURS, GREY, ROOT, WIDTH, write
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -35,11 +31,7 @@ from quire.kernels.split_kv.schedule import Schedule, find_partition
 from quire.kernels.views import KVLayout
 from quire.targets import TARGETS
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results/h200.json"
-COLOURS = ("#1971c2", "#d9480f", "#2f9e44", "#9c36b5", "#e8a200", "#0c8599")
-GREY = "#dee2e6"
-WIDTH = 7.2  # inches
 HEADS = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
 
@@ -281,26 +273,5 @@ def steps() -> Figure:
     return figure
 
 
-FIGURES = {f.__name__: f for f in (pages, softmax, band, intervals, partitions, prefill, steps)}
-
-
-def main() -> None:
-    """Write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/figures", metavar="FOLDER", help="where")
-    folder = parser.parse_args().output
-    style = {
-        "font.size": 9.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "svg.hashsalt": "quire",
-        "svg.fonttype": "none",
-    }
-    with pyplot.rc_context(style):
-        for name, draw in FIGURES.items():
-            draw().savefig(folder / f"{name}.svg", metadata={"Date": None})
-            pyplot.close("all")
-
-
 if __name__ == "__main__":
-    main()
+    write(__doc__, pages, softmax, band, intervals, partitions, prefill, steps)

@@ -180,6 +180,30 @@ def make_attention(**features: bool) -> tuple[Callable, dict[str, Any]]:
     return quire.attention, dict(q=p.q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
 
 
+def make_union_attention() -> tuple[Callable, dict[str, Any]]:
+    p = paged_problem(sinks=True)
+    both = quire.intervals.prefix_and_window(p.batch, 4, 2, 3)
+    specs = p.spec, dataclasses.replace(p.spec, sinks=False)
+    plans = [quire.plan(spec, batch, **p.bounds) for spec, batch in zip(specs, both, strict=True)]
+    return quire.union_attention, dict(q=p.q, cache=p.cache, plans=plans, **p.tables, return_lse=True)
+
+
+def confirm_union_attention(a: dict[str, Any], result: Any) -> bool:
+    """The state over a key that two plans see is no state over a set, so each plan is judged, and their merge."""
+    states = []
+    for i, plan in enumerate(a["plans"]):
+        arguments = a | {"plan": plan, "sinks": None if i else a["sinks"]}
+        if not confirm_attention(arguments, None):
+            return False
+        tables = {"sinks": arguments["sinks"], "alibi_slopes": a["alibi_slopes"]}
+        states.append(quire.attention(a["q"], a["cache"], plan, **tables, return_lse=True))
+    merged = quire.merge_states(states)
+    owned = int(a["plans"][0].batch.query_starts[-1])
+    wanted = merged if a["return_lse"] else (merged.out,)
+    found = result if a["return_lse"] else (result,)
+    return all(torch.equal(x[:owned], y[:owned]) for x, y in zip(found, wanted, strict=True))
+
+
 def latent_problem(layout: str = "NHD", kv_dtype: torch.dtype | None = None) -> Problem:
     """A problem of latents without poison."""
     spec = LATENT_SPEC if kv_dtype is None else dataclasses.replace(LATENT_SPEC, kv_dtype=kv_dtype)
@@ -560,6 +584,7 @@ INTERVALS: dict[str, dict[str, Any]] = {  # arguments of the functions of `quire
     "prefix_lm": dict(num_tokens=5, prefix_lens=int32(2, 4)),
     "bidirectional_spans": dict(num_tokens=5, spans=int32([1, 2, 4], [1, 6, 9], [-1, 0, 0]), sliding_window=2),
     "documents": dict(num_tokens=5, cu_seqlens=int32(0, 4, 11, 14), causal=True),
+    "prefix_and_window": dict(num_tokens=5, prefix=2, size=3),
 }
 
 
@@ -591,7 +616,15 @@ def seen_by(name: str, a: dict[str, Any], seq: int, position: int, length: int, 
 
 
 def confirm_intervals(name: str) -> Callable[[dict[str, Any], Any], bool]:
-    def confirm(a: dict[str, Any], found: quire.Batch) -> bool:
+    def confirm(a: dict[str, Any], found: Any) -> bool:
+        if name == "prefix_and_window":  # the same keys, each once
+            both, one = [], dict(batch=a["batch"], num_tokens=a["num_tokens"])
+            for some in found:
+                both.append([set(range(b, e)) for b, e in zip(some.key_begin, some.key_end, strict=True)])
+            ends = quire.intervals.causal(**one).key_end.tolist()
+            begins = quire.intervals.sliding_window(**one, size=a["size"]).key_begin.tolist()
+            wanted = [{*range(min(e, int(a["prefix"]))), *range(b, e)} for b, e in zip(begins, ends, strict=True)]
+            return all(not x & y and x | y == z for x, y, z in zip(*both, wanted, strict=True))
         starts, lengths = a["batch"].query_starts.tolist(), a["batch"].seq_lens.tolist()
         expected = [(0, 0)] * int(a["num_tokens"])
         for seq, length in enumerate(lengths):
@@ -684,6 +717,7 @@ def confirm_windowed(a: dict[str, Any], found: quire.Batch) -> bool:
 
 CALLS = {
     "attention": Call(make_attention, confirm_attention),
+    "union_attention": Call(make_union_attention, confirm_union_attention),
     "attention, sinks and slopes": Call(lambda: make_attention(sinks=True, alibi=True), confirm_attention),
     "attention, latents": Call(lambda: make_latent_attention(pair=False), confirm_attention),
     "attention, latents and a pair": Call(lambda: make_latent_attention(pair=True), confirm_attention),

@@ -205,23 +205,23 @@ def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-ROOM = re.compile(r"^\| `([a-z_/]+\.py)`: `([\w.]+)` \|", re.MULTILINE)
+STEP = re.compile(r"^\| `([a-z_/]+\.py)`: `([\w.]+)` \|", re.MULTILINE)
 
 
-def walks() -> dict[str, list[tuple[str, str]]]:
-    """Return the walks of DESIGN.md: the rooms of each table, as (file, function), by heading and number."""
+def paths() -> dict[str, list[tuple[str, str]]]:
+    """Return the paths of DESIGN.md: the functions of each table, as (file, function), by heading and number."""
     found = {}
     for section in re.split(r"^### ", (ROOT / "DESIGN.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         section = section.split("\n## ")[0]
-        tables = [ROOM.findall(table) for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)]
-        found |= {f"{section.splitlines()[0]}, table {i}": rooms for i, rooms in enumerate(tables, start=1)}
+        tables = [STEP.findall(table) for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)]
+        found |= {f"{section.splitlines()[0]}, table {i}": steps for i, steps in enumerate(tables, start=1)}
     return found
 
 
-def test_every_room_is_on_a_floor():
-    floors = (ROOT / "DESIGN.md").read_text(encoding="utf-8").split("## Floors")[1].split("\n## ")[0]
-    rooms = {path.name for path in (ROOT / "src/quire").iterdir() if not path.name.startswith(("__", "py.typed"))}
-    assert {room for room in rooms if f"{room}`" not in floors and f"`{room}/" not in floors} == {"demo_model"}
+def test_every_module_is_in_a_layer():
+    layers = (ROOT / "DESIGN.md").read_text(encoding="utf-8").split("## Layers")[1].split("\n## ")[0]
+    modules = {path.name for path in (ROOT / "src/quire").iterdir() if not path.name.startswith(("__", "py.typed"))}
+    assert {name for name in modules if f"{name}`" not in layers and f"`{name}/" not in layers} == {"demo_model"}
 
 
 def functions_of(file: str) -> dict[str, bool]:
@@ -236,17 +236,17 @@ def functions_of(file: str) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("walk", walks())
-def test_a_walk_names_functions_that_exist_and_no_room_twice(walk):
-    rooms = walks()[walk]
-    assert rooms
-    assert [room for room in rooms if room[1] not in functions_of(room[0])] == []
-    assert len({file for file, _ in rooms}) == len(rooms)
+@pytest.mark.parametrize("path", paths())
+def test_a_path_names_functions_that_exist_and_no_file_twice(path):
+    steps = paths()[path]
+    assert steps
+    assert [step for step in steps if step[1] not in functions_of(step[0])] == []
+    assert len({file for file, _ in steps}) == len(steps)
 
 
 @dataclass(frozen=True)
 class Call:
-    """The call that takes a walk."""
+    """The call that takes a path."""
 
     target: str = "sm90"
     latent: bool = False
@@ -281,37 +281,37 @@ class Call:
         return entered[:planned], entered[planned:]
 
 
-WALKS = {
-    "The walk of q, table 1": Call(),
-    "The walk of q, table 2": Call(query_len=2048),
-    "The walk of page_table, table 1": Call(),
-    "The walk of plan, table 1": Call(),
-    "The walk of plan, table 2": Call(),
-    "The walk of a q that meets latents, table 1": Call("sm80", latent=True),
-    "The walk of a q that meets latents, table 2": Call(latent=True),
-    "The walk of the latents, table 1": Call("sm80", latent=True),
-    "The walk of the latents, table 2": Call(latent=True),
-    "The walk of a plan for latents, table 1": Call(latent=True),
+PATHS = {
+    "The path of q, table 1": Call(),
+    "The path of q, table 2": Call(query_len=2048),
+    "The path of page_table, table 1": Call(),
+    "The path of plan, table 1": Call(),
+    "The path of plan, table 2": Call(),
+    "The path of q over latents, table 1": Call("sm80", latent=True),
+    "The path of q over latents, table 2": Call(latent=True),
+    "The path of the latents, table 1": Call("sm80", latent=True),
+    "The path of the latents, table 2": Call(latent=True),
+    "The path of a plan for latents, table 1": Call(latent=True),
 }
-OF_A_PLAN = "The walk of plan, table 2", "The walk of a plan for latents, table 1"
+OF_A_PLAN = "The path of plan, table 2", "The path of a plan for latents, table 1"
 
 
-def test_every_walk_is_taken():
-    assert WALKS.keys() == walks().keys()
+def test_every_path_has_its_call():
+    assert PATHS.keys() == paths().keys()
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_a_walk_enters_its_rooms_in_this_order(walk, monkeypatch):
+@pytest.mark.parametrize("path", PATHS)
+def test_a_call_takes_its_path_in_this_order(path, monkeypatch):
     if triton.knobs.runtime.interpret:
         pytest.skip("plans for a Hopper GPU, whose kernel the interpreter does not run")
     for name in ("combine", "copy", "write", "write_latent"):  # they bind `launch` at import: not the stand-in
         importlib.import_module(f"quire.kernels.{name}")
     monkeypatch.setattr(launcher, "launch", lambda *arguments: None)  # neither compile nor run
     forget_trees()  # nor remember what was chosen before
-    planning, calling = WALKS[walk].enter()
-    entered = dict.fromkeys(planning if walk in OF_A_PLAN else calling)
-    on_the_host = [room for room in walks()[walk] if not functions_of(room[0])[room[1]]]
-    assert [room for room in entered if room in on_the_host] == on_the_host
+    planning, calling = PATHS[path].enter()
+    entered = dict.fromkeys(planning if path in OF_A_PLAN else calling)
+    on_the_host = [step for step in paths()[path] if not functions_of(step[0])[step[1]]]
+    assert [step for step in entered if step in on_the_host] == on_the_host
 
 
 def test_the_checks_see_what_they_look_for(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import quire
 
 ROOT = Path(quire.__file__).parent
-FLOORS = (  # those of DESIGN.md, from the ground up; a module imports from its own floor and from the floors below it
+LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its own layer and from those below it
     (
         *("errors", "spec", "state", "batch", "batch_check", "cache", "cache_layout", "allocator"),
         *("intervals", "draft_trees", "reference"),
@@ -56,18 +56,18 @@ def imports(name: str) -> set[str]:
     return {module for module in found if module == "quire" or module.startswith("quire.")}
 
 
-def floor(name: str) -> int:
-    """Return the number of a module's floor."""
-    room = name.split(".")[1] if "." in name else "__init__"
-    found = [i for i, rooms in enumerate(FLOORS) if room in rooms]
-    assert found, f"{name} is on no floor; give it one here and in DESIGN.md"
+def layer(name: str) -> int:
+    """Return the number of a module's layer."""
+    part = name.split(".")[1] if "." in name else "__init__"
+    found = [i for i, parts in enumerate(LAYERS) if part in parts]
+    assert found, f"{name} is in no layer; give it one here and in DESIGN.md"
     return found[0]
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_imports_point_down(name):
-    upward = {module for module in imports(name) if floor(module) > floor(name)}
-    assert not upward, f"{name} must not import from the floors above its own, got {upward}"
+    upward = {module for module in imports(name) if layer(module) > layer(name)}
+    assert not upward, f"{name} must not import from the layers above its own, got {upward}"
     if name in MAY_IMPORT:
         assert imports(name) <= MAY_IMPORT[name]
 
@@ -92,15 +92,15 @@ def test_outsiders_use_public_names_only(name):
 
 
 def test_imports_go_in_no_circle():
-    """A room is a file; of kernels, engines and commands a folder, whose files may know one another."""
-    rooms = {}
+    """A unit is a file; of kernels, engines and commands a folder, whose files may know one another."""
+    units = {}
     for name in SOURCES:
-        below = rooms.setdefault(room(name), set())
-        below |= {room(module) for module in imports(name)} - {room(name)}
-    assert list(TopologicalSorter(rooms).static_order())
+        below = units.setdefault(unit(name), set())
+        below |= {unit(module) for module in imports(name)} - {unit(name)}
+    assert list(TopologicalSorter(units).static_order())
 
 
-def room(name: str) -> str:
+def unit(name: str) -> str:
     return ".".join(name.split(".")[:3])
 
 

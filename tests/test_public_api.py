@@ -20,6 +20,7 @@ VERBS = (
     "merge_states",
     "no_compilation",
     "plan",
+    "union_attention",
     "varlen_attention",
     "warmup",
     "workspace_size",

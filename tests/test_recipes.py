@@ -19,7 +19,7 @@ import triton.language as tl
 
 import quire
 from quire.batch import Batch
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.inputs import make_inputs
 from quire.bench.measure import NotServed
 from quire.bench.peers import Peer

@@ -3,7 +3,15 @@
 from quire import draft_trees as draft_trees
 from quire import intervals as intervals
 from quire.allocator import PageAllocator
-from quire.api import attention, copy_pages, merge_states, varlen_attention, write_kv, write_latent
+from quire.api import (
+    attention,
+    copy_pages,
+    merge_states,
+    union_attention,
+    varlen_attention,
+    write_kv,
+    write_latent,
+)
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.errors import OutOfPagesError, UnsupportedError
@@ -28,6 +36,7 @@ __all__ = [
     "merge_states",
     "no_compilation",
     "plan",
+    "union_attention",
     "varlen_attention",
     "warmup",
     "workspace_size",

@@ -1,4 +1,4 @@
-"""`python -m quire` is `quire`, but for an interrupt while PyTorch is imported: Python has no hook before that."""
+"""`python -m quire` is the command `quire`. Only an interrupt while PyTorch is imported prints a traceback here."""
 
 import sys
 

@@ -5,6 +5,7 @@ unless all of them pass.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -14,7 +15,7 @@ from quire.cache import PagedKVCache
 from quire.cache_checks import check_copy_pages, check_write_kv, check_write_latent
 from quire.checks import check_attention, check_merge_states, check_out, check_varlen
 from quire.dispatch.device import is_served_by_torch
-from quire.errors import check_flag
+from quire.errors import check_flag, describe
 from quire.kernels.cpu import cache_ops
 from quire.kernels.cpu import combine as cpu_combine
 from quire.plan import Plan
@@ -225,6 +226,83 @@ def varlen_attention(
     return attention(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=out, return_lse=return_lse)
 
 
+@overload
+def union_attention(
+    q: Queries, cache: PagedKVCache, plans: Sequence[Plan], *, sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None, return_lse: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def union_attention(
+    q: Queries, cache: PagedKVCache, plans: Sequence[Plan], *, sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None, return_lse: Literal[True],
+) -> State: ...  # fmt: skip
+
+
+@overload
+def union_attention(
+    q: Queries, cache: PagedKVCache, plans: Sequence[Plan], *, sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None, return_lse: bool = False,
+) -> torch.Tensor | State: ...  # fmt: skip
+
+
+def union_attention(
+    q: Queries,  # [num_tokens, num_q_heads, head_dim], or the pair (q_nope, q_pe)
+    cache: PagedKVCache,
+    plans: Sequence[Plan],
+    *,
+    sinks: torch.Tensor | None = None,  # [num_q_heads]
+    alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
+    return_lse: bool = False,
+) -> torch.Tensor | State:
+    """Attend to the union of several disjoint sets of keys, such as a prefix and a window.
+
+    This is `attention` for each plan, and `merge_states`. A key that two plans see counts twice.
+
+    Args:
+        q: queries, as for `attention`.
+        cache: the layer's pages.
+        plans: one for each set of keys, from `quire.plan`. Their specs are equal, except that only the first may have
+            sinks, which count once. `quire.intervals.prefix_and_window` makes two batches for them.
+        sinks: [num_q_heads], natural-log logits, where the first plan's spec has sinks.
+        alibi_slopes: [num_q_heads], where the specs have ALiBi.
+        return_lse: return a `State` with the natural-log lse over all keys, [num_tokens, num_q_heads] float32.
+
+    Returns:
+        A new out, [num_tokens, num_q_heads, head_dim_v], or `State(out, lse)` when the lse was asked for. Rows that
+        belong to no sequence hold anything.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: there is no plan, specs differ, or an argument does not fit a plan.
+        UnsupportedError: nothing serves the request.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> cache = quire.PagedKVCache.empty(spec, num_pages=2, page_size=4)
+        >>> k, v = torch.randn(2, 8, 2, 16)
+        >>> quire.write_kv(k, v, cache, torch.arange(8))
+        >>> batch = quire.Batch(torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([8], dtype=torch.int32))
+        >>> both = quire.intervals.prefix_and_window(batch, 1, prefix=1, size=4)  # keys 0, 4, 5, 6 and 7
+        >>> plans = [quire.plan(spec, b, max_query_len=1, max_seq_len=8) for b in both]
+        >>> quire.union_attention(torch.randn(1, 4, 16), cache, plans).shape
+        torch.Size([1, 4, 16])
+    """
+    check_union(plans)
+    check_flag("return_lse", return_lse, "say whether the lse is asked for")
+    for plan in plans:  # all of them before anything is launched
+        check_attention(q, cache, plan, sinks if plan.spec.sinks else None, alibi_slopes)
+    if sinks is not None and not plans[0].spec.sinks:
+        check_attention(q, cache, plans[0], sinks, alibi_slopes)
+    states = [
+        attention(q, cache, p, sinks=sinks if p.spec.sinks else None, alibi_slopes=alibi_slopes, return_lse=True)
+        for p in plans
+    ]
+    state = merge_states(states)
+    return state if return_lse else state.out
+
+
 def write_kv(
     k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     v: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_v]
@@ -392,6 +470,21 @@ def merge_states(states: Sequence[State]) -> State:
     from quire.kernels import combine
 
     return combine.merge_states(states)
+
+
+def check_union(plans: Sequence[Plan]) -> None:
+    """Raise unless plans are of the same spec, of which only the first has sinks."""
+    if not isinstance(plans, list | tuple):
+        raise TypeError(f"plans must be a list of plans, got {describe(plans)}; call attention for a single one")
+    if not plans:
+        raise ValueError("plans must hold at least one plan, got none; make one for each set of keys")
+    for i, plan in enumerate(plans):
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plans[{i}] must be a Plan, got {describe(plan)}; call quire.plan")
+        if i and plan.spec.sinks:
+            raise ValueError(f"plans[{i}] must have a spec without sinks, got one with sinks; they count in plans[0]")
+        if replace(plan.spec, sinks=plans[0].spec.sinks) != plans[0].spec:
+            raise ValueError(f"plans[{i}] must have the spec of plans[0], got {plan.spec}; only sinks may differ")
 
 
 ops.register(attention, write_kv, write_latent, merge_states)

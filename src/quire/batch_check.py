@@ -1,4 +1,4 @@
-"""Check what only a batch's tensors say: lengths, offsets and page numbers.
+"""Check the contents of a batch's tensors: lengths, offsets and page numbers.
 
 `quire.attention` runs `check_reads` on CPU tensors, where reading them is cheap. On a GPU it does not, since the check
 copies to the host and waits: call `quire.testing.check_batch` there to debug.

@@ -1,10 +1,10 @@
-"""`PagedKVCache`: one layer's pages, in whatever layout the engine keeps them.
+"""`PagedKVCache`: one layer's pages, in the layout that the engine keeps them in.
 
 Four layouts reduce to one address of the element (page, slot, head, dim):
 
     page * stride_page + slot * stride_slot + head * stride_head + dim // vec_size * stride_vec + dim % vec_size
 
-`vec_size` is the number of contiguous elements of a head (vLLM's `x`). The kernels know only that line.
+`vec_size` is the number of contiguous elements of a head (vLLM's `x`). The kernels use only this formula.
 
 Latents are keys of one head, whose first columns are the values: k and v are two views of the same bytes.
 """

@@ -1,6 +1,7 @@
-"""What the verbs that change a cache ask of their arguments: `write_kv`, `write_latent` and `copy_pages`.
+"""Checks of the arguments of `write_kv`, `write_latent` and `copy_pages`, the verbs that change a cache.
 
-As in `checks`, nothing is read from a device, and the reason is looked for only if the test of everything fails.
+As in `checks`, nothing is read from a device. One expression tests everything; the reason is looked for only if it
+fails.
 """
 
 from typing import Any

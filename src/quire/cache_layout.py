@@ -1,4 +1,4 @@
-"""The layouts of a cache: their names and shapes, and what a tensor must be to have one of them."""
+"""The layouts of a cache: their names and shapes, and the checks of tensors against them."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""What the verbs ask of their arguments: types, shapes, dtypes, strides and devices, which the host knows.
+"""Checks of the verbs' arguments: types, shapes, dtypes, strides and devices, which the host knows.
 
-The verbs that change a cache have theirs in `cache_checks`. Nothing here reads from a device. What only a batch's
-tensors say is checked in `batch_check`, for CPU tensors.
+`cache_checks` has those of the verbs that change a cache. Nothing here reads from a device. `batch_check` checks the
+contents of a batch's tensors, if they are on a CPU.
 
 A verb that runs once per layer tests everything in one expression and looks for the reason only if that fails.
 """
@@ -391,7 +391,7 @@ def check_plan_arguments(
 
 
 def check_per_token(spec: AttentionSpec, name: str) -> None:
-    """Raise unless a spec leaves it to the batch, which has `name`, what a token sees."""
+    """Raise if the spec has a window or ALiBi that conflicts with `name`, the batch's own mask."""
     for window in ("sliding_window", "sliding_window_right"):
         if getattr(spec, window) is not None:
             by_hand = "quire.intervals.sliding_window" if name == "key_begin" else "quire.draft_trees.windowed"

@@ -15,7 +15,7 @@ LARGEST = (1 << 63) - 1  # integer; larger ones do not fit into a tensor
 
 
 class UnsupportedError(NotImplementedError):
-    """A sound request that Quire does not serve; the message names what was wanted and what is supported."""
+    """A valid request that Quire does not serve; the message says what was asked and what is supported."""
 
 
 class OutOfPagesError(RuntimeError):

@@ -21,6 +21,7 @@ __all__ = [
     "causal",
     "chunked_local",
     "documents",
+    "prefix_and_window",
     "prefix_lm",
     "sliding_window",
 ]
@@ -32,9 +33,9 @@ class Tokens(NamedTuple):
     """The query tokens of a batch.
 
     Attributes:
-        seq: whose it is, [num_tokens] int64.
-        query: which query of its sequence it is, [num_tokens] int64.
-        position: among the keys of its sequence, [num_tokens] int64.
+        seq: the sequence of each, [num_tokens] int64.
+        query: its number among the queries of the sequence, [num_tokens] int64.
+        position: its position among the keys of the sequence, [num_tokens] int64.
         seq_len: keys of its sequence, [num_tokens] int64.
         owned: whether a sequence owns it, [num_tokens] bool; else the numbers mean nothing.
     """
@@ -96,6 +97,40 @@ def sliding_window(batch: Batch, num_tokens: int, size: int, right: int = 0) -> 
     right = check_integer("right", right, "leave it out for none", 0, LARGEST)
     tokens = locate(batch, num_tokens)
     return with_intervals(batch, tokens, tokens.position + 1 - size, tokens.position + 1 + right)
+
+
+def prefix_and_window(batch: Batch, num_tokens: int, prefix: int, size: int) -> tuple[Batch, Batch]:
+    """Return two batches, for which each token sees the first keys, and the last keys up to its own.
+
+    No key is in both: `quire.union_attention` takes a plan for each. A token whose window reaches into the prefix sees
+    its keys up to its own in the first batch, and those after the prefix in the second.
+
+    Args:
+        batch: the sequences.
+        num_tokens: query tokens of the step, or of the graph.
+        prefix: keys at the beginning of a sequence that every later token sees ("attention sinks").
+        size: keys that are seen looking back, the token's own included.
+
+    Returns:
+        The batch with `key_begin` and `key_end` of the prefix, and that with those of the window.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> starts, seq_lens = torch.tensor([0, 3]).int(), torch.tensor([9]).int()
+        >>> batch = quire.Batch(torch.zeros(1, 1).int(), seq_lens, starts)  # tokens 6, 7 and 8
+        >>> first, window = quire.intervals.prefix_and_window(batch, 3, prefix=2, size=4)
+        >>> first.key_end.tolist(), window.key_begin.tolist(), window.key_end.tolist()
+        ([2, 2, 2], [3, 4, 5], [7, 8, 9])
+    """
+    prefix = check_integer("prefix", prefix, "it counts the first keys that every token sees", 1, LARGEST)
+    size = check_integer("size", size, "it counts the token's own key", 1, LARGEST)
+    tokens = locate(batch, num_tokens)
+    end = tokens.position + 1
+    first = with_intervals(batch, tokens, torch.zeros_like(end), end.clamp(max=prefix))
+    return first, with_intervals(batch, tokens, (end - size).clamp(min=prefix), end)
 
 
 def chunked_local(batch: Batch, num_tokens: int, size: int) -> Batch:
@@ -279,7 +314,7 @@ def documents(batch: Batch, num_tokens: int, cu_seqlens: torch.Tensor, *, causal
 
 
 def locate(batch: Any, num_tokens: Any) -> Tokens:
-    """Return whose the query tokens of a batch are, and where they stand among its keys."""
+    """Return the sequence of each query token of a batch, and its position among that sequence's keys."""
     if not isinstance(batch, Batch):
         raise TypeError(f"batch must be a Batch, got {describe(batch)}; make one from the page table and the lengths")
     advice = "pass the rows of q"

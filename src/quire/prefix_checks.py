@@ -1,4 +1,4 @@
-"""What `plan` asks of `shared_prefix`: levels of runs of sequences, each run with leading keys in common."""
+"""Checks of `plan(shared_prefix=...)`: levels of runs of sequences, each run with leading keys in common."""
 
 from itertools import accumulate
 from typing import Any

@@ -107,7 +107,7 @@ def visible_keys(batch: Batch, spec: AttentionSpec, rows: slice, first: int, kv_
     """Return which keys the queries of a sequence see, [q_len, kv_len] bool.
 
     Args:
-        batch: the sequences; if it has intervals or trees, these say what is seen, and else the spec's band.
+        batch: the sequences; intervals or trees, if it has any, replace the spec's band.
         spec: what to compute.
         rows: the sequence's query tokens.
         first: position of the first query.

@@ -1,8 +1,8 @@
 """`AttentionSpec`: what is computed, checked once.
 
 A spec belongs to a kind of model layer: all full-attention layers of a model share one, all sliding-window layers
-another. It is frozen, hashable and made of host values, so everything a launch must know about the mathematics is
-decided before the first step.
+another. It is frozen, hashable and made of host values, so everything that a launch needs to know about the computation
+is decided before the first step.
 """
 
 from dataclasses import dataclass, field, fields
@@ -32,7 +32,8 @@ class AttentionSpec:
         dtype: of queries and outputs: float16, bfloat16 or float32.
         kv_dtype: of the cache: float8_e4m3fn, float8_e5m2 or int8 (with scales in the cache), or `dtype`, which it is
             when not given.
-        softmax_scale: positive factor on the scores; `head_dim ** -0.5` when not given. Latents need one.
+        softmax_scale: positive factor on the scores; `head_dim ** -0.5` when not given. Latents need one. GPU kernels
+            can return NaN or zeros where the magnitude of `score * log2(e)` is beyond about 2^27.
         causal: a query sees no key after its own position.
         sliding_window: visible keys looking back, the query's own included; None for no limit.
         sliding_window_right: visible keys looking ahead, the query's own not included; None for no limit.
@@ -188,7 +189,7 @@ class AttentionSpec:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was computed once: another process has other hashes."""
+        """Leave out cached values: hashes differ between processes."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     @classmethod

@@ -2,8 +2,7 @@
 
 The softmax over a set of keys is determined by two numbers per query and head: the output over those keys, and the log
 of the sum of their exponentials. Two states over disjoint sets merge exactly, in any order and grouping. So streaming
-over tiles, splitting keys over programs, reusing a shared prefix and spreading a context over GPUs are one algorithm
-with different parentheses.
+over tiles, splitting keys over programs, reusing a shared prefix and spreading a context over GPUs all use this merge.
 """
 
 from typing import NamedTuple
@@ -17,8 +16,8 @@ class State(NamedTuple):
     Attributes:
         out: [num_tokens, num_q_heads, head_dim_v], normalised over those keys; 0 where there are none.
         lse: [num_tokens, num_q_heads] float32, natural log of the sum of exponentiated scores; -inf where there are no
-            keys. `merge_states` reads +inf likewise, as flash-attn 2 writes it for a row without keys. A NaN says that
-            a score was NaN, and makes the merged row NaN.
+            keys. `merge_states` treats +inf as -inf, since flash-attn 2 writes it for a row without keys. A NaN means
+            that a score was NaN, and makes the merged row NaN.
 
     Examples:
         >>> state = quire.State(out=torch.zeros(1, 4, 16), lse=torch.full((1, 4), -torch.inf))  # over no keys

@@ -1,6 +1,6 @@
 """Tools to test paged attention: random problems, poisoned memory, an error budget, and a check of a batch's contents.
 
-They are shipped because integrations and users test attention as well.
+They are part of the package, so that integrations and users can test with them.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.bench import cases as workloads
-from quire.bench.cases import MODELS, SETS, Case, cases, cases_from_trace, log_normal, visible_pairs
+from quire.bench.case import KINDS, MODELS, Case, visible_pairs
+from quire.bench.cases import SETS, cases, cases_from_trace, log_normal
 from quire.bench.roofline import Ceilings
 
 
@@ -18,7 +19,7 @@ def test_names_are_unique_and_every_set_and_model_is_there():
     assert len(every) > 100
     assert {name for case in every for name in workloads.sets_of(case)} == set(SETS)
     assert {case.model for case in every} == set(MODELS)
-    assert {case.kind for case in every} == set(workloads.KINDS)
+    assert {case.kind for case in every} == set(KINDS)
     for case in every:
         assert case.nbytes > 0, case
         assert case.flops > 0, case

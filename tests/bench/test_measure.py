@@ -9,7 +9,8 @@ import triton
 
 import quire
 from quire.bench import measure
-from quire.bench.cases import Case, Model, cases
+from quire.bench.case import Case, Model
+from quire.bench.cases import cases
 from quire.bench.inputs import make_inputs
 from quire.bench.peers import BASELINES, PEERS, Peer, quire_calls
 from quire.bench.roofline import DATA_SHEETS, from_data_sheet

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from quire.bench import measure
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.inputs import make_inputs
 from quire.bench.peers import PEERS
 from quire.bench.sample import Sample

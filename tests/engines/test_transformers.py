@@ -21,6 +21,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 import quire
 from quire.integrations import flash_attn
 from quire.integrations import transformers as hook
+from quire.integrations.transformers import batching
 
 SMALL = dict(
     vocab_size=97,
@@ -181,7 +182,7 @@ def test_decode_by_page_table(name, padded, pages_on_cpu, monkeypatch, request):
     if padded:
         request.getfixturevalue("padding_on_cpu")
     model, expected = eager(name, prompts())
-    calls = count(monkeypatch, hook, "attend_by_pages")
+    calls = count(monkeypatch, batching, "attend_by_pages")
     assert batched(model, prompts(), max_blocks_per_request=8, max_requests_per_batch=8) == expected
     # two layers, and most steps only decode; a graph calls once
     assert len(calls) >= (2 * (NEW_TOKENS - 2) if DEVICE == "cpu" else 2)
@@ -261,7 +262,7 @@ def test_installing_sets_what_the_import_of_a_flash_package_would_set():
 def test_layers_share_a_plan_and_steps_do_not():
     spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
     empty = quire.PagedKVCache.empty(spec, 8, 1)
-    engine, layer = hook.Engine(), hook.Layer(0, None, empty, empty)
+    engine, layer = batching.Engine(), batching.Layer(0, None, empty, empty)
     cu = torch.tensor([0, 3], dtype=torch.int32)
     step = {
         "cu_seq_lens_q": cu,
@@ -272,21 +273,21 @@ def test_layers_share_a_plan_and_steps_do_not():
         "max_length_q": 3,
         "max_length_k": {"full_attention": 8},
     }
-    first = engine.part(hook.AllKeys, spec, layer, hook.Step.of(step, layer, 3))
-    assert engine.part(hook.AllKeys, spec, layer, hook.Step.of(dict(step), layer, 3)) is first
-    assert engine.part(hook.NewKeys, spec, layer, hook.Step.of(step, layer, 3)).plan is not first.plan
+    first = engine.part(batching.AllKeys, spec, layer, batching.Step.of(step, layer, 3))
+    assert engine.part(batching.AllKeys, spec, layer, batching.Step.of(dict(step), layer, 3)) is first
+    assert engine.part(batching.NewKeys, spec, layer, batching.Step.of(step, layer, 3)).plan is not first.plan
     other = {**step, "read_index": [torch.arange(8)]}
-    assert engine.part(hook.AllKeys, spec, layer, hook.Step.of(other, layer, 3)) is not first
+    assert engine.part(batching.AllKeys, spec, layer, batching.Step.of(other, layer, 3)) is not first
 
 
 def test_plans_go_with_the_engine_s_cache():
     model, _ = eager("llama", [])
     batched(model, prompts()[:1])
     gc.collect()
-    assert not hook._engines
+    assert not batching._engines
 
 
 def test_the_slot_of_a_new_token():
     table = torch.tensor([[4, 7, -1], [2, -1, -1], [-1, -1, -1]], dtype=torch.int32)
-    slots = hook.new_slots(table, torch.tensor([9, 8, 0], dtype=torch.int32), 8)
+    slots = batching.new_slots(table, torch.tensor([9, 8, 0], dtype=torch.int32), 8)
     assert slots.tolist() == [7 * 8, 2 * 8 + 7, -1]

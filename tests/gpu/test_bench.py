@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.measure import NoResult, Timing, compare
 from quire.bench.peers import PEERS, Peer, quire_calls
 from quire.bench.results import load

@@ -226,3 +226,48 @@ def test_packed_documents_that_are_not_paged(device):
     plan = quire.plan(spec, batch, max_query_len=18, max_seq_len=18, num_tokens=30)
     apart = quire.plan(spec, quire.Batch.varlen(documents, documents), max_query_len=13, max_seq_len=13, num_tokens=30)
     torch.testing.assert_close(quire.varlen_attention(q, k, v, plan), quire.varlen_attention(q, k, v, apart))
+
+
+@splits(1, 3)
+def test_a_prefix_and_a_window_are_one_call(num_splits, device, options):
+    """Each key counts once, and sinks count once: the oracle is the definition, key by key."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32, sinks=True)
+    p = make_problem(spec, ((1, 50), (3, 3), (12, 57)), device=device)
+    n, prefix, size = p.q.shape[0], 4, 9
+    first, window = intervals.prefix_and_window(p.batch, n, prefix, size)
+    specs = spec, dataclasses.replace(spec, sinks=False)
+    plans = [
+        quire.plan(s, batch, **p.bounds, **options(num_splits=num_splits))
+        for s, batch in zip(specs, (first, window), strict=True)
+    ]
+    state = quire.union_attention(p.q, p.cache, plans, sinks=p.sinks, return_lse=True)
+    assert torch.equal(quire.union_attention(p.q, p.cache, plans, sinks=p.sinks), state.out)
+    starts, row = p.batch.query_starts.tolist(), 0
+    for seq, length in enumerate(p.batch.seq_lens.tolist()):
+        pages = p.batch.page_table[seq].long()
+        k, v = (x[pages].flatten(0, 1)[:length, 0].double() for x in (p.cache.k, p.cache.v))
+        queries = starts[seq + 1] - starts[seq]
+        for i in range(queries):
+            position = length - queries + i
+            keys = sorted({*range(min(prefix, position + 1)), *range(max(0, position + 1 - size), position + 1)})
+            scores = p.q[row].double() @ k[keys].T * spec.softmax_scale
+            scores = torch.cat([scores, p.sinks.double()[:, None]], 1)
+            expected = scores.softmax(1)[:, :-1] @ v[keys]
+            torch.testing.assert_close(state.out[row].double(), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(state.lse[row].double(), scores.logsumexp(1), atol=1e-5, rtol=1e-5)
+            row += 1
+
+
+def test_plans_of_a_union_have_one_spec(device):
+    p = make_problem(quire.AttentionSpec(**HEADS, dtype=torch.float32, sinks=True), ((3, 20),), device=device)
+    both = intervals.prefix_and_window(p.batch, 3, 4, 9)
+    plans = [quire.plan(p.spec, batch, **p.bounds) for batch in both]
+    with pytest.raises(ValueError, match=r"plans\[1\] must have a spec without sinks"):
+        quire.union_attention(p.q, p.cache, plans, sinks=p.sinks)
+    other = quire.plan(dataclasses.replace(p.spec, sinks=False, softcap=9.0), both[1], **p.bounds)
+    with pytest.raises(ValueError, match=r"plans\[1\] must have the spec of plans\[0\]"):
+        quire.union_attention(p.q, p.cache, [plans[0], other], sinks=p.sinks)
+    with pytest.raises(ValueError, match="at least one plan, got none"):
+        quire.union_attention(p.q, p.cache, [])
+    with pytest.raises(TypeError, match="plans must be a list of plans"):
+        quire.union_attention(p.q, p.cache, plans[0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import quire
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.cli import main, tune_sweep
 from quire.cli.tune import explain_tree
 from quire.dispatch.config import HINTS, KernelConfig

@@ -1,1 +1,1 @@
-"""The inside of `quire bench`: named workloads, the method, adapters for other libraries, and reports."""
+"""The implementation of `quire bench`: named workloads, the method, adapters for other libraries, and reports."""

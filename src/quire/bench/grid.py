@@ -1,18 +1,18 @@
 """Cases drawn at random from the space that attention serves: `quire bench --grid` and `quire check --grid`.
 
-A list of cases shows what somebody thought of. A grid shows the cliffs in between: widths that are no power of two,
-pages of any size, few queries on a long context. A seed and a number name a case, whatever the size of the grid.
+A fixed list covers only chosen sizes. Random cases also find slow sizes between them: widths that are not powers of
+two, pages of any size, few queries on a long context. A seed and a number identify a case, for any size of the grid.
 
 The space: head_dim from 16 to 256 in steps of 8, and 512; values of the same or of another width; groups of 1 to 16;
 pages of 1 to 1,072 tokens; 1 to 4,096 queries on 0 to 60,000 keys before them, equal or unequal; dense, windowed,
-soft-capped, with sinks. A batch that is larger than the limits has sequences, then KV heads, then keys taken away.
+soft-capped, with sinks. A batch above the limits loses sequences, then KV heads, then keys.
 """
 
 import math
 import random
 from dataclasses import dataclass, replace
 
-from quire.bench.cases import Case, Kind, Model
+from quire.bench.case import Case, Kind, Model
 
 HEAD_DIMS = tuple(range(16, 257, 8))
 WIDEST = 512

@@ -1,8 +1,8 @@
 """Floors of speed: ratios to the best other library in the same run, which later runs must hold.
 
-Times change with the clocks and the drivers of a machine, and so do those of all libraries in a run. Their ratio does
-not, so a floor is a ratio: the other library's time over Quire's. A case falls if its ratio is below its floor by more
-than the noise of both runs, as `report.noise` has it of each time.
+The clocks and drivers of a machine change the times of all libraries in a run alike, but not their ratios. So a floor
+is a ratio: the other library's time over Quire's. A case fails if its ratio is below its floor by more than the noise
+of both runs (`report.noise`).
 """
 
 import json

@@ -1,6 +1,6 @@
 """The report as files: `results.json`, Markdown, plots, and one page of HTML with all of them.
 
-The page is `templates/report.html`. It links to nothing outside itself, and reads well on a phone.
+The page is `templates/report.html`. It loads nothing from elsewhere, and is readable on a phone.
 """
 
 import base64
@@ -15,7 +15,7 @@ from PIL import Image  # which matplotlib needs
 
 from quire.bench import ratios, results
 from quire.bench import report as reports
-from quire.bench.cases import MODELS
+from quire.bench.case import MODELS
 from quire.bench.plots import plots
 from quire.bench.results import Report
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import quire
-from quire.bench.cases import Case
+from quire.bench.case import Case
 
 MAX_TABLES = 256
 L2_MULTIPLE = 6  # the page tables together point at this many times the bytes of the L2 cache

@@ -1,4 +1,4 @@
-"""How libraries are measured: side by side, correctness first, by replays of CUDA graphs; the cost of the host apart.
+"""Measure libraries side by side: correctness first, then replays of CUDA graphs, and separately the cost of the host.
 
 All libraries get the same tensors.
 A library is timed only after a sample of its output has passed the error budget of the float64 oracle.
@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from quire.bench.cases import Case, Layout
+from quire.bench.case import Case, Layout
 from quire.bench.inputs import Inputs, make_inputs
 from quire.bench.sample import Sample
 
@@ -130,7 +130,7 @@ def median_and_range(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def host_micros(call: Callable[[], object], synchronise: Callable[[], None]) -> float:
-    """Return what a call costs the host in µs: the median over calls, the GPU idle before each few of them."""
+    """Return the host time of a call in µs: the median over calls, with the GPU idle before each few of them."""
     taken = []
     synchronise()
     start = time.perf_counter()

@@ -1,7 +1,7 @@
 """A simple Triton kernel for paged attention, to learn from and to compare with: one program per query token and head.
 
 The grid is [num_tokens, num_q_heads].
-A program loads its query and walks over the keys that it sees, BLOCK_N at a time.
+A program loads its query and loops over the keys that it sees, BLOCK_N at a time.
 It looks up the page of each key and keeps a running softmax.
 What makes it slow, and what Quire's kernels do instead:
 

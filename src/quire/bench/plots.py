@@ -1,6 +1,6 @@
 """The plots of a report: a roofline with every case as a point, ratios, and times over what varies.
 
-Panels stand one below the other, so that a plot reads well on a phone.
+Panels are one below the other, so that a plot is readable on a phone.
 """
 
 import math
@@ -14,7 +14,7 @@ from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from quire.bench.cases import KINDS
+from quire.bench.case import KINDS
 from quire.bench.peers import BASELINES, NAIVE
 from quire.bench.ratios import BEST, best_other, distributions, ratio_to_best
 from quire.bench.report import by_kind, peers_in
@@ -268,7 +268,7 @@ def plot_distribution(report: Report) -> Figure | None:
 
 
 def plot_range(rows: Sequence[RangeRow]) -> Figure | None:
-    """Draw what a graph captured for a range of lengths loses at each length."""
+    """Draw the loss of a graph captured for a range of lengths, at each length."""
     if not rows:
         return None
     figure, (axis,) = panels(1)

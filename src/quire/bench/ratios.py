@@ -1,4 +1,4 @@
-"""Quire's time over that of other libraries: of a case, and how it is distributed over many of them."""
+"""Quire's time over that of other libraries: for one case, and its distribution over many."""
 
 import statistics
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What the results of a run say: ratios, tables, Markdown, and what changed between two runs."""
+"""Evaluate the results of a run: ratios, tables, Markdown, and what changed between two runs."""
 
 import statistics
 from collections import Counter, defaultdict
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from quire.bench.cases import KINDS, Kind
+from quire.bench.case import KINDS, Kind
 from quire.bench.ratios import BEST, distribution_table, ratio_to_best, worst_rows
 from quire.bench.results import QUIRE, Grid, RangeRow, Report, Result, Row
 from quire.bench.tables import Column, Table, Value, to_markdown

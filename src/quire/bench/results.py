@@ -13,7 +13,8 @@ import torch
 import triton
 
 import quire
-from quire.bench.cases import Case, Kind, Model, sets_of
+from quire.bench.case import Case, Kind, Model
+from quire.bench.cases import sets_of
 from quire.bench.measure import NoResult, Timing
 from quire.bench.roofline import Ceilings
 from quire.bench.schema import from_json, require_positive, to_json
@@ -25,7 +26,7 @@ QUIRE = "Quire"
 
 @dataclass(frozen=True)
 class Result(Timing):
-    """A timing, and how near it comes to what the device could do.
+    """A timing, and its share of the device's ceilings.
 
     Attributes:
         of_floor: the floor of the case over the time.
@@ -236,7 +237,7 @@ def make_row(case: Case, ceilings: Ceilings, timings: Mapping[str, Timing | NoRe
 
 
 def provenance(device: str, commit: str | None) -> Provenance:
-    """Return what the numbers of this run belong to; the commit is asked of git when not given."""
+    """Return the provenance of this run's numbers; git is asked for the commit when it is not given."""
     has_gpu = torch.cuda.is_available()
     return Provenance(
         device=device,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.measure import capture, replay
 from quire.bench.schema import require_positive
 

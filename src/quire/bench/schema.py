@@ -1,4 +1,4 @@
-"""Dataclasses to JSON and back, types checked: what reads and writes `results.json`."""
+"""Convert dataclasses to JSON and back, with checks of types, to read and write `results.json`."""
 
 import math
 import types

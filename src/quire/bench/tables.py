@@ -17,7 +17,7 @@ Value = float | str | None
 
 
 class Cell(NamedTuple):
-    """A cell: what is printed, and whether it is the best of its line."""
+    """A cell: its text, and whether it is the best of its line."""
 
     text: str
     is_best: bool

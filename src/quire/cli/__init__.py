@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; those of the process when not given.
 
     Returns:
-        The exit code: 0 for success, 1 when what was checked is wrong, 2 for bad arguments or a missing package, 130
+        The exit code: 0 for success, 1 if a check failed, 2 for bad arguments or a missing package, 130
         when interrupted, 141 when the reader of the output left early.
     """
     allow_any_encoding()

@@ -1,4 +1,4 @@
-"""Checks of arguments that several commands make, before they start to work."""
+"""Checks of arguments that several commands share."""
 
 import argparse
 import importlib

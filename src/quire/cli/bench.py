@@ -1,8 +1,8 @@
 """`quire bench`: time attention on named workloads, compared with other libraries, and report it.
 
-On a GPU, the result of every library is compared with the float64 oracle on each case. Those that are right are timed
-in turn, as CUDA graphs over page tables that share no page. Without a GPU, or with --device, it shows for each case
-what it needs of a device, what bounds it there, and what Quire's kernels compile to.
+On a GPU, the result of every library is compared with the float64 oracle on each case. Right results are timed
+round-robin, as CUDA graphs over page tables that share no page. Without a GPU, or with --device, it shows each case's
+floor, the limit of the device that bounds it, and the resources of Quire's compiled kernels.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 
 from quire.bench import cases as workloads
 from quire.bench import grid
-from quire.bench.cases import Case
+from quire.bench.case import DEFAULT_MODEL, KV_MODELS, Case
 from quire.bench.measure import Peer
 from quire.bench.peers import PEERS, quire_with_config
 from quire.bench.roofline import DATA_SHEETS
@@ -76,8 +76,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_grid(what, "measure")
     what.add_argument(
         "--model",
-        choices=workloads.KV_MODELS,
-        default=workloads.DEFAULT_MODEL,
+        choices=KV_MODELS,
+        default=DEFAULT_MODEL,
         metavar="NAME",
         help="the model whose heads the cases of --trace have (default: %(default)s)",
     )

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from quire.bench import cases as workloads
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.measure import NoResult, Peer, Timing, compare, describe_error
 from quire.bench.peers import quire_calls
 from quire.bench.results import FILE_NAME, QUIRE, Grid, RangeRow, Report, Row, make_row, provenance, save
@@ -200,7 +200,7 @@ class Patience:
 
     @staticmethod
     def key(name: str, case: Case) -> tuple[str, int, int]:
-        """Return for what a library compiles at least once."""
+        """Return the widths for which a library compiles at least once."""
         return name, case.spec.head_dim, case.spec.head_dim_v
 
 
@@ -276,7 +276,7 @@ def analyse(
 
 
 def add_kernels(rows: list[Row], cases: Sequence[Case], device: str, console: Console) -> None:
-    """Compile the cases for a device, and put what they compile to into their rows."""
+    """Compile the cases for a device, and put the resources of the compiled kernels into their rows."""
     target = TARGETS[DATA_SHEETS[device][0]]
     rows_of: dict[Launch, list[int]] = {}
     for i, case in enumerate(cases):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from quire.bench import guard as floors
 from quire.bench import report as tables
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.guard import Guard
 from quire.bench.ratios import distribution_table
 from quire.bench.results import Report, Row, is_ours

@@ -1,4 +1,4 @@
-"""`quire check`: compare every kernel with the float64 oracle on whatever this machine has.
+"""`quire check`: compare every kernel that this machine can run with the float64 oracle.
 
 On a GPU it runs the Triton kernels in float16, bfloat16 and float32. Without one it runs the PyTorch path, or, with
 TRITON_INTERPRET=1, the Triton kernels in the interpreter, in float16 and float32.

@@ -1,4 +1,4 @@
-"""What `quire check` asks of the kernels: named combinations of spec, lengths, plan and layout."""
+"""The cases of `quire check`: named combinations of spec, lengths, plan and layout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

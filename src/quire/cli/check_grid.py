@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from quire.api import attention
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.grid import Limits, draw
 from quire.cli.check_lines import Check, as_check, name_of, plan_for
 from quire.dispatch.device import interprets

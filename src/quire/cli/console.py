@@ -1,4 +1,4 @@
-"""What commands print with: a console of rich's that obeys closed pipes and plain encodings, and a progress bar."""
+"""The console and the progress bar of commands: rich's, made to work with closed pipes and plain encodings."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

@@ -1,7 +1,7 @@
-"""`quire doctor`: say whether this machine is fit for Quire, in plain sentences.
+"""`quire doctor`: check whether this machine can run Quire, and say so in plain sentences.
 
-It compares versions with the ranges that Quire's package metadata names, looks for what Triton needs, writes into the
-folders that are written to, compiles and runs kernels in a process of their own, and says which kernel each kind of
+It compares versions with the ranges in Quire's package metadata, looks for what Triton needs, tries to write into the
+folders that Quire and Triton use, compiles and runs kernels in a separate process, and says which kernel each kind of
 batch would take. Every line that is not "ok" says what to do.
 """
 

@@ -1,6 +1,6 @@
 """The process in which `quire doctor` compiles and runs kernels: a crash or a hang there does not end the command.
 
-It prints JSON, an object a line: what it begins, and what came of it.
+It prints JSON, one object a line: the start of each check, and its result.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`quire env`: what is installed, what the device can do, and what a plan chooses on it and why."""
+"""`quire env`: the installed versions, the properties of the device, and the plans of typical batches, with reasons."""
 
 import argparse
 import importlib.metadata

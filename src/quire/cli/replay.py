@@ -1,7 +1,7 @@
 """`quire replay`: run a recorded call of `quire.attention` again on this machine, and judge it by the float64 oracle.
 
-`quire.debug.record` writes the file. The tensors lie in memory as they did when the call was recorded. Numbers that
-were not recorded are random, and memory that may not be read holds NaN. The file can come from a stranger: nothing in
+`quire.debug.record` writes the file. The tensors have the strides and shared storages of the recorded call. Numbers
+that were not recorded are random, and memory that must not be read holds NaN. The file need not be trusted: nothing in
 it is run as code.
 """
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(call: Call, file: Path) -> list[str]:
-    """Return what was recorded, a sentence a line."""
+    """Return a description of the recorded call, a sentence a line."""
     packages = ", ".join(f"{name} {version}" for name, version in call.versions.items())
     if call.has_contents:
         numbers = "The numbers of the queries and of the pages were recorded."
@@ -100,7 +100,7 @@ def describe(call: Call, file: Path) -> list[str]:
 
 
 def conclude(call: Call, done: Replay, device: torch.device) -> list[str]:
-    """Return what the replay found, a sentence a line; the last line is the verdict."""
+    """Return the results of the replay, a sentence a line; the last line is the verdict."""
     here = versions()
     changed = [f"{n} {here.get(n, 'missing')}" for n, v in call.versions.items() if n != "python" and here.get(n) != v]
     lines = [f"Replayed on {describe_device(device)['name']}{', with ' if changed else ''}{', '.join(changed)}."]

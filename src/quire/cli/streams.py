@@ -1,4 +1,4 @@
-"""Standard output as commands need it: any encoding, and readers that leave early."""
+"""Standard output that works with any encoding, and with readers that close the pipe early."""
 
 import io
 import os

@@ -1,8 +1,8 @@
-"""`quire tune`: measure this GPU and fit a decision tree, by which plans then choose kernels; once per kind of GPU.
+"""`quire tune`: measure this GPU and fit a decision tree, by which plans then choose configurations.
 
-Every legal configuration is checked and then timed, on cases that span what is served. A small tree is fitted that
-loses least against the best configuration of each case. It is then timed against the default, on other cases as well,
-and written where plans look for it. A sweep that was stopped continues where it was.
+Every legal configuration is checked and then timed, on cases from the whole range that is served. A small tree is
+fitted that loses least against the best configuration of each case. It is then timed against the default, on other
+cases as well, and written to the folder that plans read. A sweep that was stopped continues from its records.
 """
 
 import argparse

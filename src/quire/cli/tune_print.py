@@ -10,7 +10,7 @@ from quire.tuning.judge import Comparison, summarize
 
 
 def describe(rows: Sequence[Comparison]) -> list[str]:
-    """Return what a tree is worth, as one sentence for each set of cases."""
+    """Return a tree's regret, as one sentence for each set of cases."""
     return [
         f"{name.replace('_', ' ')}: regret {some['mean']:.3f} in geometric mean, {some['worst']:.2f} at worst; "
         f"{some['over_default']:.3f} of the time of the default, whose regret is {some['default_mean']:.3f}"
@@ -35,7 +35,7 @@ def to_markdown(rows: Sequence[Comparison], provenance: dict[str, Any]) -> str:
 
 
 def print_rows(rows: Sequence[Comparison], console: Console) -> None:
-    """Print the times case by case, and what the tree is worth."""
+    """Print the times case by case, and the tree's regret."""
     is_wide = console.width >= 120
     heads = ["default µs", "tuned µs", "best µs", "regret"]
     table = Table(header_style="bold")

@@ -1,4 +1,4 @@
-"""Measure this GPU for `quire tune`, or read what was measured; fit a tree, judge it, and write it."""
+"""Measure this GPU for `quire tune`, or read earlier records; fit a tree, judge it, and write it."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ import torch
 import triton
 from rich.console import Console
 
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.results import commit_here
 from quire.cli.arguments import CommandError
 from quire.cli.console import progress_bar
@@ -57,7 +57,7 @@ def tune_here(tree_path: Path, records_path: Path, quick: bool, commit: str | No
 
 
 def provenance(commit: str | None) -> dict[str, str]:
-    """Return what the times belong to."""
+    """Return the provenance of the times."""
     return {
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -69,7 +69,7 @@ def provenance(commit: str | None) -> dict[str, str]:
 def measure(
     chosen: Sequence[Job], records: Records, properties: DeviceProperties, quick: bool, console: Console
 ) -> None:
-    """Compile and measure what the records lack."""
+    """Compile and measure everything that the records lack."""
     remaining = [job.case for job in chosen if job.case.name not in records.done]
     wanted = [(case, configs_of(case, properties, quick)) for case in remaining]
     ruled_out = compile_beforehand(wanted, properties, current_target(), console)
@@ -155,7 +155,7 @@ def jobs_of(records: Records, console: Console) -> list[Job]:
 
 
 def is_recorded(job: Job, records: Records, tree: dict[str, Any]) -> bool:
-    """Whether records have a time of what a tree chooses for a case."""
+    """Whether records have a time of a tree's choice for a case."""
     found = candidates(job.case, records, tree, records.properties)
     return bool(found) and RecordedSession(records, job.case).check(found["tuned"]) is None
 

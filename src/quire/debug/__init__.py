@@ -1,8 +1,8 @@
-"""For a bug report: write what a call of `quire.attention` was given to a file, and run it again on any machine.
+"""For bug reports: write the arguments of a call of `quire.attention` to a file, and repeat the call on any machine.
 
-`record` writes the file, and `quire replay FILE` runs it. A file says what was computed, how it was launched, and how
-the tensors lie in memory: shapes, strides, and which tensors share a storage. Lengths and page tables are always
-in it. The numbers in the queries and the cache are in it on request; else a replay makes random ones.
+`record` writes the file, and `quire replay FILE` runs it. A file holds the spec, the launch, and the memory layout of
+the tensors: shapes, strides, and which tensors share a storage. It always holds lengths and page tables. It holds the
+contents of the queries and the cache on request; otherwise a replay makes random ones.
 """
 
 from quire.debug.call import Call, load

@@ -1,7 +1,7 @@
 """`Call`: what `quire.attention` was given, as a file holds it.
 
 The file is what `torch.save` writes of a dict: a number for the format, a header in JSON, and tensors. It is read with
-`weights_only=True`, so that a file from a stranger can run no code, and everything in the header is checked.
+`weights_only=True`, so that an untrusted file cannot run code, and everything in the header is checked.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""How tensors lie in memory: described as JSON, and allocated so on another machine.
+"""The memory layout of tensors: describe it as JSON, and allocate tensors with it on another machine.
 
-Tensors that share a storage share one again. Gaps, strides and addresses modulo ALIGNMENT are kept. What no tensor of
-the call covers at the ends of a storage is left out.
+Tensors that share a storage share one again. Gaps, strides and addresses modulo ALIGNMENT are kept. The ends of a
+storage that no tensor of the call covers are left out.
 """
 
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies.
+    """The place of a tensor in memory.
 
     Attributes:
         dtype: a key of DTYPES.
         shape: of the tensor.
         strides: in elements.
         storage: which storage; tensors with the same number share it.
-        offset: of the first element in what is kept of the storage, in bytes.
+        offset: bytes from the beginning of the kept part of the storage to the first element.
     """
 
     dtype: str
@@ -75,7 +75,7 @@ class Place:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
-    """Return where tensors lie."""
+    """Return the places of tensors in memory."""
     storages: dict[tuple[str, int], list[str]] = {}
     for name, tensor in tensors.items():
         storages.setdefault((str(tensor.device), tensor.untyped_storage().data_ptr()), []).append(name)

@@ -1,4 +1,4 @@
-"""Record a call of `quire.attention`: what it was given, written to a file before it is launched."""
+"""Record a call of `quire.attention`: write its arguments to a file before it is launched."""
 
 import importlib.metadata
 import platform
@@ -107,7 +107,7 @@ def save(
     alibi_slopes: torch.Tensor | None = None,
     contents: bool = False,
 ) -> None:
-    """Write what a call of `quire.attention` with these arguments would record, without making the call.
+    """Write the record of a call of `quire.attention` with these arguments, without making the call.
 
     Args:
         path: of the file; its folder must be there.
@@ -146,7 +146,7 @@ def call_of(
     alibi_slopes: torch.Tensor | None,
     contents: bool,
 ) -> Call:
-    """Return what a call was given."""
+    """Return the arguments of a call, described."""
     tensors = named_tensors(q, cache, plan, sinks, alibi_slopes)
     batch = plan.batch
     stored = {name: tensors[name].detach().cpu().contiguous() for name in INDICES if name in tensors}

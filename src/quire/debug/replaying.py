@@ -58,7 +58,7 @@ def replay(
 ) -> Replay:
     """Run a recorded call again and compare the result with the float64 oracle.
 
-    The tensors lie in memory as they did: the same shapes, strides, gaps and shared storages. Numbers that were not
+    The tensors have the recorded layout in memory: shapes, strides, gaps and shared storages. Numbers that were not
     recorded are random, and memory that may not be read holds NaN. The launch is the recorded one where the device has
     the same properties; else a plan is made for this device.
 
@@ -67,10 +67,10 @@ def replay(
         device: where to run.
         replan: make a plan even where the recorded launch could run.
         max_bytes: of tensors. Pages are renumbered if the recorded cache takes more.
-        on_step: called with what is about to be done, in words.
+        on_step: called before each step, with a sentence that says what comes next.
 
     Returns:
-        The verdict, and what is different here.
+        The verdict, and the differences from the recorded call.
 
     Raises:
         ValueError: the tensors do not fit together, or take more than `max_bytes`.

@@ -67,7 +67,7 @@ class HopperConfig:
 
 
 def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | None:
-    """Return what the Hopper kernel, in any configuration, does not serve in a spec on a device; None if nothing."""
+    """Return why no configuration of the Hopper kernel serves a spec on a device; None if one does."""
     if not properties.has_wgmma:
         return "GPUs other than Hopper"
     if spec.dtype.itemsize != 2:
@@ -86,7 +86,7 @@ class KernelConfig:
         block_n: keys of one tile; a power of two from 16, unrelated to the page size.
         num_warps: warps of one program.
         num_stages: tiles in flight, the current one included.
-        full_tile_loop: process full tiles, of which every row sees every key, in a loop of their own, without masks.
+        full_tile_loop: process full tiles, of which every row sees every key, in a separate loop, without masks.
             This is faster where arithmetic is the limit. Where memory is the limit, one loop is faster, since it keeps
             the loads of the next tile in flight from the first tile to the last.
         programs_per_sm: programs that one SM is expected to hold at once. The split-KV kernel starts that many.

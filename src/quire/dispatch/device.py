@@ -1,4 +1,4 @@
-"""`DeviceProperties`: what a device can hold and do, as it reports it itself. Nothing is decided by a device's name."""
+"""`DeviceProperties`: the limits and features that a device reports. Nothing is decided by a device's name."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -20,7 +20,7 @@ from quire.dispatch.tree_file import GENERIC, constants, load_tree, shipped_tree
 from quire.spec import AttentionSpec
 
 FINEST = 64  # the smallest rows_per_sm is 1 / FINEST
-CHOICES: list[Any] = []  # further functions that keep what they chose from trees, for `forget_trees`
+CHOICES: list[Any] = []  # functions that cache choices from trees, for `forget_trees`
 
 
 @cache
@@ -62,7 +62,7 @@ def padded(dim: int) -> int:
 def rounded(
     spec: AttentionSpec, properties: DeviceProperties, max_query_len: int, max_seq_len: int, num_tokens: int
 ) -> tuple[int, float, int, int]:
-    """Return what a tree may see of a batch: the last four arguments of `features_of`.
+    """Return the features of a batch that a tree may ask for: the last four arguments of `features_of`.
 
     They are rounded up to powers of two, so that the number of different plans is small.
     """
@@ -223,7 +223,7 @@ def hopper_config(spec: AttentionSpec, properties: DeviceProperties, short: bool
 def cost_model(spec: AttentionSpec, properties: DeviceProperties) -> CostModel:
     """Return the constants by which plans and kernels choose between ways to launch.
 
-    They are the generic tree's. The tree that serves the spec may override some, and latents have some of their own.
+    They are the generic tree's. The tree that serves the spec may override some, and some differ for latents.
     """
     _, overrides = choose_tree(spec, properties, "mla_cost_model" if spec.latent else "cost_model")
     return CostModel(**{**constants(load_tree(GENERIC)), **constants({"cost_model": overrides})})

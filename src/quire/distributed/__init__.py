@@ -1,11 +1,11 @@
 """Contexts over several GPUs, over `torch.distributed`: each rank attends to its share of the keys, and states merge.
 
-* Decode: each rank holds a share of each sequence's pages. `ContextShard` says which keys are whose, and
+* Decode: each rank holds a share of each sequence's pages. `ContextShard` says which rank holds which keys, and
   `sharded_attention` attends to the rank's own keys and merges the states of all ranks in one collective.
-* Prompts: each rank holds a share of the tokens, and keys and values go round in a ring. `plan_ring` decides, and
-  `ring_attention` computes each share while the next one is on its way.
+* Prompts: each rank holds a share of the tokens, and keys and values go around a ring. `plan_ring` decides, and
+  `ring_attention` computes each share while it receives the next one.
 
-Groups are process groups or one-dimensional device meshes; where a group is left out, it is the default one.
+Groups are process groups or one-dimensional device meshes. Without a group, the default one is used.
 """
 
 from quire.distributed.ring import RingPlan, plan_ring, ring_attention

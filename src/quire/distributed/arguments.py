@@ -1,4 +1,4 @@
-"""What the functions here ask of their arguments: groups, specs, sinks and states."""
+"""Checks of the arguments of this package's functions: groups, specs, sinks and states."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Prompts over several GPUs: each rank holds a share of the tokens, and keys and values go round in a ring.
+"""Prompts over several GPUs: each rank holds a share of the tokens, and keys and values go around a ring.
 
 A prompt is cut into `2 * world_size` chunks, and rank r holds chunks r and `2 * world_size - 1 - r`, an early one and a
 late one. So causal attention is the same work on every rank and in every step (zig-zag). In a step, a rank attends to
-the keys of one rank while those of the next one are on their way (Ring Attention, arXiv 2310.01889). Each step is
+the keys of one rank while it receives those of the next (Ring Attention, arXiv 2310.01889). Each step is
 causal over the rank's own share, or whole: no launch masks parts of a share.
 """
 

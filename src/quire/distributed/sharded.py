@@ -30,7 +30,7 @@ ALIGNMENT = 16  # bytes, of what each rank sends: kernels are compiled for addre
 class ContextShard:
     """Say which keys of a sequence a rank holds: token i is on rank `i // interleave % world_size`.
 
-    A rank's tokens are dense in its own pages: its cache, page table and lengths know nothing of the other ranks.
+    A rank stores its tokens without gaps in its own pages: cache, page table and lengths do not depend on other ranks.
 
     Args:
         rank: of this process, from 0 to world_size - 1.
@@ -103,7 +103,7 @@ class ContextShard:
     def batch(self, page_table: torch.Tensor, seq_lens: torch.Tensor, num_queries: int = 1) -> quire.Batch:
         """Return the batch of this rank's keys, for queries that are the last of their sequences.
 
-        Each query is a row of its own, which ends at the last of this rank's keys that it sees. So drafts are causal
+        Each query is a separate row, which ends at the last of this rank's keys that it sees. So drafts are causal
         whatever the interleave.
 
         Args:

@@ -4,4 +4,4 @@ from functools import lru_cache
 
 from quire import AttentionSpec
 
-layer_spec = lru_cache(maxsize=256)(AttentionSpec)  # the same spec again for the same fields, without checking it again
+layer_spec = lru_cache(maxsize=256)(AttentionSpec)  # cached: checked once for the same fields

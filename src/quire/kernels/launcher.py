@@ -47,10 +47,10 @@ class LaunchCache:
     ) -> bool:
         """Launch the kernel that `launch` compiled under `key`; return False if there is none.
 
-        While a profiler listens to Triton's launches, there is none either: the binder tells it what is launched.
+        There is none either while a profiler has hooks on Triton's launches, which only the binder calls.
 
         Args:
-            key: everything besides the plan that decides what is compiled.
+            key: everything besides the plan on which the compiled kernel depends.
             grid: number of programs along each axis.
             tensors: addresses, or tuples of them, in the order of the kernel's first parameters.
             matrices: addresses of the tensors that TMA loads, and what they are for TMA.
@@ -84,7 +84,7 @@ class LaunchCache:
             key: as for `relaunch`.
             kernel: a jit function.
             grid: number of programs along each axis.
-            tensors: the kernel's first arguments. `relaunch` takes those of another layer in their place.
+            tensors: the kernel's first arguments. `relaunch` takes those of another layer instead.
             fixed: the arguments after them and after the descriptors.
             meta: constexprs and compiler options, by name.
             descriptors: the arguments between both, of which `relaunch` takes the matrices.
@@ -119,7 +119,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta:
 
 
 def is_observed() -> bool:
-    """Whether somebody asked Triton to be told of launches, for example its profiler."""
+    """Whether a hook on Triton's launches is set, for example by its profiler."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(getattr(hook, "calls", hook) for hook in hooks)
 

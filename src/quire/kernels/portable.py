@@ -44,7 +44,7 @@ class PortableLaunch(ABC):
 
     @property
     def full_tile_loop(self) -> bool:
-        """Whether full tiles, of which every row sees every key, have a loop of their own, without masks."""
+        """Whether full tiles, of which every row sees every key, have a separate loop, without masks."""
         return self.config.full_tile_loop
 
     def num_row_blocks(self, num_tokens: int) -> int:

@@ -25,8 +25,8 @@ class ScratchSize(NamedTuple):
 def counter_bytes(device: DeviceProperties, num_programs: int) -> int:
     """Return the bytes of all counters, in full cache lines.
 
-    There is room for the split-KV kernel's programs, or for the most that plans have, if that is more. So the size of a
-    batch does not decide where the states begin; their alignment would change what is compiled.
+    There is room for the split-KV kernel's programs, or for the most that plans have, if that is more. So the
+    place of the states, whose alignment changes the compiled kernel, does not depend on the batch.
     """
     return TILE_COUNTER_BYTES + 128 * cdiv(max(MAX_PROGRAMS_PER_SM * device.num_sms, num_programs), 16)
 

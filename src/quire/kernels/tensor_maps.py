@@ -1,8 +1,8 @@
 """Tensor maps: TMA descriptors as the GPU reads them, kept from call to call.
 
 Triton encodes a tensor descriptor at every launch. A tensor map is a function of the memory's address, the matrix's
-shape and strides, and the format that a kernel was compiled for. So one that is kept serves every tensor of which these
-are the same, also one that took the place of another in memory.
+shape and strides, and the format that a kernel was compiled for. So a kept map serves every tensor with the same
+address, shape, strides and format, also a tensor that was allocated where another had been.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class Format:
 
     @lru_cache(maxsize=KEPT)  # noqa: B019, one cache for the formats of all kernels, which are few
     def tensor_map(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return what a kernel takes for a matrix: its tensor map, its shape and its strides.
+        """Return the kernel's arguments for a matrix: its tensor map, its shape and its strides.
 
         Args:
             address: of the matrix, a multiple of 16.

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.dispatch.config import HINTS, KernelConfig, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request
@@ -21,7 +21,7 @@ Config = KernelConfig | str
 
 
 def features(case: Case, properties: DeviceProperties) -> dict[str, float]:
-    """Return what a tree sees of a case."""
+    """Return the features of a case that a tree may ask for."""
     return features_of(case.spec, properties, *rounded(case.spec, properties, **case.bounds))
 
 
@@ -31,7 +31,7 @@ def section_of(case: Case) -> str:
 
 
 def default_config(case: Case, properties: DeviceProperties) -> KernelConfig:
-    """Return what the generic tree chooses."""
+    """Return the generic tree's choice."""
     return chosen_config(load_tree(GENERIC), case, properties)
 
 

@@ -1,9 +1,9 @@
 """Fit a small decision tree to measured times, so that its choices lose least against the best.
 
-What is minimised is regret, not classification error: where two configurations take nearly the same time, either will
-do. The search is greedy with look-ahead: at the upper levels the best few splits are each grown to the end, and the
-best of these trees is kept. Each leaf has a price, so a gain below it counts as noise. A leaf may leave the choice to
-the generic tree, which costs nothing: what was not seen to gain stays as it was.
+The fit minimises regret, not classification error: if two configurations take nearly the same time, either is good. The
+search is greedy with look-ahead: at the upper levels the best few splits are each grown to the end, and the best of
+these trees is kept. Each leaf has a price, so a gain below it counts as noise. A leaf may leave the choice to the
+generic tree at no price, so choices without a measured gain stay as they were.
 """
 
 import math
@@ -173,7 +173,7 @@ def regrets(rows: Sequence[Measured], tree: Tree) -> dict[str, float]:
 
 
 def replace_leaves(tree: Tree, leaves: Mapping[str, Any]) -> Any:
-    """Return a tree with each leaf's name replaced by what the name stands for."""
+    """Return a tree with each leaf's name replaced by its configuration."""
     if isinstance(tree, list):
         name, threshold, below, above = tree
         return [name, threshold, replace_leaves(below, leaves), replace_leaves(above, leaves)]
@@ -198,7 +198,7 @@ def explain(tree: Any, indent: str = "") -> str:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Return what a leaf decides, in words."""
+    """Return a leaf's decision, in words."""
     if leaf == GENERIC:
         return "the generic tree's choice"
     if isinstance(leaf, bool):

@@ -1,9 +1,10 @@
-"""The cases of a sweep: what trees are fitted to, and what they are judged by."""
+"""The cases of a sweep: those that trees are fitted to, and those that they are judged by."""
 
 from dataclasses import dataclass
 from itertools import product
 
-from quire.bench.cases import Case, decode, decoding, log_normal, over_latents, prompts, share
+from quire.bench.case import Case
+from quire.bench.cases import decode, decoding, log_normal, over_latents, prompts, share
 
 QUICK_MODELS = ("Llama-3-8B", "Llama-3.2-1B", "Gemma-3-12B", "Qwen2.5-7B")
 FEW_HEADS = ("MQA", "Qwen2.5-1.5B")  # one and two KV heads

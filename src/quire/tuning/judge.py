@@ -1,10 +1,10 @@
-"""What a tree is worth: its choices against the generic tree's and against the best that a sweep has found."""
+"""Judge a tree: compare its choices with the generic tree's and with the best of a sweep."""
 
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.tree import decision
 from quire.dispatch.tree_file import load_tree
@@ -26,7 +26,7 @@ from quire.tuning.sweep import Session
 
 
 class Comparison(TypedDict):
-    """The times of a case in µs, and what a tree loses on it.
+    """The times of a case in µs, and the loss of a tree on it.
 
     Attributes:
         case: its name.
@@ -90,7 +90,7 @@ def choice(case: Case, tree: dict[str, Any], properties: DeviceProperties) -> Co
 
 
 def candidates(case: Case, records: Records, tree: dict[str, Any], properties: DeviceProperties) -> dict[str, Config]:
-    """Return what the generic tree chooses, what a tree does, and the best that the sweep has found, if it has any."""
+    """Return the choices of the generic tree and of a tree, and the best of the sweep, if there is one."""
     times = records.last(case.name)
     if not times:
         return {}
@@ -109,7 +109,7 @@ def validate(
     replays: int,
     advance: Callable[[str, int], None] = lambda case, count: None,
 ) -> list[Comparison]:
-    """Time what a tree chooses, the default, and the best that the sweep has found, in turn.
+    """Time a tree's choice, the generic tree's and the best of the sweep, round-robin.
 
     Args:
         chosen: the cases.
@@ -124,7 +124,7 @@ def validate(
         The times of each case that the records have times of.
 
     Raises:
-        RuntimeError: what the tree chooses for a case gives a wrong result.
+        RuntimeError: the result of a tree's choice is wrong.
     """
     found: list[Comparison] = []
     for job in chosen:
@@ -159,7 +159,7 @@ def validate(
 
 
 def summarize(rows: Sequence[Comparison]) -> dict[str, Summary]:
-    """Return what a tree is worth on the cases that it was fitted to ("training"), and on the others ("held_out")."""
+    """Return a tree's regret on the cases that it was fitted to ("training"), and on the others ("held_out")."""
     sets = {
         "training": [row for row in rows if not row["held_out"]],
         "held_out": [row for row in rows if row["held_out"]],
@@ -168,7 +168,7 @@ def summarize(rows: Sequence[Comparison]) -> dict[str, Summary]:
 
 
 def summary_of(rows: Sequence[Comparison]) -> Summary:
-    """Return what a tree is worth on some cases."""
+    """Return a tree's regret on some cases."""
     regrets = [row["regret"] for row in rows]
     with_default = [(row["default"], row) for row in rows if row["default"]]
     over_default = [row["tuned"] / default for default, row in with_default]

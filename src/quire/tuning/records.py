@@ -1,4 +1,4 @@
-"""The file of a sweep: a header, then one line of JSON for each thing that was found, in that order.
+"""The file of a sweep: a header, then one line of JSON for each result, in the order of the sweep.
 
 Lines are only ever appended, so a sweep that was stopped goes on where it was.
 """
@@ -154,7 +154,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def check_line(line: object, first: bool) -> None:
-    """Raise ValueError unless `line` is one of records: the header, if it is the first, else what was found."""
+    """Raise ValueError unless `line` is a line of records: the header, if it is the first, otherwise a result."""
     if not isinstance(line, dict):
         raise ValueError(f"{shown(line)} where an object is expected")
     if first:

@@ -1,9 +1,9 @@
 """Measure every legal configuration on every case, fewer of them for longer in each round.
 
-Each number is recorded at once.
-A case begins with all configurations that are legal for it. Those whose results are wrong are left out before anything
-is timed. The rest are timed in rounds (successive halving): after each round those that cannot win are dropped, and the
-next round measures longer. What the generic tree chooses stays to the end, so that a tree can be compared with it.
+Each number is recorded at once. A case begins with all configurations that are legal for it. Those whose results are
+wrong are left out before anything is timed. The rest are timed in rounds (successive halving): after each round those
+that cannot win are dropped, and the next round measures longer. The generic tree's choice stays to the end, so that a
+tree can be compared with it.
 """
 
 import statistics
@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from quire.bench.cases import Case
+from quire.bench.case import Case
 from quire.bench.inputs import Inputs, make_inputs
 from quire.bench.measure import capture, describe_error, replay
 from quire.bench.peers import quire_calls
@@ -50,7 +50,7 @@ class GpuSession:
         self.ready: dict[Config, tuple[torch.cuda.CUDAGraph, list]] = {}
 
     def check(self, config: Config) -> str | None:
-        """Hold a sample of the result against the oracle, and capture the launches; return what is wrong, or None."""
+        """Compare a sample of the result with the oracle, and capture the launches; return what is wrong, or None."""
         out = self.inputs.empty_out()
         try:
             plan = quire_calls(self.inputs, out, **options_of(config))
@@ -83,7 +83,7 @@ def sweep(
     excluded: frozenset[tuple[str, str]] = frozenset(),
     advance: Callable[[str, int], None] = lambda case, count: None,
 ) -> None:
-    """Measure what the records lack.
+    """Measure everything that the records lack.
 
     Args:
         chosen: the cases.

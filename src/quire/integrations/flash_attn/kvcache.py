@@ -1,6 +1,6 @@
-"""Where a cache's tokens are, how many there are, and the append of new ones.
+"""Caches of `flash_attn_with_kvcache`: the places and the number of their tokens, and the append of new ones.
 
-A contiguous cache is read in place: to the kernel each of its rows is one page that begins at the row's first token.
+A contiguous cache is read in place: for the kernel, each row is one page that begins at the row's first token.
 """
 
 from dataclasses import dataclass

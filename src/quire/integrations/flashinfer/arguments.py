@@ -102,7 +102,7 @@ def read_scoring(
 
 
 def refuse(advice: str, **arguments: object) -> None:
-    """Raise if one of these arguments, none of which is served, says something: neither None nor False nor 0."""
+    """Raise if one of these arguments, which are not served, is anything but None, False or 0."""
     for name, value in arguments.items():
         if value is None or (isinstance(value, bool | int) and not value):
             continue

@@ -1,7 +1,5 @@
 """Decode under FlashInfer's names: one query, or a few, for each sequence."""
 
-from typing import Any
-
 import torch
 
 from quire import Batch
@@ -10,15 +8,10 @@ from quire.integrations.flash_attn.kvcache import multiples
 from quire.integrations.flashinfer.arguments import (
     Pages,
     Scale,
-    check_q_scale,
-    read_cache,
-    read_pages,
     read_scoring,
     refuse,
 )
-from quire.integrations.flashinfer.planned import PagedWrapper, is_batch_invariant, to_device
-
-OutAndLse = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+from quire.integrations.flashinfer.planned import OutAndLse, PagedWrapper, is_batch_invariant, to_device
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -223,7 +216,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             TypeError: an argument is of another type.
             ValueError: an argument does not fit what was planned, or nothing was; nothing was written.
         """
-        scoring = self._planned(window_left)
+        self._planned(window_left)
         refuse("they belong to custom kernels", args=len(args))
         refuse(
             "Quire skips no key and reads no fp4",
@@ -234,15 +227,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             raise ValueError(
                 f"q_len_per_req must be the planned {self._q_len_per_req}, got {q_len_per_req}; pass it to plan"
             )
-        check_q_scale(q_scale)
-        k, v = read_pages(paged_kv_cache, self._kv_layout)
-        cache = read_cache(k, v, self._kv_layout, scoring.kv_data_type, k_scale, v_scale)
-        self._check_page_size(cache.page_size)
+        cache = self._read_cache(paged_kv_cache, q_scale, k_scale, v_scale)
         return self._attend(q, cache, sinks, out, lse, return_lse)
-
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> OutAndLse:
-        """Return `run`'s output and the lse."""
-        return self.run(*args, return_lse=True, **kwargs)
 
     def forward(
         self,

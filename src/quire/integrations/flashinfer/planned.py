@@ -4,20 +4,35 @@ With `use_cuda_graph`, `plan` writes into the buffers that the wrapper was made 
 for the largest batch that the buffers hold. They are kept as long as the wrapper, since captured graphs use them.
 """
 
+from abc import ABC, abstractmethod
 from math import e, log2
+from typing import Any
 
 import torch
 
 import quire
 from quire import AttentionSpec, Batch, PagedKVCache, Plan, State
 from quire.integrations.arguments import as_int, check_flags, check_integers, check_tensor, shown
-from quire.integrations.flashinfer.arguments import Scoring, check_backend, check_layout, check_q, read_scoring, refuse
+from quire.integrations.flashinfer.arguments import (
+    Pages,
+    Scale,
+    Scoring,
+    check_backend,
+    check_layout,
+    check_q,
+    check_q_scale,
+    read_cache,
+    read_pages,
+    read_scoring,
+    refuse,
+)
 
 LOG2E = log2(e)
 LONGEST = 1 << 30  # most keys of a sequence that Quire plans for
+OutAndLse = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class Wrapper:
+class Wrapper(ABC):
     """A batch, how it is attended to, and the plans made for it."""
 
     def __init__(
@@ -58,6 +73,14 @@ class Wrapper:
             )
         self.device = float_workspace_buffer.device
 
+    @abstractmethod
+    def run(self, *args: Any, **kwargs: Any) -> OutAndLse:
+        """Attend, for one layer; each wrapper has its own parameters."""
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> OutAndLse:
+        """Return `run`'s output and the lse."""
+        return self.run(*args, return_lse=True, **kwargs)
+
     def _prepare(
         self, scoring: Scoring, batch: Batch, bounds: tuple[int, int, int], batch_invariant: bool, num_rows: int
     ) -> None:
@@ -88,7 +111,7 @@ class Wrapper:
         return plan
 
     def _planned(self, window_left: int | None = None) -> Scoring:
-        """Return what was planned, or raise if nothing was, or another window."""
+        """Return the planned scoring, or raise if nothing was planned, or another window."""
         if self._scoring is None:
             raise ValueError("plan must be called before run, got no call; call it once per step")
         if window_left is not None:
@@ -134,7 +157,7 @@ class Wrapper:
         return_lse: bool,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> OutAndLse:
         scoring = self._planned()
         check_q(q, scoring.q_data_type, self._num_rows, scoring.num_qo_heads, scoring.head_dim_qk)
         self._has_sinks = sinks is not None
@@ -213,12 +236,17 @@ class PagedWrapper(Wrapper):
         ):
             buffer.copy_(x, non_blocking=non_blocking)
 
-    def _check_page_size(self, page_size: int) -> None:
-        if page_size != self._page_size:
+    def _read_cache(self, paged_kv_cache: Pages, q_scale: Scale, k_scale: Scale, v_scale: Scale) -> PagedKVCache:
+        """Return the cache with its scales, or raise unless it is of the planned dtype and page size."""
+        check_q_scale(q_scale)
+        k, v = read_pages(paged_kv_cache, self._kv_layout)
+        cache = read_cache(k, v, self._kv_layout, self._planned().kv_data_type, k_scale, v_scale)
+        if cache.page_size != self._page_size:
             raise ValueError(
-                f"paged_kv_cache must have pages of the planned {self._page_size} tokens, got {page_size}; "
+                f"paged_kv_cache must have pages of the planned {self._page_size} tokens, got {cache.page_size}; "
                 f"its layout is {self._kv_layout}"
             )
+        return cache
 
 
 def attend(
@@ -231,7 +259,7 @@ def attend(
     return_lse: bool,
     lse_base: str = "log2",
     lse_layout: str = "NH",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> OutAndLse:
     """Return out, or out and the lse in FlashInfer's base and layout; both are written where the caller says."""
     check_flags(return_lse=return_lse)
     for name, value, served in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):

@@ -1,7 +1,5 @@
 """Prefill over pages under FlashInfer's names; any mix with decode is one batch."""
 
-from typing import Any
-
 import torch
 
 from quire import Batch
@@ -9,14 +7,12 @@ from quire.integrations.arguments import as_int, check_flags, check_integers
 from quire.integrations.flashinfer.arguments import (
     Pages,
     Scale,
-    check_q_scale,
-    read_cache,
-    read_pages,
     read_scoring,
     refuse,
     refuse_masks,
 )
 from quire.integrations.flashinfer.planned import (
+    OutAndLse,
     PagedWrapper,
     Wrapper,
     check_buffer,
@@ -25,7 +21,6 @@ from quire.integrations.flashinfer.planned import (
     to_device,
 )
 
-OutAndLse = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 LENGTHS = "lengths follow from the lists that start with kv_indptr and qo_indptr"
 
 
@@ -273,7 +268,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
             TypeError: an argument is of another type.
             ValueError: an argument does not fit what was planned, or nothing was; nothing was written.
         """
-        scoring = self._planned(window_left)
+        self._planned(window_left)
         refuse("they belong to custom kernels", args=len(args))
         refuse(
             "Quire skips no key, reads no fp4 and sums in float32",
@@ -282,15 +277,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
             use_fp16_softmax=use_fp16_softmax,
             uses_spcompress=uses_spcompress,
         )
-        check_q_scale(q_scale)
-        k, v = read_pages(paged_kv_cache, self._kv_layout)
-        cache = read_cache(k, v, self._kv_layout, scoring.kv_data_type, k_scale, v_scale)
-        self._check_page_size(cache.page_size)
+        cache = self._read_cache(paged_kv_cache, q_scale, k_scale, v_scale)
         return self._attend(q, cache, sinks, out, lse, return_lse, lse_base, lse_layout)
-
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> OutAndLse:
-        """Return `run`'s output and the lse."""
-        return self.run(*args, return_lse=True, **kwargs)
 
     def forward(
         self,

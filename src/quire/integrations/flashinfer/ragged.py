@@ -1,7 +1,5 @@
 """Prefill over packed keys under FlashInfer's names: keys and values that are in no pages."""
 
-from typing import Any
-
 import torch
 
 from quire import Batch
@@ -17,13 +15,14 @@ from quire.integrations.flashinfer.arguments import (
 )
 from quire.integrations.flashinfer.planned import (
     LONGEST,
+    OutAndLse,
     check_buffer,
     check_indptr,
     is_batch_invariant,
     largest,
     to_device,
 )
-from quire.integrations.flashinfer.prefill import LENGTHS, OutAndLse, PrefillWrapper, refuse_items
+from quire.integrations.flashinfer.prefill import LENGTHS, PrefillWrapper, refuse_items
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
@@ -229,10 +228,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             )
         cache = read_cache(k, v, "THD", scoring.kv_data_type, k_scale, v_scale)
         return self._attend(q, cache, None, out, lse, return_lse, lse_base, lse_layout)
-
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> OutAndLse:
-        """Return `run`'s output and the lse."""
-        return self.run(*args, return_lse=True, **kwargs)
 
     def forward(
         self,

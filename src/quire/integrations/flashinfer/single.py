@@ -18,7 +18,7 @@ from quire.integrations.flashinfer.arguments import (
     refuse,
     refuse_masks,
 )
-from quire.integrations.flashinfer.planned import attend
+from quire.integrations.flashinfer.planned import OutAndLse, attend
 
 
 def single_decode_with_kv_cache(
@@ -37,7 +37,7 @@ def single_decode_with_kv_cache(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> OutAndLse:
     """Attend from one query, the last token, to the keys of its sequence.
 
     Args:
@@ -96,7 +96,7 @@ def single_prefill_with_kv_cache(
     kv_cache_sf: object = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> OutAndLse:
     """Attend from the last `qo_len` tokens of a sequence to its keys.
 
     Args:
@@ -179,7 +179,7 @@ def attend_one(
     k_scale: Scale,
     v_scale: Scale,
     return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> OutAndLse:
     """Attend over a batch of one sequence, without copying anything from the host."""
     cache = read_cache(k, v, "THD", k.dtype, k_scale, v_scale)
     qo_len, kv_len, device = len(q), len(k), q.device

@@ -2,9 +2,9 @@
 
 Choose it with `python -m sglang.launch_server --attention-backend quire`.
 
-Scheduling, sampling, parallelism and the radix cache stay SGLang's. Nothing of SGLang is patched. SGLang finds
-`register` by the entry point `sglang.srt.plugins` and calls it in each of its processes. `contract.py` holds what
-differs between versions of SGLang, `backend.py` the backend, and `steps.py` what it keeps of a step.
+SGLang keeps scheduling, sampling, parallelism and the radix cache, and its code is not patched. It finds `register` by
+the entry point `sglang.srt.plugins` and calls it in each of its processes. `contract.py` holds what differs between
+versions of SGLang. `backend.py` is the backend, and `steps.py` and `layers.py` hold its state of a step and of a layer.
 """
 
 from quire.integrations.sglang.contract import register

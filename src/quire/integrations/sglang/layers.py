@@ -1,4 +1,4 @@
-"""What the backend keeps of a layer: its spec, and its part of SGLang's pool as pages."""
+"""The state of a layer: its spec, and its part of SGLang's pool as pages."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass
 class Layer:
-    """What stays of a layer from step to step."""
+    """A layer, kept from step to step."""
 
     spec: AttentionSpec
     address: int  # of the buffer that `pages` are a view of
@@ -31,7 +31,7 @@ class Layers:
         page_size: tokens per page.
         dtype: of queries.
         use_mla: whether the pool holds latents.
-        has_window_pool: whether the layers with sliding windows have a pool of their own in it.
+        has_window_pool: whether the layers with sliding windows have a separate pool in it.
     """
 
     def __init__(self, pool: Any, page_size: int, dtype: torch.dtype, use_mla: bool, has_window_pool: bool) -> None:

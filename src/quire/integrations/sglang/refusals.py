@@ -1,4 +1,4 @@
-"""What Quire does not serve under SGLang, refused by name: options of the server, kinds of steps, kinds of layers."""
+"""Refuse by name what Quire does not serve under SGLang: options of the server, kinds of steps, kinds of layers."""
 
 from typing import Any
 

@@ -2,9 +2,10 @@
 
 Choose it with `vllm serve MODEL --attention-backend CUSTOM`, or `--attention-backend QUIRE` from vLLM 0.32 on.
 
-Scheduling, sampling, parallelism and speculation stay vLLM's. Nothing of vLLM is patched. vLLM finds `register` by the
+vLLM keeps scheduling, sampling, parallelism and speculation, and its code is not patched. It finds `register` by the
 entry point `vllm.general_plugins` and calls it in each of its processes. `contract.py` holds what differs between
-versions of vLLM, `backend.py` the rest.
+versions of vLLM. `backend.py` is the backend, `mla.py` and `prefill.py` are those of latent attention, and `choice.py`
+chooses between them.
 """
 
 from quire.integrations.vllm.contract import register

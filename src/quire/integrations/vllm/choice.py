@@ -1,8 +1,8 @@
 """The backend that vLLM finds behind Quire's name: one for multi-head latent attention (MLA), and one for the rest.
 
-vLLM knows a backend by one path, which is `Backend` of this module, and each of its backends either is for MLA or is
-not. A user chooses Quire by one name. So `Backend` is an attribute that is computed: the model that vLLM is loading
-says which class it is.
+A vLLM backend serves either MLA or everything else, and vLLM knows a backend by one path: `Backend` of this module. But
+a user chooses Quire by one name. So `Backend` is a computed attribute: its class depends on the model that vLLM is
+loading.
 """
 
 from typing import Any

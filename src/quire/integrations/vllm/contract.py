@@ -6,8 +6,8 @@ Up to 0.28 a backend chooses the shape of its cache: here a page's keys, then it
 num_kv_heads, head_dim]. From 0.29 on vLLM chooses it: [num_pages, num_kv_heads, page_size, head_dim + head_dim_v], a
 key and its value in one row, in any of six physical orders.
 
-In 0.20 the backend of multi-head latent attention (MLA) also prefills. In 0.33 prefill has backends of its own, which
-are chosen apart; plug-ins have the name CUSTOM there.
+In 0.20 the backend of multi-head latent attention (MLA) also prefills. In 0.33 prefill has separate backends, which are
+chosen separately; plug-ins have the name CUSTOM there.
 
 All of these are recognised by what vLLM has, not by its version number.
 """

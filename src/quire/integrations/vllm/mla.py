@@ -1,6 +1,6 @@
 """vLLM's backend of multi-head latent attention (MLA): what it serves, a builder, and a layer's calls.
 
-A layer keeps one latent per token, c_kv and k_pe side by side. vLLM multiplies queries by the matrix that would expand
+A layer keeps one latent per token: c_kv, followed by k_pe. vLLM multiplies queries by the matrix that would expand
 the latents to keys, so that decoding attends to the latents themselves, which all heads share (`forward_mqa`). Prefill
 expands them (`prefill.py`). A step's decodes come first, and each may have several queries: drafts, or a short prompt,
 for which expanding would cost more than it saves.

@@ -1,8 +1,8 @@
-"""What a builder keeps from step to step: plans, scratch memory, and the bounds of what is compiled ahead.
+"""The state of a metadata builder: plans, scratch memory, and the bounds of what is compiled ahead.
 
 A plan is made when a layer first asks for it, so a step that replays a captured graph makes none. Plans are kept by
-their bounds and by the memory that they read, which vLLM reuses from step to step. All that varies is read on the
-device: nothing here waits for it.
+their bounds and by the memory that they read, which vLLM reuses from step to step. Values that vary are read on the
+device, so nothing here waits for it.
 """
 
 import time

@@ -1,9 +1,9 @@
 """Prefill of multi-head latent attention (MLA): many queries attend to latents expanded to a key and a value per head.
 
-vLLM expands them, those of the step's own tokens and, chunk by chunk, those of their past, and merges the parts. A part
-is attention over keys and values as they are. From the version on that has backends for it, `QuirePrefill` is chosen by
-`--attention-config.mla_prefill_backend CUSTOM`, with any backend for decoding. Before that it belongs to Quire's
-backend of MLA.
+vLLM expands the latents of the step's own tokens, and those of their past chunk by chunk, and merges the parts. A part
+is ordinary attention over keys and values. In versions of vLLM that have backends for prefill, `QuirePrefill` is chosen
+by `--attention-config.mla_prefill_backend CUSTOM`, with any backend for decoding. In earlier versions it belongs to
+Quire's backend of MLA.
 """
 
 from collections.abc import Hashable
@@ -161,7 +161,7 @@ class QuirePrefill(PrefillBackend):
     def run_prefill_context_chunk(
         self, chunk: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
     ) -> Any:
-        """Attend to a chunk of the past, all of which each query sees."""
+        """Attend to a chunk of the past. Every query sees all of it."""
         return attend(
             self.plans,
             chunk.index,

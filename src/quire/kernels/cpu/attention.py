@@ -39,7 +39,7 @@ def attend(
         spec: what to compute.
         batch: the sequences.
         out: [num_tokens, num_q_heads, head_dim_v], written where a sequence owns the token.
-        lse: [num_tokens, num_q_heads] float32, written likewise; or None.
+        lse: [num_tokens, num_q_heads] float32, which is written too; or None.
         sinks: [num_q_heads], where the spec has sinks.
         alibi_slopes: [num_q_heads], where the spec has ALiBi.
         max_query_len: the plan's bound on queries per sequence; None to leave it unchecked.

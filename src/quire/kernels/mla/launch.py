@@ -237,7 +237,7 @@ def with_room_for_a_state(config: KernelConfig, spec: AttentionSpec, device: Dev
 
 
 def rounded_queries(max_query_len: int) -> int:
-    """Round up to a power of two, or to three times one: what tells kernels apart, for few of them."""
+    """Round up to a power of two, or to three times one, so that there are few kernels."""
     three_quarters = 3 * power_of_two(max_query_len) // 4
     return three_quarters if 3 <= max_query_len <= three_quarters else power_of_two(max_query_len)
 

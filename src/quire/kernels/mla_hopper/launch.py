@@ -20,7 +20,8 @@ from quire.kernels.views import Matrix
 
 ROWS = 64  # rows of a row block, as schedule.ROWS
 WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
-FEW_ROWS = 16  # see `propose` (NVIDIA H200, 2026-11-22)
+FEW_ROWS = 32  # up to this many rows of a sequence are the columns of products (few_rows.py)
+SMALLEST_COLUMNS = 16
 FEW_SEQS = 32  # up to this many sequences, programs of the combine belong to sequences, otherwise to boundaries
 COMBINED = 8192  # float32 numbers of partials that a program of the combine holds at once
 SMALLEST_COMBINE = 132  # programs below which a program combines fewer rows or columns
@@ -54,6 +55,12 @@ class MLAHopperLaunch:
         return min(ROWS, power_of_two(max(1, self.request.rows_per_seq)))
 
     @property
+    def columns(self) -> int:
+        """Columns of the products of a consumer that holds all rows; 0 if there are more than FEW_ROWS."""
+        rows = power_of_two(max(SMALLEST_COLUMNS, self.request.rows_per_seq))
+        return rows if rows <= FEW_ROWS else 0
+
+    @property
     def num_partitions(self) -> int:
         """Partitions of the batch's tiles for each row block: as many programs as there are SMs, in all."""
         return max(1, self.request.device.num_sms // self.row_blocks)
@@ -70,7 +77,7 @@ class MLAHopperLaunch:
     @property
     def sequence_cost(self) -> int:
         """Time to begin a sequence, in tiles (NVIDIA H200, 2026-11-22)."""
-        return 4
+        return 1 if self.columns else 4
 
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the attention kernel's grid."""
@@ -88,7 +95,7 @@ class MLAHopperLaunch:
 
     def constexprs(self) -> dict[str, Any]:
         """Return the attention kernel's constexprs, without those that a cache decides."""
-        return {"NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows}
+        return {"NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows, "COLUMNS": self.columns}
 
     @once
     def combine_constexprs(self) -> dict[str, Any]:
@@ -105,7 +112,8 @@ class MLAHopperLaunch:
         while columns > 128 and rows // block_m * (WIDTHS[0] // columns) < SMALLEST_COMBINE:
             columns //= 2
             parts = min(32, 2 * parts)
-        return self.constexprs() | {
+        return {
+            "NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows,
             "BY_SEQUENCE": by_sequence, "BLOCK_M": block_m, "PARTS": parts, "COLUMNS": columns,
         }  # fmt: skip
 
@@ -154,9 +162,6 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
         return "latents that are not 512 + 64 wide"
     if spec.dtype is torch.float32:
         return "float32"
-    few_rows = request.rows_per_seq <= FEW_ROWS < request.num_seqs
-    if spec.kv_dtype != spec.dtype and few_rows and options.kernel is None:
-        return "many sequences with few rows over fp8 latents, which the portable kernel attends to faster"
     if spec.sliding_window is not None or spec.sliding_window_right is not None:
         return "sliding windows"
     if spec.softcap or spec.alibi or spec.sinks:

@@ -14,22 +14,20 @@ from quire.kernels.mla_hopper.schedule import TILE, first_tile, work_of
 
 
 @gluon.jit
-def produce(
-    s, kv_desc, rope_desc, page_table, lengths, partition, row_block, causal, stride_table, table_width,
-    page_rows, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
-):  # fmt: skip
+def produce(s, source, program, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
     """Load the latents of every tile of the partition. The producer warp runs this."""
+    partition, table_width = program.partition, source.table_width
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PAIR: gl.constexpr = 2 * TILE
     lane = gl.arange(0, 32, LANES)
     seq, place = partition.seq, partition.first
     uses, odd_uses = 0, 0
     while place < partition.high:
-        row = page_table + seq.to(gl.int64) * stride_table
+        row = source.page_table + seq.to(gl.int64) * source.stride_table
         # These page numbers are loaded before the length of the sequence is known, so only the table bounds them.
         pos = first_tile(partition, place + partition.overhead) * TILE
         pages = load_pages(row, pos + lane * BOX, table_width * PAGE_SIZE, PAGE_SIZE)
-        work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
+        work, next_place = work_of(program.lengths, partition, seq, place, program.row_block, program.causal, NUM_HEADS)
         stop = gl.minimum(pos + work.count * TILE, work.visible)
         pages = gl.where(pos + lane * BOX < stop, pages, 0)
         end = pos + work.count * TILE
@@ -37,14 +35,14 @@ def produce(
             rows = ()
             for i in gl.static_range(PAIR // BOX):
                 page = gl.sum(gl.where(lane == i, pages, 0), 0)
-                rows = rows + (page * page_rows + (pos + i * BOX) % PAGE_SIZE,)
+                rows = rows + (page * source.page_rows + (pos + i * BOX) % PAGE_SIZE,)
             pages = load_pages(row, pos + PAIR + lane * BOX, stop, PAGE_SIZE)
             has_odd = pos + TILE < end
             for i in gl.static_range(4):
-                load_quarter(s, kv_desc, rope_desc, rows, EVEN, ORDER[EVEN][i], uses, BOX)
+                load_quarter(s, source, rows, EVEN, ORDER[EVEN][i], uses, BOX)
             if has_odd:
                 for i in gl.static_range(4):
-                    load_quarter(s, kv_desc, rope_desc, rows, ODD, ORDER[ODD][i], odd_uses, BOX)
+                    load_quarter(s, source, rows, ODD, ORDER[ODD][i], odd_uses, BOX)
                 odd_uses += 1
             uses += 1
             pos += PAIR
@@ -59,8 +57,9 @@ def load_pages(row, pos, stop, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def load_quarter(s, kv_desc, rope_desc, rows, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use, BOX: gl.constexpr):
+def load_quarter(s, source, rows, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use, BOX: gl.constexpr):
     """Load a quarter of a tile when its place is free. The quarter that is multiplied last brings the rope columns."""
+    kv_desc, rope_desc = source.kv_desc, source.rope_desc
     PLACE: gl.constexpr = PARITY * 4 + QUARTER_I
     WITH_ROPE: gl.constexpr = brings_rope(PARITY, QUARTER_I)
     COLUMNS: gl.constexpr = QUARTER + ROPE if WITH_ROPE else QUARTER
@@ -96,19 +95,20 @@ def raw_tile(place, desc):
 
 
 @gluon.jit
-def convert(s, kv_desc, rope_desc, lengths, partition, row_block, causal, NUM_HEADS: gl.constexpr):
+def convert(s, source, program, NUM_HEADS: gl.constexpr):
     """Convert the latents of every tile of the partition. One warpgroup runs this."""
+    partition = program.partition
     seq, place = partition.seq, partition.first
     uses, odd_uses = 0, 0
     while place < partition.high:
-        work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
+        work, next_place = work_of(program.lengths, partition, seq, place, program.row_block, program.causal, NUM_HEADS)
         left = work.count
         while left > 0:
             for i in gl.static_range(4):
-                convert_quarter(s, kv_desc, rope_desc, EVEN, ORDER[EVEN][i], uses)
+                convert_quarter(s, source, EVEN, ORDER[EVEN][i], uses)
             if left > 1:
                 for i in gl.static_range(4):
-                    convert_quarter(s, kv_desc, rope_desc, ODD, ORDER[ODD][i], odd_uses)
+                    convert_quarter(s, source, ODD, ORDER[ODD][i], odd_uses)
                 odd_uses += 1
             uses += 1
             left -= 2
@@ -117,16 +117,16 @@ def convert(s, kv_desc, rope_desc, lengths, partition, row_block, causal, NUM_HE
 
 
 @gluon.jit
-def convert_quarter(s, kv_desc, rope_desc, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use):
+def convert_quarter(s, source, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use):
     """Convert a quarter of a tile in its place when it has arrived."""
     PLACE: gl.constexpr = PARITY * 4 + QUARTER_I
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     wait(s.raw_full[PLACE], use)
-    raw = raw_tile(s.kv.index(PLACE), kv_desc).slice(0, TILE).load(WIDE)
+    raw = raw_tile(s.kv.index(PLACE), source.kv_desc).slice(0, TILE).load(WIDE)
     s.kv.index(PLACE).store(raw.to(s.kv.dtype))
     if brings_rope(PARITY, QUARTER_I):
-        rope = raw_tile(s.kv_rope.index(PARITY), rope_desc).slice(0, TILE).load(NARROW)
+        rope = raw_tile(s.kv_rope.index(PARITY), source.rope_desc).slice(0, TILE).load(NARROW)
         s.kv_rope.index(PARITY).store(rope.to(s.kv.dtype))
     fence_async_shared()  # tensor cores read shared memory by the async proxy, stores write by the generic one
     mbarrier.arrive(s.full[PLACE], count=1)

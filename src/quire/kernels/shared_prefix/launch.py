@@ -1,7 +1,8 @@
 """`SharedPrefixLaunch`: a launch for each level of shared keys, and one for the keys of each sequence alone.
 
-At a level, the queries of a run of sequences are those of one sequence, whose keys are the run's shared ones. All of
-them see all of these keys, so the level is bidirectional. Each launch gives a state, and the states are combined.
+At a level, a run of sequences is launched as one sequence: its keys are the run's shared keys, and its queries are
+those of all sequences in the run. All queries see all shared keys, so the level is bidirectional. Each launch gives a
+state, and the states are combined.
 """
 
 from collections.abc import Callable, Hashable

@@ -1,7 +1,7 @@
 """Run the launches of shared prefixes one after the other, and combine their states.
 
-Every launch has a batch of its own. What the batch of the plan holds stays where it is: page tables are views of its
-table, and lengths are computed from its lengths at each call. So an engine changes the plan's batch in place, as ever.
+Every launch has a separate batch. Its page table is a view of the plan's table, and its lengths are computed from the
+plan's lengths at each call. So an engine can change the plan's batch in place, as with other plans.
 """
 
 from itertools import accumulate, pairwise
@@ -94,7 +94,7 @@ class SharedPrefixRunner:
         return parts
 
     def check_contents(self, cache: PagedKVCache, num_tokens: int) -> None:
-        """Raise unless the batch's tensors say what the plan says; on the CPU alone, where reading them is cheap."""
+        """Raise unless the batch's tensors agree with the plan. Only on a CPU, where reading them is cheap."""
         bounds, spec = self.decided.request.bounds, self.decided.request.spec
         lens = {"max_query_len": bounds.max_query_len, "max_seq_len": bounds.max_seq_len}
         check_reads(self.batch, cache, spec, num_tokens=num_tokens, **lens)

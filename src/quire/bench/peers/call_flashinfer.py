@@ -1,0 +1,119 @@
+"""FlashInfer's fa2 and fa3 kernels, for pages, packed keys and latents."""
+
+from functools import partial
+
+import torch
+
+from quire.bench.inputs import Inputs
+from quire.bench.measure import Call, Planner
+from quire.bench.peers.arguments import refuse, refuse_other_values, window_of
+
+WORKSPACE = 256 << 20  # bytes
+
+
+def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner:
+    import flashinfer  # pyright: ignore[reportMissingImports]
+
+    spec, case = inputs.case.spec, inputs.case
+    if case.packed:
+        return flashinfer_ragged_calls(inputs, out, backend)
+    if spec.latent:
+        return flashinfer_mla_calls(inputs, out, backend)
+    refuse(spec.sinks, "sinks only through a variant compiled at run time")
+    refuse(
+        backend == "fa3" and (case.bounds["max_query_len"] == 1 or spec.kv_dtype != spec.dtype),
+        "its fa3 kernels are for prefill in 16 bits",
+    )
+    refuse_other_values(spec)
+    indptr = page_starts(inputs)
+    last = torch.tensor([(s - 1) % case.page_size + 1 for s in case.seq_lens], dtype=torch.int32)
+    starts = inputs.cu_seqlens_q.cpu()
+    heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, case.page_size)
+    options = {
+        "window_left": window_of(spec)[0],
+        "q_data_type": spec.dtype,
+        "kv_data_type": spec.kv_dtype,
+        "sm_scale": spec.softmax_scale,
+        "logits_soft_cap": spec.softcap,
+    }
+    shared = torch.empty(WORKSPACE, dtype=torch.uint8, device=inputs.q.device)
+
+    def plan(table: torch.Tensor) -> Call:
+        indices = page_numbers(inputs, table)
+        if case.bounds["max_query_len"] == 1:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                shared, "NHD", use_tensor_cores=spec.group_size > 1, backend=backend
+            )
+            wrapper.plan(indptr, indices, last, *heads, **options)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(shared, "NHD", backend=backend)
+            wrapper.plan(starts, indptr, indices, last, *heads, causal=True, **options)
+        return partial(wrapper.run, inputs.q, (inputs.cache.k, inputs.cache.v), out=out)
+
+    return plan
+
+
+def flashinfer_ragged_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner:
+    import flashinfer  # pyright: ignore[reportMissingImports]
+
+    spec = inputs.case.spec
+    shared = torch.empty(WORKSPACE, dtype=torch.uint8, device=inputs.q.device)
+    starts, key_starts = inputs.cu_seqlens_q.cpu(), inputs.cu_seqlens_k.cpu()
+
+    def plan(table: torch.Tensor) -> Call:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(shared, "NHD", backend=backend)
+        wrapper.plan(
+            starts,
+            key_starts,
+            spec.num_q_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            head_dim_vo=spec.head_dim_v,
+            causal=True,
+            sm_scale=spec.softmax_scale,
+            q_data_type=spec.dtype,
+            kv_data_type=spec.kv_dtype,
+        )
+        return partial(wrapper.run, inputs.q, *inputs.packed(table), out=out)
+
+    return plan
+
+
+def flashinfer_mla_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner:
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata  # pyright: ignore[reportMissingImports]
+
+    spec, case = inputs.case.spec, inputs.case
+    is_fp8 = spec.kv_dtype != spec.dtype
+    refuse(is_fp8 and backend != "fa3", "fp8 latents only in its fa3 kernels")
+    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if is_fp8 else {}
+    indptr = page_starts(inputs)
+    starts, lens = inputs.cu_seqlens_q.cpu(), inputs.seq_lens.cpu()
+    shared = torch.empty(WORKSPACE, dtype=torch.uint8, device=inputs.q.device)
+
+    def plan(table: torch.Tensor) -> Call:
+        indices = page_numbers(inputs, table)
+        wrapper = BatchMLAPagedAttentionWrapper(shared, backend=backend)
+        wrapper.plan(
+            metadata=MLAPlanMetadata.csr(starts, indptr, indices, lens),
+            num_heads=spec.num_q_heads,
+            head_dim_ckv=spec.head_dim_v,
+            head_dim_kpe=spec.head_dim - spec.head_dim_v,
+            page_size=case.page_size,
+            causal=True,
+            sm_scale=spec.softmax_scale,
+            q_data_type=spec.dtype,
+            kv_data_type=spec.kv_dtype,
+        )
+        return partial(wrapper.run, query=inputs.q, kv_cache=inputs.cache.latents, out=out, **scales)
+
+    return plan
+
+
+def page_starts(inputs: Inputs) -> torch.Tensor:
+    """Return where each sequence's pages begin in the list of `page_numbers`, [num_seqs + 1] int32 on the host."""
+    return torch.tensor([0, *inputs.case.pages_per_seq]).cumsum(0).to(torch.int32)
+
+
+def page_numbers(inputs: Inputs, table: torch.Tensor) -> torch.Tensor:
+    """Return the pages of all sequences in one list."""
+    return torch.cat([row[:n] for row, n in zip(table, inputs.case.pages_per_seq, strict=True)])
