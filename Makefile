@@ -84,7 +84,7 @@ test-interpreter: $(VENV)/.ready
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels tests/bench/test_naive.py tests/bench/test_measure.py tests/integrations \
 		tests/engines/test_transformers.py tests/test_api.py tests/test_service.py tests/test_recipes.py tests/mutations
 
-# These few take a third of the interpreter's time. They run on the newest Triton alone.
+# These few take a sixth of the interpreter's time for kernels. They run on the newest Triton alone.
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once
 # Of the remaining time, these take half: they are many cases of what others show once.
 LONGER := one_query_each or small_values or small_scales or full_tiles or quantised_caches or rest_of_the_batch or not_finite or far_strides \

@@ -255,7 +255,7 @@ def test_a_profiler_is_told_of_every_launch(prompts, hook):
         call(plan, inputs)
 
 
-LATENT_CASES = [("sm80", features) for features in ("bfloat16", "no rotary columns", "records")]
+LATENT_CASES = [("sm80", features) for features in ("no rotary columns", "records")]
 
 
 @pytest.mark.parametrize(("target", "features"), [*LATENT_CASES, ("sm90", "e4m3")])

@@ -1,10 +1,11 @@
 """Judge mutants: run a test of the suite on a copy of the package with one place broken.
 
 The tests use `Server`. It starts `python -m tests.mutations.server`, a process that imports PyTorch, Triton and pytest
-once, and never Quire. This process forks a child for each mutant. The child imports the broken copy and runs the judge
-in pytest: a mutant costs the time of its judge and less than a second.
+once, an engine when a judge needs it, and never Quire. This process forks a child for each mutant. The child imports
+the broken copy and runs the judge in pytest: a mutant costs the time of its judge and less than a second.
 """
 
+import importlib
 import json
 import os
 import shutil
@@ -54,9 +55,10 @@ class Server:
     """A process that judges mutants, until it is closed."""
 
     def __init__(self) -> None:
-        # pytest-xdist's variables would tell the judge's plug-ins that it is one of several processes.
+        # pytest-xdist's variables would tell the judge that it is one of several processes.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no judge needs a plug-in; their imports take time
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.mutations.server"],
             cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -110,6 +112,15 @@ def run_judge(mutant: Mutant, folder: str, log: str) -> int:
     return int(code)
 
 
+def import_engine(judge: str) -> None:
+    """Import what takes most of the time of a judge that runs an engine."""
+    if "vllm" in judge:
+        for name in ("tests.engines.vllm_environment", "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backend"):
+            importlib.import_module(name)
+    elif "transformers" in judge:
+        importlib.import_module("transformers")
+
+
 def main() -> None:
     """Judge the mutants that come in, each in a child."""
     import hypothesis  # noqa: F401
@@ -121,6 +132,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         mutant = Mutant(*json.loads(line))
+        import_engine(mutant.judge)
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
             try:
