@@ -188,16 +188,16 @@ def consume_few(s, program, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
     seq, place = partition.seq, partition.first
     n = 0
     AHEAD: gl.constexpr = COLUMNS == 16  # with 32 columns, registers hold only the output
-    panels = load_queries(program.queries, lengths, seq, NUM_HEADS, COLUMNS)
+    panels = load_queries(program.queries, lengths, seq, place < partition.high, NUM_HEADS, COLUMNS)
     while place < partition.high:
         if not AHEAD:
-            panels = load_queries(program.queries, lengths, seq, NUM_HEADS, COLUMNS)
+            panels = load_queries(program.queries, lengths, seq, True, NUM_HEADS, COLUMNS)
         work, next_place = work_of(lengths, partition, seq, place, 0, program.causal, NUM_HEADS)
         scale = store_queries(s, panels, softmax_scale, COLUMNS)
         acc, m_i, l_i = attend(s, work, n, program.causal, scale, NUM_HEADS, COLUMNS)
         seq += 1
         if AHEAD:  # the next sequence's queries are on their way while this one's results are written
-            panels = load_queries(program.queries, lengths, seq, NUM_HEADS, COLUMNS)
+            panels = load_queries(program.queries, lengths, seq, next_place < partition.high, NUM_HEADS, COLUMNS)
         if work.count > 0:
             n += 4 * work.count
             if program.scale_ptr is not None:
@@ -211,14 +211,13 @@ def consume_few(s, program, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
 
 
 @gluon.jit
-def load_queries(queries, lengths, seq, NUM_HEADS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Load all queries of a sequence, [COLUMNS, 576], in panels. After the last sequence, load zeros."""
+def load_queries(queries, lengths, seq, wanted, NUM_HEADS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Load all queries of a sequence, [COLUMNS, 576], in panels. Unless they are wanted, load nothing."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    inside = seq < lengths.num_seqs
     q_start, q_len = queries_of(lengths, gl.minimum(seq, lengths.num_seqs - 1))
     rows = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
-    owned = (inside & (token < q_len))[:, None]
+    owned = (wanted & (token < q_len))[:, None]
     token = (q_start + token).to(gl.int64)
     cols = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
     nope = token * queries.stride_nope_token + head.to(gl.int64) * queries.stride_nope_head
