@@ -34,6 +34,8 @@ ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
+# Defaults of sm90 that do spill, with the bytes that Triton 3.9.0 spills: they must not grow.
+KNOWN_SPILLS = {("e4m3", "chunk, split", 128): 120, ("intervals", "prompt", 256): 144}
 CASES = [  # a kernel takes seconds, so each launch is a test, which two processes can share
     pytest.param(target, features, batch, dim, id=f"{target}-{features}-{batch}-{dim}")
     for target in TARGETS
@@ -41,6 +43,7 @@ CASES = [  # a kernel takes seconds, so each launch is a test, which two process
     if features != "fp8 products" or target in FP8_PRODUCTS
     for batch, dim in launches.selection(target, features)
 ]
+CASES += [pytest.param("sm90", *case, id="-".join(map(str, ("sm90", *case)))) for case in KNOWN_SPILLS]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,7 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
         found = f"{batch}, head_dim {head_dim}: {needs}, {kernel.config}"
         print(f"{target:7} {features:18} {kernel.kernel:15} {found}")
         allowed = on_the_stack.get(kernel.kernel, BY_CHOICE if kernel.registers < REGISTERS else 0)
+        allowed = max(allowed, KNOWN_SPILLS.get((features, batch, head_dim), 0) if target == "sm90" else 0)
         held = target in TUNED and features not in MAY_SPILL
         # The block kernel's tiles of sm80 were not chosen by what spills: they take 16 to 304 bytes of the stack.
         held = held or (target == "sm80" and (features, kernel.kernel) == ("plain", "split_kv_kernel"))
