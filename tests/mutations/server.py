@@ -113,11 +113,12 @@ def run_judge(mutant: Mutant, folder: str, log: str) -> int:
 
 
 def import_engine(judge: str) -> None:
-    """Import what takes most of the time of a judge that runs an engine."""
-    if "vllm" in judge:
+    """Import what takes most of the time of a judge in tests/engines, if that is where it is."""
+    file = judge.partition("::")[0]
+    if file.startswith("engines/test_vllm"):
         for name in ("tests.engines.vllm_environment", "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backend"):
             importlib.import_module(name)
-    elif "transformers" in judge:
+    elif file.startswith("engines/test_transformers"):
         importlib.import_module("transformers")
 
 
