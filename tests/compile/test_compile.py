@@ -34,8 +34,8 @@ ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
-# Defaults of sm90 that do spill, with the bytes that Triton 3.9.0 spills: they must not grow.
-KNOWN_SPILLS = {("e4m3", "chunk, split", 128): 120, ("intervals", "prompt", 256): 144}
+# Defaults of sm90 that do spill, with the most bytes that Triton 3.6.0 or 3.9.0 spills: they must not grow.
+KNOWN_SPILLS = {("e4m3", "chunk, split", 128): 120, ("intervals", "prompt", 256): 176}
 CASES = [  # a kernel takes seconds, so each launch is a test, which two processes can share
     pytest.param(target, features, batch, dim, id=f"{target}-{features}-{batch}-{dim}")
     for target in TARGETS
