@@ -536,8 +536,6 @@ def test_two_processes_that_share_heads_or_layers_write_the_tokens_of_eager_atte
     """Half a minute: each of the two processes imports vLLM."""
     if DEVICE == "cpu" and NAME == "QUIRE" and split == "pipeline_parallel_size":
         pytest.skip("newer vLLM's workers without a GPU allocate no buffer for what the first rank sends on")
-    if DEVICE == "cpu" and NAME != "QUIRE" and split == "tensor_parallel_size":
-        pytest.skip("the newest vLLM shares heads between processes: half a minute once")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # new processes need the platform in `vllm_cpu/`
     # 0.20 needs a core for each process; the variable was read at import
     monkeypatch.setattr("vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "0|1")

@@ -1,8 +1,8 @@
 """The state of a step: page tables and lengths, in memory that is kept from step to step, and the plans made for it.
 
 SGLang numbers slots of single tokens: `req_to_token[request, position]` is a slot. A page table is every page_size-th
-entry of such a row, divided by the size. It is copied once per step into memory of the backend, so that plans and
-captured graphs find every step's table at the same address.
+entry of such a row, divided by the size. Each step copies it once into the backend's buffer, since plans and captured
+graphs need the table at the same address in every step.
 """
 
 from collections import OrderedDict
