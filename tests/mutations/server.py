@@ -5,6 +5,7 @@ once, an engine when a judge needs it, and never Quire. This process forks a chi
 the broken copy and runs the judge in pytest: a mutant costs the time of its judge and less than a second.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -21,6 +22,11 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "src" / "quire"
 PASSED, FAILED = 0, 1  # exit codes of pytest
 TOO_LONG = 120  # seconds
+# What judges import of other packages. PyTorch imports its parts and SymPy when a first operator of a kind needs them.
+IMPORTED_ONCE = (
+    "hypothesis", "numpy", "pytest", "torch._dynamo", "torch.fx.experimental.symbolic_shapes",
+    "triton.experimental.gluon", "triton.experimental.gluon.nvidia.hopper",
+)  # fmt: skip
 
 
 class Mutant(NamedTuple):
@@ -124,16 +130,15 @@ def import_engine(judge: str) -> None:
 
 def main() -> None:
     """Judge the mutants that come in, each in a child."""
-    import hypothesis  # noqa: F401
-    import numpy  # noqa: F401
-    import pytest  # noqa: F401
     import torch
-    import triton  # noqa: F401
 
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     for line in sys.stdin:
         mutant = Mutant(*json.loads(line))
         import_engine(mutant.judge)
+        gc.freeze()  # pytest collects garbage in each child, which would go through what is imported here
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
             try:
