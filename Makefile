@@ -18,6 +18,8 @@ TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
 PIP := $(BIN)/pip install --quiet --no-compile
 # One thread a process: with two processes on two cores, more threads wait for one another and take twice the time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Tests start many processes. Without bytecode, each would compile its tests, and an engine of thousands of files, again.
+unexport PYTHONDONTWRITEBYTECODE
 # Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
 IN_TWO := -n 2 --dist worksteal
 
@@ -73,7 +75,9 @@ $(SGLANG_NEEDS)/.ready: $(VENV)/.ready tests/engines/sglang_cpu/requirements.txt
 demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
-test: test-newest test-interpreter test-old-triton test-old-transformers test-vllm test-sglang
+# An engine's suite is one process, so two run at a time.
+test: test-newest test-interpreter test-old-triton test-old-transformers
+	@$(MAKE) --no-print-directory -j2 -O test-vllm test-sglang
 
 test-newest: $(VENV)/.ready
 	@echo "== CPU path, compile suite, commands, engines: newest Triton and Transformers"

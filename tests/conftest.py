@@ -1,6 +1,6 @@
 """Fixtures and marks of tests that run on a GPU, in Triton's interpreter (TRITON_INTERPRET=1), or through PyTorch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import triton
 
 import quire
 from quire.dispatch.device import is_served_by_torch
+from quire.kernels import scratch
 from quire.testing import Problem, error_budget, make_problem
 
 GPU = torch.cuda.is_available()
@@ -38,6 +39,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, (runs, reason) in MARKS.items():
             if not runs and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_scratch() -> Iterator[None]:
+    """Fill new scratch with NaN, but for its counters: a state that is read and was never written is noticed."""
+    allocate = scratch.allocate
+
+    def poisoned(size: scratch.ScratchSize, device: torch.device) -> torch.Tensor:
+        workspace = allocate(size, device)
+        workspace[size.counters :].fill_(255)
+        return workspace
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scratch, "allocate", poisoned)
+        yield
 
 
 @pytest.fixture(scope="session")
