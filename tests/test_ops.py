@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import quire
+from quire.integrations import flash_attn
 from quire.testing import make_problem
 
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=24, dtype=torch.float32, sinks=True)
@@ -212,6 +213,50 @@ def test_compiled_calls_are_checked_as_eager_ones(case):
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
         torch.compile(attend, backend="eager", fullgraph=True)(arguments)
+
+
+def test_compiled_writes_and_merges_are_checked_as_eager_ones():
+    cache, latents = quire.PagedKVCache(*torch.zeros(2, 8, 4, 2, 16)), torch.zeros(8, 4, 48)
+    latent_cache, slots = quire.PagedKVCache.from_latents(latents, 32), torch.tensor([3, 4])
+    k, three, c_kv, k_pe = torch.ones(2, 2, 16), torch.ones(2, 3, 16), torch.ones(2, 32), torch.ones(2, 16)
+    state = quire.State(k, torch.zeros(2, 2))
+    for call, message in (
+        (lambda: quire.write_kv(k, three, cache, slots), r"v must be \[num_tokens, 2, 16\]"),
+        (lambda: quire.write_kv(k.half(), k.half(), cache, slots), "k must be of .*torch.float32"),
+        (lambda: quire.write_kv(k, k, cache, slots.int()), "slot_mapping must be .*int64"),
+        (lambda: quire.write_latent(c_kv[:, :16], k_pe, latent_cache, slots), "c_kv must be .*32"),
+        (lambda: quire.write_latent(c_kv, None, latent_cache, slots), "k_pe must be"),
+        (lambda: quire.merge_states([state, quire.State(three, torch.zeros(2, 3))]), r"states\[1\].out must be"),
+        (lambda: quire.merge_states([state, quire.State(k.half(), state.lse)]), r"states\[1\].out must be"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+            torch.compile(call, backend="eager", fullgraph=True)()
+    assert not cache.k.any() and not cache.v.any() and not latents.any()
+
+
+def test_what_is_no_operator_breaks_the_graph():
+    cache, pairs = quire.PagedKVCache(*torch.randn(2, 8, 4, 2, 16)), torch.tensor([[0, 1]])
+    spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    starts, (q, k, v) = torch.tensor([0, 5]).int(), torch.randn(3, 5, 2, 16)
+
+    def plan_and_attend():
+        plan = quire.plan(spec, quire.Batch.varlen(starts, starts), max_query_len=5, max_seq_len=5)
+        return quire.varlen_attention(q, k, v, plan)
+
+    for call in (
+        lambda: quire.copy_pages(cache, cache, pairs),
+        lambda: flash_attn.flash_attn_func(q[None], k[None], v[None]),
+        plan_and_attend,
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(call, backend="eager", fullgraph=True)()
+        torch._dynamo.reset()
+        expected, found = call(), torch.compile(call, backend="eager")()
+        assert expected is found is None or torch.equal(found, expected)
 
 
 def test_what_a_wrong_argument_raises_under_compile():
