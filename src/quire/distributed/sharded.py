@@ -93,6 +93,10 @@ class ContextShard:
                 f"page_table must be [num_tokens, max_pages] for positions of shape {list(positions.shape)}, "
                 f"got {list(table.shape)}; give it a row for each token"
             )
+        if table.device != positions.device:
+            raise ValueError(
+                f"page_table must be on {positions.device} as positions are, got {table.device}; move it there"
+            )
         run = positions // self.interleave
         local = run // self.world_size * self.interleave + positions % self.interleave
         held = run % self.world_size == self.rank
@@ -123,9 +127,14 @@ class ContextShard:
         num_queries = check_int("num_queries", num_queries, 1)
         if num_queries == 1:
             return quire.Batch(page_table, self.num_keys(lens))
+        table = check_lens("page_table", page_table)
+        if lens.dim() != 1 or table.dim() != 2:
+            raise ValueError(
+                f"page_table must be [num_seqs, max_pages] for seq_lens of shape {list(lens.shape)}, "
+                f"got {list(table.shape)}; give it a row for each sequence"
+            )
         ends = lens[:, None] - torch.arange(num_queries - 1, -1, -1, dtype=torch.int32, device=lens.device)
-        table = check_lens("page_table", page_table).repeat_interleave(num_queries, 0)
-        return quire.Batch(table, self.num_keys(ends).flatten())
+        return quire.Batch(table.repeat_interleave(num_queries, 0), self.num_keys(ends).flatten())
 
 
 def sharded_attention(

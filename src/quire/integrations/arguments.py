@@ -67,12 +67,30 @@ def check_tensor(name: str, x: torch.Tensor, device: torch.device | None, **dims
         raise ValueError(f"{name} must be [{wanted}], got {list(x.shape)}; see the shapes in the docstring")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device}, got {x.device}; move it there")
+    if x.is_meta:
+        raise UnsupportedError(f"{name} must be on a GPU or the CPU, got meta; move it there")
     if x.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             f"{name} must not require a gradient, got one that does; Quire has no backward pass: "
             "call it under torch.no_grad()"
         )
     return x.shape
+
+
+def check_no_overlap(name: str, x: torch.Tensor) -> None:
+    """Raise if two elements of a tensor to be written may have one address."""
+    reach = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < reach:
+            raise ValueError(
+                f"{name} must have memory for every element, got strides {x.stride()}; copy it with contiguous()"
+            )
+        reach += stride * (size - 1)
+
+
+def is_among(value: object, words: tuple[str, ...]) -> bool:
+    """Return whether a value is one of some words. An array is none, and its `==` is no bool."""
+    return isinstance(value, str) and value in words
 
 
 def check_integers(name: str, x: torch.Tensor, device: torch.device | None, **dims: int | None) -> torch.Size:

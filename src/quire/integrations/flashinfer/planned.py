@@ -12,7 +12,15 @@ import torch
 
 import quire
 from quire import AttentionSpec, Batch, PagedKVCache, Plan, State
-from quire.integrations.arguments import as_int, check_flags, check_integers, check_tensor, shown
+from quire.integrations.arguments import (
+    as_int,
+    check_flags,
+    check_integers,
+    check_no_overlap,
+    check_tensor,
+    is_among,
+    shown,
+)
 from quire.integrations.flashinfer.arguments import (
     Pages,
     Scale,
@@ -263,7 +271,7 @@ def attend(
     """Return out, or out and the lse in FlashInfer's base and layout; both are written where the caller says."""
     check_flags(return_lse=return_lse)
     for name, value, served in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
-        if value not in served:
+        if not is_among(value, served):
             raise ValueError(
                 f"{name} must be {served[0]!r} or {served[1]!r}, got {shown(value)}; {served[0]!r} is usual"
             )
@@ -274,6 +282,7 @@ def attend(
         check_tensor("lse", lse, q.device, **(sizes if lse_layout == "NH" else dict(reversed(sizes.items()))))
         if lse.dtype is not torch.float32:
             raise TypeError(f"lse must be float32, got {lse.dtype}; leave it out to have it allocated")
+        check_no_overlap("lse", lse)
     if lse is not None and lse_layout == "NH" and lse.is_contiguous():
         if out is None:
             out = q.new_empty(*q.shape[:2], plan.spec.head_dim_v)

@@ -244,6 +244,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         rope_theta: float | None = None,
     ) -> OutAndLse:
         """Attend by these scores and this mask, whatever was planned; FlashInfer's old name of `run`."""
+        check_flags(causal=causal)
         self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
         return self.run(q, k, v)
 
@@ -262,5 +263,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         rope_theta: float | None = None,
     ) -> OutAndLse:
         """Return `forward`'s output and the lse."""
+        check_flags(causal=causal)
         self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
         return self.run(q, k, v, return_lse=True)
