@@ -112,15 +112,15 @@ def confirm_plan_ring(a: dict[str, Any], plan: Any) -> bool:
 
 
 def shard() -> distributed.ContextShard:
-    return distributed.ContextShard(0, 2, 2)
+    return distributed.ContextShard(1, 2, 2)
 
 
 def held(position: int) -> bool:
-    return position // 2 % 2 == 0
+    return position // 2 % 2 == 1
 
 
 def num_held(length: int) -> int:
-    return max(0, length) // 4 * 2 + min(2, max(0, length) % 4)
+    return max(0, length) // 4 * 2 + max(0, max(0, length) % 4 - 2)
 
 
 def confirm_num_keys(a: dict[str, Any], found: torch.Tensor) -> bool:
@@ -129,7 +129,7 @@ def confirm_num_keys(a: dict[str, Any], found: torch.Tensor) -> bool:
 
 def make_slot_mapping() -> tuple[Callable, dict[str, Any]]:
     table = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 0]], dtype=torch.int32)
-    return shard().slot_mapping, dict(positions=torch.tensor([3, 4, 0]), page_table=table, page_size=4)
+    return shard().slot_mapping, dict(positions=torch.tensor([3, 4, 7]), page_table=table, page_size=4)
 
 
 def confirm_slot_mapping(a: dict[str, Any], found: torch.Tensor) -> bool:

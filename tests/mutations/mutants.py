@@ -514,8 +514,8 @@ OUTSIDE = {
     # distributed/
     "ranks: a token on two ranks": Mutant(
         "distributed/sharded.py",
-        "held = run % self.world_size == self.rank",
-        "held = run % self.world_size <= self.rank",
+        "held = (run % self.world_size == self.rank)",
+        "held = (run % self.world_size <= self.rank)",
         "test_distributed.py::test_every_token_is_on_one_rank_at_the_end_of_its_pages",
     ),
     "ranks: the last turn is not cut": Mutant(

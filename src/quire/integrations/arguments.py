@@ -67,8 +67,6 @@ def check_tensor(name: str, x: torch.Tensor, device: torch.device | None, **dims
         raise ValueError(f"{name} must be [{wanted}], got {list(x.shape)}; see the shapes in the docstring")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device}, got {x.device}; move it there")
-    if x.is_meta:
-        raise UnsupportedError(f"{name} must be on a GPU or the CPU, got meta; move it there")
     if x.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             f"{name} must not require a gradient, got one that does; Quire has no backward pass: "

@@ -55,6 +55,8 @@ def get_batch_indices_positions(
     """
     batch_size, device = check_indptr("append_indptr", append_indptr), append_indptr.device
     check_integers("seq_lens", seq_lens, None, batch_size=batch_size)
+    if seq_lens.is_meta and device.type != "meta":
+        raise quire.UnsupportedError("seq_lens must be on a GPU or the CPU, got meta; move it there")
     nnz = as_int("nnz", nnz, least=0)
     for name, x in (("batch_indices", batch_indices), ("positions", positions)):
         if x is not None:
@@ -128,7 +130,8 @@ def append_paged_kv_cache(
         held = (sequence < batch_size) & (position >= 0)
         sequence = sequence.clamp(0, batch_size - 1)
         entry = kv_indptr[sequence].long() + position // cache.page_size
-        held &= (entry < kv_indptr[sequence + 1]) & (entry < num_indices)
+        held &= entry < kv_indptr[sequence + 1]
+        held &= entry < num_indices
         page = kv_indices[entry.clamp(0, num_indices - 1)].long()
         held &= (page >= 0) & (page < cache.num_pages)
         slots = torch.where(held & ~padding, page * cache.page_size + position % cache.page_size, -1)

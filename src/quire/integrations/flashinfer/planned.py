@@ -81,6 +81,12 @@ class Wrapper(ABC):
             )
         self.device = float_workspace_buffer.device
 
+    def _check_readable(self, **lists: torch.Tensor | None) -> None:
+        """Raise if a list has no memory. A wrapper for CUDA graphs reads none, and only copies to its own device."""
+        for name, x in lists.items():
+            if x is not None and x.is_meta and not (self._use_cuda_graph and self.device.type == "meta"):
+                raise quire.UnsupportedError(f"{name} must be on a GPU or the CPU, got meta; move it there")
+
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> OutAndLse:
         """Attend, for one layer; each wrapper has its own parameters."""
@@ -205,10 +211,12 @@ class PagedWrapper(Wrapper):
         batch_size = check_indptr(f"{self._prefix}indptr", indptr)
         (num_indices,) = check_integers(f"{self._prefix}indices", indices, None, **{"indptr[-1]": None})
         check_integers(f"{self._prefix}last_page_len", last_page_len, None, batch_size=batch_size)
+        if seq_lens is not None:
+            check_integers("seq_lens", seq_lens, None, batch_size=batch_size)
+        lists = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+        self._check_readable(**{self._prefix + name: x for name, x in lists.items()}, seq_lens=seq_lens)
         if seq_lens is None:
             seq_lens = count_keys(indptr, last_page_len, page_size)
-        else:
-            check_integers("seq_lens", seq_lens, None, batch_size=batch_size)
         if not self._use_cuda_graph:
             if max_seq_len is None:
                 return seq_lens, largest(seq_lens)

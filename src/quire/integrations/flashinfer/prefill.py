@@ -33,6 +33,7 @@ class PrefillWrapper(Wrapper):
     def _read_queries(self, qo_indptr: torch.Tensor, batch_size: int, max_query_len: int | None) -> tuple[int, int]:
         """Check the query counts; return the bound on them, and their sum."""
         check_integers("qo_indptr", qo_indptr, None, **{"batch_size + 1": batch_size + 1})
+        self._check_readable(qo_indptr=qo_indptr)
         num_rows = int(qo_indptr[-1])
         if not self._use_cuda_graph:
             if max_query_len is None:

@@ -150,6 +150,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             pos_encoding_mode,
         )
         batch_size = check_indptr("kv_indptr", kv_indptr)
+        self._check_readable(kv_indptr=kv_indptr)
         lengths = kv_indptr.diff()
         if self._use_cuda_graph and batch_size != self._batch.num_seqs:
             raise ValueError(
