@@ -341,14 +341,14 @@ class PagedKVCache:
 
     @cached_property
     def has_wide_offsets(self) -> bool:
-        """Whether an offset within one page and head, or of a scale, may reach 2^31 elements.
+        """Whether an offset within one page, or of a scale, may reach 2^31 elements.
 
         An unpaged sequence is one page.
         """
-        slots = self.k.shape[0] if self.layout == "THD" else self.page_size
+        slots, heads = self.k.shape[0] if self.layout == "THD" else self.page_size, self.num_kv_heads
         _, scale_slot, scale_head = self.scale_strides
-        return max((slots - 1) * scale_slot, (self.num_kv_heads - 1) * scale_head) >= 1 << 31 or any(
-            (slots - 1) * s.slot + (dim // s.vec_size - 1) * s.vec + s.vec_size > 1 << 31
+        return (slots - 1) * scale_slot + (heads - 1) * scale_head >= 1 << 31 or any(
+            (slots - 1) * s.slot + (heads - 1) * s.head + (dim // s.vec_size - 1) * s.vec + s.vec_size > 1 << 31
             for s, dim in zip(self.strides, (self.head_dim, self.head_dim_v), strict=True)
         )
 

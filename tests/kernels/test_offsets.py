@@ -169,16 +169,18 @@ def copy_far_apart():
     assert torch.equal(back.k, near.k) and torch.equal(back.v, near.v)
 
 
-@pytest.mark.parametrize("layout", ["THD", "NHD", "HDNX, slots", "HDNX, vectors", "scales"])
+@pytest.mark.parametrize("layout", ["THD", "NHD", "NHD, heads", "HDNX, slots", "HDNX, vectors", "scales"])
 def test_the_host_knows_which_offsets_are_wide(layout):
-    """An offset within a page and head is wide from 2^31 elements on."""
-    far = {"THD": 1 << 25, "NHD": 1 << 25, "HDNX, slots": 1 << 25, "HDNX, vectors": 1 << 30, "scales": 1 << 25}[layout]
+    """An offset within a page is wide from 2^31 elements on."""
+    far = 1 << (30 if "heads" in layout or "vectors" in layout else 25)
     scales = ()
     for step, wide in ((far, True), (far // 2, False)):
         memory = torch.empty(1 << 33, dtype=torch.float16, device="meta")
         k = v = memory.as_strided((1, NUM_KEYS, 1, 16), (0, step, 16, 1))
         if layout == "THD":
             k = v = k[0]
+        elif "heads" in layout:
+            k = v = memory.as_strided((1, NUM_KEYS, 3, 16), (0, 16, step, 1))
         elif layout.startswith("HDNX"):
             slot, vector = (step, 8) if "slots" in layout else (8, step)
             k = memory.as_strided((1, 1, 4, NUM_KEYS, 8), (0, 0, vector, slot, 1))

@@ -26,7 +26,7 @@ class Tiling(NamedTuple):
     BLOCK_DV: Any
     K_VEC: Any  # contiguous elements of a head (vLLM's x)
     V_VEC: Any
-    WIDE_OFFSETS: Any  # an offset within a page, or of a scale, may exceed 2^31
+    WIDE_OFFSETS: Any  # an offset within a page, or of a scale, may reach 2^31
     SCORE_MOD: Any  # jit function, or None
     DECODE: Any  # jit function from stored elements to numbers
     PACKED_FP8: Any  # a stored element is two fp8 numbers
@@ -275,16 +275,14 @@ def attend_tile(
     offs_d, offs_dv = tl.arange(0, T.BLOCK_D // EACH), tl.arange(0, T.BLOCK_DV // EACH)
     page = page.to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
-        slot, offs_d, offs_dv = slot.to(tl.int64), offs_d.to(tl.int64), offs_dv.to(tl.int64)
-    kv_head = kv_head.to(tl.int64)  # heads may be the outermost dimension
-    k_head, v_head = cache.k + kv_head * kv.k_head, cache.v + kv_head * kv.k_head  # the same in every tile
-    offs_k = slot * kv.k_slot + page * kv.k_page
+        slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)
+        offs_d, offs_dv = offs_d.to(tl.int64), offs_dv.to(tl.int64)
+    offs_k = slot * kv.k_slot + kv_head * kv.k_head + page * kv.k_page
     offs_v = offs_k
     if kv.v_page is not None:
-        v_head = cache.v + kv_head * kv.v_head
-        offs_v = slot * kv.v_slot + page * kv.v_page
-    k_ptrs = k_head + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
-    v_ptrs = v_head + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
+        offs_v = slot * kv.v_slot + kv_head * kv.v_head + page * kv.v_page
+    k_ptrs = cache.k + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
+    v_ptrs = cache.v + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
     k = load_tile(k_ptrs, keep, offs_d, MASKED, T.HEAD_DIM // EACH, T.BLOCK_D // EACH)
     v = load_tile(v_ptrs, keep, offs_dv, MASKED, T.HEAD_DIM_V // EACH, T.BLOCK_DV // EACH)
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
@@ -300,7 +298,7 @@ def attend_tile(
         scores = tl.dot(q, tl.trans(T.DECODE(k, q.dtype)), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
     v_scale = None
     if T.TOKEN_SCALES:
-        offs_scale = slot * kv.scale_slot + (page * kv.scale_page + kv_head * kv.scale_head)
+        offs_scale = slot * kv.scale_slot + kv_head * kv.scale_head + page * kv.scale_page
         scores *= tl.load(cache.k_scale + offs_scale, mask=keep, other=0.0)[None, :]
         v_scale = tl.load(cache.v_scale + offs_scale, mask=keep, other=0.0)
         if SCALE_V:

@@ -38,7 +38,7 @@ def find_sequence(cu_seqlens_q, num_seqs, row_block, GROUP: tl.constexpr, BLOCK_
     A sequence has `q_len * GROUP` rows. With one spare row block for each sequence, the first row block of sequence s
     is number `cu_seqlens_q[s] * GROUP // BLOCK_M + s`. This needs no sum over sequences, so a binary search finds it.
     """
-    low = 0
+    low = 1  # the first sequence begins with row block 0
     high = num_seqs
     while low < high:  # the last sequence whose first row block is at or before `row_block`
         middle = (low + high) // 2

@@ -62,7 +62,8 @@ class SplitKVLaunch(PortableLaunch):
     @property
     def seqs_at_once(self) -> int:
         """Sequences that a program looks at in one step when it finds its partition."""
-        return 32 if self.request.num_seqs <= 32 else 256
+        num_seqs = self.request.num_seqs
+        return 1 if num_seqs == 1 else 32 if num_seqs <= 32 else 256
 
     @property
     def intervals_at_once(self) -> int:
