@@ -27,8 +27,7 @@ if triton.knobs.runtime.interpret:
 TARGET = replace(TARGETS["sm80"], name="sm80, its first stage")  # the name by which Triton keeps compiled kernels
 NO_STRIDES = {"num_seqs", "num_states", "num_partitions", "window_left", "window_right"}
 WITHIN_A_PAGE = {
-    f"kv.{name}"
-    for name in ("k_slot", "v_slot", "scale_slot", "k_head", "v_head", "scale_head", "k_vec", "v_vec")
+    f"kv.{name}" for name in ("k_slot", "v_slot", "scale_slot", "k_head", "v_head", "scale_head", "k_vec", "v_vec")
 }
 ARGUMENT = re.compile(r'(%[\w.]+): i32 (?:\{[^}]*\} )?loc\("([\w.]+)"')
 SHAPED = re.compile(r"(%[\w.]+) = tt\.(?:splat|broadcast|expand_dims) (%[\w.]+)")

@@ -86,14 +86,14 @@ IN_INTERPRETER = {
     ),
     "K's head offset in int32": Mutant(
         "kernels/primitives.py",
-        "kv_head = kv_head.to(tl.int64)  #",
-        "kv_head = kv_head.to(tl.int32)  #",
+        "slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)",
+        "slot = slot.to(tl.int64)",
         OFFSETS + "[heads]",
     ),
     "slots in int32": Mutant(
         "kernels/primitives.py",
-        "slot, offs_d, offs_dv = slot.to(tl.int64),",
-        "_, offs_d, offs_dv = slot.to(tl.int64),",
+        "slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)",
+        "kv_head = kv_head.to(tl.int64)",
         OFFSETS + "[tokens]",
     ),
     # primitives.py: intervals and trees
@@ -464,7 +464,7 @@ IN_INTERPRETER = {
     # host
     "offsets never wide": Mutant(
         "cache.py",
-        "(slots - 1) * s.slot + (dim // s.vec_size - 1) * s.vec + s.vec_size > 1 << 31",
+        "(slots - 1) * s.slot + (heads - 1) * s.head + (dim // s.vec_size - 1) * s.vec + s.vec_size > 1 << 31",
         "False",
         "kernels/test_offsets.py::test_the_host_knows_which_offsets_are_wide",
     ),
@@ -874,9 +874,9 @@ OUTSIDE = {
     ),
     "K's head offset in int32, compiled": Mutant(
         "kernels/primitives.py",
-        "kv_head = kv_head.to(tl.int64)  #",
-        "kv_head = kv_head.to(tl.int32)  #",
-        INT64 + "[other value width-False]",
+        "slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)",
+        "slot = slot.to(tl.int64)",
+        INT64 + "[other value width-True]",
     ),
     "a shared page taken over": Mutant(
         "allocator.py", "self._owners[sequence.pages[-1]] > 1", "False", "test_allocator.py"
