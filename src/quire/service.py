@@ -18,7 +18,7 @@ from quire.cache import PagedKVCache
 from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
 from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request, cdiv
-from quire.errors import check_device, check_flag, describe
+from quire.errors import check_device, check_flag, check_integer, describe
 from quire.kernels.launch import Launch
 from quire.plan import decide, make_plan
 from quire.spec import AttentionSpec
@@ -78,6 +78,7 @@ def warmup(
     max_num_seqs: int,
     max_num_tokens: int,
     max_seq_len: int,
+    min_query_len: int = 1,
     batch_invariant: bool = False,
     intervals: bool = False,
     trees: bool = False,
@@ -85,6 +86,8 @@ def warmup(
     progress: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Compile and load the write kernel and every attention kernel that batches within the bounds can need.
+
+    Kernels are compiled several at a time.
 
     Queries and outputs are expected to be contiguous, or strided in multiples of 16 elements, as slices of a fused
     projection are. Page tables are expected to be rectangular and int32. Batches with and without `cu_seqlens_q` are
@@ -97,6 +100,8 @@ def warmup(
         max_num_seqs: most sequences of a batch.
         max_num_tokens: most query tokens of a batch.
         max_seq_len: most keys of a sequence.
+        min_query_len: fewest queries of a batch's longest sequence. A server that runs decodes and prompts in batches
+            of their own needs fewer kernels for the prompts.
         batch_invariant: whether the plans are.
         intervals: whether batches may have `key_begin`, and with `trees`, both.
         trees: whether batches may have `tree_bits`.
@@ -117,6 +122,8 @@ def warmup(
         []
     """
     limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
+    advice = "pass the fewest queries of a batch's longest sequence"
+    least = check_integer("min_query_len", min_query_len, advice, 1, limits[1])
     per_token = kinds_of_batches(spec, intervals, trees)
     check_cache(cache, spec)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
@@ -125,28 +132,27 @@ def warmup(
     device = cache.device
     if is_served_by_torch(device):
         return []
-    compiled: dict[Hashable, str] = {}
-    if cache.layout != "THD":
-        compiled["write"] = "write kernel"
-        if progress:
-            progress(compiled["write"])
-        k = torch.zeros(1, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
-        v = torch.zeros(1, spec.num_kv_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
-        nowhere = torch.full((1,), -1, device=device)
-        if spec.latent:
-            write_latent(v[:, 0], k[:, 0, spec.kv_lora_rank :], cache, nowhere)
-        else:
-            write_kv(k, v, cache, nowhere)
-    for planned in launches_within(spec, device_properties(device), *limits, batch_invariant, per_token):
+    from quire.kernels.launcher import compile_together
+
+    launches: dict[Hashable, Launch] = {}
+    for planned in launches_within(spec, device_properties(device), *limits, batch_invariant, per_token, least):
         launch = planned.for_cache(cache)
-        key = launch.compile_key()
-        if key in compiled:
-            continue
-        compiled[key] = str(launch)
-        if progress:
-            progress(compiled[key])
-        launch_without_keys(launch, cache, return_lse)
-    return list(compiled.values())
+        launches.setdefault(launch.compile_key(), launch)
+    names = [*([] if cache.layout == "THD" else ["write kernel"]), *map(str, launches.values())]
+
+    def launch_each(report: Callable[[str], None]) -> None:
+        report_next = map(report, names)
+        if cache.layout != "THD":
+            next(report_next)
+            write_nothing(spec, cache)
+        for launch in launches.values():
+            next(report_next)
+            launch_without_keys(launch, cache, return_lse)
+
+    with compile_together(device):
+        launch_each(progress or (lambda name: None))
+    launch_each(lambda name: None)  # which loads them
+    return names
 
 
 @contextlib.contextmanager
@@ -190,6 +196,7 @@ def launches_within(
     max_seq_len: int,
     batch_invariant: bool,
     per_token: Sequence[tuple[bool, bool]] = ((False, False),),
+    min_query_len: int = 1,
 ) -> Iterator[Launch]:
     """Enumerate the launches of all batches within the bounds, once for each set of bounds that plans distinguish.
 
@@ -198,6 +205,8 @@ def launches_within(
     options = Options(batch_invariant=batch_invariant)
     for num_seqs in sorted({min(n, max_num_seqs) for n in (1, 32, 33, 256, 257, max_num_seqs)}):
         for max_query_len in query_lens(max_num_tokens, spec.latent):
+            if max_query_len < min_query_len:
+                continue
             for num_tokens in powers(max_num_tokens):
                 if num_tokens < max_query_len:
                     continue
@@ -231,6 +240,17 @@ def query_lens(limit: int, latent: bool) -> list[int]:
 def powers(limit: int) -> list[int]:
     """Return the powers of two below a limit, and the limit."""
     return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]
+
+
+def write_nothing(spec: AttentionSpec, cache: PagedKVCache) -> None:
+    """Launch the write kernel for a token without a slot."""
+    k = torch.zeros(1, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=cache.device)
+    v = torch.zeros(1, spec.num_kv_heads, spec.head_dim_v, dtype=spec.dtype, device=cache.device)
+    nowhere = torch.full((1,), -1, device=cache.device)
+    if spec.latent:
+        write_latent(v[:, 0], k[:, 0, spec.kv_lora_rank :], cache, nowhere)
+    else:
+        write_kv(k, v, cache, nowhere)
 
 
 def launch_without_keys(launch: Launch, cache: PagedKVCache, return_lse: bool) -> None:

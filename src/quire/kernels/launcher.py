@@ -5,14 +5,17 @@ tensors of given strides goes through the binder, which compiles and returns the
 with the arguments in order.
 """
 
-from collections.abc import Hashable, Iterable
+import contextlib
+import os
+from collections.abc import Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
-from triton import knobs
+from triton import AsyncCompileMode, knobs
 from triton.runtime.driver import driver
 
-from quire.dispatch.device import COMPILER_OPTIONS, cross_compilation
+from quire.dispatch.device import COMPILER_OPTIONS, compile_for, cross_compilation, device_properties, interprets
 from quire.kernels.views import Matrix
 
 LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to
@@ -28,8 +31,11 @@ class CompiledLaunch(NamedTuple):
     run: Any  # Triton's launcher, for tensor maps in place of descriptors
 
 
+MOST_LAUNCHES = 1024  # that a cache keeps
+
+
 class LaunchCache:
-    """The compiled launches of one plan.
+    """The compiled launches of one plan, or of one verb.
 
     A kernel's parameters are first the tensors of a layer, then those that TMA loads, then arguments that the plan
     fixes, then constexprs.
@@ -50,7 +56,7 @@ class LaunchCache:
         There is none either while a profiler has hooks on Triton's launches, which only the binder calls.
 
         Args:
-            key: everything besides the plan on which the compiled kernel depends.
+            key: everything but the plan, if there is one, on which the compiled kernel and its fixed arguments depend.
             grid: number of programs along each axis.
             tensors: addresses, or tuples of them, in the order of the kernel's first parameters.
             matrices: addresses of the tensors that TMA loads, and what they are for TMA.
@@ -100,6 +106,8 @@ class LaunchCache:
         constants = tuple(meta.get(name) for name in kernel.arg_names[len(tensors) + len(descriptors) + len(fixed) :])
         active: Any = driver.active
         device = active.get_current_device()
+        if len(self.compiled) >= MOST_LAUNCHES:
+            self.compiled.clear()
         self.compiled[key] = CompiledLaunch(compiled, device, address_of(fixed) + constants, formats, run)
 
 
@@ -116,6 +124,23 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta:
     compiled = kernel.warmup(*arguments, grid=grid, **COMPILER_OPTIONS, **meta)
     target.on_compile(kernel.__name__, compiled, meta)
     return None
+
+
+@contextlib.contextmanager
+def compile_together(device: torch.device) -> Iterator[None]:
+    """Compile what is launched in this context, several kernels at a time, and launch nothing.
+
+    Triton holds Python's lock for about a third of a compilation, so more threads than a few gain little.
+    """
+    if interprets():
+        yield
+        return
+    with (
+        ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads,
+        AsyncCompileMode(threads),
+        compile_for(device_properties(device), lambda *compiled: None),
+    ):
+        yield
 
 
 def is_observed() -> bool:

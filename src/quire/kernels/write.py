@@ -14,8 +14,10 @@ from quire.dispatch.device import device_properties
 from quire.dispatch.tree import padded
 from quire.kernels import mods
 from quire.kernels.formats import largest
-from quire.kernels.launcher import launch
+from quire.kernels.launcher import LaunchCache
 from quire.kernels.primitives import dim_offsets
+
+LAUNCHES = LaunchCache()  # by what `write_kv` depends on besides the addresses; layers share one
 
 
 @triton.jit
@@ -76,17 +78,23 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return
+    grid, layer = (num_tokens, cache.num_kv_heads, 1), (cache.k, cache.v, cache.k_scale, cache.v_scale)
+    addresses = k.data_ptr(), v.data_ptr(), *cache.addresses, slot_mapping.data_ptr()
+    key = None
+    if not any((at or 0) % 16 for at in addresses):
+        widths = cache.num_kv_heads, cache.head_dim, cache.head_dim_v
+        key = k.device, k.dtype, v.dtype, k.stride(), v.stride(), cache.kind, widths
+        if LAUNCHES.relaunch(key, grid, addresses):
+            return
     native = device_properties(k.device).native_fp8
-    encoder = mods.encoder(cache.dtype, native)
     as_bytes = not native and cache.dtype in mods.SOFTWARE_DECODERS
-    k_cache, v_cache = (t.view(torch.uint8) if as_bytes else t for t in (cache.k, cache.v))
+    k_cache, v_cache = (t.view(torch.uint8) if as_bytes else t for t in layer[:2])
     ks, vs = cache.strides
     strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *ks[:4], *vs[:4], *cache.scale_strides
     meta = {
         "PAGE_SIZE": cache.page_size, "HEAD_DIM": cache.head_dim, "HEAD_DIM_V": cache.head_dim_v,
         "BLOCK_D": padded(cache.head_dim), "BLOCK_DV": padded(cache.head_dim_v), "K_VEC": ks.vec_size,
-        "V_VEC": vs.vec_size, "ENCODE": encoder, "LARGEST": largest(cache.dtype),
+        "V_VEC": vs.vec_size, "ENCODE": mods.encoder(cache.dtype, native), "LARGEST": largest(cache.dtype),
         "TOKEN_SCALES": cache.scale_kind == "token", "num_warps": 1,
     }  # fmt: skip
-    arguments = k, v, k_cache, v_cache, cache.k_scale, cache.v_scale, slot_mapping, *strides
-    launch(write_kernel, (num_tokens, cache.num_kv_heads), arguments, meta)
+    LAUNCHES.launch(key, write_kernel, grid, (k, v, k_cache, v_cache, *layer[2:], slot_mapping), strides, meta)

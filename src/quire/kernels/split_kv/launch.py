@@ -162,6 +162,8 @@ class SplitKVLaunch(PortableLaunch):
         details = f"{self.num_partitions} partitions × {lanes}, partials of {self.partial_rows} rows"
         if self.is_two_level:
             details += ", two-level combine"
+        if self.seqs_at_once == 1:
+            details += ", one sequence"
         if self.request.num_seqs > self.seqs_at_once:
             details += f", more than {self.seqs_at_once} sequences"
         if self.fixed_split_size:
