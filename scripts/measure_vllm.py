@@ -439,7 +439,7 @@ def draw(results: list[dict[str, Any]]) -> Any:
                 if r is not measured[0]:
                     shown = [f"{100 * speed(name, v, base[p]):.1f}" for p, v in r[name].items()]
                     axis.bar_label(bars, shown, fontsize=7, padding=1)
-            note = f" (above bars: % of {measured[0]['backend']})" if len(measured) > 1 else ""
+            note = f"\nabove bars: % of {measured[0]['backend']}" if len(measured) > 1 else ""
             axis.set(xlabel=f"requests at once, 64 to 1,024 tokens in and out{note}", ylabel="output tokens per second")
             axis.set_axisbelow(True)
             axis.set_xticks(range(len(base)), list(base))

@@ -798,7 +798,8 @@ def contents(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:
             return None
-        return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        flat = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1))
+        return flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, PageSequence):
         return list(value.pages), value.num_tokens
     if isinstance(value, quire.PageAllocator):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import quire
+from quire.integrations import flash_attn
 from quire.testing import make_problem
 
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=24, dtype=torch.float32, sinks=True)
@@ -163,6 +164,96 @@ def test_opcheck():
         torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)
     )
     torch.library.opcheck(torch.ops.quire.merge_states.default, ([p.q, p.q * 2], [torch.zeros(3, 4), torch.ones(3, 4)]))
+
+
+def test_rows_of_no_sequence_are_left_under_compile():
+    p, *_ = problem()
+    plan = quire.plan(SPEC, p.batch, **p.bounds | {"num_tokens": 5})
+
+    def into(q, out):
+        return quire.attention(q, p.cache, plan, sinks=p.sinks, out=out)
+
+    out = torch.full((5, 4, 24), 7.0)
+    torch._dynamo.reset()
+    torch.compile(into, backend="aot_eager", fullgraph=True)(torch.cat([p.q, p.q[:2]]), out)
+    torch.testing.assert_close(out[:3], quire.attention(p.q, p.cache, plan, sinks=p.sinks))
+    assert (out[3:] == 7).all()
+
+
+WRONG = {  # the spec's and the cache's fields, the call's arguments, and what the error names
+    "no sinks": ({"sinks": True}, {}, {}, "sinks must be given exactly when the spec has it, got none"),
+    "sinks": ({}, {}, {"sinks": torch.zeros(4)}, "sinks must be given exactly when the spec has it, got one"),
+    "no slopes": ({"alibi": True}, {}, {}, "alibi_slopes must be given exactly when the spec has it, got none"),
+    "slopes": ({}, {}, {"alibi_slopes": torch.zeros(4)}, "alibi_slopes must be given exactly when the spec has it"),
+    "8 heads": ({}, {}, {"q": torch.zeros(2, 8, 16)}, "q must be .*4, 16"),
+    "2 heads": ({}, {}, {"q": torch.zeros(2, 2, 16)}, "q must be .*4, 16"),
+    "one KV head": ({}, {"num_kv_heads": 1}, {}, "cache must have 2 heads of 16"),
+    "dtypes": ({}, {"dtype": torch.float16}, {"q": torch.zeros(2, 4, 16).half()}, "q must be torch.float32"),
+    "the cache's dtype": ({}, {"dtype": torch.float16}, {}, "cache must be of the spec's kv_dtype torch.float32"),
+    "out's dtype": ({}, {}, {"out": torch.zeros(2, 4, 16).half()}, "out must be .* torch.float32"),
+    "out's shape": ({}, {}, {"out": torch.zeros(4, 4, 16)}, r"out must be \[2, 4, 16\]"),
+    "lse's dtype": ({}, {}, {"out": quire.State(torch.zeros(2, 4, 16), torch.zeros(2, 4).double())}, "out.lse must be"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_compiled_calls_are_checked_as_eager_ones(case):
+    fields, other, wrong, message = WRONG[case]
+    spec = quire.AttentionSpec(**{"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32} | fields)
+    cache = quire.PagedKVCache.empty(replace(spec, kv_dtype=None, **other), 8, 4)
+    batch = quire.Batch(torch.tensor([[0], [1]]).int(), torch.tensor([4, 3]).int())
+    plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=4)
+    arguments = {"q": torch.zeros(2, 4, 16)} | wrong
+
+    def attend(arguments):
+        return quire.attention(cache=cache, plan=plan, **arguments)
+
+    with pytest.raises(ValueError, match=message):
+        attend(arguments)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(attend, backend="eager", fullgraph=True)(arguments)
+
+
+def test_compiled_writes_and_merges_are_checked_as_eager_ones():
+    cache, latents = quire.PagedKVCache(*torch.zeros(2, 8, 4, 2, 16)), torch.zeros(8, 4, 48)
+    latent_cache, slots = quire.PagedKVCache.from_latents(latents, 32), torch.tensor([3, 4])
+    k, three, c_kv, k_pe = torch.ones(2, 2, 16), torch.ones(2, 3, 16), torch.ones(2, 32), torch.ones(2, 16)
+    state = quire.State(k, torch.zeros(2, 2))
+    for call, message in (
+        (lambda: quire.write_kv(k, three, cache, slots), r"v must be \[num_tokens, 2, 16\]"),
+        (lambda: quire.write_kv(k.half(), k.half(), cache, slots), "k must be of .*torch.float32"),
+        (lambda: quire.write_kv(k, k, cache, slots.int()), "slot_mapping must be .*int64"),
+        (lambda: quire.write_latent(c_kv[:, :16], k_pe, latent_cache, slots), "c_kv must be .*32"),
+        (lambda: quire.write_latent(c_kv, None, latent_cache, slots), "k_pe must be"),
+        (lambda: quire.merge_states([state, quire.State(three, torch.zeros(2, 3))]), r"states\[1\].out must be"),
+        (lambda: quire.merge_states([state, quire.State(k.half(), state.lse)]), r"states\[1\].out must be"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+            torch.compile(call, backend="eager", fullgraph=True)()
+    assert not cache.k.any() and not cache.v.any() and not latents.any()
+
+
+def test_what_is_no_operator_breaks_the_graph():
+    cache, pairs = quire.PagedKVCache(*torch.randn(2, 8, 4, 2, 16)), torch.tensor([[0, 1]])
+    spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    starts, (q, k, v) = torch.tensor([0, 5]).int(), torch.randn(3, 5, 2, 16)
+
+    def plan_and_attend():
+        plan = quire.plan(spec, quire.Batch.varlen(starts, starts), max_query_len=5, max_seq_len=5)
+        return quire.varlen_attention(q, k, v, plan)
+
+    for call in (
+        lambda: quire.copy_pages(cache, cache, pairs),
+        lambda: flash_attn.flash_attn_func(q[None], k[None], v[None]),
+        plan_and_attend,
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(call, backend="eager", fullgraph=True)()
 
 
 def test_what_a_wrong_argument_raises_under_compile():

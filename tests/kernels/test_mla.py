@@ -15,7 +15,7 @@ from quire.dispatch.request import Bounds, Options, Request
 from quire.dispatch.tree import padded, power_of_two
 from quire.kernels.mla.launch import MAX_ROW_BLOCKS, propose, rounded_queries
 from quire.plan import decide
-from quire.testing import error_budget, make_problem
+from quire.testing import error_budget, make_problem, owned_slots
 
 pytestmark = pytest.mark.triton
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17))
@@ -133,6 +133,18 @@ def test_records_with_scales_of_their_own(dtype, batch_invariant, device, assert
     spec = mla(3, 512, 64, dtype, kv_dtype=FP8)
     p = make_problem(spec, ((1, 50), (2, 20)), page_size=4, layout="fp8_ds_mla", device=device)
     assert_within_budget(p, attend(p, batch_invariant=batch_invariant)[1])
+
+
+@pytest.mark.parametrize("amplitude", [1e-3, 1e-5])
+def test_small_values_survive_the_scales_of_records(amplitude, device, assert_within_budget):
+    """float16 cannot hold probabilities times small scales."""
+    p = make_problem(
+        mla(3, 512, 64, torch.float16, kv_dtype=FP8), ((1, 50),), page_size=4, layout="fp8_ds_mla", device=device
+    )
+    slots = owned_slots(p.batch, p.cache).flatten().nonzero()[:, 0]
+    c_kv, k_pe = (torch.randn(len(slots), n, generator=torch.Generator().manual_seed(n)).to(device) for n in (512, 64))
+    quire.write_latent((c_kv * amplitude).half(), k_pe.half(), p.cache, slots)
+    assert_within_budget(p, attend(p)[1])
 
 
 def test_batch_invariant_results_do_not_depend_on_the_batch(device, assert_within_budget):

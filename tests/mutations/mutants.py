@@ -56,8 +56,8 @@ IN_INTERPRETER = {
     ),
     "page stride ignored": Mutant(
         "kernels/primitives.py",
-        "offs_k = slot * kv.k_slot + page * kv.k_page",
-        "offs_k = slot * kv.k_slot + page * kv.k_slot",
+        "offs_k = slot * kv.k_slot + kv_head * kv.k_head + page * kv.k_page",
+        "offs_k = slot * kv.k_slot + kv_head * kv.k_head + page * kv.k_slot",
         ATTENTION + "features[causal-1]",
     ),
     "pages past the last key read": Mutant(
@@ -86,14 +86,14 @@ IN_INTERPRETER = {
     ),
     "K's head offset in int32": Mutant(
         "kernels/primitives.py",
-        "kv_head = kv_head.to(tl.int64)  #",
-        "kv_head = kv_head.to(tl.int32)  #",
+        "slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)",
+        "slot = slot.to(tl.int64)",
         OFFSETS + "[heads]",
     ),
     "slots in int32": Mutant(
         "kernels/primitives.py",
-        "slot, offs_d, offs_dv = slot.to(tl.int64),",
-        "_, offs_d, offs_dv = slot.to(tl.int64),",
+        "slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)",
+        "kv_head = kv_head.to(tl.int64)",
         OFFSETS + "[tokens]",
     ),
     # primitives.py: intervals and trees
@@ -313,6 +313,12 @@ IN_INTERPRETER = {
         "weights = p",
         MLA + "records_with_scales_of_their_own[dtype1-False]",
     ),
+    "MLA: small values scaled in float16": Mutant(
+        "kernels/mla/kernel.py",
+        "T.SCALED and q[0].dtype == tl.float16",
+        "False",
+        MLA + "small_values_survive_the_scales_of_records[0.001]",
+    ),
     "MLA: denominators not rescaled": Mutant(
         "kernels/mla/kernel.py", "l_i = l_i * alpha[:, None] + p", "l_i = l_i + p", MLA + "features[causal-1]"
     ),
@@ -458,7 +464,7 @@ IN_INTERPRETER = {
     # host
     "offsets never wide": Mutant(
         "cache.py",
-        "(slots - 1) * s.slot + (dim // s.vec_size - 1) * s.vec + s.vec_size > 1 << 31",
+        "(slots - 1) * s.slot + (heads - 1) * s.head + (dim // s.vec_size - 1) * s.vec + s.vec_size > 1 << 31",
         "False",
         "kernels/test_offsets.py::test_the_host_knows_which_offsets_are_wide",
     ),
@@ -508,8 +514,8 @@ OUTSIDE = {
     # distributed/
     "ranks: a token on two ranks": Mutant(
         "distributed/sharded.py",
-        "held = run % self.world_size == self.rank",
-        "held = run % self.world_size <= self.rank",
+        "held = (run % self.world_size == self.rank)",
+        "held = (run % self.world_size <= self.rank)",
         "test_distributed.py::test_every_token_is_on_one_rank_at_the_end_of_its_pages",
     ),
     "ranks: the last turn is not cut": Mutant(
@@ -868,9 +874,9 @@ OUTSIDE = {
     ),
     "K's head offset in int32, compiled": Mutant(
         "kernels/primitives.py",
-        "kv_head = kv_head.to(tl.int64)  #",
-        "kv_head = kv_head.to(tl.int32)  #",
-        INT64 + "[other value width-False]",
+        "slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)",
+        "slot = slot.to(tl.int64)",
+        INT64 + "[other value width-True]",
     ),
     "a shared page taken over": Mutant(
         "allocator.py", "self._owners[sequence.pages[-1]] > 1", "False", "test_allocator.py"

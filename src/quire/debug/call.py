@@ -15,6 +15,7 @@ import torch
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.debug.memory import DTYPES, Place
+from quire.errors import describe
 from quire.spec import AttentionSpec
 
 FORMAT = 1
@@ -153,8 +154,11 @@ def load(path: Path | str) -> Call:
         The call.
 
     Raises:
+        TypeError: path is no path.
         ValueError: the file cannot be read, or is not a record of a call.
     """
+    if not isinstance(path, Path | str):
+        raise TypeError(f"path must be a path, got {describe(path)}; name a file")
     contract = f"{path} must be a record of `quire.debug.record`"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)

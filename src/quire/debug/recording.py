@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quire import api
+from quire import api, errors
 from quire.cache import PagedKVCache
 from quire.checks import check_attention
 from quire.debug.call import INDICES, Call, batch_of, units_read
@@ -131,7 +131,7 @@ def save(
 def check_path(path: Path | str) -> Path:
     """Return the path of a file that can be written, or raise."""
     if not isinstance(path, Path | str):
-        raise TypeError(f"path must be a path, got {path!r}; name a file")
+        raise TypeError(f"path must be a path, got {errors.describe(path)}; name a file")
     where = Path(path)
     if where.is_dir() or not where.parent.is_dir():
         raise ValueError(f"path must be a file in a folder that is there, got {path}; make the folder first")

@@ -15,7 +15,7 @@ from quire.debug.call import INDICES, Call, batch_of, cache_of, units_read
 from quire.debug.memory import DTYPES, allocate, nbytes, write, write_units
 from quire.dispatch.device import device_properties, is_served_by_torch
 from quire.dispatch.request import Request
-from quire.errors import UnsupportedError
+from quire.errors import UnsupportedError, check_device, check_flag, check_integer, check_served, describe
 from quire.kernels.launch import Launch
 from quire.launch_codec import decode
 from quire.plan import Plan, make_plan, plan
@@ -73,10 +73,18 @@ def replay(
         The verdict, and the differences from the recorded call.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: the tensors do not fit together, or take more than `max_bytes`.
         UnsupportedError: nothing on this device serves the call.
     """
-    device, notes = torch.device(device), []
+    if not isinstance(call, Call):
+        raise TypeError(f"call must be a Call, got {describe(call)}; read it with `quire.debug.load`")
+    device, notes = check_device("device", device, "name one where the call can run") or torch.device("cpu"), []
+    check_served("device", device)
+    check_flag("replan", replan, "say whether to make a plan where the recorded launch could run")
+    max_bytes = check_integer("max_bytes", max_bytes, "it bounds the memory of the tensors", 0, (1 << 63) - 1)
+    if not callable(on_step):
+        raise TypeError(f"on_step must be a function of a sentence, got {describe(on_step)}; pass print, for instance")
     on_step("making the tensors")
     call = renumber(call, max_bytes, notes)
     problem, pair = rebuild(call, device)

@@ -15,6 +15,8 @@ def shown(value: Any) -> str:
     """Return a value as an error message names it."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
+    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to print thousands of digits
+        return f"an integer of {value.bit_length()} bits"
     text = repr(value) if value is None or isinstance(value, bool | int | float | str) else ""
     return text if 0 < len(text) <= 40 else f"a value of type {type(value).__name__}"
 
@@ -35,6 +37,18 @@ def check_lens(name: str, value: Any, dtypes: tuple[torch.dtype, ...] = (torch.i
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must be int32 or int64, got {value.dtype}; convert it once per step")
     return value
+
+
+def as_device(device: Any) -> torch.device:
+    """Return a device; the current GPU for None, or the CPU where there is none. Raise if it is none."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(device, torch.device | str):
+        raise TypeError(f"device must be a torch.device or the name of one, got {shown(device)}; for instance 'cuda'")
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be the name of a device, got {shown(device)}; for instance 'cuda'") from None
 
 
 def process_group(group: Any) -> dist.ProcessGroup:
@@ -87,8 +101,8 @@ def check_sinks(sinks: Any, num_heads: int, device: torch.device) -> None:
     """Raise unless sinks are None or fit."""
     if sinks is None:
         return
-    if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"sinks must be a tensor, got {shown(sinks)}; it has one entry per query head")
+    if not isinstance(sinks, torch.Tensor) or sinks.layout is not torch.strided:
+        raise TypeError(f"sinks must be a tensor with strides, got {shown(sinks)}; it has one entry per query head")
     if sinks.shape != (num_heads,) or not sinks.is_floating_point() or sinks.device != device:
         raise ValueError(
             f"sinks must be [num_q_heads] = [{num_heads}] floating-point numbers on {device}, got {shown(sinks)}; "

@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 
 import quire
-from quire.distributed.arguments import Group, check_int, check_sinks, check_spec, merge, process_group, shown
+from quire.distributed.arguments import (
+    Group,
+    as_device,
+    check_int,
+    check_sinks,
+    check_spec,
+    merge,
+    process_group,
+    shown,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,7 +77,7 @@ def plan_ring(
     if isinstance(seq_lens, str) or not isinstance(seq_lens, Sequence) or not seq_lens:
         raise TypeError(f"seq_lens must be a list of integers, got {shown(seq_lens)}; pass the length of each prompt")
     lens = [check_int(f"seq_lens[{i}]", n, 0) for i, n in enumerate(seq_lens)]
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = as_device(device)
     size, rank = dist.get_world_size(members), dist.get_rank(members)
     shares = [[chunk_pair(n, r, size) for n in lens] for r in range(size)]
     starts = [0, *accumulate(lens)][:-1]
@@ -209,8 +218,10 @@ def send_on(
 
 def check_share(name: str, tensor: Any, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise unless a tensor is this rank's share; what else it must be, `attention` checks."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {shown(tensor)}; pass the rows `plan.tokens` of the whole")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        raise TypeError(
+            f"{name} must be a tensor with strides, got {shown(tensor)}; pass the rows `plan.tokens` of the whole"
+        )
     if tensor.shape != shape or tensor.device.type != device.type:
         raise ValueError(
             f"{name} must be {list(shape)} on {device}, got {shown(tensor)}; pass the rows `plan.tokens` of the whole"

@@ -74,7 +74,7 @@ class ContextShard:
         """Return the slots of new tokens in this rank's cache, for `quire.write_kv`; -1 for those of other ranks.
 
         Args:
-            positions: [num_tokens] int32 or int64, of each token in its whole sequence.
+            positions: [num_tokens] int32 or int64, of each token in its whole sequence; negative to leave one out.
             page_table: [num_tokens, max_pages] int32 or int64, of each token the row of its sequence on this rank.
             page_size: tokens per page.
 
@@ -83,7 +83,7 @@ class ContextShard:
 
         Raises:
             TypeError: an argument is of another type.
-            ValueError: shapes do not fit together.
+            ValueError: shapes or devices do not fit together. On a CPU also if a position has no page.
         """
         positions = check_lens("positions", positions).long()
         table = check_lens("page_table", page_table)
@@ -93,10 +93,19 @@ class ContextShard:
                 f"page_table must be [num_tokens, max_pages] for positions of shape {list(positions.shape)}, "
                 f"got {list(table.shape)}; give it a row for each token"
             )
+        if table.device != positions.device:
+            raise ValueError(
+                f"page_table must be on {positions.device} as positions are, got {table.device}; move it there"
+            )
         run = positions // self.interleave
         local = run // self.world_size * self.interleave + positions % self.interleave
-        held = run % self.world_size == self.rank
+        held = (run % self.world_size == self.rank) & (positions >= 0)
         entry = torch.where(held, local // page_size, 0)
+        if table.device.type == "cpu" and bool((entry >= table.shape[1]).any()):
+            raise ValueError(
+                f"page_table must have {int(entry.max()) + 1} pages of {page_size} tokens for these positions, "
+                f"got {table.shape[1]}; allocate the pages first"
+            )
         pages = table.gather(1, entry[:, None])[:, 0].long()
         return torch.where(held, pages * page_size + local % page_size, -1)
 
@@ -123,9 +132,14 @@ class ContextShard:
         num_queries = check_int("num_queries", num_queries, 1)
         if num_queries == 1:
             return quire.Batch(page_table, self.num_keys(lens))
+        table = check_lens("page_table", page_table)
+        if lens.dim() != 1 or table.dim() != 2:
+            raise ValueError(
+                f"page_table must be [num_seqs, max_pages] for seq_lens of shape {list(lens.shape)}, "
+                f"got {list(table.shape)}; give it a row for each sequence"
+            )
         ends = lens[:, None] - torch.arange(num_queries - 1, -1, -1, dtype=torch.int32, device=lens.device)
-        table = check_lens("page_table", page_table).repeat_interleave(num_queries, 0)
-        return quire.Batch(table, self.num_keys(ends).flatten())
+        return quire.Batch(table.repeat_interleave(num_queries, 0), self.num_keys(ends).flatten())
 
 
 def sharded_attention(

@@ -75,6 +75,22 @@ def check_tensor(name: str, x: torch.Tensor, device: torch.device | None, **dims
     return x.shape
 
 
+def check_no_overlap(name: str, x: torch.Tensor) -> None:
+    """Raise if two elements of a tensor to be written may have one address."""
+    reach = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < reach:
+            raise ValueError(
+                f"{name} must have memory for every element, got strides {x.stride()}; copy it with contiguous()"
+            )
+        reach += stride * (size - 1)
+
+
+def is_among(value: object, words: tuple[str, ...]) -> bool:
+    """Return whether a value is one of some words. An array is none, and its `==` is no bool."""
+    return isinstance(value, str) and value in words
+
+
 def check_integers(name: str, x: torch.Tensor, device: torch.device | None, **dims: int | None) -> torch.Size:
     """Return the shape of `x`, or raise unless `check_tensor` passes and its dtype is int32 or int64."""
     shape = check_tensor(name, x, device, **dims)

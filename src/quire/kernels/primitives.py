@@ -277,12 +277,14 @@ def attend_tile(
     if T.WIDE_OFFSETS:
         slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)
         offs_d, offs_dv = offs_d.to(tl.int64), offs_dv.to(tl.int64)
-    offs_k = slot * kv.k_slot + kv_head * kv.k_head + page * kv.k_page
+    k_head, v_head = cache.k + kv_head * kv.k_head, cache.v + kv_head * kv.k_head  # the same in every tile
+    offs_k = slot * kv.k_slot + page * kv.k_page
     offs_v = offs_k
     if kv.v_page is not None:
-        offs_v = slot * kv.v_slot + kv_head * kv.v_head + page * kv.v_page
-    k_ptrs = cache.k + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
-    v_ptrs = cache.v + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
+        v_head = cache.v + kv_head * kv.v_head
+        offs_v = slot * kv.v_slot + page * kv.v_page
+    k_ptrs = k_head + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
+    v_ptrs = v_head + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
     k = load_tile(k_ptrs, keep, offs_d, MASKED, T.HEAD_DIM // EACH, T.BLOCK_D // EACH)
     v = load_tile(v_ptrs, keep, offs_dv, MASKED, T.HEAD_DIM_V // EACH, T.BLOCK_DV // EACH)
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.

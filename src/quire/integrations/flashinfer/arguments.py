@@ -7,7 +7,7 @@ import torch
 
 from quire import AttentionSpec, PagedKVCache, UnsupportedError
 from quire.integrations import layer_spec
-from quire.integrations.arguments import as_int, as_number, check_flags, check_tensor, shown
+from quire.integrations.arguments import as_int, as_number, check_flags, check_tensor, is_among, shown
 
 LAYOUTS = {
     "NHD": {"num_pages": None, "page_size": None, "num_kv_heads": None, "head_dim": None},
@@ -116,20 +116,20 @@ def refuse_masks(**arguments: object) -> None:
 
 def check_backend(backend: str) -> None:
     """Raise unless the backend is left to be chosen."""
-    if backend != "auto":
+    if not is_among(backend, ("auto",)):
         raise UnsupportedError(f"backend must be 'auto', got {shown(backend)}; Quire runs its own kernels")
 
 
 def check_layout(kv_layout: str) -> str:
     """Return the layout, or raise unless it is one of FlashInfer's."""
-    if kv_layout not in ("NHD", "HND"):
+    if not is_among(kv_layout, ("NHD", "HND")):
         raise ValueError(f"kv_layout must be 'NHD' or 'HND', got {shown(kv_layout)}; name the cache's layout")
     return kv_layout
 
 
 def check_position_encoding(mode: str) -> None:
     """Raise unless attention is to apply none."""
-    if mode not in POSITION_ENCODINGS:
+    if not is_among(mode, POSITION_ENCODINGS):
         names = ", ".join(POSITION_ENCODINGS)
         raise ValueError(f"pos_encoding_mode must be one of {names}, got {shown(mode)}; 'NONE' is the one served")
     if mode == "ALIBI":

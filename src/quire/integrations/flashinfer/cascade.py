@@ -4,10 +4,12 @@ import torch
 
 import quire
 from quire import State
-from quire.integrations.arguments import as_int, check_flags, check_tensor, shown
+from quire.integrations.arguments import as_int, check_flags, check_no_overlap, check_tensor, shown
 from quire.integrations.flashinfer.arguments import Pages
 from quire.integrations.flashinfer.planned import LOG2E
 from quire.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+MOST_LEVELS = 256
 
 
 def merge_state(
@@ -64,6 +66,8 @@ def merge_state_in_place(
         check_tensor("mask", mask, v.device, seq_len=sizes[0])
         if mask.is_complex():
             raise TypeError(f"mask must be bool, got {mask.dtype}; it says which rows to merge")
+    check_no_overlap("v", v)
+    check_no_overlap("s", s)
     merged, lse = _merge([(v, s), (v_other, s_other)])
     if mask is not None:
         rows = mask.bool()[:, None]
@@ -152,7 +156,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
     ) -> None:
-        num_levels = as_int("num_levels", num_levels, least=1)
+        num_levels = as_int("num_levels", num_levels, least=1, most=MOST_LEVELS)
         check_flags(use_cuda_graph=use_cuda_graph)
         self._use_cuda_graph = use_cuda_graph
         buffers = {

@@ -11,7 +11,7 @@ from quire.integrations.flashinfer.arguments import (
     read_scoring,
     refuse,
 )
-from quire.integrations.flashinfer.planned import OutAndLse, PagedWrapper, is_batch_invariant, to_device
+from quire.integrations.flashinfer.planned import LONGEST, OutAndLse, PagedWrapper, is_batch_invariant, to_device
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -144,7 +144,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             logits_soft_cap,
             pos_encoding_mode,
         )
-        page_size = as_int("page_size", page_size, least=1)
+        page_size = as_int("page_size", page_size, least=1, most=LONGEST)
         seq_lens, most_keys = self._read_pages(indptr, indices, last_page_len, page_size, seq_lens)
         invariant = is_batch_invariant(fixed_split_size, disable_split_kv)
         batch_size = len(last_page_len)

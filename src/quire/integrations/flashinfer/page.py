@@ -4,9 +4,9 @@ import torch
 
 import quire
 from quire import PagedKVCache
-from quire.integrations.arguments import as_int, check_integers, check_tensor
+from quire.integrations.arguments import as_int, check_integers, check_no_overlap, check_tensor
 from quire.integrations.flashinfer.arguments import Pages, check_layout, read_pages
-from quire.integrations.flashinfer.planned import check_indptr
+from quire.integrations.flashinfer.planned import LONGEST, check_indptr
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -27,7 +27,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     batch_size = check_indptr("kv_indptr", kv_indptr)
     check_integers("kv_last_page_len", kv_last_page_len, kv_indptr.device, batch_size=batch_size)
     full_pages = (kv_indptr.diff() - 1).clamp(min=0)
-    return full_pages * as_int("page_size", page_size, least=1) + kv_last_page_len
+    return full_pages * as_int("page_size", page_size, least=1, most=LONGEST) + kv_last_page_len
 
 
 def get_batch_indices_positions(
@@ -55,14 +55,19 @@ def get_batch_indices_positions(
     """
     batch_size, device = check_indptr("append_indptr", append_indptr), append_indptr.device
     check_integers("seq_lens", seq_lens, None, batch_size=batch_size)
+    if seq_lens.is_meta and device.type != "meta":
+        raise quire.UnsupportedError("seq_lens must be on a GPU or the CPU, got meta; move it there")
     nnz = as_int("nnz", nnz, least=0)
     for name, x in (("batch_indices", batch_indices), ("positions", positions)):
         if x is not None:
             check_tensor(name, x, device, nnz=nnz)
             if x.dtype is not torch.int32:
                 raise TypeError(f"{name} must be int32, got {x.dtype}; leave it out to have it allocated")
+            check_no_overlap(name, x)
     token = torch.arange(nnz, device=device)
     starts = append_indptr.long().contiguous()
+    if device.type == "cpu" and bool((starts.diff() < 0).any()):
+        raise ValueError(f"append_indptr must not decrease, got {starts.tolist()}; build it with cumsum")
     after = torch.searchsorted(starts[1:], token, right=True)  # how many sequences end before it
     used = after < batch_size
     position = token
@@ -126,6 +131,7 @@ def append_paged_kv_cache(
         sequence = sequence.clamp(0, batch_size - 1)
         entry = kv_indptr[sequence].long() + position // cache.page_size
         held &= entry < kv_indptr[sequence + 1]
+        held &= entry < num_indices
         page = kv_indices[entry.clamp(0, num_indices - 1)].long()
         held &= (page >= 0) & (page < cache.num_pages)
         slots = torch.where(held & ~padding, page * cache.page_size + position % cache.page_size, -1)

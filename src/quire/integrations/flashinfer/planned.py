@@ -12,7 +12,15 @@ import torch
 
 import quire
 from quire import AttentionSpec, Batch, PagedKVCache, Plan, State
-from quire.integrations.arguments import as_int, check_flags, check_integers, check_tensor, shown
+from quire.integrations.arguments import (
+    as_int,
+    check_flags,
+    check_integers,
+    check_no_overlap,
+    check_tensor,
+    is_among,
+    shown,
+)
 from quire.integrations.flashinfer.arguments import (
     Pages,
     Scale,
@@ -72,6 +80,12 @@ class Wrapper(ABC):
                 "it says on which device the wrapper works"
             )
         self.device = float_workspace_buffer.device
+
+    def _check_readable(self, **lists: torch.Tensor | None) -> None:
+        """Raise if a list has no memory. A wrapper for CUDA graphs reads none, and only copies to its own device."""
+        for name, x in lists.items():
+            if x is not None and x.is_meta and not (self._use_cuda_graph and self.device.type == "meta"):
+                raise quire.UnsupportedError(f"{name} must be on a GPU or the CPU, got meta; move it there")
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> OutAndLse:
@@ -197,10 +211,12 @@ class PagedWrapper(Wrapper):
         batch_size = check_indptr(f"{self._prefix}indptr", indptr)
         (num_indices,) = check_integers(f"{self._prefix}indices", indices, None, **{"indptr[-1]": None})
         check_integers(f"{self._prefix}last_page_len", last_page_len, None, batch_size=batch_size)
+        if seq_lens is not None:
+            check_integers("seq_lens", seq_lens, None, batch_size=batch_size)
+        lists = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+        self._check_readable(**{self._prefix + name: x for name, x in lists.items()}, seq_lens=seq_lens)
         if seq_lens is None:
             seq_lens = count_keys(indptr, last_page_len, page_size)
-        else:
-            check_integers("seq_lens", seq_lens, None, batch_size=batch_size)
         if not self._use_cuda_graph:
             if max_seq_len is None:
                 return seq_lens, largest(seq_lens)
@@ -263,7 +279,7 @@ def attend(
     """Return out, or out and the lse in FlashInfer's base and layout; both are written where the caller says."""
     check_flags(return_lse=return_lse)
     for name, value, served in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
-        if value not in served:
+        if not is_among(value, served):
             raise ValueError(
                 f"{name} must be {served[0]!r} or {served[1]!r}, got {shown(value)}; {served[0]!r} is usual"
             )
@@ -274,6 +290,7 @@ def attend(
         check_tensor("lse", lse, q.device, **(sizes if lse_layout == "NH" else dict(reversed(sizes.items()))))
         if lse.dtype is not torch.float32:
             raise TypeError(f"lse must be float32, got {lse.dtype}; leave it out to have it allocated")
+        check_no_overlap("lse", lse)
     if lse is not None and lse_layout == "NH" and lse.is_contiguous():
         if out is None:
             out = q.new_empty(*q.shape[:2], plan.spec.head_dim_v)

@@ -12,6 +12,7 @@ from quire.integrations.flashinfer.arguments import (
     refuse_masks,
 )
 from quire.integrations.flashinfer.planned import (
+    LONGEST,
     OutAndLse,
     PagedWrapper,
     Wrapper,
@@ -32,6 +33,7 @@ class PrefillWrapper(Wrapper):
     def _read_queries(self, qo_indptr: torch.Tensor, batch_size: int, max_query_len: int | None) -> tuple[int, int]:
         """Check the query counts; return the bound on them, and their sum."""
         check_integers("qo_indptr", qo_indptr, None, **{"batch_size + 1": batch_size + 1})
+        self._check_readable(qo_indptr=qo_indptr)
         num_rows = int(qo_indptr[-1])
         if not self._use_cuda_graph:
             if max_query_len is None:
@@ -198,7 +200,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
             logits_soft_cap,
             pos_encoding_mode,
         )
-        page_size = as_int("page_size", page_size, least=1)
+        page_size = as_int("page_size", page_size, least=1, most=LONGEST)
         lists = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         lengths, most_keys = self._read_pages(*lists, page_size, seq_lens, max_sequence_kv)
         most_queries, num_rows = self._read_queries(qo_indptr, len(lengths), max_token_per_sequence)
@@ -296,6 +298,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
         rope_theta: float | None = None,
     ) -> OutAndLse:
         """Attend by these scores and this mask, whatever was planned; FlashInfer's old name of `run`."""
+        check_flags(causal=causal)
         self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
 
@@ -315,6 +318,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
         rope_theta: float | None = None,
     ) -> OutAndLse:
         """Return `forward`'s output and the lse."""
+        check_flags(causal=causal)
         self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
 

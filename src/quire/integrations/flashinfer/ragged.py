@@ -150,6 +150,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             pos_encoding_mode,
         )
         batch_size = check_indptr("kv_indptr", kv_indptr)
+        self._check_readable(kv_indptr=kv_indptr)
         lengths = kv_indptr.diff()
         if self._use_cuda_graph and batch_size != self._batch.num_seqs:
             raise ValueError(
@@ -244,6 +245,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         rope_theta: float | None = None,
     ) -> OutAndLse:
         """Attend by these scores and this mask, whatever was planned; FlashInfer's old name of `run`."""
+        check_flags(causal=causal)
         self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
         return self.run(q, k, v)
 
@@ -262,5 +264,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         rope_theta: float | None = None,
     ) -> OutAndLse:
         """Return `forward`'s output and the lse."""
+        check_flags(causal=causal)
         self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
         return self.run(q, k, v, return_lse=True)

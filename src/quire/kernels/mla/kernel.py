@@ -103,6 +103,8 @@ def attend_latents(
     s_rows = None
     if T.SCALED:
         s_rows = latents.scale + (page * kv.scale_page + before * kv.scale_slot) + slot * kv.scale_slot
+    # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
+    SCALE_V: tl.constexpr = T.SCALED and q[0].dtype == tl.float16
     offs_c = tl.arange(0, WIDTH)
     parts, scales = (), ()
     scores = tl.zeros([rows.head.shape[0], T.BLOCK_N], tl.float32)
@@ -123,7 +125,10 @@ def attend_latents(
             if T.SCALED:  # stored numbers are multiplied, which is exact, and then scaled
                 scale = tl.load(s_rows + i, mask=keep, other=0.0)
                 products *= scale[None, :]
-                scales = scales + (scale,)
+                if SCALE_V:
+                    part = (part.to(tl.float32) * scale[:, None]).to(part.dtype)
+                else:
+                    scales = scales + (scale,)
             parts = parts + (part,)
             scores = products if i == 0 else scores + products
     if T.ROPE > 0:
@@ -147,7 +152,7 @@ def attend_latents(
     accs = ()
     for i in tl.static_range(T.PARTS):
         weights = p
-        if T.SCALED:
+        if T.SCALED and not SCALE_V:
             weights = p * scales[i][None, :]
         weights = weights.to(parts[i].dtype)
         accs = accs + (tl.dot(weights, parts[i], acc[i] * alpha[:, None], input_precision=T.INPUT_PRECISION),)

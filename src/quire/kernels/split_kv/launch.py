@@ -62,8 +62,7 @@ class SplitKVLaunch(PortableLaunch):
     @property
     def seqs_at_once(self) -> int:
         """Sequences that a program looks at in one step when it finds its partition."""
-        num_seqs = self.request.num_seqs
-        return 1 if num_seqs == 1 else 32 if num_seqs <= 32 else 256
+        return 32 if self.request.num_seqs <= 32 else 256
 
     @property
     def intervals_at_once(self) -> int:
@@ -162,8 +161,6 @@ class SplitKVLaunch(PortableLaunch):
         details = f"{self.num_partitions} partitions × {lanes}, partials of {self.partial_rows} rows"
         if self.is_two_level:
             details += ", two-level combine"
-        if self.seqs_at_once == 1:
-            details += ", one sequence"
         if self.request.num_seqs > self.seqs_at_once:
             details += f", more than {self.seqs_at_once} sequences"
         if self.fixed_split_size:
