@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.bench import guard, results
+from quire.bench.cases import SETS
 from quire.bench.guard import Floor, compare, floors_of
 from quire.bench.measure import NoResult
 from quire.bench.results import make_row
@@ -37,17 +38,23 @@ def floors(tmp_path, run_of, capsys) -> Path:
     return path
 
 
-def test_the_floors_in_the_docs_are_those_of_the_results_there(tmp_path):
+IN_THE_DOCS = pytest.mark.parametrize(("name", "num_cases"), [("h200", 99), ("mla_decode_h200", 38)])
+
+
+@IN_THE_DOCS
+def test_the_floors_in_the_docs_are_those_of_the_results_there(name, num_cases, tmp_path):
     made = tmp_path / "floors.json"
-    assert main(["bench", "--make-guard", str(DOCS / "h200.json"), str(made)]) == 0
-    assert made.read_text() == (DOCS / "h200_floors.json").read_text(), "make docs/results/h200_floors.json again"
-    found = guard.load(DOCS / "h200_floors.json")
-    assert len(found.cases) == 99 and found.provenance.device == "NVIDIA H200"
+    assert main(["bench", "--make-guard", str(DOCS / f"{name}.json"), str(made)]) == 0
+    assert made.read_text() == (DOCS / f"{name}_floors.json").read_text(), f"make {name}_floors.json again"
+    found = guard.load(DOCS / f"{name}_floors.json")
+    assert len(found.cases) == num_cases and found.provenance.device == "NVIDIA H200"
+    assert set(found.cases) <= {case.name for some in SETS.values() for case in some}  # what --guard measures
 
 
-def test_the_results_in_the_docs_hold_their_own_floors():
-    found = compare(guard.load(DOCS / "h200_floors.json"), results.load(DOCS / "h200.json").rows)
-    assert {held.verdict for held in found} == {"held"} and len(found) == 99
+@IN_THE_DOCS
+def test_the_results_in_the_docs_hold_their_own_floors(name, num_cases):
+    found = compare(guard.load(DOCS / f"{name}_floors.json"), results.load(DOCS / f"{name}.json").rows)
+    assert {held.verdict for held in found} == {"held"} and len(found) == num_cases
 
 
 def test_a_floor_is_the_other_s_time_over_quire_s(make_report):
