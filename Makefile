@@ -77,7 +77,7 @@ demo: $(VENV)/.ready
 
 # An engine's suite is one process, so two run at a time.
 test: test-newest test-interpreter test-old-triton test-old-transformers
-	@$(MAKE) --no-print-directory -j2 -O test-vllm test-sglang
+	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test-vllm test-sglang
 
 test-newest: $(VENV)/.ready
 	@echo "== CPU path, compile suite, commands, engines: newest Triton and Transformers"
