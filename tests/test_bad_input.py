@@ -423,7 +423,7 @@ def make_service(function: Callable, **more: Any) -> tuple[Callable, dict[str, A
 
 
 def make_warmup() -> tuple[Callable, dict[str, Any]]:
-    return make_service(quire.warmup, cache=paged_problem().cache, return_lse=False, progress=None)
+    return make_service(quire.warmup, cache=paged_problem().cache, return_lse=False, min_query_len=1, progress=None)
 
 
 def make_pool(method: str) -> tuple[Callable, dict[str, Any]]:

@@ -56,8 +56,8 @@ IN_INTERPRETER = {
     ),
     "page stride ignored": Mutant(
         "kernels/primitives.py",
-        "offs_k = slot * kv.k_slot + kv_head * kv.k_head + page * kv.k_page",
-        "offs_k = slot * kv.k_slot + kv_head * kv.k_head + page * kv.k_slot",
+        "offs_k = slot * kv.k_slot + page * kv.k_page",
+        "offs_k = slot * kv.k_slot + page * kv.k_slot",
         ATTENTION + "features[causal-1]",
     ),
     "pages past the last key read": Mutant(
