@@ -346,6 +346,21 @@ def confirm_wrapper(kind: str) -> Callable[[dict[str, Any], Any], bool]:
     return confirm
 
 
+def make_reset(wrapper: Any, name: str) -> tuple[Callable, dict[str, Any]]:
+    """Quire needs no workspace, so it ignores the second one."""
+
+    @functools.wraps(wrapper.reset_workspace_buffer)
+    def reset(**arguments: Any) -> torch.device:
+        wrapper.reset_workspace_buffer(**arguments)
+        return getattr(wrapper, "device", None) or wrapper._levels[0].device
+
+    return reset, {"float_workspace_buffer": workspace(), name: None}
+
+
+def confirm_reset(a: dict[str, Any], device: torch.device) -> bool:
+    return device == a["float_workspace_buffer"].device
+
+
 def make_graph_wrapper() -> tuple[Callable, dict[str, Any]]:
     buffers = dict(indptr_buffer=int32(0, 0, 0), indices_buffer=int32(0, 0, 0), last_page_len_buffer=int32(0, 0))
     options = dict(workspace_buffer=workspace(), kv_layout="NHD", use_tensor_cores=False)
@@ -549,11 +564,21 @@ CALLS = {
             ),
             f"{wrapper.__name__}.run": Call(lambda kind=kind: make_fi_run(kind), confirm_fi_run(kind)),
             f"{wrapper.__name__}.forward": Call(lambda kind=kind: make_fi_run(kind, "forward"), confirm_fi_run(kind)),
+            f"{wrapper.__name__}.forward_return_lse": Call(
+                lambda kind=kind: make_fi_run(kind, "forward_return_lse"), confirm_fi_run(kind)
+            ),
+            f"{wrapper.__name__}.reset_workspace_buffer": Call(
+                lambda wrapper=wrapper: make_reset(wrapper(workspace()), "int_workspace_buffer"), confirm_reset
+            ),
         }.items()
     },
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": Call(make_graph_wrapper, confirm_wrapper("decode")),
     "MultiLevelCascadeAttentionWrapper": Call(make_cascade_wrapper, lambda a, wrapper: True),
     "MultiLevelCascadeAttentionWrapper.plan": Call(lambda: make_cascade("plan"), confirm_cascade),
+    "MultiLevelCascadeAttentionWrapper.reset_workspace_buffer": Call(
+        lambda: make_reset(flashinfer.MultiLevelCascadeAttentionWrapper(1, workspace()), "int_workspace_buffers"),
+        confirm_reset,
+    ),
     "MultiLevelCascadeAttentionWrapper.run": Call(lambda: make_cascade("run"), confirm_cascade),
     "single_decode_with_kv_cache": Call(lambda: make_single(decode=True), confirm_single),
     "single_prefill_with_kv_cache": Call(lambda: make_single(decode=False), confirm_single),

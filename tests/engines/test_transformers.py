@@ -247,6 +247,12 @@ def test_install_refuses_versions_outside_its_range(version, monkeypatch):
         hook.install()
 
 
+@pytest.mark.parametrize("model", [None, 3, "gpt2", torch.nn.Linear(2, 2), transformers.LlamaConfig()])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match=r"model must be a transformers\.PreTrainedModel, got"):
+        hook.use(model)
+
+
 def test_installing_sets_what_the_import_of_a_flash_package_would_set():
     name = hook.install()
     seeded = {n: getattr(lazy, n) for n in vars(lazy) if n.startswith(("_flash_", "_process_")) and n.endswith("_fn")}

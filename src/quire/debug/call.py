@@ -181,9 +181,9 @@ def load(path: Path | str) -> Call:
         RuntimeError,
         TypeError,
     ) as error:
-        raise ValueError(f"{contract}, but a part is missing or of another kind: {error!r}") from None
+        raise ValueError(f"{contract}, got one with a part that is missing or of another kind: {error!r}") from None
     except ValueError as error:  # of ours, and UnsupportedError
-        raise ValueError(f"{contract}, but {error}") from None
+        raise ValueError(f"{contract}, got one that breaks a rule: {error}") from None
 
 
 def parse(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Call:

@@ -28,6 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import quire
 from quire import AttentionSpec, Batch, UnsupportedError
+from quire.errors import describe
 from quire.integrations import layer_spec
 from quire.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from quire.integrations.transformers.batching import (
@@ -83,8 +84,11 @@ def use(model: transformers.PreTrainedModel) -> str:
         The implementation's name.
 
     Raises:
+        TypeError: `model` is not a model of Transformers.
         UnsupportedError: this version of Transformers is outside the supported range.
     """
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {describe(model)}; load one first")
     name = install()
     modules: Any = torch.nn.Module.modules(model)
     for module in modules:
