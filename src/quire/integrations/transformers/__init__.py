@@ -28,8 +28,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import quire
 from quire import AttentionSpec, Batch, UnsupportedError
-from quire.errors import describe
 from quire.integrations import layer_spec
+from quire.integrations.arguments import shown
 from quire.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from quire.integrations.transformers.batching import (
     Call,
@@ -88,7 +88,7 @@ def use(model: transformers.PreTrainedModel) -> str:
         UnsupportedError: this version of Transformers is outside the supported range.
     """
     if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {describe(model)}; load one first")
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {shown(model)}; load one first")
     name = install()
     modules: Any = torch.nn.Module.modules(model)
     for module in modules:
