@@ -96,10 +96,13 @@ LONGER := one_query_each or small_values or small_scales or full_tiles or quanti
 
 # Two minutes of two cores: no compiler, not PyTorch's either, no engine, no mutants, no benchmark, few processes, and
 # every kernel in the interpreter.
-NOT_QUICK := compile engines mutations bench tuning test_generate.py test_examples.py test_cli.py test_distributed.py test_site.py
+NOT_QUICK := compile engines mutations bench tuning test_generate.py test_examples.py test_cli.py test_distributed.py test_site.py \
+	test_doctor.py test_bad_input_packages.py
+SLOW := inductor or hostile_values or broken_header or importing_quire or at_import or without_a_home or opcheck
+SLOW_KERNELS := past_the_end or faster_interpreter or in_any_order or half_to_even or do_not_depend_on_the_batch or tanh
 test-quick: $(VENV)/.ready
-	$(PYTEST) $(IN_TWO) $(NOT_QUICK:%=--ignore tests/%) -k "not (inductor or hostile_values)"
-	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels -k "not ($(LONGEST) or $(LONGER))"
+	$(PYTEST) $(IN_TWO) $(NOT_QUICK:%=--ignore tests/%) -k "not ($(SLOW))"
+	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
 
 test-old-triton: $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
