@@ -138,19 +138,23 @@ def warmup(
     for planned in launches_within(spec, device_properties(device), *limits, batch_invariant, per_token, least):
         launch = planned.for_cache(cache)
         launches.setdefault(launch.compile_key(), launch)
-    names = [*([] if cache.layout == "THD" else ["write kernel"]), *map(str, launches.values())]
+    names: list[str] = []
 
-    def launch_each(report: Callable[[str], None]) -> None:
-        report_next = map(report, names)
+    def report(name: str) -> None:
+        names.append(name)
+        if progress:
+            progress(name)
+
+    def launch_each(before: Callable[[str], None]) -> None:
         if cache.layout != "THD":
-            next(report_next)
+            before("write kernel")
             write_nothing(spec, cache)
         for launch in launches.values():
-            next(report_next)
+            before(str(launch))
             launch_without_keys(launch, cache, return_lse)
 
     with compile_together(device):
-        launch_each(progress or (lambda name: None))
+        launch_each(report)
     launch_each(lambda name: None)  # which loads them
     return names
 

@@ -19,6 +19,8 @@ from triton.runtime.jit import JITFunction
 
 import quire
 from quire.dispatch.device import compile_for
+from quire.kernels import write, write_latent
+from quire.kernels.launcher import LaunchCache
 from quire.kernels.tensor_maps import KEPT, Format
 from quire.plan import make_plan
 from quire.targets import TARGETS, StubDriver
@@ -299,3 +301,38 @@ def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features,
     quire.attention(q_again, cache_again, unbound, out=out_again)
     assert again == passed[first + len(again) :] != passed[:first]
     assert len(again) == (2 if target == "sm90" else 1)  # mla_hopper combines in a second launch
+
+
+def new_tokens(kind, dtype, other, width=16):
+    """Return the write, the new rows of two dtypes and the cache that it takes."""
+    slots = torch.zeros(4, dtype=torch.int64)
+    if kind == "keys and values":
+        spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=16, kv_dtype=torch.int8)
+        rows = torch.empty(4, 2, width, dtype=dtype)[..., :16], torch.empty(4, 2, 16, dtype=other)
+        return write.write_kv, (*rows, quire.PagedKVCache.empty(spec, 4, 16), slots)
+    spec = launches.latent_spec(kind)
+    rank, rope, layout = spec.kv_lora_rank, spec.qk_rope_head_dim, launches.LATENTS[kind][2]
+    rows = torch.empty(4, rank + width, dtype=dtype)[:, :rank], torch.empty(4, rope, dtype=other)
+    return write_latent.write_latent, (*rows, quire.PagedKVCache.empty(spec, 4, 64, layout=layout), slots)
+
+
+@pytest.mark.parametrize("kind", ["keys and values", "e4m3", "records"])
+def test_a_second_write_passes_what_the_binder_passes(kind, passed, monkeypatch):
+    """Rows of other dtypes or strides go through the binder."""
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
+    module = write if kind == "keys and values" else write_latent
+    monkeypatch.setattr(module, "device_properties", lambda device: TARGETS["sm90"].properties)
+    monkeypatch.setattr(module, "LAUNCHES", LaunchCache())
+    half, brain = torch.float16, torch.bfloat16
+    call, arguments = new_tokens(kind, brain, brain)
+    call(*arguments)
+    _, arguments = new_tokens(kind, brain, brain)
+    with mock.patch.object(JITFunction, "run", side_effect=InterruptedError("went through the binder")):
+        call(*arguments)
+        for others in ((half, brain), (brain, half), (brain, brain, 32)):
+            with pytest.raises(InterruptedError):
+                call(*new_tokens(kind, *others)[1])
+                pytest.fail(f"relaunched for other rows: {others}")
+    monkeypatch.setattr(module, "LAUNCHES", LaunchCache())
+    call(*arguments)
+    assert len(passed) == 3 and passed[1] == passed[2] != passed[0]

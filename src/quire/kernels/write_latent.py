@@ -95,8 +95,8 @@ def write_latent(
     addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
     key = None
     if not any((at or 0) % 16 for at in addresses):
-        rows = c_kv.dtype, c_kv.stride(0), None if k_pe is None else k_pe.stride(0)
-        key = c_kv.device, *rows, cache.kind, cache.head_dim, cache.head_dim_v
+        rope = None if k_pe is None else (k_pe.dtype, k_pe.stride(0))
+        key = c_kv.device, c_kv.dtype, c_kv.stride(0), rope, cache.kind, cache.head_dim, cache.head_dim_v
         if LAUNCHES.relaunch(key, grid, addresses):
             return
     kernel = write_latent_kernel if cache.scale_kind != "record" else write_record_kernel
