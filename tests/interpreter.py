@@ -11,6 +11,9 @@ from typing import Any
 import triton.language as tl
 from triton.runtime import interpreter
 
+Semantic = tl.semantic.TritonSemantic
+REMEMBERED = 10_000  # pairs of operands: numbers are as many as tiles
+
 
 def hasten() -> None:
     """Make the interpreter of this process faster."""
@@ -19,6 +22,11 @@ def hasten() -> None:
     call_builtins_directly()
     remember_dtypes()
     remember_shapes()
+    compare_dtypes_by_name()
+    unwrap_by_class()
+    leave_out_checks_of_sizes()
+    remember_types_of_operands()
+    remember_equal_shapes()
 
 
 def leave_out_unread_checks() -> None:
@@ -44,7 +52,7 @@ def replace_language_once_a_launch() -> None:
 
 def call_builtins_directly() -> None:
     """Each call of a builtin copies its arguments to leave one out, and passes a wrapper that looks for it."""
-    semantic = tl.semantic.TritonSemantic(interpreter.interpreter_builder)
+    semantic = Semantic(interpreter.interpreter_builder)
 
     def replace_builtin(owner: object, name: str, builtin: Any, builder: object, scope: Any) -> None:
         function = getattr(builtin, "__wrapped__", builtin)
@@ -88,14 +96,94 @@ def remember_shapes() -> None:
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        sizes = tuple(type.shape) if type.is_block() else ()
-        known = shapes.get(sizes)
+        known = shapes.get(type.name)
         if known is None:
             make_tensor(self, handle, type)
-            shapes[sizes] = self.shape, self.numel
+            shapes[type.name] = self.shape, self.numel
         else:
             self.shape, self.numel = known
 
     make_tensor = tl.tensor.__init__
     tl.block_type.__init__ = init_block_type
     tl.tensor.__init__ = init_tensor
+
+
+def compare_dtypes_by_name() -> None:
+    """Comparing dtypes looks first whether one is a constant, or of another class."""
+    compare = tl.dtype.__eq__
+
+    def equal(self: Any, other: Any) -> bool:
+        return self.name == other.name if other.__class__ is tl.dtype else compare(self, other)
+
+    tl.dtype.__eq__ = equal
+
+
+def unwrap_by_class() -> None:
+    """Operands go through the checks for lists, tuples and constants, and most are none of them."""
+    unwrap, plain = tl.core._unwrap_if_constexpr, {tl.tensor, tl.dtype, tl.pointer_type, bool, int, float, str}
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        return value if value.__class__ in plain else unwrap(value)
+
+    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
+
+
+def leave_out_checks_of_sizes() -> None:
+    """Each value checks that NumPy's dtype is no wider than Triton's."""
+
+    def init_handle(self: Any, data: Any, dtype: tl.dtype) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {}
+
+    interpreter.TensorHandle.__init__ = init_handle
+
+
+def remember_types_of_operands() -> None:
+    """Operands of types that have met before are cast to the types that were found then, and NumPy broadcasts them.
+
+    Triton works the types out again, and fills arrays with scalars, with numbers, and with what is broadcast.
+    """
+    check, known, operands = Semantic.binary_op_type_checking_impl, {}, {tl.tensor, bool, int, float}
+
+    def becomes(before: Any, after: tl.tensor) -> Any:
+        """Return a function that does with an operand what was done with one of the same type, or the same number."""
+        data, whole, scalar = after.handle.data, after.type, after.type.scalar
+        if before.__class__ is not tl.tensor:
+            return lambda semantic, value: tl.tensor(interpreter.TensorHandle(data, scalar), whole)
+        if before.type.name == whole.name:
+            return lambda semantic, value: value
+        if before.type.scalar == scalar:
+            return lambda semantic, value: tl.tensor(interpreter.TensorHandle(value.handle.data, scalar), whole)
+        return lambda semantic, value: tl.tensor(semantic.cast(value, scalar).handle, whole)
+
+    def check_operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> tuple[tl.tensor, tl.tensor]:
+        left, right = lhs.__class__, rhs.__class__
+        if left not in operands or right not in operands:
+            return check(self, lhs, rhs, *flags, **named)
+        left = lhs.type.name if left is tl.tensor else (left, repr(lhs))
+        right = rhs.type.name if right is tl.tensor else (right, repr(rhs))
+        key = left, right, flags, *named.items()
+        found = known.get(key)
+        if found is None:
+            both = check(self, lhs, rhs, *flags, **named)
+            if len(known) == REMEMBERED:
+                known.clear()
+            known[key] = becomes(lhs, both[0]), becomes(rhs, both[1])
+            return both
+        return found[0](self, lhs), found[1](self, rhs)
+
+    Semantic.binary_op_type_checking_impl = check_operands
+
+
+def remember_equal_shapes() -> None:
+    """Shapes are compared as tuples of Triton's, whose comparison makes further tuples."""
+    broadcast, equal = Semantic.broadcast_impl_value, {}
+
+    def broadcast_values(self: Any, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        key = lhs.type.name, rhs.type.name
+        if equal.get(key):
+            return lhs, rhs
+        both = broadcast(self, lhs, rhs)
+        equal[key] = both[0] is lhs and both[1] is rhs
+        return both
+
+    Semantic.broadcast_impl_value = broadcast_values

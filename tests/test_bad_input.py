@@ -173,11 +173,25 @@ def paged_problem(**features: bool) -> Problem:
     return dataclasses.replace(p, cache=quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num()))
 
 
+NOTHING_NEW = dict(k=None, v=None, slot_mapping=None)
+
+
 def make_attention(**features: bool) -> tuple[Callable, dict[str, Any]]:
     p = paged_problem(**features)
     out = quire.State(torch.full((4, 4, 16), 7.0), torch.full((4, 4), 7.0))
     plan = quire.plan(p.spec, p.batch, **p.bounds)
-    return quire.attention, dict(q=p.q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
+    return quire.attention, NOTHING_NEW | dict(q=p.q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
+
+
+def make_append() -> tuple[Callable, dict[str, Any]]:
+    attend, arguments = make_attention()
+    (_, _, last), (only, other) = (row[row >= 0].tolist() for row in arguments["plan"].batch.page_table)
+    slots = torch.tensor([4 * last, 4 * only + 2, 4 * only + 3, 4 * other])
+    return attend, arguments | dict(k=torch.randn(4, 2, 16), v=torch.randn(4, 2, 16), slot_mapping=slots)
+
+
+def confirm_append(a: dict[str, Any], result: Any) -> bool:
+    return confirm_write(a, None) and confirm_attention(a, result)
 
 
 def make_union_attention() -> tuple[Callable, dict[str, Any]]:
@@ -220,7 +234,17 @@ def make_latent_attention(pair: bool) -> tuple[Callable, dict[str, Any]]:
     out = quire.State(torch.full((4, 4, 32), 7.0), torch.full((4, 4), 7.0))
     plan = quire.plan(p.spec, p.batch, **p.bounds)
     q = p.halves if pair else p.q
-    return quire.attention, dict(q=q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
+    return quire.attention, NOTHING_NEW | dict(q=q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
+
+
+def make_append_latents() -> tuple[Callable, dict[str, Any]]:
+    attend, arguments = make_latent_attention(pair=False)
+    slots = torch.tensor([3, -1, 17, 8])
+    return attend, arguments | dict(k=torch.randn(4, 32), v=torch.randn(4, 16), slot_mapping=slots)
+
+
+def confirm_append_latents(a: dict[str, Any], result: Any) -> bool:
+    return confirm_write_latent(a | dict(c_kv=a["k"], k_pe=a["v"]), None) and confirm_attention(a, result)
 
 
 def make_varlen_attention() -> tuple[Callable, dict[str, Any]]:
@@ -423,7 +447,9 @@ def make_service(function: Callable, **more: Any) -> tuple[Callable, dict[str, A
 
 
 def make_warmup() -> tuple[Callable, dict[str, Any]]:
-    return make_service(quire.warmup, cache=paged_problem().cache, return_lse=False, min_query_len=1, progress=None)
+    return make_service(
+        quire.warmup, cache=paged_problem().cache, return_lse=False, append=False, min_query_len=1, progress=None
+    )
 
 
 def make_pool(method: str) -> tuple[Callable, dict[str, Any]]:
@@ -719,6 +745,8 @@ CALLS = {
     "attention": Call(make_attention, confirm_attention),
     "union_attention": Call(make_union_attention, confirm_union_attention),
     "attention, sinks and slopes": Call(lambda: make_attention(sinks=True, alibi=True), confirm_attention),
+    "attention, new tokens": Call(make_append, confirm_append),
+    "attention, new latents": Call(make_append_latents, confirm_append_latents),
     "attention, latents": Call(lambda: make_latent_attention(pair=False), confirm_attention),
     "attention, latents and a pair": Call(lambda: make_latent_attention(pair=True), confirm_attention),
     "varlen_attention": Call(make_varlen_attention, confirm_varlen_attention),

@@ -176,7 +176,13 @@ def make_record(contents: bool) -> tuple[Callable, dict[str, Any]]:
 
 
 def make_save() -> tuple[Callable, dict[str, Any]]:
-    return debug.save, dict(path="new", **decode_call(), sinks=None, alibi_slopes=None, contents=True)
+    call = decode_call()
+    batch, cache = call["plan"].batch, call["cache"]
+    last = batch.seq_lens.long() - 1
+    pages = batch.page_table.gather(1, (last // cache.page_size)[:, None])[:, 0].long()
+    k, v = torch.randn(2, len(last), SPEC.num_kv_heads, SPEC.head_dim)
+    new = dict(k=k, v=v, slot_mapping=pages * cache.page_size + last % cache.page_size)
+    return debug.save, dict(path="new", **call, **new, sinks=None, alibi_slopes=None, contents=True)
 
 
 def make_replay() -> tuple[Callable, dict[str, Any]]:

@@ -5,6 +5,7 @@ import os
 import threading
 import warnings
 import zipfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from quire.cli.check_features import FEATURES, LATENT_FEATURES, LATENTS, Feature
 from quire.debug import replaying
 from quire.debug.memory import Place, allocate, describe
 from quire.dispatch.device import is_served_by_torch
-from quire.testing import Problem, make_problem
+from quire.testing import Problem, make_problem, unwritten
 
 DTYPE = torch.float32
 SMALL = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32, "dtype": DTYPE}
@@ -41,10 +42,10 @@ def path(tmp_path) -> Path:
     return tmp_path / "call.quire"
 
 
-def recorded(path: Path, problem: Problem, plan: quire.Plan, q=None, contents: bool = False) -> debug.Call:
+def recorded(path: Path, problem: Problem, plan: quire.Plan, q=None, contents: bool = False, **new) -> debug.Call:
     """Record a call and read it."""
     with debug.record(path, contents=contents):
-        quire.attention(problem.q if q is None else q, problem.cache, plan, **problem.tables)
+        quire.attention(problem.q if q is None else q, problem.cache, plan, **problem.tables, **new)
     return debug.load(path)
 
 
@@ -54,8 +55,12 @@ def test_every_kind_of_call_is_replayed(feature: Feature, path, device):
         pytest.skip("wide heads take long in the interpreter; PyTorch replays them")
     problem = make_problem(feature.spec(DTYPE), feature.lens, device=device, **feature.problem)
     plan = plan_for(problem)
+    new = {}
+    if feature.append:
+        cache, new = unwritten(problem)
+        problem = replace(problem, cache=cache)
     for contents in (False, True):
-        call = recorded(path, problem, plan, contents=contents)
+        call = recorded(path, problem, plan, contents=contents, **new)
         done = debug.replay(call, device)
         assert done.passed, done
         assert done.notes == []
@@ -75,9 +80,43 @@ def test_numbers_are_replayed_bit_for_bit(path, device):
         problem = make_problem(quire.AttentionSpec(**SMALL | spec), LENS, device=device, **options)
         plan = plan_for(problem)
         call = recorded(path, problem, plan, contents=True)
-        rebuilt, _ = replaying.rebuild(call, torch.device(device))
+        rebuilt, *_ = replaying.rebuild(call, torch.device(device))
         expected = quire.attention(problem.q, problem.cache, plan)
         assert torch.equal(quire.attention(rebuilt.q, rebuilt.cache, plan_for(rebuilt)), expected)
+
+
+def test_new_tokens_are_recorded_before_they_are_written(path, device):
+    """A replay writes them, to the same bits; the cache of the file is that of before the call."""
+    for features in ({}, {"kv_dtype": torch.int8}, LATENTS):
+        problem = make_problem(quire.AttentionSpec(**SMALL | features), ((1, 50), (3, 40)), device=device)
+        cache, new = unwritten(problem)
+        problem = replace(problem, cache=cache)
+        plan = plan_for(problem)
+        call = recorded(path, problem, plan, contents=True, **new)
+        expected = quire.attention(problem.q, cache, plan)
+        rebuilt, _, again = replaying.rebuild(call, torch.device(device))
+        assert again["k"].stride() == new["k"].stride()
+        before = rebuilt.cache.k.flatten(0, 1)[again["slot_mapping"]]
+        assert bool((before == 127).all() if features.get("kv_dtype") else before.isnan().all())
+        assert torch.equal(quire.attention(rebuilt.q, rebuilt.cache, plan_for(rebuilt), **again), expected)
+        debug.save(path, problem.q, cache, plan, **new)
+        assert debug.replay(debug.load(path), device).passed
+
+
+def test_new_tokens_of_a_large_cache_are_replayed_on_the_pages_that_are_read(path, device):
+    problem = make_problem(quire.AttentionSpec(**SMALL), LENS, spare_pages=100, device=device)
+    cache, new = unwritten(problem)
+    call = recorded(path, replace(problem, cache=cache), plan_for(problem), **new)
+    done = debug.replay(call, device, max_bytes=300_000)
+    assert done.passed and "pages are renumbered" in done.notes[0]
+
+
+def test_a_slot_past_the_pool_is_a_finding(path, device):
+    problem, plan = small(device)
+    cache, new = unwritten(problem)
+    call = recorded(path, replace(problem, cache=cache), plan, **new)
+    call.tensors["slot_mapping"][3] = 1 << 40
+    assert "slot_mapping must hold slots below" in str(debug.replay(call, device).error)
 
 
 def test_tensors_lie_in_memory_as_they_did(path, device):
@@ -92,7 +131,7 @@ def test_tensors_lie_in_memory_as_they_did(path, device):
     with debug.record(path):
         quire.attention(q, cache, plan)
     call = debug.load(path)
-    rebuilt, _ = replaying.rebuild(call, torch.device(device))
+    rebuilt, *_ = replaying.rebuild(call, torch.device(device))
     assert rebuilt.cache.strides == cache.strides and rebuilt.q.stride() == q.stride()
     assert rebuilt.cache.v.data_ptr() - rebuilt.cache.k.data_ptr() == cache.v.data_ptr() - cache.k.data_ptr()
     assert rebuilt.cache.k.untyped_storage().data_ptr() == rebuilt.cache.v.untyped_storage().data_ptr()
@@ -124,8 +163,8 @@ def test_packed_keys_are_replayed(path, device):
 def test_memory_that_may_not_be_read_holds_nan_in_a_replay(path, device):
     problem, plan = small(device, sliding_window=9)
     call = recorded(path, problem, plan)
-    rebuilt, _ = replaying.rebuild(call, torch.device(device))
-    replaying.poison_slots(rebuilt, call)
+    rebuilt, *_ = replaying.rebuild(call, torch.device(device))
+    replaying.poison_slots(rebuilt, call, {})
     assert torch.equal(rebuilt.cache.k.isnan(), problem.cache.k.isnan())
 
 

@@ -45,6 +45,34 @@ def test_compiled_is_eager(backend):
         )
 
 
+def test_a_step_that_appends_under_compile():
+    """Compiled code writes and then attends; the cache is declared as changed, so that neither is moved or dropped."""
+    p, plan, k, v, slots = problem()
+
+    def append(q, k, v, slots, cache, plan, sinks):
+        out = quire.attention(q, cache, plan, k=k, v=v, slot_mapping=slots, sinks=sinks)
+        return out, cache.k.sum(-1)
+
+    caches = [quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num()) for _ in range(2)]
+    expected = append(p.q, k, v, slots, caches[0], plan, p.sinks)
+    torch._dynamo.reset()
+    compiled = torch.compile(append, backend="aot_eager", fullgraph=True)
+    found = compiled(p.q, k, v, slots, caches[1], plan, p.sinks)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert torch.equal(caches[1].k, caches[0].k) and torch.equal(caches[1].v, caches[0].v)
+
+
+def test_new_latents_under_compile():
+    p, plan, q, new, slots = latent_problem("e4m3")
+    caches = clone_of(p.cache), clone_of(p.cache)
+    quire.write_latent(*new, caches[0], slots)
+    torch._dynamo.reset()
+    compiled = torch.compile(quire.attention, backend="aot_eager", fullgraph=True)
+    found = compiled(q, caches[1], plan, k=new[0], v=new[1], slot_mapping=slots)
+    torch.testing.assert_close(found, quire.attention(q, caches[0], plan))
+    assert torch.equal(caches[1].latents.view(torch.uint8), caches[0].latents.view(torch.uint8))
+
+
 @pytest.mark.parametrize("kind", ["intervals", "tree"])
 def test_what_a_token_sees_crosses_the_operator(kind):
     p = make_problem(SPEC, ((1, 20), (2, 9)))
@@ -192,6 +220,13 @@ WRONG = {  # the spec's and the cache's fields, the call's arguments, and what t
     "the cache's dtype": ({}, {"dtype": torch.float16}, {}, "cache must be of the spec's kv_dtype torch.float32"),
     "out's dtype": ({}, {}, {"out": torch.zeros(2, 4, 16).half()}, "out must be .* torch.float32"),
     "out's shape": ({}, {}, {"out": torch.zeros(4, 4, 16)}, r"out must be \[2, 4, 16\]"),
+    "no values": ({}, {}, {"k": torch.zeros(2, 2, 16), "slot_mapping": torch.zeros(2).long()}, "v must be a tensor"),
+    "one slot": (
+        {},
+        {},
+        {"k": torch.zeros(2, 2, 16), "v": torch.zeros(2, 2, 16), "slot_mapping": torch.zeros(1).long()},
+        "k and slot_mapping must have q's 2 tokens, got 2 and 1",
+    ),
     "lse's dtype": ({}, {}, {"out": quire.State(torch.zeros(2, 4, 16), torch.zeros(2, 4).double())}, "out.lse must be"),
 }
 
@@ -208,7 +243,7 @@ def test_compiled_calls_are_checked_as_eager_ones(case):
     def attend(arguments):
         return quire.attention(cache=cache, plan=plan, **arguments)
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         attend(arguments)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=message):

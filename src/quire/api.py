@@ -6,7 +6,7 @@ unless all of them pass.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -31,6 +31,9 @@ def attention(
     cache: PagedKVCache,
     plan: Plan,
     *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -44,6 +47,9 @@ def attention(
     cache: PagedKVCache,
     plan: Plan,
     *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: State,
@@ -57,6 +63,9 @@ def attention(
     cache: PagedKVCache,
     plan: Plan,
     *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | State | None = None,
@@ -70,6 +79,9 @@ def attention(
     cache: PagedKVCache,
     plan: Plan,
     *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | State | None = None,
@@ -82,6 +94,9 @@ def attention(
     cache: PagedKVCache,
     plan: Plan,
     *,
+    k: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim]
+    v: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim_v]
+    slot_mapping: torch.Tensor | None = None,  # [num_tokens] int64
     sinks: torch.Tensor | None = None,  # [num_q_heads]
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
     out: torch.Tensor | State | None = None,
@@ -89,8 +104,12 @@ def attention(
 ) -> torch.Tensor | State:
     """Attend from a batch's queries to its cached keys and values.
 
-    Decode, drafted tokens and (chunked) prefill may be mixed in one batch. The keys and values of this step must be in
-    the cache already (`write_kv`). Rows of `out` that belong to no sequence are left as they are.
+    Decode, drafted tokens and (chunked) prefill may be mixed in one batch. The keys and values of this step are in the
+    cache already (`write_kv`), or they are given as `k`, `v` and `slot_mapping`. These are written first, and the
+    result and the cache are, bit for bit, those of `write_kv` and then `attention`. For at most 64 sequences of at most
+    16 queries, one launch does both. There are two launches if the kernel is Hopper's, or one for latents or shared
+    prefixes, if scales are per token, and with query_offsets or with intervals but no tree. Rows of `out` that belong
+    to no sequence are left as they are.
 
     Args:
         q: queries, [num_tokens, num_q_heads, head_dim], of the spec's dtype; any strides with a contiguous head. For
@@ -98,6 +117,12 @@ def attention(
             q_pe [num_tokens, num_q_heads, qk_rope_head_dim], which is None where there are no rotary columns.
         cache: the layer's pages.
         plan: how to launch, from `quire.plan`.
+        k: keys of q's tokens to write, [num_tokens, num_kv_heads, head_dim], as for `write_kv`; None to write nothing.
+            For latents, c_kv as for `write_latent`.
+        v: their values, [num_tokens, num_kv_heads, head_dim_v]. For latents, k_pe.
+        slot_mapping: their slots, [num_tokens] int64, negative to leave a token out. A token's slot must be where the
+            page table has its position, in a page that no other sequence reads. The slot of a token that belongs to no
+            sequence must be negative.
         sinks: [num_q_heads], natural-log logits, where the spec has sinks.
         alibi_slopes: [num_q_heads], where the spec has ALiBi.
         out: where to write: a tensor [num_tokens, num_q_heads, head_dim_v] like `q`, or a `State`, whose lse is written
@@ -125,8 +150,20 @@ def attention(
         torch.Size([1, 4, 16])
         >>> quire.attention(q, cache, plan, return_lse=True).lse.shape
         torch.Size([1, 4])
+
+        The next step writes the seventh token, into slot 2 of page 5, and attends to it as well:
+
+        >>> batch.seq_lens.fill_(7)
+        tensor([7], dtype=torch.int32)
+        >>> plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=7)
+        >>> k, v = torch.randn(2, 1, 2, 16)
+        >>> quire.attention(q, cache, plan, k=k, v=v, slot_mapping=torch.tensor([22])).shape
+        torch.Size([1, 4, 16])
+        >>> bool((cache.k[5, 2] == k[0]).all())
+        True
     """
-    check_attention(q, cache, plan, sinks, alibi_slopes)  # `quire.debug.record` takes its place while it records
+    new: Any = None if k is None and v is None and slot_mapping is None else (k, v, slot_mapping)
+    check_attention(q, cache, plan, sinks, alibi_slopes, new)  # `quire.debug.record` takes its place while it records
     if return_lse is not False and return_lse is not True:
         check_flag("return_lse", return_lse, "say whether the lse is asked for")
     spec = plan.spec
@@ -141,6 +178,14 @@ def attention(
         out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=first.dtype, device=device)
     else:
         check_out("out", out, (num_tokens, spec.num_q_heads, spec.head_dim_v), first.dtype, device)
+    if new is not None:
+        appender = None if torch.compiler.is_compiling() else plan.appender(cache)
+        if appender is None:
+            write: Any = write_latent if spec.latent else write_kv
+            write(*new[:2], cache, new[2])
+        else:
+            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new)
+            return out if lse is None else State(out, lse)
     if torch.compiler.is_compiling():
         ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes)
     else:

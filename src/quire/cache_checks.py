@@ -92,6 +92,23 @@ def _explain_write_kv(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
     check_served("cache", cache.device)
 
 
+def check_new(
+    k: torch.Tensor, v: torch.Tensor | None, slot_mapping: torch.Tensor, cache: PagedKVCache, num_tokens: int
+) -> None:
+    """Raise unless the keys and values that `attention` is to write fit its cache and its `num_tokens` queries."""
+    if cache.is_latent:
+        check_write_latent(k, v, cache, slot_mapping)
+    else:
+        for name, x in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
+            check_tensor(name, x, "pass k, v and slot_mapping together, or none of them")
+        check_write_kv(k, v, cache, slot_mapping)  # pyright: ignore[reportArgumentType]
+    if not k.shape[0] == slot_mapping.shape[0] == num_tokens:
+        raise ValueError(
+            f"k and slot_mapping must have q's {num_tokens} tokens, got {k.shape[0]} and {slot_mapping.shape[0]}; "
+            "give padding a negative slot"
+        )
+
+
 def check_write_latent(
     c_kv: torch.Tensor, k_pe: torch.Tensor | None, cache: PagedKVCache, slot_mapping: torch.Tensor
 ) -> None:

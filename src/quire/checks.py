@@ -13,6 +13,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.cache_checks import check_new
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import is_served_by_torch
 from quire.dispatch.request import Bounds
@@ -44,8 +45,9 @@ def check_attention(
     plan: Planned,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    new: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None,
 ) -> None:
-    """Raise unless the inputs of `attention` fit together."""
+    """Raise unless the inputs of `attention` fit together; `new` is k, v and slot_mapping, if any of them is given."""
     try:
         spec, batch, bounds = plan.spec, plan.batch, plan.bounds
         if isinstance(q, tuple):
@@ -75,6 +77,8 @@ def check_attention(
         fits = False
     if not fits:
         _explain_attention(q, cache, plan, sinks, alibi_slopes)
+    if new is not None:
+        check_new(*new, cache, num_tokens=(q[0] if isinstance(q, tuple) else q).shape[0])
 
 
 def _is_rope(q_pe: torch.Tensor | None, q_nope: torch.Tensor, spec: AttentionSpec) -> bool:

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 import torch
 
 from quire.batch import Batch
+from quire.cache import PagedKVCache
 from quire.checks import check_plan_arguments
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
@@ -23,6 +24,7 @@ from quire.kernels.hopper import launch as hopper
 from quire.kernels.launch import Launch, Runner
 from quire.kernels.mla import launch as mla
 from quire.kernels.mla_hopper import launch as mla_hopper
+from quire.kernels.portable import PortableRunner
 from quire.kernels.shared_prefix import launch as shared
 from quire.kernels.split_kv import launch as portable
 from quire.launch_codec import encode
@@ -80,6 +82,11 @@ class Plan:
     def saved_keys(self) -> int:
         """Keys that a flat plan would read again: of each run that shares keys, those times its further sequences."""
         return self.launch.saved_keys if isinstance(self.launch, shared.SharedPrefixLaunch) else 0
+
+    def appender(self, cache: PagedKVCache) -> PortableRunner | None:
+        """Return what writes a step's keys and values in the launch that attends, or None where no launch does both."""
+        runner = self.runner
+        return runner if isinstance(runner, PortableRunner) and runner.can_append(cache) else None
 
     def __repr__(self) -> str:
         bounds = self.bounds

@@ -20,6 +20,7 @@ from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_propertie
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.errors import check_device, check_flag, check_integer, describe
 from quire.kernels.launch import Launch
+from quire.kernels.portable import has_few_new_tokens
 from quire.plan import decide, make_plan
 from quire.spec import AttentionSpec
 from quire.state import State
@@ -83,6 +84,7 @@ def warmup(
     intervals: bool = False,
     trees: bool = False,
     return_lse: bool = False,
+    append: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Compile and load the write kernel and every attention kernel that batches within the bounds can need.
@@ -106,6 +108,8 @@ def warmup(
         intervals: whether batches may have `key_begin`, and with `trees`, both.
         trees: whether batches may have `tree_bits`.
         return_lse: whether the lse is asked for.
+        append: whether `quire.attention` is given the step's keys and values. A launch that writes them is another
+            kernel than one that does not. A server that makes both kinds of calls warms up for each.
         progress: called with the description of each launch before it is compiled, for instance `print`.
 
     Returns:
@@ -127,6 +131,7 @@ def warmup(
     per_token = kinds_of_batches(spec, intervals, trees)
     check_cache(cache, spec)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
+    check_flag("append", append, "say whether attention is given the step's keys and values")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be a function, got {describe(progress)}; pass print, for instance")
     device = cache.device
@@ -137,7 +142,7 @@ def warmup(
     launches: dict[Hashable, Launch] = {}
     for planned in launches_within(spec, device_properties(device), *limits, batch_invariant, per_token, least):
         launch = planned.for_cache(cache)
-        launches.setdefault(launch.compile_key(), launch)
+        launches.setdefault((launch.compile_key(), append and has_few_new_tokens(launch.request)), launch)
     names: list[str] = []
 
     def report(name: str) -> None:
@@ -151,7 +156,7 @@ def warmup(
             write_nothing(spec, cache)
         for launch in launches.values():
             before(str(launch))
-            launch_without_keys(launch, cache, return_lse)
+            launch_without_keys(launch, cache, return_lse, append)
 
     with compile_together(device):
         launch_each(report)
@@ -257,8 +262,8 @@ def write_nothing(spec: AttentionSpec, cache: PagedKVCache) -> None:
         write_kv(k, v, cache, nowhere)
 
 
-def launch_without_keys(launch: Launch, cache: PagedKVCache, return_lse: bool) -> None:
-    """Launch a kernel for sequences without keys, which compiles it."""
+def launch_without_keys(launch: Launch, cache: PagedKVCache, return_lse: bool, append: bool) -> None:
+    """Launch a kernel for sequences without keys, which compiles it; with `append`, for a new token without a slot."""
     request, device = launch.request, cache.device
     spec, num_seqs = request.spec, request.num_seqs
     pages = cdiv(request.bounds.max_seq_len, cache.page_size)
@@ -278,4 +283,9 @@ def launch_without_keys(launch: Launch, cache: PagedKVCache, return_lse: bool) -
     out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=q.dtype, device=device)
     into = State(out, torch.empty(q.shape[:2], device=device)) if return_lse else out
     slopes = row if spec.alibi else None
-    attention(q, cache, plan, sinks=row if spec.sinks else None, alibi_slopes=slopes, out=into)
+    new: dict[str, Any] = {}
+    if append and plan.appender(cache) is not None:
+        new["k"] = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
+        new["v"] = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
+        new["slot_mapping"] = torch.full((num_tokens,), -1, device=device)
+    attention(q, cache, plan, **new, sinks=row if spec.sinks else None, alibi_slopes=slopes, out=into)

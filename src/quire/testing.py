@@ -5,6 +5,7 @@ They are part of the package, so that integrations and users can test with them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,7 +16,17 @@ from quire.cache import PagedKVCache
 from quire.spec import QUANTISED_DTYPES, AttentionSpec
 from quire.state import State
 
-__all__ = ["Oracle", "Problem", "Verdict", "check_batch", "error_budget", "make_problem", "owned_slots", "poison"]
+__all__ = [
+    "Oracle",
+    "Problem",
+    "Verdict",
+    "check_batch",
+    "error_budget",
+    "make_problem",
+    "owned_slots",
+    "poison",
+    "unwritten",
+]
 
 
 EXP2_ERROR = 2.0**-22  # relative, of `ex2.approx.ftz.f32` (PTX ISA), by which kernels compute exponentials
@@ -233,6 +244,54 @@ def poison(cache: PagedKVCache, owned: torch.Tensor) -> None:
     for scale in (cache.k_scale, cache.v_scale):
         if scale is not None and cache.scale_kind == "token":
             scale[page, slot] = float("nan")
+
+
+def unwritten(problem: Problem) -> tuple[PagedKVCache, dict[str, Any]]:
+    """Take the keys and values of the queries' own tokens out of a problem's cache.
+
+    Args:
+        problem: left as it is.
+
+    Returns:
+        A copy of the cache in which their slots are poisoned, and k, v and slot_mapping for `quire.attention`, which
+        writes them again. Numbers of a quantised cache are read in float32.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> problem = quire.testing.make_problem(spec, [(1, 40), (7, 7)])
+        >>> cache, new = quire.testing.unwritten(problem)
+        >>> plan = quire.plan(spec, problem.batch, **problem.bounds)
+        >>> quire.testing.error_budget(problem, quire.attention(problem.q, cache, plan, **new)).passed
+        True
+    """
+    cache, batch, spec = problem.cache, problem.batch, problem.spec
+    dtype = torch.float32 if spec.kv_dtype in QUANTISED_DTYPES else spec.kv_dtype
+    num_tokens = problem.q.shape[0]
+    slots = torch.full((num_tokens,), -1, device=cache.device)
+    k = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=cache.device)
+    v = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim_v, dtype=dtype, device=cache.device)
+    starts = batch.query_starts.tolist()
+    for seq, kv_len in enumerate(batch.seq_lens.tolist()):
+        q_len = starts[seq + 1] - starts[seq]
+        first = kv_len - q_len if batch.query_offsets is None else int(batch.query_offsets[seq])
+        positions = first + torch.arange(q_len, device=cache.device)
+        inside = (positions >= 0) & (positions < kv_len)
+        tokens, positions = starts[seq] + inside.nonzero()[:, 0], positions[inside]
+        row = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[int(batch.cu_pages[seq]) :]
+        slots[tokens] = row[positions // cache.page_size].long() * cache.page_size + positions % cache.page_size
+        k[tokens], v[tokens] = reference.gather(cache, batch, seq, positions, dtype)
+    kept = torch.ones(cache.num_pages, cache.page_size, dtype=torch.bool, device=cache.device)
+    kept.view(-1)[slots[slots >= 0]] = False
+    if cache.is_latent:
+        copy = PagedKVCache.from_latents(cache.latents.clone(), spec.kv_lora_rank, scale=cache.k_scale)
+        rope = k[:, 0, spec.kv_lora_rank :] if spec.qk_rope_head_dim else None
+        new = {"k": v[:, 0], "v": rope, "slot_mapping": slots}
+    else:
+        scales = (None if scale is None else scale.clone() for scale in (cache.k_scale, cache.v_scale))
+        copy = PagedKVCache(cache.k.clone(), cache.v.clone(), cache.layout, *scales)
+        new = {"k": k, "v": v, "slot_mapping": slots}
+    poison(copy, kept)
+    return copy, new
 
 
 @dataclass(frozen=True)

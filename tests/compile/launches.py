@@ -19,6 +19,7 @@ BATCHES = {  # sequences, queries and keys of each; query tokens of the batch, i
     "chunk, split": (1, 64, 16384),
     "mixed": (34, 1024, 4096, 1600),
 }
+APPENDING = {"decode, 64": (64, 1, 2048)}  # as many sequences as a launch writes the new tokens of
 HEAD_DIMS = (64, 128, 256)
 ODD_HEAD_DIMS = (16, 40, 80, 96, 192)
 WIDE = {  # beyond 256, on every target, and what else on targets with a tree: batch, head dim, features
@@ -131,13 +132,31 @@ def attend(batch: str, head_dim: int, features: str, batch_invariant: bool = Fal
     return plan
 
 
+def append(batch: str, head_dim: int, features: str, batch_invariant: bool = False) -> quire.Plan:
+    """Launch attention that also writes the batch's tokens; return its plan."""
+    wanted = FEATURES[features]
+    plan = plan_of(batch, make_spec(head_dim, wanted), wanted, batch_invariant)
+    quire.attention(**make_inputs(plan, wanted), **new_tokens(plan), plan=plan)
+    return plan
+
+
+def new_tokens(plan: quire.Plan) -> dict:
+    """Return new keys and values, as slices of a fused projection, and their slots."""
+    spec, num_tokens = plan.spec, plan.bounds.num_tokens
+    widths = [spec.num_kv_heads * dim for dim in (spec.head_dim, spec.head_dim_v)]
+    k, v = torch.empty(num_tokens, sum(widths), dtype=spec.dtype).split(widths, 1)
+    heads = spec.num_kv_heads, -1
+    slots = torch.zeros(num_tokens, dtype=torch.int64)
+    return {"k": k.unflatten(1, heads), "v": v.unflatten(1, heads), "slot_mapping": slots}
+
+
 def plan_of(batch: str, spec: quire.AttentionSpec, wanted: Features, batch_invariant: bool = False) -> quire.Plan:
-    """Plan for one of BATCHES."""
-    num_seqs, q_len, kv_len, *num_tokens = BATCHES[batch]
+    """Plan for one of BATCHES or APPENDING."""
+    num_seqs, q_len, kv_len, *num_tokens = (BATCHES | APPENDING)[batch]
     pages = cdiv(kv_len, wanted.page_size)
     cu_seqlens_q = torch.zeros(num_seqs + 1, dtype=torch.int32)
     table = torch.zeros((num_seqs * pages,) if wanted.flat_table else (num_seqs, pages), dtype=torch.int32)
-    starts = None if batch in ("decode", "decode, split") else cu_seqlens_q
+    starts = None if batch in ("decode", "decode, 64", "decode, split") else cu_seqlens_q
     num_tokens = num_tokens[0] if num_tokens else None
     dtypes = {"key_begin": torch.int32, "key_end": torch.int32, "tree_bits": torch.int64}
     rows = num_tokens or num_seqs * q_len

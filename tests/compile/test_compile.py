@@ -9,11 +9,15 @@ combinations.
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 import quire
+from quire import targets
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import compile_for
 from quire.dispatch.tree import forget_trees
+from quire.kernels.block import kernel as block
+from quire.kernels.split_kv import kernel as split_kv
 from quire.targets import TARGETS, Launch, compiling
 from quire.tuning.space import hinted
 from tests.compile import launches
@@ -31,6 +35,7 @@ ON_THE_STACK = {"hopper_kernel": 72, "mla_hopper_kernel": 96}
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
 
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
+ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
@@ -180,6 +185,73 @@ def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, h
         assert kernel.shared >= 2 * tile_bytes, kernel
 
 
+APPENDS = [  # a tuned target has every kind of cache and of batch, others one
+    *(("sm90", "decode, 64", 128, features) for features in ("plain", "e4m3")), ("sm90", "decode, short", 64, "plain"),
+    *(("sm90", *case) for case in (("drafts", 128, "e4m3"), ("drafts", 128, "trees"), ("decode, split", 256, "MQA"))),
+    ("gfx942", "decode, 64", 128, "e4m3"), ("gfx942", "drafts", 64, "plain"), ("gfx942", "decode, split", 256, "MQA"),
+    ("sm80", "decode, 64", 128, "e4m3"), ("sm80", "decode, split", 64, "plain"),
+    ("sm86", "decode, 64", 64, "vLLM's original"), ("sm89", "drafts", 128, "e4m3"),
+    ("sm100", "decode, 64", 128, "plain"), ("sm120", "decode, split", 128, "float32"),
+    ("gfx90a", "decode, 64", 64, "groups of 5"), ("gfx950", "decode, split", 128, "e4m3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "batch", "head_dim", "features"), APPENDS)
+def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target, batch, head_dim, features):
+    """Decode on an SM of sm90 has room for three programs, as without new tokens."""
+    with compiling(TARGETS[target]) as compiled:
+        plan = launches.append(batch, head_dim, features)
+    (kernel,) = compiled
+    print(f"{target:7} {features:18} {batch} {kernel}")
+    assert kernel.kernel == f"{plan.kernel}_kernel"
+    assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
+    if target in NO_SPILLS:
+        # Registers of fp8 decode are bounded; what is spilled is outside of the loop over tiles.
+        around = 80 if features == "e4m3" else BY_CHOICE
+        assert kernel.spills <= (around if kernel.registers < REGISTERS else 0), kernel
+    if (target, batch, head_dim) == ("sm90", "decode, 64", 128):
+        assert kernel.registers <= 168 and kernel.occupancy == 3, kernel
+
+
+@triton.jit
+def does_not_compile(
+    new, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr, T: tl.constexpr
+):
+    tl.static_assert(False, "new tokens")
+
+
+@pytest.mark.parametrize(("batch", "features"), [("decode, 64", "e4m3"), ("decode, short", "plain")])
+def test_a_launch_without_new_tokens_has_none_of_their_code(batch, features, monkeypatch, tmp_path):
+    """Its machine code is that of a kernel whose part for new tokens does not compile."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # what another checkout compiled names its files
+    monkeypatch.setattr(targets, "inspect", lambda name, kernel, *others: kernel.asm["cubin"])
+    cubins = []
+    with compiling(TARGETS["sm90"]) as compiled:
+        launches.attend(batch, 64, features)
+    cubins += compiled
+    for family, name in ((block, "block_kernel"), (split_kv, "split_kv_kernel")):
+        monkeypatch.setattr(family, "write_new", does_not_compile)
+        kernel = getattr(family, name)
+        monkeypatch.setattr(family, name, triton.jit(kernel.fn, do_not_specialize=kernel.do_not_specialize))
+    with compiling(TARGETS["sm90"]) as compiled:
+        launches.attend(batch, 64, features)
+        with pytest.raises(triton.CompilationError, match=r"write_new\("):
+            launches.append(batch, 64, features)
+    cubins += compiled
+    assert len(cubins) == 2 and cubins[0] == cubins[1]
+
+
+@pytest.mark.parametrize("num_q_heads", [16, 128])
+def test_the_mla_kernel_for_hopper_gpus_takes_fp8_latents_without_a_scale(num_q_heads):
+    spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=torch.float8_e4m3fn)
+    cache = quire.PagedKVCache.from_latents(torch.empty(4, 64, 576, dtype=torch.float8_e4m3fn), 512)
+    batch = quire.Batch(torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32))
+    with compiling(TARGETS["sm90"]) as compiled:
+        plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=4096)
+        quire.attention(torch.empty(8, num_q_heads, 576, dtype=torch.bfloat16), cache, plan)
+    assert [c.kernel for c in compiled] == ["mla_hopper_kernel", "mla_combine_kernel"]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_writes_copies_and_merges_compile_and_do_not_spill(target):
     """Each target compiles a quarter of the features, half of the widths and half of the kinds of latents."""
@@ -213,12 +285,12 @@ def test_amd_s_hints_reach_its_compiler(target):
     assert found["matrix_instr_nonkdim",].registers < found[()].registers
 
 
-@pytest.mark.parametrize("target", TUNED)
-def test_the_suite_sees_a_spill(target, monkeypatch):
+@pytest.mark.parametrize(("target", "block_m", "block_n"), [("sm90", 64, 16), ("gfx942", 128, 32)])
+def test_the_suite_sees_a_spill(target, block_m, block_n, monkeypatch):
     """A configuration that the registers cannot hold is reported as spilling: the tests above can fail."""
     too_large = KernelConfig(
-        block_m=128,
-        block_n=32,
+        block_m=block_m,
+        block_n=block_n,
         num_warps=1,
         num_stages=1,
         full_tile_loop=False,
@@ -293,6 +365,6 @@ def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
     assert plan.kernel == "mla_hopper"
     assert [c.kernel for c in compiled] == ["mla_hopper_kernel", "mla_combine_kernel"]
     many = ON_THE_STACK_OF_CONVERTERS if kv_dtype else ON_THE_STACK["mla_hopper_kernel"]
-    limit = {16: 0, 32: 72}.get(num_q_heads, many)
+    limit = {16: 0, 32: ON_THE_STACK_OF_TURNS if kv_dtype else 72}.get(num_q_heads, many)
     on_the_stack = {"mla_hopper_kernel": limit}
     assert all(c.spills <= on_the_stack.get(c.kernel, 0) for c in compiled), compiled

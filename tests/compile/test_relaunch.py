@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 import quire
 from quire.dispatch.device import compile_for
+from quire.dispatch.request import cdiv
 from quire.kernels import write, write_latent
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.tensor_maps import KEPT, Format
@@ -125,12 +126,43 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
     )
 
 
-@pytest.mark.parametrize(("target", "batch", "kernel"), [("sm80", "decode", "split_kv"), ("sm90", "prefill", "hopper")])
-def test_tensors_of_another_kind_go_through_the_binder(target, batch, kernel, passed, monkeypatch):
+@pytest.mark.parametrize("features", ["plain", "e4m3"])
+def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(features, passed, monkeypatch):
+    """Tokens of other dtypes or strides go through the binder, and so does a call without any."""
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
+    wanted = launches.FEATURES[features]
+    spec = launches.make_spec(64, wanted)
+    with compile_for(TARGETS["sm90"].properties, on_compile=None):
+        plan = launches.plan_of("decode, 64", spec, wanted)
+    layers = []
+    for _ in range(2):
+        some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan)
+        layers.append(some | {"out": torch.empty_like(some["q"])})
+    quire.attention(**layers[0], plan=plan)
+    with mock.patch.object(JITFunction, "run", side_effect=InterruptedError("went through the binder")):
+        quire.attention(**layers[1], plan=plan)
+        others = [{"k": layers[1]["k"].contiguous()}, {"v": layers[1]["v"].contiguous()}]
+        others += [{"k": None, "v": None, "slot_mapping": None}]
+        if features == "e4m3":
+            others += [{name: layers[1][name].half()} for name in "kv"]
+        for other in others:
+            with pytest.raises(InterruptedError):
+                quire.attention(**layers[1] | other, plan=plan)
+                pytest.fail(f"relaunched for other {', '.join(other)}")
+    unbound = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
+    quire.attention(**layers[1], plan=unbound)
+    assert len(passed) == 3 and passed[1] == passed[2] != passed[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "batch", "head_dim", "kernel"),
+    [("sm80", "decode, split", 64, "split_kv"), ("sm90", "prompt", 128, "hopper")],
+)
+def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, kernel, passed, monkeypatch):
     """What was compiled for some strides, dtypes and layouts is launched again for the same only."""
     monkeypatch.setattr(driver, "_active", Driver(TARGETS[target]))
     wanted = launches.FEATURES["plain"]
-    spec = launches.make_spec(64, wanted)
+    spec = launches.make_spec(head_dim, wanted)
     with compile_for(TARGETS[target].properties, on_compile=None):
         plan = launches.plan_of(batch, spec, wanted)
     assert plan.kernel == kernel
@@ -139,11 +171,11 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, kernel, pa
     inputs["out"] = torch.empty_like(q)
 
     def rows_of(columns: int) -> torch.Tensor:
-        return torch.empty(tokens, spec.num_q_heads, columns, dtype=q.dtype)[..., :64]
+        return torch.empty(tokens, spec.num_q_heads, columns, dtype=q.dtype)[..., :head_dim]
 
     others = {
-        "q": {"q": rows_of(80)},
-        "out": {"out": rows_of(80)},
+        "q": {"q": rows_of(head_dim + 16)},
+        "out": {"out": rows_of(head_dim + 16)},
         "lse": {"out": quire.State(inputs["out"], torch.empty(q.shape[:2]))},
         "cache": {"cache": quire.PagedKVCache.empty(spec, 4, wanted.page_size, layout="HND")},
         "page size": {"cache": quire.PagedKVCache.empty(spec, 4, 2 * wanted.page_size)},
@@ -167,7 +199,7 @@ def prompts(passed, monkeypatch):
     monkeypatch.setattr(driver, "_active", stub)
     wanted = launches.FEATURES["plain"]
     with compile_for(TARGETS["sm90"].properties, on_compile=None):
-        plan = launches.plan_of("prefill", launches.make_spec(64, wanted), wanted)
+        plan = launches.plan_of("prompt", launches.make_spec(128, wanted), wanted)
     inputs = launches.make_inputs(plan, wanted)
     inputs["out"] = torch.empty_like(inputs["q"])
     fill = stub.utils.fill_tma_descriptor
@@ -186,7 +218,7 @@ def test_a_tensor_map_is_encoded_once_for_each_address_shape_and_strides(prompts
     plan, inputs, call = prompts
     q, cache, out = inputs["q"], inputs["cache"], inputs["out"]
     pages, heads = torch.empty(8, *cache.k.shape[1:], dtype=q.dtype), cache.num_kv_heads
-    wide = torch.empty(4, 16, heads, 128, dtype=q.dtype)
+    wide = torch.empty(4, 16, heads, 256, dtype=q.dtype)
     others = [  # what differs, and how many maps are new: of queries, of keys, of values
         ("nothing, at first", {}, 3),
         ("nothing", {}, 0),
@@ -195,10 +227,10 @@ def test_a_tensor_map_is_encoded_once_for_each_address_shape_and_strides(prompts
         ("fewer pages at the same address", {"cache": quire.PagedKVCache(pages[:2], pages[4:6])}, 2),
         ("fewer queries at the same address", {"q": q[:100], "out": out[:100]}, 1),
         ("what was there before", {}, 0),
-        ("keys and values in one tensor", {"cache": quire.PagedKVCache(wide[..., :64], wide[..., 64:])}, None),
+        ("keys and values in one tensor", {"cache": quire.PagedKVCache(wide[..., :128], wide[..., 128:])}, None),
         (
             "other strides at the same address",
-            {"q": q.as_strided((100, 32, 64), (2112, 64, 1)), "out": out[:100]},
+            {"q": q.as_strided((100, 32, 128), (4224, 128, 1)), "out": out[:100]},
             None,
         ),
     ]
@@ -257,29 +289,36 @@ def test_a_profiler_is_told_of_every_launch(prompts, hook):
         call(plan, inputs)
 
 
-LATENT_CASES = [("sm80", features) for features in ("no rotary columns", "records")]
+LATENT_CASES = [  # launches of `test_compile`: sequences, queries and keys of each, query heads, page size
+    ("sm80", "no rotary columns", (*launches.LATENT_BATCHES["drafts"], 64)),
+    ("sm80", "records, float16", (*launches.LATENT_BATCHES["one long"], 64)),
+    ("sm90", "e4m3", (8, 1, 4096, 16, 16)),
+]
 
 
-@pytest.mark.parametrize(("target", "features"), [*LATENT_CASES, ("sm90", "e4m3")])
-def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features, passed, monkeypatch):
+@pytest.mark.parametrize(("target", "features", "batch"), LATENT_CASES, ids=str)
+def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features, batch, passed, monkeypatch):
     monkeypatch.setattr(driver, "_active", Driver(TARGETS[target]))
-    spec = launches.latent_spec(features)
+    num_seqs, q_len, kv_len, heads, page_size = batch
+    spec = launches.latent_spec(features, heads)
     if target == "sm90":
         spec = dataclasses.replace(spec, head_dim=576, head_dim_v=512)
-    rank, layout = spec.kv_lora_rank, launches.LATENTS[features][2]
-    starts = torch.zeros(3, dtype=torch.int32)
-    batch = quire.Batch(torch.zeros(2, 8, dtype=torch.int32), starts[1:], starts)
+    rank, layout, tokens = spec.kv_lora_rank, launches.LATENTS[features][2], num_seqs * q_len
+    starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
+    table = torch.zeros(num_seqs, cdiv(kv_len, page_size), dtype=torch.int32)
+    lens = starts[:-1] if target == "sm90" else starts[1:]  # aligned as there, for which Triton specialises
+    described = quire.Batch(table, lens, None if q_len == 1 else starts)
     with compile_for(TARGETS[target].properties, on_compile=None):
-        plan = quire.plan(spec, batch, max_query_len=2, max_seq_len=500)
+        plan = quire.plan(spec, described, max_query_len=q_len, max_seq_len=kv_len)
     assert plan.kernel == ("mla_hopper" if target == "sm90" else "mla")
-    wide = torch.empty(4, 16, spec.head_dim + 16, dtype=spec.dtype)
+    wide = torch.empty(tokens, heads, spec.head_dim + 16, dtype=spec.dtype)
     layers = []
     for _ in range(2):
-        cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)
-        q = torch.empty(4, 16, spec.head_dim, dtype=spec.dtype)
-        q_pe = torch.empty(4, 16, spec.qk_rope_head_dim, dtype=spec.dtype)
-        out = quire.State(torch.empty(4, 16, rank, dtype=spec.dtype), torch.empty(4, 16))
-        layers.append((q, cache, out, (torch.empty(4, 16, rank, dtype=spec.dtype), q_pe)))
+        cache = quire.PagedKVCache.empty(spec, 4, page_size, layout=layout)
+        q = torch.empty(tokens, heads, spec.head_dim, dtype=spec.dtype)
+        q_pe = torch.empty(tokens, heads, spec.qk_rope_head_dim, dtype=spec.dtype)
+        out = torch.empty(tokens, heads, rank, dtype=spec.dtype)
+        layers.append((q, cache, out, (torch.empty(tokens, heads, rank, dtype=spec.dtype), q_pe)))
     (q, cache, out, _), (q_again, cache_again, out_again, halves) = layers
     quire.attention(q, cache, plan, out=out)
     first = len(passed)
@@ -287,8 +326,8 @@ def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features,
         quire.attention(q_again, cache_again, plan, out=out_again)
         others = {
             "strides of q": (wide[..., : spec.head_dim], cache, out),
-            "no lse": (q, cache, out.out),
-            "page size": (q, quire.PagedKVCache.empty(spec, 4, 128, layout=layout), out),
+            "lse": (q, cache, quire.State(out, torch.empty(tokens, heads))),
+            "page size": (q, quire.PagedKVCache.empty(spec, 4, 2 * page_size, layout=layout), out),
         }
         if spec.qk_rope_head_dim:
             others["strides of halves"] = (halves, cache, out)

@@ -37,14 +37,15 @@ def without_compiler(monkeypatch):
     return lambda target="sm90": replace(TARGETS[target], name=f"{target}, without a compiler")
 
 
+@pytest.mark.parametrize("append", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "e4m3", "e4m3, scales per token"])
-def test_nothing_compiles_after_warmup(kind, without_compiler):
+def test_nothing_compiles_after_warmup(kind, append, without_compiler):
     spec = SPEC if kind == "plain" else replace(SPEC, kv_dtype=torch.float8_e4m3fn)
     cache = quire.PagedKVCache.empty(spec, 2, 16)
     if "token" in kind:  # which the Hopper kernel does not serve
         cache = quire.PagedKVCache(cache.k, cache.v, "NHD", torch.ones(2, 16, 8), torch.ones(2, 16, 8))
     with compiling(without_compiler()) as compiled:
-        names = quire.warmup(spec, cache, **BOUNDS)
+        names = quire.warmup(spec, cache, **BOUNDS, append=append)
         kernels = {c.kernel for c in compiled}
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
             for lens in (
@@ -54,6 +55,8 @@ def test_nothing_compiles_after_warmup(kind, without_compiler):
                 ((130, 130), (1, 1500), (2, 700)),
                 ((133, 2000), (133, 2000), (133, 133)),
                 ((7, 90),),
+                ((16, 90),),
+                ((3, 1990), (2, 70)),
                 ((40, 1999),),
                 ((33, 1500), (33, 33)),
             ):
@@ -64,7 +67,14 @@ def test_nothing_compiles_after_warmup(kind, without_compiler):
                 plan = quire.plan(
                     spec, batch, max_query_len=max(q_lens), max_seq_len=max(s for _, s in lens), num_tokens=sum(q_lens)
                 )
-                quire.attention(torch.empty(sum(q_lens), 32, 128, dtype=torch.float16), cache, plan)
+                q = torch.empty(sum(q_lens), 32, 128, dtype=torch.float16)
+                # New tokens are slices of a fused projection.
+                k, v = torch.empty(sum(q_lens), 48, 128, dtype=torch.float16)[:, 32:].split(8, 1)
+                new = dict(k=k, v=v, slot_mapping=torch.zeros(sum(q_lens), dtype=torch.int64))
+                quire.attention(q, cache, plan, **new if append else {})
+                if plan.appender(cache) is not None and not append:  # which has another kernel
+                    with pytest.raises(AssertionError, match="compiled in service"):
+                        quire.attention(q, cache, plan, **new)
     assert kernels == {"write_kernel", "block_kernel", "split_kv_kernel"} | (
         set() if "token" in kind else {"hopper_kernel", "combine_kernel"}
     )

@@ -37,7 +37,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 import quire
 from quire.integrations.vllm import contract, register
-from quire.testing import error_budget, make_problem
+from quire.testing import error_budget, make_problem, unwritten
 
 register()
 
@@ -252,6 +252,39 @@ def attend(layer: Layer, builder, problem, kv_cache: torch.Tensor, pad: int = 0,
     return output[:num_tokens]
 
 
+@pytest.mark.parametrize("kind", ["NHD", "HND", "rows"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_step_writes_its_tokens_and_attends_to_them(batch, dtype, kind):
+    """In full graphs, slots are padded like queries; elsewhere they are not. A layer may attend to another's keys."""
+    spec = replace(SPEC, kv_dtype=torch.float8_e4m3fn if dtype == "fp8" else None)
+    problem = make_problem(spec, BATCHES[batch], scales="tensor", device=DEVICE)
+    cache, new = unwritten(problem)
+    full, pad = vllm_cache(problem.cache, kind), 3
+    for is_padded in (True, False):
+        layer, builder = make_layer(problem, dtype)
+        kv_cache = vllm_cache(cache, kind)
+        common, query, num_tokens = step_of(problem, pad, width=9)
+        slots = torch.nn.functional.pad(new["slot_mapping"], (0, pad * is_padded), value=-1)
+        if not is_padded:
+            common = common.replace(num_reqs=len(problem.seq_lens), num_actual_tokens=num_tokens)
+            common = common.replace(
+                query_start_loc=common.query_start_loc[:-pad],
+                seq_lens=common.seq_lens[:-pad],
+                block_table_tensor=common.block_table_tensor[:-pad],
+            )
+        step = builder.build(0, common.replace(slot_mapping=slots))
+        key, value = (torch.nn.functional.pad(new[name], (0, 0, 0, 0, 0, pad), value=float("nan")) for name in "kv")
+        output = torch.full_like(query, 7.0)
+        layer.impl.forward(layer, query, key, value, kv_cache, step, output)
+        assert error_budget(problem, output[:num_tokens]).passed
+        assert torch.equal(kv_cache.view(torch.uint8), full.view(torch.uint8))
+        layer.impl.kv_sharing_target_layer_name = "another"
+        before = kv_cache.clone()
+        layer.impl.forward(layer, query, key * 2, value, kv_cache, step, output)
+        assert torch.equal(kv_cache.view(torch.uint8), before.view(torch.uint8))
+
+
 @pytest.mark.parametrize("kind", ["NHD", "HND", "rows", "rows, heads outside"])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("page_size", [16, 544])
@@ -289,11 +322,13 @@ def test_fp8_caches_with_the_layer_s_scales(dtype, kind):
 def test_the_write_skips_padding(kind, dtype):
     spec = replace(SPEC, kv_dtype=torch.float8_e4m3fn if dtype == "fp8" else None)
     problem = make_problem(spec, BATCHES["decode"], scales="tensor", device=DEVICE)
-    layer, _ = make_layer(problem, dtype)
+    layer, builder = make_layer(problem, dtype)
     kv_cache = torch.zeros_like(vllm_cache(problem.cache, kind))
+    common, query, _ = step_of(problem, pad=2, width=9)
     fused = torch.randn(5, 3, 2, 16, device=DEVICE)  # keys and values as strided views of one projection
-    slots = torch.tensor([33, -1, 5, -1, 70], device=DEVICE)
-    layer.impl.do_kv_cache_update(layer, fused[:, 1], fused[:, 2], kv_cache, slots)
+    slots = torch.tensor([33, -1, 5, -1, -1], device=DEVICE)
+    step = builder.build(0, common.replace(slot_mapping=slots))
+    layer.impl.forward(layer, query, fused[:, 1], fused[:, 2], kv_cache, step, torch.empty_like(query))
     pages = layer.impl.pages
     at = (lambda t: t.float()) if pages.layout == "NHD" else (lambda t: t.float().transpose(1, 2))
     for stored, new, scale in ((pages.k, fused[:, 1], layer._k_scale), (pages.v, fused[:, 2], layer._v_scale)):
@@ -345,7 +380,7 @@ def test_kernels_are_compiled_before_the_first_capture(additional, monkeypatch):
     if additional:
         assert not warmed
     else:
-        assert warmed == [(layer.impl.spec, layer.impl.pages, builder.bounds)]
+        assert warmed == [(layer.impl.spec, layer.impl.pages, builder.bounds | {"append": True})]
         assert torch.equal(layer.kv_cache.nan_to_num(9.0), before.nan_to_num(9.0))
     out = layer.impl.forward(layer, query, None, None, layer.kv_cache, metadata, torch.empty_like(query))
     assert error_budget(problem, out).passed

@@ -5,7 +5,7 @@ import torch
 
 import quire
 from quire import cli
-from quire.testing import error_budget, make_problem
+from quire.testing import error_budget, make_problem, unwritten
 
 LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50))
@@ -98,6 +98,45 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(query_
         graph.replay()
         verdict = error_budget(big, state)
         assert verdict.passed, (lens, verdict)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("query_len", [1, 5])
+def test_a_captured_graph_writes_new_tokens_and_attends_to_them(query_len, kv_dtype):
+    """The bits are those of a write and a call without new tokens, at all lengths, over tables that change."""
+    spec = quire.AttentionSpec(**LLAMA, kv_dtype=kv_dtype)
+    p = make_problem(spec, ((query_len, 2048), (query_len, 300), (query_len, 1100)), device="cuda")
+    plan = quire.plan(spec, p.batch, **p.bounds)
+    assert plan.appender(p.cache) is not None
+    amplitude = 40 if kv_dtype is torch.int8 else 1
+    k, v = ((amplitude * torch.randn(pages.shape, device="cuda")).to(pages.dtype) for pages in (p.cache.k, p.cache.v))
+    scales = p.cache.k_scale, p.cache.v_scale
+    caches = [quire.PagedKVCache(k.clone(), v.clone(), "NHD", *scales) for _ in range(2)]
+    slots = unwritten(p)[1]["slot_mapping"]
+    fused = torch.randn(3 * query_len, 4, 128, device="cuda").to(p.q.dtype)
+    k, v = fused.split(2, 1)
+    states = [quire.State(torch.empty_like(p.q), torch.empty(p.q.shape[:2], device="cuda")) for _ in range(2)]
+
+    def append():
+        quire.attention(p.q, caches[1], plan, k=k, v=v, slot_mapping=slots, out=states[1])
+
+    append()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append()
+    pairs = torch.arange(caches[0].num_pages, device="cuda")[:, None].repeat(1, 2)
+    quire.copy_pages(caches[0], caches[1], pairs)  # as they were before the calls above
+    for lens in ((2048, 300, 1100), (query_len, 64, 65), (128, 129, 17), (1000, 160, 1025), (2047, 299, 16)):
+        p.batch.seq_lens.copy_(torch.tensor(lens))
+        slots.copy_(unwritten(p)[1]["slot_mapping"])
+        fused.normal_()
+        quire.write_kv(k, v, caches[0], slots)
+        quire.attention(p.q, caches[0], plan, out=states[0])
+        for _ in range(20):
+            graph.replay()
+        assert torch.equal(states[0].out, states[1].out) and torch.equal(states[0].lse, states[1].lse), lens
+        for a, b in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), lens
 
 
 def test_runs_are_bitwise_equal():

@@ -459,7 +459,8 @@ def test_nothing_is_read_back_from_a_device(paged, monkeypatch):
         out, lse = flash_attn_with_kvcache(
             q, *cache, new, new, cos, cos, ints, causal=True, return_softmax_lse=True, **where
         )
-        assert out.shape == (3, 2, 4, 16) and lse.shape == (3, 4, 2) and len(calls) == 2
+        assert out.shape == (3, 2, 4, 16) and lse.shape == (3, 4, 2)
+        assert len(calls) == (1 if paged else 2)  # attention writes into pages itself
         assert all(used.k is cache[0] or used.k._base is cache[0]._base for used in calls)
         flash_attn_func(q, *(x[:3] for x in cache))
         assert calls[-1].k._base is cache[0]._base

@@ -828,7 +828,7 @@ OUTSIDE = {
         "kernels/hopper/runner.py",
         'key = "hopper", cache.kind, q.stride(), into.stride()',
         'key = "hopper", q.stride(), into.stride()',
-        RELAUNCH + "[sm90-prefill-hopper]",
+        RELAUNCH + "[sm90-prompt-128-hopper]",
     ),
     "Hopper: matrices of a cache of more pages": Mutant(
         "kernels/hopper/runner.py",
@@ -870,7 +870,7 @@ OUTSIDE = {
         "kernels/portable.py",
         "key = cache.kind, q.stride(), out.stride()",
         "key = cache.kind, q.stride(), q.stride()",
-        RELAUNCH + "[sm80-decode-split_kv]",
+        RELAUNCH + "[sm80-decode, split-64-split_kv]",
     ),
     "K's head offset in int32, compiled": Mutant(
         "kernels/primitives.py",
@@ -1016,8 +1016,8 @@ OUTSIDE = {
     ),
     "vLLM: padding written": Mutant(
         "integrations/vllm/backend.py",
-        "slot_mapping if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]]",
-        "slot_mapping.clamp(min=0) if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]]",
+        "value[:rows], slots[:rows]",
+        "value[:rows], slots[:rows].clamp(min=0)",
         VLLM + "the_write_skips_padding",
     ),
     "vLLM: scales left out": Mutant(

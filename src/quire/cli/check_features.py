@@ -81,6 +81,7 @@ class Feature:
         plan: arguments of `quire.plan`.
         problem: arguments of `quire.testing.make_problem`.
         captured: launch from a CUDA graph that was captured at other lengths.
+        append: pass the keys and values of the queries' own tokens, which are not in the cache.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Feature:
     plan: PlanOptions = field(default_factory=PlanOptions)
     problem: ProblemOptions = field(default_factory=ProblemOptions)
     captured: bool = False
+    append: bool = False
 
     def spec(self, dtype: torch.dtype) -> AttentionSpec:
         """Return the spec for queries of a dtype."""
@@ -136,6 +138,11 @@ FEATURES = (
     Feature("fp8 e5m2 cache, scales per token", {"kv_dtype": torch.float8_e5m2}, problem={"scales": "token"}),
     Feature("int8 cache, one scale", {"kv_dtype": torch.int8}, problem={"scales": "tensor"}),
     Feature("captured in a graph", lens=((1, 300), (1, 5), (1, 200)), captured=True),
+    Feature("new tokens", lens=((1, 130), (4, 20), (1, 0), (4, 3), (0, 9)), append=True),
+    Feature("new tokens, split keys", lens=((3, 300), (1, 5), (9, 170)), plan={"num_splits": 5}, append=True),
+    Feature("new tokens, mixed", append=True),
+    Feature("new tokens, fp8 e4m3 cache", FP8, ((1, 130), (4, 20), (1, 0)), append=True),
+    Feature("new tokens, int8 cache", {"kv_dtype": torch.int8}, ((1, 130), (4, 20), (1, 0)), append=True),
 )
 DECODING, DRAFTS = ((1, 130), (1, 1), (1, 0), (1, 77)), ((4, 300), (4, 20), (4, 3), (0, 9))
 LATENT_FEATURES = (
@@ -152,6 +159,7 @@ LATENT_FEATURES = (
     Feature("MLA: 512 + 64, drafted tokens", DEEPSEEK, DRAFTS, problem={"page_size": 64}),
     Feature("MLA: 512 + 64, fp8 latents", DEEPSEEK | FP8, DRAFTS, problem={"page_size": 64}),
     Feature("MLA: 512 + 64, fp8_ds_mla", DEEPSEEK | FP8, DRAFTS, problem={"page_size": 64, "layout": "fp8_ds_mla"}),
+    Feature("MLA: new tokens", LATENTS, DRAFTS, append=True),
     Feature("MLA: captured in a graph", DEEPSEEK, DRAFTS, problem={"page_size": 64}, captured=True),
 )
 

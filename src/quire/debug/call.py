@@ -23,7 +23,9 @@ INDICES = (
     *("page_table", "seq_lens", "cu_seqlens_q", "cu_pages", "query_offsets"),
     *("key_begin", "key_end", "tree_bits"),
 )
-NAMES = ("q", "q_nope", "q_pe", "k", "v", "latents", "k_scale", "v_scale", "sinks", "alibi_slopes", *INDICES)
+NEW = ("new_k", "new_v", "slot_mapping")  # k, v and slot_mapping of the call, if it had them
+NAMES = ("q", "q_nope", "q_pe", "k", "v", "latents", "k_scale", "v_scale", "sinks", "alibi_slopes", *NEW, *INDICES)
+STORED = ("slot_mapping", *INDICES)  # with and without contents
 BOUNDS = ("max_query_len", "max_seq_len", "num_tokens")
 
 
@@ -42,8 +44,8 @@ class Call:
         device: its name and properties.
         has_contents: whether the numbers of queries and cache were recorded.
         places: where each tensor lay, by name.
-        tensors: the batch's tensors; with contents also all others. Of the cache and its scales per token, only the
-            pages that the batch reads.
+        tensors: the batch's tensors and the slots of new tokens; with contents also all others. Of the cache and its
+            scales per token, only the pages that the batch reads.
     """
 
     spec: AttentionSpec
@@ -235,14 +237,16 @@ def check_tensors(call: Call) -> None:
     for name in call.in_units:
         if len(call.places[name].shape) < 3 or call.places[name].shape[0] != call.num_units:
             raise ValueError(f"{name} must have {call.num_units} pages, got {call.places[name].shape}")
-    stored = set(call.places) if call.has_contents else set(INDICES) & set(call.places)
+    if any(name in call.places for name in NEW) and not {"new_k", "slot_mapping"} <= call.places.keys():
+        raise ValueError(f"it must describe new_k and slot_mapping, or no new tokens, got {', '.join(call.places)}")
+    stored = set(call.places) if call.has_contents else set(STORED) & set(call.places)
     if missing := stored - call.tensors.keys():
         raise ValueError(f"it must hold {', '.join(sorted(missing))}, got {', '.join(call.tensors)}")
     for name, tensor in call.tensors.items():
         place = call.places[name]
         if tensor.dtype is not DTYPES[place.dtype] or tensor.layout is not torch.strided or tensor.device.type != "cpu":
             raise ValueError(f"{name} must be {place.dtype}, got {tensor.dtype}")
-        if name in INDICES and tuple(tensor.shape) != place.shape:
+        if name in STORED and tuple(tensor.shape) != place.shape:
             raise ValueError(f"{name} must have shape {place.shape}, got {tuple(tensor.shape)}")
     batch = call.batch
     if call.page_size < 1:

@@ -15,12 +15,13 @@ import torch
 from quire import api, errors
 from quire.cache import PagedKVCache
 from quire.checks import check_attention
-from quire.debug.call import INDICES, Call, batch_of, units_read
+from quire.debug.call import INDICES, NEW, STORED, Call, batch_of, units_read
 from quire.debug.memory import describe, read_units
 from quire.dispatch.device import device_properties, interprets
 from quire.errors import check_flag, check_integer
 from quire.plan import Plan
 
+NewTokens = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]  # k, v and slot_mapping
 PACKAGES = ("quire", "torch", "triton", "numpy", "transformers", "vllm")
 
 
@@ -80,9 +81,10 @@ class Recording:
         plan: Plan,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        new: NewTokens | None = None,
     ) -> None:
         """Check the arguments of a call, and record them if it is the one that is wanted."""
-        check_attention(q, cache, plan, sinks, alibi_slopes)
+        check_attention(q, cache, plan, sinks, alibi_slopes, new)
         if self.is_done or torch.compiler.is_compiling():
             return
         if cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -94,7 +96,7 @@ class Recording:
                 self.skip -= 1
                 return
             self.is_done = True
-            call_of(q, cache, plan, sinks, alibi_slopes, self.contents).write(self.path)
+            call_of(q, cache, plan, sinks, alibi_slopes, new, self.contents).write(self.path)
 
 
 def save(
@@ -103,6 +105,9 @@ def save(
     cache: PagedKVCache,
     plan: Plan,
     *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     contents: bool = False,
@@ -114,6 +119,9 @@ def save(
         q: as for `quire.attention`.
         cache: as for `quire.attention`.
         plan: as for `quire.attention`.
+        k: as for `quire.attention`.
+        v: as for `quire.attention`.
+        slot_mapping: as for `quire.attention`.
         sinks: as for `quire.attention`.
         alibi_slopes: as for `quire.attention`.
         contents: as for `record`.
@@ -124,8 +132,9 @@ def save(
     """
     where = check_path(path)
     check_flag("contents", contents, "the numbers are large, and may be private")
-    check_attention(q, cache, plan, sinks, alibi_slopes)
-    call_of(q, cache, plan, sinks, alibi_slopes, contents).write(where)
+    new: Any = None if k is None and v is None and slot_mapping is None else (k, v, slot_mapping)
+    check_attention(q, cache, plan, sinks, alibi_slopes, new)
+    call_of(q, cache, plan, sinks, alibi_slopes, new, contents).write(where)
 
 
 def check_path(path: Path | str) -> Path:
@@ -144,12 +153,13 @@ def call_of(
     plan: Plan,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    new: NewTokens | None,
     contents: bool,
 ) -> Call:
     """Return the arguments of a call, described."""
-    tensors = named_tensors(q, cache, plan, sinks, alibi_slopes)
+    tensors = named_tensors(q, cache, plan, sinks, alibi_slopes, new)
     batch = plan.batch
-    stored = {name: tensors[name].detach().cpu().contiguous() for name in INDICES if name in tensors}
+    stored = {name: tensors[name].detach().cpu().contiguous() for name in STORED if name in tensors}
     bounds = plan.bounds
     call = Call(
         spec=plan.spec,
@@ -185,13 +195,15 @@ def named_tensors(
     plan: Plan,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    new: NewTokens | None,
 ) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a call by name; latents stand for k and v."""
+    """Return the tensors of a call by name; k and v are the cache's, for which latents may stand."""
     queries = {"q_nope": q[0], "q_pe": q[1]} if isinstance(q, tuple) else {"q": q}
     pages = {"latents": cache.latents} if cache.is_latent else {"k": cache.k, "v": cache.v}
     scales = {"k_scale": cache.k_scale, "v_scale": None if cache.is_latent else cache.v_scale}
     indices = {name: getattr(plan.batch, name) for name in INDICES}
-    every = {**queries, **pages, **scales, "sinks": sinks, "alibi_slopes": alibi_slopes, **indices}
+    step = dict(zip(NEW, new, strict=True)) if new is not None else {}
+    every = {**queries, **pages, **scales, "sinks": sinks, "alibi_slopes": alibi_slopes, **step, **indices}
     return {name: tensor for name, tensor in every.items() if tensor is not None}
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from quire.api import attention
+from quire.api import attention, write_kv, write_latent
 from quire.batch_check import check_reads
-from quire.debug.call import INDICES, Call, batch_of, cache_of, units_read
+from quire.cache import PagedKVCache
+from quire.debug.call import STORED, Call, batch_of, cache_of, units_read
 from quire.debug.memory import DTYPES, allocate, nbytes, write, write_units
 from quire.dispatch.device import device_properties, is_served_by_torch
 from quire.dispatch.request import Request
@@ -87,14 +88,15 @@ def replay(
         raise TypeError(f"on_step must be a function of a sentence, got {describe(on_step)}; pass print, for instance")
     on_step("making the tensors")
     call = renumber(call, max_bytes, notes)
-    problem, pair = rebuild(call, device)
+    problem, pair, new = rebuild(call, device)
     bounds = {name: call.bounds[name] for name in ("max_query_len", "max_seq_len")}
     try:
         check_reads(problem.batch, problem.cache, call.spec, num_tokens=problem.q.shape[0], **bounds)
+        check_slots(problem, new)
     except ValueError as error:
         return Replay("none", notes, None, f"the batch breaks its contract: {error}")
     if not call.has_contents:
-        poison_slots(problem, call)
+        poison_slots(problem, call, new)
     on_step("planning")
     chosen = choose_plan(call, problem, replan, notes)
     on_step(f"running the {chosen.kernel} kernel")
@@ -102,8 +104,9 @@ def replay(
     out = torch.zeros(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
     state = State(out, torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=device))
     try:
-        sinks, slopes = problem.sinks, problem.alibi_slopes
-        attention(q if pair is None else pair, problem.cache, chosen, sinks=sinks, alibi_slopes=slopes, out=state)
+        expected = replace(problem, cache=with_new(problem.cache, new))
+        tables: dict[str, Any] = problem.tables
+        attention(q if pair is None else pair, problem.cache, chosen, **new, **tables, out=state)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except UnsupportedError:
@@ -111,7 +114,7 @@ def replay(
     except Exception as error:  # which is what the report is about
         return Replay(str(chosen), notes, None, f"the call fails: {type(error).__name__}: {error}")
     on_step("computing the same in float64")
-    oracle = Oracle(problem)
+    oracle = Oracle(expected)
     error = None
     if not bool(oracle.exact.out.isfinite().all()):
         error = "the numbers that were recorded give NaN or infinity in float64 too: the inputs are wrong"
@@ -144,14 +147,20 @@ def renumber(call: Call, max_bytes: int, notes: list[str]) -> Call:
     beyond = torch.where(table >= call.num_units, count, -1)
     renumbered = torch.where(is_page, number[table.clamp(0, call.num_units - 1)], beyond)
     tensors = call.tensors | {"page_table": renumbered.to(batch.page_table.dtype)}
+    if "slot_mapping" in tensors:
+        slots = tensors["slot_mapping"]
+        page, slot = number[(slots // call.page_size).clamp(0, call.num_units - 1)], slots % call.page_size
+        tensors["slot_mapping"] = torch.where((slots >= 0) & (page >= 0), page * call.page_size + slot, -1)
     return replace(call, places=places, tensors=tensors)
 
 
-def rebuild(call: Call, device: torch.device) -> tuple[Problem, tuple[torch.Tensor, torch.Tensor | None] | None]:
+def rebuild(
+    call: Call, device: torch.device
+) -> tuple[Problem, tuple[torch.Tensor, torch.Tensor | None] | None, dict[str, Any]]:
     """Allocate the tensors of a call and fill them.
 
     Returns:
-        The problem, and the queries as a pair if they were recorded as one.
+        The problem, the queries as a pair if they were recorded as one, and the new tokens as `attention` takes them.
     """
     tensors = allocate(call.places, device)
     units = units_read(call.batch, call.page_size, call.num_units)
@@ -168,7 +177,32 @@ def rebuild(call: Call, device: torch.device) -> tuple[Problem, tuple[torch.Tens
     starts = batch.query_starts.tolist()
     query_lens = tuple(end - start for start, end in pairwise(starts))
     tables = tensors.get("sinks"), tensors.get("alibi_slopes")
-    return Problem(call.spec, batch, cache, q, query_lens, tuple(batch.seq_lens.tolist()), *tables), pair
+    new = {}
+    if "slot_mapping" in tensors:
+        new = {"k": tensors["new_k"], "v": tensors.get("new_v"), "slot_mapping": tensors["slot_mapping"]}
+    return Problem(call.spec, batch, cache, q, query_lens, tuple(batch.seq_lens.tolist()), *tables), pair, new
+
+
+def check_slots(problem: Problem, new: dict[str, Any]) -> None:
+    """Raise ValueError if a new token goes to a slot that the cache does not have."""
+    num_slots = problem.cache.num_pages * problem.cache.page_size
+    if new and new["slot_mapping"].numel() and int(new["slot_mapping"].max()) >= num_slots:
+        raise ValueError(f"slot_mapping must hold slots below {num_slots}, got {int(new['slot_mapping'].max())}")
+
+
+def with_new(cache: PagedKVCache, new: dict[str, Any]) -> PagedKVCache:
+    """Return a copy of a cache with new tokens, or the cache if there are none."""
+    if not new:
+        return cache
+    k, v, slots = new.values()
+    if cache.is_latent:
+        copy = PagedKVCache.from_latents(cache.latents.clone(), cache.head_dim_v, scale=cache.k_scale)
+        write_latent(k, v, copy, slots)
+    else:
+        scales = (None if scale is None else scale.clone() for scale in (cache.k_scale, cache.v_scale))
+        copy = PagedKVCache(cache.k.clone(), cache.v.clone(), cache.layout, *scales)
+        write_kv(k, v, copy, slots)
+    return copy
 
 
 def random_numbers(call: Call, num_units: int) -> dict[str, torch.Tensor]:
@@ -199,15 +233,20 @@ def random_numbers(call: Call, num_units: int) -> dict[str, torch.Tensor]:
         elif name in call.in_units:
             found = found[:num_units]
         numbers[name] = found.reshape(shape).to(DTYPES[place.dtype])
-    return {name: some for name, some in numbers.items() if name not in INDICES}
+    return {name: some for name, some in numbers.items() if name not in STORED}
 
 
-def poison_slots(problem: Problem, call: Call) -> None:
-    """Overwrite the slots that no query sees, in pages that the batch reads, with NaN; other pages hold it already."""
+def poison_slots(problem: Problem, call: Call, new: dict[str, Any]) -> None:
+    """Overwrite the slots that no query sees, in pages that the batch reads, with NaN; other pages hold it already.
+
+    So do the slots of new tokens, which the call writes.
+    """
     cache = problem.cache
     if not call.paged or cache.is_expanded:
         return
     owned = owned_slots(problem.batch, cache, call.spec)
+    if new:
+        owned.view(-1)[new["slot_mapping"][new["slot_mapping"] >= 0]] = False
     is_read = torch.zeros(cache.num_pages, dtype=torch.bool, device=cache.device)
     is_read[units_read(call.batch, call.page_size, call.num_units).to(cache.device)] = True
     poison(cache, owned | ~is_read[:, None])

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,8 +11,16 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.request import Request, cdiv
+from quire.kernels.launch import Runner
 from quire.kernels.scratch import ScratchSize
 from quire.spec import UNBOUNDED
+
+if TYPE_CHECKING:
+    from quire.kernels import views
+
+REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
+MOST_NEW_TOKENS = 16  # of a sequence, that a program of `append` writes before it reads them
+MOST_SEQS_TO_APPEND = 64  # 32 gain 1.5 to 2.6 %, 128 lose 0.3 to 2.9 % (NVIDIA H200, 2026-11-22)
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class PortableLaunch(ABC):
         """Return the size of the scratch that the launch needs."""
 
     @abstractmethod
-    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> "PortableRunner":
+    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
 
     def describe_config(self) -> str:
@@ -117,8 +125,13 @@ class PortableLaunch(ABC):
         )
 
 
-class PortableRunner:
-    """Run a launch of a portable kernel for one batch.
+def has_few_new_tokens(request: Request) -> bool:
+    """Return whether a launch that attends should write the step's keys and values too."""
+    return request.bounds.max_query_len <= MOST_NEW_TOKENS and request.num_seqs <= MOST_SEQS_TO_APPEND
+
+
+class KernelRunner:
+    """A launch of one kernel that is bound to a batch, and its compiled launches.
 
     Args:
         launch: the decision.
@@ -133,6 +146,10 @@ class PortableRunner:
         self.decided, self.batch, self.kernel, self.fixed = launch, batch, kernel, fixed
         self.launches = LaunchCache()
 
+
+class PortableRunner(KernelRunner):
+    """Run a launch of a portable kernel for one batch."""
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -141,6 +158,7 @@ class PortableRunner:
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        new: "views.NewTokens | None" = None,
     ) -> None:
         grid = (self.decided.num_programs(q.shape[0]), 1, 1)
         if grid[0] == 0:
@@ -153,10 +171,41 @@ class PortableRunner:
         if (q_at | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | cache_at[0] | cache_at[1]) % 16 == 0:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             key = cache.kind, q.stride(), out.stride(), None if lse is None else lse.stride(0), dtypes
-            if self.launches.relaunch(key, grid, (q_at, out_at, lse_at, sinks_at, slopes_at, cache_at)):
+            addresses = q_at, out_at, lse_at, sinks_at, slopes_at, cache_at, None
+            if new is not None:
+                new_at = new.k.data_ptr(), new.v.data_ptr(), new.slot_mapping.data_ptr()
+                aligned = (new_at[0] | new_at[1] | new_at[2]) % 16 == 0
+                key = (*key, new.k.dtype, new.v.dtype, *new[3:]) if aligned else None
+                addresses = *addresses[:-1], (*new_at, *new[3:])
+            if key is not None and self.launches.relaunch(key, grid, addresses):
                 return
-        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes)
+        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, new)
         self.launches.launch(key, self.kernel, grid, tensors, fixed, meta)
+
+    def can_append(self, cache: PagedKVCache) -> bool:
+        """Return whether `append` serves a cache: each program that reads a sequence's new keys writes all of them."""
+        request = self.decided.request
+        # Elsewhere the new keys need not be among those that the queries see.
+        at_the_end = self.batch.query_offsets is None and (request.has_tree or not request.has_intervals)
+        return at_the_end and has_few_new_tokens(request) and cache.scale_kind != "token"
+
+    def append(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write keys and values into their slots and attend, in one launch."""
+        from quire.kernels.views import NewTokens
+
+        new = NewTokens(k, v, slot_mapping, *k.stride()[:2], *v.stride()[:2])
+        self(q, cache, out, lse, sinks, alibi_slopes, new)
 
     def arguments(
         self,
@@ -166,6 +215,7 @@ class PortableRunner:
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        new: "views.NewTokens | None" = None,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
         """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those by name."""
         from quire.kernels import mods, views
@@ -185,7 +235,14 @@ class PortableRunner:
             "K_VEC": cache.strides[0].vec_size, "V_VEC": cache.strides[1].vec_size, "PAGE_SIZE": cache.page_size,
             "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "PACKED_FP8": packed,
             "TOKEN_SCALES": cache.scale_kind == "token",
+            "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
+            "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
         }  # fmt: skip
+        if new is not None and packed and decided.name == "split_kv" and not device.has_mfma:
+            # Else the compiler takes so many that fewer programs fit. What it spills is outside of the loop over tiles.
+            meta["maxnreg"] = min(
+                MOST_REGISTERS, REGISTERS // (32 * config.num_warps * config.programs_per_sm) // 8 * 8
+            )
         if quantised and not packed:  # conversion of one number at a time takes registers: use shorter tiles
             meta["BLOCK_N"] = max(16, config.block_n // 2)
         strides = (
@@ -196,5 +253,5 @@ class PortableRunner:
             out.stride(1),
             0 if lse is None else lse.stride(0),
         )
-        tensors = q, out, lse, sinks, alibi_slopes, views.cache_tensors(cache, element)
+        tensors = q, out, lse, sinks, alibi_slopes, views.cache_tensors(cache, element), new
         return tensors, (views.kv_layout(cache, batch, element), *self.fixed, *strides), meta

@@ -321,6 +321,64 @@ def attend_tile(
 
 
 @triton.jit
+def write_new(new, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr, T: tl.constexpr):
+    """Write the keys and values of `count` tokens from the `first`-th on into their slots, for one KV head.
+
+    The bytes are those of `write_kv`. The caller reads them after a barrier.
+    """
+    i = tl.arange(0, NEW_TOKENS)
+    # The sum is kv_head. The compiler does not know that, or it would keep addresses in registers from one sequence to
+    # the next.
+    kv_head = (kv_head + tl.minimum(first, 0)).to(tl.int64)
+    token = (first + i).to(tl.int64)
+    position = tl.load(new.slot_mapping + token, mask=i < count, other=-1)
+    k = load_rows(new.k + token * new.k_token + kv_head * new.k_head, i < count, T.HEAD_DIM, T.BLOCK_D)
+    v = load_rows(new.v + token * new.v_token + kv_head * new.v_head, i < count, T.HEAD_DIM_V, T.BLOCK_DV)
+    if ENCODE is not None:
+        k_scale, v_scale = None, None
+        if cache.k_scale is not None:
+            k_scale = tl.load(cache.k_scale + kv_head * kv.scale_head)
+            v_scale = tl.load(cache.v_scale + kv_head * kv.scale_head)
+        k, v = encode(k, k_scale, ENCODE), encode(v, v_scale, ENCODE)
+    page, slot = position // T.PAGE_SIZE, position % T.PAGE_SIZE
+    k_rows = cache.k + page * kv.k_page + slot * kv.k_slot + kv_head * kv.k_head
+    if kv.v_page is None:
+        v_rows = cache.v + page * kv.k_page + slot * kv.k_slot + kv_head * kv.k_head
+    else:
+        v_rows = cache.v + page * kv.v_page + slot * kv.v_slot + kv_head * kv.v_head
+    store_rows(k, k_rows, position >= 0, kv.k_vec, T.K_VEC, T.HEAD_DIM, T.BLOCK_D, T.PACKED_FP8)
+    store_rows(v, v_rows, position >= 0, kv.v_vec, T.V_VEC, T.HEAD_DIM_V, T.BLOCK_DV, T.PACKED_FP8)
+
+
+@triton.jit
+def load_rows(ptrs, inside, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the heads that begin at `ptrs`."""
+    offs_d = tl.arange(0, BLOCK)
+    return tl.load(ptrs[:, None] + offs_d[None, :], mask=inside[:, None] & (offs_d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def encode(x, scale, ENCODE: tl.constexpr):
+    """Return numbers as a quantised cache stores them."""
+    x = x.to(tl.float32)
+    if scale is not None:
+        x = tl.div_rn(x, scale)
+    return ENCODE(x)
+
+
+@triton.jit
+def store_rows(
+    x, ptrs, inside, stride_vec, VEC: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PACKED_FP8: tl.constexpr
+):
+    """Store the stored elements of heads that begin at `ptrs`."""
+    offs_d = tl.arange(0, BLOCK)
+    if PACKED_FP8:  # pointers are to two numbers, which are stored one by one
+        ptrs, x = ptrs.to(tl.pointer_type(tl.uint8), bitcast=True), x.to(tl.uint8, bitcast=True)
+    offs = dim_offsets(offs_d.to(tl.int64), stride_vec, VEC, BLOCK)
+    tl.store(ptrs[:, None] + offs[None, :], x, mask=inside[:, None] & (offs_d < DIM)[None, :])
+
+
+@triton.jit
 def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Load [BLOCK_N, BLOCK] elements, with masks only where they are needed."""
     if MASKED and DIM == BLOCK:

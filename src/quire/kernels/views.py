@@ -25,6 +25,21 @@ class CacheTensors(NamedTuple):
     v_scale: Any
 
 
+class NewTokens(NamedTuple):
+    """The keys and values of a step's tokens, which are not in the cache yet, and where they go.
+
+    A program that is going to read them from the cache writes them first. Several may write the same.
+    """
+
+    k: Any  # [num_tokens, num_kv_heads, HEAD_DIM]
+    v: Any  # [num_tokens, num_kv_heads, HEAD_DIM_V]
+    slot_mapping: Any  # [num_tokens] int64; a negative slot is not written
+    k_token: int  # strides
+    k_head: int
+    v_token: int
+    v_head: int
+
+
 class KVLayout(NamedTuple):
     """Strides of a cache, and the table through which sequences reach it. They are the same for all layers."""
 

@@ -10,6 +10,8 @@ any size. The head dim of values may differ from that of keys. There is no backw
 functions break the graph, because they make a plan: use `quire.plan` and `quire.attention` for a full graph.
 """
 
+from typing import Any
+
 import torch
 
 import quire
@@ -264,21 +266,21 @@ def flash_attn_with_kvcache(
     if num_splits and plan.kernel != "torch":
         plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=capacity, num_splits=num_splits)
 
+    step: dict[str, torch.Tensor] = {}
     if new is not None:
-        q = append(q, new, rotary, lens_before, cache, scoring)
-    out, lse = attend(contiguous_last(q).flatten(0, 1), cache.pages, plan, scoring, return_softmax_lse)
+        q, step = append(q, new, rotary, lens_before, cache, scoring)
+    out, lse = attend(contiguous_last(q).flatten(0, 1), cache.pages, plan, scoring, return_softmax_lse, **step)
     out = out.unflatten(0, (batch, seqlen_q))
     return out if lse is None else (out, by_sequence(lse, batch, seqlen_q))
 
 
 def attend(
-    q: torch.Tensor, pages: PagedKVCache, plan: Plan, scoring: Scoring, want_lse: bool
+    q: torch.Tensor, pages: PagedKVCache, plan: Plan, scoring: Scoring, want_lse: bool, **new: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return out and, if wanted, the lse, both by token."""
-    if not want_lse:
-        return quire.attention(q, pages, plan, sinks=scoring.s_aux, alibi_slopes=scoring.alibi_slopes), None
-    state = quire.attention(q, pages, plan, sinks=scoring.s_aux, alibi_slopes=scoring.alibi_slopes, return_lse=True)
-    return state.out, state.lse
+    """Return out and, if wanted, the lse, both by token; `new` is k, v and slot_mapping to write, if any."""
+    more: dict[str, Any] = {"sinks": scoring.s_aux, "alibi_slopes": scoring.alibi_slopes, **new}
+    result: Any = quire.attention(q, pages, plan, **more, return_lse=want_lse)
+    return (result.out, result.lse) if want_lse else (result, None)
 
 
 def by_sequence(lse: torch.Tensor, batch: int, seqlen_q: int) -> torch.Tensor:

@@ -227,8 +227,12 @@ def check_pages(
 
 def append(
     q: torch.Tensor, new: NewTokens, rotary: Rotary | None, lens_before: torch.Tensor, cache: Cache, scoring: Scoring
-) -> torch.Tensor:
-    """Write the new tokens, rotated, into the cache; return the queries, rotated too."""
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Rotate the queries and the new tokens, and write the tokens, unless `attention` can.
+
+    Returns:
+        The queries, and what `attention` is to write: as many tokens as queries, into pages.
+    """
     first, k = lens_before[:, None], new.k
     positions = first + torch.arange(new.length, device=q.device)
     if rotary is not None:
@@ -237,8 +241,11 @@ def append(
         local = scoring.causal or any(0 <= side < cache.capacity for side in (scoring.left, scoring.right))
         q = rotary.rotate(q, first + torch.arange(q.shape[1], device=q.device) * int(local))
     slots = cache.slot_mapping(torch.where(first < 0, -1, positions))
-    quire.write_kv(k.flatten(0, 1), new.v.flatten(0, 1), cache.slots, slots)
-    return q
+    k, v = k.flatten(0, 1), new.v.flatten(0, 1)
+    if cache.slots is cache.pages and new.length == q.shape[1]:
+        return q, {"k": k, "v": v, "slot_mapping": slots}
+    quire.write_kv(k, v, cache.slots, slots)
+    return q, {}
 
 
 def as_tokens(k: torch.Tensor, v: torch.Tensor) -> tuple[PagedKVCache, int] | None:

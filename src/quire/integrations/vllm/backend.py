@@ -34,7 +34,7 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar = ["auto", *KV_DTYPES]
-    forward_includes_kv_cache_update = False
+    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
@@ -224,33 +224,19 @@ class QuireImpl(base.AttentionImpl):
         self.bound: torch.Tensor | None = None  # the cache that `pages` are a view of
         self.pages: Any = None
 
-    def do_kv_cache_update(
-        self,
-        layer: Any,  # vLLM's module
-        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size], padding included
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,  # [num_tokens] int64, -1 for padding
-    ) -> None:
-        """Write the step's keys and values."""
-        pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
-        quire.write_kv(
-            key, value, pages, slot_mapping if slot_mapping.shape[0] <= key.shape[0] else slot_mapping[: key.shape[0]]
-        )
-
     def forward(
         self,
         layer: Any,  # vLLM's module
         query: torch.Tensor,  # [num_tokens, num_heads, head_size], padding included
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,  # [num_tokens, num_kv_heads, head_size]; None where another layer writes them
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: QuireMetadata | None,  # None while memory is measured
         output: torch.Tensor,  # like query
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to the cache, which has the step's own keys already."""
+        """Write the step's keys and values, unless another layer has written them, and attend."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError(
                 "output_scale must be None, got one; "
@@ -261,7 +247,15 @@ class QuireImpl(base.AttentionImpl):
         pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
         spec = self.spec if attn_metadata.causal else bidirectional(self.spec)
         plan = attn_metadata.plan(spec, query.shape[0], pages.page_size)
-        quire.attention(query, pages, plan, sinks=self.sinks, alibi_slopes=self.alibi_slopes, out=output)
+        new: dict[str, Any] = {}
+        if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
+            slots = attn_metadata.slot_mapping
+            # Outside of full graphs, there is no slot for padding, which comes last and belongs to no sequence.
+            rows = min(slots.shape[0], query.shape[0])
+            query, key, value, slots = query[:rows], key[:rows], value[:rows], slots[:rows]
+            new = {"k": key, "v": value, "slot_mapping": slots}
+        out = output[: query.shape[0]]
+        quire.attention(query, pages, plan, **new, sinks=self.sinks, alibi_slopes=self.alibi_slopes, out=out)
         return output
 
     def bind(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:

@@ -18,6 +18,7 @@ from quire.integrations.vllm import contract
 
 envs: Any = contract.load("vllm.envs")
 
+SHARES = "kv_sharing_target_layer_name"  # an attribute of a layer that attends to another's keys
 MAX_PLANS = 256  # kept by a builder
 
 
@@ -29,7 +30,9 @@ class Planner:
     ) -> None:
         """Reserve the scratch memory of the largest plan; `max_num_tokens` is vLLM's bound if it is not given."""
         layers = vllm_config.compilation_config.static_forward_context
-        self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in layer_names}
+        # A layer that attends to another's keys comes first, so that one that writes its own takes its place.
+        names = sorted(layer_names, key=lambda name: getattr(layers[name].impl, SHARES, None) is None)
+        self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in names}
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.bounds: dict[str, Any] = {
             "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
@@ -60,7 +63,8 @@ class Planner:
         names = []
         for spec, layer in self.layers.items():
             lse: dict[str, Any] = {"return_lse": True} if layer.impl.need_to_return_lse_for_decode else {}
-            names.append(quire.warmup(spec, pages_of(layer), **self.bounds, **lse))
+            append: dict[str, Any] = {} if spec.latent else {"append": layer.impl.kv_sharing_target_layer_name is None}
+            names.append(quire.warmup(spec, pages_of(layer), **self.bounds, **lse, **append))
         count = sum(map(len, names)) + len(further())
         if count:
             contract.logger.info("Quire has %d kernels ready after %.1f s", count, time.perf_counter() - began)

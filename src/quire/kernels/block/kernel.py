@@ -28,6 +28,7 @@ from quire.kernels.primitives import (
     load_queries,
     store_result,
     table_row,
+    write_new,
 )
 
 
@@ -57,6 +58,7 @@ def block_kernel(
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     cache,  # views.CacheTensors
+    new,  # views.NewTokens, or None
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scale, softcap, window_left, window_right, num_seqs,
@@ -68,6 +70,8 @@ def block_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL_TILE_LOOP: tl.constexpr, PER_ROW_MASK: tl.constexpr,
     MULTI_BLOCK: tl.constexpr,  # a sequence may have several row blocks
     PDL: tl.constexpr,  # programmatic dependent launch
+    NEW_TOKENS: tl.constexpr,  # most new tokens of a sequence; 0 without `new`
+    ENCODE: tl.constexpr,  # jit function from float32 to stored elements; None if the cache is not quantised
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
@@ -142,6 +146,9 @@ def block_kernel(
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
+    if new is not None:  # this program reads the new keys, so it writes them first
+        write_new(new, cache, kv, q_start, q_len, kv_head, NEW_TOKENS, ENCODE, T)
+        tl.debug_barrier()
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)

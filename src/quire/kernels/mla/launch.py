@@ -13,7 +13,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import padded, power_of_two
 from quire.kernels.launch import once
-from quire.kernels.portable import PortableRunner
+from quire.kernels.portable import KernelRunner
 from quire.kernels.scratch import ScratchSize, counter_bytes
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, MAX_UNITS, SplitKVLaunch, min_partition_tiles, rounded
 from quire.spec import AttentionSpec
@@ -135,7 +135,7 @@ class MLALaunch(SplitKVLaunch):
         return f"MLA kernel: {self.describe_config()}, {self.describe_partitions(lanes)}"
 
 
-class MLARunner(PortableRunner):
+class MLARunner(KernelRunner):
     """Run a launch of the MLA kernel for one batch; q is the pair (q_nope, q_pe)."""
 
     def __call__(

@@ -2,8 +2,11 @@
 
 Grid: [row blocks, partitions] (`schedule.py`). A program owns the rows of a row block, (token, query head) pairs of one
 sequence, and the KV tiles of its partition. Warps are specialised. A producer warp loads quarters of a tile by TMA,
-each when its place is free (`producer.py`). If the latents are fp8, a warpgroup converts them. Consumer warpgroups
-attend: two of them to a row block of 64 rows (`many_rows.py`), one to a row block of at most 32 (`few_rows.py`).
+each when its place is free. Consumer warpgroups attend.
+
+* A row block of 64 rows has two consumers (`many_rows.py`) and `producer.py`. One more warpgroup converts fp8 latents.
+* A row block of at most 32 rows has one consumer (`few_rows.py`) and `ring.py`.
+* With fp8 latents, a row block of at most 32 rows has two consumers, which convert (`few_rows_fp8.py`), and `ring.py`.
 
 A latent is read once: its first columns are key and value, its rope columns are key only.
 """
@@ -15,11 +18,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few, convert_few, produce_few
+from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
+from quire.kernels.mla_hopper.few_rows_fp8 import allocate_fp8, consume_fp8
 from quire.kernels.mla_hopper.many_rows import consume_many
 from quire.kernels.mla_hopper.memory import EVEN, ODD, allocate
 from quire.kernels.mla_hopper.producer import convert, produce
-from quire.kernels.mla_hopper.schedule import Costs, Lengths, find_partition
+from quire.kernels.mla_hopper.ring import produce_ring
+from quire.kernels.mla_hopper.schedule import ROWS, Costs, Lengths, find_partition
 
 
 class Queries(NamedTuple):
@@ -82,13 +87,14 @@ def mla_hopper_kernel(
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Attend, with one consumer that holds COLUMNS rows, or with two that hold 64 if COLUMNS is 0."""
+    """Attend to row blocks of COLUMNS rows: 16, 32, or ROWS if sequences have more than 32."""
     FROM_FP8: gl.constexpr = rope_desc is not None
-    element: gl.constexpr = gl.float16 if FROM_FP8 else kv_desc.dtype
-    if COLUMNS > 0:
-        s = allocate_few(element, kv_desc.dtype, COLUMNS)
+    if COLUMNS == ROWS:
+        s = allocate(gl.float16 if FROM_FP8 else kv_desc.dtype, FROM_FP8)
+    elif FROM_FP8:
+        s = allocate_fp8(kv_desc.dtype, COLUMNS)
     else:
-        s = allocate(element, FROM_FP8)
+        s = allocate_few(kv_desc.dtype, COLUMNS)
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
@@ -104,21 +110,21 @@ def mla_hopper_kernel(
     )  # fmt: skip
     source = Source(kv_desc, rope_desc, page_table, stride_table, table_width, page_rows)
     # The lists after the functions: warps and registers of all but the first.
-    if COLUMNS > 0:
+    if COLUMNS < ROWS:
         if FROM_FP8:
             gl.warp_specialize(
                 [
-                    (consume_few, (s, program, NUM_HEADS, PARTIAL_ROWS, COLUMNS)),
-                    (convert_few, (s, program, NUM_HEADS)),
-                    (produce_few, (s, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
+                    (consume_fp8, (EVEN, s, program, NUM_HEADS, PARTIAL_ROWS, COLUMNS)),
+                    (consume_fp8, (ODD, s, program, NUM_HEADS, PARTIAL_ROWS, COLUMNS)),
+                    (produce_ring, (s.ring, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
                 ],
-                [4, 1], [64, 40],
+                [4, 1], [232, 40],
             )  # fmt: skip
         else:
             gl.warp_specialize(
                 [
                     (consume_few, (s, program, NUM_HEADS, PARTIAL_ROWS, COLUMNS)),
-                    (produce_few, (s, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
+                    (produce_ring, (s.ring, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
                 ],
                 [1], [40],
             )  # fmt: skip

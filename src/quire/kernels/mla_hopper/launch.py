@@ -56,9 +56,9 @@ class MLAHopperLaunch:
 
     @property
     def columns(self) -> int:
-        """Columns of the products of a consumer that holds all rows; 0 if there are more than FEW_ROWS."""
+        """Rows of a row block, a power of two. Up to FEW_ROWS, they are the columns of products whose rows are keys."""
         rows = power_of_two(max(SMALLEST_COLUMNS, self.request.rows_per_seq))
-        return rows if rows <= FEW_ROWS else 0
+        return rows if rows <= FEW_ROWS else ROWS
 
     @property
     def num_partitions(self) -> int:
@@ -77,7 +77,7 @@ class MLAHopperLaunch:
     @property
     def sequence_cost(self) -> int:
         """Time to begin a sequence, in tiles (NVIDIA H200, 2026-11-22)."""
-        return 1 if self.columns else 4
+        return 1 if self.columns < ROWS else 4
 
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the attention kernel's grid."""

@@ -1,4 +1,6 @@
-"""Load the latents of each tile of a partition: by TMA, and through a converting warpgroup if they are fp8.
+"""Load the latents of each tile of a partition, for `many_rows.py`.
+
+They are loaded by TMA. If they are fp8, a warpgroup converts them.
 
 fp8 latents arrive in the places that their float16 numbers will have: the raw quarter fills the first half of its
 place. The converting warpgroup reads it, and writes float16 over it. float16 represents every e4m3 number exactly.

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.pipeline import reinterpret
-from quire.kernels.mla_hopper.memory import PANEL, QUARTER
+from quire.kernels.mla_hopper.memory import QUARTER
 from quire.kernels.mla_hopper.schedule import TILE
 
 
@@ -12,13 +12,15 @@ from quire.kernels.mla_hopper.schedule import TILE
 def zero_invisible_rows(quarter, pos, visible):
     """Zero the rows of a quarter of a tile that no query sees. They may hold NaN, and 0 * NaN is NaN.
 
-    The quarter is taken as panels of 32-bit words. The swizzle of TMA moves a row's words within the row only.
+    The quarter is taken as panels of 128 bytes, of 32-bit words. The swizzle of TMA moves words within a panel's row
+    only.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows = pos + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
-    words = reinterpret(quarter, gl.int32, [QUARTER // PANEL * TILE, PANEL // 2], PLAIN)
-    for panel in gl.static_range(QUARTER // PANEL):
+    PANELS: gl.constexpr = QUARTER * quarter.dtype.primitive_bitwidth // 8 // 128
+    words = reinterpret(quarter, gl.int32, [PANELS * TILE, 32], PLAIN)
+    for panel in gl.static_range(PANELS):
         panel_words = words.slice(panel * TILE, TILE)
         panel_words.store(gl.where((rows < visible)[:, None], panel_words.load(LAYOUT), 0))
 

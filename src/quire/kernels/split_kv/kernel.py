@@ -36,6 +36,7 @@ from quire.kernels.primitives import (
     load_queries,
     store_result,
     table_row,
+    write_new,
 )
 from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
@@ -49,6 +50,7 @@ def split_kv_kernel(
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     cache,  # views.CacheTensors
+    new,  # views.NewTokens, or None
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
@@ -62,6 +64,8 @@ def split_kv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL_TILE_LOOP: tl.constexpr, PER_ROW_MASK: tl.constexpr,
     MULTI_BLOCK: tl.constexpr,  # a sequence may have several row blocks
     PDL: tl.constexpr,  # programmatic dependent launch
+    NEW_TOKENS: tl.constexpr,  # most new tokens of a sequence; 0 without `new`
+    ENCODE: tl.constexpr,  # jit function from float32 to stored elements; None if the cache is not quantised
     PARTIAL_ROWS: tl.constexpr,  # rows of a partial that are stored
     SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,  # of Schedule
     INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,
@@ -142,6 +146,10 @@ def split_kv_kernel(
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
+        if new is not None:
+            if (begin + num_here) * UNIT > first_pos:  # this program reads new keys, so it writes them first
+                write_new(new, cache, kv, q_start, q_len, kv_head, NEW_TOKENS, ENCODE, T)
+                tl.debug_barrier()
         acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
         if FIXED_SPLIT == 0:
             masked = tile_begin  # the first tile that needs masks

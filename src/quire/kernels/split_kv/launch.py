@@ -12,7 +12,7 @@ from quire.dispatch.config import CostModel, KernelConfig
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
 from quire.kernels.block.launch import BlockLaunch
-from quire.kernels.launch import once
+from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch, PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
 
@@ -146,7 +146,7 @@ class SplitKVLaunch(PortableLaunch):
         counter = workspace[TILE_COUNTER_BYTES:counters].view(torch.int32)
         return Partials(states[2 * rows :], states[:rows], states[rows : 2 * rows], counter)
 
-    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> PortableRunner:
+    def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
         from quire.kernels.split_kv.kernel import split_kv_kernel
 
