@@ -223,21 +223,24 @@ def does_not_compile(
 @pytest.mark.parametrize(("batch", "features"), [("decode, 64", "e4m3"), ("decode, short", "plain")])
 def test_a_launch_without_new_tokens_has_none_of_their_code(batch, features, monkeypatch, tmp_path):
     """Its machine code is that of a kernel whose part for new tokens does not compile."""
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # what another checkout compiled names its files
+    # Neither from disk nor from this process: machine code that another checkout compiled names that checkout's files.
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(targets, "inspect", lambda name, kernel, *others: kernel.asm["cubin"])
-    cubins = []
-    with compiling(TARGETS["sm90"]) as compiled:
-        launches.attend(batch, 64, features)
-    cubins += compiled
-    for family, name in ((block, "block_kernel"), (split_kv, "split_kv_kernel")):
+
+    def compiled_anew():
+        for family, name in ((block, "block_kernel"), (split_kv, "split_kv_kernel")):
+            kernel = getattr(family, name)
+            monkeypatch.setattr(family, name, triton.jit(kernel.fn, do_not_specialize=kernel.do_not_specialize))
+        with compiling(TARGETS["sm90"]) as compiled:
+            launches.attend(batch, 64, features)
+        return compiled
+
+    cubins = compiled_anew()
+    for family in (block, split_kv):
         monkeypatch.setattr(family, "write_new", does_not_compile)
-        kernel = getattr(family, name)
-        monkeypatch.setattr(family, name, triton.jit(kernel.fn, do_not_specialize=kernel.do_not_specialize))
-    with compiling(TARGETS["sm90"]) as compiled:
-        launches.attend(batch, 64, features)
-        with pytest.raises(triton.CompilationError, match=r"write_new\("):
-            launches.append(batch, 64, features)
-    cubins += compiled
+    cubins += compiled_anew()
+    with compiling(TARGETS["sm90"]), pytest.raises(triton.CompilationError, match=r"write_new\("):
+        launches.append(batch, 64, features)
     assert len(cubins) == 2 and cubins[0] == cubins[1]
 
 
