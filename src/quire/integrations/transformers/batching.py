@@ -207,16 +207,16 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tor
 def attend_by_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
     """Decode one token per sequence through a table of pages. The engine gives no slots to write: the table does."""
     keys = call.keys(PagedKeys)
-    quire.write_kv(k, v, call.layer.pages, keys.slots)
-    return quire.attention(q, call.layer.pages, keys.plan, sinks=call.sinks)
+    return quire.attention(q, call.layer.pages, keys.plan, k=k, v=v, slot_mapping=keys.slots, sinks=call.sinks)
 
 
 def attend_by_slots(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
     """Write, then attend to past and new tokens through the list of their slots: any mix of prefill and decode."""
-    quire.write_kv(k, v, call.layer.slots, call.step.write_slots)
+    slots, into = call.step.write_slots, call.layer.slots
     if call.step.table.numel() == 0:  # no sequence has a past: the new tokens are all the keys
+        quire.write_kv(k, v, into, slots)
         return quire.varlen_attention(q, k, v, call.keys(NewKeys).plan, sinks=call.sinks)
-    return quire.attention(q, call.layer.slots, call.keys(AllKeys).plan, sinks=call.sinks)
+    return quire.attention(q, into, call.keys(AllKeys).plan, k=k, v=v, slot_mapping=slots, sinks=call.sinks)
 
 
 def attend_with_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
