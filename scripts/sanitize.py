@@ -16,7 +16,7 @@ import torch
 
 import quire
 from quire.dispatch.device import device_properties
-from quire.testing import error_budget, make_problem
+from quire.testing import error_budget, make_problem, unwritten
 
 HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 CASES = (
@@ -54,6 +54,11 @@ for spec, lens, options, layout in ALL:
     verdict = error_budget(problem, state)
     print(plan, verdict, flush=True)
     assert verdict.passed
+    if problem.cache.layout != "fp8_ds_mla":  # records would be rounded again
+        cache, new = unwritten(problem)  # written by the launch that attends, or by one before it
+        state = quire.attention(problem.q, cache, plan, **new, **problem.tables, return_lse=True)
+        verdict = error_budget(problem, state)
+        assert verdict.passed, verdict
     quire.merge_states([state, state, state])
     slots = torch.tensor([0, -1, 17], device="cuda")
     k = torch.randn(3, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device="cuda")

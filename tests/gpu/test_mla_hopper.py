@@ -46,6 +46,17 @@ def test_fp8_latents(num_q_heads, dtype):
     assert_right(mla(num_q_heads, dtype=dtype, kv_dtype=FP8), MIXED, page_size=64)
 
 
+@pytest.mark.parametrize("num_q_heads", [16, 40, 128])
+def test_fp8_latents_without_a_scale(num_q_heads):
+    """They are those of a scale of 1, bit for bit."""
+    p, plan, _ = solve(mla(num_q_heads, kv_dtype=FP8), MIXED, page_size=64)
+    states = []
+    for scale in (None, torch.ones((), device="cuda")):
+        cache = quire.PagedKVCache.from_latents(p.cache.latents, 512, scale=scale)
+        states.append(quire.attention(p.q, cache, plan, return_lse=True))
+    assert torch.equal(states[0].out, states[1].out) and torch.equal(states[0].lse, states[1].lse)
+
+
 @pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-4, 300.0])
 def test_queries_of_any_size_beside_fp8_latents(factor):
     """They become float16 within the kernel, scaled row by row."""
