@@ -48,6 +48,7 @@ cuPointerGetAttributes cuStreamIsCapturing cuTensorMapEncodeIm2col cuTensorMapEn
 """
 CASES = {  # sequences, queries and keys of each, query tokens; latents
     "decode": (128, 1, 2048, None, False),
+    "decode, few sequences": (32, 1, 2048, None, False),
     "prompt": (1, 2048, 2048, None, False),
     "chunk on a long context": (1, 64, 16384, None, False),
     "prompts and decode": (34, 1024, 4096, 1600, False),
@@ -124,8 +125,14 @@ def measure_case(name: str, device: str) -> None:
     plan = plans.pop()
     again = measure(lambda: quire.attention(halves, cache, plan, out=out))
     first = measure(lambda: quire.attention(halves, cache, plans.pop(), out=out))
-    cells = " | ".join(f"{least:.1f} ({median:.1f})" for least, median in (seen, new, first, again))
-    print(f"| {name} | {plan.kernel} | {cells} |", flush=True)
+    measured = [seen, new, first, again]
+    if plan.appender(cache) is not None:
+        rows = torch.empty(len(q), spec.num_kv_heads, spec.head_dim + spec.head_dim_v, dtype=spec.dtype, device=device)
+        k, v = rows.split((spec.head_dim, spec.head_dim_v), -1)
+        slots = torch.full((len(q),), -1, device=device)
+        measured.append(measure(lambda: quire.attention(q, cache, plan, k=k, v=v, slot_mapping=slots, out=out)))
+    cells = " | ".join(f"{least:.1f} ({median:.1f})" for least, median in measured)
+    print(f"| {name} | {plan.kernel} | {cells} |{' - |' if len(measured) == 4 else ''}", flush=True)
 
 
 def main() -> None:
@@ -135,8 +142,8 @@ def main() -> None:
     args = parser.parse_args()
     where = "a CPU, libcuda does nothing" if args.no_gpu else torch.cuda.get_device_name()
     print(f"Triton {triton.__version__}, {where}: µs of CPU time, fastest (median)\n")
-    print("| case | kernel | plan, bounds seen before | plan, new bounds | first call | call |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| case | kernel | plan, bounds seen before | plan, new bounds | first call | call | call that appends |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     with without_a_gpu() if args.no_gpu else contextlib.nullcontext():
         for name in CASES:
             measure_case(name, "cpu" if args.no_gpu else "cuda")
