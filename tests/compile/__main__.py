@@ -3,13 +3,17 @@
 python -m tests.compile sm90                        # everything, some minutes
 python -m tests.compile sm90 gfx942 --batch decode --features plain e4m3 --head-dim 128
 python -m tests.compile gfx942 --spills             # only launches that spill or do not fit
+python -m tests.compile sm90 --batch decode --features plain --head-dim 128 --loops   # what the loops consist of
 """
 
 import argparse
 import time
+from typing import Any
+from unittest import mock
 
-from quire.targets import TARGETS, Target, compiling
-from tests.compile import launches
+from quire import targets
+from quire.targets import TARGETS, Compiled, Target, compiling
+from tests.compile import launches, loops
 
 
 def main() -> None:
@@ -24,6 +28,7 @@ def main() -> None:
         action="store_true",
         help="print only launches that fail, spill, or need more shared memory than there is",
     )
+    parser.add_argument("--loops", action="store_true", help="NVIDIA: count the instructions of the innermost loops")
     args = parser.parse_args()
     launch = f"{'target':7} {'batch':13} {'dim':>3} {'features':18}"
     needs = f"{'registers':>9} {'spills':>6} {'scalar':>6} {'shared':>7} {'occupancy':>9}"
@@ -32,22 +37,32 @@ def main() -> None:
         for head_dim in args.head_dim:
             for features in args.features:
                 for batch in args.batch:
-                    show(target, batch, head_dim, features, args.spills)
+                    show(target, batch, head_dim, features, args.spills, args.loops)
 
 
-def show(target: Target, batch: str, head_dim: int, features: str, only_bad: bool) -> None:
+def show(target: Target, batch: str, head_dim: int, features: str, only_bad: bool, with_loops: bool) -> None:
     """Compile one launch and print a line for each of its kernels."""
     begun, name = time.perf_counter(), f"{target.name:7} {batch:13} {head_dim:3} {features:18}"
+    cubins: list[bytes | None] = []
+
+    def inspect(kernel_name: str, kernel: Any, *others: Any) -> Compiled:
+        cubins.append(kernel.asm.get("cubin"))
+        return targets_inspect(kernel_name, kernel, *others)
+
+    targets_inspect = targets.inspect
     try:
-        with compiling(target) as compiled:
+        with mock.patch.object(targets, "inspect", inspect), compiling(target) as compiled:
             launches.attend(batch, head_dim, features)
     except Exception as error:  # Triton's compiler raises many kinds
         print(f"{name} {type(error).__name__}: {error}", flush=True)
         return
-    for c in compiled:
+    for c, cubin in zip(compiled, cubins, strict=True):
         if c.spills or c.shared > target.shared_memory or not only_bad:
             numbers = f"{c.registers:9} {c.spills:6} {c.scalar_spills:6} {c.shared:7} {c.occupancy:9}"
             print(f"{name} {numbers}  {time.perf_counter() - begun:4.1f}  {c.config}", flush=True)
+            if with_loops and cubin:
+                for loop in loops.innermost_loops(loops.disassemble(cubin)):
+                    print(f"    a loop of {loops.describe(loop)}", flush=True)
 
 
 if __name__ == "__main__":
