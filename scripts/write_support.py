@@ -20,6 +20,7 @@ import torch
 
 import quire
 from quire.dispatch.request import Bounds, Options, Request
+from quire.kernels.launch import Launch
 from quire.plan import FAMILIES, decide
 from quire.targets import TARGETS
 
@@ -48,6 +49,7 @@ class Feature:
         kinds: of batches, keys of KINDS.
         options: of `quire.plan`.
         per_token: fields of the batch that have an entry for each query token.
+        cache: of `PagedKVCache.empty`, by its layout; "scales per token" for one with these; "" for any cache.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Feature:
     kinds: tuple[str, ...] = BOTH
     options: dict[str, Any] = field(default_factory=dict)
     per_token: tuple[str, ...] = ()
+    cache: str = ""
 
     @property
     def attention_spec(self) -> quire.AttentionSpec:
@@ -63,6 +66,16 @@ class Feature:
             fields = {"num_q_heads": 128, "softmax_scale": 192**-0.5, **self.spec}
             return quire.AttentionSpec.mla(**fields)
         return quire.AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **self.spec})
+
+    def launch_for_cache(self, launch: Launch) -> Launch:
+        """Return the launch that serves the feature's cache: the one that was planned, or its fallback."""
+        if not self.cache:
+            return launch
+        if self.cache != "scales per token":
+            return launch.for_cache(quire.PagedKVCache.empty(self.attention_spec, 4, 64, layout=self.cache))
+        pages = quire.PagedKVCache.empty(self.attention_spec, 4, 64)
+        scales = torch.ones(pages.k.shape[:3])
+        return launch.for_cache(quire.PagedKVCache(pages.k, pages.v, k_scale=scales, v_scale=scales))
 
 
 INTERVALS, TREE = ("key_begin", "key_end"), ("tree_bits",)
@@ -81,6 +94,7 @@ FEATURES = (
     Feature("e4m3 cache", {"kv_dtype": E4M3}),
     Feature("e5m2 cache", {"kv_dtype": E5M2}),
     Feature("int8 cache", {"kv_dtype": torch.int8}),
+    Feature("e4m3 cache, scales per token", {"kv_dtype": E4M3}, cache="scales per token"),
     Feature("e4m3 cache, `allow_fp8`", {"kv_dtype": E4M3, "allow_fp8": True}),
     Feature("sliding window", {"sliding_window": 1024}),
     Feature("bidirectional", {"causal": False}),
@@ -93,6 +107,7 @@ FEATURES = (
     Feature("`num_splits=4`", options={"num_splits": 4}),
     Feature("latents of 512 + 64, bfloat16", LATENT),
     Feature("latents of 512 + 64, e4m3", {**LATENT, "kv_dtype": E4M3}),
+    Feature("latents of 512 + 64, `fp8_ds_mla`", {**LATENT, "kv_dtype": E4M3}, cache="fp8_ds_mla"),
     Feature("latents of 256 + 32", {"kv_lora_rank": 256, "qk_rope_head_dim": 32}),
     Feature("latents, softcap", {**LATENT, "softcap": 30.0}),
     Feature("latents, an interval of keys for each token", LATENT, per_token=INTERVALS),
@@ -117,7 +132,12 @@ def refusals(feature_name: str, kernel: str) -> dict[tuple[str, int], str | None
     for target in TARGETS:
         for i, request in enumerate(requests(feature, target)):
             proposal = FAMILIES[kernel](request, Options(**feature.options, kernel=kernel))
-            found[target, i] = proposal if isinstance(proposal, str) else None
+            if isinstance(proposal, str):
+                found[target, i] = proposal
+            else:
+                launch, _ = proposal
+                served = feature.launch_for_cache(launch) is launch
+                found[target, i] = None if served else f"{feature.cache}, which its fallback serves"
     return found
 
 
@@ -145,7 +165,8 @@ def target_cell(feature: Feature, target: str) -> str:
     names = []
     for request in requests(feature, target):
         try:
-            names.append(decide(request, Options(**feature.options))[0].name)
+            launch, _ = decide(request, Options(**feature.options))
+            names.append(feature.launch_for_cache(launch).name)
         except quire.UnsupportedError:
             names.append("none")
     return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
@@ -200,12 +221,12 @@ def words_of(request: Callable[[], object]) -> str | None:
 
 
 def engines() -> dict[str, list[Path]]:
-    """Return the source files of each integration."""
+    """Return the source files of each integration. `arguments.py` has checks that they share."""
     found = {}
     for path in sorted(INTEGRATIONS.iterdir()):
         if path.is_dir() and (path / "__init__.py").exists():
             found[path.name] = sorted(path.glob("*.py"))
-        elif path.suffix == ".py" and path.stem != "__init__":
+        elif path.suffix == ".py" and path.stem not in ("__init__", "arguments"):
             found[path.stem] = [path]
     return found
 
@@ -307,7 +328,7 @@ def page() -> str:
     by_engine = table(
         ["feature", *(f"`{name}`" for name in names)],
         [
-            ["versions", *(versions(name) or "all" for name in names)],
+            ["versions", *(versions(name) or "not needed" for name in names)],
             *([label, *("yes" if name in passed_on(e) else "–" for e in names)] for label, name in ASKED.items()),
         ],
     )
@@ -329,12 +350,14 @@ TEXT = """\
 
 <!-- Written by `python scripts/write_support.py`. Change the script, not this page. -->
 
-This page is asked of the code: a cell is what a plan answers, and a refusal is in the words of the code.
+A script wrote this page by asking the code: a cell is what a plan answers, and a refusal is in the words of the code.
 [Using Quire](usage.md#what-is-supported) has the same in short.
 `print(plan)` says which kernel a plan takes on your machine, and why.
 
-Where a row names neither, the dtype is bfloat16, with 32 query heads over 8 KV heads of 128.
+Unless a row says otherwise, queries and cache are bfloat16, and 32 query heads are over 8 KV heads of 128.
 Latents have 128 query heads.
+Two more pages say what goes with [shared prefixes](shared_prefix.md#what-a-sequence-must-hold), and what with
+[new tokens in the same call](usage.md#new-tokens-in-the-same-call).
 
 ## Features and kernels
 

@@ -7,6 +7,7 @@ import torch
 import triton
 
 import quire
+import quire.debug
 import quire.testing
 
 ERRORS = {"OutOfPagesError", "UnsupportedError"}
@@ -17,7 +18,7 @@ def examples() -> dict[str, doctest.DocTest]:
     finder, found = doctest.DocTestFinder(), {}
     public = [getattr(quire, name) for name in quire.__all__]
     public += [getattr(module, name) for module in (quire.intervals, quire.draft_trees) for name in module.__all__]
-    public += [getattr(quire.testing, name) for name in quire.testing.__all__]
+    public += [getattr(module, name) for module in (quire.testing, quire.debug) for name in module.__all__]
     for thing in public:
         for test in finder.find(
             thing, f"{thing.__module__}.{thing.__qualname__}", globs={"torch": torch, "quire": quire}

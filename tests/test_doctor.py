@@ -291,6 +291,7 @@ def test_each_kind_of_batch_has_a_kernel_and_a_reason(target, kernels):
     for kernel in kernels:
         assert f"the {kernel} kernel, since: " in text
     assert "rows_per_seq" not in text  # which quire env says
+    assert re.search(r"tree(?: [\w.]+)?, \d+ partitions", text)  # and what follows is set off by a comma
     assert "a prompt of 4,096 tokens" in text
 
 

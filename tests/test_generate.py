@@ -38,7 +38,7 @@ def test_without_the_demo_model_it_says_where_that_is(monkeypatch, tmp_path, cap
     """As after an installation from a wheel, which leaves the demo model out."""
     monkeypatch.setattr(generate, "DEMO_MODEL", tmp_path / "demo_model")
     assert main(SHORT) == BAD_ARGUMENTS
-    assert "the demo model is in Quire's repository; name a checkpoint folder" in capsys.readouterr().err
+    assert "the demo model is in Quire's repository; name its folder src/quire/demo_model" in capsys.readouterr().err
 
 
 def test_sampling_and_no_compare_leave_out_the_second_run(monkeypatch, capsys):

@@ -201,9 +201,14 @@ def test_what_is_no_report_is_refused(tmp_path, capsys, content, option):
 def test_without_a_gpu_the_roofline_is_reported(tmp_path, capsys):
     assert main(["bench", "--device", "MI300X", "--quick", "--no-compile", "--output", str(tmp_path)]) == 0
     found = results.load(tmp_path)
-    assert "5.30 TB/s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "5.30 TB/s" in printed and "ceiling" not in printed.replace("Ceilings", "")
     assert len(found.rows) == 12
     assert {row.bound for row in found.rows} == {"memory", "compute"}
+    for name in ("results.md", "report.html"):
+        page = (tmp_path / name).read_text(encoding="utf-8")
+        assert "floor µs" in page and "of ceiling" not in page
+        assert all(f"{row.floor_micros:.1f}" in text for row in found.rows for text in (page, printed))
     assert (tmp_path / "roofline.png").exists()
 
 

@@ -6,6 +6,10 @@ depend on the target are compiled together (`launches.COMBINED`). `python -m tes
 combinations.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import triton
@@ -218,6 +222,23 @@ def does_not_compile(
     new, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr, T: tl.constexpr
 ):
     tl.static_assert(False, "new tokens")
+
+
+COMPILE_GLUON = """
+import quire
+from quire.targets import TARGETS, Launch, compile_all
+
+launch = Launch(quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=64), 8, 512, 512, 4096)
+((_, words, compiled),) = compile_all([launch], TARGETS["sm90"])
+assert "Hopper kernel" in words and compiled, words
+"""
+
+
+def test_processes_that_compiled_gluon_end_without_a_word(tmp_path):
+    """In a process of its own, since Triton's bindings print nothing at the end of one that imports pytest."""
+    here = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}  # empty: from a full one, nothing would be compiled
+    done = subprocess.run([sys.executable, "-c", COMPILE_GLUON], env=here, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(("batch", "features"), [("decode, 64", "e4m3"), ("decode, short", "plain")])

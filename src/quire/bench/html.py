@@ -76,6 +76,7 @@ def page(report: Report, images: Mapping[str, bytes]) -> str:
         worst=reports.worst_table(rows),
         pictures=[Picture(*CAPTIONS[name], base64.b64encode(image).decode()) for name, image in images.items()],
         compiled=reports.compiled_table(rows) if reports.was_compiled(report) else None,
+        needs=None if reports.peers_in(rows) else reports.needs_table(rows),
         times={kind: reports.times_table(some) for kind, some in reports.by_kind(rows).items()},
         detail=reports.detail_table(rows),
         ranges=reports.range_table(report.graph_range),

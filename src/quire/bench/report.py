@@ -73,6 +73,12 @@ NEED: tuple[Column[Row], ...] = (
     Column("flop/B", lambda row: row.intensity, ".0f"),
     Column("bound", lambda row: row.bound),
 )
+FLOOR: Column[Row] = Column("floor µs", lambda row: row.floor_micros, ".1f", is_essential=True)
+
+
+def needs_table(rows: Sequence[Row]) -> Table[Row]:
+    """Return what each case needs, and its floor, where nothing was measured or compiled."""
+    return Table((*NEED, FLOOR), rows)
 
 
 def times_table(rows: Sequence[Row]) -> Table[Row]:
@@ -158,7 +164,7 @@ def compiled_table(rows: Sequence[Row]) -> Table[KernelLine]:
 
     columns = (
         *(of_case(column) for column in NEED),
-        of_case(Column("floor µs", lambda row: row.floor_micros, ".1f", is_essential=True)),
+        of_case(FLOOR),
         Column("kernel", KernelLine.name),
         of_kernel("registers", lambda kernel: kernel.registers, is_essential=True),
         of_kernel("spilled B", lambda kernel: kernel.spills, is_essential=True),
@@ -242,16 +248,20 @@ def markdown(report: Report) -> str:
     parts = [f"# `quire bench`\n\n{describe_run(report)}"]
     if was_compiled(report):
         parts.append(to_markdown(compiled_table(rows)))
-    else:
+        return "\n\n".join(parts) + "\n"
+    if peers_in(rows):
         parts.append(f"Geometric means, over how many cases:\n\n{to_markdown(summary_table(rows))}")
         if report.grid is not None:
             parts.append(f"## {describe_grid(report.grid)}\n\n{to_markdown(distribution_table(rows))}")
             parts.append(f"## The worst of them, µs\n\n{to_markdown(worst_table(rows))}")
         parts += [f"## {kind}, µs\n\n{to_markdown(times_table(some))}" for kind, some in by_kind(rows).items()]
         parts.append(f"## Quire in detail\n\n{to_markdown(detail_table(rows))}")
-        if report.graph_range:
-            parts.append(f"## Graphs captured for a range of lengths\n\n{describe_ranges(report.graph_range)}")
-            parts.append(to_markdown(range_table(report.graph_range)))
+    elif rows:
+        parts.append(f"## What each case needs\n\n{to_markdown(needs_table(rows))}")
+    if report.graph_range:
+        parts.append(f"## Graphs captured for a range of lengths\n\n{describe_ranges(report.graph_range)}")
+        parts.append(to_markdown(range_table(report.graph_range)))
+    if report.peers:
         parts.append("## Libraries\n\n" + "\n".join(f"* {name}: {state}" for name, state in report.peers.items()))
     return "\n\n".join(parts) + "\n"
 

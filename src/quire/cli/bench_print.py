@@ -44,7 +44,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(to_rich(tables.times_table(rows), "µs", console))
         console.print(to_rich(tables.detail_table(rows), "Quire in detail", console))
     elif rows:
-        console.print(to_rich(tables.detail_table(rows), "needs", console))
+        console.print(to_rich(tables.needs_table(rows), f"{report.provenance.device}, from its data sheet", console))
     if report.graph_range:
         table = tables.range_table(report.graph_range)
         console.print(to_rich(table, "graphs captured for a range of lengths", console))

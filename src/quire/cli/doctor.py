@@ -34,7 +34,7 @@ EXAMPLES = """examples:
   quire doctor --interpret              # without a GPU: run the Triton kernels in Triton's interpreter, for a minute
 """
 DRIVERS = {"NVIDIA": Path("/proc/driver/nvidia/version"), "AMD": Path("/dev/kfd")}
-FEATURES_OF_TREES = re.compile(r" at (?:[a-z_]+ [\d.e+-]+(?:, )?)+")
+FEATURES_OF_TREES = re.compile(r" at [a-z_]+ [\d.e+-]+(?:, [a-z_]+ [\d.e+-]+)*")
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def load(name: str | None, dtype: str, device: str) -> "tuple[CausalLM, PreTrain
     if name is None and not DEMO_MODEL.is_dir():
         raise CommandError(
             "--model must be given where Quire was installed from a wheel, got nothing: the demo model is in Quire's "
-            "repository; name a checkpoint folder or a hub model"
+            "repository; name its folder src/quire/demo_model there, or another checkpoint or hub model"
         )
     folder = str(DEMO_MODEL) if name is None else name
     if device == "auto":

@@ -42,6 +42,20 @@ def record(path: Path | str, *, contents: bool = False, skip: int = 0) -> Iterat
     Raises:
         TypeError: an argument is of another type.
         ValueError: skip is negative, the folder is not there, or another recording is under way.
+
+    Examples:
+        >>> import tempfile
+        >>> from quire import debug
+        >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> cache = quire.PagedKVCache.empty(spec, num_pages=8, page_size=4)
+        >>> batch = quire.Batch(torch.tensor([[3, 5]], dtype=torch.int32), torch.tensor([6], dtype=torch.int32))
+        >>> plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=6)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with debug.record(f"{folder}/call.quire"):
+        ...         out = quire.attention(torch.randn(1, 4, 16), cache, plan)
+        ...     call = debug.load(f"{folder}/call.quire")
+        >>> debug.replay(call).passed  # with other numbers, since contents were not recorded
+        True
     """
     recording = Recording(check_path(path), contents, check_integer("skip", skip, "0 records the first call", 0))
     check_flag("contents", contents, "the numbers are large, and may be private")

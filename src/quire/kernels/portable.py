@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
 MOST_NEW_TOKENS = 16  # of a sequence, that a program of `append` writes before it reads them
-MOST_SEQS_TO_APPEND = 64  # 32 gain 1.5 to 2.6 %, 128 lose 0.3 to 2.9 % (NVIDIA H200, 2026-11-22)
+MOST_SEQS_TO_APPEND = 64  # 32 gain 1.5 to 2.6 %, 128 lose 0.3 to 2.9 % (NVIDIA H200, 2026-11-23)
 
 
 @dataclass(frozen=True)
