@@ -211,7 +211,7 @@ def step_of(problem, pad: int, width: int) -> tuple[CommonAttentionMetadata, tor
 
 
 def make_layer(
-    problem, kv_cache_dtype: str = "auto", additional: dict | None = None
+    problem, kv_cache_dtype: str = "auto", additional: dict | None = None, interleave: int = 1
 ) -> tuple[Layer, QuireMetadataBuilder]:
     spec = problem.spec
     before = torch.get_default_dtype()
@@ -240,6 +240,7 @@ def make_layer(
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=64),
         model_config=SimpleNamespace(max_model_len=128),
         additional_config=additional or {},
+        parallel_config=SimpleNamespace(dcp_comm_backend="ag_rs", cp_kv_cache_interleave_size=interleave),
     )
     return layer, QuireMetadataBuilder(None, ["layer"], config, torch.device(DEVICE))
 

@@ -1,6 +1,7 @@
 """vLLM's attention backend: what it serves, a builder that turns a step's metadata into plans, and a layer's two calls.
 
-`plans.py` says which plans are kept, and `mla.py` is the backend of multi-head latent attention.
+`plans.py` says which plans are kept, `sharded.py` spreads contexts over ranks, and `mla.py` is the backend of latent
+attention (MLA).
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,8 @@ import quire
 from quire import AttentionSpec, PagedKVCache, Plan, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.vllm import contract
-from quire.integrations.vllm.plans import Planner
+from quire.integrations.vllm.plans import Launch, Planner
+from quire.integrations.vllm.sharded import ShardedStep, Shares
 
 contract.check_version()
 
@@ -107,7 +109,13 @@ class QuireMetadata(base.AttentionMetadata):
     slot_mapping: torch.Tensor  # [num_tokens] int64
     causal: bool
     builder: "QuireMetadataBuilder"
+    sharded: ShardedStep | None = None  # where ranks share contexts
     plans: dict[int, Plan] = field(default_factory=dict)  # by the spec's id: hashing one costs 4 µs, in every layer
+
+    @property
+    def one_query_each(self) -> bool:
+        """Whether each sequence has one query, so that counts of queries are not needed."""
+        return self.max_query_len == 1 and self.num_actual_tokens == self.num_reqs
 
     def plan(self, spec: AttentionSpec, num_tokens: int, page_size: int) -> Plan:
         """Return the step's plan for a kind of layer."""
@@ -125,12 +133,25 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.keep_plans(layer_names, vllm_config, device)
+        group, self.shares = contract.context_group(kv_cache_spec), None
+        if group is None:
+            self.keep_plans(layer_names, vllm_config, device)
+            return
+        layers = vllm_config.compilation_config.static_forward_context
+        self.shares = Shares(group, [layers[name] for name in layer_names], vllm_config, device)
+        self.keep_plans(layer_names, vllm_config, device, specs_of=self.shares.specs)
+
+    def launches(self, spec: AttentionSpec, impl: Any, pages: PagedKVCache) -> list[Launch]:
+        """Return what a layer launches."""
+        return super().launches(spec, impl, pages) if self.shares is None else self.shares.launches(spec, pages)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> QuireMetadata:
         """Return the metadata of a step that is about to be captured."""
         self.compile_ahead(lambda layer: layer.impl.bind(layer, layer.kv_cache))
-        return self.build(0, common_attn_metadata)
+        step = self.build(0, common_attn_metadata)
+        if step.sharded is not None:
+            step.sharded.has_context = True  # replays may have some
+        return step
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> QuireMetadata:
         """Return a step's metadata: vLLM's, unchanged."""
@@ -151,6 +172,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
             slot_mapping=common.slot_mapping,
             causal=common.causal,
             builder=self,
+            sharded=None if self.shares is None else self.shares.step(common),
         )
 
     def update_block_table(
@@ -161,12 +183,11 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
 
     def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int) -> Plan:
         """Return a plan for a step: an earlier one if bounds and memory are the same."""
-        one_query_each = step.max_query_len == 1 and step.num_actual_tokens == step.num_reqs
         return self.plan_for(
             spec,
             step.block_table,
             step.seq_lens,
-            None if one_query_each else step.query_start_loc,
+            None if step.one_query_each else step.query_start_loc,
             page_size=page_size,
             num_tokens=num_tokens,
             max_query_len=step.max_query_len,
@@ -176,6 +197,11 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
 
 class QuireImpl(base.AttentionImpl):
     """One layer's attention."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    lse_base_on_e: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
         self,
@@ -245,6 +271,9 @@ class QuireImpl(base.AttentionImpl):
         if attn_metadata is None:
             return output.fill_(0)
         pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
+        if attn_metadata.sharded is not None:
+            attn_metadata.builder.shares.attend(self, attn_metadata, pages, query, key, value, output)
+            return output
         spec = self.spec if attn_metadata.causal else bidirectional(self.spec)
         plan = attn_metadata.plan(spec, query.shape[0], pages.page_size)
         new: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that Quire serves: the backend's name, a layer's cache, MLA's prefill.
+"""What differs between the versions of vLLM that Quire serves: names, a layer's cache, MLA's prefill, collectives.
 
 Up to 0.31 there is one name for backends of plug-ins, CUSTOM. From 0.32 on each has its own name.
 
@@ -9,12 +9,16 @@ key and its value in one row, in any of six physical orders.
 In 0.20 the backend of multi-head latent attention (MLA) also prefills. In 0.33 prefill has separate backends, which are
 chosen separately; plug-ins have the name CUSTOM there.
 
+In 0.33 a layer's cache says whether several ranks share it, since that of a draft model may not be. The functions that
+combine the results of these ranks moved from one module to another.
+
 All of these are recognised by what vLLM has, not by its version number.
 """
 
 import copyreg
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -149,6 +153,29 @@ class CacheShape:
             # With layers: pages, K and V, heads, layers, slots.
             return (1, 2, 4, 0, 3, 5) if include_num_layers_dimension else (0, 1, 3, 2, 4)
         return (1, 0, 2, 3, 4, 5) if include_num_layers_dimension else (0, 1, 2, 3, 4)
+
+
+def context_group(kv_cache_spec: Any) -> Any:
+    """Return the group of ranks that share each context (decode context parallelism); None if each holds it whole."""
+    if not getattr(kv_cache_spec, "dcp_sharded", True):
+        return None
+    try:
+        group = load("vllm.distributed.parallel_state").get_dcp_group()
+    except AssertionError:  # no group was made
+        return None
+    return group if group.world_size > 1 else None
+
+
+def combiner_of_ranks(parallel_config: Any) -> Callable[..., Any]:
+    """Return vLLM's function that combines the results of ranks over different keys, and leaves each its own heads."""
+    name, old = "cp_lse_ag_out_rs", "common"
+    if parallel_config.dcp_comm_backend == "a2a":
+        name, old = "dcp_a2a_lse_reduce", "dcp_alltoall"
+    try:
+        module = load("vllm.v1.attention.ops.dcp")
+    except ImportError:
+        module = load(f"vllm.v1.attention.ops.{old}")
+    return getattr(module, name)
 
 
 def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, str]:

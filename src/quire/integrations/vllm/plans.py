@@ -20,19 +20,34 @@ envs: Any = contract.load("vllm.envs")
 
 SHARES = "kv_sharing_target_layer_name"  # an attribute of a layer that attends to another's keys
 MAX_PLANS = 256  # kept by a builder
+Launch = tuple[AttentionSpec, PagedKVCache, dict[str, Any]]  # what is warmed up
 
 
 class Planner:
     """A part of a builder of metadata: it makes and keeps the plans of a group of layers."""
 
     def keep_plans(
-        self, layer_names: list[str], vllm_config: Any, device: torch.device, max_num_tokens: int | None = None
+        self,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        max_num_tokens: int | None = None,
+        specs_of: Callable[[AttentionSpec], list[AttentionSpec]] = lambda spec: [spec],
     ) -> None:
-        """Reserve the scratch memory of the largest plan; `max_num_tokens` is vLLM's bound if it is not given."""
+        """Reserve the scratch memory of the largest plan.
+
+        Args:
+            layer_names: of the group.
+            vllm_config: of the engine.
+            device: where.
+            max_num_tokens: vLLM's bound if it is not given.
+            specs_of: returns the specs of a layer's plans.
+        """
         layers = vllm_config.compilation_config.static_forward_context
         # A layer that attends to another's keys comes first, so that one that writes its own takes its place.
         names = sorted(layer_names, key=lambda name: getattr(layers[name].impl, SHARES, None) is None)
         self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in names}
+        specs = [planned for spec in self.layers for planned in specs_of(spec)]
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.bounds: dict[str, Any] = {
             "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
@@ -40,7 +55,7 @@ class Planner:
             "max_seq_len": vllm_config.model_config.max_model_len,
             "batch_invariant": self.batch_invariant,
         }
-        num_bytes = max(quire.workspace_size(spec, **self.bounds, device=device) for spec in self.layers)
+        num_bytes = max(quire.workspace_size(spec, **self.bounds, device=device) for spec in specs)
         self.workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
         self.plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         extra = vllm_config.additional_config
@@ -62,12 +77,17 @@ class Planner:
         began = time.perf_counter()
         names = []
         for spec, layer in self.layers.items():
-            lse: dict[str, Any] = {"return_lse": True} if layer.impl.need_to_return_lse_for_decode else {}
-            append: dict[str, Any] = {} if spec.latent else {"append": layer.impl.kv_sharing_target_layer_name is None}
-            names.append(quire.warmup(spec, pages_of(layer), **self.bounds, **lse, **append))
+            for planned, pages, options in self.launches(spec, layer.impl, pages_of(layer)):
+                names.append(quire.warmup(planned, pages, **self.bounds, **options))
         count = sum(map(len, names)) + len(further())
         if count:
             contract.logger.info("Quire has %d kernels ready after %.1f s", count, time.perf_counter() - began)
+
+    def launches(self, spec: AttentionSpec, impl: Any, pages: PagedKVCache) -> list[Launch]:
+        """Return what a layer launches: specs, caches, and how else they are warmed up."""
+        lse: dict[str, Any] = {"return_lse": True} if impl.need_to_return_lse_for_decode else {}
+        append: dict[str, Any] = {} if spec.latent else {"append": impl.kv_sharing_target_layer_name is None}
+        return [(spec, pages, {**lse, **append})]
 
     def plan_for(
         self,
@@ -80,11 +100,12 @@ class Planner:
         num_tokens: int,
         max_query_len: int,
         max_seq_len: int,
+        paged: bool = True,
     ) -> Plan:
         """Return a plan: an earlier one if bounds and memory are the same.
 
         The bound of the keys is the next power of two, or the table's width, so that decoding does not need a new plan
-        for every token.
+        for every token. Where keys are not paged, the table says where those of each sequence begin.
         """
         max_seq_len = min(1 << max(0, max_seq_len - 1).bit_length(), table.shape[1] * page_size)
         memory = (
@@ -98,7 +119,7 @@ class Planner:
         if plan is None:
             plan = self.plans[key] = quire.plan(
                 spec,
-                quire.Batch(table, seq_lens, starts),
+                quire.Batch(table, seq_lens, starts, paged=paged),
                 max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
                 num_tokens=num_tokens,
