@@ -96,11 +96,10 @@ def test_what_is_served_and_what_is_refused_by_name():
         {"dtype": torch.float32},
         {"kv_cache_dtype": "bfloat16"},
         {"use_batch_invariant": True},
+        *({"attn_type": some} for some in AttentionType),
     ):
         assert not QuireBackend.validate_configuration(**asked(**served))
     for refused, reason in (
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
-        ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type"),
         ({"use_mla": True}, "MLA"),
         ({"use_mm_prefix": True}, "multimodal"),
         ({"head_size": 576}, "head_size"),
@@ -110,8 +109,6 @@ def test_what_is_served_and_what_is_refused_by_name():
     ):
         reasons = QuireBackend.validate_configuration(**asked(**refused))
         assert any(reason in given for given in reasons), refused
-    with pytest.raises(quire.UnsupportedError, match="attn_type must be decoder, got encoder_only"):
-        QuireImpl(4, 16, 0.25, attn_type=AttentionType.ENCODER_ONLY)
     for value in (2, torch.ones(4)):
         with pytest.raises(quire.UnsupportedError, match="chunk_lookback must be left out, got"):
             QuireImpl(4, 16, 0.25, chunk_lookback=value)
@@ -211,13 +208,18 @@ def step_of(problem, pad: int, width: int) -> tuple[CommonAttentionMetadata, tor
 
 
 def make_layer(
-    problem, kv_cache_dtype: str = "auto", additional: dict | None = None, interleave: int = 1
+    problem,
+    kv_cache_dtype: str = "auto",
+    additional: dict | None = None,
+    interleave: int = 1,
+    backend=QuireBackend,
+    attn_type=AttentionType.DECODER,
 ) -> tuple[Layer, QuireMetadataBuilder]:
     spec = problem.spec
     before = torch.get_default_dtype()
     torch.set_default_dtype(spec.dtype)
     try:
-        impl = QuireImpl(
+        impl = backend.get_impl_cls()(
             spec.num_q_heads,
             spec.head_dim,
             spec.softmax_scale,
@@ -226,7 +228,7 @@ def make_layer(
             spec.sliding_window,
             kv_cache_dtype,
             spec.softcap,
-            AttentionType.DECODER,
+            attn_type,
             None,
             **({"sinks": problem.sinks} if spec.sinks else {}),
         )
@@ -242,7 +244,8 @@ def make_layer(
         additional_config=additional or {},
         parallel_config=SimpleNamespace(dcp_comm_backend="ag_rs", cp_kv_cache_interleave_size=interleave),
     )
-    return layer, QuireMetadataBuilder(None, ["layer"], config, torch.device(DEVICE))
+    kv_cache_spec = SimpleNamespace(block_size=problem.cache.page_size)
+    return layer, backend.get_builder_cls()(kv_cache_spec, ["layer"], config, torch.device(DEVICE))
 
 
 def attend(layer: Layer, builder, problem, kv_cache: torch.Tensor, pad: int = 0, width: int = 9) -> torch.Tensor:

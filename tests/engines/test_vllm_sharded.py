@@ -209,7 +209,7 @@ def test_prompts_without_a_past_do_not_communicate(batch, on_ranks, monkeypatch)
 def test_what_cannot_be_shared_is_refused_by_name(on_ranks):
     for features, name in (({"sliding_window": 8}, "sliding_window"), ({"alibi": True}, "alibi_slopes")):
         problem = make_problem(replace(SPEC, **features), BATCHES["decode"], device=DEVICE)
-        with pytest.raises(quire.UnsupportedError, match=f"{name} must be left out where ranks share contexts"):
+        with pytest.raises(quire.UnsupportedError, match=f"{name} must be None where ranks share contexts"):
             on_ranks(lambda rank, problem=problem: make_layer(of_rank(problem, rank)))
 
 

@@ -14,7 +14,7 @@ import quire
 from quire import AttentionSpec, PagedKVCache, Plan, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.vllm import contract
-from quire.integrations.vllm.plans import Launch, Planner
+from quire.integrations.vllm.plans import Launch, Planner, unpaged
 from quire.integrations.vllm.sharded import ShardedStep, Shares
 
 contract.check_version()
@@ -29,6 +29,7 @@ KV_DTYPES = {  # vLLM's names; "auto" is the model's own
     "fp8_e5m2": torch.float8_e5m2,
 }
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+ENCODERS = (base.AttentionType.ENCODER, base.AttentionType.ENCODER_ONLY)  # their keys are the step's own, in no cache
 
 
 class QuireBackend(contract.CacheShape, base.AttentionBackend):
@@ -79,6 +80,10 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
         return True
 
     @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in list(base.AttentionType)
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 
@@ -117,8 +122,8 @@ class QuireMetadata(base.AttentionMetadata):
         """Whether each sequence has one query, so that counts of queries are not needed."""
         return self.max_query_len == 1 and self.num_actual_tokens == self.num_reqs
 
-    def plan(self, spec: AttentionSpec, num_tokens: int, page_size: int) -> Plan:
-        """Return the step's plan for a kind of layer."""
+    def plan(self, spec: AttentionSpec, num_tokens: int, page_size: int | None) -> Plan:
+        """Return the step's plan for a kind of layer, or for the step's own keys if there is no page size."""
         plan = self.plans.get(id(spec))
         if plan is None:
             plan = self.plans[id(spec)] = self.builder.plan(self, spec, num_tokens, page_size)
@@ -133,17 +138,20 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
         group, self.shares = contract.context_group(kv_cache_spec), None
-        if group is None:
+        if group is None or all(layer.impl.attn_type in ENCODERS for layer in layers):
             self.keep_plans(layer_names, vllm_config, device)
-            return
-        layers = vllm_config.compilation_config.static_forward_context
-        self.shares = Shares(group, [layers[name] for name in layer_names], vllm_config, device)
-        self.keep_plans(layer_names, vllm_config, device, specs_of=self.shares.specs)
+        else:
+            self.shares = Shares(group, [layer.impl for layer in layers], vllm_config, device)
+            self.keep_plans(layer_names, vllm_config, device, specs_of=self.shares.specs)
 
     def launches(self, spec: AttentionSpec, impl: Any, pages: PagedKVCache) -> list[Launch]:
         """Return what a layer launches."""
-        return super().launches(spec, impl, pages) if self.shares is None else self.shares.launches(spec, pages)
+        if self.shares is not None:
+            return self.shares.launches(spec, pages)
+        writes = impl.attn_type == base.AttentionType.DECODER and impl.kv_sharing_target_layer_name is None
+        return [(spec, pages, {"append": writes})]
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> QuireMetadata:
         """Return the metadata of a step that is about to be captured."""
@@ -181,17 +189,14 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
         """Return the metadata of another group of layers, which differs in its page table."""
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, builder=self, plans={})
 
-    def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int) -> Plan:
+    def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int | None) -> Plan:
         """Return a plan for a step: an earlier one if bounds and memory are the same."""
+        starts = None if step.one_query_each else step.query_start_loc
+        bounds = {"num_tokens": num_tokens, "max_query_len": step.max_query_len}
+        if page_size is None:
+            return self.plan_unpaged(spec, step.query_start_loc, step.seq_lens, **bounds)
         return self.plan_for(
-            spec,
-            step.block_table,
-            step.seq_lens,
-            None if step.one_query_each else step.query_start_loc,
-            page_size=page_size,
-            num_tokens=num_tokens,
-            max_query_len=step.max_query_len,
-            max_seq_len=step.max_seq_len,
+            spec, step.block_table, step.seq_lens, starts, page_size=page_size, max_seq_len=step.max_seq_len, **bounds
         )
 
 
@@ -218,11 +223,6 @@ class QuireImpl(base.AttentionImpl):
         sinks: torch.Tensor | None = None,  # [num_heads]
         **others: Any,
     ) -> None:
-        if attn_type != base.AttentionType.DECODER:
-            raise UnsupportedError(
-                f"attn_type must be decoder, got {base.AttentionType(attn_type).value}; "
-                "leave --attention-backend out for this model"
-            )
         for name, value in others.items():  # arguments that a model passes to backends that know them
             if not (value is None or value is False or (isinstance(value, int) and value == -1)):
                 raise UnsupportedError(
@@ -234,7 +234,8 @@ class QuireImpl(base.AttentionImpl):
         self.attn_type, self.kv_sharing_target_layer_name, self.sinks = attn_type, kv_sharing_target_layer_name, sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         dtype = torch.get_default_dtype()  # the model's, while its layers are made
-        self.kv_dtype = KV_DTYPES.get(kv_cache_dtype, dtype)
+        encodes = attn_type in ENCODERS
+        self.kv_dtype = dtype if encodes else KV_DTYPES.get(kv_cache_dtype, dtype)
         self.spec = layer_spec(
             num_q_heads=num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -242,7 +243,9 @@ class QuireImpl(base.AttentionImpl):
             dtype=dtype,
             kv_dtype=self.kv_dtype,
             softmax_scale=self.scale,
+            causal=attn_type == base.AttentionType.DECODER,
             sliding_window=sliding_window,
+            sliding_window_right=sliding_window - 1 if encodes and sliding_window is not None else None,
             softcap=logits_soft_cap or None,
             alibi=alibi_slopes is not None,
             sinks=sinks is not None,
@@ -270,31 +273,55 @@ class QuireImpl(base.AttentionImpl):
             )
         if attn_metadata is None:
             return output.fill_(0)
+        if self.attn_type in ENCODERS:
+            return self.encode(query, key, value, attn_metadata, output)
         pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
         if attn_metadata.sharded is not None:
             attn_metadata.builder.shares.attend(self, attn_metadata, pages, query, key, value, output)
             return output
-        spec = self.spec if attn_metadata.causal else bidirectional(self.spec)
+        spec = self.spec if attn_metadata.causal or not self.spec.causal else bidirectional(self.spec)
         plan = attn_metadata.plan(spec, query.shape[0], pages.page_size)
         new: dict[str, Any] = {}
         if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
             slots = attn_metadata.slot_mapping
-            # Outside of full graphs, there is no slot for padding, which comes last and belongs to no sequence.
-            rows = min(slots.shape[0], query.shape[0])
-            query, key, value, slots = query[:rows], key[:rows], value[:rows], slots[:rows]
             new = {"k": key, "v": value, "slot_mapping": slots}
+            if self.attn_type == base.AttentionType.ENCODER_DECODER:  # keys of another sequence than the queries'
+                quire.write_kv(**cut(new, min(slots.shape[0], key.shape[0])), cache=pages)
+                new = {}
+            else:
+                # Outside of full graphs, there is no slot for padding, which comes last and belongs to no sequence.
+                rows = min(slots.shape[0], query.shape[0])
+                query, new = query[:rows], cut(new, rows)
         out = output[: query.shape[0]]
         quire.attention(query, pages, plan, **new, sinks=self.sinks, alibi_slopes=self.alibi_slopes, out=out)
         return output
 
+    def encode(
+        self, query: torch.Tensor, key: Any, value: Any, step: QuireMetadata, output: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend to the step's own keys, which no cache holds."""
+        if self.alibi_slopes is not None:
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
+        options = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+        plan = step.plan(self.spec, query.shape[0], None)
+        quire.varlen_attention(query, key, value, plan, **options, out=output[: query.shape[0]])
+        return output
+
     def bind(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:
         """Remember the layer's pages: views of vLLM's tensor, whose fp8 numbers have the dtype of bytes."""
+        if self.attn_type in ENCODERS:
+            return unpaged(self.spec, layer._k_scale.device)
         k, v, layout = contract.keys_and_values(kv_cache.view(self.kv_dtype), self.head_size)
         scales = (layer._k_scale, layer._v_scale) if self.kv_dtype in FP8_DTYPES else (None, None)
         self.bound, self.pages = kv_cache, PagedKVCache(k, v, layout, *scales)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)
         return self.pages
+
+
+def cut(new: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """Return the first rows of tensors."""
+    return {name: x[:rows] for name, x in new.items()}
 
 
 @cache

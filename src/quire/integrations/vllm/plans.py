@@ -85,9 +85,7 @@ class Planner:
 
     def launches(self, spec: AttentionSpec, impl: Any, pages: PagedKVCache) -> list[Launch]:
         """Return what a layer launches: specs, caches, and how else they are warmed up."""
-        lse: dict[str, Any] = {"return_lse": True} if impl.need_to_return_lse_for_decode else {}
-        append: dict[str, Any] = {} if spec.latent else {"append": impl.kv_sharing_target_layer_name is None}
-        return [(spec, pages, {**lse, **append})]
+        return [(spec, pages, {"return_lse": True} if impl.need_to_return_lse_for_decode else {})]
 
     def plan_for(
         self,
@@ -131,3 +129,31 @@ class Planner:
         else:
             self.plans.move_to_end(key)
         return plan
+
+    def plan_unpaged(
+        self,
+        spec: AttentionSpec,
+        starts: torch.Tensor,  # [num_seqs + 1] int32, of queries and of keys
+        seq_lens: torch.Tensor,  # [num_seqs] int32, their numbers
+        *,
+        num_tokens: int,
+        max_query_len: int,
+    ) -> Plan:
+        """Return a plan for the keys of the step alone, one after the other."""
+        return self.plan_for(
+            spec,
+            starts[:-1, None],
+            seq_lens,
+            starts,
+            page_size=2 * max_query_len,  # the bound is a power of two
+            num_tokens=num_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_query_len,
+            paged=False,
+        )
+
+
+def unpaged(spec: AttentionSpec, device: torch.device) -> PagedKVCache:
+    """Return a cache of one token, for the compilation of what attends to keys that are not paged."""
+    k, v = torch.empty(2, 1, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
+    return PagedKVCache(k, v, "THD")

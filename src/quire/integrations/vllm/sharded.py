@@ -18,7 +18,7 @@ import torch
 import quire
 from quire import AttentionSpec, PagedKVCache, Plan, State, UnsupportedError
 from quire.integrations.vllm import contract
-from quire.integrations.vllm.plans import Launch
+from quire.integrations.vllm.plans import Launch, unpaged
 
 utils: Any = contract.load("vllm.v1.attention.backends.utils")
 
@@ -37,14 +37,14 @@ class ShardedStep:
 class Shares:
     """The part of a metadata builder that knows which keys this rank holds."""
 
-    def __init__(self, group: Any, layers: list[Any], vllm_config: Any, device: torch.device) -> None:
-        for layer in layers:
-            check_layer(layer.impl)
+    def __init__(self, group: Any, impls: list[Any], vllm_config: Any, device: torch.device) -> None:
+        for impl in impls:
+            check_impl(impl)
         parallel = vllm_config.parallel_config
         self.group, self.combine = group, contract.combiner_of_ranks(parallel)
         self.num_ranks, self.interleave = group.world_size, parallel.cp_kv_cache_interleave_size
         # Sinks count once, with the step's own keys.
-        self.keys_apart = any(layer.impl.spec.sinks for layer in layers)
+        self.keys_apart = any(impl.spec.sinks for impl in impls)
         # Captured graphs read these in each step.
         lens = torch.zeros(2, vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
         self.seq_lens, self.query_lens = lens
@@ -125,17 +125,12 @@ class Shares:
     def plan_own(self, metadata: Any, spec: AttentionSpec) -> Plan:
         """Return a step's plan for its own keys, which are not paged."""
         step: ShardedStep = metadata.sharded
-        starts = metadata.query_start_loc
-        plan = metadata.plans[id(spec)] = metadata.builder.plan_for(
+        plan = metadata.plans[id(spec)] = metadata.builder.plan_unpaged(
             spec,
-            starts[:-1, None],
+            metadata.query_start_loc,
             step.query_lens,
-            starts,
-            page_size=2 * metadata.max_query_len,  # the bound is a power of two
             num_tokens=step.num_tokens,
             max_query_len=metadata.max_query_len,
-            max_seq_len=metadata.max_query_len,
-            paged=False,
         )
         return plan
 
@@ -146,24 +141,23 @@ class Shares:
     def launches(self, spec: AttentionSpec, pages: PagedKVCache) -> list[Launch]:
         """Return what a layer launches."""
         shares, own = self.specs(spec)
-        k = torch.empty(1, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=pages.device)
-        unpaged = PagedKVCache(k, torch.empty_like(k), "THD")
         appends = [False] if self.keys_apart else [False, True]
         in_pages: list[Launch] = [(shares, pages, {"return_lse": True, "append": append}) for append in appends]
-        return [(own, unpaged, {"return_lse": some}) for some in (False, True)] + in_pages
+        return [(own, unpaged(own, pages.device), {"return_lse": some}) for some in (False, True)] + in_pages
 
 
-def check_layer(impl: Any) -> None:
+def check_impl(impl: Any) -> None:
     """Raise UnsupportedError for a layer whose keys cannot be spread over ranks."""
-    unserved = {
-        "sliding_window": impl.spec.sliding_window,  # a rank's keys are not neighbours
-        "alibi_slopes": impl.alibi_slopes,
-        "kv_sharing_target_layer_name": impl.kv_sharing_target_layer_name,  # the layer is not given the step's keys
+    must_be = {
+        "attn_type": (impl.attn_type, "decoder"),
+        "sliding_window": (impl.spec.sliding_window, None),  # a rank's keys are not neighbours
+        "alibi_slopes": (impl.alibi_slopes, None),
+        "kv_sharing_target_layer_name": (impl.kv_sharing_target_layer_name, None),  # it is not given the step's keys
     }
-    for name, value in unserved.items():
-        if value is not None:
+    for name, (value, served) in must_be.items():
+        if value is not served and value != served:
             raise UnsupportedError(
-                f"{name} must be left out where ranks share contexts, got {value}; "
+                f"{name} must be {served} where ranks share contexts, got {value}; "
                 "leave --decode-context-parallel-size out for this model"
             )
 
