@@ -96,12 +96,12 @@ def test_what_is_served_and_what_is_refused_by_name():
         {"dtype": torch.float32},
         {"kv_cache_dtype": "bfloat16"},
         {"use_batch_invariant": True},
+        {"use_mm_prefix": True},
         *({"attn_type": some} for some in AttentionType),
     ):
         assert not QuireBackend.validate_configuration(**asked(**served))
     for refused, reason in (
         ({"use_mla": True}, "MLA"),
-        ({"use_mm_prefix": True}, "multimodal"),
         ({"head_size": 576}, "head_size"),
         ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype must be auto or fp8"),

@@ -14,8 +14,9 @@ import quire
 from quire import AttentionSpec, PagedKVCache, Plan, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.vllm import contract
-from quire.integrations.vllm.plans import Launch, Planner, unpaged
+from quire.integrations.vllm.plans import Kind, Launch, Planner, unpaged
 from quire.integrations.vllm.sharded import ShardedStep, Shares
+from quire.integrations.vllm.spans import has_spans, scheduled_spans, see_spans, without_window
 
 contract.check_version()
 
@@ -84,6 +85,10 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
         return attn_type in list(base.AttentionType)
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 
@@ -114,8 +119,12 @@ class QuireMetadata(base.AttentionMetadata):
     slot_mapping: torch.Tensor  # [num_tokens] int64
     causal: bool
     builder: "QuireMetadataBuilder"
+    query_start_loc_cpu: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor | None
     sharded: ShardedStep | None = None  # where ranks share contexts
-    plans: dict[int, Plan] = field(default_factory=dict)  # by the spec's id: hashing one costs 4 µs, in every layer
+    # By request, the first and the last positions of images. Older vLLM and models write here, by this name.
+    mm_prefix_range: dict[int, list[tuple[int, int]]] | None = None
+    plans: dict[Any, Any] = field(default_factory=dict)  # by the spec's id: hashing one costs 4 µs, in every layer
 
     @property
     def one_query_each(self) -> bool:
@@ -129,6 +138,16 @@ class QuireMetadata(base.AttentionMetadata):
             plan = self.plans[id(spec)] = self.builder.plan(self, spec, num_tokens, page_size)
         return plan
 
+    def plan_spans(self, spec: AttentionSpec, num_tokens: int, page_size: int, clamp: bool) -> Plan | None:
+        """Return the step's plan for a kind of layer where tokens of images are among the queries, or None."""
+        ranges = self.mm_prefix_range
+        if ranges is None or self.causal is not True:
+            return None
+        key = id(spec), clamp, id(ranges)
+        if key not in self.plans:
+            self.plans[key] = self.builder.plan_spans(self, spec, num_tokens, page_size, clamp)
+        return self.plans[key]
+
 
 class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner):
     """Makes the metadata of a group of layers, and owns their plans and scratch memory."""
@@ -136,22 +155,37 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
     _cudagraph_support: ClassVar[Any] = base.AttentionCGSupport.ALWAYS
     supports_update_block_table = True
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Return which steps graphs serve: those with prompts only if these have no images seen in both directions."""
+        return base.AttentionCGSupport.UNIFORM_BATCH if has_spans(vllm_config) else cls._cudagraph_support
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.has_spans = has_spans(vllm_config)
         layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
         group, self.shares = contract.context_group(kv_cache_spec), None
         if group is None or all(layer.impl.attn_type in ENCODERS for layer in layers):
-            self.keep_plans(layer_names, vllm_config, device)
+            self.keep_plans(layer_names, vllm_config, device, kinds_of=self.kinds)
         else:
+            if self.has_spans:
+                raise UnsupportedError(
+                    "is_mm_prefix_lm must be False where ranks share contexts, got True; "
+                    "leave --decode-context-parallel-size out for this model"
+                )
             self.shares = Shares(group, [layer.impl for layer in layers], vllm_config, device)
-            self.keep_plans(layer_names, vllm_config, device, specs_of=self.shares.specs)
+            self.keep_plans(layer_names, vllm_config, device, kinds_of=self.shares.kinds)
 
     def launches(self, spec: AttentionSpec, impl: Any, pages: PagedKVCache) -> list[Launch]:
         """Return what a layer launches."""
         if self.shares is not None:
             return self.shares.launches(spec, pages)
         writes = impl.attn_type == base.AttentionType.DECODER and impl.kv_sharing_target_layer_name is None
-        return [(spec, pages, {"append": writes})]
+        return [(planned, pages, {"append": writes, **has}) for planned, has in self.kinds(spec)]
+
+    def kinds(self, spec: AttentionSpec) -> list[Kind]:
+        """Return the specs of a layer's plans, and what their batches have."""
+        return [(spec, {}), (without_window(spec), {"intervals": True})] if self.has_spans else [(spec, {})]
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> QuireMetadata:
         """Return the metadata of a step that is about to be captured."""
@@ -180,6 +214,9 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
             slot_mapping=common.slot_mapping,
             causal=common.causal,
             builder=self,
+            query_start_loc_cpu=common.query_start_loc_cpu,
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound,
+            mm_prefix_range=getattr(common, "mm_req_doc_ranges", None),
             sharded=None if self.shares is None else self.shares.step(common),
         )
 
@@ -192,11 +229,29 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
     def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int | None) -> Plan:
         """Return a plan for a step: an earlier one if bounds and memory are the same."""
         starts = None if step.one_query_each else step.query_start_loc
-        bounds = {"num_tokens": num_tokens, "max_query_len": step.max_query_len}
+        bounds: dict[str, Any] = {"num_tokens": num_tokens, "max_query_len": step.max_query_len}
         if page_size is None:
             return self.plan_unpaged(spec, step.query_start_loc, step.seq_lens, **bounds)
         return self.plan_for(
             spec, step.block_table, step.seq_lens, starts, page_size=page_size, max_seq_len=step.max_seq_len, **bounds
+        )
+
+    def plan_spans(
+        self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int, clamp: bool
+    ) -> Plan | None:
+        """Return a new plan for a step with tokens of images, or None if there are none."""
+        rows = scheduled_spans(step.mm_prefix_range or {}, step.query_start_loc_cpu, step.seq_lens_cpu_upper_bound)
+        if not rows:
+            return None
+        batch = quire.Batch(step.block_table, step.seq_lens, step.query_start_loc)
+        return quire.plan(
+            without_window(spec),
+            see_spans(batch, num_tokens, rows, spec.sliding_window, clamp),
+            max_query_len=step.max_query_len,
+            max_seq_len=min(step.max_seq_len, step.block_table.shape[1] * page_size),
+            num_tokens=num_tokens,
+            workspace=self.workspace,
+            batch_invariant=self.batch_invariant,
         )
 
 
@@ -280,7 +335,9 @@ class QuireImpl(base.AttentionImpl):
             attn_metadata.builder.shares.attend(self, attn_metadata, pages, query, key, value, output)
             return output
         spec = self.spec if attn_metadata.causal or not self.spec.causal else bidirectional(self.spec)
-        plan = attn_metadata.plan(spec, query.shape[0], pages.page_size)
+        clamp = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        plan = attn_metadata.plan_spans(spec, query.shape[0], pages.page_size, clamp)
+        plan = plan or attn_metadata.plan(spec, query.shape[0], pages.page_size)
         new: dict[str, Any] = {}
         if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
             slots = attn_metadata.slot_mapping
@@ -302,9 +359,8 @@ class QuireImpl(base.AttentionImpl):
         """Attend to the step's own keys, which no cache holds."""
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
-        options = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
-        plan = step.plan(self.spec, query.shape[0], None)
-        quire.varlen_attention(query, key, value, plan, **options, out=output[: query.shape[0]])
+        plan, out = step.plan(self.spec, query.shape[0], None), output[: query.shape[0]]
+        quire.varlen_attention(query, key, value, plan, sinks=self.sinks, alibi_slopes=self.alibi_slopes, out=out)
         return output
 
     def bind(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:

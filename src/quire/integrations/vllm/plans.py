@@ -20,6 +20,7 @@ envs: Any = contract.load("vllm.envs")
 
 SHARES = "kv_sharing_target_layer_name"  # an attribute of a layer that attends to another's keys
 MAX_PLANS = 256  # kept by a builder
+Kind = tuple[AttentionSpec, dict[str, Any]]  # a spec, and whether batches have intervals
 Launch = tuple[AttentionSpec, PagedKVCache, dict[str, Any]]  # what is warmed up
 
 
@@ -32,7 +33,7 @@ class Planner:
         vllm_config: Any,
         device: torch.device,
         max_num_tokens: int | None = None,
-        specs_of: Callable[[AttentionSpec], list[AttentionSpec]] = lambda spec: [spec],
+        kinds_of: Callable[[AttentionSpec], list[Kind]] = lambda spec: [(spec, {})],
     ) -> None:
         """Reserve the scratch memory of the largest plan.
 
@@ -41,13 +42,13 @@ class Planner:
             vllm_config: of the engine.
             device: where.
             max_num_tokens: vLLM's bound if it is not given.
-            specs_of: returns the specs of a layer's plans.
+            kinds_of: returns the specs of a layer's plans, and what their batches have.
         """
         layers = vllm_config.compilation_config.static_forward_context
         # A layer that attends to another's keys comes first, so that one that writes its own takes its place.
         names = sorted(layer_names, key=lambda name: getattr(layers[name].impl, SHARES, None) is None)
         self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in names}
-        specs = [planned for spec in self.layers for planned in specs_of(spec)]
+        kinds = [kind for spec in self.layers for kind in kinds_of(spec)]
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.bounds: dict[str, Any] = {
             "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
@@ -55,7 +56,7 @@ class Planner:
             "max_seq_len": vllm_config.model_config.max_model_len,
             "batch_invariant": self.batch_invariant,
         }
-        num_bytes = max(quire.workspace_size(spec, **self.bounds, device=device) for spec in specs)
+        num_bytes = max(quire.workspace_size(spec, **self.bounds, **has, device=device) for spec, has in kinds)
         self.workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
         self.plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         extra = vllm_config.additional_config

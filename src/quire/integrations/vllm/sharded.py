@@ -18,7 +18,7 @@ import torch
 import quire
 from quire import AttentionSpec, PagedKVCache, Plan, State, UnsupportedError
 from quire.integrations.vllm import contract
-from quire.integrations.vllm.plans import Launch, unpaged
+from quire.integrations.vllm.plans import Kind, Launch, unpaged
 
 utils: Any = contract.load("vllm.v1.attention.backends.utils")
 
@@ -134,13 +134,13 @@ class Shares:
         )
         return plan
 
-    def specs(self, spec: AttentionSpec) -> list[AttentionSpec]:
+    def kinds(self, spec: AttentionSpec) -> list[Kind]:
         """Return the specs of a layer's plans."""
-        return [of_shares(spec, self.num_ranks), of_own_keys(spec, True)]
+        return [(of_shares(spec, self.num_ranks), {}), (of_own_keys(spec, True), {})]
 
     def launches(self, spec: AttentionSpec, pages: PagedKVCache) -> list[Launch]:
         """Return what a layer launches."""
-        shares, own = self.specs(spec)
+        shares, own = (planned for planned, _ in self.kinds(spec))
         appends = [False] if self.keys_apart else [False, True]
         in_pages: list[Launch] = [(shares, pages, {"return_lse": True, "append": append}) for append in appends]
         return [(own, unpaged(own, pages.device), {"return_lse": some}) for some in (False, True)] + in_pages
