@@ -93,6 +93,7 @@ def test_what_is_served_and_what_is_refused_by_name():
     for served in (
         {},
         {"kv_cache_dtype": "fp8_e5m2"},
+        *({"kv_cache_dtype": some} for some in contract.TOKEN_SCALES),
         {"dtype": torch.float32},
         {"kv_cache_dtype": "bfloat16"},
         {"use_batch_invariant": True},
@@ -174,6 +175,9 @@ def vllm_cache(cache: quire.PagedKVCache, kind: str) -> torch.Tensor:
     k, v = cache.k, cache.v  # NHD
     if k.dtype.itemsize == 1:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
+    if cache.scale_kind == "token":  # in the bytes after each head
+        scales = (x.contiguous()[..., None].view(torch.uint8) for x in (cache.k_scale, cache.v_scale))
+        k, v = (torch.cat(pair, -1) for pair in zip((k, v), scales, strict=True))
     if kind == "NHD":
         return torch.stack([k, v], 1)
     if kind == "HND":
@@ -235,7 +239,7 @@ def make_layer(
     finally:
         torch.set_default_dtype(before)
     layer = Layer(impl=impl, _k_scale=torch.tensor(1.0, device=DEVICE), _v_scale=torch.tensor(1.0, device=DEVICE))
-    if problem.cache.k_scale is not None:
+    if problem.cache.scale_kind == "head":
         layer._k_scale, layer._v_scale = problem.cache.k_scale[0].clone(), problem.cache.v_scale[0].clone()
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
@@ -319,6 +323,28 @@ def test_fp8_caches_with_the_layer_s_scales(dtype, kind):
     kv_cache = vllm_cache(problem.cache, kind)
     assert kv_cache.dtype is torch.uint8
     assert error_budget(problem, attend(layer, builder, problem, kv_cache)).passed
+
+
+@pytest.mark.parametrize("kind", ["NHD", "HND", "rows", "rows, heads outside"])
+@pytest.mark.parametrize("dtype", contract.TOKEN_SCALES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_caches_with_scales_per_token_and_head(batch, dtype, kind):
+    """The scales are in the cache, after each head. Those of new tokens are computed when these are written."""
+    spec = replace(SPEC, kv_dtype=contract.TOKEN_SCALES[dtype])
+    problem = make_problem(spec, BATCHES[batch], scales="token", device=DEVICE)
+    layer, builder = make_layer(problem, dtype)
+    kv_cache = vllm_cache(problem.cache, kind)
+    assert error_budget(problem, attend(layer, builder, problem, kv_cache)).passed
+    _, new = unwritten(problem)
+    stored, found = problem.cache, layer.impl.pages
+    for ours, theirs in ((found.k_scale, stored.k_scale), (found.v_scale, stored.v_scale)):
+        assert torch.equal(ours.nan_to_num(9.0), theirs.nan_to_num(9.0))
+    quire.write_kv(new["k"] * 3, new["v"] / 2, stored, new["slot_mapping"])
+    common, query, num_tokens = step_of(problem, pad=0, width=9)
+    step = builder.build(0, common.replace(slot_mapping=new["slot_mapping"]))
+    out = layer.impl.forward(layer, query, new["k"] * 3, new["v"] / 2, kv_cache, step, torch.empty_like(query))
+    assert torch.equal(kv_cache.view(torch.uint8), vllm_cache(stored, kind).view(torch.uint8))
+    assert error_budget(problem, out).passed
 
 
 @pytest.mark.parametrize("kind", ["NHD", "HND", "rows"])
@@ -513,6 +539,30 @@ def serve(folder: Path, rounds: int = 1, **options) -> tuple[list[list[list[int]
         results = llm.generate([{"prompt_token_ids": p} for p in prompts()], sampling, use_tqdm=False)
         generated.append([list(r.outputs[0].token_ids) for r in results])
     return generated, sum(r.num_cached_tokens or 0 for r in results)
+
+
+def quantised(module, query, key, value, attention_mask, scaling, **others):
+    """Transformers' eager attention to keys and values rounded to int8, with a scale for each token and head."""
+    keys, values = (
+        (x / scale).round().clamp(-127, 127) * scale
+        for x in (key, value)
+        for scale in [x.abs().amax(-1, keepdim=True) / 127]
+    )
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scores = query @ keys.transpose(2, 3) * scaling
+    out_of_sight = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[3] - scores.shape[2] + 1)
+    return (scores.masked_fill(out_of_sight, float("-inf")).softmax(-1) @ values).transpose(1, 2), None
+
+
+def test_int8_with_scales_per_token_writes_the_tokens_of_attention_to_rounded_keys(tmp_path):
+    model = make_model("llama", tmp_path)
+    exact = [greedy(model, p) for p in prompts()]
+    transformers.AttentionInterface.register("quantised", quantised)
+    model.set_attn_implementation("quantised")
+    expected = [greedy(model, p) for p in prompts()]
+    generated, _ = serve(tmp_path, max_num_batched_tokens=32, kv_cache_dtype="int8_per_token_head")
+    assert generated == [expected] and expected != exact
 
 
 def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attention(tmp_path):

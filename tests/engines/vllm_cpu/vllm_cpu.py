@@ -140,7 +140,10 @@ def __getattr__(name: str):
             scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
             page_size, max_num_tokens = cache.block_size, scheduler.max_num_batched_tokens
             in_chunks, with_prefixes = scheduler.enable_chunked_prefill, cache.enable_prefix_caching
+            # vLLM's own operators have few dtypes of caches, and older versions no quantised one with chunked prefill.
+            cache_dtype, cache.cache_dtype = cache.cache_dtype, "auto"
             super().check_and_update_config(vllm_config)
+            cache.cache_dtype = cache_dtype
             if vllm_config.model_config.use_mla and hasattr(super(), "get_mla_prefill_backend_cls"):
                 # Undo what vLLM's own operator for MLA needs. Older versions cannot split prefills without a GPU.
                 cache.block_size, scheduler.max_num_batched_tokens = page_size, max_num_tokens

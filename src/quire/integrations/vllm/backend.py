@@ -28,8 +28,9 @@ KV_DTYPES = {  # vLLM's names; "auto" is the model's own
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    **contract.TOKEN_SCALES,
 }
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 ENCODERS = (base.AttentionType.ENCODER, base.AttentionType.ENCODER_ONLY)  # their keys are the step's own, in no cache
 
 
@@ -72,7 +73,7 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest: Any
     ) -> str | None:
-        if KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *FP8_DTYPES):
+        if KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *QUANTISED):
             return None
         return f"kv_cache_dtype must be auto or fp8 for a model in {dtype}, got {kv_cache_dtype}"
 
@@ -368,7 +369,9 @@ class QuireImpl(base.AttentionImpl):
         if self.attn_type in ENCODERS:
             return unpaged(self.spec, layer._k_scale.device)
         k, v, layout = contract.keys_and_values(kv_cache.view(self.kv_dtype), self.head_size)
-        scales = (layer._k_scale, layer._v_scale) if self.kv_dtype in FP8_DTYPES else (None, None)
+        scales = (layer._k_scale, layer._v_scale) if self.kv_dtype in QUANTISED else (None, None)
+        if self.kv_cache_dtype in contract.TOKEN_SCALES:
+            scales = contract.scales_of_tokens(kv_cache.view(self.kv_dtype), self.head_size)
         self.bound, self.pages = kv_cache, PagedKVCache(k, v, layout, *scales)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)

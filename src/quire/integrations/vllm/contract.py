@@ -19,6 +19,7 @@ import copyreg
 import importlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from quire import UnsupportedError
 SUPPORTED = (Version("0.20"), Version("0.34"))  # from, and before
 BACKEND = "quire.integrations.vllm.choice.Backend"
 PREFILL = "quire.integrations.vllm.prefill.QuirePrefill"
+TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}  # vLLM's names
+SCALE_BYTES = 4
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, so that its handlers show the messages
 
@@ -137,14 +140,25 @@ def backend_names() -> Any:
 
 
 class CacheShape:
-    """The shape of a layer's cache, which vLLM up to 0.28 asks of a backend."""
+    """The shape of a layer's cache: vLLM up to 0.28 asks a backend for it, and later for the bytes of a row.
+
+    With scales per token and head, a head's numbers are followed by their scale in float32.
+    """
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """Return the shape of a layer's cache."""
-        return num_blocks, 2, block_size, num_kv_heads, head_size
+        scale = SCALE_BYTES if cache_dtype_str in TOKEN_SCALES else 0
+        return num_blocks, 2, block_size, num_kv_heads, head_size + scale
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Return the spec of a layer's cache with the bytes of a key and its value in it."""
+        if spec.state_content_bytes is not None or spec.kv_quant_mode.name.lower() not in TOKEN_SCALES:
+            return spec
+        return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * SCALE_BYTES)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -180,6 +194,20 @@ def combiner_of_ranks(parallel_config: Any) -> Callable[..., Any]:
 
 def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Return views of a layer's keys and values, and the name of their layout."""
+    keys, values, layout = rows(kv_cache)
+    return keys[..., :head_dim], values[..., :head_dim], layout
+
+
+def scales_of_tokens(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the scales of keys and values, [num_pages, page_size, num_kv_heads] float32."""
+    keys, values, layout = rows(kv_cache)
+    scales = (x[..., head_dim:].view(torch.float32)[..., 0] for x in (keys, values))
+    k_scale, v_scale = (x if layout == "NHD" else x.transpose(1, 2) for x in scales)
+    return k_scale, v_scale
+
+
+def rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Return views of what a layer's cache has of keys and of values, and the name of their layout."""
     if kv_cache.dim() == 5:  # CacheShape's
         return kv_cache[:, 0], kv_cache[:, 1], "NHD"
-    return kv_cache[..., :head_dim], kv_cache[..., head_dim:], "HND"
+    return *kv_cache.chunk(2, -1), "HND"
