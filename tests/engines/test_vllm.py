@@ -10,6 +10,7 @@ import copy
 import gc
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -114,6 +115,17 @@ def test_what_is_served_and_what_is_refused_by_name():
         with pytest.raises(quire.UnsupportedError, match="chunk_lookback must be left out, got"):
             QuireImpl(4, 16, 0.25, chunk_lookback=value)
     assert QuireImpl(4, 16, 0.25, chunk_lookback=-1, use_alibi_sqrt=False, something=None).spec.num_kv_heads == 4
+
+
+def test_the_page_has_what_the_backends_answer():
+    """The questions are vLLM's own, so a version that asks more, or other answers, need `scripts/ask_vllm.py`."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts/ask_vllm.py"))
+    on_page, answers = script["read"](script["PAGE"].read_text(encoding="utf-8")), script["answers"]()
+    columns = {f"{vllm.__version__}, {kind}" for kind in script["KINDS"]}
+    if not columns & set(on_page["`decoder` attention"]):
+        pytest.skip("the page has the versions that `make test-vllm` runs")
+    mine = {name: {c: row[c] for c in columns} for name, row in on_page.items()}
+    assert {name: row for name, row in mine.items() if set(row.values()) != {script["NOT_ASKED"]}} == answers
 
 
 def test_the_choice_reaches_processes_that_have_loaded_no_plug_in():
