@@ -210,4 +210,5 @@ def rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Return views of what a layer's cache has of keys and of values, and the name of their layout."""
     if kv_cache.dim() == 5:  # CacheShape's
         return kv_cache[:, 0], kv_cache[:, 1], "NHD"
-    return *kv_cache.chunk(2, -1), "HND"
+    keys, values = kv_cache.chunk(2, -1)
+    return keys, values, "HND"
