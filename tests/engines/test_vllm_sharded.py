@@ -213,6 +213,12 @@ def test_what_cannot_be_shared_is_refused_by_name(on_ranks):
             on_ranks(lambda rank, problem=problem: make_layer(of_rank(problem, rank)))
 
 
+def test_shares_are_causal_or_not_as_a_whole(on_ranks):
+    problem = make_problem(SPEC, BATCHES["drafts"], device=DEVICE)
+    with pytest.raises(quire.UnsupportedError, match="causal must be one bool for the whole batch where ranks share"):
+        on_ranks(lambda rank: attend(problem, rank, 1, causal=torch.ones(5, dtype=torch.int32)))
+
+
 def test_a_cache_that_every_rank_holds_whole_is_not_shared(on_ranks):
     """Newer vLLM says it of the cache; a draft model's may be so."""
     whole = type("Spec", (), {"dcp_sharded": False})

@@ -1,4 +1,4 @@
-"""Images in the plug-in: tokens of a range see all of it. One layer in vLLM's metadata against the oracle."""
+"""Tokens of images in the plug-in, and causality by sequence: one layer in vLLM's metadata against the oracle."""
 # ruff: noqa: E402 (vLLM's environment comes first)
 
 from dataclasses import replace
@@ -51,7 +51,7 @@ def problem_of(window: int | None, clamp: bool):
     return replace(problem, spec=replace(SPEC, sliding_window=window)), problem
 
 
-def attend(problem, exact, clamp: bool, **changes):
+def attend(problem, clamp: bool, **changes):
     layer, builder = make_layer(problem)
     layer.mm_prefix_clamp_sliding_window = clamp
     common, query, num_tokens = step_of(problem, pad=2, width=9)
@@ -73,7 +73,7 @@ def test_tokens_of_an_image_see_all_of_it(window, clamp, lens_on_host):
     """A window limits what an image's tokens see of it only with Gemma 4's `clamp`."""
     problem, exact = problem_of(window, clamp)
     lens = torch.tensor([n for _, n in LENS] + [0, 0], dtype=torch.int32) if lens_on_host else None
-    out, _ = attend(problem, exact, clamp, seq_lens_cpu_upper_bound=lens)
+    out, _ = attend(problem, clamp, seq_lens_cpu_upper_bound=lens)
     assert error_budget(exact, out).passed
 
 
@@ -81,9 +81,28 @@ def test_steps_without_tokens_of_images_have_the_plans_of_other_models():
     lens = torch.tensor([n for _, n in LENS] + [0, 0], dtype=torch.int32)
     past = {0: [], 1: [(3, 9)], 2: [(0, 28)], 3: [(2, 40), (50, 60)]}
     problem = make_problem(SPEC, LENS, device=DEVICE)
-    out, step = attend(problem, problem, False, ranges=past, seq_lens_cpu_upper_bound=lens)
+    out, step = attend(problem, False, ranges=past, seq_lens_cpu_upper_bound=lens)
     assert error_budget(problem, out).passed
     assert [plan.batch.key_begin for plan in step.plans.values() if plan is not None] == [None]
+
+
+def test_some_sequences_of_a_step_are_causal_and_some_are_not():
+    """Newer vLLM has a number for each request, on the device."""
+    causal = torch.tensor([1, 0, 1, 0, 1, 1], dtype=torch.int32, device=DEVICE)
+    begin, end = [], []
+    for seq, (num_queries, num_keys) in enumerate(LENS):
+        for at in range(num_keys - num_queries, num_keys):
+            begin.append(0)
+            end.append(at + 1 if causal[seq] else num_keys)
+    begin, end = (torch.tensor(x, dtype=torch.int32) for x in (begin, end))
+    exact = make_problem(
+        SPEC, LENS, per_token=lambda batch, _: replace(batch, key_begin=begin, key_end=end), device=DEVICE
+    )
+    out, _ = attend(exact, False, ranges=None, causal=causal)
+    assert error_budget(exact, out).passed
+    windowed = replace(exact, spec=replace(SPEC, sliding_window=5))
+    with pytest.raises(quire.UnsupportedError, match="causal must be one bool for the whole batch in layers with a"):
+        attend(windowed, False, ranges=None, causal=causal)
 
 
 def test_models_with_images_capture_no_prompts_and_share_no_contexts(monkeypatch):

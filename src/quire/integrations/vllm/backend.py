@@ -16,7 +16,7 @@ from quire.integrations import layer_spec
 from quire.integrations.vllm import contract
 from quire.integrations.vllm.plans import Kind, Launch, Planner, unpaged
 from quire.integrations.vllm.sharded import ShardedStep, Shares
-from quire.integrations.vllm.spans import has_spans, scheduled_spans, see_spans, without_window
+from quire.integrations.vllm.spans import has_spans, scheduled_spans, see_by_sequence, see_spans, without_window
 
 contract.check_version()
 
@@ -118,7 +118,7 @@ class QuireMetadata(base.AttentionMetadata):
     seq_lens: torch.Tensor  # [num_reqs] int32
     block_table: torch.Tensor  # [num_reqs, max_pages_per_seq] int32
     slot_mapping: torch.Tensor  # [num_tokens] int64
-    causal: bool
+    causal: bool | torch.Tensor  # or [num_reqs] int32, of each sequence
     builder: "QuireMetadataBuilder"
     query_start_loc_cpu: torch.Tensor
     seq_lens_cpu_upper_bound: torch.Tensor | None
@@ -139,14 +139,16 @@ class QuireMetadata(base.AttentionMetadata):
             plan = self.plans[id(spec)] = self.builder.plan(self, spec, num_tokens, page_size)
         return plan
 
-    def plan_spans(self, spec: AttentionSpec, num_tokens: int, page_size: int, clamp: bool) -> Plan | None:
-        """Return the step's plan for a kind of layer where tokens of images are among the queries, or None."""
-        ranges = self.mm_prefix_range
-        if ranges is None or self.causal is not True:
+    def plan_intervals(self, spec: AttentionSpec, num_tokens: int, page_size: int, clamp: bool) -> Plan | None:
+        """Return the step's plan for a kind of layer where each token sees keys of its own, or None.
+
+        These are steps with tokens of images among the queries, or in which some sequences are causal and some are not.
+        """
+        if self.causal is False or (self.causal is True and self.mm_prefix_range is None):
             return None
-        key = id(spec), clamp, id(ranges)
+        key = id(spec), clamp, id(self.mm_prefix_range)
         if key not in self.plans:
-            self.plans[key] = self.builder.plan_spans(self, spec, num_tokens, page_size, clamp)
+            self.plans[key] = self.builder.plan_intervals(self, spec, num_tokens, page_size, clamp)
         return self.plans[key]
 
 
@@ -199,10 +201,10 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> QuireMetadata:
         """Return a step's metadata: vLLM's, unchanged."""
         common = common_attn_metadata
-        if not isinstance(common.causal, bool):
+        if not isinstance(common.causal, bool) and self.shares is not None:
             raise UnsupportedError(
-                "causal must be one bool for the whole batch, got one for each request; "
-                "leave --attention-backend out for this model"
+                "causal must be one bool for the whole batch where ranks share contexts, got one for each request; "
+                "leave --decode-context-parallel-size out for this model"
             )
         return QuireMetadata(
             num_reqs=common.num_reqs,
@@ -237,21 +239,25 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
             spec, step.block_table, step.seq_lens, starts, page_size=page_size, max_seq_len=step.max_seq_len, **bounds
         )
 
-    def plan_spans(
+    def plan_intervals(
         self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int, clamp: bool
     ) -> Plan | None:
-        """Return a new plan for a step with tokens of images, or None if there are none."""
-        rows = scheduled_spans(step.mm_prefix_range or {}, step.query_start_loc_cpu, step.seq_lens_cpu_upper_bound)
-        if not rows:
-            return None
+        """Return a new plan for a step whose tokens see keys of their own, or None if there are none."""
         batch = quire.Batch(step.block_table, step.seq_lens, step.query_start_loc)
+        if isinstance(step.causal, torch.Tensor):
+            seen = see_by_sequence(batch, num_tokens, step.causal, spec)
+        else:
+            rows = scheduled_spans(step.mm_prefix_range or {}, step.query_start_loc_cpu, step.seq_lens_cpu_upper_bound)
+            if not rows:
+                return None
+            seen = see_spans(batch, num_tokens, rows, spec.sliding_window, clamp)
         return quire.plan(
             without_window(spec),
-            see_spans(batch, num_tokens, rows, spec.sliding_window, clamp),
+            seen,
             max_query_len=step.max_query_len,
             max_seq_len=min(step.max_seq_len, step.block_table.shape[1] * page_size),
             num_tokens=num_tokens,
-            workspace=self.workspace,
+            workspace=self.workspace if self.has_spans else None,  # which is large enough for intervals
             batch_invariant=self.batch_invariant,
         )
 
@@ -335,9 +341,9 @@ class QuireImpl(base.AttentionImpl):
         if attn_metadata.sharded is not None:
             attn_metadata.builder.shares.attend(self, attn_metadata, pages, query, key, value, output)
             return output
-        spec = self.spec if attn_metadata.causal or not self.spec.causal else bidirectional(self.spec)
+        spec = bidirectional(self.spec) if attn_metadata.causal is False and self.spec.causal else self.spec
         clamp = getattr(layer, "mm_prefix_clamp_sliding_window", False)
-        plan = attn_metadata.plan_spans(spec, query.shape[0], pages.page_size, clamp)
+        plan = attn_metadata.plan_intervals(spec, query.shape[0], pages.page_size, clamp)
         plan = plan or attn_metadata.plan(spec, query.shape[0], pages.page_size)
         new: dict[str, Any] = {}
         if self.kv_sharing_target_layer_name is None and key is not None and value is not None:

@@ -1,7 +1,11 @@
-"""Bidirectional prefixes of multimodal models in vLLM: the tokens of an image see all of it, and what causal ones see.
+"""Steps of vLLM whose tokens see keys of their own: images that are seen in both directions, and mixed batches.
+
+In models with bidirectional prefixes, the tokens of an image see all of it, and what causal ones see.
 
 vLLM has the ranges of each request's images on the host. A step has intervals only if a query is in one of them. Other
 steps have the plans that they would have without images. A range becomes the interval of keys that its tokens see.
+
+Newer vLLM may say of each request whether it is causal, for drafts that are made a block at a time.
 """
 
 from dataclasses import replace
@@ -11,7 +15,7 @@ from typing import Any
 import torch
 
 import quire
-from quire import AttentionSpec, Batch
+from quire import AttentionSpec, Batch, UnsupportedError
 
 
 def scheduled_spans(
@@ -41,6 +45,24 @@ def see_spans(
         window = quire.intervals.sliding_window(batch, num_tokens, sliding_window)
         seen = replace(seen, key_begin=window.key_begin)
     return seen
+
+
+def see_by_sequence(batch: Batch, num_tokens: int, causal: torch.Tensor, spec: AttentionSpec) -> Batch:
+    """Return a batch with intervals for which a sequence is causal, or its tokens see all of it.
+
+    Args:
+        batch: the sequences.
+        num_tokens: of the step.
+        causal: [num_seqs] int32, of each sequence; not 0 for causal ones.
+        spec: of the layer.
+    """
+    if spec.sliding_window is not None:
+        raise UnsupportedError(
+            "causal must be one bool for the whole batch in layers with a sliding window, got one for each request; "
+            "leave --attention-backend out for this model"
+        )
+    prefix_lens = torch.where(causal[: batch.num_seqs].bool(), 0, batch.seq_lens)
+    return quire.intervals.prefix_lm(batch, num_tokens, prefix_lens)
 
 
 @cache
