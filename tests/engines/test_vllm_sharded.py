@@ -46,18 +46,25 @@ here = threading.local()
 
 
 class Group:
-    """vLLM's group of ranks, where the ranks are threads."""
+    """vLLM's group of ranks, where the ranks are threads. One runs at a time, since Triton's interpreter needs that."""
 
     world_size = RANKS
 
-    def __init__(self, rank: int, given: dict, barrier: threading.Barrier) -> None:
-        self.rank_in_group, self.given, self.barrier = rank, given, barrier
+    def __init__(self, rank: int, given: dict, barrier: threading.Barrier, turn: threading.Lock) -> None:
+        self.rank_in_group, self.given, self.barrier, self.turn = rank, given, barrier, turn
+
+    def wait(self) -> None:
+        self.turn.release()
+        try:
+            self.barrier.wait(60)
+        finally:
+            self.turn.acquire()
 
     def exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self.given[self.rank_in_group] = x
-        self.barrier.wait(60)
+        self.wait()
         found = [self.given[rank].clone() for rank in range(RANKS)]
-        self.barrier.wait(60)
+        self.wait()
         return found
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -77,12 +84,13 @@ def on_ranks(monkeypatch):
     monkeypatch.setattr("vllm.distributed.parallel_state.get_dcp_group", lambda: here.group)
 
     def run(function):
-        given, barrier, found = {}, threading.Barrier(RANKS), {}
+        given, barrier, turn, found = {}, threading.Barrier(RANKS), threading.Lock(), {}
 
         def work(rank: int) -> None:
-            here.group = Group(rank, given, barrier)
+            here.group = Group(rank, given, barrier, turn)
             try:
-                found[rank] = function(rank)
+                with turn:
+                    found[rank] = function(rank)
             except BaseException as error:
                 found[rank] = error
                 barrier.abort()
