@@ -118,7 +118,7 @@ test-vllm: $(VLLM:%=test-vllm-%)
 test-vllm-$(lastword $(VLLM)): MUTANTS := tests/mutations
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/test_examples.py $(MUTANTS) -k vllm
+	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py tests/test_examples.py $(MUTANTS) -k vllm
 
 dist: $(VENV)/.ready
 	rm -rf dist

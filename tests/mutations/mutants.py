@@ -506,6 +506,9 @@ INFER = "integrations/test_flashinfer.py::test_"
 SCHEDULER = "kernels/test_tile_scheduler.py"
 TRANSFORMERS, VLLM = "engines/test_transformers.py::test_", "engines/test_vllm.py::test_"
 VLLM_MLA = "engines/test_vllm_mla.py::test_"
+VLLM_SHARDED, VLLM_SPANS, VLLM_ENCODERS = (
+    f"engines/test_vllm_{of}.py::test_" for of in ("sharded", "spans", "encoders")
+)
 RELAUNCH = "compile/test_relaunch.py::test_tensors_of_another_kind_go_through_the_binder"
 TENSOR_MAPS = "compile/test_relaunch.py::test_"
 INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
@@ -1016,21 +1019,75 @@ OUTSIDE = {
     ),
     "vLLM: padding written": Mutant(
         "integrations/vllm/backend.py",
-        "value[:rows], slots[:rows]",
-        "value[:rows], slots[:rows].clamp(min=0)",
+        "slots = attn_metadata.slot_mapping\n",
+        "slots = attn_metadata.slot_mapping.clamp(min=0)\n",
         VLLM + "the_write_skips_padding",
     ),
     "vLLM: scales left out": Mutant(
         "integrations/vllm/backend.py",
-        "if self.kv_dtype in FP8_DTYPES else (None, None)",
+        "if self.kv_dtype in QUANTISED else (None, None)",
         "if False else (None, None)",
         VLLM + "fp8_caches_with_the_layer_s_scales",
     ),
     "vLLM: queries counted as one each": Mutant(
         "integrations/vllm/backend.py",
-        "None if one_query_each else step.query_start_loc",
+        "None if step.one_query_each else step.query_start_loc",
         "None",
         VLLM + "a_step_in_every_cache_contract",
+    ),
+    "vLLM: scales per token of keys for values": Mutant(
+        "integrations/vllm/contract.py",
+        "for x in (keys, values))\n    k_scale",
+        "for x in (keys, keys))\n    k_scale",
+        VLLM + "caches_with_scales_per_token_and_head",
+    ),
+    "vLLM: drafts of ranks see the keys of the step twice": Mutant(
+        "integrations/vllm/sharded.py",
+        "            lens = lens - query_lens\n",
+        "",
+        VLLM_SHARDED + "ranks_that_share_contexts_attend_to_all_keys",
+    ),
+    "vLLM: drafts of ranks see later ones": Mutant(
+        "integrations/vllm/sharded.py",
+        "of_own_keys(impl.spec, metadata.causal)",
+        "of_own_keys(impl.spec, False)",
+        VLLM_SHARDED + "ranks_that_share_contexts_attend_to_all_keys",
+    ),
+    "vLLM: ranks without keys before the step stop": Mutant(
+        "integrations/vllm/sharded.py",
+        "has_context=has_context(common)",
+        "has_context=bool(lens.any() and seq_lens.all())",
+        VLLM_SHARDED + "ranks_that_share_contexts_attend_to_all_keys",
+    ),
+    "vLLM: graphs captured without a past": Mutant(
+        "integrations/vllm/backend.py",
+        "step.sharded.has_context = True",
+        "step.sharded.has_context = False",
+        VLLM_SHARDED + "prompts_without_a_past_do_not_communicate",
+    ),
+    "vLLM: the last token of an image not seen": Mutant(
+        "integrations/vllm/spans.py",
+        "found.append((seq, first, last + 1))",
+        "found.append((seq, first, last))",
+        VLLM_SPANS + "tokens_of_an_image_see_all_of_it",
+    ),
+    "vLLM: an image seen past the window": Mutant(
+        "integrations/vllm/spans.py",
+        "if clamp and sliding_window is not None:",
+        "if False:",
+        VLLM_SPANS + "tokens_of_an_image_see_all_of_it",
+    ),
+    "vLLM: causal encoders": Mutant(
+        "integrations/vllm/backend.py",
+        "causal=attn_type == base.AttentionType.DECODER,",
+        "causal=not encodes or sliding_window is None,",
+        VLLM_ENCODERS + "an_encoder_attends_to_the_step_s_own_tokens_in_both_directions",
+    ),
+    "vLLM: an encoder's keys not written": Mutant(
+        "integrations/vllm/backend.py",
+        "quire.write_kv(**cut(new, min(slots.shape[0], key.shape[0])), cache=pages)",
+        "quire.write_kv(**cut(new, 0), cache=pages)",
+        VLLM_ENCODERS + "cross_attention_writes_the_encoder_s_keys_once_and_attends_to_all_of_them",
     ),
     "vLLM: drafts on latents counted as one query each": Mutant(
         "integrations/vllm/mla.py",

@@ -1,8 +1,14 @@
 """A platform plug-in: vLLM on a CPU without compiled operators, with any attention backend.
 
 vLLM finds it by the `dist-info` folder next to it, if this folder is on `sys.path`. vLLM's own CPU platform accepts one
-attention backend only, and needs some operators of a compiled build. Here they are written in PyTorch.
+attention backend only, and needs some operators of a compiled build. Here they are written in PyTorch. So are the slots
+and the combination of several ranks that share contexts, which vLLM has for GPUs alone.
 """
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
 
 import torch
 
@@ -12,14 +18,37 @@ def platform() -> str | None:
     return None if torch.cuda.is_available() else "vllm_cpu.PlainCpu"
 
 
-def slots_of_tokens(
-    starts: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, page_size: int
-) -> None:
-    """Write into `slots` where each token's key goes, -1 past the last token."""
-    seqs = torch.arange(starts.shape[0] - 1).repeat_interleave(starts.diff().long())
-    at = positions[: seqs.shape[0]]
-    slots.fill_(-1)
-    slots[: seqs.shape[0]] = table[seqs, at // page_size] * page_size + at % page_size
+def slots_of_rank(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that writes where each token's key goes, -1 for those of other ranks and past the last token.
+
+    It has the arguments of vLLM's, which needs a compiled operator and refuses several ranks.
+    """
+    parameters = inspect.signature(original)
+
+    @functools.wraps(original)
+    def write_slots(*args, **options) -> None:
+        given = parameters.bind(*args, **options).arguments
+        page_size = given.get("KV_CACHE_BLOCK_SIZE") or given["block_size"]  # the names of 0.33 and of 0.20
+        num_ranks, rank, interleave = (
+            given[name] for name in ("TOTAL_CP_WORLD_SIZE", "TOTAL_CP_RANK", "CP_KV_CACHE_INTERLEAVE_SIZE")
+        )
+        starts, table, slots = given["query_start_loc"], given["block_table"], given["slot_mapping"]
+        seqs = torch.arange(starts.shape[0] - 1).repeat_interleave(starts.diff().long())
+        at = given["positions"][: seqs.shape[0]]
+        run, local = at // interleave, at // (interleave * num_ranks) * interleave + at % interleave
+        pages = table[seqs, at // (page_size * num_ranks)]
+        slots.fill_(-1)
+        slots[: seqs.shape[0]] = torch.where(run % num_ranks == rank, pages * page_size + local % page_size, -1)
+
+    return write_slots
+
+
+def weigh(out: torch.Tensor, lses: torch.Tensor, rank: int, *others, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a rank's out [tokens, heads, columns] by its weight among `lses` [ranks, tokens, heads], and their sum."""
+    lses = torch.where(lses.isnan() | (lses == float("inf")), float("-inf"), lses)
+    lse = lses.logsumexp(0)
+    weight = (lses[rank] - lse).exp().nan_to_num(0.0)[..., None]
+    return torch.where(weight == 0, 0.0, out * weight), lse
 
 
 def gated_gelu(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -41,10 +70,6 @@ def expand(out: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_
 
 
 OPERATORS = {
-    (
-        "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, "
-        "int page_size) -> ()"
-    ): slots_of_tokens,
     "expand_kernel_impl(Tensor(a!) out, Tensor values, Tensor ends, int replace_from, int replace_to) -> ()": expand,
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()": gated_gelu,
@@ -66,6 +91,11 @@ def __getattr__(name: str):
 
         @classmethod
         def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None) -> str:
+            try:
+                collectives = importlib.import_module("vllm.v1.attention.ops.dcp")
+            except ImportError:  # before 0.33
+                collectives = importlib.import_module("vllm.v1.attention.ops.common")
+            collectives.correct_attn_out = weigh
             wanted = attn_selector_config._asdict()
             reasons = selected_backend.get_class().validate_configuration(
                 device_capability=DeviceCapability(8, 0), **wanted
@@ -88,6 +118,21 @@ def __getattr__(name: str):
                 for schema, function in OPERATORS.items():
                     cls.library.define(schema)
                     cls.library.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")
+                cls.share_contexts()
+
+        @classmethod
+        def share_contexts(cls) -> None:
+            """Let several ranks have slots of their own; vLLM takes these functions when it is imported."""
+            kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
+            slots = slots_of_rank(kernels._compute_slot_mapping_kernel_impl)
+            kernels._compute_slot_mapping_kernel_impl = slots
+            if hasattr(kernels, "compute_slot_mapping_kernel"):  # 0.20's, which wraps the function
+                kernels.compute_slot_mapping_kernel.func = slots
+
+        @classmethod
+        def register_triton_kernel_overrides(cls) -> None:
+            cls.share_contexts()
+            super().register_triton_kernel_overrides()
 
         @classmethod
         def check_and_update_config(cls, vllm_config) -> None:
@@ -95,7 +140,10 @@ def __getattr__(name: str):
             scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
             page_size, max_num_tokens = cache.block_size, scheduler.max_num_batched_tokens
             in_chunks, with_prefixes = scheduler.enable_chunked_prefill, cache.enable_prefix_caching
+            # vLLM's own operators have few dtypes of caches, and older versions no quantised one with chunked prefill.
+            cache_dtype, cache.cache_dtype = cache.cache_dtype, "auto"
             super().check_and_update_config(vllm_config)
+            cache.cache_dtype = cache_dtype
             if vllm_config.model_config.use_mla and hasattr(super(), "get_mla_prefill_backend_cls"):
                 # Undo what vLLM's own operator for MLA needs. Older versions cannot split prefills without a GPU.
                 cache.block_size, scheduler.max_num_batched_tokens = page_size, max_num_tokens

@@ -1,6 +1,7 @@
 """vLLM's attention backend: what it serves, a builder that turns a step's metadata into plans, and a layer's two calls.
 
-`plans.py` says which plans are kept, and `mla.py` is the backend of multi-head latent attention.
+`plans.py` says which plans are kept, `sharded.py` spreads contexts over ranks, and `mla.py` is the backend of latent
+attention (MLA).
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,9 @@ import quire
 from quire import AttentionSpec, PagedKVCache, Plan, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.vllm import contract
-from quire.integrations.vllm.plans import Planner
+from quire.integrations.vllm.plans import Kind, Launch, Planner, unpaged
+from quire.integrations.vllm.sharded import ShardedStep, Shares
+from quire.integrations.vllm.spans import has_spans, scheduled_spans, see_by_sequence, see_spans, without_window
 
 contract.check_version()
 
@@ -25,8 +28,10 @@ KV_DTYPES = {  # vLLM's names; "auto" is the model's own
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    **contract.TOKEN_SCALES,
 }
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+ENCODERS = (base.AttentionType.ENCODER, base.AttentionType.ENCODER_ONLY)  # their keys are the step's own, in no cache
 
 
 class QuireBackend(contract.CacheShape, base.AttentionBackend):
@@ -68,12 +73,20 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest: Any
     ) -> str | None:
-        if KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *FP8_DTYPES):
+        if KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *QUANTISED):
             return None
         return f"kv_cache_dtype must be auto or fp8 for a model in {dtype}, got {kv_cache_dtype}"
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in list(base.AttentionType)
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
         return True
 
     @classmethod
@@ -105,16 +118,38 @@ class QuireMetadata(base.AttentionMetadata):
     seq_lens: torch.Tensor  # [num_reqs] int32
     block_table: torch.Tensor  # [num_reqs, max_pages_per_seq] int32
     slot_mapping: torch.Tensor  # [num_tokens] int64
-    causal: bool
+    causal: bool | torch.Tensor  # or [num_reqs] int32, of each sequence
     builder: "QuireMetadataBuilder"
-    plans: dict[int, Plan] = field(default_factory=dict)  # by the spec's id: hashing one costs 4 µs, in every layer
+    query_start_loc_cpu: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor | None
+    sharded: ShardedStep | None = None  # where ranks share contexts
+    # By request, the first and the last positions of images. Older vLLM and models write here, by this name.
+    mm_prefix_range: dict[int, list[tuple[int, int]]] | None = None
+    plans: dict[Any, Any] = field(default_factory=dict)  # by the spec's id: hashing one costs 4 µs, in every layer
 
-    def plan(self, spec: AttentionSpec, num_tokens: int, page_size: int) -> Plan:
-        """Return the step's plan for a kind of layer."""
+    @property
+    def one_query_each(self) -> bool:
+        """Whether each sequence has one query, so that counts of queries are not needed."""
+        return self.max_query_len == 1 and self.num_actual_tokens == self.num_reqs
+
+    def plan(self, spec: AttentionSpec, num_tokens: int, page_size: int | None) -> Plan:
+        """Return the step's plan for a kind of layer, or for the step's own keys if there is no page size."""
         plan = self.plans.get(id(spec))
         if plan is None:
             plan = self.plans[id(spec)] = self.builder.plan(self, spec, num_tokens, page_size)
         return plan
+
+    def plan_intervals(self, spec: AttentionSpec, num_tokens: int, page_size: int, clamp: bool) -> Plan | None:
+        """Return the step's plan for a kind of layer where each token sees keys of its own, or None.
+
+        These are steps with tokens of images among the queries, or in which some sequences are causal and some are not.
+        """
+        if self.causal is False or (self.causal is True and self.mm_prefix_range is None):
+            return None
+        key = id(spec), clamp, id(self.mm_prefix_range)
+        if key not in self.plans:
+            self.plans[key] = self.builder.plan_intervals(self, spec, num_tokens, page_size, clamp)
+        return self.plans[key]
 
 
 class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner):
@@ -123,22 +158,53 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
     _cudagraph_support: ClassVar[Any] = base.AttentionCGSupport.ALWAYS
     supports_update_block_table = True
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Return which steps graphs serve: those with prompts only if these have no images seen in both directions."""
+        return base.AttentionCGSupport.UNIFORM_BATCH if has_spans(vllm_config) else cls._cudagraph_support
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.keep_plans(layer_names, vllm_config, device)
+        self.has_spans = has_spans(vllm_config)
+        layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        group, self.shares = contract.context_group(kv_cache_spec), None
+        if group is None or all(layer.impl.attn_type in ENCODERS for layer in layers):
+            self.keep_plans(layer_names, vllm_config, device, kinds_of=self.kinds)
+        else:
+            if self.has_spans:
+                raise UnsupportedError(
+                    "is_mm_prefix_lm must be False where ranks share contexts, got True; "
+                    "leave --decode-context-parallel-size out for this model"
+                )
+            self.shares = Shares(group, [layer.impl for layer in layers], vllm_config, device)
+            self.keep_plans(layer_names, vllm_config, device, kinds_of=self.shares.kinds)
+
+    def launches(self, spec: AttentionSpec, impl: Any, pages: PagedKVCache) -> list[Launch]:
+        """Return what a layer launches."""
+        if self.shares is not None:
+            return self.shares.launches(spec, pages)
+        writes = impl.attn_type == base.AttentionType.DECODER and impl.kv_sharing_target_layer_name is None
+        return [(planned, pages, {"append": writes, **has}) for planned, has in self.kinds(spec)]
+
+    def kinds(self, spec: AttentionSpec) -> list[Kind]:
+        """Return the specs of a layer's plans, and what their batches have."""
+        return [(spec, {}), (without_window(spec), {"intervals": True})] if self.has_spans else [(spec, {})]
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> QuireMetadata:
         """Return the metadata of a step that is about to be captured."""
         self.compile_ahead(lambda layer: layer.impl.bind(layer, layer.kv_cache))
-        return self.build(0, common_attn_metadata)
+        step = self.build(0, common_attn_metadata)
+        if step.sharded is not None:
+            step.sharded.has_context = True  # replays may have some
+        return step
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> QuireMetadata:
         """Return a step's metadata: vLLM's, unchanged."""
         common = common_attn_metadata
-        if not isinstance(common.causal, bool):
+        if not isinstance(common.causal, bool) and self.shares is not None:
             raise UnsupportedError(
-                "causal must be one bool for the whole batch, got one for each request; "
-                "leave --attention-backend out for this model"
+                "causal must be one bool for the whole batch where ranks share contexts, got one for each request; "
+                "leave --decode-context-parallel-size out for this model"
             )
         return QuireMetadata(
             num_reqs=common.num_reqs,
@@ -151,6 +217,10 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
             slot_mapping=common.slot_mapping,
             causal=common.causal,
             builder=self,
+            query_start_loc_cpu=common.query_start_loc_cpu,
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound,
+            mm_prefix_range=getattr(common, "mm_req_doc_ranges", None),
+            sharded=None if self.shares is None else self.shares.step(common),
         )
 
     def update_block_table(
@@ -159,23 +229,46 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
         """Return the metadata of another group of layers, which differs in its page table."""
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, builder=self, plans={})
 
-    def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int) -> Plan:
+    def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int | None) -> Plan:
         """Return a plan for a step: an earlier one if bounds and memory are the same."""
-        one_query_each = step.max_query_len == 1 and step.num_actual_tokens == step.num_reqs
+        starts = None if step.one_query_each else step.query_start_loc
+        bounds: dict[str, Any] = {"num_tokens": num_tokens, "max_query_len": step.max_query_len}
+        if page_size is None:
+            return self.plan_unpaged(spec, step.query_start_loc, step.seq_lens, **bounds)
         return self.plan_for(
-            spec,
-            step.block_table,
-            step.seq_lens,
-            None if one_query_each else step.query_start_loc,
-            page_size=page_size,
-            num_tokens=num_tokens,
+            spec, step.block_table, step.seq_lens, starts, page_size=page_size, max_seq_len=step.max_seq_len, **bounds
+        )
+
+    def plan_intervals(
+        self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int, clamp: bool
+    ) -> Plan | None:
+        """Return a new plan for a step whose tokens see keys of their own, or None if there are none."""
+        batch = quire.Batch(step.block_table, step.seq_lens, step.query_start_loc)
+        if isinstance(step.causal, torch.Tensor):
+            seen = see_by_sequence(batch, num_tokens, step.causal, spec)
+        else:
+            rows = scheduled_spans(step.mm_prefix_range or {}, step.query_start_loc_cpu, step.seq_lens_cpu_upper_bound)
+            if not rows:
+                return None
+            seen = see_spans(batch, num_tokens, rows, spec.sliding_window, clamp)
+        return quire.plan(
+            without_window(spec),
+            seen,
             max_query_len=step.max_query_len,
-            max_seq_len=step.max_seq_len,
+            max_seq_len=min(step.max_seq_len, step.block_table.shape[1] * page_size),
+            num_tokens=num_tokens,
+            workspace=self.workspace if self.has_spans else None,  # which is large enough for intervals
+            batch_invariant=self.batch_invariant,
         )
 
 
 class QuireImpl(base.AttentionImpl):
     """One layer's attention."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    lse_base_on_e: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
         self,
@@ -192,11 +285,6 @@ class QuireImpl(base.AttentionImpl):
         sinks: torch.Tensor | None = None,  # [num_heads]
         **others: Any,
     ) -> None:
-        if attn_type != base.AttentionType.DECODER:
-            raise UnsupportedError(
-                f"attn_type must be decoder, got {base.AttentionType(attn_type).value}; "
-                "leave --attention-backend out for this model"
-            )
         for name, value in others.items():  # arguments that a model passes to backends that know them
             if not (value is None or value is False or (isinstance(value, int) and value == -1)):
                 raise UnsupportedError(
@@ -208,7 +296,8 @@ class QuireImpl(base.AttentionImpl):
         self.attn_type, self.kv_sharing_target_layer_name, self.sinks = attn_type, kv_sharing_target_layer_name, sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         dtype = torch.get_default_dtype()  # the model's, while its layers are made
-        self.kv_dtype = KV_DTYPES.get(kv_cache_dtype, dtype)
+        encodes = attn_type in ENCODERS
+        self.kv_dtype = dtype if encodes else KV_DTYPES.get(kv_cache_dtype, dtype)
         self.spec = layer_spec(
             num_q_heads=num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -216,7 +305,9 @@ class QuireImpl(base.AttentionImpl):
             dtype=dtype,
             kv_dtype=self.kv_dtype,
             softmax_scale=self.scale,
+            causal=attn_type == base.AttentionType.DECODER,
             sliding_window=sliding_window,
+            sliding_window_right=sliding_window - 1 if encodes and sliding_window is not None else None,
             softcap=logits_soft_cap or None,
             alibi=alibi_slopes is not None,
             sinks=sinks is not None,
@@ -244,28 +335,58 @@ class QuireImpl(base.AttentionImpl):
             )
         if attn_metadata is None:
             return output.fill_(0)
+        if self.attn_type in ENCODERS:
+            return self.encode(query, key, value, attn_metadata, output)
         pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
-        spec = self.spec if attn_metadata.causal else bidirectional(self.spec)
-        plan = attn_metadata.plan(spec, query.shape[0], pages.page_size)
+        if attn_metadata.sharded is not None:
+            attn_metadata.builder.shares.attend(self, attn_metadata, pages, query, key, value, output)
+            return output
+        spec = bidirectional(self.spec) if attn_metadata.causal is False and self.spec.causal else self.spec
+        clamp = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        plan = attn_metadata.plan_intervals(spec, query.shape[0], pages.page_size, clamp)
+        plan = plan or attn_metadata.plan(spec, query.shape[0], pages.page_size)
         new: dict[str, Any] = {}
         if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
             slots = attn_metadata.slot_mapping
-            # Outside of full graphs, there is no slot for padding, which comes last and belongs to no sequence.
-            rows = min(slots.shape[0], query.shape[0])
-            query, key, value, slots = query[:rows], key[:rows], value[:rows], slots[:rows]
             new = {"k": key, "v": value, "slot_mapping": slots}
+            if self.attn_type == base.AttentionType.ENCODER_DECODER:  # keys of another sequence than the queries'
+                quire.write_kv(**cut(new, min(slots.shape[0], key.shape[0])), cache=pages)
+                new = {}
+            else:
+                # Outside of full graphs, there is no slot for padding, which comes last and belongs to no sequence.
+                rows = min(slots.shape[0], query.shape[0])
+                query, new = query[:rows], cut(new, rows)
         out = output[: query.shape[0]]
         quire.attention(query, pages, plan, **new, sinks=self.sinks, alibi_slopes=self.alibi_slopes, out=out)
         return output
 
+    def encode(
+        self, query: torch.Tensor, key: Any, value: Any, step: QuireMetadata, output: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend to the step's own keys, which no cache holds."""
+        if self.alibi_slopes is not None:
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
+        plan, out = step.plan(self.spec, query.shape[0], None), output[: query.shape[0]]
+        quire.varlen_attention(query, key, value, plan, sinks=self.sinks, alibi_slopes=self.alibi_slopes, out=out)
+        return output
+
     def bind(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:
         """Remember the layer's pages: views of vLLM's tensor, whose fp8 numbers have the dtype of bytes."""
+        if self.attn_type in ENCODERS:
+            return unpaged(self.spec, layer._k_scale.device)
         k, v, layout = contract.keys_and_values(kv_cache.view(self.kv_dtype), self.head_size)
-        scales = (layer._k_scale, layer._v_scale) if self.kv_dtype in FP8_DTYPES else (None, None)
+        scales = (layer._k_scale, layer._v_scale) if self.kv_dtype in QUANTISED else (None, None)
+        if self.kv_cache_dtype in contract.TOKEN_SCALES:
+            scales = contract.scales_of_tokens(kv_cache.view(self.kv_dtype), self.head_size)
         self.bound, self.pages = kv_cache, PagedKVCache(k, v, layout, *scales)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)
         return self.pages
+
+
+def cut(new: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """Return the first rows of tensors."""
+    return {name: x[:rows] for name, x in new.items()}
 
 
 @cache

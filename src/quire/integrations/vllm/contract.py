@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that Quire serves: the backend's name, a layer's cache, MLA's prefill.
+"""What differs between the versions of vLLM that Quire serves: names, a layer's cache, MLA's prefill, collectives.
 
 Up to 0.31 there is one name for backends of plug-ins, CUSTOM. From 0.32 on each has its own name.
 
@@ -9,12 +9,17 @@ key and its value in one row, in any of six physical orders.
 In 0.20 the backend of multi-head latent attention (MLA) also prefills. In 0.33 prefill has separate backends, which are
 chosen separately; plug-ins have the name CUSTOM there.
 
+In 0.33 a layer's cache says whether several ranks share it, since that of a draft model may not be. The functions that
+combine the results of these ranks moved from one module to another.
+
 All of these are recognised by what vLLM has, not by its version number.
 """
 
 import copyreg
 import importlib
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +30,8 @@ from quire import UnsupportedError
 SUPPORTED = (Version("0.20"), Version("0.34"))  # from, and before
 BACKEND = "quire.integrations.vllm.choice.Backend"
 PREFILL = "quire.integrations.vllm.prefill.QuirePrefill"
+TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}  # vLLM's names
+SCALE_BYTES = 4
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, so that its handlers show the messages
 
@@ -133,14 +140,25 @@ def backend_names() -> Any:
 
 
 class CacheShape:
-    """The shape of a layer's cache, which vLLM up to 0.28 asks of a backend."""
+    """The shape of a layer's cache: vLLM up to 0.28 asks a backend for it, and later for the bytes of a row.
+
+    With scales per token and head, a head's numbers are followed by their scale in float32.
+    """
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """Return the shape of a layer's cache."""
-        return num_blocks, 2, block_size, num_kv_heads, head_size
+        scale = SCALE_BYTES if cache_dtype_str in TOKEN_SCALES else 0
+        return num_blocks, 2, block_size, num_kv_heads, head_size + scale
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Return the spec of a layer's cache with the bytes of a key and its value in it."""
+        if spec.state_content_bytes is not None or spec.kv_quant_mode.name.lower() not in TOKEN_SCALES:
+            return spec
+        return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * SCALE_BYTES)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -151,8 +169,46 @@ class CacheShape:
         return (1, 0, 2, 3, 4, 5) if include_num_layers_dimension else (0, 1, 2, 3, 4)
 
 
+def context_group(kv_cache_spec: Any) -> Any:
+    """Return the group of ranks that share each context (decode context parallelism); None if each holds it whole."""
+    if not getattr(kv_cache_spec, "dcp_sharded", True):
+        return None
+    try:
+        group = load("vllm.distributed.parallel_state").get_dcp_group()
+    except AssertionError:  # no group was made
+        return None
+    return group if group.world_size > 1 else None
+
+
+def combiner_of_ranks(parallel_config: Any) -> Callable[..., Any]:
+    """Return vLLM's function that combines the results of ranks over different keys, and leaves each its own heads."""
+    name, old = "cp_lse_ag_out_rs", "common"
+    if parallel_config.dcp_comm_backend == "a2a":
+        name, old = "dcp_a2a_lse_reduce", "dcp_alltoall"
+    try:
+        module = load("vllm.v1.attention.ops.dcp")
+    except ImportError:
+        module = load(f"vllm.v1.attention.ops.{old}")
+    return getattr(module, name)
+
+
 def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Return views of a layer's keys and values, and the name of their layout."""
+    keys, values, layout = rows(kv_cache)
+    return keys[..., :head_dim], values[..., :head_dim], layout
+
+
+def scales_of_tokens(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the scales of keys and values, [num_pages, page_size, num_kv_heads] float32."""
+    keys, values, layout = rows(kv_cache)
+    scales = (x[..., head_dim:].view(torch.float32)[..., 0] for x in (keys, values))
+    k_scale, v_scale = (x if layout == "NHD" else x.transpose(1, 2) for x in scales)
+    return k_scale, v_scale
+
+
+def rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Return views of what a layer's cache has of keys and of values, and the name of their layout."""
     if kv_cache.dim() == 5:  # CacheShape's
         return kv_cache[:, 0], kv_cache[:, 1], "NHD"
-    return kv_cache[..., :head_dim], kv_cache[..., head_dim:], "HND"
+    keys, values = kv_cache.chunk(2, -1)
+    return keys, values, "HND"

@@ -216,6 +216,7 @@ class QuireMLAImpl(mla.MLACommonImpl):
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
+    supports_pcp: bool = False  # prompts over several ranks (0.33): not run
     lse_base_on_e: bool = True
 
     def __init__(

@@ -20,19 +20,35 @@ envs: Any = contract.load("vllm.envs")
 
 SHARES = "kv_sharing_target_layer_name"  # an attribute of a layer that attends to another's keys
 MAX_PLANS = 256  # kept by a builder
+Kind = tuple[AttentionSpec, dict[str, Any]]  # a spec, and whether batches have intervals
+Launch = tuple[AttentionSpec, PagedKVCache, dict[str, Any]]  # what is warmed up
 
 
 class Planner:
     """A part of a builder of metadata: it makes and keeps the plans of a group of layers."""
 
     def keep_plans(
-        self, layer_names: list[str], vllm_config: Any, device: torch.device, max_num_tokens: int | None = None
+        self,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        max_num_tokens: int | None = None,
+        kinds_of: Callable[[AttentionSpec], list[Kind]] = lambda spec: [(spec, {})],
     ) -> None:
-        """Reserve the scratch memory of the largest plan; `max_num_tokens` is vLLM's bound if it is not given."""
+        """Reserve the scratch memory of the largest plan.
+
+        Args:
+            layer_names: of the group.
+            vllm_config: of the engine.
+            device: where.
+            max_num_tokens: vLLM's bound if it is not given.
+            kinds_of: returns the specs of a layer's plans, and what their batches have.
+        """
         layers = vllm_config.compilation_config.static_forward_context
         # A layer that attends to another's keys comes first, so that one that writes its own takes its place.
         names = sorted(layer_names, key=lambda name: getattr(layers[name].impl, SHARES, None) is None)
         self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in names}
+        kinds = [kind for spec in self.layers for kind in kinds_of(spec)]
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.bounds: dict[str, Any] = {
             "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
@@ -40,7 +56,7 @@ class Planner:
             "max_seq_len": vllm_config.model_config.max_model_len,
             "batch_invariant": self.batch_invariant,
         }
-        num_bytes = max(quire.workspace_size(spec, **self.bounds, device=device) for spec in self.layers)
+        num_bytes = max(quire.workspace_size(spec, **self.bounds, **has, device=device) for spec, has in kinds)
         self.workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
         self.plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         extra = vllm_config.additional_config
@@ -62,12 +78,15 @@ class Planner:
         began = time.perf_counter()
         names = []
         for spec, layer in self.layers.items():
-            lse: dict[str, Any] = {"return_lse": True} if layer.impl.need_to_return_lse_for_decode else {}
-            append: dict[str, Any] = {} if spec.latent else {"append": layer.impl.kv_sharing_target_layer_name is None}
-            names.append(quire.warmup(spec, pages_of(layer), **self.bounds, **lse, **append))
+            for planned, pages, options in self.launches(spec, layer.impl, pages_of(layer)):
+                names.append(quire.warmup(planned, pages, **self.bounds, **options))
         count = sum(map(len, names)) + len(further())
         if count:
             contract.logger.info("Quire has %d kernels ready after %.1f s", count, time.perf_counter() - began)
+
+    def launches(self, spec: AttentionSpec, impl: Any, pages: PagedKVCache) -> list[Launch]:
+        """Return what a layer launches: specs, caches, and how else they are warmed up."""
+        return [(spec, pages, {"return_lse": True} if impl.need_to_return_lse_for_decode else {})]
 
     def plan_for(
         self,
@@ -80,11 +99,12 @@ class Planner:
         num_tokens: int,
         max_query_len: int,
         max_seq_len: int,
+        paged: bool = True,
     ) -> Plan:
         """Return a plan: an earlier one if bounds and memory are the same.
 
         The bound of the keys is the next power of two, or the table's width, so that decoding does not need a new plan
-        for every token.
+        for every token. Where keys are not paged, the table says where those of each sequence begin.
         """
         max_seq_len = min(1 << max(0, max_seq_len - 1).bit_length(), table.shape[1] * page_size)
         memory = (
@@ -98,7 +118,7 @@ class Planner:
         if plan is None:
             plan = self.plans[key] = quire.plan(
                 spec,
-                quire.Batch(table, seq_lens, starts),
+                quire.Batch(table, seq_lens, starts, paged=paged),
                 max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
                 num_tokens=num_tokens,
@@ -110,3 +130,31 @@ class Planner:
         else:
             self.plans.move_to_end(key)
         return plan
+
+    def plan_unpaged(
+        self,
+        spec: AttentionSpec,
+        starts: torch.Tensor,  # [num_seqs + 1] int32, of queries and of keys
+        seq_lens: torch.Tensor,  # [num_seqs] int32, their numbers
+        *,
+        num_tokens: int,
+        max_query_len: int,
+    ) -> Plan:
+        """Return a plan for the keys of the step alone, one after the other."""
+        return self.plan_for(
+            spec,
+            starts[:-1, None],
+            seq_lens,
+            starts,
+            page_size=2 * max_query_len,  # the bound is a power of two
+            num_tokens=num_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_query_len,
+            paged=False,
+        )
+
+
+def unpaged(spec: AttentionSpec, device: torch.device) -> PagedKVCache:
+    """Return a cache of one token, for the compilation of what attends to keys that are not paged."""
+    k, v = torch.empty(2, 1, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
+    return PagedKVCache(k, v, "THD")
