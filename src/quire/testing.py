@@ -321,7 +321,8 @@ def random_turn(
         >>> step = new | quire.testing.random_turn(problem, rotary_dim=8, qk_norm=True)
         >>> plan = quire.plan(spec, problem.batch, **problem.bounds)
         >>> out = quire.attention(problem.q, cache, plan, **step)
-        >>> quire.testing.error_budget(dataclasses.replace(problem, cache=cache, step=step), out).passed
+        >>> from dataclasses import replace
+        >>> quire.testing.error_budget(replace(problem, cache=cache, step=step), out).passed
         True
     """
     batch, device, made = problem.batch, problem.q.device, {}

@@ -33,15 +33,17 @@ def load_turned(
     x = loaded.to(tl.float32)
     if weight is not None:
         scale = inverse_rms(ptrs, inside, turn.eps, DIM, BLOCK)
+        # Adds 0, when the scale is known. The compiler does not know that, or weights would take registers before.
+        weight = tl.multiple_of(weight + tl.multiple_of((tl.max(scale, 0) < 0).to(tl.int32), 16), 16)
         x = x * scale[:, None] * tl.load(weight + offs_d, mask=offs_d < DIM, other=0.0).to(tl.float32)[None, :]
     if ROTARY_DIM > 0:
         if INTERLEAVED:
             angle, is_first = offs_d // 2, offs_d % 2 == 0
-            other_d = offs_d + 1 - 2 * (offs_d % 2)
+            other_d = offs_d ^ 1
         else:
             HALF: tl.constexpr = ROTARY_DIM // 2
             angle, is_first = offs_d % HALF, offs_d < HALF
-            other_d = tl.where(is_first, offs_d + HALF, offs_d - HALF)
+            other_d = (offs_d + HALF) % ROTARY_DIM
         rotated = inside[:, None] & (offs_d < ROTARY_DIM)[None, :]
         other = tl.load(ptrs[:, None] + other_d[None, :], mask=rotated, other=0.0).to(tl.float32)
         if weight is not None:
@@ -70,5 +72,9 @@ def inverse_rms(ptrs, inside, eps, DIM: tl.constexpr, BLOCK: tl.constexpr):
         if BLOCK >> i > 1:  # sums of two, so that their order is the same in every layout
             total = tl.sum(tl.reshape(total, [x.shape[0], BLOCK >> (i + 1), 2]), 2)
     total = tl.reshape(total, [x.shape[0]])
-    one = tl.zeros_like(total) + 1.0
-    return tl.div_rn(one, tl.sqrt_rn(tl.div_rn(total, one * DIM) + eps))
+    zero = tl.zeros_like(total)
+    mean = tl.fma(total, zero + 1.0 / DIM, zero + eps)
+    root = tl.rsqrt(mean)
+    # One Newton step, since a GPU's rsqrt has an error of up to two units in the last place. Its division and its square
+    # root without an error are subroutines, which take registers from the whole kernel.
+    return tl.fma(root, tl.fma(-0.5 * mean * root, root, zero + 0.5), root)
