@@ -243,7 +243,7 @@ class PortableRunner(KernelRunner):
             "TOKEN_SCALES": cache.scale_kind == "token",
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
-        } | (views.NO_ROTATION if turn is None else turn[1])  # fmt: skip
+        } | (views.NO_TURN if turn is None else turn[1])  # fmt: skip
         if new is not None and packed and decided.name == "split_kv" and not device.has_mfma:
             # Else the compiler takes so many that fewer programs fit. What it spills is outside of the loop over tiles.
             meta["maxnreg"] = min(

@@ -199,7 +199,7 @@ def dim_offsets(offs_d, stride_vec, VEC: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def load_queries(
     ptrs, owned, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED_FP8: tl.constexpr,
-    token=None, turn=None, ROTARY_DIM: tl.constexpr = 0, INTERLEAVED: tl.constexpr = False,
+    token=None, turn=None, ROTARY_DIM: tl.constexpr = None, INTERLEAVED: tl.constexpr = False,
 ):  # fmt: skip
     """Load the queries of a row block, whose rows begin at `ptrs`; with `turn`, those of the tokens `token`, turned.
 
@@ -208,7 +208,7 @@ def load_queries(
     """
     if PACKED_FP8:
         offs_d = 2 * tl.arange(0, BLOCK_D // 2)
-        if turn is None:
+        if ROTARY_DIM is None:
             keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
             even = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0).to(tl.float32)
             odd = tl.load(ptrs[:, None] + (offs_d + 1)[None, :], mask=keep, other=0.0).to(tl.float32)
@@ -225,12 +225,16 @@ def load_queries(
         down = ((267 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(13 - e), e = exponent - 127
         up = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
         return (even * down[:, None]).to(tl.float16), (odd * down[:, None]).to(tl.float16), up
-    elif turn is not None:
-        offs_d = tl.arange(0, BLOCK_D)
-        return load_turned(ptrs, owned, token, turn.q_weight, turn, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED)
     else:
         offs_d = tl.arange(0, BLOCK_D)
-        return tl.load(ptrs[:, None] + offs_d[None, :], mask=owned[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        if ROTARY_DIM is None:
+            keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
+            q = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0)
+        else:
+            q = load_turned(
+                ptrs, owned, token, turn.q_weight, turn, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
+            )
+        return q
 
 
 @triton.jit
@@ -352,7 +356,7 @@ def write_new(
     token = (first + i).to(tl.int64)
     position = tl.load(new.slot_mapping + token, mask=i < count, other=-1)
     k_ptrs = new.k + token * new.k_token + kv_head * new.k_head
-    if turn is None:
+    if ROTARY_DIM is None:
         k = load_rows(k_ptrs, i < count, T.HEAD_DIM, T.BLOCK_D)
     else:
         k = load_turned(

@@ -12,7 +12,7 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache, Strides
 from quire.turn import QKNorm, Rope
 
-NO_ROTATION = {"ROTARY_DIM": 0, "INTERLEAVED": False}  # constexprs of kernels
+NO_TURN = {"ROTARY_DIM": None, "INTERLEAVED": False}  # constexprs of kernels
 
 
 class CacheTensors(NamedTuple):
@@ -115,7 +115,7 @@ def turn_of(rope: Rope | None, qk_norm: QKNorm | None) -> tuple[Turn, dict[str, 
     """Return a turn, and the constexprs of kernels that depend on it."""
     q_weight, k_weight, eps = (None, None, 0.0) if qk_norm is None else qk_norm
     if rope is None:
-        return Turn(None, None, None, q_weight, k_weight, eps, 0, 0, 0), NO_ROTATION
+        return Turn(None, None, None, q_weight, k_weight, eps, 0, 0, 0), NO_TURN | {"ROTARY_DIM": 0}
     cos, sin, positions, interleaved = rope
     rows, half = cos.shape
     turn = Turn(cos, sin, positions, q_weight, k_weight, eps, rows, cos.stride(0), sin.stride(0))

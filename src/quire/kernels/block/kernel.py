@@ -73,7 +73,7 @@ def block_kernel(
     PDL: tl.constexpr,  # programmatic dependent launch
     NEW_TOKENS: tl.constexpr,  # most new tokens of a sequence; 0 without `new`
     ENCODE: tl.constexpr,  # jit function from float32 to stored elements; None if the cache is not quantised
-    ROTARY_DIM: tl.constexpr,  # columns of a head that `turn` rotates
+    ROTARY_DIM: tl.constexpr,  # columns of a head that `turn` rotates; None without `turn`
     INTERLEAVED: tl.constexpr,  # pairs of them are (2i, 2i + 1)
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended

@@ -67,7 +67,7 @@ def split_kv_kernel(
     PDL: tl.constexpr,  # programmatic dependent launch
     NEW_TOKENS: tl.constexpr,  # most new tokens of a sequence; 0 without `new`
     ENCODE: tl.constexpr,  # jit function from float32 to stored elements; None if the cache is not quantised
-    ROTARY_DIM: tl.constexpr,  # columns of a head that `turn` rotates
+    ROTARY_DIM: tl.constexpr,  # columns of a head that `turn` rotates; None without `turn`
     INTERLEAVED: tl.constexpr,  # pairs of them are (2i, 2i + 1)
     PARTIAL_ROWS: tl.constexpr,  # rows of a partial that are stored
     SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,  # of Schedule
