@@ -59,10 +59,13 @@ def attention(
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
     starts = batch.query_starts.tolist()
     offsets = None if batch.query_offsets is None else batch.query_offsets.tolist()
-    q = turn(q, rope, qk_norm, dtype, of_keys=False)
+    exact = dtype is torch.float64  # else what is turned is rounded to its dtype, as attention rounds it
+    given, q = q.dtype, turn(q, rope, qk_norm, dtype, of_keys=False)
+    q = q if exact else q.to(given).to(dtype)
     step: Step | None = None
     if k is not None and v is not None and slot_mapping is not None:
-        step = turn(k, rope, qk_norm, dtype, of_keys=True), v.to(dtype), slot_mapping
+        keys = turn(k, rope, qk_norm, dtype, of_keys=True)
+        step = keys if exact else keys.to(k.dtype).to(dtype), v.to(dtype), slot_mapping
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
         rows = slice(starts[seq], starts[seq + 1])
         q_len = starts[seq + 1] - starts[seq]

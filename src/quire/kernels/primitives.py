@@ -231,9 +231,7 @@ def load_queries(
             keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
             q = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0)
         else:
-            q = load_turned(
-                ptrs, owned, token, turn.q_weight, turn, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
-            )
+            q = load_turned(ptrs, owned, token, turn.q_weight, turn, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED)
         return q
 
 
