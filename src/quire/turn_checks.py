@@ -38,6 +38,25 @@ def check_turn(
         _explain_turn(k, v, slot_mapping, rope, qk_norm, cache, num_tokens)
 
 
+def check_turn_alone(rope: Rope | None, qk_norm: QKNorm | None, cache: PagedKVCache) -> dict[str, Any]:
+    """Raise unless `rope` and `qk_norm` fit a cache; return those that there are, as `attention` takes them."""
+    turn: dict[str, Any] = {}
+    for name, value, kind in (("rope", rope, Rope), ("qk_norm", qk_norm, QKNorm)):
+        if value is None:
+            continue
+        _refuse_latents(name, value, cache)
+        (check_rope if kind is Rope else check_qk_norm)(name, value, cache)  # pyright: ignore[reportArgumentType]
+        turn[name] = kind(*value)
+    return turn
+
+
+def _refuse_latents(name: str, value: Any, cache: PagedKVCache) -> None:
+    if cache.is_latent:
+        raise UnsupportedError(
+            f"{name} must be left out for latents, got {describe(value)}; normalise and rotate them before"
+        )
+
+
 def _rope_fits(
     cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool, cache: PagedKVCache
 ) -> bool:
@@ -79,10 +98,7 @@ def _explain_turn(
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):
         if value is None:
             continue
-        if cache.is_latent:
-            raise UnsupportedError(
-                f"{name} must be left out for latents, got {describe(value)}; normalise and rotate them before"
-            )
+        _refuse_latents(name, value, cache)
         if k is None or v is None or slot_mapping is None:
             raise ValueError(
                 f"{name} must be given with k, v and slot_mapping, got only some of them; it is for new tokens"

@@ -209,7 +209,7 @@ def test_what_a_turn_needs_is_named(device):
             quire.attention(p.q, cache, plan, **new, **{name: value})
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_whole_space(device, options, data):
     draw = data.draw

@@ -75,6 +75,5 @@ def inverse_rms(ptrs, inside, eps, DIM: tl.constexpr, BLOCK: tl.constexpr):
     zero = tl.zeros_like(total)
     mean = tl.fma(total, zero + 1.0 / DIM, zero + eps)
     root = tl.rsqrt(mean)
-    # One Newton step, since a GPU's rsqrt has an error of up to two units in the last place. Its division and its square
-    # root without an error are subroutines, which take registers from the whole kernel.
+    # One Newton step: the error of a GPU's rsqrt is up to two units in the last place.
     return tl.fma(root, tl.fma(-0.5 * mean * root, root, zero + 0.5), root)
