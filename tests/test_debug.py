@@ -122,7 +122,7 @@ def test_how_new_tokens_are_turned_is_recorded(path, device):
             places = {name: place for name, place in call.places.items() if name != gone}
             tensors = {name: tensor for name, tensor in call.tensors.items() if name != gone}
             replace(call, places=places, tensors=tensors).write(path)
-            with pytest.raises(ValueError, match="it must describe new_k, .* or none of these"):
+            with pytest.raises(ValueError, match=r"it must describe new_k, .* or none of these"):
                 debug.load(path)
 
 
