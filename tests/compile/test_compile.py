@@ -259,7 +259,7 @@ def test_the_kernel_that_turns_before_attention_compiles_and_does_not_spill(targ
                 torch.empty_like(inputs["q"]),
             )
     assert [kernel.kernel for kernel in compiled] == ["turn_kernel"] * 2
-    assert not [kernel for kernel in compiled if kernel.spills or kernel.occupancy < 4], compiled
+    assert not [kernel for kernel in compiled if kernel.spills or kernel.occupancy * kernel.num_warps < 8], compiled
 
 
 @triton.jit
