@@ -195,23 +195,27 @@ def attention(
     else:
         check_out("out", out, (num_tokens, spec.num_q_heads, spec.head_dim_v), first.dtype, device)
     if new is not None:
-        rope = None if rope is None else Rope(*rope)
-        qk_norm = None if qk_norm is None else QKNorm(*qk_norm)
+        new = named(*new)
         appender = None if torch.compiler.is_compiling() else plan.appender(cache)
         if appender is not None:
-            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new[:3], rope, qk_norm)
+            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new)
             return out if lse is None else State(out, lse)
         if rope is None and qk_norm is None:
             write: Any = write_latent if spec.latent else write_kv
             write(*new[:2], cache, new[2])
         else:
             q = torch.empty(first.shape, dtype=first.dtype, device=device)
-            turn_and_write(first, *new[:3], cache, rope, qk_norm, q)
+            turn_and_write(first, *new[:3], cache, *new[3:], q)
     if torch.compiler.is_compiling():
         ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes)
     else:
         plan.runner(as_pair(q, spec) if spec.latent else q, cache, out, lse, sinks, alibi_slopes)
     return out if lse is None else State(out, lse)
+
+
+def named(k: Any, v: Any, slot_mapping: Any, rope: Any, qk_norm: Any) -> Any:
+    """Return the arguments with a `Rope` and a `QKNorm` in place of bare tuples."""
+    return k, v, slot_mapping, None if rope is None else Rope(*rope), None if qk_norm is None else QKNorm(*qk_norm)
 
 
 def turn_and_write(

@@ -76,7 +76,7 @@ class Problem:
         return self.q[..., : self.spec.kv_lora_rank], self.q[..., self.spec.kv_lora_rank :]
 
     @property
-    def tables(self) -> dict[str, torch.Tensor | None]:
+    def tables(self) -> dict[str, Any]:
         """Keyword arguments of `quire.attention` and of `quire.reference.attention`."""
         return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
 
@@ -338,8 +338,8 @@ def random_turn(
         cos, sin = angles.cos().to(device), angles.sin().to(device)
         made["rope"] = Rope(cos, sin, positions, interleaved)
     if qk_norm:
-        weights = (0.5 + torch.rand(problem.spec.head_dim, generator=generator) for _ in range(2))
-        made["qk_norm"] = QKNorm(*(weight.to(device) for weight in weights), 1e-6)
+        q_weight, k_weight = 0.5 + torch.rand(2, problem.spec.head_dim, generator=generator).to(device)
+        made["qk_norm"] = QKNorm(q_weight, k_weight)
     return made
 
 

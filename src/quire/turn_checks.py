@@ -41,12 +41,14 @@ def check_turn(
 def check_turn_alone(rope: Rope | None, qk_norm: QKNorm | None, cache: PagedKVCache) -> dict[str, Any]:
     """Raise unless `rope` and `qk_norm` fit a cache; return those that there are, as `attention` takes them."""
     turn: dict[str, Any] = {}
-    for name, value, kind in (("rope", rope, Rope), ("qk_norm", qk_norm, QKNorm)):
-        if value is None:
-            continue
-        _refuse_latents(name, value, cache)
-        (check_rope if kind is Rope else check_qk_norm)(name, value, cache)  # pyright: ignore[reportArgumentType]
-        turn[name] = kind(*value)
+    if rope is not None:
+        _refuse_latents("rope", rope, cache)
+        check_rope("rope", rope, cache)
+        turn["rope"] = Rope(*rope)
+    if qk_norm is not None:
+        _refuse_latents("qk_norm", qk_norm, cache)
+        check_qk_norm("qk_norm", qk_norm, cache)
+        turn["qk_norm"] = QKNorm(*qk_norm)
     return turn
 
 
@@ -147,9 +149,9 @@ def check_qk_norm(name: str, qk_norm: QKNorm, cache: PagedKVCache) -> None:
     """Raise unless a `QKNorm`, or the tuple of its fields, fits a cache."""
     if not isinstance(qk_norm, tuple) or len(qk_norm) not in (2, 3):
         raise TypeError(f"{name} must be a quire.QKNorm, got {describe(qk_norm)}; call QKNorm(q_weight, k_weight)")
-    *weights, eps = QKNorm(*qk_norm)
+    q_weight, k_weight, eps = QKNorm(*qk_norm)
     check_positive(f"{name}.eps", eps, "pass the model's")
-    named: dict[str, Any] = dict(zip((f"{name}.q_weight", f"{name}.k_weight"), weights, strict=True))
+    named = {f"{name}.q_weight": q_weight, f"{name}.k_weight": k_weight}
     for which, weight in named.items():
         check_tensor(which, weight, "it has a factor for each element of a head")
         if weight.shape != (cache.head_dim,) or weight.dtype not in QUERY_DTYPES or not weight.is_contiguous():

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -160,7 +161,8 @@ def check_feature(feature: Feature, device: torch.device, dtype: torch.dtype) ->
         problem = replace(problem, cache=cache, step=step)
 
     def attend() -> State:
-        return attention(problem.q, cache, chosen, **step, **problem.tables, return_lse=True)
+        state: Any = attention(problem.q, cache, chosen, **step, **problem.tables, return_lse=True)
+        return state
 
     state = from_graph(attend, problem.batch.seq_lens) if feature.captured else attend()
     return as_check(f"attention ({chosen.kernel})", dtype, feature.name, error_budget(problem, state))

@@ -210,7 +210,7 @@ def named_tensors(
     pages = {"latents": cache.latents} if cache.is_latent else {"k": cache.k, "v": cache.v}
     scales = {"k_scale": cache.k_scale, "v_scale": None if cache.is_latent else cache.v_scale}
     indices = {name: getattr(plan.batch, name) for name in INDICES}
-    step: dict[str, torch.Tensor | None] = {}
+    step: dict[str, Any] = {}
     if new is not None:
         *tokens, rope, qk_norm = new
         for names, some in ((NEW, tokens), (ROPE, rope), (QK_NORM, qk_norm)):

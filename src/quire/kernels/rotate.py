@@ -34,7 +34,7 @@ def load_turned(
     if weight is not None:
         scale = inverse_rms(ptrs, inside, turn.eps, DIM, BLOCK)
         # Adds 0, when the scale is known. The compiler does not know that, or weights would take registers before.
-        weight = tl.multiple_of(weight + tl.multiple_of((tl.max(scale, 0) < 0).to(tl.int32), 16), 16)
+        weight += tl.multiple_of((tl.max(scale, 0) < 0).to(tl.int32), 16)
         x = x * scale[:, None] * tl.load(weight + offs_d, mask=offs_d < DIM, other=0.0).to(tl.float32)[None, :]
     if ROTARY_DIM > 0:
         if INTERLEAVED:
