@@ -205,7 +205,7 @@ def attention(
             write(*new[:2], cache, new[2])
         else:
             q = torch.empty(first.shape, dtype=first.dtype, device=device)
-            turn_and_write(first, *new[:3], cache, *new[3:], q)
+            turn_and_write(first, q, cache, *new)
     if torch.compiler.is_compiling():
         ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes)
     else:
@@ -220,23 +220,23 @@ def named(k: Any, v: Any, slot_mapping: Any, rope: Any, qk_norm: Any) -> Any:
 
 def turn_and_write(
     q: torch.Tensor,
+    turned: torch.Tensor,
+    cache: PagedKVCache,
     k: torch.Tensor,
     v: torch.Tensor,
     slot_mapping: torch.Tensor,
-    cache: PagedKVCache,
     rope: Rope | None,
     qk_norm: QKNorm | None,
-    turned: torch.Tensor,
 ) -> None:
     """Write turned queries to `turned`, and turned keys and values into their slots; `attention` checked them."""
     if torch.compiler.is_compiling():
-        ops.turn_and_write(q, k, v, slot_mapping, cache, rope, qk_norm, turned)
+        ops.turn_and_write(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
     elif is_served_by_torch(q.device):
-        cpu_turn.turn_and_write(q, k, v, slot_mapping, cache, rope, qk_norm, turned)
+        cpu_turn.turn_and_write(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
     else:
         from quire.kernels import turn
 
-        turn.turn_and_write(q, k, v, slot_mapping, cache, rope, qk_norm, turned)
+        turn.turn_and_write(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
 
 
 def as_pair(q: Queries, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -90,13 +90,13 @@ def scales_of(cache: PagedKVCache) -> tuple[torch.Tensor | None, ...]:
 
 def turn_and_write(
     q: torch.Tensor,
+    turned: torch.Tensor,
+    cache: PagedKVCache,
     k: torch.Tensor,
     v: torch.Tensor,
     slot_mapping: torch.Tensor,
-    cache: PagedKVCache,
     rope: Rope | None,
     qk_norm: QKNorm | None,
-    turned: torch.Tensor,
 ) -> None:
     """Call the operator `quire::turn_and_write`, which writes `turned`, keys and values."""
     rotation = (None, None, None, False) if rope is None else rope
@@ -219,7 +219,7 @@ def register(
             rope = Rope(cos, sin, positions, interleaved)
         if q_weight is not None and k_weight is not None:
             qk_norm = QKNorm(q_weight, k_weight, eps)
-        turn_and_write_step(q, k, v, slot_mapping, cache, rope, qk_norm, turned)
+        turn_and_write_step(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
 
     for key in ("CPU", "CUDA"):
         LIBRARY.impl("turn_and_write", turn_and_write_impl, key)

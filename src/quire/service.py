@@ -281,7 +281,7 @@ def write_nothing(spec: AttentionSpec, cache: PagedKVCache, turn: Mapping[str, A
         write_latent(v[:, 0], k[:, 0, spec.kv_lora_rank :], cache, nowhere)
     elif turn:
         q = torch.zeros(1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=cache.device)
-        turn_and_write(q, k, v, nowhere, cache, step.get("rope"), step.get("qk_norm"), torch.empty_like(q))
+        turn_and_write(q, torch.empty_like(q), cache, k, v, nowhere, step.get("rope"), step.get("qk_norm"))
     else:
         write_kv(k, v, cache, nowhere)
 

@@ -254,9 +254,10 @@ def test_the_kernel_that_turns_before_attention_compiles_and_does_not_spill(targ
             plan = launches.plan_of("prompt", launches.make_spec(128, replace(wanted, heads=heads)), wanted)
             inputs = launches.make_inputs(plan, wanted) | launches.new_tokens(plan)
             api.turn_and_write(
-                *(inputs[name] for name in ("q", "k", "v", "slot_mapping", "cache")),
-                *launches.turn_of(plan, **how).values(),
+                inputs["q"],
                 torch.empty_like(inputs["q"]),
+                *(inputs[name] for name in ("cache", "k", "v", "slot_mapping")),
+                *launches.turn_of(plan, **how).values(),
             )
     assert [kernel.kernel for kernel in compiled] == ["turn_kernel"] * 2
     assert not [kernel for kernel in compiled if kernel.spills or kernel.occupancy * kernel.num_warps < 8], compiled

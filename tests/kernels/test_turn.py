@@ -37,7 +37,7 @@ def turned_before(p: Problem, plan: quire.Plan) -> tuple[quire.State, quire.Page
     """Turn and write in one launch, and attend in another; return the state and the cache."""
     cache, turned, step = copy_of(p.cache), torch.empty_like(p.q), dict(p.step)
     turn = step.pop("rope", None), step.pop("qk_norm", None)
-    api.turn_and_write(p.q, *step.values(), cache, *turn, turned)
+    api.turn_and_write(p.q, turned, cache, *step.values(), *turn)
     return quire.attention(turned, cache, plan, **p.tables, return_lse=True), cache
 
 
@@ -161,7 +161,7 @@ def test_a_head_is_rounded_once(device):
     p, _ = solve({}, ((1, 70), (3, 90)), FULL | NORM, {}, device=device)
     step, turned = dict(p.step), torch.empty_like(p.q)
     rope, norm = step.pop("rope"), step.pop("qk_norm")
-    api.turn_and_write(p.q, *step.values(), copy_of(p.cache), rope, norm, turned)
+    api.turn_and_write(p.q, turned, copy_of(p.cache), *step.values(), rope, norm)
     exact = reference.turn(p.q, rope, norm, of_keys=False)
     spacing = torch.exp2(torch.frexp(exact.abs()).exponent.clamp(min=-13) - 11.0)  # of float16
     slack = 64 * torch.finfo(torch.float32).eps * exact.abs().max()

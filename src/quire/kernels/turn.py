@@ -71,13 +71,13 @@ def turn_kernel(
 
 def turn_and_write(
     q: torch.Tensor,
+    turned: torch.Tensor,
+    cache: PagedKVCache,
     k: torch.Tensor,
     v: torch.Tensor,
     slot_mapping: torch.Tensor,
-    cache: PagedKVCache,
     rope: Rope | None,
     qk_norm: QKNorm | None,
-    turned: torch.Tensor,
 ) -> None:
     """Write turned queries to `turned`, and turned keys and values into the cache; `attention` has checked them."""
     num_tokens, num_q_heads, _ = q.shape

@@ -11,13 +11,13 @@ from quire.turn import QKNorm, Rope
 @torch.no_grad()
 def turn_and_write(
     q: torch.Tensor,
+    turned: torch.Tensor,
+    cache: PagedKVCache,
     k: torch.Tensor,
     v: torch.Tensor,
     slot_mapping: torch.Tensor,
-    cache: PagedKVCache,
     rope: Rope | None,
     qk_norm: QKNorm | None,
-    turned: torch.Tensor,
 ) -> None:
     """Write turned queries to `turned`, and turned keys and values into the cache; `attention` has checked them."""
     turned.copy_(reference.turn(q, rope, qk_norm, torch.float32, of_keys=False))
