@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import quire
+from quire import reference
 from quire.allocator import PageSequence
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import interprets
@@ -88,6 +89,14 @@ def hostile(good: Any) -> Iterator[tuple[str, Any]]:
         yield "a state without out", quire.State(None, good.lse)
         yield "a state turned round", quire.State(good.lse, good.out)
         yield "a transposed lse", quire.State(good.out, good.lse.t())
+    elif isinstance(good, quire.Rope | quire.QKNorm) or (isinstance(good, tuple) and type(good[-1]) in (bool, float)):
+        yield "one of them", good[0]
+        yield "in a list", list(good)
+        yield "more of them", (*good, good[0])
+        yield "without the last", tuple(good)[:-1]
+        yield "without the first", tuple(good)[1:]
+        for i, part in enumerate(good):
+            yield from ((f"with {name} at {i}", (*good[:i], value, *good[i + 1 :])) for name, value in hostile(part))
     elif isinstance(good, tuple) and all(isinstance(half, torch.Tensor) for half in good):
         yield "one of them", good[0]
         yield "turned round", good[::-1]
@@ -173,7 +182,7 @@ def paged_problem(**features: bool) -> Problem:
     return dataclasses.replace(p, cache=quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num()))
 
 
-NOTHING_NEW = dict(k=None, v=None, slot_mapping=None)
+NOTHING_NEW = dict(k=None, v=None, slot_mapping=None, rope=None, qk_norm=None)
 
 
 def make_attention(**features: bool) -> tuple[Callable, dict[str, Any]]:
@@ -192,6 +201,22 @@ def make_append() -> tuple[Callable, dict[str, Any]]:
 
 def confirm_append(a: dict[str, Any], result: Any) -> bool:
     return confirm_write(a, None) and confirm_attention(a, result)
+
+
+def make_turn(bare: bool) -> tuple[Callable, dict[str, Any]]:
+    attend, arguments = make_append()
+    angles = torch.rand(20, 6)
+    rope = quire.Rope(angles.cos(), angles.sin(), torch.tensor([8, 2, 3, 4]))
+    norm = quire.QKNorm(torch.rand(16), torch.rand(16), 1e-5)
+    return attend, arguments | dict(rope=tuple(rope) if bare else rope, qk_norm=tuple(norm) if bare else norm)
+
+
+def confirm_turn(a: dict[str, Any], result: Any) -> bool:
+    """The keys are those of the reference, and a plain call gives the result again, from turned queries."""
+    rope = None if a["rope"] is None else quire.Rope(*a["rope"])
+    norm = None if a["qk_norm"] is None else quire.QKNorm(*a["qk_norm"])
+    q, k = (reference.turn(x, rope, norm, torch.float32, of_keys=x is a["k"]) for x in (a["q"], a["k"]))
+    return confirm_append(a | dict(q=q, k=k), result)
 
 
 def make_union_attention() -> tuple[Callable, dict[str, Any]]:
@@ -448,8 +473,17 @@ def make_service(function: Callable, **more: Any) -> tuple[Callable, dict[str, A
 
 def make_warmup() -> tuple[Callable, dict[str, Any]]:
     return make_service(
-        quire.warmup, cache=paged_problem().cache, return_lse=False, append=False, min_query_len=1, progress=None
+        quire.warmup,
+        cache=paged_problem().cache,
+        **dict(return_lse=False, append=False, min_query_len=1, progress=None),
+        **dict(rope=None, qk_norm=None),
     )
+
+
+def make_warmup_of_turns() -> tuple[Callable, dict[str, Any]]:
+    warmup, arguments = make_warmup()
+    _, turned = make_turn(bare=False)
+    return warmup, arguments | dict(append=True, rope=turned["rope"], qk_norm=turned["qk_norm"])
 
 
 def make_pool(method: str) -> tuple[Callable, dict[str, Any]]:
@@ -747,6 +781,8 @@ CALLS = {
     "attention, sinks and slopes": Call(lambda: make_attention(sinks=True, alibi=True), confirm_attention),
     "attention, new tokens": Call(make_append, confirm_append),
     "attention, new latents": Call(make_append_latents, confirm_append_latents),
+    "attention, turned": Call(lambda: make_turn(bare=False), confirm_turn),
+    "attention, turned, bare tuples": Call(lambda: make_turn(bare=True), confirm_turn),
     "attention, latents": Call(lambda: make_latent_attention(pair=False), confirm_attention),
     "attention, latents and a pair": Call(lambda: make_latent_attention(pair=True), confirm_attention),
     "varlen_attention": Call(make_varlen_attention, confirm_varlen_attention),
@@ -781,6 +817,7 @@ CALLS = {
     "copy_pages": Call(make_copy, confirm_copy),
     "merge_states": Call(make_merge, confirm_merge),
     "warmup": Call(make_warmup, lambda a, result: result == []),
+    "warmup, turned": Call(make_warmup_of_turns, lambda a, result: result == []),
     "workspace_size": Call(lambda: make_service(quire.workspace_size, device="cpu"), lambda a, result: result == 0),
     "PageAllocator": Call(
         lambda: (quire.PageAllocator, dict(num_pages=8, page_size=4)),
@@ -810,6 +847,8 @@ EXEMPT = {
     "UnsupportedError": "an exception",
     "Plan": "made by quire.plan alone",
     "State": "holds what it is given; the verbs check it",
+    "Rope": "holds what it is given; attention and warmup check it",
+    "QKNorm": "holds what it is given; attention and warmup check it",
     "no_compilation": "has no arguments",
 }
 CASES = [(call, name) for call in CALLS for name in CALLS[call].make()[1]]

@@ -182,6 +182,7 @@ def make_save() -> tuple[Callable, dict[str, Any]]:
     pages = batch.page_table.gather(1, (last // cache.page_size)[:, None])[:, 0].long()
     k, v = torch.randn(2, len(last), SPEC.num_kv_heads, SPEC.head_dim)
     new = dict(k=k, v=v, slot_mapping=pages * cache.page_size + last % cache.page_size)
+    new |= dict(rope=quire.Rope(torch.rand(9, 4), torch.rand(9, 4), last), qk_norm=None)
     return debug.save, dict(path="new", **call, **new, sinks=None, alibi_slopes=None, contents=True)
 
 

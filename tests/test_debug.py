@@ -20,7 +20,7 @@ from quire.cli.check_features import FEATURES, LATENT_FEATURES, LATENTS, Feature
 from quire.debug import replaying
 from quire.debug.memory import Place, allocate, describe
 from quire.dispatch.device import is_served_by_torch
-from quire.testing import Problem, make_problem, unwritten
+from quire.testing import Problem, make_problem, random_turn, unwritten
 
 DTYPE = torch.float32
 SMALL = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32, "dtype": DTYPE}
@@ -58,6 +58,7 @@ def test_every_kind_of_call_is_replayed(feature: Feature, path, device):
     new = {}
     if feature.append:
         cache, new = unwritten(problem)
+        new |= random_turn(problem, **feature.turn)
         problem = replace(problem, cache=cache)
     for contents in (False, True):
         call = recorded(path, problem, plan, contents=contents, **new)
@@ -101,6 +102,28 @@ def test_new_tokens_are_recorded_before_they_are_written(path, device):
         assert torch.equal(quire.attention(rebuilt.q, rebuilt.cache, plan_for(rebuilt), **again), expected)
         debug.save(path, problem.q, cache, plan, **new)
         assert debug.replay(debug.load(path), device).passed
+
+
+def test_how_new_tokens_are_turned_is_recorded(path, device):
+    for features in ({}, {"kv_dtype": torch.int8}):
+        problem = make_problem(quire.AttentionSpec(**SMALL | features), ((1, 50), (3, 40)), device=device)
+        cache, new = unwritten(problem)
+        new |= random_turn(problem, 24, interleaved=True, qk_norm=True)
+        new["qk_norm"] = new["qk_norm"]._replace(eps=0.25)
+        problem = replace(problem, cache=cache)
+        plan = plan_for(problem)
+        call = recorded(path, problem, plan, contents=True, **new)
+        assert debug.replay(call, device).passed
+        *_, again = replaying.rebuild(call, torch.device(device))
+        for name in ("rope", "qk_norm"):
+            for found, given in zip(again[name], new[name], strict=True):
+                assert torch.equal(found, given) if isinstance(given, torch.Tensor) else found == given
+        for gone in ("positions", "k_weight"):
+            places = {name: place for name, place in call.places.items() if name != gone}
+            tensors = {name: tensor for name, tensor in call.tensors.items() if name != gone}
+            replace(call, places=places, tensors=tensors).write(path)
+            with pytest.raises(ValueError, match=r"it must describe new_k, .* or none of these"):
+                debug.load(path)
 
 
 def test_new_tokens_of_a_large_cache_are_replayed_on_the_pages_that_are_read(path, device):

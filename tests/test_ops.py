@@ -7,7 +7,7 @@ import torch
 
 import quire
 from quire.integrations import flash_attn
-from quire.testing import make_problem
+from quire.testing import make_problem, random_turn
 
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=24, dtype=torch.float32, sinks=True)
 
@@ -60,6 +60,29 @@ def test_a_step_that_appends_under_compile():
     found = compiled(p.q, k, v, slots, caches[1], plan, p.sinks)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert torch.equal(caches[1].k, caches[0].k) and torch.equal(caches[1].v, caches[0].v)
+
+
+@pytest.mark.parametrize("turn", [{"rotary_dim": 12, "qk_norm": True}, {"rotary_dim": 16}, {"qk_norm": True}], ids=str)
+def test_a_step_that_turns_under_compile(turn):
+    """Two operators: one turns and writes, the other attends."""
+    p, plan, k, v, slots = problem()
+    how = random_turn(p, **turn)
+
+    def attend(q, k, v, slots, cache, plan, sinks, how):
+        out = quire.attention(q, cache, plan, k=k, v=v, slot_mapping=slots, sinks=sinks, **how)
+        return out, cache.k.sum(-1)
+
+    caches = [quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num()) for _ in range(2)]
+    expected = attend(p.q, k, v, slots, caches[0], plan, p.sinks, how)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    found = compiled(p.q, k, v, slots, caches[1], plan, p.sinks, how)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert torch.equal(caches[1].k, caches[0].k) and torch.equal(caches[1].v, caches[0].v)
+    rotation, norm = how.get("rope", (None, None, None, False)), how.get("qk_norm", (None, None, 1.0))
+    stored = caches[0].k, caches[0].v, *[None] * 4, "NHD"
+    results = *rotation, *norm, torch.zeros_like(p.q)
+    torch.library.opcheck(torch.ops.quire.turn_and_write.default, (p.q, k, v, slots, *stored, *results))
 
 
 def test_new_latents_under_compile():
@@ -226,6 +249,12 @@ WRONG = {  # the spec's and the cache's fields, the call's arguments, and what t
         {},
         {"k": torch.zeros(2, 2, 16), "v": torch.zeros(2, 2, 16), "slot_mapping": torch.zeros(1).long()},
         "k and slot_mapping must have q's 2 tokens, got 2 and 1",
+    ),
+    "a rope without tokens": (
+        {},
+        {},
+        {"rope": quire.Rope(torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(2).long())},
+        "rope must be given with k, v and slot_mapping",
     ),
     "lse's dtype": ({}, {}, {"out": quire.State(torch.zeros(2, 4, 16), torch.zeros(2, 4).double())}, "out.lse must be"),
 }

@@ -27,7 +27,7 @@ VERBS = (
     "write_kv",
     "write_latent",
 )
-NOUNS = ("AttentionSpec", "Batch", "PagedKVCache", "Plan", "State", "PageAllocator")
+NOUNS = ("AttentionSpec", "Batch", "PagedKVCache", "Plan", "State", "Rope", "QKNorm", "PageAllocator")
 SUBMODULES = {path.stem for path in Path(quire.__file__).parent.iterdir()}
 
 

@@ -19,6 +19,7 @@ from quire.plan import Plan, plan
 from quire.service import no_compilation, warmup, workspace_size
 from quire.spec import AttentionSpec
 from quire.state import State
+from quire.turn import QKNorm, Rope
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,8 @@ __all__ = [
     "PageAllocator",
     "PagedKVCache",
     "Plan",
+    "QKNorm",
+    "Rope",
     "State",
     "UnsupportedError",
     "attention",

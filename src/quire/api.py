@@ -18,9 +18,11 @@ from quire.dispatch.device import is_served_by_torch
 from quire.errors import check_flag, describe
 from quire.kernels.cpu import cache_ops
 from quire.kernels.cpu import combine as cpu_combine
+from quire.kernels.cpu import turn as cpu_turn
 from quire.plan import Plan
 from quire.spec import AttentionSpec
 from quire.state import State
+from quire.turn import QKNorm, Rope
 
 Queries = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
@@ -34,6 +36,8 @@ def attention(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
+    rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -50,6 +54,8 @@ def attention(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
+    rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: State,
@@ -66,6 +72,8 @@ def attention(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
+    rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | State | None = None,
@@ -82,6 +90,8 @@ def attention(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
+    rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | State | None = None,
@@ -97,6 +107,8 @@ def attention(
     k: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim]
     v: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim_v]
     slot_mapping: torch.Tensor | None = None,  # [num_tokens] int64
+    rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None,  # [num_q_heads]
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
     out: torch.Tensor | State | None = None,
@@ -123,6 +135,9 @@ def attention(
         slot_mapping: their slots, [num_tokens] int64, negative to leave a token out. A token's slot must be where the
             page table has its position, in a page that no other sequence reads. The slot of a token that belongs to no
             sequence must be negative.
+        rope: how the queries and `k` are rotated, as a `Rope` or a tuple of its fields; None if they are already. Not
+            for latents, and only with `k`. They are computed in float32 and rounded once, to their dtypes.
+        qk_norm: how they are normalised before that, as a `QKNorm` or a tuple of its fields; None if they are already.
         sinks: [num_q_heads], natural-log logits, where the spec has sinks.
         alibi_slopes: [num_q_heads], where the spec has ALiBi.
         out: where to write: a tensor [num_tokens, num_q_heads, head_dim_v] like `q`, or a `State`, whose lse is written
@@ -162,7 +177,8 @@ def attention(
         >>> bool((cache.k[5, 2] == k[0]).all())
         True
     """
-    new: Any = None if k is None and v is None and slot_mapping is None else (k, v, slot_mapping)
+    given = k is not None or v is not None or slot_mapping is not None or rope is not None or qk_norm is not None
+    new: Any = (k, v, slot_mapping, rope, qk_norm) if given else None
     check_attention(q, cache, plan, sinks, alibi_slopes, new)  # `quire.debug.record` takes its place while it records
     if return_lse is not False and return_lse is not True:
         check_flag("return_lse", return_lse, "say whether the lse is asked for")
@@ -179,18 +195,48 @@ def attention(
     else:
         check_out("out", out, (num_tokens, spec.num_q_heads, spec.head_dim_v), first.dtype, device)
     if new is not None:
+        new = named(*new)
         appender = None if torch.compiler.is_compiling() else plan.appender(cache)
-        if appender is None:
+        if appender is not None:
+            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new)
+            return out if lse is None else State(out, lse)
+        if rope is None and qk_norm is None:
             write: Any = write_latent if spec.latent else write_kv
             write(*new[:2], cache, new[2])
         else:
-            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new)
-            return out if lse is None else State(out, lse)
+            q = torch.empty(first.shape, dtype=first.dtype, device=device)
+            turn_and_write(first, q, cache, *new)
     if torch.compiler.is_compiling():
         ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes)
     else:
         plan.runner(as_pair(q, spec) if spec.latent else q, cache, out, lse, sinks, alibi_slopes)
     return out if lse is None else State(out, lse)
+
+
+def named(k: Any, v: Any, slot_mapping: Any, rope: Any, qk_norm: Any) -> Any:
+    """Return the arguments with a `Rope` and a `QKNorm` in place of bare tuples."""
+    return k, v, slot_mapping, None if rope is None else Rope(*rope), None if qk_norm is None else QKNorm(*qk_norm)
+
+
+def turn_and_write(
+    q: torch.Tensor,
+    turned: torch.Tensor,
+    cache: PagedKVCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope | None,
+    qk_norm: QKNorm | None,
+) -> None:
+    """Write turned queries to `turned`, and turned keys and values into their slots; `attention` checked them."""
+    if torch.compiler.is_compiling():
+        ops.turn_and_write(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
+    elif is_served_by_torch(q.device):
+        cpu_turn.turn_and_write(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
+    else:
+        from quire.kernels import turn
+
+        turn.turn_and_write(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
 
 
 def as_pair(q: Queries, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -532,4 +578,4 @@ def check_union(plans: Sequence[Plan]) -> None:
             raise ValueError(f"plans[{i}] must have the spec of plans[0], got {plan.spec}; only sinks may differ")
 
 
-ops.register(attention, write_kv, write_latent, merge_states)
+ops.register(attention, write_kv, write_latent, merge_states, turn_and_write)

@@ -20,7 +20,11 @@ from quire.dispatch.request import Bounds
 from quire.errors import UnsupportedError, check_flag, check_integer, check_served, check_tensor, describe
 from quire.spec import QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
 from quire.state import State
+from quire.turn import QKNorm, Rope
+from quire.turn_checks import check_turn
 
+# k, v, slot_mapping, rope and qk_norm of `attention`
+NewTokens = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Rope | None, QKNorm | None]
 MAX_SPLITS = 128
 MAX_DRAFTS = 64  # of a sequence: bits of a word of `tree_bits`
 MAX_TOKENS = (1 << 31) - 1  # of a batch: cu_seqlens_q is int32
@@ -45,9 +49,9 @@ def check_attention(
     plan: Planned,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
-    new: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None,
+    new: NewTokens | None = None,
 ) -> None:
-    """Raise unless the inputs of `attention` fit together; `new` is k, v and slot_mapping, if any of them is given."""
+    """Raise unless the inputs of `attention` fit together; `new` is what is given of the step's new tokens."""
     try:
         spec, batch, bounds = plan.spec, plan.batch, plan.bounds
         if isinstance(q, tuple):
@@ -78,7 +82,10 @@ def check_attention(
     if not fits:
         _explain_attention(q, cache, plan, sinks, alibi_slopes)
     if new is not None:
-        check_new(*new, cache, num_tokens=(q[0] if isinstance(q, tuple) else q).shape[0])
+        num_tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
+        if new[3] is not None or new[4] is not None:
+            check_turn(*new, cache, num_tokens)
+        check_new(*new[:3], cache, num_tokens)
 
 
 def _is_rope(q_pe: torch.Tensor | None, q_nope: torch.Tensor, spec: AttentionSpec) -> bool:

@@ -14,6 +14,7 @@ from quire.cache import PagedKVCache
 from quire.launch_codec import decode
 from quire.plan import Plan, make_plan
 from quire.state import State
+from quire.turn import QKNorm, Rope
 
 LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
@@ -29,6 +30,12 @@ LIBRARY.define(
 LIBRARY.define(
     "write_latent(Tensor c_kv, Tensor? k_pe, Tensor(a!) latents, int kv_lora_rank, Tensor? scale, "
     "Tensor slot_mapping) -> ()"
+)
+LIBRARY.define(
+    "turn_and_write(Tensor q, Tensor k, Tensor v, Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, str layout, "
+    "Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, Tensor? q_weight, Tensor? k_weight, float eps, "
+    "Tensor(e!) turned) -> ()"
 )
 LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
 
@@ -71,13 +78,32 @@ def attention(
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
-    """Call the operator `quire::write_kv`. Scales per token are written, others only read."""
+    """Call the operator `quire::write_kv`."""
+    torch.ops.quire.write_kv(k, v, cache.k, cache.v, *scales_of(cache), cache.layout, slot_mapping)
+
+
+def scales_of(cache: PagedKVCache) -> tuple[torch.Tensor | None, ...]:
+    """Return the scales of k and v that a write reads, and those that it writes, which are per token."""
     scales = cache.k_scale, cache.v_scale
-    if cache.scale_kind == "token":
-        scales = None, None, *scales
-    else:
-        scales = *scales, None, None
-    torch.ops.quire.write_kv(k, v, cache.k, cache.v, *scales, cache.layout, slot_mapping)
+    return (None, None, *scales) if cache.scale_kind == "token" else (*scales, None, None)
+
+
+def turn_and_write(
+    q: torch.Tensor,
+    turned: torch.Tensor,
+    cache: PagedKVCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope | None,
+    qk_norm: QKNorm | None,
+) -> None:
+    """Call the operator `quire::turn_and_write`, which writes `turned`, keys and values."""
+    rotation = (None, None, None, False) if rope is None else rope
+    norm = (None, None, 1.0) if qk_norm is None else qk_norm
+    torch.ops.quire.turn_and_write(
+        q, k, v, slot_mapping, cache.k, cache.v, *scales_of(cache), cache.layout, *rotation, *norm, turned
+    )
 
 
 def write_latent(
@@ -97,6 +123,7 @@ def register(
     write_kv_verb: Callable[..., Any],
     write_latent_verb: Callable[..., Any],
     merge_states_verb: Callable[..., State],
+    turn_and_write_step: Callable[..., None],
 ) -> None:
     """Implement the operators by the eager verbs. `quire.api` calls this once."""
 
@@ -164,7 +191,38 @@ def register(
         out, lse = merge_states_verb([State(*s) for s in zip(outs, lses, strict=True)])
         return out, lse
 
+    def turn_and_write_impl(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        k_token_scale: torch.Tensor | None,
+        v_token_scale: torch.Tensor | None,
+        layout: str,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        interleaved: bool,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+        turned: torch.Tensor,
+    ) -> None:
+        scales = (k_scale, v_scale) if k_token_scale is None else (k_token_scale, v_token_scale)
+        cache = PagedKVCache(k_cache, v_cache, layout, *scales)
+        rope = qk_norm = None
+        if cos is not None and sin is not None and positions is not None:
+            rope = Rope(cos, sin, positions, interleaved)
+        if q_weight is not None and k_weight is not None:
+            qk_norm = QKNorm(q_weight, k_weight, eps)
+        turn_and_write_step(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
+
     for key in ("CPU", "CUDA"):
+        LIBRARY.impl("turn_and_write", turn_and_write_impl, key)
         LIBRARY.impl("attention", attention_impl, key)
         LIBRARY.impl("write_kv", write_kv_impl, key)
         LIBRARY.impl("write_latent", write_latent_impl, key)
@@ -179,5 +237,6 @@ def merge_states_fake(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tup
 
 torch.library.register_fake("quire::attention", lambda *arguments: None)
 torch.library.register_fake("quire::write_kv", lambda *arguments: None)
+torch.library.register_fake("quire::turn_and_write", lambda *arguments: None)
 torch.library.register_fake("quire::write_latent", lambda *arguments: None)
 torch.library.register_fake("quire::merge_states", merge_states_fake)

@@ -10,6 +10,9 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.spec import AttentionSpec
 from quire.state import State
+from quire.turn import QKNorm, Rope
+
+Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # k, v and slot_mapping
 
 
 def attention(
@@ -20,6 +23,11 @@ def attention(
     *,
     sinks: torch.Tensor | None = None,  # [num_q_heads]
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
+    k: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim]
+    v: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim_v]
+    slot_mapping: torch.Tensor | None = None,  # [num_tokens] int64
+    rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     dtype: torch.dtype = torch.float64,
     in_fp8: bool = False,
 ) -> State:
@@ -35,6 +43,12 @@ def attention(
         spec: what to compute.
         sinks: [num_q_heads], natural-log logits, where `spec.sinks`.
         alibi_slopes: [num_q_heads], where `spec.alibi`.
+        k: keys of the queries' tokens that are read instead of what the cache has in their slots; not of latents, nor
+            of a quantised cache, whose numbers are rounded.
+        v: their values.
+        slot_mapping: their slots; negative to leave a token out.
+        rope: how queries and k are rotated.
+        qk_norm: how they are normalised before.
         dtype: of the arithmetic. float64 gives the specified result; the input dtype shows the error of that precision.
         in_fp8: round queries and probabilities as matrix products in float8_e4m3fn do.
 
@@ -45,6 +59,13 @@ def attention(
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
     starts = batch.query_starts.tolist()
     offsets = None if batch.query_offsets is None else batch.query_offsets.tolist()
+    exact = dtype is torch.float64  # else what is turned is rounded to its dtype, as attention rounds it
+    given, q = q.dtype, turn(q, rope, qk_norm, dtype, of_keys=False)
+    q = q if exact else q.to(given).to(dtype)
+    step: Step | None = None
+    if k is not None and v is not None and slot_mapping is not None:
+        keys = turn(k, rope, qk_norm, dtype, of_keys=True)
+        step = keys if exact else keys.to(k.dtype).to(dtype), v.to(dtype), slot_mapping
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
         rows = slice(starts[seq], starts[seq + 1])
         q_len = starts[seq + 1] - starts[seq]
@@ -53,11 +74,11 @@ def attention(
         visible = visible_keys(batch, spec, rows, first, kv_len)  # [q_len, kv_len]
         # Keys that no query sees may have been freed and overwritten (a sliding window's past): they must not be read.
         needed = visible.any(0).nonzero()[:, 0] if q_len else torch.arange(0, device=q.device)
-        k, v = gather(cache, batch, seq, needed, dtype)
+        all_keys, all_values = gather(cache, batch, seq, needed, dtype, step)
         visible = visible[:, needed]
         for head in range(spec.num_q_heads):
-            keys, values = k[:, head // spec.group_size], v[:, head // spec.group_size]
-            queries = q[rows, head].to(dtype)
+            keys, values = all_keys[:, head // spec.group_size], all_values[:, head // spec.group_size]
+            queries = q[rows, head]
             scores = spec.softmax_scale * ((to_fp8(queries) if in_fp8 else queries) @ keys.T)
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -128,9 +149,11 @@ def visible_keys(batch: Batch, spec: AttentionSpec, rows: slice, first: int, kv_
 
 
 def gather(
-    cache: PagedKVCache, batch: Batch, seq: int, positions: torch.Tensor, dtype: torch.dtype
+    cache: PagedKVCache, batch: Batch, seq: int, positions: torch.Tensor, dtype: torch.dtype, step: Step | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Read a sequence's keys and values at `positions` through its page table, dequantised.
+
+    Those of `step`, which are of `dtype`, are read in place of what the cache has in their slots.
 
     Returns:
         k [len(positions), num_kv_heads, head_dim] and v [len(positions), num_kv_heads, head_dim_v], of `dtype`.
@@ -157,7 +180,41 @@ def gather(
         if cache.scale_kind == "token":
             k_scale, v_scale = k_scale[page, slot], v_scale[page, slot]
         k, v = k * k_scale.to(dtype)[..., None], v * v_scale.to(dtype)[..., None]
+    if step is not None and step[2].numel():
+        is_new, token = (page * cache.page_size + slot)[:, None].eq(step[2]).max(1)
+        k[is_new], v[is_new] = step[0][token[is_new]], step[1][token[is_new]]
     return k, v
+
+
+def turn(
+    x: torch.Tensor, rope: Rope | None, qk_norm: QKNorm | None, dtype: torch.dtype = torch.float64, *, of_keys: bool
+) -> torch.Tensor:
+    """Normalise heads and rotate them.
+
+    Args:
+        x: [num_tokens, num_heads, head_dim], queries or keys.
+        rope: how to rotate; None to leave it out.
+        qk_norm: how to normalise; None to leave it out.
+        dtype: of the arithmetic.
+        of_keys: whether x is keys.
+
+    Returns:
+        Heads of `dtype`, in the shape of x.
+    """
+    x = x.to(dtype)
+    if qk_norm is not None:
+        weight = qk_norm.k_weight if of_keys else qk_norm.q_weight
+        x = x / (x.square().mean(-1, keepdim=True) + qk_norm.eps).sqrt() * weight.to(dtype)
+    if rope is None:
+        return x
+    half = rope.cos.shape[1]
+    row = rope.positions.long().clamp(0, rope.cos.shape[0] - 1)
+    c, s = rope.cos[row].to(dtype)[:, None], rope.sin[row].to(dtype)[:, None]  # [num_tokens, 1, half]
+    rotated, kept = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = (rotated[..., ::2], rotated[..., 1::2]) if rope.interleaved else rotated.split(half, -1)
+    pair = a * c - b * s, b * c + a * s
+    rotated = torch.stack(pair, -1).flatten(-2) if rope.interleaved else torch.cat(pair, -1)
+    return torch.cat([rotated, kept], -1)
 
 
 def decode_records(records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

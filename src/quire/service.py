@@ -7,12 +7,12 @@ them once. `no_compilation` raises if a launch was not covered.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from quire.api import attention, write_kv, write_latent
+from quire.api import attention, turn_and_write, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
@@ -24,6 +24,8 @@ from quire.kernels.portable import has_few_new_tokens
 from quire.plan import decide, make_plan
 from quire.spec import AttentionSpec
 from quire.state import State
+from quire.turn import QKNorm, Rope
+from quire.turn_checks import check_turn_alone
 
 
 def workspace_size(
@@ -85,6 +87,8 @@ def warmup(
     trees: bool = False,
     return_lse: bool = False,
     append: bool = False,
+    rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Compile and load the write kernel and every attention kernel that batches within the bounds can need.
@@ -110,6 +114,9 @@ def warmup(
         return_lse: whether the lse is asked for.
         append: whether `quire.attention` is given the step's keys and values. A launch that writes them is another
             kernel than one that does not. A server that makes both kinds of calls warms up for each.
+        rope: as `quire.attention` is given it, but for positions, which may be any number; only with `append`. The
+            dtypes, the strides and the width of its tables decide what is compiled.
+        qk_norm: as `quire.attention` is given it; only with `append`.
         progress: called with the description of each launch before it is compiled, for instance `print`.
 
     Returns:
@@ -132,6 +139,10 @@ def warmup(
     check_cache(cache, spec)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
     check_flag("append", append, "say whether attention is given the step's keys and values")
+    for name, value in (("rope", rope), ("qk_norm", qk_norm)):
+        if value is not None and not append:
+            raise ValueError(f"append must be True with {name}, got False; {name} is for new tokens")
+    turn: dict[str, Any] = check_turn_alone(rope, qk_norm, cache)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be a function, got {describe(progress)}; pass print, for instance")
     device = cache.device
@@ -152,11 +163,11 @@ def warmup(
 
     def launch_each(before: Callable[[str], None]) -> None:
         if cache.layout != "THD":
-            before("write kernel")
-            write_nothing(spec, cache)
+            before("turn and write kernel" if turn else "write kernel")
+            write_nothing(spec, cache, turn)
         for launch in launches.values():
             before(str(launch))
-            launch_without_keys(launch, cache, return_lse, append)
+            launch_without_keys(launch, cache, return_lse, append, turn)
 
     with compile_together(device):
         launch_each(report)
@@ -251,18 +262,33 @@ def powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]
 
 
-def write_nothing(spec: AttentionSpec, cache: PagedKVCache) -> None:
-    """Launch the write kernel for a token without a slot."""
-    k = torch.zeros(1, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=cache.device)
-    v = torch.zeros(1, spec.num_kv_heads, spec.head_dim_v, dtype=spec.dtype, device=cache.device)
-    nowhere = torch.full((1,), -1, device=cache.device)
+def step_without_slots(spec: AttentionSpec, num_tokens: int, turn: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    """Return new tokens without a slot, and how they are turned, as `attention` takes them."""
+    k = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
+    v = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
+    step = {"k": k, "v": v, "slot_mapping": torch.full((num_tokens,), -1, device=device), **turn}
+    if "rope" in step:
+        positions = torch.zeros(num_tokens, dtype=step["rope"].positions.dtype, device=device)
+        step["rope"] = step["rope"]._replace(positions=positions)
+    return step
+
+
+def write_nothing(spec: AttentionSpec, cache: PagedKVCache, turn: Mapping[str, Any]) -> None:
+    """Launch the kernel that writes, or that turns and writes, for a token without a slot."""
+    step = step_without_slots(spec, 1, turn, cache.device)
+    k, v, nowhere = step["k"], step["v"], step["slot_mapping"]
     if spec.latent:
         write_latent(v[:, 0], k[:, 0, spec.kv_lora_rank :], cache, nowhere)
+    elif turn:
+        q = torch.zeros(1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=cache.device)
+        turn_and_write(q, torch.empty_like(q), cache, k, v, nowhere, step.get("rope"), step.get("qk_norm"))
     else:
         write_kv(k, v, cache, nowhere)
 
 
-def launch_without_keys(launch: Launch, cache: PagedKVCache, return_lse: bool, append: bool) -> None:
+def launch_without_keys(
+    launch: Launch, cache: PagedKVCache, return_lse: bool, append: bool, turn: Mapping[str, Any]
+) -> None:
     """Launch a kernel for sequences without keys, which compiles it; with `append`, for a new token without a slot."""
     request, device = launch.request, cache.device
     spec, num_seqs = request.spec, request.num_seqs
@@ -285,7 +311,5 @@ def launch_without_keys(launch: Launch, cache: PagedKVCache, return_lse: bool, a
     slopes = row if spec.alibi else None
     new: dict[str, Any] = {}
     if append and plan.appender(cache) is not None:
-        new["k"] = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
-        new["v"] = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
-        new["slot_mapping"] = torch.full((num_tokens,), -1, device=device)
+        new = step_without_slots(spec, num_tokens, turn, device)
     attention(q, cache, plan, **new, sinks=row if spec.sinks else None, alibi_slopes=slopes, out=into)

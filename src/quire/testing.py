@@ -3,8 +3,8 @@
 They are part of the package, so that integrations and users can test with them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from quire.batch_check import check_batch
 from quire.cache import PagedKVCache
 from quire.spec import QUANTISED_DTYPES, AttentionSpec
 from quire.state import State
+from quire.turn import QKNorm, Rope
 
 __all__ = [
     "Oracle",
@@ -25,6 +26,7 @@ __all__ = [
     "make_problem",
     "owned_slots",
     "poison",
+    "random_turn",
     "unwritten",
 ]
 
@@ -45,6 +47,8 @@ class Problem:
         seq_lens: keys per sequence.
         sinks: [num_q_heads] or None.
         alibi_slopes: [num_q_heads] or None.
+        step: k, v, slot_mapping, rope and qk_norm of `quire.attention`, as far as it is given them. Oracles know them
+            then, unless latents or a quantised cache round them.
     """
 
     spec: AttentionSpec
@@ -55,6 +59,7 @@ class Problem:
     seq_lens: tuple[int, ...]
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
+    step: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -71,7 +76,7 @@ class Problem:
         return self.q[..., : self.spec.kv_lora_rank], self.q[..., self.spec.kv_lora_rank :]
 
     @property
-    def tables(self) -> dict[str, torch.Tensor | None]:
+    def tables(self) -> dict[str, Any]:
         """Keyword arguments of `quire.attention` and of `quire.reference.attention`."""
         return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
 
@@ -295,6 +300,50 @@ def unwritten(problem: Problem) -> tuple[PagedKVCache, dict[str, Any]]:
     return copy, new
 
 
+def random_turn(
+    problem: Problem, rotary_dim: int | None = None, *, interleaved: bool = False, qk_norm: bool = False, seed: int = 0
+) -> dict[str, Any]:
+    """Make a rotary embedding and a norm for the queries and the new keys of a problem.
+
+    Args:
+        problem: what they are for.
+        rotary_dim: columns that are rotated, an even number; none if None.
+        interleaved: pairs are (2i, 2i + 1).
+        qk_norm: make a norm too.
+        seed: of the random numbers.
+
+    Returns:
+        `rope`, `qk_norm` or both, as `quire.attention` takes them. Positions are those of the queries among the keys.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> problem = quire.testing.make_problem(spec, [(1, 40), (7, 7)])
+        >>> cache, new = quire.testing.unwritten(problem)
+        >>> step = new | quire.testing.random_turn(problem, rotary_dim=8, qk_norm=True)
+        >>> plan = quire.plan(spec, problem.batch, **problem.bounds)
+        >>> out = quire.attention(problem.q, cache, plan, **step)
+        >>> from dataclasses import replace
+        >>> quire.testing.error_budget(replace(problem, cache=cache, step=step), out).passed
+        True
+    """
+    batch, device, made = problem.batch, problem.q.device, {}
+    generator = torch.Generator().manual_seed(seed)
+    if rotary_dim is not None:
+        positions = torch.zeros(problem.q.shape[0], dtype=torch.int64, device=device)
+        for seq, first in enumerate(batch.query_starts.tolist()[:-1]):
+            q_len, kv_len = problem.query_lens[seq], problem.seq_lens[seq]
+            offset = kv_len - q_len if batch.query_offsets is None else int(batch.query_offsets[seq])
+            positions[first : first + q_len] = offset + torch.arange(q_len, device=device)
+        rows = int(positions.max()) + 1 if positions.numel() else 1
+        angles = 7 * torch.rand(max(rows, 1), rotary_dim // 2, generator=generator)
+        cos, sin = angles.cos().to(device), angles.sin().to(device)
+        made["rope"] = Rope(cos, sin, positions, interleaved)
+    if qk_norm:
+        q_weight, k_weight = 0.5 + torch.rand(2, problem.spec.head_dim, generator=generator).to(device)
+        made["qk_norm"] = QKNorm(q_weight, k_weight)
+    return made
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The error of a result, in units of its budget.
@@ -370,9 +419,7 @@ class Oracle:
         p = self.problem
         in_fp8 = p.spec.allow_fp8 and p.spec.kv_dtype is torch.float8_e4m3fn and dtype is not torch.float64
         with torch.no_grad(), torch.autocast(p.q.device.type, enabled=False):
-            return reference.attention(
-                p.q, p.cache, p.batch, p.spec, sinks=p.sinks, alibi_slopes=p.alibi_slopes, dtype=dtype, in_fp8=in_fp8
-            )
+            return reference.attention(p.q, p.cache, p.batch, p.spec, **p.tables, **p.step, dtype=dtype, in_fp8=in_fp8)
 
 
 def error_budget(problem: Problem, result: torch.Tensor | State) -> Verdict:

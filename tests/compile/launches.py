@@ -140,6 +140,28 @@ def append(batch: str, head_dim: int, features: str, batch_invariant: bool = Fal
     return plan
 
 
+def turn(batch: str, head_dim: int, features: str, **options) -> quire.Plan:
+    """Launch attention that also turns and writes the batch's tokens; return its plan."""
+    wanted = FEATURES[features]
+    plan = plan_of(batch, make_spec(head_dim, wanted), wanted)
+    quire.attention(**make_inputs(plan, wanted), **new_tokens(plan), **turn_of(plan, **options), plan=plan)
+    return plan
+
+
+def turn_of(
+    plan: quire.Plan, rotary_dim: int | None = None, interleaved: bool = False, qk_norm: bool = True, rope: bool = True
+) -> dict:
+    """Return the two halves of a table of cosines and sines, as vLLM holds it, and the weights of a norm."""
+    spec, num_tokens = plan.spec, plan.bounds.num_tokens
+    made = {}
+    if rope:
+        cos, sin = torch.zeros(4096, rotary_dim or spec.head_dim, dtype=spec.dtype).chunk(2, 1)
+        made["rope"] = quire.Rope(cos, sin, torch.zeros(num_tokens, dtype=torch.int64), interleaved)
+    if qk_norm:
+        made["qk_norm"] = quire.QKNorm(*torch.ones(2, spec.head_dim, dtype=spec.dtype), 1e-6)
+    return made
+
+
 def new_tokens(plan: quire.Plan) -> dict:
     """Return new keys and values, as slices of a fused projection, and their slots."""
     spec, num_tokens = plan.spec, plan.bounds.num_tokens

@@ -9,6 +9,7 @@ combinations.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ import triton
 import triton.language as tl
 
 import quire
-from quire import targets
+from quire import api, targets
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import compile_for
 from quire.dispatch.tree import forget_trees
+from quire.kernels import primitives
 from quire.kernels.block import kernel as block
 from quire.kernels.split_kv import kernel as split_kv
 from quire.targets import TARGETS, Launch, compiling
@@ -217,10 +219,58 @@ def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target
         assert kernel.registers <= 168 and kernel.occupancy == 3, kernel
 
 
+TURNS = [  # batch, width, features, and what is turned: by default, all of a head, NeoX's pairs, with a norm
+    *(("sm90", "decode, 64", 128, features, {}) for features in ("plain", "e4m3")),
+    ("sm90", "decode, 64", 128, "plain", {"rotary_dim": 96, "interleaved": True, "qk_norm": False}),
+    ("sm90", "drafts", 128, "e4m3", {"rotary_dim": 64}), ("sm90", "decode, split", 256, "MQA", {"rope": False}),
+    ("gfx942", "decode, 64", 128, "e4m3", {}), ("gfx942", "drafts", 64, "plain", {"interleaved": True}),
+    ("sm80", "decode, 64", 128, "plain", {}), ("sm80", "decode, split", 64, "plain", {"qk_norm": False}),
+    ("sm89", "drafts", 128, "e4m3", {"interleaved": True}), ("sm100", "decode, 64", 128, "plain", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "batch", "head_dim", "features", "how"), TURNS)
+def test_a_launch_that_turns_new_tokens_compiles_fits_and_does_not_spill(target, batch, head_dim, features, how):
+    """With a norm and a rotation, decode on an SM of sm90 has room for the programs that are planned, with either or
+    with Triton 3.9.0 for three.
+    """
+    with compiling(TARGETS[target]) as compiled:
+        plan = launches.turn(batch, head_dim, features, **how)
+    (kernel,) = compiled
+    print(f"{target:7} {features:18} {batch} {how} {kernel}")
+    assert kernel.kernel == f"{plan.kernel}_kernel"
+    assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
+    if target in NO_SPILLS:
+        # As for `append`: e4m3 decode has a bound of registers. Outside of the loop over tiles, 96 bytes are spilled.
+        around = 96 if features == "e4m3" else BY_CHOICE
+        assert kernel.spills <= (around if kernel.registers < REGISTERS else 0), kernel
+    if (target, batch, head_dim) == ("sm90", "decode, 64", 128):
+        planned = plan.launch.config.programs_per_sm
+        assert kernel.occupancy >= (planned if triton.__version__ == launches.OLDEST else 3), kernel
+
+
+@pytest.mark.parametrize(("target", "features"), [("sm90", "plain"), ("sm80", "e4m3"), ("gfx942", "int8 per token")])
+def test_the_kernel_that_turns_before_attention_compiles_and_does_not_spill(target, features):
+    wanted = launches.FEATURES[features]
+    with compiling(TARGETS[target]) as compiled:
+        for heads, how in (((32, 8), {}), ((64, 1), {"interleaved": True})):
+            plan = launches.plan_of("prompt", launches.make_spec(128, replace(wanted, heads=heads)), wanted)
+            inputs = launches.make_inputs(plan, wanted) | launches.new_tokens(plan)
+            api.turn_and_write(
+                inputs["q"],
+                torch.empty_like(inputs["q"]),
+                *(inputs[name] for name in ("cache", "k", "v", "slot_mapping")),
+                *launches.turn_of(plan, **how).values(),
+            )
+    assert [kernel.kernel for kernel in compiled] == ["turn_kernel"] * 2
+    assert not [kernel for kernel in compiled if kernel.spills or kernel.occupancy * kernel.num_warps < 8], compiled
+
+
 @triton.jit
 def does_not_compile(
-    new, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr, T: tl.constexpr
-):
+    new, turn, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     tl.static_assert(False, "new tokens")
 
 
@@ -241,27 +291,45 @@ def test_processes_that_compiled_gluon_end_without_a_word(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@triton.jit
+def does_not_turn(
+    ptrs, inside, token, weight, turn, offs_d,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(False, "turned")
+
+
+def compiled_anew(monkeypatch, launch) -> list:
+    """Return the machine code of a launch of the portable kernels, compiled from what their modules hold now."""
+    for family, name in ((block, "block_kernel"), (split_kv, "split_kv_kernel")):
+        kernel = getattr(family, name)
+        monkeypatch.setattr(family, name, triton.jit(kernel.fn, do_not_specialize=kernel.do_not_specialize))
+    with compiling(TARGETS["sm90"]) as compiled:
+        launch()
+    return compiled
+
+
+@pytest.mark.parametrize("part", ["new tokens", "turned"])
 @pytest.mark.parametrize(("batch", "features"), [("decode, 64", "e4m3"), ("decode, short", "plain")])
-def test_a_launch_without_new_tokens_has_none_of_their_code(batch, features, monkeypatch, tmp_path):
-    """Its machine code is that of a kernel whose part for new tokens does not compile."""
+def test_a_launch_without_a_part_has_none_of_its_code(part, batch, features, monkeypatch, tmp_path):
+    """Its machine code is that of a kernel whose part for new tokens, or whose turn, does not compile."""
     # Neither from disk nor from this process: machine code that another checkout compiled names that checkout's files.
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(targets, "inspect", lambda name, kernel, *others: kernel.asm["cubin"])
-
-    def compiled_anew():
-        for family, name in ((block, "block_kernel"), (split_kv, "split_kv_kernel")):
-            kernel = getattr(family, name)
-            monkeypatch.setattr(family, name, triton.jit(kernel.fn, do_not_specialize=kernel.do_not_specialize))
-        with compiling(TARGETS["sm90"]) as compiled:
-            launches.attend(batch, 64, features)
-        return compiled
-
-    cubins = compiled_anew()
+    without, with_it = (launches.attend, launches.append) if part == "new tokens" else (launches.append, launches.turn)
+    cubins = compiled_anew(monkeypatch, lambda: without(batch, 64, features))
+    if part == "turned":
+        monkeypatch.setattr(primitives, "load_turned", does_not_turn)
     for family in (block, split_kv):
-        monkeypatch.setattr(family, "write_new", does_not_compile)
-    cubins += compiled_anew()
-    with compiling(TARGETS["sm90"]), pytest.raises(triton.CompilationError, match=r"write_new\("):
-        launches.append(batch, 64, features)
+        if part == "turned":
+            for name in ("load_queries", "write_new"):
+                monkeypatch.setattr(family, name, triton.jit(getattr(primitives, name).fn))
+        else:
+            monkeypatch.setattr(family, "write_new", does_not_compile)
+    cubins += compiled_anew(monkeypatch, lambda: without(batch, 64, features))
+    call = r"load_queries\(" if part == "turned" else r"write_new\("
+    with compiling(TARGETS["sm90"]), pytest.raises(triton.CompilationError, match=call):
+        with_it(batch, 64, features)
     assert len(cubins) == 2 and cubins[0] == cubins[1]
 
 

@@ -18,9 +18,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import quire
+from quire import api
 from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
-from quire.kernels import write, write_latent
+from quire.kernels import turn, write, write_latent
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.tensor_maps import KEPT, Format
 from quire.plan import make_plan
@@ -152,6 +153,58 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
     unbound = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
     quire.attention(**layers[1], plan=unbound)
     assert len(passed) == 3 and passed[1] == passed[2] != passed[0]
+
+
+@pytest.mark.parametrize(("batch", "name"), [("decode, 64", "split_kv_kernel"), ("prompt", "turn_kernel")])
+def test_a_relaunch_that_turns_passes_what_the_binder_passes(batch, name, passed, monkeypatch):
+    """In the launch that attends, and before it. Another table, norm or alignment goes through the binder."""
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
+    monkeypatch.setattr(turn, "LAUNCHES", LaunchCache())
+    monkeypatch.setattr(write, "device_properties", lambda device: TARGETS["sm90"].properties)
+    monkeypatch.setattr(api, "is_served_by_torch", lambda device: False)
+    wanted = launches.FEATURES["plain"]
+    spec = launches.make_spec(128, wanted)
+    with compile_for(TARGETS["sm90"].properties, on_compile=None):
+        plan = launches.plan_of(batch, spec, wanted)
+    layers = []
+    for _ in range(2):
+        some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan) | launches.turn_of(plan, 96)
+        layers.append(some | {"out": torch.empty_like(some["q"])})
+    layers[1]["qk_norm"] = layers[1]["qk_norm"]._replace(eps=0.5)  # which a compiled kernel takes
+
+    def passed_by(layer):
+        before = len(passed)
+        quire.attention(**layer, plan=plan)
+        # The second tensor of `turn_kernel` is new in each call: the turned queries.
+        return [
+            (grid, facts if batch == "decode, 64" else (facts[0], *facts[2:]))
+            for kernel, grid, facts in passed[before:]
+            if kernel == name
+        ]
+
+    (first,) = passed_by(layers[0])
+    rope, norm = layers[1]["rope"], layers[1]["qk_norm"]
+    odd = torch.zeros(rope.positions.shape[0] + 1, dtype=torch.int64)[1:]
+    with mock.patch.object(JITFunction, "run", side_effect=InterruptedError("went through the binder")):
+        (again,) = passed_by(layers[1])
+        for other in (
+            {"rope": rope._replace(interleaved=True)},
+            {"rope": rope._replace(cos=rope.cos[:, :32], sin=rope.sin[:, :32])},
+            {"rope": rope._replace(cos=rope.cos.contiguous())},
+            {"rope": rope._replace(cos=rope.cos.float(), sin=rope.sin.float())},
+            {"rope": rope._replace(positions=rope.positions.int())},
+            {"rope": rope._replace(positions=odd)},
+            {"rope": None},
+            {"qk_norm": norm._replace(k_weight=norm.k_weight.float())},
+            {"qk_norm": None},
+        ):
+            with pytest.raises(InterruptedError):
+                quire.attention(**layers[1] | other, plan=plan)
+                pytest.fail(f"relaunched for other {other}")
+    monkeypatch.setattr(turn, "LAUNCHES", LaunchCache())
+    plan = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
+    (bound,) = passed_by(layers[1])
+    assert again == bound != first
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,18 @@ def test_append_then_attend(paged, rotary):
         assert torch.equal(k_cache[3], before[3]) and torch.equal(k_cache[0, 8:], before[0, 8:])
 
 
+@pytest.mark.parametrize(("causal", "length", "in_one"), [(True, 3, True), (False, 3, False), (False, 1, True)])
+def test_attention_rotates_in_pages_where_queries_and_keys_have_one_position(causal, length, in_one, monkeypatch):
+    found = []
+    attention = quire.attention
+    monkeypatch.setattr(quire, "attention", lambda *args, **more: found.append(more) or attention(*args, **more))
+    q, k, v = randn(1, length, 4, 16), randn(1, length, 2, 16, seed=1), randn(1, length, 2, 16, seed=2)
+    table, pages = torch.tensor([[1, 2]], dtype=torch.int32), randn(2, 3, 4, 2, 16, seed=3)
+    angles = torch.arange(8)[:, None] * torch.ones(4)
+    flash_attn_with_kvcache(q, *pages, k, v, angles.cos(), angles.sin(), 2, block_table=table, causal=causal)
+    assert ["rope" in more for more in found] == [in_one]
+
+
 def test_rotary_without_a_mask_turns_all_queries_alike():
     q, k, v = randn(1, 2, 2, 16), randn(1, 2, 2, 16, seed=1), randn(1, 2, 2, 16, seed=2)
     angles = torch.arange(32)[:, None] * torch.ones(8) * 0.3

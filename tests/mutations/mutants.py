@@ -11,6 +11,7 @@ BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
 LONG = ATTENTION + "splits_of_long_sequences"
 SHARED = "kernels/test_shared_prefix.py::test_"
+TURN = "kernels/test_turn.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 
 IN_INTERPRETER = {
@@ -499,6 +500,31 @@ IN_INTERPRETER = {
         "        return [as_bytes(cache.v)]",
         LATENT + "::test_pages_of_latents_are_copied",
     ),
+    # rotate.py
+    "pairs rotated backwards": Mutant(
+        "kernels/rotate.py",
+        "tl.where(is_first[None, :], -sin, sin)",
+        "tl.where(is_first[None, :], sin, -sin)",
+        TURN + "a_step_that_turns_is_a_turn_and_a_step[decode]",
+    ),
+    "columns after the rotary ones rotated": Mutant(
+        "kernels/rotate.py",
+        "x = tl.where(rotated, turned, x) if ROTARY_DIM < DIM else turned",
+        "x = turned",
+        TURN + "columns_that_are_not_rotated_keep_their_bits",
+    ),
+    "keys normalised by the weights of queries": Mutant(
+        "kernels/primitives.py",
+        "k_ptrs, i < count, token, turn.k_weight, turn",
+        "k_ptrs, i < count, token, turn.q_weight, turn",
+        TURN + "a_step_that_turns_is_a_turn_and_a_step[e4m3]",
+    ),
+    "positions not clamped": Mutant(
+        "kernels/rotate.py",
+        "position = tl.minimum(tl.maximum(position, 0), turn.max_positions - 1)",
+        "position = position % turn.max_positions",
+        TURN + "positions_outside_of_the_table_are_clamped",
+    ),
 }
 
 CPU, SHIM = "test_cpu_path.py", "integrations/test_flash_attn.py::test_"
@@ -902,6 +928,18 @@ OUTSIDE = {
         "device=q.device) * int(local))",
         "device=q.device) * 0)",
         SHIM + "append_then_attend",
+    ),
+    "flash_attn: queries rotated as keys without a mask": Mutant(
+        "integrations/flash_attn/kvcache.py",
+        "if fused and (local or new.length == 1) and",
+        "if fused and",
+        SHIM + "attention_rotates_in_pages_where_queries_and_keys_have_one_position",
+    ),
+    "a table of another dtype relaunched": Mutant(
+        "kernels/views.py",
+        "key = *meta.values(), *dtypes, *",
+        "key = *meta.values(), *",
+        "compile/test_relaunch.py::test_a_relaunch_that_turns_passes_what_the_binder_passes",
     ),
     "flash_attn: a slot past the capacity written": Mutant(
         "integrations/flash_attn/kvcache.py",

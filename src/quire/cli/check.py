@@ -9,7 +9,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ from quire.cli.status_line import StatusLine
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.spec import QUERY_DTYPES, AttentionSpec
 from quire.state import State
-from quire.testing import Problem, error_budget, make_problem, unwritten
+from quire.testing import Problem, error_budget, make_problem, random_turn, unwritten
 
 EXAMPLES = """examples:
   quire check
@@ -154,10 +155,14 @@ def check_feature(feature: Feature, device: torch.device, dtype: torch.dtype) ->
     problem = make_problem(feature.spec(dtype), feature.lens, device=device, **feature.problem)
     chosen = plan_for(problem, **feature.plan)
 
-    cache, new = unwritten(problem) if feature.append else (problem.cache, {})
+    cache, step = unwritten(problem) if feature.append else (problem.cache, {})
+    if feature.turn:
+        step |= random_turn(problem, **feature.turn)
+        problem = replace(problem, cache=cache, step=step)
 
     def attend() -> State:
-        return attention(problem.q, cache, chosen, **new, **problem.tables, return_lse=True)
+        state: Any = attention(problem.q, cache, chosen, **step, **problem.tables, return_lse=True)
+        return state
 
     state = from_graph(attend, problem.batch.seq_lens) if feature.captured else attend()
     return as_check(f"attention ({chosen.kernel})", dtype, feature.name, error_budget(problem, state))

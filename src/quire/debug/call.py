@@ -24,8 +24,12 @@ INDICES = (
     *("key_begin", "key_end", "tree_bits"),
 )
 NEW = ("new_k", "new_v", "slot_mapping")  # k, v and slot_mapping of the call, if it had them
-NAMES = ("q", "q_nope", "q_pe", "k", "v", "latents", "k_scale", "v_scale", "sinks", "alibi_slopes", *NEW, *INDICES)
-STORED = ("slot_mapping", *INDICES)  # with and without contents
+ROPE, QK_NORM = ("cos", "sin", "positions"), ("q_weight", "k_weight")  # of its rope and its qk_norm, if it had them
+NAMES = (
+    *("q", "q_nope", "q_pe", "k", "v", "latents", "k_scale", "v_scale", "sinks", "alibi_slopes"),
+    *(*NEW, *ROPE, *QK_NORM, *INDICES),
+)
+STORED = ("slot_mapping", "positions", *INDICES)  # with and without contents
 BOUNDS = ("max_query_len", "max_seq_len", "num_tokens")
 
 
@@ -44,8 +48,10 @@ class Call:
         device: its name and properties.
         has_contents: whether the numbers of queries and cache were recorded.
         places: where each tensor lay, by name.
-        tensors: the batch's tensors and the slots of new tokens; with contents also all others. Of the cache and its
-            scales per token, only the pages that the batch reads.
+        tensors: the batch's tensors and the slots and positions of new tokens; with contents also all others. Of the
+            cache and its scales per token, only the pages that the batch reads.
+        interleaved: of the rope, if there was one.
+        eps: of the qk_norm, if there was one.
     """
 
     spec: AttentionSpec
@@ -59,6 +65,8 @@ class Call:
     has_contents: bool
     places: dict[str, Place]
     tensors: dict[str, torch.Tensor]
+    interleaved: bool = False
+    eps: float = 1e-6
 
     def write(self, path: Path) -> None:
         """Write the file in one step."""
@@ -72,6 +80,8 @@ class Call:
             "versions": self.versions,
             "device": self.device,
             "has_contents": self.has_contents,
+            "interleaved": self.interleaved,
+            "eps": self.eps,
             "places": {name: asdict(place) for name, place in self.places.items()},
         }
         partial = path.with_name(f"{path.name}.part")
@@ -208,6 +218,8 @@ def parse(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Call:
         has_contents=check_kind("has_contents", header["has_contents"], bool),
         places=places,
         tensors=tensors,
+        interleaved=check_kind("interleaved", header.get("interleaved", False), bool),
+        eps=check_kind("eps", header.get("eps", 1e-6), float),
     )
     for name, bound in call.bounds.items():
         if type(bound) is not int or bound < 0:
@@ -239,6 +251,9 @@ def check_tensors(call: Call) -> None:
             raise ValueError(f"{name} must have {call.num_units} pages, got {call.places[name].shape}")
     if any(name in call.places for name in NEW) and not {"new_k", "slot_mapping"} <= call.places.keys():
         raise ValueError(f"it must describe new_k and slot_mapping, or no new tokens, got {', '.join(call.places)}")
+    for group in (ROPE, QK_NORM):
+        if any(name in call.places for name in group) and not {*group, "new_k"} <= call.places.keys():
+            raise ValueError(f"it must describe new_k, {', '.join(group)}, or none of these")
     stored = set(call.places) if call.has_contents else set(STORED) & set(call.places)
     if missing := stored - call.tensors.keys():
         raise ValueError(f"it must hold {', '.join(sorted(missing))}, got {', '.join(call.tensors)}")

@@ -14,14 +14,14 @@ import torch
 
 from quire import api, errors
 from quire.cache import PagedKVCache
-from quire.checks import check_attention
-from quire.debug.call import INDICES, NEW, STORED, Call, batch_of, units_read
+from quire.checks import NewTokens, check_attention
+from quire.debug.call import INDICES, NEW, QK_NORM, ROPE, STORED, Call, batch_of, units_read
 from quire.debug.memory import describe, read_units
 from quire.dispatch.device import device_properties, interprets
 from quire.errors import check_flag, check_integer
 from quire.plan import Plan
+from quire.turn import QKNorm, Rope
 
-NewTokens = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]  # k, v and slot_mapping
 PACKAGES = ("quire", "torch", "triton", "numpy", "transformers", "vllm")
 
 
@@ -122,6 +122,8 @@ def save(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
+    rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     contents: bool = False,
@@ -136,6 +138,8 @@ def save(
         k: as for `quire.attention`.
         v: as for `quire.attention`.
         slot_mapping: as for `quire.attention`.
+        rope: as for `quire.attention`.
+        qk_norm: as for `quire.attention`.
         sinks: as for `quire.attention`.
         alibi_slopes: as for `quire.attention`.
         contents: as for `record`.
@@ -146,7 +150,8 @@ def save(
     """
     where = check_path(path)
     check_flag("contents", contents, "the numbers are large, and may be private")
-    new: Any = None if k is None and v is None and slot_mapping is None else (k, v, slot_mapping)
+    new: Any = k, v, slot_mapping, rope, qk_norm
+    new = None if all(part is None for part in new) else new
     check_attention(q, cache, plan, sinks, alibi_slopes, new)
     call_of(q, cache, plan, sinks, alibi_slopes, new, contents).write(where)
 
@@ -175,6 +180,7 @@ def call_of(
     batch = plan.batch
     stored = {name: tensors[name].detach().cpu().contiguous() for name in STORED if name in tensors}
     bounds = plan.bounds
+    rope, qk_norm = (None, None) if new is None else new[3:]
     call = Call(
         spec=plan.spec,
         bounds={
@@ -191,6 +197,8 @@ def call_of(
         has_contents=contents,
         places=describe(tensors),
         tensors=stored,
+        interleaved=rope is not None and Rope(*rope).interleaved,
+        eps=1e-6 if qk_norm is None else float(QKNorm(*qk_norm).eps),
     )
     if contents:
         units = units_read(batch_of(stored, batch.paged), call.page_size, call.num_units).to(cache.device)
@@ -216,7 +224,11 @@ def named_tensors(
     pages = {"latents": cache.latents} if cache.is_latent else {"k": cache.k, "v": cache.v}
     scales = {"k_scale": cache.k_scale, "v_scale": None if cache.is_latent else cache.v_scale}
     indices = {name: getattr(plan.batch, name) for name in INDICES}
-    step = dict(zip(NEW, new, strict=True)) if new is not None else {}
+    step: dict[str, Any] = {}
+    if new is not None:
+        *tokens, rope, qk_norm = new
+        for names, some in ((NEW, tokens), (ROPE, rope), (QK_NORM, qk_norm)):
+            step.update(zip(names, some or (), strict=False))  # numbers come after tensors
     every = {**queries, **pages, **scales, "sinks": sinks, "alibi_slopes": alibi_slopes, **step, **indices}
     return {name: tensor for name, tensor in every.items() if tensor is not None}
 

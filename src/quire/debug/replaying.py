@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quire import reference
 from quire.api import attention, write_kv, write_latent
 from quire.batch_check import check_reads
 from quire.cache import PagedKVCache
@@ -20,8 +21,10 @@ from quire.errors import UnsupportedError, check_device, check_flag, check_integ
 from quire.kernels.launch import Launch
 from quire.launch_codec import decode
 from quire.plan import Plan, make_plan, plan
+from quire.spec import QUANTISED_DTYPES
 from quire.state import State
 from quire.testing import Oracle, Problem, Verdict, owned_slots, poison, random_cache
+from quire.turn import QKNorm, Rope
 
 MAX_BYTES = 4 << 30
 LAUNCH_MODULES = ("quire.spec", "quire.dispatch.", "quire.kernels.")  # whose dataclasses a launch is made of
@@ -104,7 +107,7 @@ def replay(
     out = torch.zeros(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
     state = State(out, torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=device))
     try:
-        expected = replace(problem, cache=with_new(problem.cache, new))
+        expected = with_step(problem, new)
         tables: dict[str, Any] = problem.tables
         attention(q if pair is None else pair, problem.cache, chosen, **new, **tables, out=state)
         if device.type == "cuda":
@@ -180,6 +183,10 @@ def rebuild(
     new = {}
     if "slot_mapping" in tensors:
         new = {"k": tensors["new_k"], "v": tensors.get("new_v"), "slot_mapping": tensors["slot_mapping"]}
+    if "cos" in tensors:
+        new["rope"] = Rope(tensors["cos"], tensors["sin"], tensors["positions"], call.interleaved)
+    if "q_weight" in tensors:
+        new["qk_norm"] = QKNorm(tensors["q_weight"], tensors["k_weight"], call.eps)
     return Problem(call.spec, batch, cache, q, query_lens, tuple(batch.seq_lens.tolist()), *tables), pair, new
 
 
@@ -190,19 +197,23 @@ def check_slots(problem: Problem, new: dict[str, Any]) -> None:
         raise ValueError(f"slot_mapping must hold slots below {num_slots}, got {int(new['slot_mapping'].max())}")
 
 
-def with_new(cache: PagedKVCache, new: dict[str, Any]) -> PagedKVCache:
-    """Return a copy of a cache with new tokens, or the cache if there are none."""
+def with_step(problem: Problem, new: dict[str, Any]) -> Problem:
+    """Return a problem whose cache is a copy with the new tokens, as the oracle takes it."""
     if not new:
-        return cache
-    k, v, slots = new.values()
+        return problem
+    cache, k, v, slots = problem.cache, new["k"], new["v"], new["slot_mapping"]
     if cache.is_latent:
         copy = PagedKVCache.from_latents(cache.latents.clone(), cache.head_dim_v, scale=cache.k_scale)
         write_latent(k, v, copy, slots)
-    else:
-        scales = (None if scale is None else scale.clone() for scale in (cache.k_scale, cache.v_scale))
-        copy = PagedKVCache(cache.k.clone(), cache.v.clone(), cache.layout, *scales)
-        write_kv(k, v, copy, slots)
-    return copy
+        return replace(problem, cache=copy)
+    scales = (None if scale is None else scale.clone() for scale in (cache.k_scale, cache.v_scale))
+    copy = PagedKVCache(cache.k.clone(), cache.v.clone(), cache.layout, *scales)
+    turn = {name: new[name] for name in ("rope", "qk_norm") if name in new}
+    keys = reference.turn(k, turn.get("rope"), turn.get("qk_norm"), of_keys=True).to(k.dtype) if turn else k
+    write_kv(keys, v, copy, slots)
+    # Keys that were turned are exact in the oracle, unless a cache rounds them.
+    is_exact = turn and problem.spec.kv_dtype not in QUANTISED_DTYPES
+    return replace(problem, cache=copy, step=new if is_exact else turn)
 
 
 def random_numbers(call: Call, num_units: int) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,12 +11,11 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.request import Request, cdiv
+from quire.kernels import views
 from quire.kernels.launch import Runner
 from quire.kernels.scratch import ScratchSize
 from quire.spec import UNBOUNDED
-
-if TYPE_CHECKING:
-    from quire.kernels import views
+from quire.turn import QKNorm, Rope
 
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
 MOST_NEW_TOKENS = 16  # of a sequence, that a program of `append` writes before it reads them
@@ -158,7 +157,8 @@ class PortableRunner(KernelRunner):
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
-        new: "views.NewTokens | None" = None,
+        new: views.NewTokens | None = None,
+        turn: tuple[views.Turn, dict[str, Any]] | None = None,
     ) -> None:
         grid = (self.decided.num_programs(q.shape[0]), 1, 1)
         if grid[0] == 0:
@@ -171,15 +171,19 @@ class PortableRunner(KernelRunner):
         if (q_at | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | cache_at[0] | cache_at[1]) % 16 == 0:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             key = cache.kind, q.stride(), out.stride(), None if lse is None else lse.stride(0), dtypes
-            addresses = q_at, out_at, lse_at, sinks_at, slopes_at, cache_at, None
+            addresses = q_at, out_at, lse_at, sinks_at, slopes_at, cache_at, None, None
             if new is not None:
                 new_at = new.k.data_ptr(), new.v.data_ptr(), new.slot_mapping.data_ptr()
                 aligned = (new_at[0] | new_at[1] | new_at[2]) % 16 == 0
                 key = (*key, new.k.dtype, new.v.dtype, *new[3:]) if aligned else None
-                addresses = *addresses[:-1], (*new_at, *new[3:])
+                turn_at = None
+                if turn is not None and key is not None:
+                    turn_at, turned = views.address_turn(*turn)
+                    key = *key, turned
+                addresses = *addresses[:-2], (*new_at, *new[3:]), turn_at
             if key is not None and self.launches.relaunch(key, grid, addresses):
                 return
-        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, new)
+        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, new, turn)
         self.launches.launch(key, self.kernel, grid, tensors, fixed, meta)
 
     def can_append(self, cache: PagedKVCache) -> bool:
@@ -200,12 +204,13 @@ class PortableRunner(KernelRunner):
         k: torch.Tensor,
         v: torch.Tensor,
         slot_mapping: torch.Tensor,
+        rope: Rope | None,
+        qk_norm: QKNorm | None,
     ) -> None:
-        """Write keys and values into their slots and attend, in one launch."""
-        from quire.kernels.views import NewTokens
-
-        new = NewTokens(k, v, slot_mapping, *k.stride()[:2], *v.stride()[:2])
-        self(q, cache, out, lse, sinks, alibi_slopes, new)
+        """Turn queries and keys, write keys and values into their slots and attend, in one launch."""
+        new = views.NewTokens(k, v, slot_mapping, *k.stride()[:2], *v.stride()[:2])
+        turn = None if rope is None and qk_norm is None else views.turn_of(rope, qk_norm)
+        self(q, cache, out, lse, sinks, alibi_slopes, new, turn)
 
     def arguments(
         self,
@@ -215,10 +220,11 @@ class PortableRunner(KernelRunner):
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
-        new: "views.NewTokens | None" = None,
+        new: views.NewTokens | None = None,
+        turn: tuple[views.Turn, dict[str, Any]] | None = None,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
         """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those by name."""
-        from quire.kernels import mods, views
+        from quire.kernels import mods
 
         decided, batch = self.decided, self.batch
         config, device = decided.config, decided.request.device
@@ -237,7 +243,7 @@ class PortableRunner(KernelRunner):
             "TOKEN_SCALES": cache.scale_kind == "token",
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
-        }  # fmt: skip
+        } | (views.NO_TURN if turn is None else turn[1])  # fmt: skip
         if new is not None and packed and decided.name == "split_kv" and not device.has_mfma:
             # Else the compiler takes so many that fewer programs fit. What it spills is outside of the loop over tiles.
             meta["maxnreg"] = min(
@@ -253,5 +259,6 @@ class PortableRunner(KernelRunner):
             out.stride(1),
             0 if lse is None else lse.stride(0),
         )
-        tensors = q, out, lse, sinks, alibi_slopes, views.cache_tensors(cache, element), new
+        pages = views.cache_tensors(cache, element)
+        tensors = q, out, lse, sinks, alibi_slopes, pages, new, None if turn is None else turn[0]
         return tensors, (views.kv_layout(cache, batch, element), *self.fixed, *strides), meta

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.kernels.rotate import load_turned
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -195,17 +197,28 @@ def dim_offsets(offs_d, stride_vec, VEC: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_queries(ptrs, owned, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED_FP8: tl.constexpr):
-    """Load the queries of a row block, whose rows begin at `ptrs`.
+def load_queries(
+    ptrs, owned, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED_FP8: tl.constexpr,
+    token=None, turn=None, ROTARY_DIM: tl.constexpr = None, INTERLEAVED: tl.constexpr = False,
+):  # fmt: skip
+    """Load the queries of a row block, whose rows begin at `ptrs`; with `turn`, those of the tokens `token`, turned.
 
     With PACKED_FP8, return the even dims and the odd dims, both float16, and the power of two by which each row was
     divided.
     """
     if PACKED_FP8:
         offs_d = 2 * tl.arange(0, BLOCK_D // 2)
-        keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
-        even = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0).to(tl.float32)
-        odd = tl.load(ptrs[:, None] + (offs_d + 1)[None, :], mask=keep, other=0.0).to(tl.float32)
+        if ROTARY_DIM is None:
+            keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
+            even = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0).to(tl.float32)
+            odd = tl.load(ptrs[:, None] + (offs_d + 1)[None, :], mask=keep, other=0.0).to(tl.float32)
+        else:
+            even = load_turned(
+                ptrs, owned, token, turn.q_weight, turn, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
+            ).to(tl.float32)
+            odd = load_turned(
+                ptrs, owned, token, turn.q_weight, turn, offs_d + 1, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
+            ).to(tl.float32)
         # The largest magnitude of a row becomes 2^13 or more. Magnitudes down to 2^-27 of it are then exact in float16.
         peak = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
         exponent = tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 14)
@@ -214,7 +227,12 @@ def load_queries(ptrs, owned, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAC
         return (even * down[:, None]).to(tl.float16), (odd * down[:, None]).to(tl.float16), up
     else:
         offs_d = tl.arange(0, BLOCK_D)
-        return tl.load(ptrs[:, None] + offs_d[None, :], mask=owned[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        if ROTARY_DIM is None:
+            keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
+            q = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0)
+        else:
+            q = load_turned(ptrs, owned, token, turn.q_weight, turn, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED)
+        return q
 
 
 @triton.jit
@@ -321,10 +339,13 @@ def attend_tile(
 
 
 @triton.jit
-def write_new(new, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr, T: tl.constexpr):
+def write_new(
+    new, turn, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """Write the keys and values of `count` tokens from the `first`-th on into their slots, for one KV head.
 
-    The bytes are those of `write_kv`. The caller reads them after a barrier.
+    With `turn`, the keys are turned. The bytes are those of `write_kv`. The caller reads them after a barrier.
     """
     i = tl.arange(0, NEW_TOKENS)
     # The sum is kv_head. The compiler does not know that, or it would keep addresses in registers from one sequence to
@@ -332,7 +353,14 @@ def write_new(new, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, E
     kv_head = (kv_head + tl.minimum(first, 0)).to(tl.int64)
     token = (first + i).to(tl.int64)
     position = tl.load(new.slot_mapping + token, mask=i < count, other=-1)
-    k = load_rows(new.k + token * new.k_token + kv_head * new.k_head, i < count, T.HEAD_DIM, T.BLOCK_D)
+    k_ptrs = new.k + token * new.k_token + kv_head * new.k_head
+    if ROTARY_DIM is None:
+        k = load_rows(k_ptrs, i < count, T.HEAD_DIM, T.BLOCK_D)
+    else:
+        k = load_turned(
+            k_ptrs, i < count, token, turn.k_weight, turn, tl.arange(0, T.BLOCK_D), T.HEAD_DIM, T.BLOCK_D, ROTARY_DIM,
+            INTERLEAVED,
+        )  # fmt: skip
     v = load_rows(new.v + token * new.v_token + kv_head * new.v_head, i < count, T.HEAD_DIM_V, T.BLOCK_DV)
     if ENCODE is not None:
         k_scale, v_scale = None, None

@@ -5,6 +5,8 @@ stores `x / scale`, divided, rounded (half to even) and saturated exactly as PyT
 device stores the same bits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -56,10 +58,21 @@ def write_head(
     DIM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr,
     TOKEN_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Store one head of a key or value, and its scale if scales are per token."""
+    """Write one head of a key or value from `source`."""
+    offs_d = tl.arange(0, BLOCK)
+    x = tl.load(source + offs_d, mask=offs_d < DIM, other=0.0)
+    store_head(x, target, stride_vec, scale_ptr, offs_scale, DIM, BLOCK, VEC, ENCODE, LARGEST, TOKEN_SCALES)
+
+
+@triton.jit
+def store_head(
+    x, target, stride_vec, scale_ptr, offs_scale,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Store the elements of one head, and its scale if scales are per token."""
     offs_d = tl.arange(0, BLOCK)
     inside = offs_d < DIM
-    x = tl.load(source + offs_d, mask=inside, other=0.0)
     if ENCODE is not None:
         x = x.to(tl.float32)
         if TOKEN_SCALES:
@@ -78,7 +91,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return
-    grid, layer = (num_tokens, cache.num_kv_heads, 1), (cache.k, cache.v, cache.k_scale, cache.v_scale)
+    grid = num_tokens, cache.num_kv_heads, 1
     addresses = k.data_ptr(), v.data_ptr(), *cache.addresses, slot_mapping.data_ptr()
     key = None
     if not any((at or 0) % 16 for at in addresses):
@@ -86,15 +99,21 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
         key = k.device, k.dtype, v.dtype, k.stride(), v.stride(), cache.kind, widths
         if LAUNCHES.relaunch(key, grid, addresses):
             return
-    native = device_properties(k.device).native_fp8
+    pages, of_cache, meta = describe_cache(cache)
+    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *of_cache
+    LAUNCHES.launch(key, write_kernel, grid, (k, v, *pages, slot_mapping), strides, meta | {"num_warps": 1})
+
+
+def describe_cache(cache: PagedKVCache) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+    """Return the tensors of a cache to write, their strides, and the constexprs that depend on the cache."""
+    native = device_properties(cache.device).native_fp8
     as_bytes = not native and cache.dtype in mods.SOFTWARE_DECODERS
-    k_cache, v_cache = (t.view(torch.uint8) if as_bytes else t for t in layer[:2])
+    k_cache, v_cache = (t.view(torch.uint8) if as_bytes else t for t in (cache.k, cache.v))
     ks, vs = cache.strides
-    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *ks[:4], *vs[:4], *cache.scale_strides
     meta = {
         "PAGE_SIZE": cache.page_size, "HEAD_DIM": cache.head_dim, "HEAD_DIM_V": cache.head_dim_v,
         "BLOCK_D": padded(cache.head_dim), "BLOCK_DV": padded(cache.head_dim_v), "K_VEC": ks.vec_size,
         "V_VEC": vs.vec_size, "ENCODE": mods.encoder(cache.dtype, native), "LARGEST": largest(cache.dtype),
-        "TOKEN_SCALES": cache.scale_kind == "token", "num_warps": 1,
+        "TOKEN_SCALES": cache.scale_kind == "token",
     }  # fmt: skip
-    LAUNCHES.launch(key, write_kernel, grid, (k, v, k_cache, v_cache, *layer[2:], slot_mapping), strides, meta)
+    return (k_cache, v_cache, cache.k_scale, cache.v_scale), (*ks[:4], *vs[:4], *cache.scale_strides), meta

@@ -266,7 +266,7 @@ def flash_attn_with_kvcache(
     if num_splits and plan.kernel != "torch":
         plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=capacity, num_splits=num_splits)
 
-    step: dict[str, torch.Tensor] = {}
+    step: dict[str, Any] = {}
     if new is not None:
         q, step = append(q, new, rotary, lens_before, cache, scoring)
     out, lse = attend(contiguous_last(q).flatten(0, 1), cache.pages, plan, scoring, return_softmax_lse, **step)
@@ -275,9 +275,9 @@ def flash_attn_with_kvcache(
 
 
 def attend(
-    q: torch.Tensor, pages: PagedKVCache, plan: Plan, scoring: Scoring, want_lse: bool, **new: torch.Tensor
+    q: torch.Tensor, pages: PagedKVCache, plan: Plan, scoring: Scoring, want_lse: bool, **new: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return out and, if wanted, the lse, both by token; `new` is k, v and slot_mapping to write, if any."""
+    """Return out and, if wanted, the lse, both by token; `new` is what to rotate and to write, if any."""
     more: dict[str, Any] = {"sinks": scoring.s_aux, "alibi_slopes": scoring.alibi_slopes, **new}
     result: Any = quire.attention(q, pages, plan, **more, return_lse=want_lse)
     return (result.out, result.lse) if want_lse else (result, None)

@@ -4,6 +4,7 @@ A contiguous cache is read in place: for the kernel, each row is one page that b
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -48,6 +49,12 @@ class Rotary:
     cos: torch.Tensor  # [seqlen_ro, rotary_dim / 2]
     sin: torch.Tensor
     interleaved: bool
+
+    @property
+    def is_served(self) -> bool:
+        """Whether `attention` takes these angles."""
+        served = torch.float32, torch.float16, torch.bfloat16
+        return self.cos.numel() > 0 and self.sin.dtype is self.cos.dtype in served
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate the first rotary_dim elements of each head by its position's angles.
@@ -155,7 +162,7 @@ def read_rotary(
             f"rotary_cos must rotate at most head_dim = {head_dim} elements, got {2 * half}; "
             "it has one column for every two of them"
         )
-    return Rotary(cos, sin, interleaved)
+    return Rotary(contiguous_last(cos), contiguous_last(sin), interleaved)
 
 
 def read_lengths(cache_seqlens: int | torch.Tensor | None, cache: Cache, length_new: int) -> torch.Tensor:
@@ -227,23 +234,28 @@ def check_pages(
 
 def append(
     q: torch.Tensor, new: NewTokens, rotary: Rotary | None, lens_before: torch.Tensor, cache: Cache, scoring: Scoring
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """Rotate the queries and the new tokens, and write the tokens, unless `attention` can.
 
     Returns:
-        The queries, and what `attention` is to write: as many tokens as queries, into pages.
+        The queries, and what `attention` is to rotate and to write: as many tokens as queries, into pages.
     """
     first, k = lens_before[:, None], new.k
     positions = first + torch.arange(new.length, device=q.device)
+    slots = cache.slot_mapping(torch.where(first < 0, -1, positions))
+    fused = cache.slots is cache.pages and new.length == q.shape[1]
+    step: dict[str, Any] = {}
     if rotary is not None:
-        k = rotary.rotate(k, positions)
         # A side of the window that reaches past the whole cache does not make it a window, as in flash-attn.
         local = scoring.causal or any(0 <= side < cache.capacity for side in (scoring.left, scoring.right))
-        q = rotary.rotate(q, first + torch.arange(q.shape[1], device=q.device) * int(local))
-    slots = cache.slot_mapping(torch.where(first < 0, -1, positions))
+        if fused and (local or new.length == 1) and rotary.is_served:  # a query has the position of its key
+            step["rope"] = quire.Rope(rotary.cos, rotary.sin, positions.flatten(), rotary.interleaved)
+        else:
+            k = rotary.rotate(k, positions)
+            q = rotary.rotate(q, first + torch.arange(q.shape[1], device=q.device) * int(local))
     k, v = k.flatten(0, 1), new.v.flatten(0, 1)
-    if cache.slots is cache.pages and new.length == q.shape[1]:
-        return q, {"k": k, "v": v, "slot_mapping": slots}
+    if fused:
+        return q, step | {"k": k, "v": v, "slot_mapping": slots}
     quire.write_kv(k, v, cache.slots, slots)
     return q, {}
 

@@ -1,0 +1,104 @@
+"""Turn the queries and the new keys of a step, and write the keys and the values into their slots, in one launch.
+
+It is for attention that does not do so itself. Grid of `turn_kernel`: [num_tokens, num_kv_heads]. One program owns the
+key, the value and the query heads of one token and KV head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.cache import PagedKVCache
+from quire.dispatch.tree import power_of_two
+from quire.kernels.launcher import LaunchCache
+from quire.kernels.rotate import load_turned
+from quire.kernels.views import address_turn, turn_of
+from quire.kernels.write import describe_cache, store_head, write_head
+from quire.turn import QKNorm, Rope
+
+LAUNCHES = LaunchCache()  # by what `turn_and_write` depends on besides the addresses; layers share one
+ELEMENTS = 512  # of query heads, that a warp holds
+
+
+@triton.jit
+def turn_kernel(
+    q_ptr,  # [num_tokens, num_kv_heads * GROUP, HEAD_DIM]
+    turned_ptr,  # like q, contiguous
+    k_ptr,  # [num_tokens, num_kv_heads, HEAD_DIM]
+    v_ptr,  # [num_tokens, num_kv_heads, HEAD_DIM_V]
+    k_cache, v_cache, k_scale, v_scale,  # of PagedKVCache; scales may be None
+    slot_mapping,  # [num_tokens] int64
+    turn,  # views.Turn
+    stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    k_page, k_slot, k_head, k_vec, v_page, v_slot, v_head, v_vec, scale_page, scale_slot, scale_head,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP, padded to a power of two
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    q_head, owned = head * GROUP + row, row < GROUP
+    q = load_turned(
+        q_ptr + token * stride_q_token + q_head * stride_q_head, owned, token + row * 0, turn.q_weight, turn, offs_d,
+        HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED,
+    )  # fmt: skip
+    targets = turned_ptr + (token * tl.num_programs(1) * GROUP + q_head) * HEAD_DIM
+    tl.store(targets[:, None] + offs_d[None, :], q, mask=owned[:, None] & (offs_d < HEAD_DIM)[None, :])
+    position = tl.load(slot_mapping + token)
+    if position < 0:
+        return
+    page, slot = position // PAGE_SIZE, position % PAGE_SIZE
+    offs_scale = page * scale_page + slot * scale_slot + head * scale_head
+    zero = tl.arange(0, 1)
+    k = load_turned(
+        k_ptr + token * stride_k_token + head * stride_k_head + zero, zero == 0, token + zero, turn.k_weight, turn,
+        offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED,
+    )  # fmt: skip
+    store_head(
+        tl.reshape(k, [BLOCK_D]),
+        k_cache + page * k_page + slot * k_slot + head * k_head,
+        k_vec, k_scale, offs_scale, HEAD_DIM, BLOCK_D, K_VEC, ENCODE, LARGEST, TOKEN_SCALES,
+    )  # fmt: skip
+    write_head(
+        v_ptr + token * stride_v_token + head * stride_v_head,
+        v_cache + page * v_page + slot * v_slot + head * v_head,
+        v_vec, v_scale, offs_scale, HEAD_DIM_V, BLOCK_DV, V_VEC, ENCODE, LARGEST, TOKEN_SCALES,
+    )  # fmt: skip
+
+
+def turn_and_write(
+    q: torch.Tensor,
+    turned: torch.Tensor,
+    cache: PagedKVCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope | None,
+    qk_norm: QKNorm | None,
+) -> None:
+    """Write turned queries to `turned`, and turned keys and values into the cache; `attention` has checked them."""
+    num_tokens, num_q_heads, _ = q.shape
+    if num_tokens == 0:
+        return
+    grid = num_tokens, cache.num_kv_heads, 1
+    turn, rotation = turn_of(rope, qk_norm)
+    tensors = q, turned, k, v
+    addresses = *(tensor.data_ptr() for tensor in tensors), *cache.addresses, slot_mapping.data_ptr()
+    key = None
+    if not any((at or 0) % 16 for at in addresses):
+        turn_at, turn_key = address_turn(turn, rotation)
+        widths = cache.num_kv_heads, num_q_heads, cache.head_dim, cache.head_dim_v
+        strides = q.stride(), k.stride(), v.stride()
+        key = q.device, q.dtype, k.dtype, v.dtype, *strides, cache.kind, widths, turn_key
+        if LAUNCHES.relaunch(key, grid, (*addresses, turn_at)):
+            return
+    pages, of_cache, meta = describe_cache(cache)
+    group = num_q_heads // cache.num_kv_heads
+    rows = power_of_two(group)
+    meta |= rotation | {"GROUP": group, "ROWS": rows}
+    meta["num_warps"] = min(8, max(1, rows * meta["BLOCK_D"] // ELEMENTS))
+    strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *of_cache
+    LAUNCHES.launch(key, turn_kernel, grid, (*tensors, *pages, slot_mapping, turn), strides, meta)
