@@ -203,7 +203,7 @@ def confirm_append(a: dict[str, Any], result: Any) -> bool:
     return confirm_write(a, None) and confirm_attention(a, result)
 
 
-def make_turn(bare: bool) -> tuple[Callable, dict[str, Any]]:
+def make_norm_rope(bare: bool) -> tuple[Callable, dict[str, Any]]:
     attend, arguments = make_append()
     angles = torch.rand(20, 6)
     rope = quire.Rope(angles.cos(), angles.sin(), torch.tensor([8, 2, 3, 4]))
@@ -211,11 +211,11 @@ def make_turn(bare: bool) -> tuple[Callable, dict[str, Any]]:
     return attend, arguments | dict(rope=tuple(rope) if bare else rope, qk_norm=tuple(norm) if bare else norm)
 
 
-def confirm_turn(a: dict[str, Any], result: Any) -> bool:
-    """The keys are those of the reference, and a plain call gives the result again, from turned queries."""
+def confirm_norm_rope(a: dict[str, Any], result: Any) -> bool:
+    """The keys are those of the reference, and a plain call gives the result again, from rotated queries."""
     rope = None if a["rope"] is None else quire.Rope(*a["rope"])
     norm = None if a["qk_norm"] is None else quire.QKNorm(*a["qk_norm"])
-    q, k = (reference.turn(x, rope, norm, torch.float32, of_keys=x is a["k"]) for x in (a["q"], a["k"]))
+    q, k = (reference.norm_rope(x, rope, norm, torch.float32, of_keys=x is a["k"]) for x in (a["q"], a["k"]))
     return confirm_append(a | dict(q=q, k=k), result)
 
 
@@ -480,10 +480,10 @@ def make_warmup() -> tuple[Callable, dict[str, Any]]:
     )
 
 
-def make_warmup_of_turns() -> tuple[Callable, dict[str, Any]]:
+def make_warmup_with_rope() -> tuple[Callable, dict[str, Any]]:
     warmup, arguments = make_warmup()
-    _, turned = make_turn(bare=False)
-    return warmup, arguments | dict(append=True, rope=turned["rope"], qk_norm=turned["qk_norm"])
+    _, rotated = make_norm_rope(bare=False)
+    return warmup, arguments | dict(append=True, rope=rotated["rope"], qk_norm=rotated["qk_norm"])
 
 
 def make_pool(method: str) -> tuple[Callable, dict[str, Any]]:
@@ -781,8 +781,8 @@ CALLS = {
     "attention, sinks and slopes": Call(lambda: make_attention(sinks=True, alibi=True), confirm_attention),
     "attention, new tokens": Call(make_append, confirm_append),
     "attention, new latents": Call(make_append_latents, confirm_append_latents),
-    "attention, turned": Call(lambda: make_turn(bare=False), confirm_turn),
-    "attention, turned, bare tuples": Call(lambda: make_turn(bare=True), confirm_turn),
+    "attention, rotated": Call(lambda: make_norm_rope(bare=False), confirm_norm_rope),
+    "attention, rotated, bare tuples": Call(lambda: make_norm_rope(bare=True), confirm_norm_rope),
     "attention, latents": Call(lambda: make_latent_attention(pair=False), confirm_attention),
     "attention, latents and a pair": Call(lambda: make_latent_attention(pair=True), confirm_attention),
     "varlen_attention": Call(make_varlen_attention, confirm_varlen_attention),
@@ -817,7 +817,7 @@ CALLS = {
     "copy_pages": Call(make_copy, confirm_copy),
     "merge_states": Call(make_merge, confirm_merge),
     "warmup": Call(make_warmup, lambda a, result: result == []),
-    "warmup, turned": Call(make_warmup_of_turns, lambda a, result: result == []),
+    "warmup, rotated": Call(make_warmup_with_rope, lambda a, result: result == []),
     "workspace_size": Call(lambda: make_service(quire.workspace_size, device="cpu"), lambda a, result: result == 0),
     "PageAllocator": Call(
         lambda: (quire.PageAllocator, dict(num_pages=8, page_size=4)),

@@ -20,7 +20,7 @@ from quire.cli.check_features import FEATURES, LATENT_FEATURES, LATENTS, Feature
 from quire.debug import replaying
 from quire.debug.memory import Place, allocate, describe
 from quire.dispatch.device import is_served_by_torch
-from quire.testing import Problem, make_problem, random_turn, unwritten
+from quire.testing import Problem, make_problem, random_norm_rope, unwritten
 
 DTYPE = torch.float32
 SMALL = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32, "dtype": DTYPE}
@@ -58,7 +58,7 @@ def test_every_kind_of_call_is_replayed(feature: Feature, path, device):
     new = {}
     if feature.append:
         cache, new = unwritten(problem)
-        new |= random_turn(problem, **feature.turn)
+        new |= random_norm_rope(problem, **feature.norm_rope)
         problem = replace(problem, cache=cache)
     for contents in (False, True):
         call = recorded(path, problem, plan, contents=contents, **new)
@@ -104,11 +104,11 @@ def test_new_tokens_are_recorded_before_they_are_written(path, device):
         assert debug.replay(debug.load(path), device).passed
 
 
-def test_how_new_tokens_are_turned_is_recorded(path, device):
+def test_how_new_tokens_are_rotated_is_recorded(path, device):
     for features in ({}, {"kv_dtype": torch.int8}):
         problem = make_problem(quire.AttentionSpec(**SMALL | features), ((1, 50), (3, 40)), device=device)
         cache, new = unwritten(problem)
-        new |= random_turn(problem, 24, interleaved=True, qk_norm=True)
+        new |= random_norm_rope(problem, 24, interleaved=True, qk_norm=True)
         new["qk_norm"] = new["qk_norm"]._replace(eps=0.25)
         problem = replace(problem, cache=cache)
         plan = plan_for(problem)

@@ -7,7 +7,7 @@ import torch
 
 import quire
 from quire.integrations import flash_attn
-from quire.testing import make_problem, random_turn
+from quire.testing import make_problem, random_norm_rope
 
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=24, dtype=torch.float32, sinks=True)
 
@@ -62,11 +62,13 @@ def test_a_step_that_appends_under_compile():
     assert torch.equal(caches[1].k, caches[0].k) and torch.equal(caches[1].v, caches[0].v)
 
 
-@pytest.mark.parametrize("turn", [{"rotary_dim": 12, "qk_norm": True}, {"rotary_dim": 16}, {"qk_norm": True}], ids=str)
-def test_a_step_that_turns_under_compile(turn):
-    """Two operators: one turns and writes, the other attends."""
+@pytest.mark.parametrize(
+    "norm_rope", [{"rotary_dim": 12, "qk_norm": True}, {"rotary_dim": 16}, {"qk_norm": True}], ids=str
+)
+def test_a_step_that_rotates_under_compile(norm_rope):
+    """Two operators: one rotates and writes, the other attends."""
     p, plan, k, v, slots = problem()
-    how = random_turn(p, **turn)
+    how = random_norm_rope(p, **norm_rope)
 
     def attend(q, k, v, slots, cache, plan, sinks, how):
         out = quire.attention(q, cache, plan, k=k, v=v, slot_mapping=slots, sinks=sinks, **how)
@@ -82,7 +84,7 @@ def test_a_step_that_turns_under_compile(turn):
     rotation, norm = how.get("rope", (None, None, None, False)), how.get("qk_norm", (None, None, 1.0))
     stored = caches[0].k, caches[0].v, *[None] * 4, "NHD"
     results = *rotation, *norm, torch.zeros_like(p.q)
-    torch.library.opcheck(torch.ops.quire.turn_and_write.default, (p.q, k, v, slots, *stored, *results))
+    torch.library.opcheck(torch.ops.quire.norm_rope_and_write.default, (p.q, k, v, slots, *stored, *results))
 
 
 def test_new_latents_under_compile():

@@ -15,11 +15,11 @@ from quire.api import (
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.errors import OutOfPagesError, UnsupportedError
+from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan, plan
 from quire.service import no_compilation, warmup, workspace_size
 from quire.spec import AttentionSpec
 from quire.state import State
-from quire.turn import QKNorm, Rope
 
 __version__ = "0.1.0"
 

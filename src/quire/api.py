@@ -18,11 +18,11 @@ from quire.dispatch.device import is_served_by_torch
 from quire.errors import check_flag, describe
 from quire.kernels.cpu import cache_ops
 from quire.kernels.cpu import combine as cpu_combine
-from quire.kernels.cpu import turn as cpu_turn
+from quire.kernels.cpu import norm_rope as cpu_norm_rope
+from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan
 from quire.spec import AttentionSpec
 from quire.state import State
-from quire.turn import QKNorm, Rope
 
 Queries = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
@@ -205,7 +205,7 @@ def attention(
             write(*new[:2], cache, new[2])
         else:
             q = torch.empty(first.shape, dtype=first.dtype, device=device)
-            turn_and_write(first, q, cache, *new)
+            norm_rope_and_write(first, q, cache, *new)
     if torch.compiler.is_compiling():
         ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes)
     else:
@@ -218,9 +218,9 @@ def named(k: Any, v: Any, slot_mapping: Any, rope: Any, qk_norm: Any) -> Any:
     return k, v, slot_mapping, None if rope is None else Rope(*rope), None if qk_norm is None else QKNorm(*qk_norm)
 
 
-def turn_and_write(
+def norm_rope_and_write(
     q: torch.Tensor,
-    turned: torch.Tensor,
+    rotated: torch.Tensor,
     cache: PagedKVCache,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -228,15 +228,15 @@ def turn_and_write(
     rope: Rope | None,
     qk_norm: QKNorm | None,
 ) -> None:
-    """Write turned queries to `turned`, and turned keys and values into their slots; `attention` checked them."""
+    """Write rotated queries to `rotated`, and rotated keys and values into their slots; `attention` checked them."""
     if torch.compiler.is_compiling():
-        ops.turn_and_write(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
+        ops.norm_rope_and_write(q, rotated, cache, k, v, slot_mapping, rope, qk_norm)
     elif is_served_by_torch(q.device):
-        cpu_turn.turn_and_write(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
+        cpu_norm_rope.norm_rope_and_write(q, rotated, cache, k, v, slot_mapping, rope, qk_norm)
     else:
-        from quire.kernels import turn
+        from quire.kernels import norm_rope
 
-        turn.turn_and_write(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
+        norm_rope.norm_rope_and_write(q, rotated, cache, k, v, slot_mapping, rope, qk_norm)
 
 
 def as_pair(q: Queries, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -578,4 +578,4 @@ def check_union(plans: Sequence[Plan]) -> None:
             raise ValueError(f"plans[{i}] must have the spec of plans[0], got {plan.spec}; only sinks may differ")
 
 
-ops.register(attention, write_kv, write_latent, merge_states, turn_and_write)
+ops.register(attention, write_kv, write_latent, merge_states, norm_rope_and_write)

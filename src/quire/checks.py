@@ -18,10 +18,10 @@ from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import is_served_by_torch
 from quire.dispatch.request import Bounds
 from quire.errors import UnsupportedError, check_flag, check_integer, check_served, check_tensor, describe
+from quire.norm_rope import QKNorm, Rope
+from quire.norm_rope_checks import check_norm_rope
 from quire.spec import QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
 from quire.state import State
-from quire.turn import QKNorm, Rope
-from quire.turn_checks import check_turn
 
 # k, v, slot_mapping, rope and qk_norm of `attention`
 NewTokens = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Rope | None, QKNorm | None]
@@ -84,7 +84,7 @@ def check_attention(
     if new is not None:
         num_tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
         if new[3] is not None or new[4] is not None:
-            check_turn(*new, cache, num_tokens)
+            check_norm_rope(*new, cache, num_tokens)
         check_new(*new[:3], cache, num_tokens)
 
 

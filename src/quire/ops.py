@@ -12,9 +12,9 @@ import torch
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.launch_codec import decode
+from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan, make_plan
 from quire.state import State
-from quire.turn import QKNorm, Rope
 
 LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
@@ -32,10 +32,10 @@ LIBRARY.define(
     "Tensor slot_mapping) -> ()"
 )
 LIBRARY.define(
-    "turn_and_write(Tensor q, Tensor k, Tensor v, Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "norm_rope_and_write(Tensor q, Tensor k, Tensor v, Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, str layout, "
     "Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, Tensor? q_weight, Tensor? k_weight, float eps, "
-    "Tensor(e!) turned) -> ()"
+    "Tensor(e!) rotated) -> ()"
 )
 LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
 
@@ -88,9 +88,9 @@ def scales_of(cache: PagedKVCache) -> tuple[torch.Tensor | None, ...]:
     return (None, None, *scales) if cache.scale_kind == "token" else (*scales, None, None)
 
 
-def turn_and_write(
+def norm_rope_and_write(
     q: torch.Tensor,
-    turned: torch.Tensor,
+    rotated: torch.Tensor,
     cache: PagedKVCache,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -98,11 +98,11 @@ def turn_and_write(
     rope: Rope | None,
     qk_norm: QKNorm | None,
 ) -> None:
-    """Call the operator `quire::turn_and_write`, which writes `turned`, keys and values."""
+    """Call the operator `quire::norm_rope_and_write`, which writes `rotated`, keys and values."""
     rotation = (None, None, None, False) if rope is None else rope
     norm = (None, None, 1.0) if qk_norm is None else qk_norm
-    torch.ops.quire.turn_and_write(
-        q, k, v, slot_mapping, cache.k, cache.v, *scales_of(cache), cache.layout, *rotation, *norm, turned
+    torch.ops.quire.norm_rope_and_write(
+        q, k, v, slot_mapping, cache.k, cache.v, *scales_of(cache), cache.layout, *rotation, *norm, rotated
     )
 
 
@@ -123,7 +123,7 @@ def register(
     write_kv_verb: Callable[..., Any],
     write_latent_verb: Callable[..., Any],
     merge_states_verb: Callable[..., State],
-    turn_and_write_step: Callable[..., None],
+    norm_rope_and_write_step: Callable[..., None],
 ) -> None:
     """Implement the operators by the eager verbs. `quire.api` calls this once."""
 
@@ -191,7 +191,7 @@ def register(
         out, lse = merge_states_verb([State(*s) for s in zip(outs, lses, strict=True)])
         return out, lse
 
-    def turn_and_write_impl(
+    def norm_rope_and_write_impl(
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -210,7 +210,7 @@ def register(
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
         eps: float,
-        turned: torch.Tensor,
+        rotated: torch.Tensor,
     ) -> None:
         scales = (k_scale, v_scale) if k_token_scale is None else (k_token_scale, v_token_scale)
         cache = PagedKVCache(k_cache, v_cache, layout, *scales)
@@ -219,10 +219,10 @@ def register(
             rope = Rope(cos, sin, positions, interleaved)
         if q_weight is not None and k_weight is not None:
             qk_norm = QKNorm(q_weight, k_weight, eps)
-        turn_and_write_step(q, turned, cache, k, v, slot_mapping, rope, qk_norm)
+        norm_rope_and_write_step(q, rotated, cache, k, v, slot_mapping, rope, qk_norm)
 
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl("turn_and_write", turn_and_write_impl, key)
+        LIBRARY.impl("norm_rope_and_write", norm_rope_and_write_impl, key)
         LIBRARY.impl("attention", attention_impl, key)
         LIBRARY.impl("write_kv", write_kv_impl, key)
         LIBRARY.impl("write_latent", write_latent_impl, key)
@@ -237,6 +237,6 @@ def merge_states_fake(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tup
 
 torch.library.register_fake("quire::attention", lambda *arguments: None)
 torch.library.register_fake("quire::write_kv", lambda *arguments: None)
-torch.library.register_fake("quire::turn_and_write", lambda *arguments: None)
+torch.library.register_fake("quire::norm_rope_and_write", lambda *arguments: None)
 torch.library.register_fake("quire::write_latent", lambda *arguments: None)
 torch.library.register_fake("quire::merge_states", merge_states_fake)

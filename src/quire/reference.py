@@ -8,9 +8,9 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.norm_rope import QKNorm, Rope
 from quire.spec import AttentionSpec
 from quire.state import State
-from quire.turn import QKNorm, Rope
 
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # k, v and slot_mapping
 
@@ -59,12 +59,12 @@ def attention(
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
     starts = batch.query_starts.tolist()
     offsets = None if batch.query_offsets is None else batch.query_offsets.tolist()
-    exact = dtype is torch.float64  # else what is turned is rounded to its dtype, as attention rounds it
-    given, q = q.dtype, turn(q, rope, qk_norm, dtype, of_keys=False)
+    exact = dtype is torch.float64  # else what is rotated is rounded to its dtype, as attention rounds it
+    given, q = q.dtype, norm_rope(q, rope, qk_norm, dtype, of_keys=False)
     q = q if exact else q.to(given).to(dtype)
     step: Step | None = None
     if k is not None and v is not None and slot_mapping is not None:
-        keys = turn(k, rope, qk_norm, dtype, of_keys=True)
+        keys = norm_rope(k, rope, qk_norm, dtype, of_keys=True)
         step = keys if exact else keys.to(k.dtype).to(dtype), v.to(dtype), slot_mapping
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
         rows = slice(starts[seq], starts[seq + 1])
@@ -186,7 +186,7 @@ def gather(
     return k, v
 
 
-def turn(
+def norm_rope(
     x: torch.Tensor, rope: Rope | None, qk_norm: QKNorm | None, dtype: torch.dtype = torch.float64, *, of_keys: bool
 ) -> torch.Tensor:
     """Normalise heads and rotate them.

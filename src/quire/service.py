@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quire.api import attention, turn_and_write, write_kv, write_latent
+from quire.api import attention, norm_rope_and_write, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
@@ -21,11 +21,11 @@ from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.errors import check_device, check_flag, check_integer, describe
 from quire.kernels.launch import Launch
 from quire.kernels.portable import has_few_new_tokens
+from quire.norm_rope import QKNorm, Rope
+from quire.norm_rope_checks import check_norm_rope_alone
 from quire.plan import decide, make_plan
 from quire.spec import AttentionSpec
 from quire.state import State
-from quire.turn import QKNorm, Rope
-from quire.turn_checks import check_turn_alone
 
 
 def workspace_size(
@@ -142,7 +142,7 @@ def warmup(
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):
         if value is not None and not append:
             raise ValueError(f"append must be True with {name}, got False; {name} is for new tokens")
-    turn: dict[str, Any] = check_turn_alone(rope, qk_norm, cache)
+    norm_rope: dict[str, Any] = check_norm_rope_alone(rope, qk_norm, cache)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be a function, got {describe(progress)}; pass print, for instance")
     device = cache.device
@@ -163,11 +163,11 @@ def warmup(
 
     def launch_each(before: Callable[[str], None]) -> None:
         if cache.layout != "THD":
-            before("turn and write kernel" if turn else "write kernel")
-            write_nothing(spec, cache, turn)
+            before("kernel that rotates and writes" if norm_rope else "write kernel")
+            write_nothing(spec, cache, norm_rope)
         for launch in launches.values():
             before(str(launch))
-            launch_without_keys(launch, cache, return_lse, append, turn)
+            launch_without_keys(launch, cache, return_lse, append, norm_rope)
 
     with compile_together(device):
         launch_each(report)
@@ -262,32 +262,34 @@ def powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]
 
 
-def step_without_slots(spec: AttentionSpec, num_tokens: int, turn: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    """Return new tokens without a slot, and how they are turned, as `attention` takes them."""
+def step_without_slots(
+    spec: AttentionSpec, num_tokens: int, norm_rope: Mapping[str, Any], device: Any
+) -> dict[str, Any]:
+    """Return new tokens without a slot, and how they are rotated, as `attention` takes them."""
     k = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
     v = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
-    step = {"k": k, "v": v, "slot_mapping": torch.full((num_tokens,), -1, device=device), **turn}
+    step = {"k": k, "v": v, "slot_mapping": torch.full((num_tokens,), -1, device=device), **norm_rope}
     if "rope" in step:
         positions = torch.zeros(num_tokens, dtype=step["rope"].positions.dtype, device=device)
         step["rope"] = step["rope"]._replace(positions=positions)
     return step
 
 
-def write_nothing(spec: AttentionSpec, cache: PagedKVCache, turn: Mapping[str, Any]) -> None:
-    """Launch the kernel that writes, or that turns and writes, for a token without a slot."""
-    step = step_without_slots(spec, 1, turn, cache.device)
+def write_nothing(spec: AttentionSpec, cache: PagedKVCache, norm_rope: Mapping[str, Any]) -> None:
+    """Launch the kernel that writes, or that also normalises and rotates, for a token without a slot."""
+    step = step_without_slots(spec, 1, norm_rope, cache.device)
     k, v, nowhere = step["k"], step["v"], step["slot_mapping"]
     if spec.latent:
         write_latent(v[:, 0], k[:, 0, spec.kv_lora_rank :], cache, nowhere)
-    elif turn:
+    elif norm_rope:
         q = torch.zeros(1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=cache.device)
-        turn_and_write(q, torch.empty_like(q), cache, k, v, nowhere, step.get("rope"), step.get("qk_norm"))
+        norm_rope_and_write(q, torch.empty_like(q), cache, k, v, nowhere, step.get("rope"), step.get("qk_norm"))
     else:
         write_kv(k, v, cache, nowhere)
 
 
 def launch_without_keys(
-    launch: Launch, cache: PagedKVCache, return_lse: bool, append: bool, turn: Mapping[str, Any]
+    launch: Launch, cache: PagedKVCache, return_lse: bool, append: bool, norm_rope: Mapping[str, Any]
 ) -> None:
     """Launch a kernel for sequences without keys, which compiles it; with `append`, for a new token without a slot."""
     request, device = launch.request, cache.device
@@ -311,5 +313,5 @@ def launch_without_keys(
     slopes = row if spec.alibi else None
     new: dict[str, Any] = {}
     if append and plan.appender(cache) is not None:
-        new = step_without_slots(spec, num_tokens, turn, device)
+        new = step_without_slots(spec, num_tokens, norm_rope, device)
     attention(q, cache, plan, **new, sinks=row if spec.sinks else None, alibi_slopes=slopes, out=into)

@@ -13,9 +13,9 @@ from quire import reference
 from quire.batch import Batch
 from quire.batch_check import check_batch
 from quire.cache import PagedKVCache
+from quire.norm_rope import QKNorm, Rope
 from quire.spec import QUANTISED_DTYPES, AttentionSpec
 from quire.state import State
-from quire.turn import QKNorm, Rope
 
 __all__ = [
     "Oracle",
@@ -26,7 +26,7 @@ __all__ = [
     "make_problem",
     "owned_slots",
     "poison",
-    "random_turn",
+    "random_norm_rope",
     "unwritten",
 ]
 
@@ -300,7 +300,7 @@ def unwritten(problem: Problem) -> tuple[PagedKVCache, dict[str, Any]]:
     return copy, new
 
 
-def random_turn(
+def random_norm_rope(
     problem: Problem, rotary_dim: int | None = None, *, interleaved: bool = False, qk_norm: bool = False, seed: int = 0
 ) -> dict[str, Any]:
     """Make a rotary embedding and a norm for the queries and the new keys of a problem.
@@ -319,7 +319,7 @@ def random_turn(
         >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
         >>> problem = quire.testing.make_problem(spec, [(1, 40), (7, 7)])
         >>> cache, new = quire.testing.unwritten(problem)
-        >>> step = new | quire.testing.random_turn(problem, rotary_dim=8, qk_norm=True)
+        >>> step = new | quire.testing.random_norm_rope(problem, rotary_dim=8, qk_norm=True)
         >>> plan = quire.plan(spec, problem.batch, **problem.bounds)
         >>> out = quire.attention(problem.q, cache, plan, **step)
         >>> from dataclasses import replace

@@ -140,15 +140,15 @@ def append(batch: str, head_dim: int, features: str, batch_invariant: bool = Fal
     return plan
 
 
-def turn(batch: str, head_dim: int, features: str, **options) -> quire.Plan:
-    """Launch attention that also turns and writes the batch's tokens; return its plan."""
+def rotate(batch: str, head_dim: int, features: str, **options) -> quire.Plan:
+    """Launch attention that also normalises, rotates and writes the batch's tokens; return its plan."""
     wanted = FEATURES[features]
     plan = plan_of(batch, make_spec(head_dim, wanted), wanted)
-    quire.attention(**make_inputs(plan, wanted), **new_tokens(plan), **turn_of(plan, **options), plan=plan)
+    quire.attention(**make_inputs(plan, wanted), **new_tokens(plan), **norm_rope_of(plan, **options), plan=plan)
     return plan
 
 
-def turn_of(
+def norm_rope_of(
     plan: quire.Plan, rotary_dim: int | None = None, interleaved: bool = False, qk_norm: bool = True, rope: bool = True
 ) -> dict:
     """Return the two halves of a table of cosines and sines, as vLLM holds it, and the weights of a norm."""

@@ -219,7 +219,7 @@ def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target
         assert kernel.registers <= 168 and kernel.occupancy == 3, kernel
 
 
-TURNS = [  # batch, width, features, and what is turned: by default, all of a head, NeoX's pairs, with a norm
+ROTATIONS = [  # batch, width, features, and what is rotated: by default, all of a head, NeoX's pairs, with a norm
     *(("sm90", "decode, 64", 128, features, {}) for features in ("plain", "e4m3")),
     ("sm90", "decode, 64", 128, "plain", {"rotary_dim": 96, "interleaved": True, "qk_norm": False}),
     ("sm90", "drafts", 128, "e4m3", {"rotary_dim": 64}), ("sm90", "decode, split", 256, "MQA", {"rope": False}),
@@ -229,13 +229,13 @@ TURNS = [  # batch, width, features, and what is turned: by default, all of a he
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("target", "batch", "head_dim", "features", "how"), TURNS)
-def test_a_launch_that_turns_new_tokens_compiles_fits_and_does_not_spill(target, batch, head_dim, features, how):
+@pytest.mark.parametrize(("target", "batch", "head_dim", "features", "how"), ROTATIONS)
+def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(target, batch, head_dim, features, how):
     """With a norm and a rotation, decode on an SM of sm90 has room for the programs that are planned, with either or
     with Triton 3.9.0 for three.
     """
     with compiling(TARGETS[target]) as compiled:
-        plan = launches.turn(batch, head_dim, features, **how)
+        plan = launches.rotate(batch, head_dim, features, **how)
     (kernel,) = compiled
     print(f"{target:7} {features:18} {batch} {how} {kernel}")
     assert kernel.kernel == f"{plan.kernel}_kernel"
@@ -250,25 +250,25 @@ def test_a_launch_that_turns_new_tokens_compiles_fits_and_does_not_spill(target,
 
 
 @pytest.mark.parametrize(("target", "features"), [("sm90", "plain"), ("sm80", "e4m3"), ("gfx942", "int8 per token")])
-def test_the_kernel_that_turns_before_attention_compiles_and_does_not_spill(target, features):
+def test_the_kernel_that_rotates_before_attention_compiles_and_does_not_spill(target, features):
     wanted = launches.FEATURES[features]
     with compiling(TARGETS[target]) as compiled:
         for heads, how in (((32, 8), {}), ((64, 1), {"interleaved": True})):
             plan = launches.plan_of("prompt", launches.make_spec(128, replace(wanted, heads=heads)), wanted)
             inputs = launches.make_inputs(plan, wanted) | launches.new_tokens(plan)
-            api.turn_and_write(
+            api.norm_rope_and_write(
                 inputs["q"],
                 torch.empty_like(inputs["q"]),
                 *(inputs[name] for name in ("cache", "k", "v", "slot_mapping")),
-                *launches.turn_of(plan, **how).values(),
+                *launches.norm_rope_of(plan, **how).values(),
             )
-    assert [kernel.kernel for kernel in compiled] == ["turn_kernel"] * 2
+    assert [kernel.kernel for kernel in compiled] == ["norm_rope_kernel"] * 2
     assert not [kernel for kernel in compiled if kernel.spills or kernel.occupancy * kernel.num_warps < 8], compiled
 
 
 @triton.jit
 def does_not_compile(
-    new, turn, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,
+    new, norm_rope, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(False, "new tokens")
@@ -292,11 +292,11 @@ def test_processes_that_compiled_gluon_end_without_a_word(tmp_path):
 
 
 @triton.jit
-def does_not_turn(
-    ptrs, inside, token, weight, turn, offs_d,
+def does_not_rotate(
+    ptrs, inside, token, weight, norm_rope, offs_d,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    tl.static_assert(False, "turned")
+    tl.static_assert(False, "rotated")
 
 
 def compiled_anew(monkeypatch, launch) -> list:
@@ -309,25 +309,27 @@ def compiled_anew(monkeypatch, launch) -> list:
     return compiled
 
 
-@pytest.mark.parametrize("part", ["new tokens", "turned"])
+@pytest.mark.parametrize("part", ["new tokens", "rotated"])
 @pytest.mark.parametrize(("batch", "features"), [("decode, 64", "e4m3"), ("decode, short", "plain")])
 def test_a_launch_without_a_part_has_none_of_its_code(part, batch, features, monkeypatch, tmp_path):
-    """Its machine code is that of a kernel whose part for new tokens, or whose turn, does not compile."""
+    """Its machine code is that of a kernel whose part for new tokens, or for rotation, does not compile."""
     # Neither from disk nor from this process: machine code that another checkout compiled names that checkout's files.
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(targets, "inspect", lambda name, kernel, *others: kernel.asm["cubin"])
-    without, with_it = (launches.attend, launches.append) if part == "new tokens" else (launches.append, launches.turn)
+    without, with_it = (
+        (launches.attend, launches.append) if part == "new tokens" else (launches.append, launches.rotate)
+    )
     cubins = compiled_anew(monkeypatch, lambda: without(batch, 64, features))
-    if part == "turned":
-        monkeypatch.setattr(primitives, "load_turned", does_not_turn)
+    if part == "rotated":
+        monkeypatch.setattr(primitives, "load_rotated", does_not_rotate)
     for family in (block, split_kv):
-        if part == "turned":
+        if part == "rotated":
             for name in ("load_queries", "write_new"):
                 monkeypatch.setattr(family, name, triton.jit(getattr(primitives, name).fn))
         else:
             monkeypatch.setattr(family, "write_new", does_not_compile)
     cubins += compiled_anew(monkeypatch, lambda: without(batch, 64, features))
-    call = r"load_queries\(" if part == "turned" else r"write_new\("
+    call = r"load_queries\(" if part == "rotated" else r"write_new\("
     with compiling(TARGETS["sm90"]), pytest.raises(triton.CompilationError, match=call):
         with_it(batch, 64, features)
     assert len(cubins) == 2 and cubins[0] == cubins[1]

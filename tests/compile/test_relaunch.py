@@ -21,7 +21,7 @@ import quire
 from quire import api
 from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
-from quire.kernels import turn, write, write_latent
+from quire.kernels import norm_rope, write, write_latent
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.tensor_maps import KEPT, Format
 from quire.plan import make_plan
@@ -155,11 +155,11 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
     assert len(passed) == 3 and passed[1] == passed[2] != passed[0]
 
 
-@pytest.mark.parametrize(("batch", "name"), [("decode, 64", "split_kv_kernel"), ("prompt", "turn_kernel")])
+@pytest.mark.parametrize(("batch", "name"), [("decode, 64", "split_kv_kernel"), ("prompt", "norm_rope_kernel")])
 def test_a_relaunch_that_turns_passes_what_the_binder_passes(batch, name, passed, monkeypatch):
     """In the launch that attends, and before it. Another table, norm or alignment goes through the binder."""
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
-    monkeypatch.setattr(turn, "LAUNCHES", LaunchCache())
+    monkeypatch.setattr(norm_rope, "LAUNCHES", LaunchCache())
     monkeypatch.setattr(write, "device_properties", lambda device: TARGETS["sm90"].properties)
     monkeypatch.setattr(api, "is_served_by_torch", lambda device: False)
     wanted = launches.FEATURES["plain"]
@@ -168,14 +168,14 @@ def test_a_relaunch_that_turns_passes_what_the_binder_passes(batch, name, passed
         plan = launches.plan_of(batch, spec, wanted)
     layers = []
     for _ in range(2):
-        some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan) | launches.turn_of(plan, 96)
+        some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan) | launches.norm_rope_of(plan, 96)
         layers.append(some | {"out": torch.empty_like(some["q"])})
     layers[1]["qk_norm"] = layers[1]["qk_norm"]._replace(eps=0.5)  # which a compiled kernel takes
 
     def passed_by(layer):
         before = len(passed)
         quire.attention(**layer, plan=plan)
-        # The second tensor of `turn_kernel` is new in each call: the turned queries.
+        # The second tensor of `norm_rope_kernel` is new in each call: the rotated queries.
         return [
             (grid, facts if batch == "decode, 64" else (facts[0], *facts[2:]))
             for kernel, grid, facts in passed[before:]
@@ -201,7 +201,7 @@ def test_a_relaunch_that_turns_passes_what_the_binder_passes(batch, name, passed
             with pytest.raises(InterruptedError):
                 quire.attention(**layers[1] | other, plan=plan)
                 pytest.fail(f"relaunched for other {other}")
-    monkeypatch.setattr(turn, "LAUNCHES", LaunchCache())
+    monkeypatch.setattr(norm_rope, "LAUNCHES", LaunchCache())
     plan = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
     (bound,) = passed_by(layers[1])
     assert again == bound != first

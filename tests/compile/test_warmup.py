@@ -37,7 +37,7 @@ def without_compiler(monkeypatch):
     return lambda target="sm90": replace(TARGETS[target], name=f"{target}, without a compiler")
 
 
-@pytest.mark.parametrize("append", [False, True, "turned"])
+@pytest.mark.parametrize("append", [False, True, "rotated"])
 @pytest.mark.parametrize("kind", ["plain", "e4m3", "e4m3, scales per token"])
 def test_nothing_compiles_after_warmup(kind, append, without_compiler):
     spec = SPEC if kind == "plain" else replace(SPEC, kv_dtype=torch.float8_e4m3fn)
@@ -46,7 +46,7 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
         cache = quire.PagedKVCache(cache.k, cache.v, "NHD", torch.ones(2, 16, 8), torch.ones(2, 16, 8))
     with compiling(without_compiler()) as compiled:
         how = {}
-        if append == "turned":
+        if append == "rotated":
             cos, sin = torch.zeros(2000, 128).chunk(2, 1)
             how["rope"] = quire.Rope(cos, sin, torch.zeros(1, dtype=torch.int64))
             how["qk_norm"] = quire.QKNorm(*torch.ones(2, 128))
@@ -76,14 +76,14 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
                 # New tokens are slices of a fused projection.
                 k, v = torch.empty(sum(q_lens), 48, 128, dtype=torch.float16)[:, 32:].split(8, 1)
                 new = dict(k=k, v=v, slot_mapping=torch.zeros(sum(q_lens), dtype=torch.int64))
-                if append == "turned":
+                if append == "rotated":
                     rope = how["rope"]._replace(positions=torch.zeros(sum(q_lens), dtype=torch.int64))
                     new |= how | {"rope": rope}
                 quire.attention(q, cache, plan, **new if append else {})
                 if plan.appender(cache) is not None and not append:  # which has another kernel
                     with pytest.raises(AssertionError, match="compiled in service"):
                         quire.attention(q, cache, plan, **new)
-    write = "turn_kernel" if append == "turned" else "write_kernel"
+    write = "norm_rope_kernel" if append == "rotated" else "write_kernel"
     assert kernels == {write, "block_kernel", "split_kv_kernel"} | (
         set() if "token" in kind else {"hopper_kernel", "combine_kernel"}
     )

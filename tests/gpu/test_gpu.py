@@ -5,7 +5,7 @@ import torch
 
 import quire
 from quire import api, cli, reference
-from quire.testing import error_budget, make_problem, random_turn, unwritten
+from quire.testing import error_budget, make_problem, random_norm_rope, unwritten
 
 LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50))
@@ -103,32 +103,32 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(query_
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("lens", [((1, 2048), (1, 300)), ((5, 2048), (3, 300)), ((200, 300), (64, 64))], ids=str)
 @pytest.mark.parametrize("how", [{}, {"rotary_dim": 64, "interleaved": True, "qk_norm": False}], ids=str)
-def test_a_captured_graph_turns_writes_and_attends(how, lens, kv_dtype):
-    """The bits are those of a launch that turns and writes, and of attention; positions and tokens change."""
+def test_a_captured_graph_rotates_writes_and_attends(how, lens, kv_dtype):
+    """The bits are those of a launch that rotates and writes, and of attention; positions and tokens change."""
     spec = quire.AttentionSpec(**LLAMA, kv_dtype=kv_dtype)
     p = make_problem(spec, lens, device="cuda")
     plan = quire.plan(spec, p.batch, **p.bounds)
     cache, new = unwritten(p)
     new |= {name: new[name].to(p.q.dtype) for name in "kv"}
-    how = random_turn(p, **{"rotary_dim": 128, "qk_norm": True} | how)
+    how = random_norm_rope(p, **{"rotary_dim": 128, "qk_norm": True} | how)
     twin = quire.PagedKVCache(cache.k.clone(), cache.v.clone(), cache.layout, cache.k_scale, cache.v_scale)
     quire.attention(p.q, cache, plan, **new, **how)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = quire.attention(p.q, cache, plan, **new, **how)
-    turned = torch.empty_like(p.q)
+    rotated = torch.empty_like(p.q)
     for seed in range(3):
         torch.manual_seed(seed)
         for tensor in (p.q, new["k"], new["v"]):
             tensor.normal_()
         how["rope"].positions.random_(0, how["rope"].cos.shape[0])
         graph.replay()
-        api.turn_and_write(p.q, turned, twin, *new.values(), how["rope"], how.get("qk_norm"))
-        assert torch.equal(out, quire.attention(turned, twin, plan))
+        api.norm_rope_and_write(p.q, rotated, twin, *new.values(), how["rope"], how.get("qk_norm"))
+        assert torch.equal(out, quire.attention(rotated, twin, plan))
         for a, b in ((cache.k, twin.k), (cache.v, twin.v)):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    exact = reference.turn(p.q, how["rope"], how.get("qk_norm"), of_keys=False)
-    assert (turned.double() - exact).abs().max() <= torch.finfo(turned.dtype).eps * exact.abs().max()
+    exact = reference.norm_rope(p.q, how["rope"], how.get("qk_norm"), of_keys=False)
+    assert (rotated.double() - exact).abs().max() <= torch.finfo(rotated.dtype).eps * exact.abs().max()
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.int8])

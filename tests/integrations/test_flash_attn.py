@@ -184,16 +184,16 @@ def test_append_then_attend(paged, rotary):
 
     for s in range(3):
         n = lens[s]
-        turned_k = torch.stack([at(k[s, i], n + i) for i in range(new)])
-        turned_q = torch.stack([at(q[s, i], n + i) for i in range(3)])
-        keys, values = torch.cat([past_k[s, :n], turned_k]), torch.cat([past_v[s, :n], v[s]])
-        expected = dense(turned_q, keys, values, causal=True)
+        rotated_k = torch.stack([at(k[s, i], n + i) for i in range(new)])
+        rotated_q = torch.stack([at(q[s, i], n + i) for i in range(3)])
+        keys, values = torch.cat([past_k[s, :n], rotated_k]), torch.cat([past_v[s, :n], v[s]])
+        expected = dense(rotated_q, keys, values, causal=True)
         close(out[s], expected[0])
         close(lse[s], expected[1])
         for i in range(new):
             p = n + i
             got = k_cache[table[s, p // 4], p % 4] if paged else k_cache[s, p]
-            torch.testing.assert_close(got, turned_k[i])
+            torch.testing.assert_close(got, rotated_k[i])
     if not paged:  # nothing else was touched
         assert torch.equal(k_cache[3], before[3]) and torch.equal(k_cache[0, 8:], before[0, 8:])
 

@@ -11,7 +11,7 @@ BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
 LONG = ATTENTION + "splits_of_long_sequences"
 SHARED = "kernels/test_shared_prefix.py::test_"
-TURN = "kernels/test_turn.py::test_"
+NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 
 IN_INTERPRETER = {
@@ -505,25 +505,25 @@ IN_INTERPRETER = {
         "kernels/rotate.py",
         "tl.where(is_first[None, :], -sin, sin)",
         "tl.where(is_first[None, :], sin, -sin)",
-        TURN + "a_step_that_turns_is_a_turn_and_a_step[decode]",
+        NORM_ROPE + "a_step_that_rotates_is_a_rotation_and_a_step[decode]",
     ),
     "columns after the rotary ones rotated": Mutant(
         "kernels/rotate.py",
-        "x = tl.where(rotated, turned, x) if ROTARY_DIM < DIM else turned",
-        "x = turned",
-        TURN + "columns_that_are_not_rotated_keep_their_bits",
+        "x = tl.where(in_pairs, rotated, x) if ROTARY_DIM < DIM else rotated",
+        "x = rotated",
+        NORM_ROPE + "columns_that_are_not_rotated_keep_their_bits",
     ),
     "keys normalised by the weights of queries": Mutant(
         "kernels/primitives.py",
-        "k_ptrs, i < count, token, turn.k_weight, turn",
-        "k_ptrs, i < count, token, turn.q_weight, turn",
-        TURN + "a_step_that_turns_is_a_turn_and_a_step[e4m3]",
+        "k_ptrs, i < count, token, norm_rope.k_weight, norm_rope",
+        "k_ptrs, i < count, token, norm_rope.q_weight, norm_rope",
+        NORM_ROPE + "a_step_that_rotates_is_a_rotation_and_a_step[e4m3]",
     ),
     "positions not clamped": Mutant(
         "kernels/rotate.py",
-        "position = tl.minimum(tl.maximum(position, 0), turn.max_positions - 1)",
-        "position = position % turn.max_positions",
-        TURN + "positions_outside_of_the_table_are_clamped",
+        "position = tl.minimum(tl.maximum(position, 0), norm_rope.max_positions - 1)",
+        "position = position % norm_rope.max_positions",
+        NORM_ROPE + "positions_outside_of_the_table_are_clamped",
     ),
 }
 

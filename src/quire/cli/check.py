@@ -34,7 +34,7 @@ from quire.cli.status_line import StatusLine
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.spec import QUERY_DTYPES, AttentionSpec
 from quire.state import State
-from quire.testing import Problem, error_budget, make_problem, random_turn, unwritten
+from quire.testing import Problem, error_budget, make_problem, random_norm_rope, unwritten
 
 EXAMPLES = """examples:
   quire check
@@ -156,8 +156,8 @@ def check_feature(feature: Feature, device: torch.device, dtype: torch.dtype) ->
     chosen = plan_for(problem, **feature.plan)
 
     cache, step = unwritten(problem) if feature.append else (problem.cache, {})
-    if feature.turn:
-        step |= random_turn(problem, **feature.turn)
+    if feature.norm_rope:
+        step |= random_norm_rope(problem, **feature.norm_rope)
         problem = replace(problem, cache=cache, step=step)
 
     def attend() -> State:

@@ -49,8 +49,8 @@ class ProblemOptions(TypedDict, total=False):
     per_token: Callable[[Batch, int], Batch]
 
 
-class TurnOptions(TypedDict, total=False):
-    """Arguments of `quire.testing.random_turn` that a feature sets."""
+class NormRopeOptions(TypedDict, total=False):
+    """Arguments of `quire.testing.random_norm_rope` that a feature sets."""
 
     rotary_dim: int
     interleaved: bool
@@ -90,7 +90,7 @@ class Feature:
         problem: arguments of `quire.testing.make_problem`.
         captured: launch from a CUDA graph that was captured at other lengths.
         append: pass the keys and values of the queries' own tokens, which are not in the cache.
-        turn: arguments of `quire.testing.random_turn`, if `append` turns queries and keys.
+        norm_rope: arguments of `quire.testing.random_norm_rope`, if `append` rotates queries and keys.
     """
 
     name: str
@@ -100,14 +100,14 @@ class Feature:
     problem: ProblemOptions = field(default_factory=ProblemOptions)
     captured: bool = False
     append: bool = False
-    turn: TurnOptions = field(default_factory=TurnOptions)
+    norm_rope: NormRopeOptions = field(default_factory=NormRopeOptions)
 
     def spec(self, dtype: torch.dtype) -> AttentionSpec:
         """Return the spec for queries of a dtype."""
         return AttentionSpec(**HEADS | self.spec_options, dtype=dtype)
 
 
-NEIGHBOURS: TurnOptions = {"rotary_dim": 24, "interleaved": True, "qk_norm": True}
+NEIGHBOURS: NormRopeOptions = {"rotary_dim": 24, "interleaved": True, "qk_norm": True}
 
 FEATURES = (
     Feature("decode", lens=((1, 130), (1, 1), (1, 77))),
@@ -153,8 +153,8 @@ FEATURES = (
     Feature("new tokens", lens=((1, 130), (4, 20), (1, 0), (4, 3), (0, 9)), append=True),
     Feature("new tokens, split keys", lens=((3, 300), (1, 5), (9, 170)), plan={"num_splits": 5}, append=True),
     Feature("new tokens, mixed", append=True),
-    Feature("new tokens, rotated", lens=((1, 130), (4, 20), (1, 0)), append=True, turn={"rotary_dim": 32}),
-    Feature("new tokens, normalised, rotated", append=True, turn=NEIGHBOURS),
+    Feature("new tokens, rotated", lens=((1, 130), (4, 20), (1, 0)), append=True, norm_rope={"rotary_dim": 32}),
+    Feature("new tokens, normalised, rotated", append=True, norm_rope=NEIGHBOURS),
     Feature("new tokens, fp8 e4m3 cache", FP8, ((1, 130), (4, 20), (1, 0)), append=True),
     Feature("new tokens, int8 cache", {"kv_dtype": torch.int8}, ((1, 130), (4, 20), (1, 0)), append=True),
 )

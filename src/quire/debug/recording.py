@@ -19,8 +19,8 @@ from quire.debug.call import INDICES, NEW, QK_NORM, ROPE, STORED, Call, batch_of
 from quire.debug.memory import describe, read_units
 from quire.dispatch.device import device_properties, interprets
 from quire.errors import check_flag, check_integer
+from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan
-from quire.turn import QKNorm, Rope
 
 PACKAGES = ("quire", "torch", "triton", "numpy", "transformers", "vllm")
 

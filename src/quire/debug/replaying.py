@@ -20,11 +20,11 @@ from quire.dispatch.request import Request
 from quire.errors import UnsupportedError, check_device, check_flag, check_integer, check_served, describe
 from quire.kernels.launch import Launch
 from quire.launch_codec import decode
+from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan, make_plan, plan
 from quire.spec import QUANTISED_DTYPES
 from quire.state import State
 from quire.testing import Oracle, Problem, Verdict, owned_slots, poison, random_cache
-from quire.turn import QKNorm, Rope
 
 MAX_BYTES = 4 << 30
 LAUNCH_MODULES = ("quire.spec", "quire.dispatch.", "quire.kernels.")  # whose dataclasses a launch is made of
@@ -208,12 +208,16 @@ def with_step(problem: Problem, new: dict[str, Any]) -> Problem:
         return replace(problem, cache=copy)
     scales = (None if scale is None else scale.clone() for scale in (cache.k_scale, cache.v_scale))
     copy = PagedKVCache(cache.k.clone(), cache.v.clone(), cache.layout, *scales)
-    turn = {name: new[name] for name in ("rope", "qk_norm") if name in new}
-    keys = reference.turn(k, turn.get("rope"), turn.get("qk_norm"), of_keys=True).to(k.dtype) if turn else k
+    norm_rope = {name: new[name] for name in ("rope", "qk_norm") if name in new}
+    keys = (
+        reference.norm_rope(k, norm_rope.get("rope"), norm_rope.get("qk_norm"), of_keys=True).to(k.dtype)
+        if norm_rope
+        else k
+    )
     write_kv(keys, v, copy, slots)
-    # Keys that were turned are exact in the oracle, unless a cache rounds them.
-    is_exact = turn and problem.spec.kv_dtype not in QUANTISED_DTYPES
-    return replace(problem, cache=copy, step=new if is_exact else turn)
+    # Keys that were rotated are exact in the oracle, unless a cache rounds them.
+    is_exact = norm_rope and problem.spec.kv_dtype not in QUANTISED_DTYPES
+    return replace(problem, cache=copy, step=new if is_exact else norm_rope)
 
 
 def random_numbers(call: Call, num_units: int) -> dict[str, torch.Tensor]:

@@ -14,8 +14,8 @@ from quire.dispatch.request import Request, cdiv
 from quire.kernels import views
 from quire.kernels.launch import Runner
 from quire.kernels.scratch import ScratchSize
+from quire.norm_rope import QKNorm, Rope
 from quire.spec import UNBOUNDED
-from quire.turn import QKNorm, Rope
 
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
 MOST_NEW_TOKENS = 16  # of a sequence, that a program of `append` writes before it reads them
@@ -158,7 +158,7 @@ class PortableRunner(KernelRunner):
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         new: views.NewTokens | None = None,
-        turn: tuple[views.Turn, dict[str, Any]] | None = None,
+        norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
     ) -> None:
         grid = (self.decided.num_programs(q.shape[0]), 1, 1)
         if grid[0] == 0:
@@ -176,14 +176,14 @@ class PortableRunner(KernelRunner):
                 new_at = new.k.data_ptr(), new.v.data_ptr(), new.slot_mapping.data_ptr()
                 aligned = (new_at[0] | new_at[1] | new_at[2]) % 16 == 0
                 key = (*key, new.k.dtype, new.v.dtype, *new[3:]) if aligned else None
-                turn_at = None
-                if turn is not None and key is not None:
-                    turn_at, turned = views.address_turn(*turn)
-                    key = *key, turned
-                addresses = *addresses[:-2], (*new_at, *new[3:]), turn_at
+                norm_rope_at = None
+                if norm_rope is not None and key is not None:
+                    norm_rope_at, rotated = views.address_norm_rope(*norm_rope)
+                    key = *key, rotated
+                addresses = *addresses[:-2], (*new_at, *new[3:]), norm_rope_at
             if key is not None and self.launches.relaunch(key, grid, addresses):
                 return
-        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, new, turn)
+        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, new, norm_rope)
         self.launches.launch(key, self.kernel, grid, tensors, fixed, meta)
 
     def can_append(self, cache: PagedKVCache) -> bool:
@@ -207,10 +207,10 @@ class PortableRunner(KernelRunner):
         rope: Rope | None,
         qk_norm: QKNorm | None,
     ) -> None:
-        """Turn queries and keys, write keys and values into their slots and attend, in one launch."""
+        """Normalise and rotate queries and keys, write keys and values into their slots and attend, in one launch."""
         new = views.NewTokens(k, v, slot_mapping, *k.stride()[:2], *v.stride()[:2])
-        turn = None if rope is None and qk_norm is None else views.turn_of(rope, qk_norm)
-        self(q, cache, out, lse, sinks, alibi_slopes, new, turn)
+        norm_rope = None if rope is None and qk_norm is None else views.norm_rope_of(rope, qk_norm)
+        self(q, cache, out, lse, sinks, alibi_slopes, new, norm_rope)
 
     def arguments(
         self,
@@ -221,7 +221,7 @@ class PortableRunner(KernelRunner):
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         new: views.NewTokens | None = None,
-        turn: tuple[views.Turn, dict[str, Any]] | None = None,
+        norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
         """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those by name."""
         from quire.kernels import mods
@@ -243,7 +243,7 @@ class PortableRunner(KernelRunner):
             "TOKEN_SCALES": cache.scale_kind == "token",
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
-        } | (views.NO_TURN if turn is None else turn[1])  # fmt: skip
+        } | (views.NO_NORM_ROPE if norm_rope is None else norm_rope[1])  # fmt: skip
         if new is not None and packed and decided.name == "split_kv" and not device.has_mfma:
             # Else the compiler takes so many that fewer programs fit. What it spills is outside of the loop over tiles.
             meta["maxnreg"] = min(
@@ -260,5 +260,5 @@ class PortableRunner(KernelRunner):
             0 if lse is None else lse.stride(0),
         )
         pages = views.cache_tensors(cache, element)
-        tensors = q, out, lse, sinks, alibi_slopes, pages, new, None if turn is None else turn[0]
+        tensors = q, out, lse, sinks, alibi_slopes, pages, new, None if norm_rope is None else norm_rope[0]
         return tensors, (views.kv_layout(cache, batch, element), *self.fixed, *strides), meta

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.rotate import load_turned
+from quire.kernels.rotate import load_rotated
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -38,7 +38,7 @@ class Tiling(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The run-time numbers that turn products into scores, and the window of keys that a query sees."""
+    """The run-time numbers that norm_rope products into scores, and the window of keys that a query sees."""
 
     scale: Any  # softmax scale, times the key scale of the head
     exponent_scale: Any  # factor from the scores that `softmax_step` takes to base-2 exponents
@@ -199,9 +199,9 @@ def dim_offsets(offs_d, stride_vec, VEC: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def load_queries(
     ptrs, owned, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED_FP8: tl.constexpr,
-    token=None, turn=None, ROTARY_DIM: tl.constexpr = None, INTERLEAVED: tl.constexpr = False,
+    token=None, norm_rope=None, ROTARY_DIM: tl.constexpr = None, INTERLEAVED: tl.constexpr = False,
 ):  # fmt: skip
-    """Load the queries of a row block, whose rows begin at `ptrs`; with `turn`, those of the tokens `token`, turned.
+    """Load the queries of a row block, whose rows begin at `ptrs`; with `norm_rope`, rotate them by their tokens.
 
     With PACKED_FP8, return the even dims and the odd dims, both float16, and the power of two by which each row was
     divided.
@@ -213,12 +213,13 @@ def load_queries(
             even = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0).to(tl.float32)
             odd = tl.load(ptrs[:, None] + (offs_d + 1)[None, :], mask=keep, other=0.0).to(tl.float32)
         else:
-            even = load_turned(
-                ptrs, owned, token, turn.q_weight, turn, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
+            even = load_rotated(
+                ptrs, owned, token, norm_rope.q_weight, norm_rope, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
             ).to(tl.float32)
-            odd = load_turned(
-                ptrs, owned, token, turn.q_weight, turn, offs_d + 1, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
-            ).to(tl.float32)
+            odd = load_rotated(
+                ptrs, owned, token, norm_rope.q_weight, norm_rope, offs_d + 1, HEAD_DIM, BLOCK_D, ROTARY_DIM,
+                INTERLEAVED,
+            ).to(tl.float32)  # fmt: skip
         # The largest magnitude of a row becomes 2^13 or more. Magnitudes down to 2^-27 of it are then exact in float16.
         peak = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
         exponent = tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 14)
@@ -231,7 +232,9 @@ def load_queries(
             keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
             q = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0)
         else:
-            q = load_turned(ptrs, owned, token, turn.q_weight, turn, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED)
+            q = load_rotated(
+                ptrs, owned, token, norm_rope.q_weight, norm_rope, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
+            )
         return q
 
 
@@ -340,12 +343,12 @@ def attend_tile(
 
 @triton.jit
 def write_new(
-    new, turn, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,
+    new, norm_rope, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Write the keys and values of `count` tokens from the `first`-th on into their slots, for one KV head.
 
-    With `turn`, the keys are turned. The bytes are those of `write_kv`. The caller reads them after a barrier.
+    With `norm_rope`, the keys are rotated. The bytes are those of `write_kv`. The caller reads them after a barrier.
     """
     i = tl.arange(0, NEW_TOKENS)
     # The sum is kv_head. The compiler does not know that, or it would keep addresses in registers from one sequence to
@@ -357,9 +360,9 @@ def write_new(
     if ROTARY_DIM is None:
         k = load_rows(k_ptrs, i < count, T.HEAD_DIM, T.BLOCK_D)
     else:
-        k = load_turned(
-            k_ptrs, i < count, token, turn.k_weight, turn, tl.arange(0, T.BLOCK_D), T.HEAD_DIM, T.BLOCK_D, ROTARY_DIM,
-            INTERLEAVED,
+        k = load_rotated(
+            k_ptrs, i < count, token, norm_rope.k_weight, norm_rope, tl.arange(0, T.BLOCK_D), T.HEAD_DIM, T.BLOCK_D,
+            ROTARY_DIM, INTERLEAVED,
         )  # fmt: skip
     v = load_rows(new.v + token * new.v_token + kv_head * new.v_head, i < count, T.HEAD_DIM_V, T.BLOCK_DV)
     if ENCODE is not None:

@@ -1,7 +1,7 @@
-"""Turn heads on their way from memory to registers: RMSNorm over a head, then a rotary embedding.
+"""Normalise and rotate heads on their way from memory to registers: RMSNorm over a head, then a rotary embedding.
 
 All is computed in float32 and rounded once, to the dtype of the heads. Products that are added are fused by hand, and
-sums are of pairs, in an order that does not depend on which thread holds which element. So every kernel that turns a
+sums are of pairs, in an order that does not depend on which thread holds which element. So every kernel that rotates a
 head gets the same bits.
 """
 
@@ -10,18 +10,18 @@ import triton.language as tl
 
 
 @triton.jit
-def load_turned(
-    ptrs, inside, token, weight, turn, offs_d,
+def load_rotated(
+    ptrs, inside, token, weight, norm_rope, offs_d,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Load columns of heads, turned.
+    """Load columns of heads, rotated.
 
     Args:
         ptrs: [rows], where the heads begin.
         inside: [rows], which of them there are; the others are 0.
         token: [rows], the token of each.
         weight: pointer to [DIM], or None to leave the norm out.
-        turn: views.Turn.
+        norm_rope: views.NormRope.
         offs_d: columns to load.
         DIM: of a head.
         BLOCK: DIM, padded to a power of two.
@@ -32,7 +32,7 @@ def load_turned(
     loaded = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0)
     x = loaded.to(tl.float32)
     if weight is not None:
-        scale = inverse_rms(ptrs, inside, turn.eps, DIM, BLOCK)
+        scale = inverse_rms(ptrs, inside, norm_rope.eps, DIM, BLOCK)
         # Adds 0, when the scale is known. The compiler does not know that, or weights would take registers before.
         weight += tl.multiple_of((tl.max(scale, 0) < 0).to(tl.int32), 16)
         x = x * scale[:, None] * tl.load(weight + offs_d, mask=offs_d < DIM, other=0.0).to(tl.float32)[None, :]
@@ -44,20 +44,20 @@ def load_turned(
             HALF: tl.constexpr = ROTARY_DIM // 2
             angle, is_first = offs_d % HALF, offs_d < HALF
             other_d = (offs_d + HALF) % ROTARY_DIM
-        rotated = inside[:, None] & (offs_d < ROTARY_DIM)[None, :]
-        other = tl.load(ptrs[:, None] + other_d[None, :], mask=rotated, other=0.0).to(tl.float32)
+        in_pairs = inside[:, None] & (offs_d < ROTARY_DIM)[None, :]
+        other = tl.load(ptrs[:, None] + other_d[None, :], mask=in_pairs, other=0.0).to(tl.float32)
         if weight is not None:
             factor = tl.load(weight + other_d, mask=offs_d < ROTARY_DIM, other=0.0).to(tl.float32)
             other = other * scale[:, None] * factor[None, :]
-        position = tl.load(turn.positions + token, mask=inside, other=0).to(tl.int64)
-        position = tl.minimum(tl.maximum(position, 0), turn.max_positions - 1)
-        cos_ptrs = turn.cos + (position * turn.cos_row)[:, None] + angle[None, :]
-        sin_ptrs = turn.sin + (position * turn.sin_row)[:, None] + angle[None, :]
-        cos = tl.load(cos_ptrs, mask=rotated, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptrs, mask=rotated, other=0.0).to(tl.float32)
+        position = tl.load(norm_rope.positions + token, mask=inside, other=0).to(tl.int64)
+        position = tl.minimum(tl.maximum(position, 0), norm_rope.max_positions - 1)
+        cos_ptrs = norm_rope.cos + (position * norm_rope.cos_row)[:, None] + angle[None, :]
+        sin_ptrs = norm_rope.sin + (position * norm_rope.sin_row)[:, None] + angle[None, :]
+        cos = tl.load(cos_ptrs, mask=in_pairs, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptrs, mask=in_pairs, other=0.0).to(tl.float32)
         # The first of a pair becomes x cos - other sin, the second x cos + other sin.
-        turned = tl.fma(x, cos, other * tl.where(is_first[None, :], -sin, sin))
-        x = tl.where(rotated, turned, x) if ROTARY_DIM < DIM else turned
+        rotated = tl.fma(x, cos, other * tl.where(is_first[None, :], -sin, sin))
+        x = tl.where(in_pairs, rotated, x) if ROTARY_DIM < DIM else rotated
     return x.to(loaded.dtype)
 
 

@@ -10,9 +10,9 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache, Strides
-from quire.turn import QKNorm, Rope
+from quire.norm_rope import QKNorm, Rope
 
-NO_TURN = {"ROTARY_DIM": None, "INTERLEAVED": False}  # constexprs of kernels
+NO_NORM_ROPE = {"ROTARY_DIM": None, "INTERLEAVED": False}  # constexprs of kernels
 
 
 class CacheTensors(NamedTuple):
@@ -43,8 +43,8 @@ class NewTokens(NamedTuple):
     v_head: int
 
 
-class Turn(NamedTuple):
-    """How the queries and the new keys of a step are turned: `Rope` and `QKNorm`, as kernels read them."""
+class NormRope(NamedTuple):
+    """How the queries and the new keys of a step are rotated: `Rope` and `QKNorm`, as kernels read them."""
 
     cos: Any  # [max_positions, ROTARY_DIM / 2]; None, like the next two, without a rotation
     sin: Any
@@ -111,24 +111,24 @@ def cache_tensors(cache: PagedKVCache, element: torch.dtype) -> CacheTensors:
     return CacheTensors(cache.k.view(element), cache.v.view(element), cache.k_scale, cache.v_scale)
 
 
-def turn_of(rope: Rope | None, qk_norm: QKNorm | None) -> tuple[Turn, dict[str, Any]]:
-    """Return a turn, and the constexprs of kernels that depend on it."""
+def norm_rope_of(rope: Rope | None, qk_norm: QKNorm | None) -> tuple[NormRope, dict[str, Any]]:
+    """Return `Rope` and `QKNorm` as kernels read them, and the constexprs of kernels that depend on them."""
     q_weight, k_weight, eps = (None, None, 0.0) if qk_norm is None else qk_norm
     if rope is None:
-        return Turn(None, None, None, q_weight, k_weight, eps, 0, 0, 0), NO_TURN | {"ROTARY_DIM": 0}
+        return NormRope(None, None, None, q_weight, k_weight, eps, 0, 0, 0), NO_NORM_ROPE | {"ROTARY_DIM": 0}
     cos, sin, positions, interleaved = rope
     rows, half = cos.shape
-    turn = Turn(cos, sin, positions, q_weight, k_weight, eps, rows, cos.stride(0), sin.stride(0))
-    return turn, {"ROTARY_DIM": 2 * half, "INTERLEAVED": interleaved}
+    norm_rope = NormRope(cos, sin, positions, q_weight, k_weight, eps, rows, cos.stride(0), sin.stride(0))
+    return norm_rope, {"ROTARY_DIM": 2 * half, "INTERLEAVED": interleaved}
 
 
-def address_turn(turn: Turn, meta: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return a turn with addresses in place of tensors, and a key of all that a kernel is compiled for."""
-    tensors = turn[:5]
+def address_norm_rope(norm_rope: NormRope, meta: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return a `NormRope` with addresses in place of tensors, and a key of all that a kernel is compiled for."""
+    tensors = norm_rope[:5]
     at = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors[1:])
-    key = *meta.values(), *dtypes, *(None if address is None else address % 16 == 0 for address in at), *turn[6:]
-    return (*at, *turn[5:]), key
+    key = *meta.values(), *dtypes, *(None if address is None else address % 16 == 0 for address in at), *norm_rope[6:]
+    return (*at, *norm_rope[5:]), key
 
 
 def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_offsets: bool = True) -> KVLayout:

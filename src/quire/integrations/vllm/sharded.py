@@ -97,7 +97,7 @@ class Shares:
         output.copy_(quire.merge_states([context, own]).out)
 
     def attend_to_shares(
-        self, impl: Any, metadata: Any, pages: PagedKVCache, query: torch.Tensor, new: dict[str, torch.Tensor]
+        self, impl: Any, metadata: Any, pages: PagedKVCache, query: torch.Tensor, new: dict[str, Any]
     ) -> State:
         """Return this rank's heads over the keys of all ranks."""
         queries = self.group.all_gather(query.contiguous(), dim=1)

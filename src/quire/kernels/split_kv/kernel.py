@@ -51,7 +51,7 @@ def split_kv_kernel(
     slopes_ptr,  # [num_q_heads], or None
     cache,  # views.CacheTensors
     new,  # views.NewTokens, or None
-    turn,  # views.Turn, or None
+    norm_rope,  # views.NormRope, or None
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
@@ -67,7 +67,7 @@ def split_kv_kernel(
     PDL: tl.constexpr,  # programmatic dependent launch
     NEW_TOKENS: tl.constexpr,  # most new tokens of a sequence; 0 without `new`
     ENCODE: tl.constexpr,  # jit function from float32 to stored elements; None if the cache is not quantised
-    ROTARY_DIM: tl.constexpr,  # columns of a head that `turn` rotates; None without `turn`
+    ROTARY_DIM: tl.constexpr,  # columns of a head that `norm_rope` rotates; None without `norm_rope`
     INTERLEAVED: tl.constexpr,  # pairs of them are (2i, 2i + 1)
     PARTIAL_ROWS: tl.constexpr,  # rows of a partial that are stored
     SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,  # of Schedule
@@ -145,13 +145,17 @@ def split_kv_kernel(
                 tile_begin = begin
             page = find_pages(row, tile_begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
-        q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8, rows.token, turn, ROTARY_DIM, INTERLEAVED)
+        q = load_queries(
+            q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8, rows.token, norm_rope, ROTARY_DIM, INTERLEAVED
+        )
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
         if new is not None:
             if (begin + num_here) * UNIT > first_pos:  # this program reads new keys, so it writes them first
-                write_new(new, turn, cache, kv, q_start, q_len, kv_head, NEW_TOKENS, ENCODE, ROTARY_DIM, INTERLEAVED, T)
+                write_new(
+                    new, norm_rope, cache, kv, q_start, q_len, kv_head, NEW_TOKENS, ENCODE, ROTARY_DIM, INTERLEAVED, T
+                )
                 tl.debug_barrier()
         acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
         if FIXED_SPLIT == 0:

@@ -1,4 +1,4 @@
-"""Checks of `rope` and `qk_norm`, by which `attention` turns queries and new keys.
+"""Checks of `rope` and `qk_norm`, by which `attention` normalises and rotates queries and new keys.
 
 As in `checks`, nothing is read from a device.
 """
@@ -9,11 +9,11 @@ import torch
 
 from quire.cache import PagedKVCache
 from quire.errors import UnsupportedError, check_flag, check_positive, check_tensor, describe
+from quire.norm_rope import QKNorm, Rope
 from quire.spec import QUERY_DTYPES, dtype_names
-from quire.turn import QKNorm, Rope
 
 
-def check_turn(
+def check_norm_rope(
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     slot_mapping: torch.Tensor | None,
@@ -35,21 +35,21 @@ def check_turn(
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         fits = False
     if not fits:
-        _explain_turn(k, v, slot_mapping, rope, qk_norm, cache, num_tokens)
+        _explain_norm_rope(k, v, slot_mapping, rope, qk_norm, cache, num_tokens)
 
 
-def check_turn_alone(rope: Rope | None, qk_norm: QKNorm | None, cache: PagedKVCache) -> dict[str, Any]:
+def check_norm_rope_alone(rope: Rope | None, qk_norm: QKNorm | None, cache: PagedKVCache) -> dict[str, Any]:
     """Raise unless `rope` and `qk_norm` fit a cache; return those that there are, as `attention` takes them."""
-    turn: dict[str, Any] = {}
+    norm_rope: dict[str, Any] = {}
     if rope is not None:
         _refuse_latents("rope", rope, cache)
         check_rope("rope", rope, cache)
-        turn["rope"] = Rope(*rope)
+        norm_rope["rope"] = Rope(*rope)
     if qk_norm is not None:
         _refuse_latents("qk_norm", qk_norm, cache)
         check_qk_norm("qk_norm", qk_norm, cache)
-        turn["qk_norm"] = QKNorm(*qk_norm)
-    return turn
+        norm_rope["qk_norm"] = QKNorm(*qk_norm)
+    return norm_rope
 
 
 def _refuse_latents(name: str, value: Any, cache: PagedKVCache) -> None:
@@ -94,7 +94,7 @@ def _norm_fits(q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, cache
     )
 
 
-def _explain_turn(
+def _explain_norm_rope(
     k: Any, v: Any, slot_mapping: Any, rope: Any, qk_norm: Any, cache: PagedKVCache, num_tokens: int
 ) -> None:
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):

@@ -1,7 +1,7 @@
-"""Turn the queries and the new keys of a step, and write the keys and the values into their slots, in one launch.
+"""Normalise and rotate the queries and the new keys of a step, and write keys and values into their slots, in a launch.
 
-It is for attention that does not do so itself. Grid of `turn_kernel`: [num_tokens, num_kv_heads]. One program owns the
-key, the value and the query heads of one token and KV head.
+It is for attention that does not do so itself. Grid of `norm_rope_kernel`: [num_tokens, num_kv_heads]. One program owns
+the key, the value and the query heads of one token and KV head.
 """
 
 import torch
@@ -11,24 +11,24 @@ import triton.language as tl
 from quire.cache import PagedKVCache
 from quire.dispatch.tree import power_of_two
 from quire.kernels.launcher import LaunchCache
-from quire.kernels.rotate import load_turned
-from quire.kernels.views import address_turn, turn_of
+from quire.kernels.rotate import load_rotated
+from quire.kernels.views import address_norm_rope, norm_rope_of
 from quire.kernels.write import describe_cache, store_head, write_head
-from quire.turn import QKNorm, Rope
+from quire.norm_rope import QKNorm, Rope
 
-LAUNCHES = LaunchCache()  # by what `turn_and_write` depends on besides the addresses; layers share one
+LAUNCHES = LaunchCache()  # by what `norm_rope_and_write` depends on besides the addresses; layers share one
 ELEMENTS = 512  # of query heads, that a warp holds
 
 
 @triton.jit
-def turn_kernel(
+def norm_rope_kernel(
     q_ptr,  # [num_tokens, num_kv_heads * GROUP, HEAD_DIM]
-    turned_ptr,  # like q, contiguous
+    rotated_ptr,  # like q, contiguous
     k_ptr,  # [num_tokens, num_kv_heads, HEAD_DIM]
     v_ptr,  # [num_tokens, num_kv_heads, HEAD_DIM_V]
     k_cache, v_cache, k_scale, v_scale,  # of PagedKVCache; scales may be None
     slot_mapping,  # [num_tokens] int64
-    turn,  # views.Turn
+    norm_rope,  # views.NormRope
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     k_page, k_slot, k_head, k_vec, v_page, v_slot, v_head, v_vec, scale_page, scale_slot, scale_head,
     GROUP: tl.constexpr,
@@ -41,11 +41,11 @@ def turn_kernel(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     q_head, owned = head * GROUP + row, row < GROUP
-    q = load_turned(
-        q_ptr + token * stride_q_token + q_head * stride_q_head, owned, token + row * 0, turn.q_weight, turn, offs_d,
-        HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED,
+    q = load_rotated(
+        q_ptr + token * stride_q_token + q_head * stride_q_head, owned, token + row * 0, norm_rope.q_weight, norm_rope,
+        offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED,
     )  # fmt: skip
-    targets = turned_ptr + (token * tl.num_programs(1) * GROUP + q_head) * HEAD_DIM
+    targets = rotated_ptr + (token * tl.num_programs(1) * GROUP + q_head) * HEAD_DIM
     tl.store(targets[:, None] + offs_d[None, :], q, mask=owned[:, None] & (offs_d < HEAD_DIM)[None, :])
     position = tl.load(slot_mapping + token)
     if position < 0:
@@ -53,9 +53,9 @@ def turn_kernel(
     page, slot = position // PAGE_SIZE, position % PAGE_SIZE
     offs_scale = page * scale_page + slot * scale_slot + head * scale_head
     zero = tl.arange(0, 1)
-    k = load_turned(
-        k_ptr + token * stride_k_token + head * stride_k_head + zero, zero == 0, token + zero, turn.k_weight, turn,
-        offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED,
+    k = load_rotated(
+        k_ptr + token * stride_k_token + head * stride_k_head + zero, zero == 0, token + zero, norm_rope.k_weight,
+        norm_rope, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED,
     )  # fmt: skip
     store_head(
         tl.reshape(k, [BLOCK_D]),
@@ -69,9 +69,9 @@ def turn_kernel(
     )  # fmt: skip
 
 
-def turn_and_write(
+def norm_rope_and_write(
     q: torch.Tensor,
-    turned: torch.Tensor,
+    rotated: torch.Tensor,
     cache: PagedKVCache,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -79,21 +79,21 @@ def turn_and_write(
     rope: Rope | None,
     qk_norm: QKNorm | None,
 ) -> None:
-    """Write turned queries to `turned`, and turned keys and values into the cache; `attention` has checked them."""
+    """Write rotated queries to `rotated`, and rotated keys and values into the cache; `attention` has checked them."""
     num_tokens, num_q_heads, _ = q.shape
     if num_tokens == 0:
         return
     grid = num_tokens, cache.num_kv_heads, 1
-    turn, rotation = turn_of(rope, qk_norm)
-    tensors = q, turned, k, v
+    norm_rope, rotation = norm_rope_of(rope, qk_norm)
+    tensors = q, rotated, k, v
     addresses = *(tensor.data_ptr() for tensor in tensors), *cache.addresses, slot_mapping.data_ptr()
     key = None
     if not any((at or 0) % 16 for at in addresses):
-        turn_at, turn_key = address_turn(turn, rotation)
+        norm_rope_at, norm_rope_key = address_norm_rope(norm_rope, rotation)
         widths = cache.num_kv_heads, num_q_heads, cache.head_dim, cache.head_dim_v
         strides = q.stride(), k.stride(), v.stride()
-        key = q.device, q.dtype, k.dtype, v.dtype, *strides, cache.kind, widths, turn_key
-        if LAUNCHES.relaunch(key, grid, (*addresses, turn_at)):
+        key = q.device, q.dtype, k.dtype, v.dtype, *strides, cache.kind, widths, norm_rope_key
+        if LAUNCHES.relaunch(key, grid, (*addresses, norm_rope_at)):
             return
     pages, of_cache, meta = describe_cache(cache)
     group = num_q_heads // cache.num_kv_heads
@@ -101,4 +101,4 @@ def turn_and_write(
     meta |= rotation | {"GROUP": group, "ROWS": rows}
     meta["num_warps"] = min(8, max(1, rows * meta["BLOCK_D"] // ELEMENTS))
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *of_cache
-    LAUNCHES.launch(key, turn_kernel, grid, (*tensors, *pages, slot_mapping, turn), strides, meta)
+    LAUNCHES.launch(key, norm_rope_kernel, grid, (*tensors, *pages, slot_mapping, norm_rope), strides, meta)

@@ -1,6 +1,6 @@
 """`Rope` and `QKNorm`: what is done to the queries and to the keys of a step before attention.
 
-A head is normalised first and rotated then. Both together are called a turn.
+A head is normalised first and rotated then.
 """
 
 from typing import NamedTuple

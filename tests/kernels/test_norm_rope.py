@@ -1,6 +1,6 @@
-"""`attention` with `rope` and `qk_norm` gives the bits of a launch that turns queries and new keys, and then attention.
+"""`attention` with `rope` and `qk_norm` gives the bits of a launch that rotates queries and new keys, and attention.
 
-Both are judged by the oracle, which turns in float64.
+Both are judged by the oracle, which rotates in float64.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ import quire
 from quire import api, reference
 from quire.dispatch.device import is_served_by_torch
 from quire.spec import QUANTISED_DTYPES
-from quire.testing import Problem, make_problem, random_turn, unwritten
+from quire.testing import Problem, make_problem, random_norm_rope, unwritten
 from tests.kernels.test_append import bits_of, copy_of, random_like
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.float16}
@@ -24,26 +24,28 @@ FULL, PART = {"rotary_dim": 32}, {"rotary_dim": 24}
 NEIGHBOURS, NORM = {"interleaved": True}, {"qk_norm": True}
 
 
-def solve(features: dict[str, Any], lens: Any, turn: dict[str, Any], options: dict[str, Any], **problem: Any) -> Any:
+def solve(
+    features: dict[str, Any], lens: Any, norm_rope: dict[str, Any], options: dict[str, Any], **problem: Any
+) -> Any:
     """Return a problem with a step, whose new tokens are not in the cache, and its plan."""
     spec = quire.AttentionSpec(**HEADS | features)
     p = make_problem(spec, lens, **problem)
     cache, new = unwritten(p)
-    step = random_like(new) | random_turn(p, **turn)
+    step = random_like(new) | random_norm_rope(p, **norm_rope)
     return replace(p, cache=cache, step=step), quire.plan(spec, p.batch, **p.bounds, **options)
 
 
-def turned_before(p: Problem, plan: quire.Plan) -> tuple[quire.State, quire.PagedKVCache]:
-    """Turn and write in one launch, and attend in another; return the state and the cache."""
-    cache, turned, step = copy_of(p.cache), torch.empty_like(p.q), dict(p.step)
-    turn = step.pop("rope", None), step.pop("qk_norm", None)
-    api.turn_and_write(p.q, turned, cache, *step.values(), *turn)
-    return quire.attention(turned, cache, plan, **p.tables, return_lse=True), cache
+def rotated_before(p: Problem, plan: quire.Plan) -> tuple[quire.State, quire.PagedKVCache]:
+    """Rotate and write in one launch, and attend in another; return the state and the cache."""
+    cache, rotated, step = copy_of(p.cache), torch.empty_like(p.q), dict(p.step)
+    norm_rope = step.pop("rope", None), step.pop("qk_norm", None)
+    api.norm_rope_and_write(p.q, rotated, cache, *step.values(), *norm_rope)
+    return quire.attention(rotated, cache, plan, **p.tables, return_lse=True), cache
 
 
 def check(p: Problem, plan: quire.Plan) -> None:
     """Compare both ways to take a step, and judge one of them."""
-    expected, written = turned_before(p, plan)
+    expected, written = rotated_before(p, plan)
     cache = copy_of(p.cache)
     found = quire.attention(p.q, cache, plan, **p.tables, **p.step, return_lse=True)
     rows = slice(0, int(p.batch.query_starts[-1]))
@@ -56,7 +58,7 @@ def check(p: Problem, plan: quire.Plan) -> None:
     assert verdict.passed, verdict
 
 
-IN_ONE_LAUNCH: dict[str, tuple[dict, tuple, dict, dict, dict]] = {  # spec, lengths, turn, of the plan, of the problem
+IN_ONE_LAUNCH: dict[str, tuple[dict, tuple, dict, dict, dict]] = {  # spec, lengths, how; of plan and problem
     "decode": ({}, ((1, 9), (1, 40), (1, 1), (1, 0), (1, 64)), FULL, {}, {"page_size": 4}),
     "one query each, neighbours": ({}, ((1, 9), (1, 40), (1, 0)), FULL | NEIGHBOURS, {}, {"one_query": True}),
     "split keys, part of a head": ({}, ((1, 300), (1, 40), (1, 256)), PART, {"num_splits": 3}, {"layout": "HND"}),
@@ -84,8 +86,8 @@ IN_TWO_LAUNCHES: dict[str, tuple[dict, tuple, dict, dict, dict]] = {
 
 @pytest.mark.parametrize("name", [*IN_ONE_LAUNCH, *IN_TWO_LAUNCHES])
 def test_a_step_that_turns_is_a_turn_and_a_step(name, device, options):
-    features, lens, turn, chosen, problem = (IN_ONE_LAUNCH | IN_TWO_LAUNCHES)[name]
-    p, plan = solve(features, lens, turn, options(**chosen), **problem, device=device)
+    features, lens, norm_rope, chosen, problem = (IN_ONE_LAUNCH | IN_TWO_LAUNCHES)[name]
+    p, plan = solve(features, lens, norm_rope, options(**chosen), **problem, device=device)
     in_one_launch = name in IN_ONE_LAUNCH and not is_served_by_torch(torch.device(device))
     assert (plan.appender(p.cache) is not None) == in_one_launch
     check(p, plan)
@@ -139,12 +141,12 @@ def test_columns_that_are_not_rotated_keep_their_bits(device):
     assert torch.equal(stored[..., 24:].view(torch.int16), k[..., 24:].contiguous().view(torch.int16))
 
 
-@pytest.mark.parametrize("turn", [FULL | NORM, PART | NEIGHBOURS], ids=str)
+@pytest.mark.parametrize("norm_rope", [FULL | NORM, PART | NEIGHBOURS], ids=str)
 @pytest.mark.parametrize("lens", [((1, 300), (3, 90)), ((20, 30), (3, 90))], ids=["in one launch", "in two launches"])
-def test_a_quantised_key_is_rounded_to_its_dtype_before(lens, turn, device):
-    """The bytes are those that `write_kv` makes of turned keys, which a cache of their dtype holds."""
-    p, plan = solve(E4M3, lens, turn, {}, device=device)
-    plain, same = solve({}, lens, turn, {}, device=device)
+def test_a_quantised_key_is_rounded_to_its_dtype_before(lens, norm_rope, device):
+    """The bytes are those that `write_kv` makes of rotated keys, which a cache of their dtype holds."""
+    p, plan = solve(E4M3, lens, norm_rope, {}, device=device)
+    plain, same = solve({}, lens, norm_rope, {}, device=device)
     plain = replace(plain, step={**p.step, **{name: p.step[name].half() for name in "kv"}})
     p = replace(p, step=plain.step)
     caches = copy_of(p.cache), copy_of(p.cache), copy_of(plain.cache)
@@ -157,18 +159,18 @@ def test_a_quantised_key_is_rounded_to_its_dtype_before(lens, turn, device):
 
 
 def test_a_head_is_rounded_once(device):
-    """The error of a turned query is that of one rounding, and of float32."""
+    """The error of a rotated query is that of one rounding, and of float32."""
     p, _ = solve({}, ((1, 70), (3, 90)), FULL | NORM, {}, device=device)
-    step, turned = dict(p.step), torch.empty_like(p.q)
+    step, rotated = dict(p.step), torch.empty_like(p.q)
     rope, norm = step.pop("rope"), step.pop("qk_norm")
-    api.turn_and_write(p.q, turned, copy_of(p.cache), *step.values(), rope, norm)
-    exact = reference.turn(p.q, rope, norm, of_keys=False)
+    api.norm_rope_and_write(p.q, rotated, copy_of(p.cache), *step.values(), rope, norm)
+    exact = reference.norm_rope(p.q, rope, norm, of_keys=False)
     spacing = torch.exp2(torch.frexp(exact.abs()).exponent.clamp(min=-13) - 11.0)  # of float16
     slack = 64 * torch.finfo(torch.float32).eps * exact.abs().max()
-    assert bool(((turned.double() - exact).abs() <= 0.5 * spacing + slack).all())
+    assert bool(((rotated.double() - exact).abs() <= 0.5 * spacing + slack).all())
 
 
-def test_tokens_without_a_slot_are_turned_and_left_out(device):
+def test_tokens_without_a_slot_are_rotated_and_left_out(device):
     """Their queries see the keys that the cache has."""
     p, plan = solve({}, ((2, 40), (3, 9)), FULL | NORM, {}, page_size=4, device=device)
     p = replace(p, cache=quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num()))
@@ -190,21 +192,21 @@ def test_a_norm_sums_alike_whatever_the_tile(device):
     assert all(torch.equal(a, b) for a, b in zip(*bits, strict=True))
 
 
-def test_what_a_turn_needs_is_named(device):
+def test_what_a_rotation_needs_is_named(device):
     p, plan = solve({}, ((1, 70), (3, 90)), FULL | NORM, {}, device=device)
-    turn = {name: p.step[name] for name in ("rope", "qk_norm")}
-    for name, value in turn.items():
+    norm_rope = {name: p.step[name] for name in ("rope", "qk_norm")}
+    for name, value in norm_rope.items():
         with pytest.raises(ValueError, match=f"{name} must be given with k, v and slot_mapping"):
             quire.attention(p.q, p.cache, plan, **{name: value})
     with pytest.raises(ValueError, match=r"rope.positions must have q's 4 tokens, got shape \[3\]"):
-        short = turn["rope"]._replace(positions=turn["rope"].positions[:3])
+        short = norm_rope["rope"]._replace(positions=norm_rope["rope"].positions[:3])
         quire.attention(p.q, p.cache, plan, **{**p.step, "rope": short})
     latent = quire.AttentionSpec.mla(num_q_heads=4, softmax_scale=0.2, kv_lora_rank=32, qk_rope_head_dim=16)
     latent = replace(latent, dtype=torch.float16, kv_dtype=torch.float16)
     p = make_problem(latent, ((1, 70), (3, 90)), device=device)
     cache, new = unwritten(p)
     plan = quire.plan(latent, p.batch, **p.bounds)
-    for name, value in turn.items():
+    for name, value in norm_rope.items():
         with pytest.raises(quire.UnsupportedError, match=f"{name} must be left out for latents"):
             quire.attention(p.q, cache, plan, **new, **{name: value})
 
@@ -222,12 +224,12 @@ def test_whole_space(device, options, data):
         "dtype": draw(st.sampled_from([torch.float32, torch.float16])),
         "kv_dtype": draw(st.sampled_from([None, None, torch.float8_e4m3fn, torch.int8])),
     }
-    turn = {
+    norm_rope = {
         "rotary_dim": 2 * draw(st.integers(1, head_dim // 2)),
         "interleaved": draw(st.booleans()),
         "qk_norm": draw(st.booleans()),
     }
     lens = draw(st.lists(st.tuples(st.integers(0, 18), st.integers(0, 90)), min_size=1, max_size=4))
     problem = {"page_size": draw(st.integers(1, 40)), "seed": draw(st.integers(0, 99))}
-    p, plan = solve(features, lens, turn, options(num_splits=draw(st.none() | st.integers(1, 6))), **problem)
+    p, plan = solve(features, lens, norm_rope, options(num_splits=draw(st.none() | st.integers(1, 6))), **problem)
     check(p, plan)
