@@ -33,10 +33,11 @@ def words_of_mask(mask: torch.Tensor, qo_indptr: list[int], kv_lens: list[int]) 
     A sequence without keys is a padding row. It has no bits in the mask, and its words are 0.
     """
     qo_lens = count_queries(qo_indptr)
+    name = "custom_mask" if mask.dtype is torch.bool else "packed_custom_mask"
     for seq, (queries, keys) in enumerate(zip(qo_lens, kv_lens, strict=True)):
         if keys < queries and keys:
             raise UnsupportedError(
-                f"custom_mask must be of sequences with a key for each query, got {queries} queries and {keys} keys "
+                f"{name} must be of sequences with a key for each query, got {queries} queries and {keys} keys "
                 f"of sequence {seq}; the queries are the last tokens"
             )
     drafts = [queries if keys else 0 for queries, keys in zip(qo_lens, kv_lens, strict=True)]
