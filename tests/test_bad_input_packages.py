@@ -654,6 +654,10 @@ CALLS = {
         confirm_seq_lens,
     ),
 }
+WITH_MASKS = (  # what is read differently where there are masks; the other rows have the other arguments
+    *("custom_mask", "packed_custom_mask", "custom_mask_buf", "mask_indptr_buf", "window_left", "causal", "qo_indptr"),
+    *("paged_kv_indptr", "paged_kv_last_page_len", "page_size", "seq_lens", "max_token_per_sequence", "q", "k"),
+)
 EXEMPT = {
     "RingPlan": "made by plan_ring alone",
     "Call": "made by load alone",
@@ -682,6 +686,8 @@ def test_hostile_values_are_refused_or_served_rightly(call):
     torch.manual_seed(0)
     wrong = []
     for name, good in CALLS[call].make()[1].items():
+        if "mask" in call and name not in WITH_MASKS:
+            continue
         for kind, value in hostile(good):
             if name == "on_step" and callable(value):  # a function of the caller's may raise what it likes
                 continue
