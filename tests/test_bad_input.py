@@ -515,7 +515,7 @@ def confirm_pages(a: dict[str, Any], result: Any) -> bool:
 def attend_by_definition(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: dict[str, Any], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Attention of one sequence, [tokens, heads, head_dim], with flash-attn's arguments `a`."""
+    """Attention of one sequence, [tokens, heads, head_dim], with flash-attn's arguments `a`, or with a mask `seen`."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.detach().to(dtype).transpose(0, 1) for x in (q, k, v))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -528,6 +528,7 @@ def attend_by_definition(
     left, right = (int(side) for side in a["window_size"])
     right = 0 if a["causal"] else right
     hidden = (left >= 0) & (distance < -left) | (right >= 0) & (distance > right)
+    hidden = hidden if a.get("seen") is None else ~a["seen"]
     sinks = torch.full((q.shape[0],), float("-inf"), dtype=dtype) if a["s_aux"] is None else a["s_aux"].to(dtype)
     scores = torch.cat([scores.masked_fill(hidden, float("-inf")), sinks[:, None, None].expand(-1, q.shape[1], 1)], -1)
     return (torch.softmax(scores, -1).nan_to_num(0.0)[..., :-1] @ v).transpose(0, 1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -242,6 +243,16 @@ def run_of(tokens: int, paged: bool = True) -> dict[str, Any]:
     return dict(q=torch.randn(tokens, 4, 16)) | keys | scales | room
 
 
+def custom_mask() -> torch.Tensor:
+    """Of `prefill_plan`, whose second sequence has two drafts that do not see each other."""
+    context = torch.ones(2, 5, dtype=torch.bool)
+    return torch.cat([torch.ones(2, dtype=torch.bool), torch.cat([context, torch.eye(2).bool()], 1).flatten()])
+
+
+def packed_custom_mask() -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.packbits(x, bitorder="little") for x in np.split(custom_mask(), [2])]))
+
+
 MORE = {  # of `run`, by wrapper
     "decode": dict(
         window_left=None, sinks=torch.randn(4), q_len_per_req=None, skip_softmax_threshold_scale_factor=None
@@ -282,14 +293,34 @@ def attend_planned(planned: dict[str, Any], a: dict[str, Any]) -> Callable[[torc
             k, v = cache.unbind(1) if isinstance(cache, torch.Tensor) else cache
             yield a["q"][q0:q1], k[own].flatten(0, 1)[:length], v[own].flatten(0, 1)[:length]
 
-    return lambda dtype: torch.cat([attend_by_definition(q, k, v, scores, dtype) for q, k, v in sequences()])
+    def attend(dtype: torch.dtype) -> torch.Tensor:
+        masks = masks_of(planned, [(len(q), len(k)) for q, k, _ in sequences()])
+        both = zip(sequences(), masks, strict=True)
+        return torch.cat([attend_by_definition(*one, scores | dict(seen=seen), dtype) for one, seen in both])
+
+    return attend
+
+
+def masks_of(planned: dict[str, Any], lens: list[tuple[int, int]]) -> list[torch.Tensor | None]:
+    """Which keys the queries of each sequence see, [queries, keys], by FlashInfer's masks; None without one."""
+    masks = (planned.get(name) for name in ("custom_mask", "packed_custom_mask"))
+    bits, packed = (mask if isinstance(mask, torch.Tensor) else None for mask in masks)
+    if bits is None and packed is None:
+        return [None] * len(lens)
+    sizes = [queries * keys for queries, keys in lens]
+    if packed is not None:
+        sizes = [size + -size % 8 for size in sizes]
+        bits = torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little")).bool()
+    assert bits is not None
+    parts = bits[: sum(sizes)].split(sizes)
+    return [part[: n * m].view(n, m) for part, (n, m) in zip(parts, lens, strict=True)]
 
 
 def confirm_planned(planned: dict[str, Any], a: dict[str, Any], result: Any) -> bool:
     return within_budget(attend_planned(planned, a), result[0] if isinstance(result, tuple) else result)
 
 
-def make_fi_plan(kind: str) -> tuple[Callable, dict[str, Any]]:
+def make_fi_plan(kind: str, **more: Any) -> tuple[Callable, dict[str, Any]]:
     wrapper, plan, tokens, paged = WRAPPERS[kind]
     planned = wrapper(workspace())
     run = run_of(tokens, paged) | MORE[kind]
@@ -299,7 +330,7 @@ def make_fi_plan(kind: str) -> tuple[Callable, dict[str, Any]]:
         planned.plan(**arguments)
         return run, planned.run(**run)
 
-    return plan_and_run, plan()
+    return plan_and_run, plan() | more
 
 
 def make_fi_run(kind: str, method: str = "run") -> tuple[Callable, dict[str, Any]]:
@@ -325,7 +356,7 @@ def confirm_fi_run(kind: str) -> Callable[[dict[str, Any], Any], bool]:
     return confirm
 
 
-def make_wrapper(kind: str) -> tuple[Callable, dict[str, Any]]:
+def make_wrapper(kind: str, **more: torch.Tensor) -> tuple[Callable, dict[str, Any]]:
     """A wrapper for CUDA graphs, which takes every buffer."""
     starts, indices, last = int32(0, 0, 0), int32(0, 0, 0), int32(0, 0)
     common = dict(
@@ -339,12 +370,12 @@ def make_wrapper(kind: str) -> tuple[Callable, dict[str, Any]]:
         names |= dict(jit_kwargs=None, variant_owns_mask=False)
         kept = dict(paged_kv_indptr_buf=starts, paged_kv_indices_buf=indices, paged_kv_last_page_len_buf=last)
         names |= kept if kind == "prefill" else dict(kv_indptr_buf=starts)
-    return WRAPPERS[kind][0], common | names
+    return WRAPPERS[kind][0], common | names | more
 
 
-def confirm_wrapper(kind: str) -> Callable[[dict[str, Any], Any], bool]:
+def confirm_wrapper(kind: str, **more: Any) -> Callable[[dict[str, Any], Any], bool]:
     def confirm(a: dict[str, Any], wrapper: Any) -> bool:
-        plan, run = WRAPPERS[kind][1](), run_of(*WRAPPERS[kind][2:])
+        plan, run = WRAPPERS[kind][1]() | more, run_of(*WRAPPERS[kind][2:])
         if a["kv_layout"] == "HND":
             return True
         wrapper.plan(**plan)
@@ -374,7 +405,7 @@ def make_graph_wrapper() -> tuple[Callable, dict[str, Any]]:
     return flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper, buffers | options
 
 
-def make_single(decode: bool) -> tuple[Callable, dict[str, Any]]:
+def make_single(decode: bool, **changed: Any) -> tuple[Callable, dict[str, Any]]:
     one = dict(
         k=torch.randn(5, 2, 16), v=torch.randn(5, 2, 16), kv_layout="NHD", return_lse=True, k_scale=None, v_scale=None
     )
@@ -382,9 +413,8 @@ def make_single(decode: bool) -> tuple[Callable, dict[str, Any]]:
         more = dict(q=torch.randn(4, 16), use_tensor_cores=True, q_scale=None)
         return flashinfer.single_decode_with_kv_cache, one | SCORES | more
     more = dict(q=torch.randn(3, 4, 16), causal=True, backend="auto", o_dtype=None, kv_cache_sf=None)
-    return flashinfer.single_prefill_with_kv_cache, one | SCORES | MASKS | more | dict.fromkeys(
-        ("scale_q", "scale_k", "scale_v")
-    )
+    scales = dict.fromkeys(("scale_q", "scale_k", "scale_v"))
+    return flashinfer.single_prefill_with_kv_cache, one | SCORES | MASKS | more | scales | changed
 
 
 def confirm_single(a: dict[str, Any], result: Any) -> bool:
@@ -394,7 +424,10 @@ def confirm_single(a: dict[str, Any], result: Any) -> bool:
     starts = dict(
         qo_indptr=int32(0, len(q)), kv_indptr=int32(0, len(a["k"])), causal=decode or a["causal"], seq_lens=None
     )
-    return confirm_planned(SCORES | {n: a[n] for n in SCORES} | starts, a | {"q": q}, out[None] if decode else out)
+    given = {n: a[n] for n in (*SCORES, "custom_mask", "packed_custom_mask") if n in a}
+    if given.get("custom_mask") is not None:
+        given["custom_mask"] = given["custom_mask"].flatten()
+    return confirm_planned(given | starts, a | {"q": q}, out[None] if decode else out)
 
 
 def merged_in_base_2(states: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -579,6 +612,17 @@ CALLS = {
             ),
         }.items()
     },
+    **{
+        f"BatchPrefillWithPagedKVCacheWrapper.plan, {name}": Call(
+            lambda name=name, make=make: make_fi_plan("prefill", window_left=-1, **{name: make()}),
+            lambda a, result: confirm_planned(a, *result),
+        )
+        for name, make in {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}.items()
+    },
+    "BatchPrefillWithPagedKVCacheWrapper, masks": Call(
+        lambda: make_wrapper("prefill", custom_mask_buf=workspace(), mask_indptr_buf=int32(0, 0, 0)),
+        confirm_wrapper("prefill", window_left=-1, custom_mask=custom_mask()),
+    ),
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": Call(make_graph_wrapper, confirm_wrapper("decode")),
     "MultiLevelCascadeAttentionWrapper": Call(make_cascade_wrapper, lambda a, wrapper: True),
     "MultiLevelCascadeAttentionWrapper.plan": Call(lambda: make_cascade("plan"), confirm_cascade),
@@ -589,6 +633,13 @@ CALLS = {
     "MultiLevelCascadeAttentionWrapper.run": Call(lambda: make_cascade("run"), confirm_cascade),
     "single_decode_with_kv_cache": Call(lambda: make_single(decode=True), confirm_single),
     "single_prefill_with_kv_cache": Call(lambda: make_single(decode=False), confirm_single),
+    "single_prefill_with_kv_cache, custom_mask": Call(
+        lambda: make_single(decode=False, window_left=-1, custom_mask=torch.ones(3, 5).bool().tril(2)), confirm_single
+    ),
+    "single_prefill_with_kv_cache, packed_custom_mask": Call(
+        lambda: make_single(decode=False, window_left=-1, packed_custom_mask=torch.tensor([255, 127]).byte()),
+        confirm_single,
+    ),
     "merge_state": Call(
         make_merge_state, lambda a, result: near_in_base_2(result, [(a["v_a"], a["s_a"]), (a["v_b"], a["s_b"])])
     ),
@@ -604,6 +655,10 @@ CALLS = {
         confirm_seq_lens,
     ),
 }
+WITH_MASKS = (  # what is read differently where there are masks; the other rows have the other arguments
+    *("custom_mask", "packed_custom_mask", "custom_mask_buf", "mask_indptr_buf", "window_left", "causal", "qo_indptr"),
+    *("paged_kv_indptr", "paged_kv_last_page_len", "page_size", "seq_lens", "max_token_per_sequence", "q", "k"),
+)
 EXEMPT = {
     "RingPlan": "made by plan_ring alone",
     "Call": "made by load alone",
@@ -632,6 +687,8 @@ def test_hostile_values_are_refused_or_served_rightly(call):
     torch.manual_seed(0)
     wrong = []
     for name, good in CALLS[call].make()[1].items():
+        if "mask" in call and name not in WITH_MASKS:
+            continue
         for kind, value in hostile(good):
             if name == "on_step" and callable(value):  # a function of the caller's may raise what it likes
                 continue

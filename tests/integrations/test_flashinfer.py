@@ -32,7 +32,7 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def dense(q, k, v, causal=False, window_left=-1, cap=None, scale=None):
+def dense(q, k, v, causal=False, window_left=-1, cap=None, scale=None, mask=None):
     """One sequence, from FlashInfer's definitions: q [n, hq, d], k and v [m, hkv, d] -> out, lse in base 2 [n, hq]."""
     q, k, v = q.double(), k.double(), v.double()
     n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
@@ -46,6 +46,8 @@ def dense(q, k, v, causal=False, window_left=-1, cap=None, scale=None):
         seen &= j + n <= m + i
     if window_left >= 0:
         seen &= j + n + window_left >= m + i
+    if mask is not None:
+        seen &= mask
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
     weights = (2.0 ** (scores * LOG2E)).sum(-1)
     out = torch.einsum("qhk,khd->qhd", torch.softmax(scores, -1).nan_to_num(0.0), v)
@@ -644,7 +646,7 @@ def refused_plans():
 
 def refused_prefills():
     yield from refused_plans()
-    for name in ("custom_mask", "packed_custom_mask", "prefix_len_ptr", "token_pos_in_items_ptr", "max_item_len_ptr"):
+    for name in ("prefix_len_ptr", "token_pos_in_items_ptr", "max_item_len_ptr"):
         yield {name: MASK}, f"{name} must be left out, got a tensor"
     yield {"token_pos_in_items_len": 3}, "token_pos_in_items_len must be left out, got 3"
     yield {"seq_lens_q": MASK}, "seq_lens_q must be left out"
@@ -668,7 +670,10 @@ def test_what_is_not_served_is_refused_by_name():
     ]
     for arguments, message in (*refused_prefills(), ({"block_tables": MASK}, "block_tables must be left out")):
         unserved.append((prefill.plan, (starts, *lists, 4, 2, 16, 4), arguments, message))
-    for arguments, message in (*refused_prefills(), ({"v_indptr": MASK}, "v_indptr must be left out")):
+    packed = [
+        ({name: MASK}, f"{name} must be left out, got") for name in ("custom_mask", "packed_custom_mask", "v_indptr")
+    ]
+    for arguments, message in (*refused_prefills(), *packed):
         unserved.append((ragged.plan, (starts, starts, 4, 2, 16), arguments, message))
     for function, positional, arguments, message in unserved:
         with pytest.raises(quire.UnsupportedError, match=message):
@@ -704,10 +709,11 @@ def test_what_is_not_served_is_refused_by_name():
             make(space, backend="trtllm-gen")
         with pytest.raises(quire.UnsupportedError, match=r"jit_args must be left out, got \['x'\]"):
             make(space, jit_args=["x"])
+    for name in ("custom_mask_buf", "mask_indptr_buf"):
+        with pytest.raises(quire.UnsupportedError, match=f"{name} must be left out, got a tensor"):
+            flashinfer.BatchPrefillWithRaggedKVCacheWrapper(space, **{name: MASK})
     one = keys[:1].repeat(1, 2, 1)
     for arguments, message in (
-        ({"custom_mask": MASK}, "custom_mask must be left out"),
-        ({"packed_custom_mask": MASK}, "packed_custom_mask must be left out"),
         ({"scale_q": MASK}, "scale_q must be left out"),
         ({"o_dtype": torch.float16}, "o_data_type must be q_data_type"),
         ({"backend": "fa3"}, "backend must be 'auto', got 'fa3'"),
@@ -776,6 +782,9 @@ def good_calls():
     prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"))
     bounds = {"max_token_per_sequence": 2, "max_sequence_kv": 3, "head_dim_qk": 16, "head_dim_vo": 16}
     yield prefill.plan, paged | shared | bounds | {"use_fp16_qk_reduction": True}
+    masks = {"custom_mask": torch.ones(8, dtype=torch.bool), "packed_custom_mask": torch.tensor([3, 63]).byte()}
+    for name, mask in masks.items():
+        yield prefill.plan, paged | heads_of | bounds | {name: mask}
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"))
     starts = {"qo_indptr": int32(0, 1, 3), "kv_indptr": int32(0, 2, 5), "causal": True}
     yield ragged.plan, starts | {n: x for n, x in (shared | bounds).items() if n != "page_size"}
@@ -805,7 +814,17 @@ def good_calls():
 def bad_values(name, good):
     """Return what may not stand in the place of a good argument, by its type."""
     may_be_left_out = ("seq_lens", "max_token_per_sequence", "max_sequence_kv", "head_dim_vo", "kv_data_type", "out")
-    may_be_left_out += ("lse", "sinks", "mask", "batch_indices", "positions", "logits_soft_cap", "sm_scale")
+    may_be_left_out += (
+        "custom_mask",
+        "packed_custom_mask",
+        "lse",
+        "sinks",
+        "mask",
+        "batch_indices",
+        "positions",
+        "logits_soft_cap",
+        "sm_scale",
+    )
     nothing = [] if name in may_be_left_out else [None]
     if isinstance(good, torch.dtype) or name == "q_data_type":
         return [*nothing, 4, "float1", "Tensor", float, torch.int32]
@@ -823,7 +842,7 @@ def bad_values(name, good):
     return [*nothing, *other, good[None], good[..., None], good.tolist(), good.numpy(), "x"]
 
 
-@pytest.mark.parametrize("i", range(12))
+@pytest.mark.parametrize("i", range(14))
 def test_no_bad_argument_is_accepted_and_none_ends_inside_python(i):
     """Each error has the house grammar; nothing was written."""
     function, good = list(good_calls())[i]

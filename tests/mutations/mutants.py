@@ -529,6 +529,7 @@ IN_INTERPRETER = {
 
 CPU, SHIM = "test_cpu_path.py", "integrations/test_flash_attn.py::test_"
 INFER = "integrations/test_flashinfer.py::test_"
+INFER_MASKS = "integrations/test_flashinfer_masks.py::test_"
 SCHEDULER = "kernels/test_tile_scheduler.py"
 TRANSFORMERS, VLLM = "engines/test_transformers.py::test_", "engines/test_vllm.py::test_"
 VLLM_MLA = "engines/test_vllm_mla.py::test_"
@@ -1012,6 +1013,30 @@ OUTSIDE = {
         "held &= entry < kv_indptr[sequence + 1]",
         "held &= entry >= 0",
         INFER + "a_token_without_a_page_raises_on_a_cpu_and_is_left_out_elsewhere",
+    ),
+    "FlashInfer: masks of sequences that share a byte": Mutant(
+        "integrations/flashinfer/masks.py",
+        "pad(part.byte(), (0, -len(part) % 8)) for part in mask[: sum(sizes)].split(sizes)",
+        "pad(mask[: sum(sizes)].byte(), (0, -sum(sizes) % 8)) for _ in [0]",
+        INFER_MASKS + "trees_over_pages[1-NHD-lens0]",
+    ),
+    "FlashInfer: words of padding rows left out": Mutant(
+        "integrations/flashinfer/masks.py",
+        "spread[(keys > 0).repeat_interleave(queries).to(words.device)] = words",
+        "spread[: len(words)] = words",
+        INFER_MASKS + "trees_over_pages[1-NHD-lens0]",
+    ),
+    "FlashInfer: a mask that graphs do not see": Mutant(
+        "integrations/flashinfer/prefill.py",
+        "                batch.tree_bits[:num_rows].copy_(words, non_blocking=non_blocking)\n",
+        "                pass\n",
+        INFER_MASKS + "captured_graphs_read_the_masks_of_later_plans[a mask]",
+    ),
+    "FlashInfer: the old mask where a plan has none": Mutant(
+        "integrations/flashinfer/masks.py",
+        "seen.tril() if causal else seen",
+        "seen.tril()",
+        INFER_MASKS + "captured_graphs_read_the_masks_of_later_plans[a mask]",
     ),
     "FlashInfer: a scale left out": Mutant(
         "integrations/flashinfer/arguments.py",

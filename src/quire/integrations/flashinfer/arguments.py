@@ -109,11 +109,6 @@ def refuse(advice: str, **arguments: object) -> None:
         raise UnsupportedError(f"{name} must be left out, got {shown(value)}; {advice}")
 
 
-def refuse_masks(**arguments: object) -> None:
-    """Raise if a mask was given that is neither causal nor a window."""
-    refuse("Quire's masks are causal and window_left", **arguments)
-
-
 def check_backend(backend: str) -> None:
     """Raise unless the backend is left to be chosen."""
     if not is_among(backend, ("auto",)):

@@ -55,7 +55,7 @@ class Wrapper(ABC):
         self._kv_layout = check_layout(kv_layout)
         check_flags(use_cuda_graph=use_cuda_graph)
         check_backend(backend)
-        refuse("custom kernels and masks are not served", **unserved)
+        refuse("custom kernels are not served", **unserved)
         self._use_cuda_graph = use_cuda_graph
         self._scoring: Scoring | None = None  # until `plan` was called
         self._batch: Batch

@@ -1,15 +1,23 @@
 """Prefill over pages under FlashInfer's names; any mix with decode is one batch."""
 
+from dataclasses import replace
+
 import torch
 
-from quire import Batch
-from quire.integrations.arguments import as_int, check_flags, check_integers
+from quire import Batch, UnsupportedError
+from quire.integrations.arguments import as_int, check_flags, check_integers, check_tensor
 from quire.integrations.flashinfer.arguments import (
     Pages,
     Scale,
     read_scoring,
     refuse,
-    refuse_masks,
+)
+from quire.integrations.flashinfer.masks import (
+    MOST_QUERIES,
+    check_no_window,
+    read_mask,
+    words_of_mask,
+    words_without_mask,
 )
 from quire.integrations.flashinfer.planned import (
     LONGEST,
@@ -59,12 +67,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
         paged_kv_indptr_buf: [batch_size + 1] int32.
         paged_kv_indices_buf: [max_num_indices] int32.
         paged_kv_last_page_len_buf: [batch_size] int32.
-        custom_mask_buf, mask_indptr_buf: not served.
+        custom_mask_buf: uint8, with `use_cuda_graph`: says that `plan` may be given a mask. Quire needs no memory from
+            it. Graphs read the masks from a tensor of the wrapper, which the first `plan` allocates.
+        mask_indptr_buf: [batch_size + 1], given with `custom_mask_buf`; Quire needs no memory from it either.
         backend: "auto".
         jit_args, jit_kwargs, variant_owns_mask: not served.
 
     Raises:
-        UnsupportedError: another backend, a custom kernel or a custom mask.
+        UnsupportedError: another backend or a custom kernel.
         TypeError: an argument is of another type.
         ValueError: an unknown layout, or buffers that are missing or do not fit together.
     """
@@ -92,8 +102,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
             kv_layout,
             use_cuda_graph,
             backend,
-            custom_mask_buf=custom_mask_buf,
-            mask_indptr_buf=mask_indptr_buf,
             jit_args=jit_args,
             jit_kwargs=jit_kwargs,
             variant_owns_mask=variant_owns_mask,
@@ -103,6 +111,21 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
             starts, pages, _ = self._page_buffers
             check_buffer("qo_indptr_buf", qo_indptr_buf, self.device, len(starts))
             self._batch = Batch(pages, self._seq_lens, qo_indptr_buf, starts)
+        self._has_mask = False  # at the last plan
+        self._takes_masks = self._check_mask_buffers(custom_mask_buf, mask_indptr_buf)
+
+    def _check_mask_buffers(self, custom_mask_buf: torch.Tensor | None, mask_indptr_buf: torch.Tensor | None) -> bool:
+        """Return whether graphs are to read masks, or raise unless there are both buffers or none."""
+        buffers = {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
+        given = {name: x for name, x in buffers.items() if x is not None}
+        for name, x in given.items():
+            check_tensor(name, x, self.device, num_entries=None)
+        if not self._use_cuda_graph or not given:
+            return False
+        for name in buffers:
+            if name not in given:
+                raise ValueError(f"{name} must be a tensor where {next(iter(given))} is one, got None; pass both")
+        return True
 
     def plan(
         self,
@@ -156,12 +179,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
             head_dim_qk: width of queries and keys.
             page_size: tokens per page.
             head_dim_vo: width of values and outputs; `head_dim_qk` if None.
-            custom_mask, packed_custom_mask: not served.
-            causal: a query sees no key after its own position; its sequence's queries are its last tokens.
+            custom_mask: [sum of qo_len * kv_len] bool, one sequence after the other: which keys each query sees. A
+                sequence with keys has at most 64 queries, its last tokens, which see all keys before them: the mask
+                is a draft tree. It is read back. There may be more entries.
+            packed_custom_mask: the same in bits of uint8, as `flashinfer.quantization.segment_packbits` returns it;
+                `custom_mask` is then ignored.
+            causal: a query sees no key after its own position; its sequence's queries are its last tokens. Ignored
+                with a mask.
             pos_encoding_mode: "NONE".
             use_fp16_qk_reduction: ignored; sums are float32.
             sm_scale: positive factor on the scores; `head_dim_qk ** -0.5` if None.
-            window_left: visible keys before the query's own; negative for no limit.
+            window_left: visible keys before the query's own; negative for no limit, and with a mask.
             logits_soft_cap: scores become `cap * tanh(scores / cap)`; None or 0 for none.
             rope_scale, rope_theta: ignored, as FlashInfer does without a position encoding.
             q_data_type: of queries: a dtype or its name.
@@ -178,14 +206,20 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
             uniform_q_len: ignored, a hint.
 
         Raises:
-            UnsupportedError: a custom mask, a position encoding, or a head dim or dtype that is not served.
+            UnsupportedError: a mask that is no draft tree or comes with a window, a position encoding, or a head dim or
+                dtype that is not served.
             TypeError: an argument is of another type.
             ValueError: an argument breaks its contract, or does not fit the buffers; none of them was written.
         """
-        refuse_masks(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
         refuse_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         refuse(LENGTHS, seq_lens_q=seq_lens_q, block_tables=block_tables)
-        check_flags(non_blocking=non_blocking, use_fp16_qk_reduction=use_fp16_qk_reduction)
+        check_flags(causal=causal, non_blocking=non_blocking, use_fp16_qk_reduction=use_fp16_qk_reduction)
+        mask = read_mask(custom_mask, packed_custom_mask)
+        if mask is not None and self._use_cuda_graph and not self._takes_masks:
+            raise ValueError(
+                "custom_mask_buf must be a tensor where graphs read masks, got None; make the wrapper with it"
+            )
+        reads_words = mask is not None or self._takes_masks
         scoring = read_scoring(
             num_qo_heads,
             num_kv_heads,
@@ -195,31 +229,72 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
             kv_data_type,
             o_data_type,
             sm_scale,
-            causal,
+            causal or reads_words,  # which say what is seen in its place
             window_left,
             logits_soft_cap,
             pos_encoding_mode,
         )
+        if reads_words:
+            check_no_window(scoring.window_left)
         page_size = as_int("page_size", page_size, least=1, most=LONGEST)
         lists = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         lengths, most_keys = self._read_pages(*lists, page_size, seq_lens, max_sequence_kv)
         most_queries, num_rows = self._read_queries(qo_indptr, len(lengths), max_token_per_sequence)
         invariant = is_batch_invariant(fixed_split_size, disable_split_kv)
+        words = self._find_words(mask, qo_indptr, lengths, causal) if reads_words else None
+        longest = most_queries if words is None else min(most_queries, MOST_QUERIES)
         if self._use_cuda_graph:
-            self._prepare(scoring, self._batch, (most_queries, most_keys, most_queries), invariant, num_rows)
+            batch = self._batch
+            if words is not None and self._most_rows is None:
+                batch = replace(batch, tree_bits=torch.zeros(most_queries, dtype=torch.int64, device=self.device))
+            self._prepare(scoring, batch, (longest, most_keys, most_queries), invariant, num_rows)
             self._write_buffers(*lists, lengths, non_blocking)
-            assert self._batch.cu_seqlens_q is not None
-            self._batch.cu_seqlens_q.copy_(qo_indptr, non_blocking=non_blocking)
+            assert batch.cu_seqlens_q is not None
+            batch.cu_seqlens_q.copy_(qo_indptr, non_blocking=non_blocking)
+            if words is not None:
+                assert batch.tree_bits is not None
+                batch.tree_bits[:num_rows].copy_(words, non_blocking=non_blocking)
             self._most_rows = most_queries
         else:
             starts, pages, lengths, queries = (
                 to_device(x, self.device, non_blocking) for x in (paged_kv_indptr, paged_kv_indices, lengths, qo_indptr)
             )
-            batch = Batch(pages, lengths, queries, starts)
-            self._prepare(scoring, batch, (most_queries, most_keys, num_rows), invariant, num_rows)
+            if words is not None:
+                words = words.to(self.device, non_blocking=non_blocking)
+            batch = Batch(pages, lengths, queries, starts, tree_bits=words)
+            self._prepare(scoring, batch, (longest, most_keys, num_rows), invariant, num_rows)
+        self._has_mask = mask is not None
+        self._causal = causal
         self._page_size = page_size
 
     begin_forward = plan
+
+    def _find_words(
+        self, mask: torch.Tensor | None, qo_indptr: torch.Tensor, lengths: torch.Tensor, causal: bool
+    ) -> torch.Tensor:
+        """Return a word for each query: which of its sequence's queries it sees."""
+        if lengths.is_meta:
+            raise UnsupportedError("seq_lens must be on a GPU or the CPU where queries have masks, got meta; pass them")
+        starts, lens = qo_indptr.tolist(), lengths.tolist()
+        return words_without_mask(starts, lens, causal) if mask is None else words_of_mask(mask, starts, lens)
+
+    def _rescore(
+        self,
+        pos_encoding_mode: str,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+        causal: bool | None = None,
+    ) -> None:
+        self._planned()
+        if self._batch.tree_bits is not None:
+            check_no_window(as_int("window_left", window_left))
+            if not self._has_mask and causal != self._causal:
+                raise ValueError(
+                    f"causal must be the planned {self._causal}, got {causal}; graphs read what was planned: plan again"
+                )
+            causal = None  # as planned: the words say what is seen
+        super()._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
 
     def run(
         self,
@@ -297,7 +372,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> OutAndLse:
-        """Attend by these scores and this mask, whatever was planned; FlashInfer's old name of `run`."""
+        """Attend by these scores and this `causal`, whatever was planned; FlashInfer's old name of `run`.
+
+        After a plan with a mask, the mask counts, and `causal` is ignored.
+        """
         check_flags(causal=causal)
         self._rescore(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)

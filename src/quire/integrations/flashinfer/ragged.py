@@ -11,7 +11,6 @@ from quire.integrations.flashinfer.arguments import (
     read_cache,
     read_scoring,
     refuse,
-    refuse_masks,
 )
 from quire.integrations.flashinfer.planned import (
     LONGEST,
@@ -23,6 +22,8 @@ from quire.integrations.flashinfer.planned import (
     to_device,
 )
 from quire.integrations.flashinfer.prefill import LENGTHS, PrefillWrapper, refuse_items
+
+NO_MASKS = "BatchPrefillWithPagedKVCacheWrapper serves masks, those that are draft trees"
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
@@ -59,13 +60,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         jit_kwargs: dict | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
+        refuse(NO_MASKS, custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
         super().__init__(
             float_workspace_buffer,
             kv_layout,
             use_cuda_graph,
             backend,
-            custom_mask_buf=custom_mask_buf,
-            mask_indptr_buf=mask_indptr_buf,
             jit_args=jit_args,
             jit_kwargs=jit_kwargs,
             variant_owns_mask=variant_owns_mask,
@@ -120,7 +120,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             qo_indptr: [batch_size + 1], where each sequence's queries begin in `q`.
             kv_indptr: [batch_size + 1], where each sequence's keys begin in `k`, and its values in `v`.
             seq_lens, seq_lens_q, v_indptr, o_indptr: not served; the two lists say the same.
-            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, custom_mask, packed_custom_mask, causal,
+            custom_mask, packed_custom_mask: not served.
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, causal,
                 pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
                 rope_theta, q_data_type, kv_data_type, o_data_type, non_blocking, prefix_len_ptr,
                 token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size, disable_split_kv,
@@ -131,7 +132,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             TypeError: an argument is of another type.
             ValueError: an argument breaks its contract, or does not fit the buffers; none of them was written.
         """
-        refuse_masks(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+        refuse(NO_MASKS, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
         refuse_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         refuse(LENGTHS, seq_lens=seq_lens, seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
         check_flags(non_blocking=non_blocking, use_fp16_qk_reduction=use_fp16_qk_reduction)

@@ -16,8 +16,8 @@ from quire.integrations.flashinfer.arguments import (
     read_cache,
     read_scoring,
     refuse,
-    refuse_masks,
 )
+from quire.integrations.flashinfer.masks import check_no_window, read_mask, words_of_mask
 from quire.integrations.flashinfer.planned import OutAndLse, attend
 
 
@@ -105,13 +105,16 @@ def single_prefill_with_kv_cache(
         v: [kv_len, num_kv_heads, head_dim_vo], likewise.
         scale_q, scale_k, scale_v: of fp8 queries, not served.
         o_dtype: must be q's.
-        custom_mask, packed_custom_mask: not served.
-        causal: a query sees no key after its own position.
+        custom_mask: [qo_len, kv_len] bool, or flat: which keys each query sees. There are at most 64 queries, which see
+            all keys before them: the mask is a draft tree. It is read back.
+        packed_custom_mask: the same in bits of uint8, as `flashinfer.quantization.packbits` returns it with
+            bitorder="little"; `custom_mask` is then ignored.
+        causal: a query sees no key after its own position; ignored with a mask.
         kv_layout: "NHD" or "HND".
         pos_encoding_mode: "NONE".
         use_fp16_qk_reduction: ignored; sums are float32.
         sm_scale: positive factor on the scores; `head_dim ** -0.5` if None.
-        window_left: visible keys before the query's own; negative for no limit.
+        window_left: visible keys before the query's own; negative for no limit, and with a mask.
         logits_soft_cap: scores become `cap * tanh(scores / cap)`; None or 0 for none.
         rope_scale, rope_theta: ignored, as FlashInfer does without a position encoding.
         backend: "auto".
@@ -124,11 +127,11 @@ def single_prefill_with_kv_cache(
         out [qo_len, num_qo_heads, head_dim_vo], or (out, lse [qo_len, num_qo_heads] float32).
 
     Raises:
-        UnsupportedError: a mask, a position encoding, a backend, a gradient, or a head dim or dtype that is not served.
+        UnsupportedError: a mask that is no draft tree or comes with a window, a position encoding, a backend, a
+            gradient, or a head dim or dtype that is not served.
         TypeError: an argument is of another type.
         ValueError: an argument breaks its contract, or shapes do not fit together.
     """
-    refuse_masks(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
     refuse("queries are not fp8", scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
     refuse("Quire reads no fp4", kv_cache_sf=kv_cache_sf)
     check_backend(backend)
@@ -137,7 +140,15 @@ def single_prefill_with_kv_cache(
     scoring, k, v = read_one(
         q, k, v, kv_layout, pos_encoding_mode, sm_scale, causal, window_left, logits_soft_cap, o_dtype
     )
-    return attend_one(q, k, v, scoring, k_scale, v_scale, return_lse)
+    if isinstance(custom_mask, torch.Tensor) and custom_mask.dim() == 2:
+        check_tensor("custom_mask", custom_mask, None, qo_len=len(q), kv_len=len(k))
+        custom_mask = custom_mask.flatten()
+    mask = read_mask(custom_mask, packed_custom_mask)
+    if mask is None:
+        return attend_one(q, k, v, scoring, k_scale, v_scale, return_lse)
+    check_no_window(scoring.window_left)
+    words = words_of_mask(mask, [0, len(q)], [len(k)]).to(q.device)
+    return attend_one(q, k, v, scoring, k_scale, v_scale, return_lse, words)
 
 
 def read_one(
@@ -179,12 +190,15 @@ def attend_one(
     k_scale: Scale,
     v_scale: Scale,
     return_lse: bool,
+    tree_bits: torch.Tensor | None = None,
 ) -> OutAndLse:
     """Attend over a batch of one sequence, without copying anything from the host."""
     cache = read_cache(k, v, "THD", k.dtype, k_scale, v_scale)
     qo_len, kv_len, device = len(q), len(k), q.device
     start = torch.zeros(1, 1, dtype=torch.int32, device=device)
     seq_lens = torch.full((1,), kv_len, dtype=torch.int32, device=device)
-    batch = Batch(start, seq_lens, None if qo_len == 1 else multiples(2, qo_len, device), paged=False)
+    batch = Batch(
+        start, seq_lens, None if qo_len == 1 else multiples(2, qo_len, device), paged=False, tree_bits=tree_bits
+    )
     plan = quire.plan(scoring.spec(), batch, max_query_len=qo_len, max_seq_len=kv_len)
     return attend(q, cache, plan, None, None, None, return_lse)
