@@ -52,7 +52,7 @@ def refuse_drafts(mode: Any, spec_info: Any) -> None:
 
 
 def refuse_trees(drafts: Any, latent: bool) -> None:
-    """Raise UnsupportedError for trees that are not served; `drafts` is a step's `spec_info` or the server's options."""
+    """Raise UnsupportedError for trees that are not served; `drafts` is a step's `spec_info`, or the options."""
     if latent:
         raise UnsupportedError(
             "drafts must be chains for latent attention, got trees; "
