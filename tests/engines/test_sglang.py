@@ -5,9 +5,9 @@ The scheduler drives a model in `test_sglang_scheduler.py`.
 """
 # ruff: noqa: E402
 
+import dataclasses
 import importlib
 import sys
-from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,7 +236,7 @@ class Server:
         tokens = torch.zeros(len(trees) * num_drafts, dtype=torch.int64)
         if algorithm == "NGRAM":
             return NgramVerifyInput(tokens, mask, None, None, None, None, num_drafts)
-        others = {field.name for field in fields(EagleVerifyInput) if field.default is MISSING}
+        others = [field.name for field in dataclasses.fields(EagleVerifyInput) if field.default is dataclasses.MISSING]
         given = {"topk": 4, "spec_steps": 3, "draft_token_num": num_drafts}
         return EagleVerifyInput(**dict.fromkeys(others) | {"draft_token": tokens, "custom_mask": mask} | given)
 
@@ -370,6 +370,15 @@ def test_trees_of_drafts_are_verified(page_size, layout):
         assert server.run(ForwardMode.TARGET_VERIFY, counts, layer, trees=trees, spec_info=server.verify(trees, layout))
 
 
+def test_a_chain_and_a_tree_of_the_same_size_have_plans_of_their_own():
+    server, layer = Server(**EAGLE), make_layer()
+    assert server.run(ForwardMode.EXTEND, {3: 70, 5: 9}, layer)
+    assert server.run(ForwardMode.TARGET_VERIFY, {3: 8, 5: 8}, layer, spec_info=drafts(8))
+    trees = {3: BUSHY, 5: DEEP}
+    spec_info = server.verify(trees, "QLEN_ONLY")
+    assert server.run(ForwardMode.TARGET_VERIFY, {3: 8, 5: 8}, layer, trees=trees, spec_info=spec_info)
+
+
 @pytest.mark.parametrize("kind", ["mha", "windows"])
 def test_a_window_counts_along_the_path_of_a_draft(kind):
     """Drafts that branch share positions, so the number of a draft is not its position."""
@@ -425,7 +434,7 @@ def test_a_graph_of_trees_is_replayed_with_other_trees(kind, layout):
     backend = server.backend
     backend.init_cuda_graph_state(4, 32)
     spec_info = server.verify({1: BUSHY}, "FULL_MASK")
-    spec_info.draft_token, spec_info.custom_mask = None, torch.ones(4 * (FILL + 8) * 8, dtype=torch.bool)
+    spec_info.draft_token, spec_info.custom_mask = None, torch.ones(99, dtype=torch.bool)  # says nothing yet
     slots, ones = torch.zeros(32, dtype=torch.int64), torch.full((4,), FILL)
     requests = torch.zeros(4, dtype=torch.int64)
     dummy = ForwardBatch(ForwardMode.TARGET_VERIFY, 4, slots, requests, ones, slots, 4, spec_info=spec_info)
