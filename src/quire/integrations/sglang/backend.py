@@ -274,7 +274,7 @@ class QuireBackend(base.AttentionBackend):
             if computed != spec or not self.drafts_branch:
                 names += quire.warmup(spec, pages, **bounds)
             if self.drafts_branch:
-                names += quire.warmup(computed, pages, **(bounds | seen))
+                names += quire.warmup(computed, pages, **bounds, **seen)
             if names:
                 contract.logger.info("Quire has %d kernels ready for %s", len(names), spec)
 

@@ -86,7 +86,7 @@ def fill_table(
     table[:, : slots.shape[1]].copy_(slots)
 
 
-def with_trees(spec: AttentionSpec) -> tuple[AttentionSpec, dict[str, bool]]:
+def with_trees(spec: AttentionSpec) -> tuple[AttentionSpec, dict[str, Any]]:
     """Return a layer's spec for batches of trees, which say the window, and what these batches have."""
     return replace(spec, sliding_window=None), {"trees": True, "intervals": spec.sliding_window is not None}
 
@@ -110,7 +110,7 @@ class Plans:
         }
 
     def workspace(
-        self, spec: AttentionSpec, num_seqs: int, num_tokens: int, seen: dict[str, bool]
+        self, spec: AttentionSpec, num_seqs: int, num_tokens: int, seen: dict[str, Any]
     ) -> torch.Tensor | None:
         """Return scratch memory for a plan. A larger step than any before gets new memory, and so do later plans."""
         if num_tokens > self.max_num_tokens or num_seqs > self.max_num_seqs:
