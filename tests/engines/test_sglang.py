@@ -5,6 +5,7 @@ The scheduler drives a model in `test_sglang_scheduler.py`.
 """
 # ruff: noqa: E402
 
+import dataclasses
 import importlib
 import sys
 from importlib.metadata import entry_points
@@ -33,6 +34,9 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+    from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
     from quire.integrations.sglang import register
 
@@ -162,8 +166,11 @@ class Server:
             **fields,
         )
 
-    def problem(self, layer, q, counts: dict[int, int], k, v, sinks=None) -> Problem:
-        """Add the step's keys and values to what the requests have, and return the step as the oracle sees it."""
+    def problem(self, layer, q, counts: dict[int, int], k, v, sinks=None, trees=None) -> Problem:
+        """Add the step's keys and values to what the requests have, and return the step as the oracle sees it.
+
+        `trees` has the parents of each request's drafts; its layers say windows by each draft's own path.
+        """
         for request, part_k, part_v in zip(
             counts, k.split(list(counts.values())), v.split(list(counts.values())), strict=True
         ):
@@ -182,7 +189,7 @@ class Server:
             head_dim_v=layer.v_head_dim,
             dtype=torch.float32,
             softmax_scale=layer.scaling,
-            sliding_window=None if window < 0 else window + 1,
+            sliding_window=None if window < 0 or trees else window + 1,
             softcap=layer.logit_cap or None,
             sinks=sinks is not None,
             latent=self.latent,
@@ -193,7 +200,7 @@ class Server:
             cache = PagedKVCache(all_k.unsqueeze(1).contiguous(), all_v.unsqueeze(1).contiguous())
         query_lens = tuple(counts.values())
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-        batch = Batch(table, torch.tensor(lens, dtype=torch.int32), starts)
+        batch = Batch(table, torch.tensor(lens, dtype=torch.int32), starts, **seen_by_drafts(trees, lens, window))
         q = q.view(-1, HEADS, layer.qk_head_dim)[: sum(query_lens)]
         return Problem(spec, batch, cache, q, query_lens, tuple(lens), sinks, None)
 
@@ -205,17 +212,45 @@ class Server:
             return q, k, k[..., :RANK]
         return q, self.rand(num_tokens, KV_HEADS, DIM), self.rand(num_tokens, KV_HEADS, DIM)
 
-    def run(self, mode: ForwardMode, counts: dict[int, int], layer, *, pad: int = 0, sinks=None, **fields):
+    def verify(self, trees: dict[int, list[int]], layout: str, algorithm: str = "EAGLE"):
+        """Return what SGLang knows of trees that it verifies, which are the parents of each request's drafts."""
+        num_drafts = len(next(iter(trees.values())))
+        rows = [
+            [context_row + among for among in sees(parents)]
+            for request, parents in trees.items()
+            for context_row in [[True] * self.lens[request] * (layout.startswith("FULL_MASK"))]
+        ]
+        bits = [row for request in rows for row in request]
+        if layout == "QLEN_ONLY_BITPACKING":
+            mask = torch.tensor([sum(bit << at for at, bit in enumerate(row)) for row in bits], dtype=torch.uint8)
+        else:
+            mask = torch.tensor([bit for row in bits for bit in row])
+        if layout == "FULL_MASK and more":  # as SGLang allocates it when it knows a bound of the lengths alone
+            mask = torch.cat([mask, torch.ones(999, dtype=torch.bool)])
+        if layout == "verify_mask":
+            kept = self.backend.verify_mask
+            assert kept.mode == TreeMaskMode.QLEN_ONLY and kept.is_read and kept.fits(len(trees))
+            kept.buffer.fill_(True)
+            kept.buffer[: mask.shape[0]] = mask
+            mask = kept.buffer
+        tokens = torch.zeros(len(trees) * num_drafts, dtype=torch.int64)
+        if algorithm == "NGRAM":
+            return NgramVerifyInput(tokens, mask, None, None, None, None, num_drafts)
+        others = [field.name for field in dataclasses.fields(EagleVerifyInput) if field.default is dataclasses.MISSING]
+        given = {"topk": 4, "spec_steps": 3, "draft_token_num": num_drafts}
+        return EagleVerifyInput(**dict.fromkeys(others) | {"draft_token": tokens, "custom_mask": mask} | given)
+
+    def run(self, mode: ForwardMode, counts: dict[int, int], layer, *, pad: int = 0, sinks=None, trees=None, **fields):
         """Run an eager step of one layer, and return whether it is within the error budget."""
         batch = self.step(mode, counts, **fields)
         self.backend.init_forward_metadata(batch)
-        return self.forward(batch, counts, layer, sum(counts.values()) + pad, sinks=sinks)
+        return self.forward(batch, counts, layer, sum(counts.values()) + pad, sinks=sinks, trees=trees)
 
-    def forward(self, batch, counts, layer, num_tokens, *, sinks=None, pair=False):
+    def forward(self, batch, counts, layer, num_tokens, *, sinks=None, pair=False, trees=None):
         """Run one layer of a prepared step."""
         q, k, v = self.inputs(layer, num_tokens)
         real, extra = sum(counts.values()), {} if sinks is None else {"sinks": sinks}
-        problem = self.problem(layer, q, counts, k[:real].clone(), v[:real].clone(), sinks)
+        problem = self.problem(layer, q, counts, k[:real].clone(), v[:real].clone(), sinks, trees)
         if pair:
             heads = q.view(num_tokens, HEADS, -1)
             extra |= {"q_rope": heads[..., RANK:], "k_rope": k[..., RANK:]}
@@ -237,9 +272,44 @@ def latent_layer() -> RadixAttention:
     return RadixAttention(HEADS, RANK + ROPE, 0.1, 1, 0, v_head_dim=RANK)
 
 
-def drafts(count: int, topk: int = 1):
-    """Return what SGLang knows of drafts that it verifies."""
-    return SimpleNamespace(draft_token_num=count, topk=topk, num_tokens_per_req=count)
+def drafts(count: int):
+    """Return what SGLang knows of a chain of drafts that it verifies."""
+    return SimpleNamespace(draft_token_num=count, topk=1, num_tokens_per_req=count)
+
+
+def path(parents: list[int], draft: int) -> list[int]:
+    """Return a draft and its ancestors, the draft first."""
+    found = [draft]
+    while parents[found[-1]] >= 0:
+        found.append(parents[found[-1]])
+    return found
+
+
+def sees(parents: list[int]) -> list[list[bool]]:
+    """Return which drafts each draft sees."""
+    return [[other in path(parents, draft) for other in range(len(parents))] for draft in range(len(parents))]
+
+
+def seen_by_drafts(trees: dict[int, list[int]] | None, lens: list[int], window: int) -> dict[str, torch.Tensor]:
+    """Return the fields of the oracle's batch; `window` is the number of keys that a layer sees before its own."""
+    if trees is None:
+        return {}
+    words, begins = [], []
+    for parents, length in zip(trees.values(), lens, strict=True):
+        for draft in range(len(parents)):
+            ancestors = path(parents, draft)
+            near = ancestors if window < 0 else ancestors[: window + 1]
+            words.append(sum(1 << other for other in near))
+            first = length - len(parents)
+            begins.append(0 if window < 0 else max(0, first + len(ancestors) - 1 - window))
+    return {"tree_bits": torch.tensor(words), "key_begin": torch.tensor(begins, dtype=torch.int32)}
+
+
+BUSHY = [-1, 0, 0, 1, 1, 2, 3, 6]
+DEEP = [-1, 0, 1, 2, 2, 0, 5, 5]
+LAYOUTS = ["FULL_MASK", "FULL_MASK and more", "QLEN_ONLY", "QLEN_ONLY_BITPACKING", *(["verify_mask"] if NEW else [])]
+EAGLE = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
 
 
 def test_sglang_finds_the_plug_in_and_takes_it_twice():
@@ -288,6 +358,113 @@ def test_chains_of_drafts_are_verified(kind, page_size):
     server, layer = Server(kind, page_size), latent_layer() if kind == "mla" else make_layer()
     assert server.run(ForwardMode.EXTEND, {3: 62, 5: 9}, layer)
     assert server.run(ForwardMode.TARGET_VERIFY, {3: 4, 5: 4}, layer, spec_info=drafts(4))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_trees_of_drafts_are_verified(page_size, layout):
+    server, layer = Server(page_size=page_size, **EAGLE), make_layer()
+    assert server.run(ForwardMode.EXTEND, {3: 62, 5: 9, 7: 1}, layer)
+    for trees in ({3: BUSHY, 5: DEEP}, {7: DEEP, 3: BUSHY, 5: BUSHY}):
+        counts = {request: len(parents) for request, parents in trees.items()}
+        assert server.run(ForwardMode.TARGET_VERIFY, counts, layer, trees=trees, spec_info=server.verify(trees, layout))
+
+
+def test_a_chain_and_a_tree_of_the_same_size_have_plans_of_their_own():
+    server, layer = Server(**EAGLE), make_layer()
+    assert server.run(ForwardMode.EXTEND, {3: 70, 5: 9}, layer)
+    assert server.run(ForwardMode.TARGET_VERIFY, {3: 8, 5: 8}, layer, spec_info=drafts(8))
+    trees = {3: BUSHY, 5: DEEP}
+    spec_info = server.verify(trees, "QLEN_ONLY")
+    assert server.run(ForwardMode.TARGET_VERIFY, {3: 8, 5: 8}, layer, trees=trees, spec_info=spec_info)
+
+
+@pytest.mark.parametrize("kind", ["mha", "windows"])
+def test_a_window_counts_along_the_path_of_a_draft(kind):
+    """Drafts that branch share positions, so the number of a draft is not its position."""
+    server = Server(kind, **EAGLE)
+    layer = make_layer(int(kind == "windows"), sliding_window_size=2)
+    assert server.run(ForwardMode.EXTEND, {3: 40, 5: 9}, layer)
+    for trees in ({3: BUSHY, 5: DEEP}, {5: BUSHY, 3: DEEP}):  # the second step finds the memory of the first
+        counts = dict.fromkeys(trees, 8)
+        spec_info = server.verify(trees, "FULL_MASK")
+        assert server.run(ForwardMode.TARGET_VERIFY, counts, layer, trees=trees, spec_info=spec_info)
+
+
+def test_drafts_of_n_grams_branch_with_any_breadth():
+    server, layer = Server(**NGRAM, speculative_ngram_max_bfs_breadth=1), make_layer()
+    assert server.run(ForwardMode.EXTEND, {3: 62, 5: 9}, layer)
+    trees = {3: BUSHY, 5: DEEP}
+    spec_info = server.verify(trees, "FULL_MASK", "NGRAM")
+    assert server.run(ForwardMode.TARGET_VERIFY, {3: 8, 5: 8}, layer, trees=trees, spec_info=spec_info)
+
+
+def test_the_mask_of_a_chain_is_not_read():
+    """A chain is causal, which every kernel serves; in newer versions, SGLang is told so."""
+    server, layer = Server(**EAGLE | {"speculative_eagle_topk": 1}), make_layer()
+    assert server.run(ForwardMode.EXTEND, {3: 62, 5: 9}, layer)
+    spec_info = server.verify({3: BUSHY, 5: BUSHY}, "FULL_MASK")
+    spec_info.topk = 1
+    assert server.run(ForwardMode.TARGET_VERIFY, {3: 8, 5: 8}, layer, spec_info=spec_info)
+    assert server.backend.verify_mask is None if not NEW else not server.backend.verify_mask.is_read
+
+
+def test_masks_have_a_buffer_where_drafts_are_verified():
+    assert (Server(**EAGLE).backend.verify_mask is not None) == NEW
+    assert Server().backend.verify_mask is None
+    runner = make_runner(make_pool("mha", 1), 1, **EAGLE)
+    runner.is_draft_worker = True
+    assert QuireBackend(runner).verify_mask is None
+    Server(**EAGLE).backend.update_verify_buffers_to_fill_after_draft(None, None)
+
+
+@pytest.mark.skipif(not NEW, reason="older versions write resolved options into server_args")
+def test_options_of_drafts_are_those_that_sglang_has_resolved(monkeypatch):
+    context = importlib.import_module("sglang.srt.runtime_context")
+    monkeypatch.setattr(context, "get_spec", lambda: SimpleNamespace(**EAGLE))
+    backend = Server(speculative_num_draft_tokens=None).backend
+    assert backend.drafts_branch and backend.verify_mask.buffer.shape[0] == backend.req_to_token.shape[0] * 8 * 8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["mha", "windows"])
+def test_a_graph_of_trees_is_replayed_with_other_trees(kind, layout):
+    server = Server(kind, **EAGLE)
+    layer = make_layer(int(kind == "windows"), **({"sliding_window_size": 2} if kind == "windows" else {}))
+    backend = server.backend
+    backend.init_cuda_graph_state(4, 32)
+    spec_info = server.verify({1: BUSHY}, "FULL_MASK")
+    spec_info.draft_token, spec_info.custom_mask = None, torch.ones(99, dtype=torch.bool)  # says nothing yet
+    slots, ones = torch.zeros(32, dtype=torch.int64), torch.full((4,), FILL)
+    requests = torch.zeros(4, dtype=torch.int64)
+    dummy = ForwardBatch(ForwardMode.TARGET_VERIFY, 4, slots, requests, ones, slots, 4, spec_info=spec_info)
+    prepare(backend, dummy, capture=True)
+    step = backend.forward_metadata
+    backend.forward(*server.inputs(layer, 32), layer, dummy)
+    backend.on_after_cuda_graph_warmup()
+    plans = dict(step.plans)
+    assert server.run(ForwardMode.EXTEND, {3: 62, 5: 9, 7: 16}, layer)
+    # In the second step, the full mask of the one request has as many entries as a mask among the graph's 32 drafts.
+    for trees in ({3: BUSHY, 5: DEEP, 7: BUSHY}, {7: DEEP}, {3: DEEP, 7: BUSHY}):
+        spec_info = server.verify(trees, layout)
+        counts = dict.fromkeys(trees, 8)
+        batch = server.step(ForwardMode.TARGET_VERIFY, counts, pad_to=4, spec_info=spec_info)
+        prepare(backend, batch, capture=False)
+        assert backend.forward_metadata is step
+        assert server.forward(batch, counts, layer, 32, trees=trees)
+        assert step.plans == plans  # the captured launches serve it
+
+
+def test_the_kernels_of_trees_are_compiled_before_the_first_graph(monkeypatch):
+    asked = []
+    monkeypatch.setattr(quire, "warmup", lambda spec, pages, **options: asked.append((spec, options)) or [])
+    for options, window in ((EAGLE, -1), (EAGLE, 2), ({}, 2)):
+        server, layer = Server(**options), make_layer(sliding_window_size=window)
+        assert server.run(ForwardMode.EXTEND, {3: 20}, layer)
+        server.backend.on_after_cuda_graph_warmup()
+    assert [(spec.sliding_window, options.get("trees"), options.get("intervals")) for spec, options in asked] == [
+        (None, True, False), (3, None, None), (None, True, True), (3, None, None)
+    ]  # fmt: skip
 
 
 def test_latents_come_as_one_tensor_or_with_their_rope_columns_apart():
@@ -421,15 +598,19 @@ def test_plans_are_kept_from_step_to_step():
 
 def test_what_is_not_served_is_refused_by_name():
     for options, reason in (
-        ({"speculative_eagle_topk": 4}, "speculative_eagle_topk must be 1, got 4, which drafts trees"),
-        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, "breadth must be 1, got 10"),
+        (EAGLE | {"speculative_num_draft_tokens": 65}, "speculative_num_draft_tokens must be at most 64 .*, got 65"),
+        (EAGLE | {"enable_two_batch_overlap": True}, "enable_two_batch_overlap must be False where drafts branch"),
         ({"dcp_size": 2}, "dcp_size must be 1, got 2"),
     ):
         with pytest.raises(quire.UnsupportedError, match=reason):
             Server(**options)
     server = Server()
-    with pytest.raises(quire.UnsupportedError, match="topk must be 1, got 2, a tree of drafts"):
-        server.run(ForwardMode.TARGET_VERIFY, {3: 4}, make_layer(), spec_info=drafts(4, topk=2))
+    for options in (EAGLE, NGRAM):
+        with pytest.raises(quire.UnsupportedError, match="drafts must be chains for latent attention, got trees"):
+            Server("mla", **options)
+    latents = Server("mla")
+    with pytest.raises(quire.UnsupportedError, match="drafts must be chains for latent attention, got trees"):
+        latents.run(ForwardMode.TARGET_VERIFY, {3: 8}, latent_layer(), spec_info=latents.verify({3: DEEP}, "QLEN_ONLY"))
     with pytest.raises(quire.UnsupportedError, match="forward_mode must be one of the target model"):
         server.run(ForwardMode.DRAFT_EXTEND_V2, {3: 4}, make_layer(), spec_info=drafts(4))
     for fields, reason in (

@@ -10,12 +10,20 @@ from typing import Any
 import torch
 
 import quire
-from quire import UnsupportedError
+from quire import Batch, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.sglang import contract
 from quire.integrations.sglang.layers import Layers, write
-from quire.integrations.sglang.refusals import refuse_arguments, refuse_drafts, refuse_layer, refuse_options
-from quire.integrations.sglang.steps import Plans, Step, StepMemory, fill_table
+from quire.integrations.sglang.refusals import (
+    drafts_branch,
+    refuse_arguments,
+    refuse_drafts,
+    refuse_layer,
+    refuse_options,
+    refuse_trees,
+)
+from quire.integrations.sglang.steps import Plans, Step, StepMemory, fill_table, with_trees
+from quire.integrations.sglang.trees import Trees, fill_words, has_mask
 
 contract.check_version()
 
@@ -29,7 +37,8 @@ class QuireBackend(base.AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         options = model_runner.server_args
-        refuse_options(model_runner, options)
+        speculation = contract.speculation(options)
+        refuse_options(model_runner, options, speculation)
         self.pool = model_runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
         self.page_size = int(getattr(model_runner, "page_size", 1) or 1)
@@ -42,9 +51,26 @@ class QuireBackend(base.AttentionBackend):
         self.plans = Plans(self.req_to_token.shape[0], self.max_seq_len, self.device, self.batch_invariant)
         self.memory = StepMemory(self.device, self.has_window_pool)
         self.layers = Layers(self.pool, self.page_size, model_runner.dtype, self.use_mla, self.has_window_pool)
+        self.drafts_branch = drafts_branch(speculation)
+        self.mask_of_drafts = self.make_verify_mask(model_runner, speculation)
         self.captured: dict[tuple[int, int], Step] = {}  # by forward mode and number of requests
         self.warm = False
         self.forward_metadata: Step | None = None
+
+    def make_verify_mask(self, model_runner: Any, speculation: Any) -> Any:
+        """Return the buffer for masks of drafts; None for the draft model, and for servers without drafts."""
+        num_drafts = getattr(speculation, "speculative_num_draft_tokens", None)
+        if not num_drafts or getattr(model_runner, "is_draft_worker", False):
+            return None
+        return contract.verify_mask(self.req_to_token.shape[0], num_drafts, self.drafts_branch, self.device)
+
+    @property
+    def verify_mask(self) -> Any:
+        """SGLang's name of the buffer into which it draws the masks of drafts."""
+        return self.mask_of_drafts
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Do nothing: SGLang prepares the verify of a tree after its draft, so the words are right already."""
 
     # A step without a graph.
 
@@ -70,14 +96,22 @@ class QuireBackend(base.AttentionBackend):
         if self.memory.reserve(num_seqs, num_seqs * width, num_tokens):
             self.plans.kept.clear()
         step = self.step_in(self.memory, num_seqs, width, num_tokens, max_query_len, max_seq_len, mode.is_decode())
+        step.trees = self.trees_in(self.memory, mode, batch.spec_info)
         if step.starts is not None:
             if mode.is_target_verify():
                 torch.arange(0, num_tokens + 1, max_query_len, out=step.starts)
             else:
                 step.starts[0] = 0
                 torch.cumsum(batch.extend_seq_lens[:num_seqs], 0, out=step.starts[1:])
-        self.fill(step, batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc, mode, longest)
+        self.fill(step, batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc, mode, longest, batch.spec_info)
         self.forward_metadata = step
+
+    def trees_in(self, memory: StepMemory, mode: Any, spec_info: Any) -> Trees | None:
+        """Return a memory's place for trees if the step verifies drafts that branch."""
+        if not mode.is_target_verify() or not has_mask(spec_info, self.drafts_branch):
+            return None
+        refuse_trees(spec_info, self.use_mla)
+        return memory.trees
 
     def step_in(
         self,
@@ -114,12 +148,19 @@ class QuireBackend(base.AttentionBackend):
         slots: torch.Tensor | None,  # [num_tokens] int64, where the step writes
         mode: Any,
         longest: int,
+        spec_info: Any,
     ) -> None:
         """Write what differs from step to step into a step's tensors."""
         num_seqs = step.seq_lens.shape[0]
         step.seq_lens.copy_(seq_lens[:num_seqs])
         if mode.is_target_verify():
             step.seq_lens.add_(step.max_query_len)
+        if step.trees is not None:
+            mask, kept = spec_info.custom_mask, self.mask_of_drafts
+            is_buffer = kept is not None and mask.data_ptr() == kept.buffer.data_ptr()
+            words = step.trees.words[: step.num_tokens]
+            fill_words(words, spec_info, seq_lens[:num_seqs], step.max_query_len, is_buffer)
+            step.trees.fill(Batch(step.table, step.seq_lens, step.starts), step.num_tokens)
         fill_table(step.table, self.req_to_token, requests[:num_seqs], longest, self.page_size, None)
         if step.window_table is not None:
             mapping = self.pool.full_to_swa_index_mapping
@@ -193,6 +234,7 @@ class QuireBackend(base.AttentionBackend):
         sizes = num_seqs, width, num_tokens, per_seq, self.graph_max_seq_len
         step = self.step_in(self.graph_memory, *sizes, mode.is_decode())
         step.captured = True
+        step.trees = self.trees_in(self.graph_memory, mode, spec_info)
         if step.starts is not None:  # a tensor of its own: graphs of other sizes have other starts
             step.starts = torch.arange(0, num_tokens + 1, per_seq, dtype=torch.int32, device=self.device)
         self.captured[int(mode), num_seqs] = step
@@ -214,7 +256,7 @@ class QuireBackend(base.AttentionBackend):
         if seq_lens_cpu is not None and seq_lens_cpu.numel():
             extra = step.max_query_len if mode.is_target_verify() else 0
             longest = min(longest, max(1, int(seq_lens_cpu[:num_seqs].max())) + extra)
-        self.fill(step, requests, seq_lens, slots, mode, longest)
+        self.fill(step, requests, seq_lens, slots, mode, longest, spec_info)
         self.forward_metadata = step
 
     def mode_of_graph(self, mode: Any) -> Any:
@@ -227,7 +269,12 @@ class QuireBackend(base.AttentionBackend):
             return
         self.warm = True
         for spec, pages in {layer.spec: layer.pages for layer in self.layers.bound.values()}.items():
-            names = quire.warmup(spec, pages, **self.plans.bounds())
+            names, bounds = [], self.plans.bounds()
+            computed, seen = with_trees(spec)
+            if computed != spec or not self.drafts_branch:
+                names += quire.warmup(spec, pages, **bounds)
+            if self.drafts_branch:
+                names += quire.warmup(computed, pages, **bounds, **seen)
             if names:
                 contract.logger.info("Quire has %d kernels ready for %s", len(names), spec)
 

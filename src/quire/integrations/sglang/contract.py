@@ -3,12 +3,17 @@
 In 0.5.23 a backend prepares a captured graph and each of its replays in one method, `init_forward_metadata_out_graph`.
 Earlier versions have one for the capture and one for the replay. `backend.py` has all three, and SGLang calls those
 that it knows.
+
+From 0.5.23 on, a backend may own the buffer into which SGLang draws the mask of the drafts, in a layout of its choice.
+Earlier versions draw masks over the whole context. There, too, SGLang publishes the options that it has resolved in a
+place of their own, and `server_args` keeps what was asked for.
 """
 
 import importlib
 import logging
 from typing import Any
 
+import torch
 from packaging.version import InvalidVersion, Version
 
 from quire import UnsupportedError
@@ -60,6 +65,26 @@ def register() -> None:
     registry = load("sglang.srt.layers.attention.attention_registry")
     if NAME not in registry.ATTENTION_BACKENDS:
         registry.register_attention_backend(NAME)(create)
+
+
+def speculation(options: Any) -> Any:
+    """Return what holds the options `speculative_*` as SGLang has resolved them."""
+    try:
+        return load("sglang.srt.runtime_context").get_spec()
+    except (ModuleNotFoundError, AttributeError, ValueError):  # before 0.5.23; outside of a server
+        return options
+
+
+def verify_mask(max_num_seqs: int, num_drafts: int, is_read: bool, device: Any) -> Any:
+    """Return a buffer for the masks among the drafts of the largest batch; None where SGLang has no place for it."""
+    try:
+        home = load("sglang.srt.layers.attention.verify_mask")
+    except ModuleNotFoundError:
+        return None
+    mode = home.TreeMaskMode.QLEN_ONLY
+    cells = home.tree_mask_numel(mode, max_num_seqs, num_drafts, 0)
+    buffer = torch.zeros(cells, dtype=torch.bool, device=device)
+    return home.VerifyMask(buffer=buffer, mode=mode, max_bs=max_num_seqs, is_read=is_read)
 
 
 def create(model_runner: Any) -> Any:

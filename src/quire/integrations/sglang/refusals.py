@@ -6,22 +6,28 @@ from quire import UnsupportedError
 from quire.integrations.sglang import contract
 
 DECODER: Any = contract.load("sglang.srt.layers.radix_attention").AttentionType.DECODER
+MAX_DRAFTS = 64  # of a request: bits of a word of `tree_bits`
 INSTEAD = "choose another --attention-backend for this model"
 
 
-def refuse_options(model_runner: Any, options: Any) -> None:
-    """Raise UnsupportedError if the server has options that Quire does not serve."""
-    topk = getattr(options, "speculative_eagle_topk", None)
-    if topk not in (None, 0, 1):
-        raise UnsupportedError(
-            f"speculative_eagle_topk must be 1, got {topk}, which drafts trees; pass --speculative-eagle-topk 1"
-        )
-    if str(getattr(options, "speculative_algorithm", None)).upper() == "NGRAM":
-        breadth = getattr(options, "speculative_ngram_max_bfs_breadth", 1)
-        if breadth != 1:
+def drafts_branch(speculation: Any) -> bool:
+    """Return whether the server's drafts may be trees.
+
+    Those of n-grams may, with any breadth: matches of several lengths each begin a branch.
+    """
+    if str(getattr(speculation, "speculative_algorithm", None)).upper() == "NGRAM":
+        return True
+    return getattr(speculation, "speculative_eagle_topk", None) not in (None, 0, 1)
+
+
+def refuse_options(model_runner: Any, options: Any, speculation: Any) -> None:
+    """Raise UnsupportedError if the server has options that Quire does not serve; `speculation` has those of drafts."""
+    if drafts_branch(speculation):
+        refuse_trees(speculation, bool(model_runner.use_mla_backend))
+        if getattr(options, "enable_two_batch_overlap", False):
             raise UnsupportedError(
-                f"speculative_ngram_max_bfs_breadth must be 1, got {breadth}, which drafts trees; "
-                "pass --speculative-ngram-max-bfs-breadth 1"
+                "enable_two_batch_overlap must be False where drafts branch, got True, which cuts their masks in two; "
+                "leave out --enable-two-batch-overlap"
             )
     dcp = getattr(options, "dcp_size", None)
     if dcp not in (None, 1):
@@ -33,7 +39,7 @@ def refuse_options(model_runner: Any, options: Any) -> None:
 
 
 def refuse_drafts(mode: Any, spec_info: Any) -> None:
-    """Raise UnsupportedError for the steps of a draft model, and for trees of drafts."""
+    """Raise UnsupportedError for the steps of a draft model."""
     if mode.name.startswith("DRAFT_EXTEND") or (mode.is_decode() and getattr(spec_info, "kv_indptr", None) is not None):
         raise UnsupportedError(
             f"forward_mode must be one of the target model, got {mode.name} of a draft model; "
@@ -43,9 +49,21 @@ def refuse_drafts(mode: Any, spec_info: Any) -> None:
         raise UnsupportedError(
             f"forward_mode must be DECODE, EXTEND, MIXED or TARGET_VERIFY, got {mode.name}; {INSTEAD}"
         )
-    topk = getattr(spec_info, "topk", None)
-    if mode.is_target_verify() and topk not in (None, -1, 0, 1):
-        raise UnsupportedError(f"topk must be 1, got {topk}, a tree of drafts; pass --speculative-eagle-topk 1")
+
+
+def refuse_trees(drafts: Any, latent: bool) -> None:
+    """Raise UnsupportedError for trees that are not served; `drafts` is a step's `spec_info`, or the options."""
+    if latent:
+        raise UnsupportedError(
+            "drafts must be chains for latent attention, got trees; "
+            "pass --speculative-eagle-topk 1, and no --speculative-algorithm NGRAM"
+        )
+    count = getattr(drafts, "draft_token_num", getattr(drafts, "speculative_num_draft_tokens", None))
+    if count is not None and count > MAX_DRAFTS:
+        raise UnsupportedError(
+            f"speculative_num_draft_tokens must be at most {MAX_DRAFTS} where drafts branch, got {count}; "
+            "a word has a bit for each"
+        )
 
 
 def refuse_arguments(others: dict[str, Any]) -> None:

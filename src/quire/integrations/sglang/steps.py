@@ -6,13 +6,14 @@ graphs need the table at the same address in every step.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 import quire
-from quire import AttentionSpec, Plan
+from quire import AttentionSpec, Batch, Plan
+from quire.integrations.sglang.trees import Trees
 
 MAX_PLANS = 256  # kept by a backend, besides those of captured graphs
 
@@ -29,8 +30,15 @@ class Step:
     table: torch.Tensor  # [num_seqs, max_pages_per_seq] int32, of the pool of full attention
     window_table: torch.Tensor | None  # the same of the pool of sliding windows, where there is one
     window_slots: torch.Tensor | None  # [num_tokens] int64, where that pool writes
+    trees: Trees | None = None  # of drafts that branch
     captured: bool = False
     plans: dict[tuple[int, bool], Plan] = field(default_factory=dict)  # by the spec's id, and whether by window_table
+
+    def batch(self, sliding_window: int | None, *, in_window_pool: bool) -> Batch:
+        """Return the requests, as layers with a window or without one see them."""
+        table = self.window_table if in_window_pool and self.window_table is not None else self.table
+        batch = Batch(table, self.seq_lens, self.starts)
+        return batch if self.trees is None else self.trees.seen(batch, self.num_tokens, sliding_window)
 
 
 class StepMemory:
@@ -56,6 +64,7 @@ class StepMemory:
         self.seq_lens, self.starts, self.table = zeros(seqs), zeros(seqs + 1), zeros(entries)
         self.window_table = zeros(entries) if self.has_window_pool else None
         self.window_slots = zeros(tokens, torch.int64) if self.has_window_pool else None
+        self.trees = Trees(zeros(tokens, torch.int64))
         return True
 
 
@@ -77,6 +86,11 @@ def fill_table(
     table[:, : slots.shape[1]].copy_(slots)
 
 
+def with_trees(spec: AttentionSpec) -> tuple[AttentionSpec, dict[str, Any]]:
+    """Return a layer's spec for batches of trees, which say the window, and what these batches have."""
+    return replace(spec, sliding_window=None), {"trees": True, "intervals": spec.sliding_window is not None}
+
+
 class Plans:
     """The plans of a backend, by their bounds and by the memory that they read, and the scratch memory of each spec."""
 
@@ -84,7 +98,7 @@ class Plans:
         self.max_num_seqs, self.max_seq_len, self.max_num_tokens = max_num_seqs, max_seq_len, 8192
         self.device, self.batch_invariant = device, batch_invariant
         self.kept: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-        self.workspaces: dict[AttentionSpec, torch.Tensor | None] = {}
+        self.workspaces: dict[tuple[Any, ...], torch.Tensor | None] = {}  # by spec and kinds of batches
 
     def bounds(self) -> dict[str, Any]:
         """Return the bounds within which plans are made, as `workspace_size` and `warmup` take them."""
@@ -95,32 +109,39 @@ class Plans:
             "batch_invariant": self.batch_invariant,
         }
 
-    def workspace(self, spec: AttentionSpec, num_seqs: int, num_tokens: int) -> torch.Tensor | None:
+    def workspace(
+        self, spec: AttentionSpec, num_seqs: int, num_tokens: int, seen: dict[str, Any]
+    ) -> torch.Tensor | None:
         """Return scratch memory for a plan. A larger step than any before gets new memory, and so do later plans."""
         if num_tokens > self.max_num_tokens or num_seqs > self.max_num_seqs:
             self.max_num_tokens = max(self.max_num_tokens, 1 << (num_tokens - 1).bit_length())
             self.max_num_seqs = max(self.max_num_seqs, num_seqs)
             self.workspaces.clear()
             self.kept.clear()
-        if spec not in self.workspaces:
-            size = quire.workspace_size(spec, **self.bounds(), device=self.device)
-            self.workspaces[spec] = torch.zeros(size, dtype=torch.uint8, device=self.device) if size else None
-        return self.workspaces[spec]
+        key = spec, *seen.values()
+        if key not in self.workspaces:
+            size = quire.workspace_size(spec, **self.bounds(), **seen, device=self.device)
+            self.workspaces[key] = torch.zeros(size, dtype=torch.uint8, device=self.device) if size else None
+        return self.workspaces[key]
 
     def plan(self, spec: AttentionSpec, step: Step, num_tokens: int, *, in_window_pool: bool) -> Plan:
         """Return the step's plan for a kind of layer; an earlier one if bounds and memory are the same."""
         plan = step.plans.get((id(spec), in_window_pool))
         if plan is not None:
             return plan
-        table = step.window_table if in_window_pool and step.window_table is not None else step.table
-        memory = table.data_ptr(), table.stride(0), table.shape, step.seq_lens.data_ptr(), step.starts is None
-        key = spec, num_tokens, step.max_query_len, step.max_seq_len, memory, step.captured
+        batch = step.batch(spec.sliding_window, in_window_pool=in_window_pool)
+        computed, seen = (spec, {}) if step.trees is None else with_trees(spec)
+        addresses = tuple(
+            x.data_ptr() for x in (batch.page_table, batch.seq_lens, batch.tree_bits, batch.key_begin) if x is not None
+        )
+        shape = batch.page_table.stride(0), batch.page_table.shape, step.starts is None
+        key = spec, num_tokens, step.max_query_len, step.max_seq_len, addresses, shape, step.captured
         plan = self.kept.get(key)
         if plan is None:
-            workspace = self.workspace(spec, step.seq_lens.shape[0], num_tokens)
+            workspace = self.workspace(computed, step.seq_lens.shape[0], num_tokens, seen)
             plan = quire.plan(
-                spec,
-                quire.Batch(table, step.seq_lens, step.starts),
+                computed,
+                batch,
                 max_query_len=step.max_query_len,
                 max_seq_len=step.max_seq_len,
                 num_tokens=num_tokens,
