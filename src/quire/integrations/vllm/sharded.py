@@ -103,7 +103,7 @@ class Shares:
         queries = self.group.all_gather(query.contiguous(), dim=1)
         spec = of_shares(impl.spec, self.num_ranks)
         plan = metadata.plans.get(id(spec)) or self.plan_shares(metadata, spec, pages.page_size)
-        state = quire.attention(queries, pages, plan, **new, return_lse=True)
+        state: Any = quire.attention(queries, pages, plan, **new, return_lse=True)
         out, lse = self.combine(state.out, state.lse, self.group, return_lse=True)
         return State(out, lse.contiguous())
 
