@@ -87,7 +87,9 @@ def test_outsiders_use_public_names_only(name):
     package = ".".join(name.split(".")[:2])
     inner = {
         module
-        for module in imports(name) - {"quire", "quire.testing", "quire.targets"}
+        for module in imports(name)
+        - {"quire", "quire.testing", "quire.targets"}
+        - {f"quire.{m}" for m in PUBLIC_MODULES}
         if not module.startswith(package)
     }
     assert not inner, f"{name} must import public names only, got {inner}"
