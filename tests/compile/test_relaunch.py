@@ -156,7 +156,7 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
 
 
 @pytest.mark.parametrize(("batch", "name"), [("decode, 64", "split_kv_kernel"), ("prompt", "norm_rope_kernel")])
-def test_a_relaunch_that_turns_passes_what_the_binder_passes(batch, name, passed, monkeypatch):
+def test_a_relaunch_that_rotates_passes_what_the_binder_passes(batch, name, passed, monkeypatch):
     """In the launch that attends, and before it. Another table, norm or alignment goes through the binder."""
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
     monkeypatch.setattr(norm_rope, "LAUNCHES", LaunchCache())

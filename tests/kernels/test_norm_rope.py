@@ -85,7 +85,7 @@ IN_TWO_LAUNCHES: dict[str, tuple[dict, tuple, dict, dict, dict]] = {
 
 
 @pytest.mark.parametrize("name", [*IN_ONE_LAUNCH, *IN_TWO_LAUNCHES])
-def test_a_step_that_turns_is_a_turn_and_a_step(name, device, options):
+def test_a_step_that_rotates_is_a_rotation_and_a_step(name, device, options):
     features, lens, norm_rope, chosen, problem = (IN_ONE_LAUNCH | IN_TWO_LAUNCHES)[name]
     p, plan = solve(features, lens, norm_rope, options(**chosen), **problem, device=device)
     in_one_launch = name in IN_ONE_LAUNCH and not is_served_by_torch(torch.device(device))
