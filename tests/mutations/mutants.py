@@ -940,7 +940,7 @@ OUTSIDE = {
         "kernels/views.py",
         "key = *meta.values(), *dtypes, *",
         "key = *meta.values(), *",
-        "compile/test_relaunch.py::test_a_relaunch_that_turns_passes_what_the_binder_passes",
+        "compile/test_relaunch.py::test_a_relaunch_that_rotates_passes_what_the_binder_passes",
     ),
     "flash_attn: a slot past the capacity written": Mutant(
         "integrations/flash_attn/kvcache.py",
