@@ -6,6 +6,7 @@ Valid with and without TRITON_INTERPRET=1.
 import inspect
 import math
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -381,6 +382,17 @@ def test_bases_and_layouts_of_the_lse_and_buffers_of_the_caller(device):
     assert wrapper.run(p.q, kv, out=into.zero_()) is into and Oracle(p).judge(into).passed
     for got, expected in zip(wrapper.run_return_lse(p.q, kv), (out, lse), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_a_plan_that_fails_leaves_the_one_before(device, monkeypatch):
+    """Its batch too. The plan may fail for want of memory."""
+    wrapper, p, kv = planned_prefill(device)
+    expected = wrapper.run(p.q, kv)
+    one = (x.to(device) for x in (int32(0, 1), int32(0, 1), int32(0), int32(2)))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(quire, "plan", Mock(side_effect=MemoryError))
+        wrapper.plan(*one, *heads(p.spec), 4, causal=True, q_data_type="float32")
+    assert torch.equal(wrapper.run(p.q, kv), expected)
 
 
 def test_the_old_forward_attends_by_its_own_scores(device):

@@ -98,11 +98,16 @@ class Wrapper(ABC):
     def _prepare(
         self, scoring: Scoring, batch: Batch, bounds: tuple[int, int, int], batch_invariant: bool, num_rows: int
     ) -> None:
-        """Keep what `run` needs, and make the plan."""
+        """Keep what `run` needs, and make the plan. If that raises, what was planned before stays."""
+        before = vars(self).copy()
         if not self._use_cuda_graph:
             self._plans = {}
         self._batch, self._bounds, self._batch_invariant = batch, bounds, batch_invariant
-        self._find_plan(scoring)
+        try:
+            self._find_plan(scoring)
+        except BaseException:
+            vars(self).update(before)
+            raise
         self._scoring, self._num_rows = scoring, num_rows
 
     def _find_plan(self, scoring: Scoring) -> Plan:
