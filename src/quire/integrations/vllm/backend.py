@@ -139,13 +139,14 @@ class QuireMetadata(base.AttentionMetadata):
             plan = self.plans[id(spec)] = self.builder.plan(self, spec, num_tokens, page_size)
         return plan
 
-    def plan_intervals(self, spec: AttentionSpec, num_tokens: int, page_size: int, clamp: bool) -> Plan | None:
-        """Return the step's plan for a kind of layer where each token sees keys of its own, or None.
+    def plan_intervals(self, spec: AttentionSpec, num_tokens: int, page_size: int, layer: Any) -> Plan | None:
+        """Return the step's plan for vLLM's layer where each token sees keys of its own, or None.
 
         These are steps with tokens of images among the queries, or in which some sequences are causal and some are not.
         """
         if self.causal is False or (self.causal is True and self.mm_prefix_range is None):
             return None
+        clamp = getattr(layer, "mm_prefix_clamp_sliding_window", False)
         key = id(spec), clamp, id(self.mm_prefix_range)
         if key not in self.plans:
             self.plans[key] = self.builder.plan_intervals(self, spec, num_tokens, page_size, clamp)
@@ -342,8 +343,7 @@ class QuireImpl(base.AttentionImpl):
             attn_metadata.builder.shares.attend(self, attn_metadata, pages, query, key, value, output)
             return output
         spec = bidirectional(self.spec) if attn_metadata.causal is False and self.spec.causal else self.spec
-        clamp = getattr(layer, "mm_prefix_clamp_sliding_window", False)
-        plan = attn_metadata.plan_intervals(spec, query.shape[0], pages.page_size, clamp)
+        plan = attn_metadata.plan_intervals(spec, query.shape[0], pages.page_size, layer)
         plan = plan or attn_metadata.plan(spec, query.shape[0], pages.page_size)
         new: dict[str, Any] = {}
         if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
