@@ -140,9 +140,9 @@ class QuireMetadata(base.AttentionMetadata):
         return plan
 
     def plan_intervals(self, spec: AttentionSpec, num_tokens: int, page_size: int, layer: Any) -> Plan | None:
-        """Return the step's plan for vLLM's layer where each token sees keys of its own, or None.
+        """Return a layer's plan for a step in which each query token has an interval of keys; None for other steps.
 
-        These are steps with tokens of images among the queries, or in which some sequences are causal and some are not.
+        Such a step has queries of an image, or some of its sequences are causal and some are not.
         """
         if self.causal is False or (self.causal is True and self.mm_prefix_range is None):
             return None
