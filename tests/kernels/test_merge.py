@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire import State, reference
-from quire.kernels.combine import combine_arguments, combine_kernel
+from quire.kernels.combine import combine_arguments, combine_kernel, stack
 
 
 def random_states(count, tokens=3, heads=2, dim=24, dtype=torch.float64, seed=0):
@@ -146,3 +146,30 @@ def test_states_side_by_side_merge_into_tensors_of_any_stride(with_lse, device):
     if with_lse:
         torch.testing.assert_close(lse[:5].cpu().double(), expected.lse[:5], atol=1e-6, rtol=1e-6)
     assert (lse[5 if with_lse else 0 :] == 9.0).all()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_states_at_equal_distances_in_one_memory_are_not_copied(dtype, device, monkeypatch):
+    """As a collective receives them: of each rank its out, its lse, and padding."""
+    apart = [State(s.out.to(device), s.lse.to(device)) for s in random_states(3, dtype=dtype)]
+    expected = quire.merge_states(apart)
+    (num_tokens, num_heads, dim), outs = apart[0].out.shape, apart[0].out.numel()
+    memory = torch.empty(4, outs * dtype.itemsize + 4 * num_tokens * num_heads + 40, dtype=torch.uint8, device=device)
+    together = []
+    for row, (out, lse) in zip(memory[1:], apart, strict=True):
+        end = outs * dtype.itemsize
+        views = row[:end].view(dtype).view(num_tokens, num_heads, dim), row[end:-40].view(torch.float32).view_as(lse)
+        together.append(State(views[0].copy_(out), views[1].copy_(lse)))
+    for tensors in zip(*together, strict=True):
+        a, b, c = tensors
+        assert stack([a, b, c]).data_ptr() == a.data_ptr()
+        for others in ([a, c, b], [c, b, a], [a, b, b], [a, b.clone(), c], [a[:, :1], b[:, 1:], c[:, :1]]):
+            found = stack(others)
+            assert found.untyped_storage().data_ptr() != memory.data_ptr()
+            assert all(torch.equal(x, y) for x, y in zip(found, others, strict=True))
+    monkeypatch.setattr(torch, "stack", None)
+    found = quire.merge_states(together)
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+    with pytest.raises(TypeError):
+        quire.merge_states(apart)

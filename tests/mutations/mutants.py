@@ -562,8 +562,8 @@ OUTSIDE = {
     ),
     "ranks: sinks counted on each rank": Mutant(
         "distributed/arguments.py",
-        "sinks.float().expand_as(lse)",
-        "(sinks.float() + 0.7).expand_as(lse)",
+        "copy_(sinks.expand_as(state.lse))",
+        "copy_((sinks + 0.7).expand_as(state.lse))",
         "test_distributed.py::test_two_ranks_agree_with_the_oracle[decode, sinks]",
     ),
     # shared_prefix/

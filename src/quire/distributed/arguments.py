@@ -110,9 +110,12 @@ def check_sinks(sinks: Any, num_heads: int, device: torch.device) -> None:
         )
 
 
-def merge(states: list[quire.State], sinks: torch.Tensor | None) -> quire.State:
-    """Merge states over disjoint keys; a sink is one more key, whose value is 0."""
-    if sinks is not None:
-        out, lse = states[0]
-        states = [*states, quire.State(torch.zeros_like(out), sinks.float().expand_as(lse).contiguous())]
+def write_sinks(state: quire.State, sinks: torch.Tensor) -> None:
+    """Write the state of sinks: each is one more key, whose value is 0."""
+    state.out.zero_()
+    state.lse.copy_(sinks.expand_as(state.lse))
+
+
+def merge(states: list[quire.State]) -> quire.State:
+    """Merge states over disjoint keys; they are read where they are if they lie in one memory at equal distances."""
     return states[0] if len(states) == 1 else quire.merge_states(states)

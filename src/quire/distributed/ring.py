@@ -24,6 +24,7 @@ from quire.distributed.arguments import (
     merge,
     process_group,
     shown,
+    write_sinks,
 )
 
 
@@ -176,27 +177,35 @@ def ring_attention(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_share(name, tensor, (num_tokens, *widths[name]), plan.tokens.device)
     check_sinks(sinks, spec.num_q_heads, q.device)
-    keys, states = (k.contiguous(), v.contiguous()), []
+    keys, num_states = (k.contiguous(), v.contiguous()), size if sinks is None else size + 1  # sinks are a state too
+    outs = q.new_empty(num_states, num_tokens, spec.num_q_heads, spec.head_dim_v)
+    lses = torch.empty(outs.shape[:3], dtype=torch.float32, device=q.device)
+    states = [quire.State(*pair) for pair in zip(outs, lses, strict=True)]
     for step, step_plan in enumerate(plan.plans):
         pending, following = send_on(keys, step, rank, plan) if step + 1 < size else ([], keys)
-        states.append(attend(q, keys, step_plan, plan, spec.causal and (rank - step) % size > rank))
+        attend(q, keys, step_plan, states[step], plan.late if spec.causal and (rank - step) % size > rank else None)
         for work in pending:
             work.wait()
         keys = following
-    return merge(states, sinks)
+    if sinks is not None:
+        write_sinks(states[size], sinks)
+    return merge(states)
 
 
 def attend(
-    q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], step_plan: quire.Plan, plan: RingPlan, late_only: bool
-) -> quire.State:
-    """Return the state of all of this rank's rows over one rank's keys; early rows may see none of them."""
-    shape = (q.shape[0], plan.spec.num_q_heads, plan.spec.head_dim_v)
-    if not late_only:
-        return quire.varlen_attention(q, *keys, step_plan, return_lse=True)
-    found = quire.varlen_attention(q[plan.late], *keys, step_plan, return_lse=True)
-    state = quire.State(q.new_zeros(shape), torch.full(shape[:2], float("-inf"), dtype=torch.float32, device=q.device))
-    state.out[plan.late], state.lse[plan.late] = found
-    return state
+    q: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor],
+    plan: quire.Plan,
+    state: quire.State,
+    late: torch.Tensor | None,
+) -> None:
+    """Write the state of this rank's rows over one rank's keys; with `late`, only those rows see any of them."""
+    if late is None:
+        quire.varlen_attention(q, *keys, plan, out=state)
+        return
+    state.lse.fill_(float("-inf"))  # such rows have no weight, whatever their out holds
+    found = quire.varlen_attention(q[late], *keys, plan, return_lse=True)
+    state.out[late], state.lse[late] = found
 
 
 def send_on(

@@ -20,10 +20,13 @@ from quire.distributed.arguments import (
     merge,
     process_group,
     shown,
+    write_sinks,
 )
 
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name since torch 2.13
-ALIGNMENT = 16  # bytes, of what each rank sends: kernels are compiled for addresses that are multiples of it
+# Bytes, of what each rank sends. Kernels are compiled for addresses that are multiples of 16 bytes, and for strides that
+# are multiples of 16 elements, of which the largest have 4 bytes.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -261,25 +264,22 @@ def merge_packed(
 ) -> quire.State:
     """Merge the packed states of all ranks, in one collective."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    num_heads = shape[1]
-    if scatter_heads and size > 1:
-        state = unpack(sent, shape, dtype)
-        num_heads //= size
+    scatter_heads = scatter_heads and size > 1
+    if scatter_heads:
+        state, num_heads = unpack(sent, shape, dtype), shape[1] // size
         shape = (shape[0], num_heads, shape[2])
-        num_bytes = packed_bytes(shape, dtype)
-        sent = torch.empty(size * num_bytes, dtype=torch.uint8, device=sent.device)
-        for i, part in enumerate(sent.split(num_bytes)):
-            of_rank = unpack(part, shape, dtype)
-            of_rank.out.copy_(state.out[:, i * num_heads : (i + 1) * num_heads])
-            of_rank.lse.copy_(state.lse[:, i * num_heads : (i + 1) * num_heads])
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-    else:
-        received = sent.new_empty(size * sent.numel())
-        ALL_GATHER(received, sent, group=group)
-    if sinks is not None and scatter_heads:
-        sinks = sinks[rank * num_heads : (rank + 1) * num_heads]
-    return merge([unpack(part, shape, dtype) for part in received.chunk(size)], sinks)
+        sent = torch.empty(size, packed_bytes(shape, dtype), dtype=torch.uint8, device=sent.device)
+        for into, whole in zip(unpack(sent, shape, dtype), state, strict=True):
+            into.copy_(whole.unflatten(1, (size, num_heads)).transpose(0, 1))
+        sinks = sinks if sinks is None else sinks[rank * num_heads : (rank + 1) * num_heads]
+    num_states = size if sinks is None else size + 1  # sinks are a state too
+    received = torch.empty(num_states, packed_bytes(shape, dtype), dtype=torch.uint8, device=sent.device)
+    exchange = dist.all_to_all_single if scatter_heads else ALL_GATHER
+    exchange(received[:size].flatten(), sent.flatten(), group=group)
+    states = [quire.State(*pair) for pair in zip(*unpack(received, shape, dtype), strict=True)]
+    if sinks is not None:
+        write_sinks(states[size], sinks)
+    return merge(states)
 
 
 def packed_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -289,8 +289,8 @@ def packed_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def unpack(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> quire.State:
-    """Return the state in a buffer of `packed_bytes`, as views."""
-    num_rows = shape[0] * shape[1]
+    """Return the state in a buffer of `packed_bytes`, or the states in its rows, as views."""
+    num_rows, several = shape[0] * shape[1], buffer.shape[:-1]
     end = num_rows * shape[2] * dtype.itemsize
-    out = buffer[:end].view(dtype).view(shape)
-    return quire.State(out, buffer[end : end + 4 * num_rows].view(torch.float32).view(shape[:2]))
+    out = buffer[..., :end].view(dtype).view(*several, *shape)
+    return quire.State(out, buffer[..., end : end + 4 * num_rows].view(torch.float32).view(*several, *shape[:2]))
