@@ -321,14 +321,20 @@ def test_a_process_without_a_group_is_refused():
 
 def test_the_script_that_measures_runs_on_two_processes(tmp_path):
     """Small, on the CPU: what it prints is no measurement."""
-    script, output = Path(__file__).parent.parent / "scripts/measure_ranks.py", tmp_path / "ranks.json"
-    command = [sys.executable, script, "--cpu", "--tiny", "--calls", "1", "--replays", "1", "--output", output]
+    script, out = Path(__file__).parent.parent / "scripts/measure_ranks.py", tmp_path / "ranks"
+    command = [sys.executable, script, "--cpu", "--tiny", "--replays", "1", "--limit", str(SECONDS), "--out", out]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS, env=environment)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(output.read_text())["rows"]
-    assert len(rows) == done.stdout.count("2 ranks") == 3
-    assert all(0 < row["of_budget"] <= 1 and row["all"] > 0 and row["one"] > 0 for row in rows)
+    written = json.loads(out.with_suffix(".json").read_text())
+    names = [row["case"] for row in written["results"]]
+    assert written["about"]["backend"] == "gloo" and len(names) == 3
+    table = out.with_suffix(".md").read_text().splitlines()
+    for name in names:
+        assert sum(line.startswith(name) and "2 ranks" in line for line in done.stdout.splitlines()) == 1
+        assert sum(line.startswith(f"| {name} |") for line in table) == 1
+        assert f"{name}: the error is" in done.stderr and f"{name}: measured" in done.stderr
+    assert all(0 < row["of_budget"] <= 1 and row["all"] > 0 and row["one"] > 0 for row in written["results"])
 
 
 if __name__ == "__main__":

@@ -24,9 +24,7 @@ from quire.distributed.arguments import (
 )
 
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name since torch 2.13
-# Bytes, of what each rank sends. Kernels are compiled for addresses that are multiples of 16 bytes, and for strides that
-# are multiples of 16 elements, of which the largest have 4 bytes.
-ALIGNMENT = 64
+ALIGNMENT = 64  # bytes, of what each rank sends: kernels are compiled for strides that are multiples of 16 elements
 
 
 @dataclass(frozen=True)
