@@ -1,12 +1,15 @@
 """Time vLLM end to end with several attention backends.
 
-Random weights in a real model's geometry, with vLLM's own compilation and CUDA graphs. Three experiments; each backend
-has its own process:
+Random weights in a real model's geometry, with vLLM's own compilation and CUDA graphs. Each backend has its own
+process. Experiments:
 
 * latency: one request of 500 tokens; seconds until its 100th, 200th, ... output (section 7.4 of arXiv 2511.11581);
 * load: a number of requests at once, prompts and outputs of unequal lengths; output tokens per second of the second of
   two runs, and seconds for all the prompts with one output each;
-* prompt: one long prompt with 8 outputs; seconds, the median of three.
+* prompt: one long prompt with 8 outputs; seconds, the median of three;
+* context: a number of requests at once, all with long contexts; milliseconds for one output of each;
+* greedy: outputs and their log probabilities after prompts of eight lengths, which backends should have in common. The
+  weights have to be large enough that attention matters (`--weights`), which vLLM's own random weights are not.
 
     python scripts/measure_vllm.py                                                # all: FLASH_ATTN, TRITON_ATTN, CUSTOM
     python scripts/measure_vllm.py --backends FLASH_ATTN CUSTOM --latency 100 1600  # two backends, one experiment
@@ -15,6 +18,8 @@ has its own process:
     python scripts/measure_vllm.py --models deepseek-v3-rank --latency 100 1600 12800 --load 8 32 128      # latents
     python scripts/measure_vllm.py --join llama.json qwen.json --out docs/results/vllm_h200
     python scripts/measure_vllm.py --layers 4 --latency 100 --prompt 4096           # a first look: four layers
+    python scripts/measure_vllm.py --models one-kv-head --tensor-parallel 2 --dcp 2 --backends FLASH_ATTN CUSTOM \
+        --weights 2 --context 1 16 --greedy 32                                      # contexts shared by two GPUs
 
 Needs vLLM and `quire` (CUSTOM is Quire up to vLLM 0.31; from 0.32 on name QUIRE in --backends), and matplotlib for the
 plot. A backend that fails is left out.
@@ -22,17 +27,22 @@ plot. A backend that fails is left out.
 The models with latent attention (MLA) are DeepSeek's without experts: every layer has the first layers' dense
 feed-forward part. `deepseek-v3-rank` is what one of eight tensor-parallel GPUs has of DeepSeek-V3: 16 of 128 heads and
 an eighth of the feed-forward part.
+
+`one-kv-head` is for decode context parallelism, which vLLM has where there are more GPUs than KV heads.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -73,6 +83,7 @@ MODELS = {
     "llama-3.1-8b": (LLAMA, (4096, 14336, 32, 32, 8, 128256)),
     "qwen2.5-7b": (QWEN, (3584, 18944, 28, 28, 4, 152064)),
     "qwen2.5-1.5b": (QWEN, (1536, 8960, 28, 12, 2, 151936)),
+    "one-kv-head": (LLAMA, (2048, 8192, 16, 32, 1, 32000)),
     "deepseek-v2-lite": (DEEPSEEK_LITE, (2048, 10944, 27, 16, 16, 102400)),
     "deepseek-v3": (DEEPSEEK, (7168, 18432, 61, 128, 128, 129280)),
     "deepseek-v3-rank": (DEEPSEEK, (7168, 2304, 61, 16, 16, 129280)),
@@ -80,6 +91,8 @@ MODELS = {
 BACKENDS = ["FLASH_ATTN", "TRITON_ATTN", "CUSTOM"]
 LATENT_BACKENDS = ["FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "CUSTOM"]
 PROMPT = 500  # tokens of the latency experiment's prompt
+KEYS = 60000  # of each request of the context experiment
+STEPS = 64  # of the context experiment that are timed
 LATENCY = [100, 200, 400, 800, 1600, 3200, 6400, 12800]
 READY, MEASURED = "ready to measure", "measured: "
 QUIRE = ("CUSTOM", "QUIRE")
@@ -88,6 +101,7 @@ EXPERIMENTS = {  # titles of tables
     "load": "requests at once, 64 to 1,024 tokens in and out each; output tokens per second",
     "prompts": "requests at once, one output each; seconds",
     "prompt": "tokens of one prompt, 8 outputs; seconds",
+    "context": "requests at once with long contexts; ms for an output of each",
 }
 
 
@@ -100,25 +114,43 @@ class Run:
     latency: tuple[int, ...] = ()
     load: tuple[int, ...] = ()
     prompt: int = 0
+    context: tuple[int, ...] = ()
+    greedy: int = 0  # outputs of each prompt
+    keys: int = KEYS  # of the context experiment, and of the longest greedy prompt
     layers: int | None = None
+    weights: float = 0.0  # of which standard deviation a layer's outputs are; 0 for vLLM's own random weights
     kv_cache_dtype: str = "auto"
     tensor_parallel: int = 1
+    dcp: int = 1  # GPUs that share each context
     compiled: bool = True
+    warm: bool = True  # Quire compiles its kernels before the first request
     prefill: bool = True  # Quire's, where Quire decodes latents
     together: bool = False  # shares the GPU with the other backends, so it takes only the memory that it needs
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return max(PROMPT + max(self.latency, default=0), self.prompt + 8, 2048) + 16
+        contexts = self.keys + self.context_outputs(max(self.context)) if self.context else 0
+        greedy = self.keys + self.greedy if self.greedy else 0
+        return max(PROMPT + max(self.latency, default=0), self.prompt + 8, contexts, greedy, 2048) + 16
+
+    def context_outputs(self, count: int) -> int:
+        """Return the most outputs of a request with a long context; the first ones begin while others are read."""
+        return STEPS + 2 * count * (1 + self.keys // 4096)
+
+    def greedy_lengths(self) -> list[int]:
+        """Return the lengths of the prompts whose outputs are compared."""
+        return [max(1, self.keys >> i) for i in range(8)]
 
     def cache_bytes(self) -> int:
         """Return the size of a cache in which no request is preempted, with a tenth to spare."""
         _, (_, _, layers, _, kv_heads, _) = MODELS[self.model]
         most = [max(sum(n + t for n, end in lengths(count) if end > t) for t in range(1024)) for count in self.load]
-        num_tokens = int(1.1 * max([self.longest, *most]))
+        most += [count * (self.keys + self.context_outputs(count)) for count in self.context]
+        most.append(sum(n + self.greedy for n in self.greedy_lengths()) if self.greedy else 0)
+        num_tokens = int(1.1 * max([self.longest, *most])) // self.dcp
         # Each rank has all latents.
-        width = 512 + 64 if is_latent(self.model) else 2 * kv_heads * 128 // self.tensor_parallel
+        width = 512 + 64 if is_latent(self.model) else 2 * max(1, kv_heads // self.tensor_parallel) * 128
         return num_tokens * (self.layers or layers) * width * 2
 
 
@@ -158,38 +190,89 @@ def write_config(folder: str, name: str, layers: int | None) -> None:
     Path(folder, "config.json").write_text(json.dumps(config))
 
 
-def tokens(count: int, seed: int) -> dict:
+def write_weights(folder: str, name: str, layers: int | None, spread: float) -> None:
+    """Write weights of a Llama with which outputs depend on the whole context.
+
+    Each layer's outputs have the standard deviation `spread`, so that softmax chooses among keys. Drawing numbers takes
+    seconds, so a layer has those of the first one in other places.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, feed_forward, num_layers, heads, kv_heads, vocabulary = MODELS[name][1]
+    generator = torch.Generator().manual_seed(0)
+    torch.set_num_threads(1)  # vLLM forks its workers, and OpenMP's threads do not outlive that
+
+    def normal(rows: int, columns: int, std: float) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator).mul_(std).to(torch.bfloat16)
+
+    inner, spread_of_hidden = heads * 128, spread / hidden**0.5
+    matrices = {
+        "self_attn.q_proj": normal(inner, hidden, spread_of_hidden),
+        "self_attn.k_proj": normal(kv_heads * 128, hidden, spread_of_hidden),
+        "self_attn.v_proj": normal(kv_heads * 128, hidden, spread_of_hidden),
+        "self_attn.o_proj": normal(hidden, inner, spread / inner**0.5),
+        "mlp.gate_proj": normal(feed_forward, hidden, spread_of_hidden),
+        "mlp.up_proj": normal(feed_forward, hidden, spread_of_hidden),
+        "mlp.down_proj": normal(hidden, feed_forward, spread / feed_forward**0.5),
+    }
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    weights = {
+        "model.embed_tokens.weight": normal(vocabulary, hidden, 1.0),
+        "lm_head.weight": normal(vocabulary, hidden, spread_of_hidden),
+        "model.norm.weight": ones.clone(),
+    }
+    for i in range(layers or num_layers):
+        layer = f"model.layers.{i}."
+        weights |= {f"{layer}{part}.weight": x.roll((17 * i, 29 * i), (0, 1)) for part, x in matrices.items()}
+        weights |= {f"{layer}{part}.weight": ones.clone() for part in ("input_layernorm", "post_attention_layernorm")}
+    save_file(weights, Path(folder, "model.safetensors"), {"format": "pt"})
+
+
+def tokens(count: int, seed: int, vocabulary: int = 30000) -> dict:
     """Return a prompt of random tokens."""
     draw = random.Random(seed)
-    return {"prompt_token_ids": [draw.randrange(10, 30000) for _ in range(count)]}
+    return {"prompt_token_ids": [draw.randrange(10, min(30000, vocabulary)) for _ in range(count)]}
 
 
 def start(run: Run) -> Any:
     """Return a vLLM that is ready for a run."""
     from vllm import LLM
 
-    graphs = sorted({1, 2, 4, 8, *(n for most in run.load for n in range(16, most + 1, 16)), *run.load})
-    memory = {"kv_cache_memory_bytes": run.cache_bytes(), "gpu_memory_utilization": 0.05} if run.together else {}
-    uncompiled = {} if run.compiled else {"mode": 0, "cudagraph_mode": "FULL"}
-    prefill = prefill_options(run.prefill) if is_latent(run.model) and run.backend in QUIRE else {}
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, run.model, run.layers)
-        return LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            attention_backend=run.backend,
-            max_model_len=run.longest,
-            max_num_seqs=max([*run.load, 8]),
-            enable_prefix_caching=False,
-            kv_cache_dtype=run.kv_cache_dtype,
-            seed=0,
-            tensor_parallel_size=run.tensor_parallel,
-            compilation_config={"cudagraph_capture_sizes": graphs, **uncompiled},
-            **memory,
-            **prefill,
-        )
+        if run.weights:
+            write_weights(folder, run.model, run.layers, run.weights)
+        return LLM(model=folder, **options(run))
+
+
+def options(run: Run) -> dict[str, Any]:
+    """Return vLLM's options for a run."""
+    loads = run.load + run.context
+    graphs = sorted({1, 2, 4, 8, *(n for most in loads for n in range(16, most + 1, 16)), *loads})
+    memory = {"kv_cache_memory_bytes": run.cache_bytes(), "gpu_memory_utilization": 0.05} if run.together else {}
+    uncompiled = {} if run.compiled else {"mode": 0, "cudagraph_mode": "FULL"}
+    ours = run.backend in QUIRE
+    chosen: dict[str, Any] = prefill_options(run.prefill) if is_latent(run.model) and ours else {}
+    if ours and not run.warm:
+        chosen["additional_config"] = chosen.get("additional_config", {}) | {"quire_warmup": False}
+    if run.dcp > 1:
+        chosen["decode_context_parallel_size"] = run.dcp
+    return {
+        "load_format": "auto" if run.weights else "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "attention_backend": run.backend,
+        "max_model_len": run.longest,
+        "max_num_seqs": max([*loads, 8]),
+        "enable_prefix_caching": False,
+        "kv_cache_dtype": run.kv_cache_dtype,
+        "seed": 0,
+        "tensor_parallel_size": run.tensor_parallel,
+        "compilation_config": {"cudagraph_capture_sizes": graphs, **uncompiled},
+        **memory,
+        **chosen,
+    }
 
 
 def prefill_options(quires: bool) -> dict[str, Any]:
@@ -202,7 +285,7 @@ def prefill_options(quires: bool) -> dict[str, Any]:
 
 
 def measure(run: Run, llm: Any) -> dict[str, Any]:
-    """Run the experiments; return the seconds or tokens per second of each, by point."""
+    """Run the experiments; return the times or tokens per second of each, by point, and greedy tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -215,7 +298,19 @@ def measure(run: Run, llm: Any) -> dict[str, Any]:
         return time.perf_counter() - began
 
     result: dict[str, Any] = {}
-    seconds([tokens(PROMPT, 1)], [16])
+    vocabulary = MODELS[run.model][1][5]
+    seconds([tokens(PROMPT, 1, vocabulary)], [16])
+    if run.greedy:
+        prompts = [tokens(n, i, vocabulary) for i, n in enumerate(run.greedy_lengths())]
+        found = [r.outputs[0] for r in llm.generate(prompts, sampling(run.greedy, logprobs=1), use_tqdm=False)]
+        result["tokens"] = [list(output.token_ids) for output in found]
+        result["logprobs"] = [
+            [of[token].logprob for token, of in zip(output.token_ids, output.logprobs, strict=True)] for output in found
+        ]
+    for count in run.context:
+        prompts = [tokens(run.keys, i, vocabulary) for i in range(count)]
+        sampled = sampling(run.context_outputs(count), output_kind=RequestOutputKind.DELTA)
+        result.setdefault("context", {})[str(count)] = milliseconds(llm.llm_engine, prompts, sampled)
     if run.latency:
         engine, marks, done = llm.llm_engine, {}, 0
         sampled = sampling(max(run.latency), output_kind=RequestOutputKind.DELTA)
@@ -237,6 +332,27 @@ def measure(run: Run, llm: Any) -> dict[str, Any]:
         times = [seconds([tokens(run.prompt, i)], [8]) for i in range(4)]
         result["prompt"] = {str(run.prompt): statistics.median(times[1:])}
     return result
+
+
+def milliseconds(engine: Any, prompts: list[dict], sampled: Any) -> float:
+    """Return the time of a step in which all requests decode."""
+    done = {f"{len(prompts)} at once, {i}": 0 for i in range(len(prompts))}
+    for name, prompt in zip(done, prompts, strict=True):
+        engine.add_request(name, prompt, sampled)
+
+    def until(least: int) -> None:
+        while min(done.values()) < least and engine.has_unfinished_requests():
+            for output in engine.step():
+                done[output.request_id] += len(output.outputs[0].token_ids)
+
+    until(4)
+    first, began = min(done.values()), time.perf_counter()
+    until(first + STEPS)
+    passed = time.perf_counter() - began
+    engine.abort_request(list(done))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return 1000 * passed / STEPS
 
 
 def work(run: Run) -> None:
@@ -266,7 +382,9 @@ class Process:
         self.run = run
         self.lines: list[str] = []
         command = [sys.executable, __file__, "--worker", json.dumps(asdict(run))]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def until(self, mark: str) -> str | None:
         """Return the rest of the next line that begins with the mark; None if the process ends before."""
@@ -276,6 +394,20 @@ class Process:
             if line.startswith(mark):
                 return line.removeprefix(mark)
         return None
+
+    def kill(self) -> None:
+        """End it, and the processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it, and let go of what it held."""
+        self.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
     def result(self) -> dict[str, Any] | None:
         """Make it measure, and wait for its end."""
@@ -294,20 +426,49 @@ class Process:
         return None if line is None else json.loads(line)
 
 
-def measure_all(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return the results of all runs that succeed.
+def measure_all(runs: list[Run], limit: float | None = None) -> list[dict[str, Any]]:
+    """Return the results of all runs that succeed, within a number of seconds.
 
     Runs are timed one at a time. Those that share the GPU start at the same time and wait for their turn.
     """
-    started = [Process(run) if run.together else None for run in runs]
-    for process in filter(None, started):
-        process.until(READY)
-    results = []
-    for run, process in zip(runs, started, strict=True):
-        result = (process or Process(run)).result()
-        if result:
-            results.append(result)
-            print(json.dumps(result), flush=True)
+    began, processes, results = time.perf_counter(), list[Process](), list[dict[str, Any]]()
+    late = threading.Event()
+
+    def say(run: Run, text: str) -> None:
+        print(f"[{time.perf_counter() - began:5.1f} s] {run.model}, {run.backend}: {text}", file=sys.stderr, flush=True)
+
+    def started(run: Run) -> Process:
+        processes.append(Process(run))
+        say(run, "starts")
+        return processes[-1]
+
+    def end() -> None:
+        late.set()
+        for process in processes:
+            process.kill()
+
+    timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        together = [started(run) if run.together else None for run in runs]
+        for process in filter(None, together):
+            if process.until(READY) is not None:
+                say(process.run, "is ready")
+        for run, process in zip(runs, together, strict=True):
+            if late.is_set():
+                break
+            result = (process or started(run)).result()
+            say(run, "is measured" if result else "failed")
+            if result:
+                results.append(result)
+                print(json.dumps(result), flush=True)
+    finally:
+        timer.cancel()
+        for process in processes:
+            process.close()
+    if len(results) < len(runs):
+        print(f"{len(results)} of {len(runs)} runs were measured", file=sys.stderr)
     return results
 
 
@@ -339,7 +500,9 @@ def groups_of(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
         cache = f", {r['kv_cache_dtype']} cache" if r["kv_cache_dtype"] != "auto" else ""
         compiled = "" if r["compiled"] else ", not compiled"
         gpus = f", {r['tensor_parallel']} GPUs" if r["tensor_parallel"] > 1 else ""
-        groups.setdefault(f"{r['model']}, {layers} layers{cache}{compiled}{gpus}", []).append(r)
+        shared = f", contexts shared by {r['dcp']}" if r.get("dcp", 1) > 1 else ""
+        keys = f", contexts of {r['keys']:,}" if r.get("context") else ""
+        groups.setdefault(f"{r['model']}, {layers} layers{cache}{compiled}{gpus}{shared}{keys}", []).append(r)
     return groups
 
 
@@ -382,7 +545,36 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plot: str | N
                 cells = [cell(name, r[name].get(point), base, r is measured[0]) for r in measured]
                 lines.append(f"| {int(point):,} | " + " | ".join(cells) + " |")
             lines.append("")
+        lines += in_common([r for r in group if r.get("tokens")])
     return "\n".join(lines)
+
+
+def in_common(results: list[dict[str, Any]]) -> list[str]:
+    """Return a table of the greedy tokens that backends have in common with the first, or nothing."""
+    if len(results) < 2:
+        return []
+    first = results[0]
+    count = sum(map(len, first["tokens"]))
+    lines = [
+        f"| greedy tokens | in common with {first['backend']} | before the first difference | of log probabilities |"
+    ]
+    lines.append("| --- | --- | --- | --- |")
+    for r in results[1:]:
+        same = before = 0
+        worst = 0.0
+        for ours, theirs, a, b in zip(r["tokens"], first["tokens"], r["logprobs"], first["logprobs"], strict=True):
+            equal = [x == y for x, y in zip(ours, theirs, strict=True)]
+            until = equal.index(False) if False in equal else len(equal)
+            same, before = same + sum(equal), before + until
+            worst = max([worst, *(abs(x - y) for x, y in zip(a[:until], b[:until], strict=True))])
+        lines.append(f"| {r['backend']} | {same:,} of {count:,} | {before:,} | at most {worst:.3f} |")
+    return [
+        *lines,
+        "",
+        "After a difference, a request's tokens are those of another text.",
+        "The last column is the largest difference of log probabilities before.",
+        "",
+    ]
 
 
 def cell(experiment: str, value: float | None, base: float, is_base: bool) -> str:
@@ -458,12 +650,13 @@ def label(backend: str) -> str:
 def join(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the results of several invocations as if they were one."""
     by_name: dict[tuple[Any, ...], dict[str, Any]] = {}
-    names = ("model", "layers", "kv_cache_dtype", "tensor_parallel", "compiled", "prefill", "backend")
+    names = ("model", "layers", "kv_cache_dtype", "tensor_parallel", "compiled", "prefill", "backend", "dcp", "keys")
     for r in results:
         known = by_name.setdefault(tuple(r.get(name, True) for name in names), r)
         for name in EXPERIMENTS:
             if name in r:
                 known[name] = known.get(name, {}) | r[name]
+        known |= {name: r[name] for name in ("tokens", "logprobs") if name in r}
     return list(by_name.values())
 
 
@@ -484,10 +677,24 @@ def main() -> None:
     )
     parser.add_argument("--load", nargs="*", type=int, help="requests at once; default 8 32 128 256")
     parser.add_argument("--prompt", type=int, help="tokens of the long prompt; default 15000")
+    parser.add_argument("--context", nargs="+", type=int, help="requests at once with long contexts; no default")
+    parser.add_argument("--greedy", type=int, default=0, help="outputs of each greedy prompt; default none")
+    parser.add_argument("--keys", type=int, default=KEYS, help=f"of long contexts; default {KEYS}")
+    parser.add_argument(
+        "--weights",
+        type=float,
+        default=0.0,
+        metavar="STD",
+        help="write random weights, in which a layer's outputs have this standard deviation; 2 is enough; Llama alone",
+    )
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each model")
+    parser.add_argument("--dcp", type=int, default=1, help="of these GPUs, how many share each context")
     parser.add_argument(
         "--no-compile", action="store_true", help="no torch.compile: starts faster, but is not what is served"
+    )
+    parser.add_argument(
+        "--no-warmup", action="store_true", help="Quire compiles kernels when they are first launched: starts faster"
     )
     parser.add_argument(
         "--vllm-prefill", action="store_true", help="in models with latent attention, Quire leaves prefill to vLLM"
@@ -497,6 +704,7 @@ def main() -> None:
         action="store_true",
         help="start all backends at the same time on one GPU, which has to hold them all; they are timed one by one",
     )
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="end what runs after this time; default none")
     parser.add_argument("--out", help="path of the results without its ending; .json, .md and .png are written")
     parser.add_argument("--commit", help="Quire's commit, where there is no repository to ask")
     parser.add_argument("--note", action="append", default=[], help="a paragraph to keep with the results")
@@ -507,7 +715,10 @@ def main() -> None:
     if args.worker:
         work(Run(**json.loads(args.worker)))
         return
-    if args.latency is None and args.load is None and args.prompt is None:
+    if args.weights and any(MODELS[model][0] is not LLAMA for model in args.models):
+        parser.error("--weights must be left out for models other than Llama; their weights are vLLM's")
+    asked = args.latency is not None or args.load is not None or args.prompt is not None or args.context or args.greedy
+    if not asked:
         args.latency, args.load, args.prompt = LATENCY, [8, 32, 128, 256], 15000
     if args.join:
         parts = [json.loads(Path(path).read_text()) for path in args.join]
@@ -520,17 +731,23 @@ def main() -> None:
                 latency=tuple(args.latency or ()),
                 load=tuple(args.load or ()),
                 prompt=args.prompt or 0,
+                context=tuple(args.context or ()),
+                greedy=args.greedy,
+                keys=args.keys,
                 layers=args.layers,
+                weights=args.weights,
                 kv_cache_dtype=args.kv_cache_dtype,
                 tensor_parallel=args.tensor_parallel,
+                dcp=args.dcp,
                 compiled=not args.no_compile,
+                warm=not args.no_warmup,
                 prefill=not (args.vllm_prefill and backend in QUIRE),
                 together=args.together,
             )
             for model in args.models
             for backend in args.backends or (LATENT_BACKENDS if is_latent(model) else BACKENDS)
         ]
-        about, results = provenance(args.commit), measure_all(runs)
+        about, results = provenance(args.commit), measure_all(runs, args.limit)
         if not results:
             sys.exit("no backend could be measured; their output is above")
     about["notes"] = about.get("notes", []) + args.note

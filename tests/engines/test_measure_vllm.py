@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,62 @@ def test_tables_give_the_speed_relative_to_the_first_backend(script):
         "A note.",
     ):
         assert line in text.splitlines()
+
+
+def test_ranks_that_share_contexts_hold_a_part_of_the_cache_each(script):
+    whole = script.Run("one-kv-head", "CUSTOM", context=(16,), tensor_parallel=2)
+    shared = script.Run("one-kv-head", "CUSTOM", context=(16,), tensor_parallel=2, dcp=2)
+    least = 16 * whole.keys * 16 * 2 * 128 * 2  # one KV head, which both GPUs have
+    assert least < whole.cache_bytes() < 1.2 * least
+    assert shared.cache_bytes() == whole.cache_bytes() // 2
+    assert whole.longest > whole.keys + script.STEPS
+
+
+def test_tokens_count_as_equal_one_by_one_and_up_to_the_first_difference(script):
+    parts = [
+        result("FLASH_ATTN", tokens=[[1, 2, 3], [4, 5, 6]], logprobs=[[-1.0, -1.0, -1.0], [-2.0, -2.0, -2.0]]),
+        result("CUSTOM", tokens=[[1, 9, 3], [4, 5, 6]], logprobs=[[-1.25, -1.0, -9.0], [-2.0, -2.5, -2.0]]),
+    ]
+    for r in parts:
+        r |= {
+            "dcp": 2,
+            "tensor_parallel": 2,
+            "keys": 60000,
+            "context": {"16": 2.0 if r["backend"] == "CUSTOM" else 3.0},
+        }
+    text = script.markdown(ABOUT, script.join(parts)).splitlines()
+    assert "## llama-3.1-8b, 32 layers, 2 GPUs, contexts shared by 2, contexts of 60,000" in text
+    assert "| 16 | 3.000 | 2.000 (150.0 %) |" in text
+    assert "| CUSTOM | 5 of 6 | 4 | at most 0.500 |" in text
+
+
+WORKER = """
+import json, subprocess, sys, time
+run = json.loads(sys.argv[2])
+if run["backend"] == "STUCK":
+    subprocess.run(["sleep", "600"])
+print("ready to measure", flush=True)
+sys.stdin.readline()
+print("measured: " + json.dumps({"backend": run["backend"]}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_is_stuck_ends_at_the_limit_and_loses_no_result(together, script, tmp_path, monkeypatch, capfd):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    monkeypatch.setattr(script, "__file__", str(worker))
+    runs = [script.Run("llama-3.1-8b", backend, together=together) for backend in ("FLASH_ATTN", "STUCK", "CUSTOM")]
+    began = time.perf_counter()
+    results = script.measure_all(runs[:1] + runs[2:], limit=60)
+    assert [r["backend"] for r in results] == ["FLASH_ATTN", "CUSTOM"]
+    assert "CUSTOM: is measured" in capfd.readouterr().err
+    results = script.measure_all([runs[0], runs[2], runs[1]], limit=5)
+    assert time.perf_counter() - began < 30
+    assert [r["backend"] for r in results] == (
+        [] if together else ["FLASH_ATTN", "CUSTOM"]
+    )  # together, all start first
+    assert f"{len(results)} of 3 runs were measured" in capfd.readouterr().err
 
 
 def test_a_figure_has_a_panel_for_each_experiment_with_something_to_compare(script):

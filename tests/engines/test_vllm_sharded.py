@@ -7,13 +7,16 @@ Transformers with eager attention, token for token.
 # ruff: noqa: E402 (vLLM's environment comes first, and fixtures are found by their names)
 
 import importlib
+import importlib.util
 import os
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import tests.engines.vllm_environment  # noqa: F401
 
@@ -25,6 +28,7 @@ from quire.integrations.vllm.backend import QuireBackend, QuireImpl
 from quire.testing import Problem, error_budget, make_problem, unwritten
 from tests.engines.test_vllm import (  # noqa: F401
     DEVICE,
+    NAME,
     greedy,
     make_layer,
     make_model,
@@ -252,3 +256,57 @@ def test_two_processes_that_share_contexts_write_the_tokens_of_eager_attention(t
     ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
     generated, _ = serve(tmp_path, max_num_batched_tokens=32, distributed_executor_backend="mp", **ranks)
     assert generated == [[greedy(model, p) for p in prompts()]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the script itself is run; this is a model for a CPU")
+def test_the_script_that_measures_compares_tokens_and_times_steps_with_shared_contexts(tmp_path, monkeypatch):
+    """A minute: two processes import vLLM. Transformers has the same model, from the weights that the script writes."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr("vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    found = importlib.util.spec_from_file_location(
+        "measure_vllm", Path(__file__).parents[2] / "scripts/measure_vllm.py"
+    )
+    script = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, "measure_vllm", script)
+    found.loader.exec_module(script)
+    monkeypatch.setitem(script.MODELS, "small", (script.LLAMA, (64, 96, 2, 4, 1, 97)))
+    monkeypatch.setattr(script, "PROMPT", 5)
+    monkeypatch.setattr(script, "STEPS", 3)
+    run = script.Run(
+        "small",
+        NAME,
+        context=(1, 3),
+        greedy=6,
+        keys=70,
+        weights=2.0,
+        tensor_parallel=2,
+        dcp=2,
+        warm=False,
+        together=True,
+    )
+    script.write_config(str(tmp_path), "small", None)
+    script.write_weights(str(tmp_path), "small", None, run.weights)
+    options = script.options(run)
+    assert options["kv_cache_memory_bytes"] == run.cache_bytes() and options["decode_context_parallel_size"] == 2
+    on_a_cpu = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "compilation_config": {"mode": 0, "custom_ops": ["none"]},
+        "kv_cache_memory_bytes": 1 << 28,
+        "block_size": 16,
+        "max_num_batched_tokens": 32,
+        "distributed_executor_backend": "mp",
+    }
+    result = script.measure(run, vllm.LLM(model=str(tmp_path), **options | on_a_cpu))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    prompts_of_run = [script.tokens(n, i, 97)["prompt_token_ids"] for i, n in enumerate(run.greedy_lengths())]
+    for prompt, generated, logprobs in zip(prompts_of_run, result["tokens"], result["logprobs"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1]
+        assert generated == logits.argmax(-1).tolist()
+        expected = logits.log_softmax(-1).max(-1).values
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-3, rtol=1e-3)
+    assert len({tuple(of_prompt) for of_prompt in result["tokens"]}) > 4  # they depend on the prompt
+    assert list(result["context"]) == ["1", "3"] and all(ms > 0 for ms in result["context"].values())
