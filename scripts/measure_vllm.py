@@ -251,7 +251,7 @@ def options(run: Run) -> dict[str, Any]:
     loads = run.load + run.context
     graphs = sorted({1, 2, 4, 8, *(n for most in loads for n in range(16, most + 1, 16)), *loads})
     memory = {"kv_cache_memory_bytes": run.cache_bytes(), "gpu_memory_utilization": 0.05} if run.together else {}
-    uncompiled = {} if run.compiled else {"mode": 0, "cudagraph_mode": "FULL"}
+    uncompiled = {} if run.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     ours = run.backend in QUIRE
     chosen: dict[str, Any] = prefill_options(run.prefill) if is_latent(run.model) and ours else {}
     if ours and not run.warm:

@@ -104,8 +104,7 @@ class Shares:
         spec = of_shares(impl.spec, self.num_ranks)
         plan = metadata.plans.get(id(spec)) or self.plan_shares(metadata, spec, pages.page_size)
         state: Any = quire.attention(queries, pages, plan, **new, return_lse=True)
-        out, lse = self.combine(state.out, state.lse, self.group, return_lse=True)
-        return State(out, lse.contiguous())
+        return State(*self.combine(state.out, state.lse, self.group, return_lse=True))
 
     def plan_shares(self, metadata: Any, spec: AttentionSpec, page_size: int) -> Plan:
         """Return a step's plan for the keys in this rank's pages."""
