@@ -15,6 +15,7 @@ measured by themselves too; what is left is the merge.
 
 import argparse
 import faulthandler
+import gc
 import itertools
 import json
 import math
@@ -287,6 +288,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
         if rank == 0:
             print(line(result), flush=True)
             write(arguments, results)  # after each case, so that a later one that fails loses nothing
+    gc.collect()  # a communicator waits for the graphs that hold its collectives
     dist.destroy_process_group()
 
 

@@ -456,7 +456,7 @@ def measure_all(runs: list[Run], limit: float | None = None) -> list[dict[str, A
             if process.until(READY) is not None:
                 say(process.run, "is ready")
         for run, process in zip(runs, together, strict=True):
-            if late.is_set():
+            if late.is_set() and process is None:
                 break
             result = (process or started(run)).result()
             say(run, "is measured" if result else "failed")

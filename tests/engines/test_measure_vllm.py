@@ -148,7 +148,11 @@ def test_what_is_stuck_ends_at_the_limit_and_loses_no_result(together, script, t
     assert [r["backend"] for r in results] == (
         [] if together else ["FLASH_ATTN", "CUSTOM"]
     )  # together, all start first
-    assert f"{len(results)} of 3 runs were measured" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert (
+        f"{len(results)} of 3 runs were measured" in said
+        and "STUCK failed with llama-3.1-8b; its output is above" in said
+    )
 
 
 def test_a_figure_has_a_panel_for_each_experiment_with_something_to_compare(script):
