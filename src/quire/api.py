@@ -533,6 +533,7 @@ def merge_states(states: Sequence[State]) -> State:
     """Merge states over disjoint sets of keys into the state over all of them, exactly.
 
     Order and grouping change the rounding only: `merge_states([a, b, c])` is `merge_states([a, merge_states([b, c])])`.
+    States at equal distances in one memory, such as rows of one tensor, are read where they are. Others are copied.
 
     Args:
         states: one or more. All have out [num_tokens, num_q_heads, head_dim_v] of one dtype (float16, bfloat16 or

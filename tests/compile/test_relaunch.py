@@ -21,7 +21,7 @@ import quire
 from quire import api
 from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
-from quire.kernels import norm_rope, write, write_latent
+from quire.kernels import combine, norm_rope, write, write_latent
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.tensor_maps import KEPT, Format
 from quire.plan import make_plan
@@ -393,6 +393,36 @@ def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features,
     quire.attention(q_again, cache_again, unbound, out=out_again)
     assert again == passed[first + len(again) :] != passed[:first]
     assert len(again) == (2 if target == "sm90" else 1)  # mla_hopper combines in a second launch
+
+
+def states_to_merge(count=2, num_tokens=3, num_heads=4, dim=64, dtype=torch.bfloat16, pad=0):
+    """Return states in rows of one memory, as a collective receives them."""
+    outs, lses = torch.zeros(count, num_tokens * num_heads * dim + pad), torch.zeros(count, 16 * num_tokens * num_heads)
+    shape = num_tokens, num_heads, dim
+    return [
+        quire.State(out.to(dtype).view(shape), lse.view(num_tokens, -1)[:, :num_heads])
+        for out, lse in zip(outs.to(dtype)[:, pad:], lses, strict=True)
+    ]
+
+
+def test_a_second_merge_passes_what_the_binder_passes(passed, monkeypatch):
+    """States of another number, shape, dtype, distance or alignment go through the binder."""
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
+    monkeypatch.setattr(combine, "LAUNCHES", LaunchCache())
+    first, again = states_to_merge(), states_to_merge()
+    results = [combine.merge_states(first)]
+    others = {"count": 3}, {"num_tokens": 5}, {"num_heads": 2}, {"dim": 32}, {"dtype": torch.float16}, {"pad": 32}
+    with mock.patch.object(JITFunction, "run", side_effect=InterruptedError("went through the binder")):
+        results.append(combine.merge_states(again))
+        for other in (*others, {"pad": 1}):
+            with pytest.raises(InterruptedError):
+                combine.merge_states(states_to_merge(**other))
+                pytest.fail(f"relaunched for other {other}")
+    monkeypatch.setattr(combine, "LAUNCHES", LaunchCache())
+    results.append(combine.merge_states(again))
+    new = [{result.out.data_ptr(), result.lse.data_ptr()} for result in results]
+    found = [(grid, [x for x in facts if x not in mine]) for (_, grid, facts), mine in zip(passed, new, strict=True)]
+    assert found[1] == found[2] != found[0]
 
 
 def new_tokens(kind, dtype, other, width=16):

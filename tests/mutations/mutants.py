@@ -379,6 +379,12 @@ IN_INTERPRETER = {
         "out_ptrs + tl.cast(i * stride_state, tl.int32)",
         OFFSETS + "[combine]",
     ),
+    "states at unequal distances read where they lie": Mutant(
+        "kernels/combine.py",
+        "x.storage_offset() == begin + i * distance",
+        "x.storage_offset() >= begin",
+        MERGE + "::test_states_at_equal_distances_in_one_memory_are_not_copied",
+    ),
     # copy.py
     "a negative destination copied to": Mutant(
         "kernels/copy.py", "if (from_page < 0) | (to_page < 0):", "if from_page < 0:", COPY
