@@ -18,7 +18,7 @@ process. Experiments:
     python scripts/measure_vllm.py --models deepseek-v3-rank --latency 100 1600 12800 --load 8 32 128      # latents
     python scripts/measure_vllm.py --join llama.json qwen.json --out docs/results/vllm_h200
     python scripts/measure_vllm.py --layers 4 --latency 100 --prompt 4096           # a first look: four layers
-    python scripts/measure_vllm.py --models one-kv-head --tensor-parallel 2 --dcp 2 --backends FLASH_ATTN CUSTOM \
+    python scripts/measure_vllm.py --models one-kv-head --tensor-parallel 2 --dcp 2 --backends FLASH_ATTN CUSTOM \\
         --weights 2 --context 1 16 --greedy 32                                      # contexts shared by two GPUs
 
 Needs vLLM and `quire` (CUSTOM is Quire up to vLLM 0.31; from 0.32 on name QUIRE in --backends), and matplotlib for the

@@ -281,6 +281,11 @@ def test_bad_arguments_are_refused(alone):
         (ValueError, "plan must have max_query_len 1 .* got 3", lambda: sharded_attention(causal.q, cache, several)),
         (ValueError, "sinks must be .* got a", lambda: sharded_attention(q, cache, plan, sinks=torch.zeros(3))),
         (TypeError, "sinks must be a tensor with strides, got 1", lambda: sharded_attention(q, cache, plan, sinks=1)),
+        (
+            quire.UnsupportedError,
+            "sinks must not require a gradient, got a tensor that does",
+            lambda: sharded_attention(q, cache, plan, sinks=torch.zeros(4, requires_grad=True)),
+        ),
         (TypeError, "group must be .* got 3", lambda: sharded_attention(q, cache, plan, group=3)),
         (TypeError, "scatter_heads must be .* got 1", lambda: merge_over_ranks(state, scatter_heads=1)),
         (TypeError, "state must be a State, got", lambda: merge_over_ranks(tuple(state))),

@@ -98,7 +98,7 @@ def check_spec(name: str, spec: Any) -> None:
 
 
 def check_sinks(sinks: Any, num_heads: int, device: torch.device) -> None:
-    """Raise unless sinks are None or fit."""
+    """Raise unless sinks are None or fit, and need no gradient."""
     if sinks is None:
         return
     if not isinstance(sinks, torch.Tensor) or sinks.layout is not torch.strided:
@@ -107,6 +107,11 @@ def check_sinks(sinks: Any, num_heads: int, device: torch.device) -> None:
         raise ValueError(
             f"sinks must be [num_q_heads] = [{num_heads}] floating-point numbers on {device}, got {shown(sinks)}; "
             "slice them to the heads of q"
+        )
+    if sinks.requires_grad and torch.is_grad_enabled():
+        raise quire.UnsupportedError(
+            "sinks must not require a gradient, got a tensor that does; "
+            "Quire has no backward pass: call it under torch.no_grad()"
         )
 
 
