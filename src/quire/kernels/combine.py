@@ -66,7 +66,8 @@ def merge_states(states: Sequence[State]) -> State:
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
     if out.numel() == 0:
         return State(out, lse)
-    grid, addresses, key = (*lse.shape, 1), tuple(t.data_ptr() for t in (outs, lses, out, lse)), None
+    grid, key = (lse.shape[0], lse.shape[1], 1), None
+    addresses = tuple(t.data_ptr() for t in (outs, lses, out, lse))
     if not any(at % 16 for at in addresses):
         key = outs.device, outs.dtype, len(states), out.shape[1:], outs.stride(), lses.stride()
         if LAUNCHES.relaunch(key, grid, addresses):
