@@ -100,6 +100,33 @@ def test_a_leaf_may_leave_it_to_the_generic_tree_and_batch_invariant_plans_alway
     assert decided(1, 64, 32, 32, batch_invariant=True).config == invariant
 
 
+def test_batch_invariant_tiles_have_as_many_keys_for_every_number_of_queries():
+    def of(queries, num_tokens=None, seq_len=8192, **options):
+        return decided(queries, seq_len, num_tokens or queries, 1, batch_invariant=True, **options)
+
+    few = [of(queries) for queries in (1, 4, 8, 16, 64)]
+    prompt, forced = of(2048), of(64, kernel="hopper")
+    assert [launch.config.block_m for launch in few] == [16, 16, 32, 64, 128]
+    assert {launch.name for launch in few} == {"split_kv"}
+    assert (prompt.name, prompt.fallback.name, forced.name) == ("hopper", "block", "hopper")
+    tiles = {launch.config.block_n for launch in (*few, prompt, prompt.fallback, forced)}
+    splits = {launch.fixed_split_size for launch in (*few, prompt, prompt.fallback, forced)}
+    assert len(tiles) == len(splits) == 1 and splits.pop() % tiles.pop() == 0
+
+
+def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
+    unknown = replace(PROPERTIES, has_wgmma=False)  # has Hopper's shared memory
+    launch = decided(2048, 2048, 2048, 1, device=unknown, batch_invariant=True)
+    assert (launch.name, launch.config.block_m) == ("block", 32)
+    older = replace(unknown, supports_pdl=False)
+    assert decided(2048, 2048, 2048, 1, device=older, batch_invariant=True).config.block_m == 64
+    amd = replace(older, has_mfma=True, shared_memory=65536)
+    assert decided(1, 2048, 1, 1, device=amd, batch_invariant=True).config.matrix_instr_nonkdim == 16
+    e4m3 = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, kv_dtype=torch.float8_e4m3fn)
+    request = Request(e4m3, 1, True, Bounds(2048, 2048, 2048), PROPERTIES)
+    assert decide(request, Options(batch_invariant=True))[0].config.block_m == 16
+
+
 def planned(**options) -> quire.Plan:
     """Plan a step of 32 decoding sequences for the device, with tensors of its own."""
     batch = quire.Batch(torch.zeros(32, 128, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))

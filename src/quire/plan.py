@@ -126,8 +126,9 @@ def plan(
             Chosen to fill the device when not given.
         config: configuration of the portable kernels; chosen by the device's decision tree when not given.
         batch_invariant: make each token's result depend on its sequence alone, bit for bit. It then does not depend on
-            the rest of the batch, on how a prompt is split into chunks, or on the bounds given here. Decode takes a few
-            per cent longer. Long prompts take several times as long, since they use the configuration of decode.
+            the rest of the batch, on how a prompt is split into chunks, or on the bounds given here: decode, drafts,
+            chunks and whole prompts have the same bits. Decode takes a few per cent longer, prompts on Hopper GPUs a
+            fifth to a third, and prompts on quantised caches several times as long.
         workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.

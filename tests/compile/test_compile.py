@@ -191,6 +191,18 @@ def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, h
         assert kernel.shared >= 2 * tile_bytes, kernel
 
 
+@pytest.mark.parametrize(
+    ("target", "batch"), [("sm90", "prefill"), ("sm90", "drafts"), ("gfx942", "prefill"), ("sm80", "prefill")]
+)
+def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, batch):
+    with compiling(TARGETS[target]) as compiled:
+        plan = launches.attend(batch, 128, "plain", batch_invariant=True)
+    kernel = compiled[0]
+    print(f"{target:7} {batch:9} {plan.kernel} {kernel}")
+    assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
+    assert kernel.spills <= (0 if target == "gfx942" else 128), kernel  # bytes of a thread
+
+
 APPENDS = [  # a tuned target has every kind of cache and of batch, others one
     *(("sm90", "decode, 64", 128, features) for features in ("plain", "e4m3")), ("sm90", "decode, short", 64, "plain"),
     *(("sm90", *case) for case in (("drafts", 128, "e4m3"), ("drafts", 128, "trees"), ("decode, split", 256, "MQA"))),

@@ -435,3 +435,56 @@ def test_whole_space(seed):
 def test_more_sequences_than_are_looked_at_at_once():
     lens = tuple((200, 300) if i in (3, 127, 128, 290) else (i % 3, i % 40 + 3) for i in range(300))
     assert_right(quire.AttentionSpec(**LLAMA), lens)
+
+
+INVARIANT = [
+    {},
+    {"num_q_heads": 28, "num_kv_heads": 4, "sliding_window": 700},
+    {"head_dim": 64, "dtype": torch.float16, "alibi": True},
+    {"head_dim": 80, "softcap": 20.0, "sinks": True},
+    {"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 192, "head_dim_v": 128},
+    {"num_q_heads": 16, "num_kv_heads": 1},
+]
+
+
+@pytest.mark.parametrize("page_size", [16, 1])
+@pytest.mark.parametrize("extra", INVARIANT, ids=str)
+def test_a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts(extra, page_size):
+    """Decode multiplies 16 rows by mma.sync, this kernel 64 by wgmma. Batch-invariant plans rely on equal bits."""
+    spec = quire.AttentionSpec(**{**LLAMA, "dtype": torch.bfloat16, **extra})
+    queries, length, others = 300, 2500, ((40, 900), (1, 1300))
+    p = make_problem(spec, ((queries, length), *others), device="cuda", page_size=page_size)
+    state, kernels = attend_to_last(p, ((queries, length), *others), kernel="hopper")
+    assert kernels == "hopper"
+    verdict = error_budget(p, state)
+    assert verdict.passed, verdict
+    whole = quire.State(state.out[:queries], state.lse[:queries])
+    seen = {"hopper"}
+    for sizes in ((1, 299), (4, 16, 80, 200), (7, 36, 257)):
+        at, parts = length - queries, []
+        for size in sizes:
+            at += size
+            part, kernel = attend_to_last(p, ((size, at),))
+            parts.append(part)
+            seen.add(kernel)
+        joined = quire.State(torch.cat([s.out for s in parts]), torch.cat([s.lse for s in parts]))
+        assert torch.equal(joined.out, whole.out) and torch.equal(joined.lse, whole.lse), sizes
+    assert "split_kv" in seen
+
+
+def attend_to_last(problem, lens, **options):
+    """Attend with the last queries of the first sequences at the lengths given, in a batch-invariant plan.
+
+    Returns:
+        The state, and the kernel of the plan.
+    """
+    rows, starts = [], problem.batch.query_starts.tolist()
+    for seq, (q_len, kv_len) in enumerate(lens):
+        stop = starts[seq + 1] - (problem.seq_lens[seq] - kv_len)
+        rows += range(stop - q_len, stop)
+    counts = torch.tensor([0, *(q for q, _ in lens)], device="cuda")
+    lengths = torch.tensor([kv for _, kv in lens], dtype=torch.int32, device="cuda")
+    batch = quire.Batch(problem.batch.page_table[: len(lens)], lengths, counts.cumsum(0).to(torch.int32))
+    bounds = {"max_query_len": max(q for q, _ in lens), "max_seq_len": max(kv for _, kv in lens)}
+    plan = quire.plan(problem.spec, batch, **bounds, batch_invariant=True, **options)
+    return quire.attention(problem.q[rows], problem.cache, plan, **problem.tables, return_lse=True), plan.kernel

@@ -239,9 +239,13 @@ def load_queries(
 
 
 @triton.jit
-def empty_state(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8: tl.constexpr):
-    """Return the state over no keys. With PACKED_FP8, acc is two tensors: even columns and odd columns."""
-    m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+def empty_state(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8: tl.constexpr, SUMS: tl.constexpr = 1):
+    """Return the state over no keys. With PACKED_FP8, acc is two tensors: even columns and odd columns.
+
+    With SUMS > 1, l_i has that many sums for each row, of groups of keys. `total` adds them.
+    """
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M] if SUMS == 1 else [BLOCK_M, SUMS], tl.float32)
     if PACKED_FP8:
         return (
             (tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)),
@@ -435,7 +439,10 @@ def softmax_step(
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
     p = tl.exp2(scores * exponent_scale - shift[:, None])
     alpha = tl.exp2(m_i - shift)
-    l_i = l_i * alpha + tl.sum(p, 1)
+    if len(l_i.shape) == 1:
+        l_i = l_i * alpha + tl.sum(p, 1)
+    else:
+        l_i = tl.fma(l_i, alpha[:, None] + tl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
     if v_scale is not None:
         p = p * v_scale[None, :]
     if PACKED_FP8:
@@ -445,6 +452,40 @@ def softmax_step(
         return (tl.dot(p, v_even, even * alpha[:, None]), tl.dot(p, v_odd, odd * alpha[:, None])), m_new, l_i
     else:
         return tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION), m_new, l_i
+
+
+@triton.constexpr_function
+def log2(n):
+    """Return the exponent of a power of two."""
+    return n.bit_length() - 1
+
+
+@triton.constexpr_function
+def groups_of(columns):
+    """Return how many groups `sums_of_groups` makes of a tile's columns."""
+    return min(4, columns // 8)
+
+
+@triton.jit
+def sums_of_groups(p, SUMS: tl.constexpr):
+    """Return sums over groups of the columns of p, [M, SUMS].
+
+    Each addition has two terms. So the bits do not depend on how the compiler spreads p over threads, as those of
+    `tl.sum` do. Column n is in group n // 8 % SUMS, so that a warp has a group to itself where warps share the columns.
+    """
+    for _ in tl.static_range(log2(p.shape[1] // (8 * SUMS))):
+        p = tl.sum(tl.reshape(p, [p.shape[0], 2, p.shape[1] // 2]), 1)
+    for _ in tl.static_range(3):
+        p = tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]), 2)
+    return p
+
+
+@triton.jit
+def total(sums):
+    """Return the sum of each row's sums, [M, SUMS]; the order does not depend on the layout."""
+    for _ in tl.static_range(log2(sums.shape[1])):
+        sums = tl.sum(tl.reshape(sums, [sums.shape[0], sums.shape[1] // 2, 2]), 2)
+    return tl.reshape(sums, [sums.shape[0]])
 
 
 @triton.jit
@@ -461,6 +502,12 @@ def combine(acc, m_i, l_i, other_acc, other_m, other_l, PACKED_FP8: tl.constexpr
         return (weighted_sum(even, alpha, other_even, beta), weighted_sum(odd, alpha, other_odd, beta)), m_new, l_i
     else:
         return weighted_sum(acc, alpha, other_acc, beta), m_new, l_i
+
+
+@triton.jit
+def fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8: tl.constexpr):
+    """Add the state of a split to the state of those before it. Batch-invariant results are such left folds."""
+    return combine(acc, m_i, l_i, split_acc, split_m, total(split_l), PACKED_FP8)
 
 
 @triton.jit

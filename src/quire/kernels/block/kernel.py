@@ -21,6 +21,8 @@ from quire.kernels.primitives import (
     empty_state,
     find_pages,
     find_rows,
+    fold_split,
+    groups_of,
     head_scales,
     join_even_odd,
     keys_of_rows,
@@ -75,6 +77,7 @@ def block_kernel(
     ENCODE: tl.constexpr,  # jit function from float32 to stored elements; None if the cache is not quantised
     ROTARY_DIM: tl.constexpr,  # columns of a head that `norm_rope` rotates; None without `norm_rope`
     INTERLEAVED: tl.constexpr,  # pairs of them are (2i, 2i + 1)
+    FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where the keys are not split
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
@@ -140,7 +143,7 @@ def block_kernel(
             seen_until = tl.minimum(low_pos + window_right + 1, seq_len)
         full_stop = tl.maximum(seen_until, 0) // BLOCK_N
         full_stop = tl.maximum(tl.minimum(full_stop, stop), full_start)
-    pos = full_start * BLOCK_N
+    pos = (full_start if FIXED_SPLIT == 0 else start) * BLOCK_N
     page = find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # in flight while the queries are loaded
 
     q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
@@ -156,25 +159,72 @@ def block_kernel(
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
 
-    if FULL_TILE_LOOP:
-        for tile in tl.range(full_start, full_stop):
-            next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+    if FIXED_SPLIT == 0:
+        if FULL_TILE_LOOP:
+            for tile in tl.range(full_start, full_stop):
+                next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+                acc, m_i, l_i = attend_tile(
+                    acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, sight, slopes, kv_start, kv_stop,
+                    scoring, T, False,
+                )  # fmt: skip
+                page = next_page
+        num_before = full_start - start
+        if FULL_TILE_LOOP:
+            pos = tl.where(num_before > 0, start, full_stop) * BLOCK_N
+            page = find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+        for i in tl.range(1, 1 + num_before + stop - full_stop):
+            next_pos = tl.where(i < num_before, start + i, full_stop + i - num_before) * BLOCK_N
+            next_page = find_pages(row, next_pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
             acc, m_i, l_i = attend_tile(
-                acc, m_i, l_i, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, sight, slopes, kv_start, kv_stop,
-                scoring, T, False,
+                acc,
+                m_i,
+                l_i,
+                q,
+                cache,
+                kv,
+                kv_head,
+                page,
+                pos,
+                rows,
+                sight,
+                slopes,
+                kv_start,
+                kv_stop,
+                scoring,
+                T,
+                True,
+            )
+            pos, page = next_pos, next_page
+    else:
+        # Tiles are taken in order, and each split has a state, as in the split-KV kernel.
+        TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
+        SUMS: tl.constexpr = groups_of(BLOCK_N)
+        split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8, SUMS)
+        masked = start
+        if FULL_TILE_LOOP:
+            masked = tl.where(full_start == start, full_stop, start)
+            for tile in tl.range(start, masked):
+                next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+                split_acc, split_m, split_l = attend_tile(
+                    split_acc, split_m, split_l, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, sight, slopes,
+                    kv_start, kv_stop, scoring, T, False,
+                )  # fmt: skip
+                page = next_page
+                if (tile + 1) % TILES == 0:
+                    acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
+                    split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8, SUMS)
+        for tile in tl.range(masked, stop):
+            next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
+            split_acc, split_m, split_l = attend_tile(
+                split_acc, split_m, split_l, q, cache, kv, kv_head, page, tile * BLOCK_N, rows, sight, slopes,
+                kv_start, kv_stop, scoring, T, True,
             )  # fmt: skip
             page = next_page
-    num_before = full_start - start
-    if FULL_TILE_LOOP:
-        pos = tl.where(num_before > 0, start, full_stop) * BLOCK_N
-        page = find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
-    for i in tl.range(1, 1 + num_before + stop - full_stop):
-        next_pos = tl.where(i < num_before, start + i, full_stop + i - num_before) * BLOCK_N
-        next_page = find_pages(row, next_pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
-        acc, m_i, l_i = attend_tile(
-            acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, sight, slopes, kv_start, kv_stop, scoring, T, True
-        )
-        pos, page = next_pos, next_page
+            if (tile + 1) % TILES == 0:
+                acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
+                split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8, SUMS)
+        # The last split may be shorter. To fold a state over no keys changes nothing.
+        acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
 
     if PDL:
         gdc_launch_dependents()

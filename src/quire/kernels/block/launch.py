@@ -1,6 +1,7 @@
 """`BlockLaunch`: a launch of the block kernel."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +12,13 @@ from quire.kernels.scratch import ScratchSize
 
 @dataclass(frozen=True)
 class BlockLaunch(PortableLaunch):
-    """One program for each row block and KV head, which attends to all keys that the row block sees."""
+    """One program for each row block and KV head, which attends to all keys that the row block sees.
+
+    Attributes:
+        fixed_split_size: keys of a split of a batch-invariant plan; else 0.
+    """
+
+    fixed_split_size: int = 0
 
     @property
     def name(self) -> str:
@@ -21,6 +28,10 @@ class BlockLaunch(PortableLaunch):
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
         return self.num_row_blocks(num_tokens) * self.request.spec.num_kv_heads
+
+    def constexprs(self) -> dict[str, Any]:
+        """Return the kernel's constexprs and compiler options, without those that a cache decides."""
+        return super().constexprs() | {"FIXED_SPLIT": self.fixed_split_size}
 
     def scratch_size(self) -> ScratchSize:
         """Return 0 bytes: no scratch is needed."""
@@ -36,6 +47,6 @@ class BlockLaunch(PortableLaunch):
 
     def __str__(self) -> str:
         blocks = self.num_row_blocks(self.request.bounds.num_tokens)
-        return (
-            f"block kernel: {self.describe_config()}, {blocks} row blocks × {self.request.spec.num_kv_heads} KV heads"
-        )
+        splits = f", batch-invariant splits of {self.fixed_split_size} keys" if self.fixed_split_size else ""
+        heads = self.request.spec.num_kv_heads
+        return f"block kernel: {self.describe_config()}, {blocks} row blocks × {heads} KV heads{splits}"

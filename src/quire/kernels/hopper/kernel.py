@@ -29,7 +29,7 @@ from quire.kernels.hopper.pipeline import (
 )
 from quire.kernels.hopper.producer import produce
 from quire.kernels.hopper.tile_scheduler import ROWS, WORDS, read_work_tile
-from quire.kernels.primitives import LN2, LOG2E
+from quire.kernels.primitives import LN2, LOG2E, groups_of, log2
 
 
 class Scoring(NamedTuple):
@@ -63,7 +63,7 @@ class Outputs(NamedTuple):
 def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
-    SCORE_MOD: gl.constexpr,
+    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
@@ -101,6 +101,11 @@ def consume(
                 layout_of_out(HEAD_DIM_V, DEPTH), BLOCK_T, SCORE_MOD,
             )  # fmt: skip
             accs = (acc,)
+        elif FIXED_SPLIT > 0:
+            accs, m_i, l_i = attend_work_tile_in_splits(
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_T, SCORE_MOD, FIXED_SPLIT,
+            )  # fmt: skip
         else:
             accs, m_i, l_i = attend_work_tile(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, HEAD_DIM, HEAD_DIM_V,
@@ -109,7 +114,7 @@ def consume(
         tile_i += work.num_tiles
         if outputs.v_scale_ptr is not None:
             accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
-        finish(wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T)
+        finish(wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, FIXED_SPLIT > 0)
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
         work = read_work_tile(published, stage)
@@ -227,6 +232,89 @@ def attend_work_tile(
 
 
 @gluon.jit
+def attend_work_tile_in_splits(
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
+    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Return the same as `attend_work_tile`, from the first tile to the last, rounded as batch-invariant plans do.
+
+    Each split of FIXED_SPLIT keys has a state, and the result is the left fold of these, as in the portable kernels.
+    """
+    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
+    element: gl.constexpr = k_pipe.tiles.dtype
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    accs, m_i, l_i = empty_state(OF_SCORES, HEAD_DIM_V, 16)
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
+    split_accs, split_m, no_sums = accs, m_i, sums_of_groups(zeros, groups_of(BLOCK_N))
+    pos = work.tile * BLOCK_N
+    scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    consumer_release(k_pipe, tile_i)
+    p, split_m, split_l, _ = softmax_step(
+        scores, split_m, no_sums, pos, rows, cols, work, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+    )
+    p = gl.convert_layout(p.to(element), OF_P)
+    for i in range(tile_i + 1, tile_i + work.num_tiles):
+        pos += BLOCK_N
+        scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, i), zeros, HEAD_DIM)
+        split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), split_accs, HEAD_DIM_V)
+        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])
+        consumer_release(k_pipe, i)
+        done = warpgroup_mma_wait(0, deps=split_accs + (p,))
+        split_accs, p = done[:NUM_ACCS], done[NUM_ACCS]
+        consumer_release(v_pipe, i - 1)
+        if pos % FIXED_SPLIT == 0:
+            accs, m_i, l_i = fold_split(accs, m_i, l_i, split_accs, split_m, split_l)
+            split_accs, split_m, _ = empty_state(OF_SCORES, HEAD_DIM_V, 16)
+            split_l = no_sums
+        p, split_m, split_l, alpha = softmax_step(
+            scores, split_m, split_l, pos, rows, cols, work, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+        )
+        split_accs = scaled(split_accs, alpha)
+        p = gl.convert_layout(p.to(element), OF_P)
+    last = tile_i + work.num_tiles - 1
+    split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), split_accs, HEAD_DIM_V)
+    done = warpgroup_mma_wait(0, deps=split_accs + (p,))
+    consumer_release(v_pipe, last)
+    return fold_split(accs, m_i, l_i, done[:NUM_ACCS], split_m, split_l)
+
+
+@gluon.jit
+def fold_split(accs, m_i, l_i, split_accs, split_m, split_l):
+    """Add the state of a split to the state of those before it, as `primitives.fold_split` does."""
+    m_new = gl.maximum(m_i, split_m)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, beta = gl.exp2(m_i - shift), gl.exp2(split_m - shift)
+    results = ()
+    for i in gl.static_range(len(accs)):
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, accs[i].type.layout)
+        by, other_by = gl.convert_layout(alpha, LAYOUT)[:, None], gl.convert_layout(beta, LAYOUT)[:, None]
+        results = results + (gl.fma(accs[i], by + gl.zeros_like(accs[i]), split_accs[i] * other_by),)
+    split_total = gl.convert_layout(total(split_l), l_i.type.layout)
+    return results, m_new, gl.fma(l_i, alpha, split_total * beta)
+
+
+@gluon.jit
+def sums_of_groups(p, SUMS: gl.constexpr):
+    """Return sums over groups of the columns of p [M, N], as `primitives.sums_of_groups` does."""
+    for _ in gl.static_range(log2(p.shape[1] // (8 * SUMS))):
+        p = gl.sum(p.reshape([p.shape[0], 2, p.shape[1] // 2]), 1)
+    for _ in gl.static_range(3):
+        p = gl.sum(p.reshape([p.shape[0], p.shape[1] // 2, 2]), 2)
+    return p
+
+
+@gluon.jit
+def total(sums):
+    """Return the sum of each row's sums, as `primitives.total` does."""
+    for _ in gl.static_range(log2(sums.shape[1])):
+        sums = gl.sum(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]), 2)
+    return sums.reshape([sums.shape[0]])
+
+
+@gluon.jit
 def attend_work_tile_in_fp8(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
@@ -292,7 +380,12 @@ def softmax_step(
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
     p = gl.exp2(scores * by_row(exponent_scale) - (shift - LIFT)[:, None])
     alpha = gl.exp2(m_i - shift)
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+    if len(l_i.shape) == 1:
+        l_i = l_i * alpha + gl.sum(p, 1)
+    else:
+        by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
+        l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
+    return p, m_new, l_i, alpha
 
 
 @gluon.jit
@@ -306,7 +399,7 @@ def by_row(factor):
 @gluon.jit
 def finish(
     wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
-    BLOCK_T: gl.constexpr,
+    BLOCK_T: gl.constexpr, INVARIANT: gl.constexpr,
 ):  # fmt: skip
     """Normalise a work tile's results and write them.
 
@@ -333,7 +426,10 @@ def finish(
         offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
         offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + work.split
         gl.store(outputs.lse_ptr + offsets, lse, mask=tokens < work.q_len)
-    results = scaled(accs, 1.0 / safe)
+    inverse = 1.0 / safe
+    if INVARIANT:  # as `primitives.finish` does
+        inverse = gl.fma(inverse, gl.fma(-safe, inverse, gl.zeros_like(safe) + 1.0), inverse)
+    results = scaled(accs, inverse)
     if STAGED:
         stage = work_i % q_pipe.empty.shape[0]
         loaded = ()
@@ -392,6 +488,7 @@ def hopper_kernel(
     QUANTISED_STAGES: gl.constexpr, FP8_MMA: gl.constexpr,
     KV_BOX: gl.constexpr,  # slots of a page in one TMA load; 0: the rows of tiles are gathered (`gather.py`)
     Q_BOX: gl.constexpr,
+    FIXED_SPLIT: gl.constexpr,  # keys of a split of a batch-invariant plan, a multiple of BLOCK_N; else 0
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -422,11 +519,12 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD)),
+                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX,
+                    FIXED_SPLIT > 0)),
             ],
             [PRODUCER_WARPS],
             [72 if GATHERS else 40],
@@ -437,14 +535,15 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD)),
+                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD)),
+                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX,
+                    FIXED_SPLIT > 0)),
             ],
             [4, PRODUCER_WARPS],
             [216, 72] if GATHERS else [232, 40],  # registers per thread of the second and the third function
@@ -459,15 +558,16 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD)),
+                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD)),
+                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX,
+                    FIXED_SPLIT > 0)),
             ],
             [4, 4, PRODUCER_WARPS],
             ([192, 72, 56] if FP8_MMA else [208, 40, 56]) if GATHERS else ([200, 72, 40] if FP8_MMA else [208, 56, 40]),

@@ -15,9 +15,10 @@ from quire.kernels.hopper.tma import matrices_of_cache
 from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import ScratchSize, counter_bytes
-from quire.kernels.split_kv.launch import SplitKVLaunch, rounded
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch, rounded
 from quire.kernels.split_kv.launch import choose as choose_portable
 
+WIDEST_INVARIANT = 128  # values of a batch-invariant launch, whose consumers hold two accumulators
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -34,6 +35,7 @@ class HopperLaunch:
         num_splits: number of splits of the keys of each work tile; a second launch combines them if it is not 1.
         decode: the launch for sequences with at most `max_decode_queries` queries, which runs concurrently; or None.
         section_heads: KV heads that are attended to at a time; None for all.
+        fixed_split_size: keys of a split of a batch-invariant plan; else 0.
     """
 
     request: Request
@@ -42,6 +44,7 @@ class HopperLaunch:
     num_splits: int = 1
     decode: SplitKVLaunch | None = None
     section_heads: int | None = None
+    fixed_split_size: int = 0
 
     @property
     def name(self) -> str:
@@ -101,6 +104,7 @@ class HopperLaunch:
             "HEAD_DIM_V": spec.head_dim_v, "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": config.num_warpgroups,
             "BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
+            "FIXED_SPLIT": self.fixed_split_size,
         }  # fmt: skip
 
     def compile_key(self) -> Hashable:
@@ -132,6 +136,8 @@ class HopperLaunch:
             details += ", products in fp8"
         if self.num_splits > 1:
             details += f", num_splits {self.num_splits}"
+        if self.fixed_split_size:
+            details += f", batch-invariant splits of {self.fixed_split_size} keys"
         if self.decode is not None:
             details += f"; decode launch: {self.decode}"
         return (
@@ -147,8 +153,10 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
         return "latents"
     if request.per_token is not None:
         return request.per_token
-    if options.config is not None or options.num_splits is not None or options.batch_invariant:
-        return "config, num_splits or batch_invariant"
+    if options.config is not None or options.num_splits is not None:
+        return "config or num_splits"
+    if options.batch_invariant:
+        return propose_invariant(request, options)
     costs = tree.cost_model(spec, request.device)
     config = tree.hopper_config(spec, request.device, bounds.max_seq_len <= costs.short_context)
     if isinstance(config, str):
@@ -163,6 +171,33 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
         if fallback.name != "block" or not tree.prefers_hopper(spec, request.device, *rounded(request)):
             return "batches for which the portable kernels are faster"
     return with_decode_launch(launch, costs), reason
+
+
+def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch, str] | str:
+    """Return the same as `propose`, for a batch-invariant plan.
+
+    Tiles have as many keys as those of the portable kernels, which serve the plan's other batches.
+    """
+    spec = request.spec
+    if spec.kv_dtype is not spec.dtype or spec.head_dim_v > WIDEST_INVARIANT:
+        return f"a quantised cache or values wider than {WIDEST_INVARIANT} with batch_invariant"
+    config = tree.hopper_config(spec, request.device, short=False)
+    if isinstance(config, str):
+        return config
+    if not request.has_cu_seqlens:
+        return "a batch without cu_seqlens_q"
+    fallback, reason = choose_portable(request, options)
+    if options.kernel is None and fallback.name != "block":
+        return "batches for which the portable kernels are faster"
+    config, costs = with_keys(config, fallback.config.block_n), tree.cost_model(spec, request.device)
+    launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE)
+    launch = replace(launch, section_heads=choose_section(launch, costs))
+    return with_decode_launch(launch, costs, batch_invariant=True), reason
+
+
+def with_keys(config: HopperConfig, block_n: int) -> HopperConfig:
+    """Return a configuration with tiles of `block_n` keys, and as many keys in all stages."""
+    return replace(config, block_n=block_n, num_stages=max(2, config.num_stages * config.block_n // block_n))
 
 
 def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
@@ -193,7 +228,7 @@ def choose_section(launch: HopperLaunch, costs: CostModel) -> int | None:
     return None
 
 
-def with_decode_launch(launch: HopperLaunch, costs: CostModel) -> HopperLaunch:
+def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: bool = False) -> HopperLaunch:
     """Return the launch, with a decode launch if the batch may mix decoding sequences with prompts.
 
     The host knows the number of tokens, not the length of each sequence. Lengths must differ if there are fewer tokens
@@ -206,11 +241,14 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel) -> HopperLaunch:
         return launch
     num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
     decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, num_tokens))
-    decode, _ = choose_portable(decoding, Options())
+    decode, _ = choose_portable(decoding, Options(batch_invariant=batch_invariant))
     if not isinstance(decode, SplitKVLaunch):
         return launch
+    decode = replace(decode, max_decode_queries=max_queries)
+    if launch.fixed_split_size:
+        return replace(launch, decode=decode)
     # The longest contexts may be those of decoding sequences. Prompts then have short contexts.
     short = bounds.max_query_len <= costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
     config = tree.hopper_config(request.spec, request.device, short)
     assert isinstance(config, HopperConfig)
-    return replace(launch, config=config, decode=replace(decode, max_decode_queries=max_queries))
+    return replace(launch, config=config, decode=decode)

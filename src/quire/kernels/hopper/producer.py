@@ -36,11 +36,14 @@ def produce(
     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
+    FIRST_TO_LAST: gl.constexpr,
 ):  # fmt: skip
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
 
     Tiles of a quantised cache go to pipelines of raw bytes, from which `convert` reads.
+    The KV tiles of a work tile are loaded from the last to the first, unless FIRST_TO_LAST.
     """
+    STEP: gl.constexpr = 1 if FIRST_TO_LAST else -1
     GATHERS: gl.constexpr = KV_BOX == 0
     BLOCK_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
     HEADS: gl.constexpr = BLOCK_ROWS // BLOCK_T
@@ -92,6 +95,8 @@ def produce(
         tile, left = split_of_keys(
             token, q_len, first_pos, seq_len, window_left, window_right, split, num_splits, BLOCK_T, BLOCK_N
         )
+        if FIRST_TO_LAST:
+            tile -= left - 1
         work = WorkTile(head, token, q_start, q_len, first_pos, seq_len, tile, left, split)
         if kv.cu_pages is None:
             row = kv.page_table + seq.to(gl.int64) * stride_table
@@ -122,7 +127,7 @@ def produce(
                     pages_of_boxes = pages_of_boxes + (gl.sum(gl.where(lane == i, pages, 0), 0),)
             # Prefetch the next tile's page numbers. Take the next work tile only during the last tile, so that an idle
             # program can take it first.
-            pos = (tile - 1) * BLOCK_N
+            pos = (tile + STEP) * BLOCK_N
             stop = gl.where(left > 1, pos + BLOCK_N, pos)
             if GATHERS:
                 pages = load_pages_of_rows(row, k_pipe, pos, gl.minimum(stop, kv_high), kv_low, PAGE_SIZE)
@@ -170,7 +175,7 @@ def produce(
                     expect_bytes(v_pipe.full, stage, 0)
                     edge_i += 1
             tile_i += 1
-            tile -= 1
+            tile += STEP
             left -= 1
         work_i += 1
         index = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), 0)

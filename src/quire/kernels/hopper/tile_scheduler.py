@@ -26,7 +26,7 @@ class WorkTile(NamedTuple):
     q_len: Any  # the sequence's query tokens
     first_pos: Any  # position of the sequence's first query among its keys
     seq_len: Any  # the sequence's keys
-    tile: Any  # the last KV tile, which is attended to first
+    tile: Any  # the KV tile that is attended to first: the last one, or in a batch-invariant plan the first one
     num_tiles: Any  # at least 1
     split: Any  # which split of the visible keys
 

@@ -25,10 +25,11 @@ from quire.kernels.primitives import (
     Sight,
     Tiling,
     attend_tile,
-    combine,
     empty_state,
     find_pages,
     find_rows,
+    fold_split,
+    groups_of,
     head_scales,
     join_even_odd,
     keys_of_rows,
@@ -36,6 +37,7 @@ from quire.kernels.primitives import (
     load_queries,
     store_result,
     table_row,
+    total,
     write_new,
 )
 from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
@@ -93,7 +95,9 @@ def split_kv_kernel(
     COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
     # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
     # another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
-    ROOM: tl.constexpr = 4096 if PARTIAL_ROWS > 16 else (8192 if PER_ROW_MASK else 16384)
+    ROOM: tl.constexpr = (
+        4096 if PARTIAL_ROWS > 16 and FIXED_SPLIT == 0 else 16384 if not PER_ROW_MASK or BLOCK_M > 32 else 8192
+    )
     MIN_PARTIALS: tl.constexpr = TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS
     P: tl.constexpr = Partial(
         PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK, ROOM, FIXED_SPLIT > 0,
@@ -190,7 +194,8 @@ def split_kv_kernel(
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
             last = tl.minimum((begin + num_here) * TILES, tl.cdiv(seq_stop, BLOCK_N)) - 1
-            split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
+            SUMS: tl.constexpr = groups_of(BLOCK_N)
+            split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8, SUMS)
             for tile in tl.range(begin * TILES, last + 1):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 split_acc, split_m, split_l = attend_tile(
@@ -200,11 +205,12 @@ def split_kv_kernel(
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
                     if unit == block_unit:
-                        acc, m_i, l_i = combine(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
+                        acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
                     else:
                         slot = (block_unit + tile // TILES - first) * NUM_KV_HEADS + kv_head
-                        store_partial(scratch, split_acc, split_m, split_l, slot, True, PACKED_FP8, BLOCK_M, P)
-                    split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
+                        split_sum = total(split_l)
+                        store_partial(scratch, split_acc, split_m, split_sum, slot, True, PACKED_FP8, BLOCK_M, P)
+                    split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8, SUMS)
         acc = join_even_odd(acc, BLOCK_M, BLOCK_DV, PACKED_FP8)
         if PDL:
             if (unit + num_here == high) & (size <= EARLY_EXIT_MAX_TILES):

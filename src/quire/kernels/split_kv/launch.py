@@ -9,15 +9,18 @@ import torch
 from quire.batch import Batch
 from quire.dispatch import tree
 from quire.dispatch.config import CostModel, KernelConfig
+from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
 from quire.kernels.block.launch import BlockLaunch
 from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch, PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
+from quire.spec import AttentionSpec
 
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
+TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
 INTERVALS_AT_ONCE = 8
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
@@ -191,11 +194,7 @@ def choose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLau
     if options.config is not None:
         config, reason = options.config, "config given by the caller"
     elif options.batch_invariant:
-        # One configuration must serve all batches. A fitted tree has several, so the generic tree chooses.
-        rows = power_of_two(spec.group_size)
-        config, reason = tree.select(spec, device, rows, 1, FIXED_SPLIT_SIZE, 1, fitted=False)
-        if config.block_dv > 128:  # there are two accumulators, one of the row block and one of the split
-            config = replace(config, block_n=max(16, config.block_n // 2), programs_per_sm=2)
+        config, reason = invariant_config(request)
     else:
         config, reason = tree.select(spec, device, *rounded(request))
     launch = choose_partitions(request, config, tree.cost_model(spec, device), options)
@@ -204,6 +203,44 @@ def choose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLau
             f", {launch.num_partitions} partitions for each of {spec.num_kv_heads} KV heads on {device.num_sms} SMs"
         )
     return launch, reason
+
+
+def invariant_config(request: Request) -> tuple[KernelConfig, str]:
+    """Return the configuration of a batch-invariant plan, and the reason.
+
+    Tiles of as many keys serve all batches. Of two tiles that differ in rows alone, tensor cores and the kernels round
+    a row alike, on devices of which that is known.
+    """
+    spec, device = request.spec, request.device
+    # A fitted tree would choose different tiles for different batches.
+    config, reason = tree.select(spec, device, power_of_two(spec.group_size), 1, FIXED_SPLIT_SIZE, 1, fitted=False)
+    if config.block_dv > 128:  # there are two accumulators, one of the row block and one of the split
+        config = replace(config, block_n=max(16, config.block_n // 2), programs_per_sm=2)
+    if device.has_mfma:
+        config = replace(config, matrix_instr_nonkdim=16)  # else the compiler takes larger instructions for more rows
+    rows = power_of_two(request.bounds.max_query_len) * spec.group_size
+    for block_m in (32, 64, 128):
+        taller = with_rows(config, block_m, spec, device)
+        if config.block_m < min(block_m, rows) and block_m <= device.alike_rows and taller is not None:
+            config = taller
+    return config, reason
+
+
+def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig | None:
+    """Return a configuration with more rows and tiles of as many keys; None if registers or shared memory are short."""
+    if spec.kv_dtype is not spec.dtype:
+        return None  # of 8-bit elements, the compiler multiplies other ones together where there are more rows
+    # mma.sync takes both operands from registers, wgmma at most one.
+    most = TALL_TILE if device.has_wgmma or device.has_mfma else TALL_TILE // 2
+    if block_m * max(config.block_dv, config.block_n) > most:
+        return None
+    taller = replace(config, block_m=block_m, full_tile_loop=True)
+    if block_m > 32:
+        taller = replace(taller, num_warps=8, programs_per_sm=1)
+    room = device.shared_memory - 4 * block_m * config.block_dv  # the state of a split is stored through shared memory
+    while taller.num_stages > 2 and taller.shared_memory(spec) > room:
+        taller = replace(taller, num_stages=taller.num_stages - 1)
+    return taller if taller.shared_memory(spec) <= room else None
 
 
 def choose_partitions(
@@ -217,7 +254,8 @@ def choose_partitions(
         costs: constants of the device.
         options: the caller's `num_splits` and `batch_invariant`.
     """
-    block = BlockLaunch(request, config)
+    fixed_split_size = FIXED_SPLIT_SIZE if options.batch_invariant else 0
+    block = BlockLaunch(request, config, fixed_split_size)
     num_blocks = block.num_row_blocks(request.bounds.num_tokens)
     if num_blocks == 0:
         return block
@@ -227,11 +265,15 @@ def choose_partitions(
         1,
         costs,
         combine_cost=costs.combine_cost if options.num_splits is None and not options.batch_invariant else 0.0,
-        fixed_split_size=FIXED_SPLIT_SIZE if options.batch_invariant else 0,
+        fixed_split_size=fixed_split_size,
     )
     if options.batch_invariant:
         wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
         num_partitions = min(wanted, split.max_units)
+        # The number of tokens is rounded, so that `service.launches_within` meets every decision.
+        rounded_blocks = cdiv(power_of_two(request.bounds.num_tokens) * request.spec.group_size, config.block_m)
+        if options.num_splits is None and split.multi_block and 2 * rounded_blocks > split.capacity:
+            num_partitions = 0
     elif options.num_splits is not None:
         num_partitions = options.num_splits * num_blocks if options.num_splits > 1 else 0
     else:
