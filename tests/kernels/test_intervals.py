@@ -180,9 +180,11 @@ def test_batch_invariant_plans_with_intervals(device, assert_within_budget):
             key_begin=p.batch.key_begin[rows].clone(),
             key_end=p.batch.key_end[rows].clone(),
         )
-        plan = quire.plan(spec, batch, max_query_len=n, max_seq_len=530, batch_invariant=True)
-        chunk = quire.attention(p.q[rows], p.cache, plan, return_lse=True)
-        assert torch.equal(chunk.out, whole.out[rows]) and torch.equal(chunk.lse, whole.lse[rows])
+        bounds = {"max_query_len": n, "max_seq_len": 530, "batch_invariant": True}
+        cut = {"num_splits": 3, "config": dataclasses.replace(plan.launch.config, block_m=16)}
+        for options in ({}, cut):
+            chunk = quire.attention(p.q[rows], p.cache, quire.plan(spec, batch, **bounds, **options), return_lse=True)
+            assert torch.equal(chunk.out, whole.out[rows]) and torch.equal(chunk.lse, whole.lse[rows])
 
 
 @splits(1, 3)

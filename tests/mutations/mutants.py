@@ -10,6 +10,7 @@ FULL_TILES = ATTENTION + "full_tiles_in_a_loop_without_masks"
 BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
 LONG = ATTENTION + "splits_of_long_sequences"
+HOW_SPLIT = "kernels/test_invariance.py::test_how_a_prompt_is_split_changes_nothing[{}]"
 SHARED = "kernels/test_shared_prefix.py::test_"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
@@ -273,9 +274,21 @@ IN_INTERPRETER = {
     ),
     "splits of a fixed size added in another order": Mutant(
         "kernels/split_kv/kernel.py",
-        "acc, m_i, l_i = combine(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)",
-        "acc, m_i, l_i = combine(split_acc, split_m, split_l, acc, m_i, l_i, PACKED_FP8)",
+        "acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)",
+        "acc, m_i, l_i = combine(split_acc, split_m, total(split_l), acc, m_i, l_i, PACKED_FP8)",
         "kernels/test_invariance.py",
+    ),
+    "a prompt's splits are cut elsewhere than decode's": Mutant(
+        "kernels/block/kernel.py",
+        "                page = next_page\n                if (tile + 1) % TILES == 0:",
+        "                page = next_page\n                if (tile + 2) % TILES == 0:",
+        HOW_SPLIT,
+    ),
+    "a prompt's last split forgotten": Mutant(
+        "kernels/block/kernel.py",
+        "changes nothing.\n        acc, m_i, l_i =",
+        "changes nothing.\n        split_acc, split_m, split_l =",
+        HOW_SPLIT,
     ),
     # mla/
     "MLA: rotary columns forgotten": Mutant(
