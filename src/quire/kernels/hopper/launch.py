@@ -110,6 +110,7 @@ class HopperLaunch:
             self.name,
             self.num_splits > 1,
             self.section_heads is None,
+            self.request.has_intervals,  # arguments that may be None
             decode,
             *sorted(self.constexprs().items(), key=lambda item: item[0]),
         )
@@ -145,8 +146,8 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     spec, bounds = request.spec, request.bounds
     if spec.latent:
         return "latents"
-    if request.per_token is not None:
-        return request.per_token
+    if request.has_tree:
+        return "draft trees"
     if options.config is not None or options.num_splits is not None or options.batch_invariant:
         return "config, num_splits or batch_invariant"
     costs = tree.cost_model(spec, request.device)
