@@ -462,7 +462,7 @@ def hopper_kernel(
                     stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [PRODUCER_WARPS],
-            [72 if GATHERS else 40],
+            [72 if GATHERS else 56 if INTERVALS else 40],
         )  # fmt: skip
     elif QUANTISED_STAGES == 0:
         fence_async_shared()
@@ -480,7 +480,7 @@ def hopper_kernel(
                     stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [4, PRODUCER_WARPS],
-            [216, 72] if GATHERS else [232, 40],  # registers per thread of the second and the third function
+            [216, 72] if GATHERS else [224, 56] if INTERVALS else [232, 40],  # registers per thread of the second and the third function
         )  # fmt: skip
     else:
         k_raw = k_pipe

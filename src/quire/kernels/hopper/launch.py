@@ -131,6 +131,8 @@ class HopperLaunch:
         details = f"{config.num_stages} stages, {self.num_work_tiles(self.request.bounds.num_tokens)} work tiles"
         if config.fp8_mma:
             details += ", products in fp8"
+        if self.request.has_intervals:
+            details += f", {self.request.per_token}"
         if self.num_splits > 1:
             details += f", num_splits {self.num_splits}"
         if self.decode is not None:
