@@ -123,7 +123,7 @@ INTERVALS = ("key_begin", "key_end")
         ("prefill", 64, {}, 1),
         ("prompt", 128, {"softcap": 30.0, "sinks": True}, 16),
         ("chunk, split", 64, {"kv_dtype": torch.int8}, 16),
-        ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn}, 4),
+        ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn}, 16),
         ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16),
     ],
     ids=str,

@@ -120,6 +120,8 @@ def consume(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, OF_SCORES, HEAD_DIM,
                 HEAD_DIM_V, BLOCK_T, SCORE_MOD,
             )  # fmt: skip
+        if scoring.key_begin is not None:  # not kept in registers meanwhile, which hold what rows see
+            work = read_work_tile(published, stage)
         tile_i += work.num_tiles
         if outputs.v_scale_ptr is not None:
             accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
@@ -503,5 +505,7 @@ def hopper_kernel(
                     stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [4, 4, PRODUCER_WARPS],
-            ([192, 72, 56] if FP8_MMA else [208, 40, 56]) if GATHERS else ([200, 72, 40] if FP8_MMA else [208, 56, 40]),
+            ([192, 72, 56] if FP8_MMA else [208, 40, 56])
+            if GATHERS
+            else ([200, 72, 40] if FP8_MMA else [216, 40, 40] if INTERVALS else [208, 56, 40]),
         )  # fmt: skip
