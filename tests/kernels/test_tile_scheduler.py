@@ -86,6 +86,8 @@ def intervals_of_some_sequences():
         yield seq_len, np.full(q_len, least), np.full(q_len, far)  # all keys
         yield seq_len, position, position  # none
         yield seq_len, np.full(q_len, far), np.full(q_len, least)
+        alone = position == position[0]  # whose row sees some keys; the others have their ends at that of the sequence
+        yield seq_len, np.where(alone, 0, seq_len), np.where(alone, 5, seq_len)
         for seed in range(20):
             draw = np.random.default_rng(seed)
             begin = draw.integers(-20, seq_len + 20, q_len)
@@ -113,6 +115,7 @@ def test_intervals_have_the_tiles_that_their_rows_see_and_masks_where_a_row_does
             *span, keys = scheduler.keys_of_intervals.fn(kv, token, q_start, q_len, seq_len, block_t)
             rows = sees[token : token + block_t]
             seen = set().union(*rows)
+            assert 0 <= span[0] <= span[1] <= seq_len and keys.kv_high <= seq_len
             assert set(range(*span)) == (set(range(min(seen), max(seen) + 1)) if seen else set())
             # What may be read holds all keys that a row sees, and lies between keys that rows of the sequence see.
             assert seen <= set(range(keys.kv_low, keys.kv_high))

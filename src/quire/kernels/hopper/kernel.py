@@ -482,7 +482,8 @@ def hopper_kernel(
                     stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX)),
             ],
             [4, PRODUCER_WARPS],
-            [216, 72] if GATHERS else [224, 56] if INTERVALS else [232, 40],  # registers per thread of the second and the third function
+            # Registers per thread of the second and the third function. A producer that loads intervals needs more.
+            [216, 72] if GATHERS else [224, 56] if INTERVALS else [232, 40],
         )  # fmt: skip
     else:
         k_raw = k_pipe
