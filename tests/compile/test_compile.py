@@ -179,12 +179,12 @@ def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch,
     for module, name, function in replaced:
         monkeypatch.setattr(module, name, function)
     kernel = hopper_kernel.hopper_kernel
-    anew = gluon.jit(
+    again = gluon.jit(
         kernel.fn,
         do_not_specialize=kernel.do_not_specialize,
         do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment,
     )
-    monkeypatch.setattr(hopper_runner, "hopper_kernel", anew)
+    monkeypatch.setattr(hopper_runner, "hopper_kernel", again)
     with compiling(TARGETS["sm90"]) as compiled:
         launches.attend("prompt", 128, "plain")
         launches.attend("prefill", 128, "fp8 products")
