@@ -45,6 +45,7 @@ BY_CHOICE, REGISTERS = 16, 255
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
 ON_THE_STACK = {"hopper_kernel": 72, "mla_hopper_kernel": 96}
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
+ON_THE_STACK_OF_INTERVALS = 96  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
 
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
@@ -138,7 +139,7 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
     assert plan.kernel == compiled[0].kernel.removesuffix("_kernel") == "hopper"
     print(compiled[0])
-    assert compiled[0].spills <= ON_THE_STACK["hopper_kernel"], compiled[0]
+    assert compiled[0].spills <= ON_THE_STACK_OF_INTERVALS, compiled[0]
     assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
     assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
     attends = [
