@@ -598,16 +598,33 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     assert launch(64, 1024).name == "split_kv"
 
 
+def test_intervals_take_the_hopper_kernel_where_a_band_does():
+    for max_query_len, max_seq_len, num_seqs, num_tokens in itertools.product(
+        (1, 16, 33, 64, 512), (512, 4096, 16384), (1, 8), (None, 600)
+    ):
+        bounds = Bounds(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len)
+        request = Request(SPEC, num_seqs, True, bounds, PROPERTIES)
+        band, seen = (decide(replace(request, has_intervals=has), Options())[0] for has in (False, True))
+        assert band.name == seen.name and seen.request.has_intervals and "intervals of keys" in str(seen)
+        assert band.compile_key() != seen.compile_key()
+        if band.name == "hopper":
+            assert (band.config, band.num_splits) == (seen.config, seen.num_splits)
+            assert seen.fallback.request.has_intervals
+            assert (band.decode is None) == (seen.decode is None)
+            assert seen.decode is None or seen.decode.request.has_intervals
+
+
 @pytest.mark.parametrize("seen", [(True, False), (False, True), (True, True)])
-def test_intervals_and_trees_take_the_portable_kernels(seen):
-    """On a Hopper GPU too, where a prompt would take the Hopper kernel; latents are refused."""
+def test_trees_take_the_portable_kernels_and_latents_have_neither_trees_nor_intervals(seen):
+    """On a Hopper GPU too, where a prompt would take the Hopper kernel."""
     request = Request(SPEC, 8, True, Bounds(64, 4096, 512), PROPERTIES, *seen)
-    launch, _ = decide(request, Options())
-    assert launch.name in ("block", "split_kv")
     words = "draft trees" if seen[1] else "intervals of keys"
-    assert words in str(launch)
-    with pytest.raises(quire.UnsupportedError, match=f"got 'hopper', which does not serve {words}"):
-        decide(request, Options(kernel="hopper"))
+    if seen[1]:
+        launch, _ = decide(request, Options())
+        assert launch.name in ("block", "split_kv")
+        assert words in str(launch)
+        with pytest.raises(quire.UnsupportedError, match=f"got 'hopper', which does not serve {words}"):
+            decide(request, Options(kernel="hopper"))
     latent = replace(request, spec=quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1))
     with pytest.raises(quire.UnsupportedError, match=f"mla_hopper does not serve {words}, mla does not serve {words}"):
         decide(latent, Options())

@@ -5,11 +5,13 @@ Plans ask for it by name, so that it also runs where the portable kernels would 
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 import quire
+from quire import intervals
 from quire.dispatch.device import device_properties
 from quire.plan import make_plan
 from quire.testing import error_budget, make_problem
@@ -24,6 +26,51 @@ MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50),
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 LONG = 5000  # keys; with this bound, a program has two consumer warpgroups
 SMALL = {"page_size": 1}  # pages whose rows are gathered
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def anywhere(batch, num_tokens):
+    """Intervals without order: some empty, some past both ends of the sequence, some of one key."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    begin = torch.randint(-40, 1600, (num_tokens,), generator=generator, dtype=torch.int32)
+    end = begin + torch.randint(-40, 400, (num_tokens,), generator=generator, dtype=torch.int32)
+    begin[::7], end[::7] = -(2**31), 2**31 - 1
+    begin[1::7], end[1::7] = 2**31 - 1, -(2**31)
+    end[2::7] = begin[2::7] + 1
+    return replace(batch, key_begin=begin.to(batch.device), key_end=end.to(batch.device))
+
+
+def images(batch, num_tokens):
+    """Spans of MIXED: one ends at the edge of a tile, one is the whole prompt, and a row is padding."""
+    return intervals.bidirectional_spans(
+        batch, num_tokens, int32([3, 20, 256], [3, 260, 277], [4, 1380, 1460], [8, 0, 129], [-1, 0, 0])
+    )
+
+
+def prefixes(batch, num_tokens):
+    return intervals.prefix_lm(batch, num_tokens, int32(*(n // 3 for n in batch.seq_lens.tolist())))
+
+
+def packed(batch, num_tokens):
+    ends = batch.seq_lens.cumsum(0).tolist()
+    inside = (n - cut for n in ends for cut in (1, 64, 65, 120, 128))
+    return intervals.documents(batch, num_tokens, int32(*sorted({0, *ends, *(n for n in inside if n > 0)})))
+
+
+SIGHTS = {
+    "causal": intervals.causal,
+    "window": partial(intervals.sliding_window, size=100, right=30),
+    "chunks": partial(intervals.chunked_local, size=128),
+    "short chunks": partial(intervals.chunked_local, size=50),
+    "blocks": partial(intervals.block_causal, size=96),
+    "images": images,
+    "prefixes": prefixes,
+    "documents": packed,
+    "anywhere": anywhere,
+}
 
 
 def solve(spec, lens, max_seq_len=None, **problem):
@@ -330,6 +377,212 @@ def test_query_offsets():
     )
     torch.testing.assert_close(first.out, second.out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(first.lse, second.lse)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_every_kind_of_interval(sight, head_dim):
+    """MIXED has decoding sequences too, which the decode launch serves. Slots that no row sees hold NaN."""
+    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED, per_token=SIGHTS[sight])
+
+
+@pytest.mark.parametrize("sight", ["images", "anywhere"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"causal": False},
+        {"softcap": 20.0},
+        {"sinks": True},
+        {"softcap": 20.0, "alibi": True, "sinks": True, "dtype": torch.float16},
+        {"head_dim": 192, "head_dim_v": 128},
+        {"head_dim": 80},
+        {"num_q_heads": 2},  # a work tile has one head, and row blocks of 64 or 128 queries
+        {"num_q_heads": 6},
+        {"num_q_heads": 32},
+        E4M3,
+        E4M3 | {"softcap": 20.0, "alibi": True, "sinks": True},
+        {"kv_dtype": torch.float8_e5m2, "head_dim": 64},
+        {"kv_dtype": torch.int8, "dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_features_with_intervals(extra, sight):
+    spec = quire.AttentionSpec(**LLAMA | extra)
+    for page_size in (24, 1):
+        assert_right(spec, MIXED, per_token=SIGHTS[sight], page_size=page_size)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 8, 16, 24, 128, 528])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_with_intervals(page_size, layout):
+    for sight in ("chunks", "anywhere"):
+        assert_right(
+            quire.AttentionSpec(**LLAMA),
+            ((1, 2000), (200, 600), (130, 1003)),
+            per_token=SIGHTS[sight],
+            page_size=page_size,
+            layout=layout,
+            flat_table=layout == "HND",
+        )
+
+
+@pytest.mark.parametrize("sight", ["images", "short chunks", "anywhere"])
+@pytest.mark.parametrize("page_size", [24, 1])
+def test_products_in_fp8_with_intervals(page_size, sight):
+    spec = quire.AttentionSpec(**LLAMA, **E4M3, allow_fp8=True)
+    p, plan, state = solve(spec, MIXED, page_size=page_size, per_token=SIGHTS[sight])
+    verdict = error_budget(p, state)
+    assert plan.launch.config.fp8_mma and verdict.passed, (plan, verdict)
+
+
+@pytest.mark.parametrize("extra", [{}, {"head_dim": 64}, E4M3], ids=str)
+@pytest.mark.parametrize("bound", [None, LONG])
+def test_tiles_at_whose_edges_intervals_begin_and_end(bound, extra):
+    """All rows of a sequence see the same keys, one more or one less than whole tiles of 64 or of 128."""
+    edges = [(begin, end) for begin in (63, 64, 65, 127, 128, 129) for end in (255, 256, 257, 319, 320, 321)]
+
+    def per_token(batch, num_tokens):
+        begin, end = (int32(*ends).repeat_interleave(20) for ends in zip(*edges, strict=True))
+        return replace(batch, key_begin=begin, key_end=end)
+
+    p, plan, state = solve(quire.AttentionSpec(**LLAMA | extra), ((20, 400),) * len(edges), bound, per_token=per_token)
+    verdict = error_budget(p, state)
+    assert verdict.passed, (plan, verdict)
+
+
+@pytest.mark.parametrize("page_size", [16, 1])
+@pytest.mark.parametrize("extra", [{}, {"head_dim": 256}, E4M3, E4M3 | {"allow_fp8": True}], ids=str)
+def test_a_band_as_intervals_has_the_bits_of_the_band(extra, page_size):
+    """Its tiles, their order and its arithmetic are those of the band."""
+    lens = ((300, 300), (129, 1500), (0, 50), (33, 33), (31, 129))
+    for window in (None, 100):
+        spec = quire.AttentionSpec(**LLAMA | extra, sliding_window=window)
+        for bound in (None, LONG):
+            p, plan, band = solve(spec, lens, bound, page_size=page_size)
+            n = p.q.shape[0]
+            seen = (
+                intervals.causal(plan.batch, n) if window is None else intervals.sliding_window(plan.batch, n, window)
+            )
+            same = quire.plan(
+                replace(spec, sliding_window=None), seen, **p.bounds | {"max_seq_len": bound or 1500}, kernel="hopper"
+            )
+            assert same.launch.config == plan.launch.config
+            state = quire.attention(p.q, p.cache, same, return_lse=True)
+            assert torch.equal(state.out, band.out) and torch.equal(state.lse, band.lse)
+
+
+@pytest.mark.parametrize("extra", [{}, {"sinks": True}, E4M3, E4M3 | {"allow_fp8": True}], ids=str)
+@pytest.mark.parametrize("lens", [((40, 500), (64, 64)), ((64, 16384),)], ids=str)
+def test_rows_that_see_nothing_are_zero(lens, extra):
+    """Some rows, and whole row blocks."""
+
+    def per_token(batch, num_tokens):
+        begin = torch.zeros(num_tokens, dtype=torch.int32)
+        end = torch.full((num_tokens,), 90, dtype=torch.int32)
+        begin[3:40] = 90
+        begin[-20:], end[-20:] = 5000, 20
+        return replace(batch, key_begin=begin, key_end=end)
+
+    p, plan, state = solve(quire.AttentionSpec(**LLAMA | extra), lens, per_token=per_token)
+    verdict = error_budget(p, state)
+    assert verdict.passed, (plan, verdict)
+    blind = p.batch.key_begin >= p.batch.key_end.minimum(
+        p.batch.seq_lens.repeat_interleave(p.batch.query_starts.diff())
+    )
+    assert blind.sum() == 57
+    assert (state.out[blind] == 0).all()
+    if not plan.spec.sinks:
+        assert (state.lse[blind] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("sight", ["chunks", "images", "anywhere"])
+@pytest.mark.parametrize("extra", [{}, {"head_dim": 64, "sinks": True}, E4M3, E4M3 | {"allow_fp8": True}], ids=str)
+@pytest.mark.parametrize("page_size", [16, 1])
+def test_splits_with_intervals(page_size, extra, sight):
+    """Most splits of chunks are empty."""
+
+    def per_token(batch, num_tokens):
+        if sight == "images":
+            return intervals.bidirectional_spans(batch, num_tokens, int32([0, 16330, 16370]), sliding_window=3000)
+        found = SIGHTS[sight](batch, num_tokens)
+        if sight == "anywhere":
+            found.key_begin[5:9], found.key_end[5:9] = 0, int32(16384, 9000, 128, 3)
+        return found
+
+    p = make_problem(
+        quire.AttentionSpec(**LLAMA | extra), ((64, 16384),), device="cuda", page_size=page_size, per_token=per_token
+    )
+    plan = quire.plan(p.spec, p.batch, **p.bounds, kernel="hopper")
+    assert plan.launch.num_splits > 1, plan
+    first = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+    for _ in range(20):
+        state = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+        assert torch.equal(first.out, state.out) and torch.equal(first.lse, state.lse)
+    verdict = error_budget(p, first)
+    assert verdict.passed, (plan, verdict)
+
+
+@pytest.mark.parametrize("page_size", [16, 4, 1])
+def test_pages_that_no_row_sees_may_be_junk(page_size):
+    """Neither the page numbers before the first key that a row sees, nor those after the last, are used."""
+
+    def per_token(batch, num_tokens):
+        begin, end = torch.full((num_tokens,), 400), torch.full((num_tokens,), 430)
+        begin[: num_tokens // 2] = 250
+        begin[40], end[40] = 500, 500  # which sees nothing
+        return replace(batch, key_begin=begin.int(), key_end=end.int())
+
+    p, plan, expected = solve(
+        quire.AttentionSpec(**LLAMA), ((100, 800), (1, 600)), LONG, page_size=page_size, per_token=per_token
+    )
+    for row, begin, end in zip(plan.batch.page_table, (250, 400), (430, 430), strict=True):
+        row[: begin // page_size] = -(1 << 30)
+        row[-(-end // page_size) :] = 1 << 30
+    found = quire.attention(p.q, p.cache, plan, return_lse=True)
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+
+
+@pytest.mark.parametrize("page_size", [16, 1])
+@pytest.mark.parametrize("extra", [{}, E4M3], ids=str)
+@pytest.mark.parametrize("bound", [None, LONG])
+def test_a_captured_graph_serves_intervals_that_are_written_into_its_tensors(bound, extra, page_size):
+    everything = partial(intervals.block_causal, size=4096)
+    lens = ((160, 900), (300, 300), (2, 1500))
+    p, plan, _ = solve(quire.AttentionSpec(**LLAMA | extra), lens, bound, page_size=page_size, per_token=everything)
+    state = quire.State(torch.empty_like(p.q), torch.empty(p.q.shape[:2], device="cuda"))
+    quire.attention(p.q, p.cache, plan, out=state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quire.attention(p.q, p.cache, plan, out=state)
+    for make in (intervals.causal, SIGHTS["chunks"], everything, SIGHTS["window"], anywhere):
+        step = make(p.batch, p.q.shape[0])
+        p.batch.key_begin.copy_(step.key_begin)
+        p.batch.key_end.copy_(step.key_end)
+        state.out.fill_(float("nan"))
+        graph.replay()
+        verdict = error_budget(p, state)
+        assert verdict.passed, (make, verdict)
+
+
+@pytest.mark.parametrize(
+    ("extra", "bound", "problem"),
+    [
+        ({"head_dim": 64}, None, {}),
+        ({}, LONG, {}),
+        ({"head_dim": 256}, None, {}),
+        (E4M3, None, {}),
+        (E4M3 | {"allow_fp8": True}, None, {}),
+        ({}, LONG, SMALL),
+        (E4M3, None, SMALL),
+    ],
+    ids=str,
+)
+def test_runs_with_intervals_are_bitwise_equal(extra, bound, problem):
+    for sight in ("chunks", "anywhere"):
+        p, plan, first = solve(quire.AttentionSpec(**LLAMA | extra), MIXED, bound, per_token=SIGHTS[sight], **problem)
+        for _ in range(100):
+            again = quire.attention(p.q, p.cache, plan, return_lse=True)
+            assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
 @pytest.mark.parametrize("page_size", [16, 1])

@@ -18,6 +18,7 @@ KERNEL, PRODUCER = "kernels/hopper/kernel.py", "kernels/hopper/producer.py"
 GATHER = "kernels/hopper/gather.py"
 HOPPER = "gpu/test_hopper.py::test_"
 CAUSAL, WINDOW = HOPPER + "features[{}-64-dtype0]", HOPPER + "features[{'sliding_window': 100}-64-dtype0]"
+EDGES = HOPPER + "tiles_at_whose_edges_intervals_begin_and_end"
 MUTANTS = {
     "a key past the diagonal seen": Mutant(
         KERNEL,
@@ -63,6 +64,30 @@ MUTANTS = {
     ),
     "gathered rows of the first head": Mutant(
         GATHER, "(head * (stride_head // VEC))", "(head * 0)", HOPPER + "pages[HND-2]"
+    ),
+    "intervals with a key more": Mutant(
+        KERNEL, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", HOPPER + "every_kind_of_interval[causal-64]"
+    ),
+    "full tiles of intervals a key too far": Mutant(
+        KERNEL, "> sight.full_stop)", "> sight.full_stop + 1)", EDGES + "[None-{}]"
+    ),
+    "full tiles of intervals a key too early": Mutant(
+        KERNEL, "(pos < sight.full_start)", "(pos + 1 < sight.full_start)", EDGES + "[None-{}]"
+    ),
+    "values outside of intervals not zeroed": Mutant(
+        PRODUCER, "kv_low, kv_high = keys.kv_low, keys.kv_high", "kv_low, kv_high = 0, seq_len", EDGES + "[None-{}]"
+    ),
+    "values outside of intervals converted": Mutant(
+        "kernels/hopper/convert.py",
+        "kv_low, kv_high = keys.kv_low, keys.kv_high",
+        "kv_low, kv_high = 0, work.seq_len",
+        EDGES + "[None-{'kv_dtype': torch.float8_e4m3fn}]",
+    ),
+    "intervals of the first row block": Mutant(
+        KERNEL,
+        "work.q_start + tokens, tokens < work.q_len",
+        "work.q_start + rows % BLOCK_T, tokens < work.q_len",
+        HOPPER + "every_kind_of_interval[causal-64]",
     ),
     "gathered values of the next tile": Mutant(
         PRODUCER,

@@ -4,6 +4,7 @@ On a GPU and in the interpreter (TRITON_INTERPRET=1) Triton kernels run, elsewhe
 """
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
+from quire import intervals
 from quire.dispatch.config import KernelConfig
 from quire.plan import make_plan
 from quire.testing import error_budget, make_problem, owned_slots
@@ -402,22 +404,29 @@ def test_whole_space(solve, assert_within_budget, data):
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    "lens",
-    [((1, 400), (30, 60), (40, 40), (2, 300), (1, 0), (9, 9), (1, 5)), ((30, 60), (40, 40)), ((3, 700), (20, 30))],
+    ("lens", "most", "per_token"),
+    [
+        (((1, 400), (30, 60), (40, 40), (2, 300), (1, 0), (9, 9), (1, 5)), 3, None),
+        (((30, 60), (40, 40)), 3, None),
+        (((3, 700), (20, 30)), 3, None),
+        (((1, 400), (30, 60), (2, 300), (1, 0), (9, 9)), 3, partial(intervals.chunked_local, size=40)),
+        (((1, 400), (30, 60), (11, 300), (12, 80)), 11, partial(intervals.chunked_local, size=40)),
+    ],
 )
-def test_a_decode_launch_leaves_the_other_sequences_alone(lens, device):
+def test_a_decode_launch_leaves_the_other_sequences_alone(lens, most, per_token, device):
     """The second launch of a Hopper plan, here without the first."""
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
-    p = make_problem(spec, lens, device=device)
-    plan = quire.plan(spec, p.batch, max_query_len=3, max_seq_len=700, num_tokens=3 * len(lens), num_splits=3)
-    decode = dataclasses.replace(plan.launch, max_decode_queries=3)
+    p = make_problem(spec, lens, device=device, per_token=per_token)
+    n = min(most * len(lens), p.q.shape[0])
+    plan = quire.plan(spec, p.batch, max_query_len=most, max_seq_len=700, num_tokens=n, num_splits=3)
+    decode = dataclasses.replace(plan.launch, max_decode_queries=most)
     plan = make_plan(spec, p.batch, decode, "a test")
     out, lse = torch.full_like(p.q, 7.0), torch.full(p.q.shape[:2], 7.0, device=device)
     if device == "cuda":
         torch.cuda.synchronize()  # such a launch waits for nothing before its end
     plan.runner(p.q, p.cache, out, lse, None, None)
     whole = quire.attention(p.q, p.cache, quire.plan(spec, p.batch, **p.bounds), return_lse=True)
-    served = torch.cat([torch.full((q,), q <= 3) for q, _ in lens]).to(device)
+    served = torch.cat([torch.full((q,), q <= most) for q, _ in lens]).to(device)
     torch.testing.assert_close(out[served], whole.out[served])
     torch.testing.assert_close(lse[served], whole.lse[served])
     assert (out[~served] == 7).all() and (lse[~served] == 7).all()

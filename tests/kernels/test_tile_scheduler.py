@@ -1,12 +1,14 @@
-"""What the Hopper kernel computes from lengths and strides, without a GPU.
+"""What the Hopper kernel computes from lengths, intervals and strides, without a GPU.
 
-The scheduler's functions of plain numbers are run as Python, with numbers in place of Gluon's scalars.
+The scheduler's functions are run as Python, with numbers in place of Gluon's scalars and NumPy's arrays in place of its
+tensors.
 """
 
 import itertools
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,34 @@ if sys.platform == "linux":
     from quire.kernels.hopper import pipeline, tile_scheduler, tma
 
 PLAIN = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
+
+
+class Pointer:
+    """Into memory of which each element may be read, or only some: others are far outside of an interval."""
+
+    def __init__(self, memory, at=0):
+        self.memory, self.at = memory, at
+
+    def __add__(self, offset):
+        return Pointer(self.memory, self.at + offset)
+
+    def load(self, mask, other):
+        at, mask = np.broadcast_arrays(self.at, mask)
+        assert ((at >= 0) & (at < len(self.memory)))[mask].all(), "a token outside of the batch is read"
+        return np.where(mask, self.memory[np.where(mask, at, 0)], other)
+
+
+VECTORS = SimpleNamespace(
+    maximum=np.maximum,
+    minimum=np.minimum,
+    where=np.where,
+    max=np.max,
+    min=np.min,
+    arange=lambda first, stop, layout: np.arange(first, stop),
+    load=lambda pointer, mask, other: pointer.load(mask, other),
+    BlockedLayout=lambda *description: None,
+    num_warps=lambda: 1,
+)
 
 
 @pytest.fixture
@@ -32,12 +62,8 @@ def test_splits_cover_each_visible_tile_once(window, num_splits, scheduler):
     for q_len, seq_len in ((8, 8), (20, 300), (5, 3), (1, 0), (70, 70), *((9, n) for n in range(240, 257))):
         first_pos = seq_len - q_len
         for token in range(0, q_len, block_t):
-            splits = [
-                scheduler.split_of_keys.fn(
-                    token, q_len, first_pos, seq_len, *window, split, num_splits, block_t, block_n
-                )
-                for split in range(num_splits)
-            ]
+            seen = scheduler.keys_of_band.fn(token, q_len, first_pos, seq_len, *window, block_t)
+            splits = [scheduler.split_of_keys.fn(*seen, split, num_splits, block_n) for split in range(num_splits)]
             q_pos = range(first_pos + token, first_pos + min(token + block_t, q_len))
             wanted = {
                 key // block_n for q in q_pos for key in range(max(0, q - window[0]), min(seq_len, q + window[1] + 1))
@@ -48,6 +74,76 @@ def test_splits_cover_each_visible_tile_once(window, num_splits, scheduler):
             if wanted:  # only empty splits have a tile that no query sees: all the same one
                 assert len(set(taken) - wanted) <= 1
             assert all(taken.count(tile) == 1 for tile in wanted)
+
+
+def intervals_of_some_sequences():
+    """Sequences of intervals, each with its keys: of every kind that has edges, and some of no kind."""
+    far, least = 2**31 - 1, -(2**31)
+    for q_len, seq_len in ((1, 40), (8, 8), (21, 90), (30, 300)):
+        position = np.arange(q_len) + seq_len - q_len
+        yield seq_len, np.zeros(q_len, int), position + 1  # causal
+        yield seq_len, position // 12 * 12, position + 1  # chunks
+        yield seq_len, np.full(q_len, least), np.full(q_len, far)  # all keys
+        yield seq_len, position, position  # none
+        yield seq_len, np.full(q_len, far), np.full(q_len, least)
+        alone = position == position[0]  # whose row sees some keys; the others have their ends at that of the sequence
+        yield seq_len, np.where(alone, 0, seq_len), np.where(alone, 5, seq_len)
+        for seed in range(20):
+            draw = np.random.default_rng(seed)
+            begin = draw.integers(-20, seq_len + 20, q_len)
+            yield seq_len, begin, begin + draw.integers(-9, 60, q_len)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_intervals_have_the_tiles_that_their_rows_see_and_masks_where_a_row_does_not(
+    num_splits, scheduler, monkeypatch
+):
+    """Among rows of other sequences. A tile without a mask is one that all rows see, and no other tile is taken."""
+    monkeypatch.setattr(scheduler, "gl", VECTORS)
+    monkeypatch.setattr(scheduler, "load_intervals", scheduler.load_intervals.fn)
+    block_t, block_n, q_start = 8, 16, 3
+    for seq_len, begin, end in intervals_of_some_sequences():
+        q_len = len(begin)
+        others = np.arange(q_start) - 1000, np.arange(q_start) + 1000  # of the sequences before and after
+        kv = SimpleNamespace(
+            key_begin=Pointer(np.concatenate([others[0], begin, others[0]])),
+            key_end=Pointer(np.concatenate([others[1], end, others[1]])),
+        )
+        sees = [set(range(max(b, 0), min(e, seq_len))) for b, e in zip(begin.tolist(), end.tolist(), strict=True)]
+        of_sequence = set().union(*sees)
+        for token in range(0, q_len, block_t):
+            *span, keys = scheduler.keys_of_intervals.fn(kv, token, q_start, q_len, seq_len, block_t)
+            rows = sees[token : token + block_t]
+            seen = set().union(*rows)
+            assert 0 <= span[0] <= span[1] <= seq_len and keys.kv_high <= seq_len
+            assert set(range(*span)) == (set(range(min(seen), max(seen) + 1)) if seen else set())
+            # What may be read holds all keys that a row sees, and lies between keys that rows of the sequence see.
+            assert seen <= set(range(keys.kv_low, keys.kv_high))
+            if keys.kv_low < keys.kv_high:
+                assert min(of_sequence) <= keys.kv_low and keys.kv_high <= max(of_sequence) + 1
+            splits = [scheduler.split_of_keys.fn(*span, split, num_splits, block_n) for split in range(num_splits)]
+            taken = [tile for last, count in splits for tile in range(last, last - count, -1)]
+            for tile in taken:
+                pos = tile * block_n
+                full = pos >= keys.full_start and pos + block_n <= keys.full_stop
+                assert full == all(set(range(pos, pos + block_n)) <= row for row in rows)
+            wanted = {key // block_n for key in range(*span)}
+            assert all(count >= 1 for _, count in splits)
+            assert wanted <= set(taken) and all(taken.count(tile) == 1 for tile in wanted)
+            if wanted:  # all empty splits have the tile after the last one
+                assert set(taken) - wanted <= {max(wanted) + 1}
+
+
+def test_the_last_row_block_of_a_causal_prompt_alone_has_keys_that_may_not_be_read(scheduler, monkeypatch):
+    """Tiles at the diagonal hold keys that other rows of the sequence see, so their values need no zeros."""
+    monkeypatch.setattr(scheduler, "gl", VECTORS)
+    monkeypatch.setattr(scheduler, "load_intervals", scheduler.load_intervals.fn)
+    position = np.arange(40) + 60
+    for begin in (0 * position, position // 12 * 12, position - 9):
+        kv = SimpleNamespace(key_begin=Pointer(begin), key_end=Pointer(position + 1))
+        for token in range(0, 40, 8):
+            *_, keys = scheduler.keys_of_intervals.fn(kv, token, 0, 40, 100, 8)
+            assert (keys.kv_low, keys.kv_high) == (begin[0], 100)
 
 
 def test_the_visible_keys_of_a_sequence_are_those_of_any_query(scheduler):

@@ -840,6 +840,30 @@ OUTSIDE = {
         "work.first_pos + work.q_len + window_right",
         SCHEDULER,
     ),
+    "Hopper: intervals past the sequence": Mutant(
+        "kernels/hopper/tile_scheduler.py", "gl.maximum(gl.minimum(end, seq_len), 0)", "gl.maximum(end, 0)", SCHEDULER
+    ),
+    "Hopper: rows that see nothing widen the range": Mutant(
+        "kernels/hopper/tile_scheduler.py", "gl.max(gl.where(begin < end, end, 0), 0)", "gl.max(end, 0)", SCHEDULER
+    ),
+    "Hopper: tiles without masks that some rows do not see": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "gl.max(begin, 0), gl.min(gl.where(owned, end, 2147483647), 0)",
+        "gl.min(begin, 0), gl.min(gl.where(owned, end, 2147483647), 0)",
+        SCHEDULER,
+    ),
+    "Hopper: keys of a token that sees nothing": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "gl.maximum(kv_high, gl.where(last_begin < last_end, last_end, 0))",
+        "gl.maximum(kv_high, last_end)",
+        SCHEDULER,
+    ),
+    "Hopper: keys that the last token sees forgotten": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "gl.maximum(kv_high, gl.where(last_begin < last_end, last_end, 0))",
+        "kv_high",
+        SCHEDULER,
+    ),
     "Hopper: a matrix of too few columns": Mutant(
         "kernels/hopper/tma.py",
         "num_columns = dim if head >= slot else (num_heads - 1) * head + dim",

@@ -16,21 +16,26 @@ from quire.kernels.hopper.pipeline import (
     producer_commit,
     reinterpret,
 )
-from quire.kernels.hopper.tile_scheduler import ROWS, read_work_tile, visible_keys
+from quire.kernels.hopper.tile_scheduler import ROWS, read_range, read_work_tile, visible_keys
 
 ELEMENTS_PER_THREAD = gl.constexpr(32)  # that are converted at once
 
 
 @gluon.jit
-def convert(k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right):
+def convert(k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS: gl.constexpr):
     """Convert the raw tiles that the producer warp loads. One warpgroup runs this."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     FP8_MMA: gl.constexpr = k_pipe.tiles.dtype == k_raw.tiles.dtype
     work_i = 0
     tile_i = 0
-    work = read_work_tile(published, consumer_wait(q_pipe, work_i))
+    stage = consumer_wait(q_pipe, work_i)
+    work = read_work_tile(published, stage)
     while work.q_len > 0:
-        kv_low, kv_high = visible_keys(work, window_left, window_right)
+        if INTERVALS:
+            keys = read_range(published, stage)
+            kv_low, kv_high = keys.kv_low, keys.kv_high
+        else:
+            kv_low, kv_high = visible_keys(work, window_left, window_right)
         pos = work.tile * BLOCK_N
         for i in range(tile_i, tile_i + work.num_tiles):
             if not FP8_MMA:
@@ -42,7 +47,8 @@ def convert(k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window
             pos -= BLOCK_N
         tile_i += work.num_tiles
         work_i += 1
-        work = read_work_tile(published, consumer_wait(q_pipe, work_i))
+        stage = consumer_wait(q_pipe, work_i)
+        work = read_work_tile(published, stage)
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ from quire.kernels.hopper.pipeline import (
     pieces_of,
 )
 from quire.kernels.hopper.producer import produce
-from quire.kernels.hopper.tile_scheduler import ROWS, WORDS, read_work_tile
+from quire.kernels.hopper.tile_scheduler import ROWS, WORDS, load_intervals, read_range, read_work_tile
 from quire.kernels.primitives import LN2, LOG2E, groups_of, log2
 
 
@@ -41,6 +41,17 @@ class Scoring(NamedTuple):
     window_left: Any
     window_right: Any
     slopes_ptr: Any  # [num_q_heads], or None
+    key_begin: Any  # [num_tokens] int32, the intervals that take the place of the window; None, like the next
+    key_end: Any
+
+
+class Sight(NamedTuple):
+    """The intervals of keys that a warpgroup's rows see."""
+
+    first: Any  # [ROWS] int32
+    last: Any  # [ROWS] int32, less than the first of a row that sees nothing
+    full_start: Any  # the keys that every row of the work tile sees
+    full_stop: Any
 
 
 class Outputs(NamedTuple):
@@ -82,6 +93,9 @@ def consume(
         slopes = None
         if scoring.slopes_ptr is not None:
             slopes = gl.load(scoring.slopes_ptr + work.head + rows // BLOCK_T).to(gl.float32)
+        sight = None
+        if scoring.key_begin is not None:
+            sight = sight_of_rows(published, stage, work, rows, scoring, BLOCK_T)
         scale = scoring.scale
         if scoring.k_scale_ptr is not None:
             scale *= gl.load(scoring.k_scale_ptr + work.head // GROUP * stride_scale)
@@ -97,7 +111,7 @@ def consume(
             scale *= inverse_scale
         if FP8_MMA:
             acc, m_i, l_i = attend_work_tile_in_fp8(
-                q[0], k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES,
+                q[0], k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, OF_SCORES,
                 layout_of_out(HEAD_DIM_V, DEPTH), BLOCK_T, SCORE_MOD,
             )  # fmt: skip
             accs = (acc,)
@@ -108,9 +122,11 @@ def consume(
             )  # fmt: skip
         else:
             accs, m_i, l_i = attend_work_tile(
-                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, HEAD_DIM, HEAD_DIM_V,
-                BLOCK_T, SCORE_MOD,
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, OF_SCORES, HEAD_DIM,
+                HEAD_DIM_V, BLOCK_T, SCORE_MOD,
             )  # fmt: skip
+        if scoring.key_begin is not None:  # not kept in registers meanwhile, which hold what rows see
+            work = read_work_tile(published, stage)
         tile_i += work.num_tiles
         if outputs.v_scale_ptr is not None:
             accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
@@ -118,6 +134,17 @@ def consume(
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
         work = read_work_tile(published, stage)
+
+
+@gluon.jit
+def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr):
+    """Return the intervals that the rows of a work tile see."""
+    tokens = work.token + rows % BLOCK_T
+    begin, end = load_intervals(
+        scoring.key_begin, scoring.key_end, work.q_start + tokens, tokens < work.q_len, work.seq_len
+    )
+    keys = read_range(published, stage)
+    return Sight(begin, end - 1, keys.full_start, keys.full_stop)
 
 
 @gluon.constexpr_function
@@ -186,7 +213,7 @@ def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
 
 @gluon.jit
 def attend_work_tile(
-    q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
     SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
@@ -205,7 +232,7 @@ def attend_work_tile(
     scores = warpgroup_mma_wait(0, deps=[scores])
     consumer_release(k_pipe, tile_i)
     p, m_i, l_i, _ = softmax_step(
-        scores, m_i, l_i, pos, rows, cols, work, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
     )
     p = gl.convert_layout(p.to(element), OF_P)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
@@ -220,7 +247,7 @@ def attend_work_tile(
         accs, p = done[:NUM_ACCS], done[NUM_ACCS]
         consumer_release(v_pipe, i - 1)
         p, m_i, l_i, alpha = softmax_step(
-            scores, m_i, l_i, pos, rows, cols, work, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
         )
         accs = scaled(accs, alpha)
         p = gl.convert_layout(p.to(element), OF_P)
@@ -253,7 +280,7 @@ def attend_work_tile_in_splits(
     scores = warpgroup_mma_wait(0, deps=[scores])
     consumer_release(k_pipe, tile_i)
     p, split_m, split_l, _ = softmax_step(
-        scores, split_m, no_sums, pos, rows, cols, work, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+        scores, split_m, no_sums, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
     )
     p = gl.convert_layout(p.to(element), OF_P)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
@@ -270,7 +297,7 @@ def attend_work_tile_in_splits(
             split_accs, split_m, _ = empty_state(OF_SCORES, HEAD_DIM_V, 16)
             split_l = no_sums
         p, split_m, split_l, alpha = softmax_step(
-            scores, split_m, split_l, pos, rows, cols, work, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+            scores, split_m, split_l, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
         )
         split_accs = scaled(split_accs, alpha)
         p = gl.convert_layout(p.to(element), OF_P)
@@ -316,7 +343,7 @@ def total(sums):
 
 @gluon.jit
 def attend_work_tile_in_fp8(
-    q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
     """Return the same as `attend_work_tile`, with fp8 products of the stored keys and the transposed values.
@@ -339,7 +366,7 @@ def attend_work_tile_in_fp8(
         scores = warpgroup_mma_wait(0, deps=[scores])
         consumer_release(k_pipe, i)
         p, m_i, l_i, alpha = softmax_step(
-            scores, m_i, l_i, pos, rows, cols, work, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
+            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
         )
         p = gl.convert_layout(to_fp8(permute_for_fp8_operand(p)), OF_P)
         v = v_pipe.tiles.index(consumer_wait(v_pipe, i))
@@ -353,7 +380,7 @@ def attend_work_tile_in_fp8(
 
 @gluon.jit
 def softmax_step(
-    scores, m_i, l_i, pos, rows, cols, work, slopes, scale, scoring,
+    scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
     LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
     """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
@@ -370,10 +397,17 @@ def softmax_step(
     if SCORE_MOD is not None:
         exponent_scale = LOG2E
         scores = SCORE_MOD(scores * by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
-    is_past_right = pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
-    if is_past_right | (pos < high_pos - scoring.window_left):  # else every row sees every key of the tile
-        first_col = q_pos - scoring.window_left - pos
-        last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
+    if sight is None:
+        is_past_right = pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
+        is_partial = is_past_right | (pos < high_pos - scoring.window_left)
+    else:
+        is_partial = (pos + scores.shape[1] > sight.full_stop) | (pos < sight.full_start)
+    if is_partial:  # else every row sees every key of the tile
+        if sight is None:
+            first_col = q_pos - scoring.window_left - pos
+            last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
+        else:
+            first_col, last_col = sight.first - pos, sight.last - pos
         visible = (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
         scores = gl.where(visible, scores, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * exponent_scale)
@@ -507,7 +541,8 @@ def hopper_kernel(
     else:
         v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, WARPGROUPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr)
+    INTERVALS: gl.constexpr = kv.key_begin is not None
+    scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end)
     outputs = Outputs(
         out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse, num_splits
     )
@@ -527,7 +562,7 @@ def hopper_kernel(
                     FIXED_SPLIT > 0)),
             ],
             [PRODUCER_WARPS],
-            [72 if GATHERS else 40],
+            [72 if GATHERS else 56 if INTERVALS else 40],
         )  # fmt: skip
     elif QUANTISED_STAGES == 0:
         fence_async_shared()
@@ -546,7 +581,8 @@ def hopper_kernel(
                     FIXED_SPLIT > 0)),
             ],
             [4, PRODUCER_WARPS],
-            [216, 72] if GATHERS else [232, 40],  # registers per thread of the second and the third function
+            # Registers per thread of the second and the third function. A producer that loads intervals needs more.
+            [216, 72] if GATHERS else [224, 56] if INTERVALS else [232, 40],
         )  # fmt: skip
     else:
         k_raw = k_pipe
@@ -562,7 +598,7 @@ def hopper_kernel(
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
                     BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
-                (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right)),
+                (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
@@ -570,5 +606,7 @@ def hopper_kernel(
                     FIXED_SPLIT > 0)),
             ],
             [4, 4, PRODUCER_WARPS],
-            ([192, 72, 56] if FP8_MMA else [208, 40, 56]) if GATHERS else ([200, 72, 40] if FP8_MMA else [208, 56, 40]),
+            ([192, 72, 56] if FP8_MMA else [208, 40, 56])
+            if GATHERS
+            else ([200, 72, 40] if FP8_MMA else [216, 40, 40] if INTERVALS else [208, 56, 40]),
         )  # fmt: skip

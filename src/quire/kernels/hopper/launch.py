@@ -114,6 +114,7 @@ class HopperLaunch:
             self.name,
             self.num_splits > 1,
             self.section_heads is None,
+            self.request.has_intervals,  # arguments that may be None
             decode,
             *sorted(self.constexprs().items(), key=lambda item: item[0]),
         )
@@ -134,6 +135,8 @@ class HopperLaunch:
         details = f"{config.num_stages} stages, {self.num_work_tiles(self.request.bounds.num_tokens)} work tiles"
         if config.fp8_mma:
             details += ", products in fp8"
+        if self.request.has_intervals:
+            details += f", {self.request.per_token}"
         if self.num_splits > 1:
             details += f", num_splits {self.num_splits}"
         if self.fixed_split_size:
@@ -151,8 +154,8 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     spec, bounds = request.spec, request.bounds
     if spec.latent:
         return "latents"
-    if request.per_token is not None:
-        return request.per_token
+    if request.has_tree:
+        return "draft trees"
     if options.config is not None or options.num_splits is not None:
         return "config or num_splits"
     if options.batch_invariant:
@@ -179,6 +182,8 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     Tiles have as many keys as those of the portable kernels, which serve the plan's other batches.
     """
     spec = request.spec
+    if request.has_intervals:
+        return "intervals of keys with batch_invariant"
     if spec.kv_dtype is not spec.dtype or spec.head_dim_v > WIDEST_INVARIANT:
         return f"a quantised cache or values wider than {WIDEST_INVARIANT} with batch_invariant"
     config = tree.hopper_config(spec, request.device, short=False)

@@ -23,6 +23,8 @@ from quire.kernels.hopper.tile_scheduler import (
     WorkTile,
     count_row_blocks,
     find_row_block,
+    keys_of_band,
+    keys_of_intervals,
     publish_work_tile,
     row_block_ends,
     split_of_keys,
@@ -92,9 +94,12 @@ def produce(
             first_pos = seq_len - q_len
         else:
             first_pos = gl.load(kv.query_offsets + seq)
-        tile, left = split_of_keys(
-            token, q_len, first_pos, seq_len, window_left, window_right, split, num_splits, BLOCK_T, BLOCK_N
-        )
+        keys = ()
+        if kv.key_begin is None:
+            kv_start, kv_stop = keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
+        else:
+            kv_start, kv_stop, keys = keys_of_intervals(kv, token, q_start, q_len, seq_len, BLOCK_T)
+        tile, left = split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N)
         if FIRST_TO_LAST:
             tile -= left - 1
         work = WorkTile(head, token, q_start, q_len, first_pos, seq_len, tile, left, split)
@@ -102,7 +107,10 @@ def produce(
             row = kv.page_table + seq.to(gl.int64) * stride_table
         else:
             row = kv.page_table + gl.load(kv.cu_pages + seq)
-        kv_low, kv_high = visible_keys(work, window_left, window_right)
+        if kv.key_begin is None:
+            kv_low, kv_high = visible_keys(work, window_left, window_right)
+        else:
+            kv_low, kv_high = keys.kv_low, keys.kv_high
         pos = tile * BLOCK_N
         if GATHERS:
             pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)
@@ -111,7 +119,7 @@ def produce(
         else:
             pages = load_page_numbers(row, pos + lane * KV_BOX, pos + BLOCK_N, kv_low, kv_high, PAGE_SIZE, KV_BOX)
         stage = producer_acquire(q_pipe, work_i)
-        publish_work_tile(published, stage, work)
+        publish_work_tile(published, stage, work, keys)
         expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
         for first in gl.static_range(0, BLOCK_ROWS, Q_BOX):
             q_row, q_col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
@@ -184,7 +192,7 @@ def produce(
     if index == num_work_tiles + gl.num_programs(0) - 1:  # the last program resets the counter for the next launch
         gl.store(tile_counter, 0)
     stage = producer_acquire(q_pipe, work_i)
-    publish_work_tile(published, stage, WorkTile(0, 0, 0, 0, 0, 0, 0, 0, 0))
+    publish_work_tile(published, stage, WorkTile(0, 0, 0, 0, 0, 0, 0, 0, 0), ())
     expect_bytes(q_pipe.full, stage, 0)
 
 

@@ -3,7 +3,8 @@
 A row block is BLOCK_T query tokens of one sequence. A work tile is a row block, as many heads of one KV head as fill
 the program's rows, and one split of the visible keys. Programs take work tiles by a global counter. The last row blocks
 come first, since they see the most keys, so that all programs end at about the same time. The producer warp publishes
-the fields of a work tile in shared memory, where the consumer warpgroups read them.
+the fields of a work tile in shared memory, where the consumer warpgroups read them. With intervals of keys, it also
+publishes the `Range`. So all warps of a program agree on which tiles there are, and which of them need masks.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from triton.experimental.gluon import language as gl
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 SEQS = gl.constexpr(128)  # sequences that the scheduler reads in one step
 FIELDS = gl.constexpr(9)  # fields of WorkTile
-WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile
+WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range after it
 
 
 class WorkTile(NamedTuple):
@@ -31,17 +32,61 @@ class WorkTile(NamedTuple):
     split: Any  # which split of the visible keys
 
 
+class Range(NamedTuple):
+    """The keys that matter to a row block whose rows see intervals. Where rows see a band, positions say the same."""
+
+    full_start: Any  # the keys that every row sees
+    full_stop: Any
+    kv_low: Any  # keys that are in the sequence's pages and finite: at least those that any row sees
+    kv_high: Any
+
+
 @gluon.jit
-def split_of_keys(
-    token, q_len, first_pos, seq_len, window_left, window_right, split, num_splits,
-    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+def keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T: gl.constexpr):
+    """Return the first key that any row of a row block sees, and the one after the last."""
+    kv_start = gl.maximum(first_pos + token - window_left, 0)
+    kv_stop = gl.minimum(first_pos + gl.minimum(token + BLOCK_T, q_len) + window_right, seq_len)
+    return kv_start, kv_stop
+
+
+@gluon.jit
+def load_intervals(key_begin, key_end, token, owned, seq_len):
+    """Return the first key that each query token of the batch sees, and the one after the last, within its sequence.
+
+    A token that is not owned sees nothing.
+    """
+    begin = gl.maximum(gl.load(key_begin + token, mask=owned, other=0), 0)
+    end = gl.load(key_end + token, mask=owned, other=0)
+    return begin, gl.maximum(gl.minimum(end, seq_len), 0)
+
+
+@gluon.jit
+def keys_of_intervals(kv, token, q_start, q_len, seq_len, BLOCK_T: gl.constexpr):
+    """Return what `keys_of_band` does, and the Range, of a row block whose rows see intervals."""
+    tokens = token + gl.arange(0, BLOCK_T, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    owned = tokens < q_len
+    begin, end = load_intervals(kv.key_begin, kv.key_end, q_start + tokens, owned, seq_len)
+    kv_start = gl.min(gl.where(begin < end, begin, 2147483647), 0)
+    kv_stop = gl.max(gl.where(begin < end, end, 0), 0)
+    full_start, full_stop = gl.max(begin, 0), gl.min(gl.where(owned, end, 2147483647), 0)
+    # The keys between those that any tokens of the sequence see are finite. With those of its first and its last token,
+    # the edge of a row block that sees a part of a tile needs no zeros.
+    first_begin, first_end = load_intervals(kv.key_begin, kv.key_end, q_start, q_len > 0, seq_len)
+    last_begin, last_end = load_intervals(kv.key_begin, kv.key_end, q_start + q_len - 1, q_len > 0, seq_len)
+    kv_low, kv_high = kv_start, kv_stop
+    kv_low = gl.minimum(kv_low, gl.where(first_begin < first_end, first_begin, 2147483647))
+    kv_high = gl.maximum(kv_high, gl.where(first_begin < first_end, first_end, 0))
+    kv_low = gl.minimum(kv_low, gl.where(last_begin < last_end, last_begin, 2147483647))
+    kv_high = gl.maximum(kv_high, gl.where(last_begin < last_end, last_end, 0))
+    return gl.minimum(kv_start, kv_stop), kv_stop, Range(full_start, full_stop, kv_low, kv_high)
+
+
+@gluon.jit
+def split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N: gl.constexpr):
     """Return (last tile, number of tiles) of a split of the keys that a row block sees.
 
     An empty split gets one tile, which is fully masked.
     """
-    kv_start = gl.maximum(first_pos + token - window_left, 0)
-    kv_stop = gl.minimum(first_pos + gl.minimum(token + BLOCK_T, q_len) + window_right, seq_len)
     start = kv_start // BLOCK_N
     stop = gl.maximum((kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)
     low = start + (stop - start) * split // num_splits
@@ -53,7 +98,7 @@ def split_of_keys(
 def visible_keys(work, window_left, window_right):
     """Return the first key that any query of the sequence sees, and the one after the last.
 
-    Other keys may be in freed pages.
+    Other keys may be in freed pages. With intervals, the Range says which.
     """
     return work.first_pos - window_left, gl.minimum(work.first_pos + work.q_len + window_right, work.seq_len)
 
@@ -100,11 +145,13 @@ def find_row_block(ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, 
 
 
 @gluon.jit
-def publish_work_tile(published, stage, work):
-    """Write a work tile's fields to shared memory."""
+def publish_work_tile(published, stage, work, keys):
+    """Write a work tile's fields to shared memory, and those of its Range, which is () where rows see a band."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     for i in gl.static_range(FIELDS):
         published.index(stage * WORDS + i).store(gl.full([1], work[i], gl.int32, LAYOUT))
+    for i in gl.static_range(len(keys)):
+        published.index(stage * WORDS + FIELDS + i).store(gl.full([1], keys[i], gl.int32, LAYOUT))
 
 
 @gluon.jit
@@ -115,3 +162,13 @@ def read_work_tile(published, stage):
     for i in gl.static_range(FIELDS):
         fields = fields + (gl.max(published.index(stage * WORDS + i).load(LAYOUT), 0),)
     return WorkTile(*fields)
+
+
+@gluon.jit
+def read_range(published, stage):
+    """Return the Range that `publish_work_tile` wrote."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    fields = ()
+    for i in gl.static_range(4):
+        fields = fields + (gl.max(published.index(stage * WORDS + FIELDS + i).load(LAYOUT), 0),)
+    return Range(*fields)

@@ -70,6 +70,8 @@ def interval_span(kv, q_start, q_len, first_pos, seq_len, S: tl.constexpr):
     start, stop = seq_len * 0 + 2147483647, seq_len * 0
     if S.MORE_INTERVALS:
         longest = tl.max(q_len + tl.zeros([1], tl.int32), 0)  # of one sequence or of several
+        if S.MAX_DECODE_QUERIES > 0:  # of longer sequences, which belong to another kernel, nothing is used
+            longest = tl.minimum(longest, S.MAX_DECODE_QUERIES)
         for done in tl.range(0, longest, S.INTERVALS, num_stages=1):
             start, stop = add_intervals(kv, start, stop, q_start, q_len, first_pos, seq_len, done, S)
     else:
