@@ -95,9 +95,7 @@ def split_kv_kernel(
     COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
     # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
     # another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
-    ROOM: tl.constexpr = (
-        4096 if PARTIAL_ROWS > 16 and FIXED_SPLIT == 0 else 16384 if not PER_ROW_MASK or BLOCK_M > 32 else 8192
-    )
+    ROOM: tl.constexpr = 4096 if PARTIAL_ROWS > 16 else (8192 if PER_ROW_MASK else 16384)
     MIN_PARTIALS: tl.constexpr = TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS
     P: tl.constexpr = Partial(
         PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK, ROOM, FIXED_SPLIT > 0,

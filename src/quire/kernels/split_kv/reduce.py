@@ -162,7 +162,7 @@ def combine_partials(scratch, slots, lane, offs_dv, P: tl.constexpr):
     to one maximum.
     """
     # A round has as many partials as the registers can hold.
-    WIDTH: tl.constexpr = max(1, min(32 if P.FIXED_SPLIT else 8, P.ROOM // (P.ROWS * P.COLUMNS)))
+    WIDTH: tl.constexpr = max(1, min(8, P.ROOM // (P.ROWS * P.COLUMNS)))
     offs_r = tl.arange(0, P.ROWS)
     offs = offs_r[:, None] * P.HEAD_DIM_V + offs_dv[None, :]
     inside = (offs_dv < P.HEAD_DIM_V)[None, :]
