@@ -11,6 +11,7 @@ tools and tests of repeated runs cover it.
 """
 
 import sys
+from functools import partial
 
 import torch
 
@@ -43,6 +44,9 @@ LATENTS = (
 ALL = [(quire.AttentionSpec(**HEADS | extra), *case, {}) for extra, *case in CASES]
 ALL += [(quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.07, **extra), *case) for extra, *case in LATENTS]
 ALL.append((quire.AttentionSpec(**HEADS), ((150, 300), (1, 90)), {"kernel": "hopper"}, {"page_size": 1}))
+CHUNKS = {"per_token": partial(quire.intervals.chunked_local, size=70)}
+for kv_dtype in (None, E4M3):
+    ALL.append((quire.AttentionSpec(**HEADS, kv_dtype=kv_dtype), ((150, 300), (1, 90)), {"kernel": "hopper"}, CHUNKS))
 for spec, lens, options, layout in ALL:
     if "hopper" in options.get("kernel", "") and (
         "--portable" in sys.argv or not device_properties(torch.device("cuda")).has_wgmma

@@ -195,6 +195,13 @@ HOPPER_FEATURES = (
         HOPPER,
         {"page_size": 24},
     ),
+    Feature(
+        "prompts on Hopper, chunks",
+        {"head_dim": 128},
+        PROMPTS,
+        HOPPER,
+        {"per_token": partial(intervals.chunked_local, size=90)},
+    ),
 )
 MLA_HOPPER: PlanOptions = {"kernel": "mla_hopper"}
 FULL_HEADS = DEEPSEEK | {"num_q_heads": 128}
