@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -40,6 +41,7 @@ from quire.dispatch.tree_file import (
     shipped_trees,
 )
 from quire.plan import decide
+from quire.service import launches_within
 from quire.targets import TARGETS
 
 SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -125,6 +127,24 @@ def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
     e4m3 = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, kv_dtype=torch.float8_e4m3fn)
     request = Request(e4m3, 1, True, Bounds(2048, 2048, 2048), PROPERTIES)
     assert decide(request, Options(batch_invariant=True))[0].config.block_m == 16
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("heads", [(12, 2, 64), (32, 8, 128), (28, 4, 128)], ids=str)
+def test_the_launches_of_every_plan_are_among_those_of_warmup(heads, batch_invariant):
+    num_q_heads, num_kv_heads, head_dim = heads
+    spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    limits, draw = (40, 600, 5000), random.Random(2)
+    warm = {launch.compile_key() for launch in launches_within(spec, PROPERTIES, *limits, batch_invariant)}
+    for _ in range(400):
+        num_seqs, queries = draw.randint(1, 40), draw.choice((1, 1, 3, 9, 15, 40, 200, 600))
+        one_query = queries == 1 and draw.random() < 0.5
+        num_tokens = num_seqs if one_query else draw.randint(queries, min(600, num_seqs * queries))
+        bounds = Bounds(queries, draw.randint(queries, draw.choice((600, 5000))), num_tokens)
+        launch, _ = decide(
+            Request(spec, num_seqs, not one_query, bounds, PROPERTIES), Options(batch_invariant=batch_invariant)
+        )
+        assert launch.compile_key() in warm, (num_seqs, bounds, str(launch))
 
 
 def planned(**options) -> quire.Plan:

@@ -191,7 +191,7 @@ def test_two_plans_on_two_streams():
         assert torch.equal(out, expected.out)
 
 
-def test_nothing_waits_for_the_device():
+def test_nothing_waits_for_the_device(without_waiting):
     p, plan, _ = solve(quire.AttentionSpec(**LLAMA), ((1, 700), (5, 90)))
     k, slots = torch.randn(6, 2, 128, dtype=torch.bfloat16, device="cuda"), torch.full((6,), -1, device="cuda")
     quire.write_kv(k, k, p.cache, slots)
@@ -200,14 +200,11 @@ def test_nothing_waits_for_the_device():
     quire.merge_states(states)
     quire.copy_pages(p.cache, p.cache, pairs)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         quire.write_kv(k, k, p.cache, slots)
         quire.attention(p.q, p.cache, quire.plan(p.spec, p.batch, **p.bounds))
         quire.merge_states(states)
         quire.copy_pages(p.cache, p.cache, pairs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_page_offsets_past_two_to_the_31():

@@ -230,6 +230,6 @@ def test_whole_space(device, options, data):
         "qk_norm": draw(st.booleans()),
     }
     lens = draw(st.lists(st.tuples(st.integers(0, 18), st.integers(0, 90)), min_size=1, max_size=4))
-    problem = {"page_size": draw(st.integers(1, 40)), "seed": draw(st.integers(0, 99))}
+    problem = {"page_size": draw(st.integers(1, 40)), "seed": draw(st.integers(0, 99)), "device": device}
     p, plan = solve(features, lens, norm_rope, options(num_splits=draw(st.none() | st.integers(1, 6))), **problem)
     check(p, plan)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import triton
 
-from tests.mutations.mutants import IN_INTERPRETER, OUTSIDE
+from tests.mutations.mutants import IN_INTERPRETER, ON_HOPPER, OUTSIDE
 from tests.mutations.server import PACKAGE, ROOT, Mutant, Server
 
 INTERPRETS = triton.knobs.runtime.interpret
@@ -24,10 +24,10 @@ def check(mutant: Mutant, server: Server) -> None:
     assert verdict.noticed, f"{mutant.judge} ended with {verdict.status}\n{verdict.output}"
 
 
-@pytest.mark.parametrize("name", IN_INTERPRETER | OUTSIDE)
+@pytest.mark.parametrize("name", IN_INTERPRETER | OUTSIDE | ON_HOPPER)
 def test_every_mutant_has_its_place_and_its_judge(name):
-    """Those too that are judged only where an engine or a compiler is there."""
-    mutant = (IN_INTERPRETER | OUTSIDE)[name]
+    """Those too that are judged only where an engine, a compiler or a GPU is there."""
+    mutant = (IN_INTERPRETER | OUTSIDE | ON_HOPPER)[name]
     assert (PACKAGE / mutant.file).read_text().count(mutant.right) == 1
     file, _, test = mutant.judge.partition("::")
     assert test == "" or f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text()

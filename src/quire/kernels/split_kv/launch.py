@@ -218,10 +218,9 @@ def invariant_config(request: Request) -> tuple[KernelConfig, str]:
         config = replace(config, block_n=max(16, config.block_n // 2), programs_per_sm=2)
     if device.has_mfma:
         config = replace(config, matrix_instr_nonkdim=16)  # else the compiler takes larger instructions for more rows
-    rows = power_of_two(request.bounds.max_query_len) * spec.group_size
     for block_m in (32, 64, 128):
         taller = with_rows(config, block_m, spec, device)
-        if config.block_m < min(block_m, rows) and block_m <= device.alike_rows and taller is not None:
+        if config.block_m < min(block_m, request.rows_per_seq) and block_m <= device.alike_rows and taller is not None:
             config = taller
     return config, reason
 
