@@ -890,7 +890,8 @@ def in_house_grammar(error: Exception) -> bool:
 
 def complaint(call: Call, name: str, value: Any) -> str | None:
     """Return what is wrong with how a call takes this value for one of its arguments."""
-    torch.manual_seed(0)
+    # `torch.manual_seed` also seeds GPUs that are not there, and keeps the stack of each call in words for them.
+    torch.default_generator.manual_seed(0)
     function, arguments = call.make()
     arguments[name] = value
     owner = getattr(function, "__self__", None)

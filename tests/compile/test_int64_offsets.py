@@ -12,11 +12,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton._C.libtriton import ir
-from triton.runtime.jit import JITFunction
 
 import quire
-from quire import targets
 from quire.kernels.launcher import launch
 from quire.targets import TARGETS, compiling
 from tests.compile import launches
@@ -49,30 +46,6 @@ def int32_products(ir: str) -> list[str]:
     return found
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """Collect (name, constexprs and options, IR) of what is compiled in the test, up to that IR.
-
-    The stages after it would take most of the time. Nothing is written to Triton's cache.
-    """
-    collected = []
-
-    def first_stage(self, key, signature, device, constexprs, options, attrs, warmup):
-        _, _, target, backend, _ = self.device_caches[device]
-        context, stages = ir.context(), {}
-        ir.load_dialects(context)
-        backend.load_dialects(context)
-        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-        source = self.ASTSource(self, signature, constexprs, attrs)
-        module = source.make_ir(target, options, functions, modules, context)
-        backend.add_stages(stages, options, source.language)
-        return str(stages["ttir"](module, {}))
-
-    monkeypatch.setattr(JITFunction, "_do_compile", first_stage)
-    monkeypatch.setattr(targets, "inspect", lambda name, text, target, options: collected.append((name, options, text)))
-    return collected
-
-
 def wrong(compiled: list) -> list[str]:
     """Return what is wrong in some compiled kernels."""
     found = []
@@ -86,7 +59,7 @@ def wrong(compiled: list) -> list[str]:
 @pytest.mark.parametrize(
     "features", ["many, with lse", "e4m3", "int8 per token", "vLLM's original", "other value width"]
 )
-def test_strides_are_multiplied_as_int64(features, wide, compiled, monkeypatch):
+def test_strides_are_multiplied_as_int64(features, wide, first_stages, monkeypatch):
     monkeypatch.setattr(quire.PagedKVCache, "has_wide_offsets", wide)
     with compiling(TARGET):
         launches.attend("prompt", 16, features)
@@ -97,16 +70,16 @@ def test_strides_are_multiplied_as_int64(features, wide, compiled, monkeypatch):
     kernels = {"block_kernel", "split_kv_kernel"} | (
         set() if wide else {"write_kernel", "copy_kernel", "combine_kernel"}
     )
-    assert {name for name, _, _ in compiled} == kernels
-    assert not wrong(compiled)
+    assert {name for name, _, _ in first_stages} == kernels
+    assert not wrong(first_stages)
 
 
 @pytest.mark.parametrize("features", ["bfloat16", "records"])
-def test_strides_of_latents_are_multiplied_as_int64(features, compiled):
+def test_strides_of_latents_are_multiplied_as_int64(features, first_stages):
     with compiling(TARGET):
         launches.write_latents(features)
-    assert compiled[0][0] == ("write_record_kernel" if features == "records" else "write_latent_kernel")
-    assert not wrong(compiled)
+    assert first_stages[0][0] == ("write_record_kernel" if features == "records" else "write_latent_kernel")
+    assert not wrong(first_stages)
 
 
 @triton.jit
@@ -131,7 +104,7 @@ def wide_kernel(ptr, stride_row):
     ("kernel", "narrow"),
     [(narrow_kernel, ["stride_row"]), (narrow_tensor_kernel, ["stride_row"]), (wide_kernel, [])],
 )
-def test_the_check_sees_an_int32_product(kernel, narrow, compiled):
+def test_the_check_sees_an_int32_product(kernel, narrow, first_stages):
     with compiling(TARGET):
         launch(kernel, (1,), (torch.zeros(16), 48), {})
-    assert int32_products(compiled[0][2]) == narrow
+    assert int32_products(first_stages[0][2]) == narrow

@@ -540,6 +540,16 @@ def engine(folder: Path, **options) -> "vllm.LLM":
     return vllm.LLM(**defaults | options)
 
 
+def prepare_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM start workers. On a CPU they are forked, and must not inherit the one rank of earlier engines."""
+    gc.collect()  # the last engine
+    vllm.distributed.destroy_model_parallel()
+    vllm.distributed.destroy_distributed_environment()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # new processes need the platform in `vllm_cpu/`
+    # 0.20 needs a core for each process; the variable was read at import
+    monkeypatch.setattr("vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "0|1")
+
+
 def serve(folder: Path, rounds: int = 1, **options) -> tuple[list[list[list[int]]], int]:
     """Return what vLLM generates with Quire in each round, and how many prompt tokens the last round found cached."""
     llm = engine(folder, **options)
@@ -629,15 +639,13 @@ def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_atten
     assert all((p.strides[0].slot < p.strides[0].head) == (layout != "NHD") for p in pages)
 
 
+@pytest.mark.filterwarnings("default")  # of vLLM's workers, which are forked and would inherit "error"
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_processes_that_share_heads_or_layers_write_the_tokens_of_eager_attention(split, tmp_path, monkeypatch):
-    """Half a minute: each of the two processes imports vLLM."""
     if DEVICE == "cpu" and NAME == "QUIRE" and split == "pipeline_parallel_size":
         pytest.skip("newer vLLM's workers without a GPU allocate no buffer for what the first rank sends on")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # new processes need the platform in `vllm_cpu/`
-    # 0.20 needs a core for each process; the variable was read at import
-    monkeypatch.setattr("vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    prepare_two_processes(monkeypatch)
     model = make_model("llama", tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=32, distributed_executor_backend="mp", **{split: 2})
     assert generated == [[greedy(model, p) for p in prompts()]]

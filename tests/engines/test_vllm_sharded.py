@@ -8,7 +8,6 @@ Transformers with eager attention, token for token.
 
 import importlib
 import importlib.util
-import os
 import sys
 import threading
 from dataclasses import replace
@@ -33,6 +32,7 @@ from tests.engines.test_vllm import (  # noqa: F401
     make_layer,
     make_model,
     one_process,
+    prepare_two_processes,
     prompts,
     serve,
     step_of,
@@ -246,23 +246,21 @@ def test_vllm_s_own_functions_combine_the_ranks():
         assert QuireBackend.supports_dcp()
 
 
+@pytest.mark.filterwarnings("default")  # of vLLM's workers, which are forked and would inherit "error"
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 def test_two_processes_that_share_contexts_write_the_tokens_of_eager_attention(tmp_path, monkeypatch):
-    """Half a minute: each of the two processes imports vLLM."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # new processes need the platform in `vllm_cpu/`
-    # 0.20 needs a core for each process; the variable was read at import
-    monkeypatch.setattr("vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    prepare_two_processes(monkeypatch)
     model = make_model("llama", tmp_path, {"num_key_value_heads": 1})
     ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
     generated, _ = serve(tmp_path, max_num_batched_tokens=32, distributed_executor_backend="mp", **ranks)
     assert generated == [[greedy(model, p) for p in prompts()]]
 
 
+@pytest.mark.filterwarnings("default")  # of vLLM's workers, as above
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the script itself is run; this is a model for a CPU")
 def test_the_script_that_measures_compares_tokens_and_times_steps_with_shared_contexts(tmp_path, monkeypatch):
-    """A minute: two processes import vLLM. Transformers has the same model, from the weights that the script writes."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setattr("vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    """Transformers has the same model, from the weights that the script writes."""
+    prepare_two_processes(monkeypatch)
     found = importlib.util.spec_from_file_location(
         "measure_vllm", Path(__file__).parents[2] / "scripts/measure_vllm.py"
     )

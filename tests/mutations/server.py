@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,18 +86,38 @@ class Server:
         self.process.stdout.close()
 
 
-def broken_copy(mutant: Mutant, folder: Path) -> None:
-    """Copy the package to a folder, and break it.
+def copy_package(folder: Path) -> Path:
+    """Copy the package into a folder; return the copy.
+
+    It has the bytecode that there is. Python takes it for source of the same time, which a copy keeps.
+    """
+    return Path(shutil.copytree(PACKAGE, folder / "quire", ignore=shutil.ignore_patterns("demo_model")))
+
+
+@contextmanager
+def broken(mutant: Mutant, package: Path) -> Iterator[None]:
+    """Break a copy of the package in this context.
 
     Raises:
         LookupError: the text to replace is not there exactly once.
     """
-    shutil.copytree(PACKAGE, folder / "quire", ignore=shutil.ignore_patterns("__pycache__", "demo_model"))
-    file = folder / "quire" / mutant.file
-    text = file.read_text()
+    file = package / mutant.file
+    text = (PACKAGE / mutant.file).read_text()
     if text.count(mutant.right) != 1:
         raise LookupError(f"{mutant.file} holds {mutant.right!r} {text.count(mutant.right)} times; the place has moved")
+    forget_bytecode(file)
     file.write_text(text.replace(mutant.right, mutant.wrong))
+    try:
+        yield
+    finally:
+        forget_bytecode(file)  # a process that a judge started may have written it
+        shutil.copy2(PACKAGE / mutant.file, file)
+
+
+def forget_bytecode(file: Path) -> None:
+    """Delete the bytecode of a file: another text may have the same size and, to the second, the same time."""
+    for bytecode in file.parent.glob(f"__pycache__/{file.stem}.*"):
+        bytecode.unlink()
 
 
 def run_judge(mutant: Mutant, folder: str, log: str) -> int:
@@ -110,8 +132,10 @@ def run_judge(mutant: Mutant, folder: str, log: str) -> int:
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"  # of the processes that judges start
     sys.dont_write_bytecode = True
     judge = str(ROOT / "tests" / mutant.judge)
+    # Most judges fail. To show where, pytest would parse the files of the traceback.
+    brief = "-q", "--tb=native"
     quiet = "-W", "ignore::pytest.PytestAssertRewriteWarning"  # of what the parent has imported
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *quiet, "--rootdir", str(ROOT), judge])
+    code = pytest.main(["-x", *brief, "-p", "no:cacheprovider", *quiet, "--rootdir", str(ROOT), judge])
     import quire
 
     assert str(quire.__file__).startswith(folder)
@@ -128,6 +152,31 @@ def import_engine(judge: str) -> None:
         importlib.import_module("transformers")
 
 
+def judge_in_a_child(mutant: Mutant, package: Path) -> Verdict:
+    """Run the judge on a copy of the package with its place broken."""
+    import_engine(mutant.judge)
+    gc.freeze()  # pytest collects garbage in each child, which would go through what is imported here
+    log = package.parent / "log"
+    log.unlink(missing_ok=True)
+    try:
+        with broken(mutant, package):
+            child = os.fork()
+            if child == 0:
+                code = 99
+                try:
+                    code = run_judge(mutant, str(package.parent), str(log))
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    os._exit(code)
+            _, status = os.waitpid(child, 0)
+    except LookupError as error:
+        return Verdict(-1000, str(error))
+    output = log.read_text(errors="replace") if log.exists() else ""
+    return Verdict(os.waitstatus_to_exitcode(status), output[-3000:])
+
+
 def main() -> None:
     """Judge the mutants that come in, each in a child."""
     import torch
@@ -135,30 +184,10 @@ def main() -> None:
     for name in IMPORTED_ONCE:
         importlib.import_module(name)
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        mutant = Mutant(*json.loads(line))
-        import_engine(mutant.judge)
-        gc.freeze()  # pytest collects garbage in each child, which would go through what is imported here
-        with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "log"
-            try:
-                broken_copy(mutant, Path(folder))
-            except LookupError as error:
-                print(json.dumps((-1000, str(error))), flush=True)
-                continue
-            child = os.fork()
-            if child == 0:
-                code = 99
-                try:
-                    code = run_judge(mutant, folder, str(log))
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stdout.flush()
-                    os._exit(code)
-            _, status = os.waitpid(child, 0)
-            output = log.read_text(errors="replace") if log.exists() else ""
-            print(json.dumps((os.waitstatus_to_exitcode(status), output[-3000:])), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        package = copy_package(Path(folder))
+        for line in sys.stdin:
+            print(json.dumps(judge_in_a_child(Mutant(*json.loads(line)), package)), flush=True)
     gc.unfreeze()  # otherwise Triton's binding reports what it finds alive at the end
 
 

@@ -8,6 +8,7 @@ and the combination of several ranks that share contexts, which vLLM has for GPU
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 
 import torch
@@ -143,6 +144,8 @@ def __getattr__(name: str):
             # vLLM's own operators have few dtypes of caches, and older versions no quantised one with chunked prefill.
             cache_dtype, cache.cache_dtype = cache.cache_dtype, "auto"
             super().check_and_update_config(vllm_config)
+            # vLLM asks for new processes, each of which imports it again. Forked ones have it.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             cache.cache_dtype = cache_dtype
             if vllm_config.model_config.use_mla and hasattr(super(), "get_mla_prefill_backend_cls"):
                 # Undo what vLLM's own operator for MLA needs. Older versions cannot split prefills without a GPU.

@@ -1,0 +1,31 @@
+"""Fixtures of the compile suite."""
+
+import pytest
+from triton._C.libtriton import ir
+from triton.runtime.jit import JITFunction
+
+from quire import targets
+
+
+@pytest.fixture
+def first_stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict, str]]:
+    """Collect (name, constexprs and options, IR) of what is compiled in the test, up to Triton's first IR.
+
+    The stages after it would take most of the time. Nothing is written to Triton's cache.
+    """
+    collected = []
+
+    def first_stage(self, key, signature, device, constexprs, options, attrs, warmup):
+        _, _, target, backend, _ = self.device_caches[device]
+        context, stages = ir.context(), {}
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        source = self.ASTSource(self, signature, constexprs, attrs)
+        module = source.make_ir(target, options, functions, modules, context)
+        backend.add_stages(stages, options, source.language)
+        return str(next(iter(stages.values()))(module, {}))
+
+    monkeypatch.setattr(JITFunction, "_do_compile", first_stage)
+    monkeypatch.setattr(targets, "inspect", lambda name, text, target, options: collected.append((name, options, text)))
+    return collected
