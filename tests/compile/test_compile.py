@@ -293,12 +293,13 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
     assert kernel.spills <= (0 if target == "gfx942" else 128), kernel  # bytes of a thread
 
 
-APPENDS = [  # a tuned target has every kind of cache and of batch, others one, here or in ROTATIONS, which append too
+APPENDS = [  # a tuned target has every kind of cache and of batch, others one
     *(("sm90", "decode, 64", 128, features) for features in ("plain", "e4m3")), ("sm90", "decode, short", 64, "plain"),
     *(("sm90", *case) for case in (("drafts", 128, "e4m3"), ("drafts", 128, "trees"), ("decode, split", 256, "MQA"))),
     ("gfx942", "decode, 64", 128, "e4m3"), ("gfx942", "drafts", 64, "plain"), ("gfx942", "decode, split", 256, "MQA"),
     ("sm80", "decode, 64", 128, "e4m3"), ("sm80", "decode, split", 64, "plain"),
-    ("sm86", "decode, 64", 64, "vLLM's original"), ("sm120", "decode, split", 128, "float32"),
+    ("sm86", "decode, 64", 64, "vLLM's original"), ("sm89", "drafts", 128, "e4m3"),
+    ("sm100", "decode, 64", 128, "plain"), ("sm120", "decode, split", 128, "float32"),
     ("gfx90a", "decode, 64", 64, "groups of 5"), ("gfx950", "decode, split", 128, "e4m3"),
 ]  # fmt: skip
 
