@@ -176,24 +176,9 @@ def block_kernel(
             next_pos = tl.where(i < num_before, start + i, full_stop + i - num_before) * BLOCK_N
             next_page = find_pages(row, next_pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
             acc, m_i, l_i = attend_tile(
-                acc,
-                m_i,
-                l_i,
-                q,
-                cache,
-                kv,
-                kv_head,
-                page,
-                pos,
-                rows,
-                sight,
-                slopes,
-                kv_start,
-                kv_stop,
-                scoring,
-                T,
+                acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, sight, slopes, kv_start, kv_stop, scoring, T,
                 True,
-            )
+            )  # fmt: skip
             pos, page = next_pos, next_page
     else:
         # Tiles are taken in order, and each split has a state, as in the split-KV kernel.
