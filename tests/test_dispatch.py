@@ -130,21 +130,25 @@ def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("heads", [(12, 2, 64), (32, 8, 128), (28, 4, 128)], ids=str)
-def test_the_launches_of_every_plan_are_among_those_of_warmup(heads, batch_invariant):
+@pytest.mark.parametrize("limits", [(40, 600, 5000), (300, 3000, 131072)], ids=str)
+@pytest.mark.parametrize("heads", [(12, 2, 64), (28, 4, 128)], ids=str)
+def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_workspace(heads, limits, batch_invariant):
     num_q_heads, num_kv_heads, head_dim = heads
     spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    limits, draw = (40, 600, 5000), random.Random(2)
-    warm = {launch.compile_key() for launch in launches_within(spec, PROPERTIES, *limits, batch_invariant)}
+    most_seqs, most_tokens, most_keys = limits
+    found = list(launches_within(spec, PROPERTIES, *limits, batch_invariant))
+    warm, enough = {launch.compile_key() for launch in found}, max(launch.scratch_size().total for launch in found)
+    assert enough < 1.1 * 2**30
+    draw = random.Random(2)
     for _ in range(400):
-        num_seqs, queries = draw.randint(1, 40), draw.choice((1, 1, 3, 9, 15, 40, 200, 600))
+        num_seqs, queries = draw.randint(1, most_seqs), draw.choice((1, 1, 3, 9, 15, 40, 200, 600))
         one_query = queries == 1 and draw.random() < 0.5
-        num_tokens = num_seqs if one_query else draw.randint(queries, min(600, num_seqs * queries))
-        bounds = Bounds(queries, draw.randint(queries, draw.choice((600, 5000))), num_tokens)
-        launch, _ = decide(
-            Request(spec, num_seqs, not one_query, bounds, PROPERTIES), Options(batch_invariant=batch_invariant)
-        )
+        num_tokens = num_seqs if one_query else draw.randint(queries, min(most_tokens, num_seqs * queries))
+        bounds = Bounds(queries, draw.randint(queries, draw.choice((600, most_keys))), num_tokens)
+        request = Request(spec, num_seqs, not one_query, bounds, PROPERTIES)
+        launch, _ = decide(request, Options(batch_invariant=batch_invariant))
         assert launch.compile_key() in warm, (num_seqs, bounds, str(launch))
+        assert launch.scratch_size().total <= enough, (num_seqs, bounds, str(launch))
 
 
 def planned(**options) -> quire.Plan:

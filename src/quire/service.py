@@ -223,7 +223,8 @@ def launches_within(
     `per_token` says of each kind of batches whether it has intervals and trees.
     """
     options = Options(batch_invariant=batch_invariant)
-    for num_seqs in sorted({min(n, max_num_seqs) for n in (1, 32, 33, 256, 257, max_num_seqs)}):
+    distinguished = {1, 32, 33, 256, 257, max_num_seqs, *(powers(max_num_seqs) if batch_invariant else ())}
+    for num_seqs in sorted({min(n, max_num_seqs) for n in distinguished}):
         for max_query_len in query_lens(max_num_tokens, spec.latent):
             if max_query_len < min_query_len:
                 continue

@@ -21,6 +21,7 @@ from quire.spec import AttentionSpec
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
+MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
 INTERVALS_AT_ONCE = 8
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
@@ -269,9 +270,7 @@ def choose_partitions(
     if options.batch_invariant:
         wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
         num_partitions = min(wanted, split.max_units)
-        # The number of tokens is rounded, so that `service.launches_within` meets every decision.
-        rounded_blocks = cdiv(power_of_two(request.bounds.num_tokens) * request.spec.group_size, config.block_m)
-        if options.num_splits is None and split.multi_block and 2 * rounded_blocks > split.capacity:
+        if options.num_splits is None and not invariant_cuts_pay(split):
             num_partitions = 0
     elif options.num_splits is not None:
         num_partitions = options.num_splits * num_blocks if options.num_splits > 1 else 0
@@ -280,6 +279,26 @@ def choose_partitions(
     if num_partitions == 0 or split.max_units >= MAX_UNITS:
         return block
     return replace(split, num_partitions=num_partitions)
+
+
+def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
+    """Return whether a batch-invariant plan cuts row blocks: if they are few, and the scratch is not too large.
+
+    Every split of every row block may have a state in the scratch. So that `service.launches_within` meets every
+    decision, bounds are rounded here.
+    """
+    request = split.request
+    bounds = replace(
+        request.bounds,
+        max_seq_len=power_of_two(max(1, request.bounds.max_seq_len)),
+        num_tokens=power_of_two(max(1, request.bounds.num_tokens)),
+    )
+    largest = replace(split, request=replace(request, num_seqs=power_of_two(request.num_seqs), bounds=bounds))
+    if largest.scratch_size().total > MOST_INVARIANT_SCRATCH:
+        return False
+    return not split.multi_block or 2 * cdiv(bounds.num_tokens * request.spec.group_size, split.config.block_m) <= (
+        split.capacity
+    )
 
 
 def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
