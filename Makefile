@@ -138,7 +138,7 @@ check: $(VENV)/.ready
 PY ?= $(BIN)/python
 GPU_JOBS ?= 8
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
-	PYTHONPATH=src $(PY) -m pytest -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
+	PYTHONPATH=src $(PY) -m pytest -p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
 
 # The pages are built from Markdown and docstrings: nothing of Quire is imported, so no torch is installed.
 $(DOCS)/.ready: pyproject.toml
