@@ -14,7 +14,7 @@ HOW_SPLIT = "kernels/test_invariance.py::test_how_a_prompt_is_split_changes_noth
 SHARED = "kernels/test_shared_prefix.py::test_"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
-KERNEL, PRODUCER = "kernels/hopper/kernel.py", "kernels/hopper/producer.py"
+KERNEL, ATTEND, PRODUCER = (f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer"))
 GATHER = "kernels/hopper/gather.py"
 HOPPER = "gpu/test_hopper.py::test_"
 BAND, IN_WINDOW = HOPPER + "features[{}-64-dtype0]", HOPPER + "features[{'sliding_window': 100}-64-dtype0]"
@@ -1229,23 +1229,23 @@ OUTSIDE = {
 # Of a kernel that only a Hopper GPU runs. None breaks a barrier: it would hang the GPU instead of failing.
 ON_HOPPER = {
     "a key past the diagonal seen": Mutant(
-        KERNEL,
+        ATTEND,
         "gl.minimum(q_pos + scoring.window_right, work.seq_len - 1)",
         "gl.minimum(q_pos + 1 + scoring.window_right, work.seq_len - 1)",
         BAND,
     ),
     "full tiles a key too far": Mutant(
-        KERNEL,
+        ATTEND,
         "gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)",
         "gl.minimum(low_pos + scoring.window_right + 2, work.seq_len)",
         HOPPER + "a_prompt_that_begins_two_keys_before_the_end_of_a_tile",
     ),
     "full tiles by the first row's window": Mutant(
-        KERNEL, "(pos < high_pos - scoring.window_left)", "(pos < low_pos - scoring.window_left)", IN_WINDOW
+        ATTEND, "(pos < high_pos - scoring.window_left)", "(pos < low_pos - scoring.window_left)", IN_WINDOW
     ),
-    "denominator not rescaled": Mutant(KERNEL, "l_i = l_i * alpha + gl.sum(p, 1)", "l_i = l_i + gl.sum(p, 1)", BAND),
+    "denominator not rescaled": Mutant(ATTEND, "l_i = l_i * alpha + gl.sum(p, 1)", "l_i = l_i + gl.sum(p, 1)", BAND),
     "splits folded where decode does not": Mutant(
-        KERNEL,
+        ATTEND,
         "if pos % FIXED_SPLIT == 0:",
         "if pos % (2 * FIXED_SPLIT) == 0:",
         HOPPER + "a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts[{}-16]",
@@ -1281,10 +1281,10 @@ ON_HOPPER = {
         KERNEL, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", HOPPER + "every_kind_of_interval[causal-64]"
     ),
     "full tiles of intervals a key too far": Mutant(
-        KERNEL, "> sight.full_stop)", "> sight.full_stop + 1)", EDGES + "[None-{}]"
+        ATTEND, "> sight.full_stop)", "> sight.full_stop + 1)", EDGES + "[None-{}]"
     ),
     "full tiles of intervals a key too early": Mutant(
-        KERNEL, "(pos < sight.full_start)", "(pos + 1 < sight.full_start)", EDGES + "[None-{}]"
+        ATTEND, "(pos < sight.full_start)", "(pos + 1 < sight.full_start)", EDGES + "[None-{}]"
     ),
     "values outside of intervals not zeroed": Mutant(
         PRODUCER, "kv_low, kv_high = keys.kv_low, keys.kv_high", "kv_low, kv_high = 0, seq_len", EDGES + "[None-{}]"

@@ -122,5 +122,5 @@ def write_sinks(state: quire.State, sinks: torch.Tensor) -> None:
 
 
 def merge(states: list[quire.State]) -> quire.State:
-    """Merge states over disjoint keys; they are read where they are if they lie in one memory at equal distances."""
+    """Merge states over disjoint keys. Those that are rows of one tensor are not copied before."""
     return states[0] if len(states) == 1 else quire.merge_states(states)

@@ -1,0 +1,297 @@
+"""The consumers' loops of the Hopper kernel: products and softmax of the KV tiles of a work tile.
+
+There are three: with one state over all tiles, with a state for each split of a batch-invariant plan, and with products
+in fp8. Softmax and states are those of `primitives.py`, written again in Gluon, where layouts are explicit.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from quire.kernels.hopper.convert import permute_for_fp8_operand, to_fp8
+from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, piece_of, pieces_of
+from quire.kernels.hopper.tile_scheduler import ROWS
+from quire.kernels.primitives import LOG2E, groups_of, log2
+
+
+@gluon.constexpr_function
+def layout_of_out(columns, depth):
+    """Return the layout of an accumulator of the second product."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
+
+
+@gluon.jit
+def queries_of(wg: gl.constexpr, q_pipe, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return COLUMNS columns of a warpgroup's queries in shared memory, from column FIRST on."""
+    return piece_of(q_pipe, stage, FIRST, COLUMNS).slice(wg * ROWS, ROWS)
+
+
+@gluon.jit
+def scaled(accs, factor):
+    """Multiply accumulators by a scalar, or by a factor per row."""
+    results = ()
+    for i in gl.static_range(len(accs)):
+        by = factor
+        if isinstance(factor, gl.tensor) and len(factor.shape) == 1:
+            by = gl.convert_layout(factor, gl.SliceLayout(1, accs[i].type.layout))[:, None]
+        results = results + (accs[i] * by,)
+    return results
+
+
+@gluon.jit
+def empty_state(OF_SCORES: gl.constexpr, HEAD_DIM_V: gl.constexpr, DEPTH: gl.constexpr):
+    """Return the state over no keys. There is an accumulator for each piece of the values' columns."""
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
+    l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+    accs = ()
+    for i in gl.static_range(len(pieces_of(HEAD_DIM_V, 64))):
+        accs = accs + (empty_acc(pieces_of(HEAD_DIM_V, 64)[i][1], DEPTH),)
+    return accs, m_i, l_i
+
+
+@gluon.jit
+def empty_acc(COLUMNS: gl.constexpr, DEPTH: gl.constexpr):
+    """Return an accumulator of zeros."""
+    return gl.zeros([ROWS, COLUMNS], gl.float32, layout_of_out(COLUMNS, DEPTH))
+
+
+@gluon.jit
+def multiply_keys(q, k_pipe, stage, zeros, HEAD_DIM: gl.constexpr):
+    """Begin the product of queries and a tile of keys."""
+    scores = zeros
+    for i in gl.static_range(len(q)):
+        k = piece_of(k_pipe, stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1])
+        scores = warpgroup_mma(q[i], k.permute((1, 0)), scores, use_acc=i > 0, is_async=True)
+    return scores
+
+
+@gluon.jit
+def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
+    """Begin to add the product of probabilities and a tile of values to the accumulators."""
+    results = ()
+    for i in gl.static_range(len(accs)):
+        v = piece_of(v_pipe, stage, pieces_of(HEAD_DIM_V, 64)[i][0], pieces_of(HEAD_DIM_V, 64)[i][1])
+        operand = p
+        if i > 0:  # the same registers
+            operand = gl.convert_layout(p, gl.DotOperandLayout(0, accs[i].type.layout, 2))
+        results = results + (warpgroup_mma(operand, v, accs[i], is_async=True),)
+    return results
+
+
+@gluon.jit
+def attend_work_tile(
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring,
+    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    SCORE_MOD: gl.constexpr,
+):  # fmt: skip
+    """Return the state of a work tile's rows over its KV tiles, from the last tile to the first.
+
+    The first tile that is used is the tile_i-th of the pipelines.
+    """
+    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
+    element: gl.constexpr = k_pipe.tiles.dtype
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    accs, m_i, l_i = empty_state(OF_SCORES, HEAD_DIM_V, 16)
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
+    pos = work.tile * BLOCK_N
+    scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    consumer_release(k_pipe, tile_i)
+    p, m_i, l_i, _ = softmax_step(
+        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+    )
+    p = gl.convert_layout(p.to(element), OF_P)
+    for i in range(tile_i + 1, tile_i + work.num_tiles):
+        pos -= BLOCK_N
+        scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, i), zeros, HEAD_DIM)
+        accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), accs, HEAD_DIM_V)
+        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])
+        consumer_release(k_pipe, i)
+        # The other warpgroup's softmax overlaps these two products. Overlapping the second product with the softmax of
+        # this warpgroup was slower (NVIDIA H200).
+        done = warpgroup_mma_wait(0, deps=accs + (p,))
+        accs, p = done[:NUM_ACCS], done[NUM_ACCS]
+        consumer_release(v_pipe, i - 1)
+        p, m_i, l_i, alpha = softmax_step(
+            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+        )
+        accs = scaled(accs, alpha)
+        p = gl.convert_layout(p.to(element), OF_P)
+    last = tile_i + work.num_tiles - 1
+    accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), accs, HEAD_DIM_V)
+    done = warpgroup_mma_wait(0, deps=accs + (p,))
+    consumer_release(v_pipe, last)
+    return done[:NUM_ACCS], m_i, l_i
+
+
+@gluon.jit
+def attend_work_tile_in_splits(
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
+    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Return the same as `attend_work_tile`, from the first tile to the last, rounded as batch-invariant plans do.
+
+    Each split of FIXED_SPLIT keys has a state, and the result is the left fold of these, as in the portable kernels.
+    """
+    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
+    element: gl.constexpr = k_pipe.tiles.dtype
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    accs, m_i, l_i = empty_state(OF_SCORES, HEAD_DIM_V, 16)
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
+    split_accs, split_m, no_sums = accs, m_i, sums_of_groups(zeros, groups_of(BLOCK_N))
+    pos = work.tile * BLOCK_N
+    scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    consumer_release(k_pipe, tile_i)
+    p, split_m, split_l, _ = softmax_step(
+        scores, split_m, no_sums, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+    )
+    p = gl.convert_layout(p.to(element), OF_P)
+    for i in range(tile_i + 1, tile_i + work.num_tiles):
+        pos += BLOCK_N
+        scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, i), zeros, HEAD_DIM)
+        split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), split_accs, HEAD_DIM_V)
+        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])
+        consumer_release(k_pipe, i)
+        done = warpgroup_mma_wait(0, deps=split_accs + (p,))
+        split_accs, p = done[:NUM_ACCS], done[NUM_ACCS]
+        consumer_release(v_pipe, i - 1)
+        if pos % FIXED_SPLIT == 0:
+            accs, m_i, l_i = fold_split(accs, m_i, l_i, split_accs, split_m, split_l)
+            split_accs, split_m, _ = empty_state(OF_SCORES, HEAD_DIM_V, 16)
+            split_l = no_sums
+        p, split_m, split_l, alpha = softmax_step(
+            scores, split_m, split_l, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+        )
+        split_accs = scaled(split_accs, alpha)
+        p = gl.convert_layout(p.to(element), OF_P)
+    last = tile_i + work.num_tiles - 1
+    split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), split_accs, HEAD_DIM_V)
+    done = warpgroup_mma_wait(0, deps=split_accs + (p,))
+    consumer_release(v_pipe, last)
+    return fold_split(accs, m_i, l_i, done[:NUM_ACCS], split_m, split_l)
+
+
+@gluon.jit
+def fold_split(accs, m_i, l_i, split_accs, split_m, split_l):
+    """Add the state of a split to the state of those before it, as `primitives.fold_split` does."""
+    m_new = gl.maximum(m_i, split_m)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, beta = gl.exp2(m_i - shift), gl.exp2(split_m - shift)
+    results = ()
+    for i in gl.static_range(len(accs)):
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, accs[i].type.layout)
+        by, other_by = gl.convert_layout(alpha, LAYOUT)[:, None], gl.convert_layout(beta, LAYOUT)[:, None]
+        results = results + (gl.fma(accs[i], by + gl.zeros_like(accs[i]), split_accs[i] * other_by),)
+    split_total = gl.convert_layout(total(split_l), l_i.type.layout)
+    return results, m_new, gl.fma(l_i, alpha, split_total * beta)
+
+
+@gluon.jit
+def sums_of_groups(p, SUMS: gl.constexpr):
+    """Return sums over groups of the columns of p [M, N], as `primitives.sums_of_groups` does."""
+    for _ in gl.static_range(log2(p.shape[1] // (8 * SUMS))):
+        p = gl.sum(p.reshape([p.shape[0], 2, p.shape[1] // 2]), 1)
+    for _ in gl.static_range(3):
+        p = gl.sum(p.reshape([p.shape[0], p.shape[1] // 2, 2]), 2)
+    return p
+
+
+@gluon.jit
+def total(sums):
+    """Return the sum of each row's sums, as `primitives.total` does."""
+    for _ in gl.static_range(log2(sums.shape[1])):
+        sums = gl.sum(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]), 2)
+    return sums.reshape([sums.shape[0]])
+
+
+@gluon.jit
+def attend_work_tile_in_fp8(
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring,
+    OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+):  # fmt: skip
+    """Return the same as `attend_work_tile`, with fp8 products of the stored keys and the transposed values.
+
+    Tensor cores accumulate fp8 products with about 14 bits, so the products of each tile are added to acc in float32.
+    Products take little time compared with the softmax, and registers cannot hold three accumulators. So the two
+    products of a warpgroup run one after the other, and overlap the other warpgroup's softmax.
+    """
+    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
+    LIFT: gl.constexpr = 8.0  # probabilities are scaled by 2^8, so that small ones keep their bits
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    empty, m_i, l_i = empty_state(OF_SCORES, k_pipe.tiles.shape[2], 32)
+    no_out = empty[0]
+    acc = no_out
+    pos = work.tile * BLOCK_N
+    for i in range(tile_i, tile_i + work.num_tiles):
+        k = k_pipe.tiles.index(consumer_wait(k_pipe, i))
+        scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        consumer_release(k_pipe, i)
+        p, m_i, l_i, alpha = softmax_step(
+            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
+        )
+        p = gl.convert_layout(to_fp8(permute_for_fp8_operand(p)), OF_P)
+        v = v_pipe.tiles.index(consumer_wait(v_pipe, i))
+        product = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        consumer_release(v_pipe, i)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + product
+        pos -= BLOCK_N
+    return acc, m_i - LIFT, l_i
+
+
+@gluon.jit
+def softmax_step(
+    scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
+    LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+):  # fmt: skip
+    """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
+
+    Returns:
+        p: the probabilities, times 2^LIFT.
+        m_i, l_i: the new maximum and sum.
+        alpha: the factor for acc.
+    """
+    low_pos = work.first_pos + work.token
+    high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
+    q_pos = low_pos + rows % BLOCK_T
+    exponent_scale = scale * LOG2E
+    if SCORE_MOD is not None:
+        exponent_scale = LOG2E
+        scores = SCORE_MOD(scores * by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
+    if sight is None:
+        is_past_right = pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
+        is_partial = is_past_right | (pos < high_pos - scoring.window_left)
+    else:
+        is_partial = (pos + scores.shape[1] > sight.full_stop) | (pos < sight.full_start)
+    if is_partial:  # else every row sees every key of the tile
+        if sight is None:
+            first_col = q_pos - scoring.window_left - pos
+            last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
+        else:
+            first_col, last_col = sight.first - pos, sight.last - pos
+        visible = (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
+        scores = gl.where(visible, scores, float("-inf"))
+    m_new = gl.maximum(m_i, gl.max(scores, 1) * exponent_scale)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
+    p = gl.exp2(scores * by_row(exponent_scale) - (shift - LIFT)[:, None])
+    alpha = gl.exp2(m_i - shift)
+    if len(l_i.shape) == 1:
+        l_i = l_i * alpha + gl.sum(p, 1)
+    else:
+        by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
+        l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
+    return p, m_new, l_i, alpha
+
+
+@gluon.jit
+def by_row(factor):
+    """Return a factor per row as a column; return a scalar factor unchanged."""
+    if isinstance(factor, gl.tensor) and len(factor.shape) == 1:
+        factor = factor[:, None]
+    return factor
