@@ -259,6 +259,7 @@ class PortableRunner(KernelRunner):
             out.stride(1),
             0 if lse is None else lse.stride(0),
         )
-        pages = views.cache_tensors(cache, element)
+        pages, layout = views.cache_tensors(cache, element), views.kv_layout(cache, batch, element)
+        meta["STRIDE_UNIT"] = views.stride_unit(*layout.of_elements, *strides[1:5])
         tensors = q, out, lse, sinks, alibi_slopes, pages, new, None if norm_rope is None else norm_rope[0]
-        return tensors, (views.kv_layout(cache, batch, element), *self.fixed, *strides), meta
+        return tensors, (layout, *self.fixed, *strides), meta

@@ -35,6 +35,7 @@ class Tiling(NamedTuple):
     TOKEN_SCALES: Any  # scales per token and head
     INPUT_PRECISION: Any
     PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
+    STRIDE_UNIT: Any  # of `views.stride_unit`
 
 
 class Scoring(NamedTuple):
@@ -74,6 +75,14 @@ class Outputs(NamedTuple):
     stride_token: Any
     stride_head: Any
     stride_lse: Any
+
+
+@triton.jit
+def in_units(stride, UNIT: tl.constexpr):
+    """Return a stride that UNIT divides, so that the compiler knows that it does, and loads as much at once."""
+    if UNIT == 1:
+        return stride
+    return stride // UNIT * UNIT
 
 
 @triton.jit
@@ -302,12 +311,13 @@ def attend_tile(
     if T.WIDE_OFFSETS:
         slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)
         offs_d, offs_dv = offs_d.to(tl.int64), offs_dv.to(tl.int64)
-    k_head, v_head = cache.k + kv_head * kv.k_head, cache.v + kv_head * kv.k_head  # the same in every tile
-    offs_k = slot * kv.k_slot + page * kv.k_page
+    offs_head = kv_head * in_units(kv.k_head, T.STRIDE_UNIT)
+    k_head, v_head = cache.k + offs_head, cache.v + offs_head  # the same in every tile
+    offs_k = slot * in_units(kv.k_slot, T.STRIDE_UNIT) + page * in_units(kv.k_page, T.STRIDE_UNIT)
     offs_v = offs_k
     if kv.v_page is not None:
-        v_head = cache.v + kv_head * kv.v_head
-        offs_v = slot * kv.v_slot + page * kv.v_page
+        v_head = cache.v + kv_head * in_units(kv.v_head, T.STRIDE_UNIT)
+        offs_v = slot * in_units(kv.v_slot, T.STRIDE_UNIT) + page * in_units(kv.v_page, T.STRIDE_UNIT)
     k_ptrs = k_head + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
     v_ptrs = v_head + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
     k = load_tile(k_ptrs, keep, offs_d, MASKED, T.HEAD_DIM // EACH, T.BLOCK_D // EACH)

@@ -4,6 +4,7 @@ They are flat, since a tuple inside a tuple fails to compile in loops if one of 
 (Triton 3.6.0).
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,11 @@ class KVLayout(NamedTuple):
     key_end: Any = None  # [num_tokens] int32
     tree_bits: Any = None  # [num_tokens] int64
 
+    @property
+    def of_elements(self) -> tuple[int, ...]:
+        """The strides of pages, slots and heads of k and v."""
+        return *self[4:7], *(stride for stride in self[8:11] if stride is not None)
+
 
 class Partials(NamedTuple):
     """Scratch of the split-KV kernel: partials of row blocks that are cut, and arrival counters.
@@ -153,6 +159,17 @@ def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_
         batch.key_end,
         batch.tree_bits,
     )
+
+
+def stride_unit(*strides: int) -> int:
+    """Return the power of two that divides all strides, if the compiler has to be told; else 1.
+
+    Triton knows of an argument whether 16 divides it, and nothing else. Where 8 divides the width of heads and 16 does
+    not, it would load one element at a time.
+    """
+    common = math.gcd(*strides)
+    unit = common & -common
+    return unit if unit < 16 else 1
 
 
 def can_pack_fp8(cache: PagedKVCache) -> bool:

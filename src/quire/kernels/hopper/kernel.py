@@ -35,7 +35,7 @@ from quire.kernels.hopper.pipeline import (
 )
 from quire.kernels.hopper.producer import produce
 from quire.kernels.hopper.tile_scheduler import ROWS, WORDS, load_intervals, read_range, read_work_tile
-from quire.kernels.primitives import LN2, LOG2E
+from quire.kernels.primitives import LN2, LOG2E, in_units
 
 
 class Scoring(NamedTuple):
@@ -246,6 +246,7 @@ def hopper_kernel(
     KV_BOX: gl.constexpr,  # slots of a page in one TMA load; 0: the rows of tiles are gathered (`gather.py`)
     Q_BOX: gl.constexpr,
     FIXED_SPLIT: gl.constexpr,  # keys of a split of a batch-invariant plan, a multiple of BLOCK_N; else 0
+    STRIDE_UNIT: gl.constexpr,  # of `views.stride_unit`, for the strides of out
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -266,6 +267,7 @@ def hopper_kernel(
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
     scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end)
+    stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(
         out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse, num_splits
     )

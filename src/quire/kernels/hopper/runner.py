@@ -136,7 +136,10 @@ class HopperRunner:
             decided.num_splits,
             decided.section,
         )
-        meta = decided.constexprs() | {"PAGE_SIZE": cache.page_size, "num_warps": 4, "launch_pdl": True}
+        unit = views.stride_unit(*out.stride()[:2])
+        meta = decided.constexprs() | {
+            "PAGE_SIZE": cache.page_size, "STRIDE_UNIT": unit, "num_warps": 4, "launch_pdl": True
+        }  # fmt: skip
         if decided.config.num_warpgroups == 1:
             meta["maxnreg"] = 128  # so that two programs fit an SM
         return (kv, batch.cu_seqlens_q, self.tile_counter, *numbers, *strides), meta
