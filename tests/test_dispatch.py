@@ -398,7 +398,7 @@ def test_a_kernel_config_must_be_legal(changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_warpgroups": 3}, {"block_t": 256}, {"block_t": 4}, {"block_t": 48}, {"block_n": 100}, {"num_stages": 0},
+        {"num_warpgroups": 3}, {"block_t": 256}, {"block_t": 4}, {"block_t": 20}, {"block_n": 100}, {"num_stages": 0},
         {"num_q_stages": 0}, {"num_quantised_stages": -1}, {"fp8_mma": 2},
     ],
 )  # fmt: skip
@@ -458,10 +458,13 @@ def test_a_fitted_tree_says_where_it_comes_from(name):
     assert {"mean", "worst"} <= facts["regret"]["held_out"].keys()
 
 
+LONG = False, 4096, False  # context, queries, raggedness
+
+
 def test_a_choice_is_made_once():
     seen = rounded(SPEC, PROPERTIES, 1, 2048, 32)
     assert select(SPEC, PROPERTIES, *seen) is select(SPEC, PROPERTIES, *seen)
-    assert hopper_config(SPEC, PROPERTIES, True) is hopper_config(SPEC, PROPERTIES, True)
+    assert hopper_config(SPEC, PROPERTIES, *LONG) is hopper_config(SPEC, PROPERTIES, *LONG)
     assert cost_model(SPEC, PROPERTIES) is cost_model(SPEC, PROPERTIES)
 
 
@@ -524,7 +527,7 @@ def test_which_configuration_of_the_hopper_kernel_serves_a_spec(head_dim, kv_dty
             num_q_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, kv_dtype=kv_dtype, allow_fp8=allow_fp8
         )
         expected = HopperConfig(num_warpgroups, 64 * num_warpgroups // heads, *rest)
-        assert hopper_config(spec, PROPERTIES, short) == expected
+        assert hopper_config(spec, PROPERTIES, short, 4096, False) == expected
 
 
 @pytest.mark.parametrize(
@@ -545,7 +548,35 @@ def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim
     for short, (num_warpgroups, *rest) in ((False, fields), (True, short_fields)):
         heads = min(spec.group_size & -spec.group_size, 8 * num_warpgroups)
         expected = HopperConfig(num_warpgroups, 64 * num_warpgroups // heads, *rest)
-        assert hopper_config(spec, PROPERTIES, short) == expected
+        assert hopper_config(spec, PROPERTIES, short, 4096, False) == expected
+
+
+@pytest.mark.parametrize(
+    ("group_size", "queries", "ragged", "heads_and_queries"),
+    [
+        (5, 4096, False, (1, 128)),
+        (5, 16, False, (5, 24)),
+        (5, 64, False, (5, 24)),
+        (5, 128, False, (1, 128)),
+        (5, 256, True, (5, 24)),
+        (7, 16, False, (7, 16)),
+        (7, 1024, True, (7, 16)),
+        (3, 32, False, (3, 40)),
+        (9, 32, False, (3, 40)),
+        (9, 8, False, (9, 8)),
+        (11, 8, False, (11, 8)),
+        (11, 2048, False, (1, 128)),
+        (6, 2048, False, (2, 64)),
+        (4, 8, True, (4, 32)),
+        (13, 4096, True, (1, 128)),
+        (16, 1, False, (16, 8)),
+        (32, 1, False, (16, 8)),
+    ],
+)
+def test_work_tiles_have_the_heads_that_waste_fewest_rows(group_size, queries, ragged, heads_and_queries):
+    spec = replace(SPEC, num_q_heads=2 * group_size, num_kv_heads=2)
+    config = hopper_config(spec, PROPERTIES, False, queries, ragged)
+    assert (config.heads(group_size), config.block_t) == heads_and_queries
 
 
 def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
@@ -597,7 +628,7 @@ def test_many_kv_heads_are_attended_to_in_sections(kv_heads, lens, section_heads
 )
 def test_what_the_hopper_kernel_does_not_serve(reason, target, changes):
     for short in (False, True):
-        assert hopper_config(replace(SPEC, **changes), TARGETS[target].properties, short) == reason
+        assert hopper_config(replace(SPEC, **changes), TARGETS[target].properties, short, 4096, False) == reason
 
 
 def test_keys_are_split_where_work_tiles_of_prompts_are_few():

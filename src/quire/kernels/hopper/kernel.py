@@ -34,7 +34,13 @@ from quire.kernels.hopper.pipeline import (
     pieces_of,
 )
 from quire.kernels.hopper.producer import produce
-from quire.kernels.hopper.tile_scheduler import ROWS, WORDS, load_intervals, read_range, read_work_tile
+from quire.kernels.hopper.tile_scheduler import (
+    ROWS,
+    WORDS,
+    load_intervals,
+    read_range,
+    read_work_tile,
+)
 from quire.kernels.primitives import LN2, LOG2E, in_units
 
 
@@ -79,7 +85,7 @@ class Outputs(NamedTuple):
 @gluon.jit
 def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
     SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
@@ -88,6 +94,8 @@ def consume(
     FP8_MMA: gl.constexpr = element.primitive_bitwidth == 8
     DEPTH: gl.constexpr = 256 // element.primitive_bitwidth  # of one tensor-core instruction, in elements
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
+    ALL_OWNED: gl.constexpr = HEADS * BLOCK_T == q_pipe.tiles.shape[1]
+    OWNED: gl.constexpr = None if ALL_OWNED else HEADS * BLOCK_T  # rows of queries; others are not written
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
 
@@ -98,10 +106,10 @@ def consume(
     while work.q_len > 0:
         slopes = None
         if scoring.slopes_ptr is not None:
-            slopes = gl.load(scoring.slopes_ptr + work.head + rows // BLOCK_T).to(gl.float32)
+            slopes = load_of_heads(scoring.slopes_ptr + work.head, rows, BLOCK_T, OWNED)
         sight = None
         if scoring.key_begin is not None:
-            sight = sight_of_rows(published, stage, work, rows, scoring, BLOCK_T)
+            sight = sight_of_rows(published, stage, work, rows, scoring, BLOCK_T, OWNED)
         scale = scoring.scale
         if scoring.k_scale_ptr is not None:
             scale *= gl.load(scoring.k_scale_ptr + work.head // GROUP * stride_scale)
@@ -136,16 +144,34 @@ def consume(
         tile_i += work.num_tiles
         if outputs.v_scale_ptr is not None:
             accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
-        finish(wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, FIXED_SPLIT > 0)
+        finish(wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0)
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
         work = read_work_tile(published, stage)
 
 
 @gluon.jit
-def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr):
-    """Return the intervals that the rows of a work tile see."""
+def load_of_heads(ptr, rows, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+    """Load a number for the head of each row, as float32; `ptr` is that of the work tile's first head."""
+    if OWNED is None:
+        return gl.load(ptr + rows // BLOCK_T).to(gl.float32)
+    else:
+        return gl.load(ptr + rows // BLOCK_T, mask=rows < OWNED, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def tokens_of_rows(work, rows, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+    """Return the query token of each row, counted from the sequence's first. Rows from OWNED on have one beyond all."""
     tokens = work.token + rows % BLOCK_T
+    if OWNED is not None:
+        tokens += gl.where(rows < OWNED, 0, 1 << 30)
+    return tokens
+
+
+@gluon.jit
+def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+    """Return the intervals that the rows of a work tile see."""
+    tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
     begin, end = load_intervals(
         scoring.key_begin, scoring.key_end, work.q_start + tokens, tokens < work.q_len, work.seq_len
     )
@@ -156,7 +182,7 @@ def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr):
 @gluon.jit
 def finish(
     wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
-    BLOCK_T: gl.constexpr, INVARIANT: gl.constexpr,
+    BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr,
 ):  # fmt: skip
     """Normalise a work tile's results and write them.
 
@@ -169,7 +195,7 @@ def finish(
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
         if work.split == 0:
-            sink = gl.load(outputs.sinks_ptr + work.head + rows // BLOCK_T).to(gl.float32) * LOG2E
+            sink = load_of_heads(outputs.sinks_ptr + work.head, rows, BLOCK_T, OWNED) * LOG2E
             m_new = gl.maximum(m_i, sink)
             alpha = gl.exp2(m_i - m_new)
             accs = scaled(accs, alpha)
@@ -178,7 +204,7 @@ def finish(
     empty = l_i == 0.0
     safe = gl.where(empty, 1.0, l_i)
     if outputs.lse_ptr is not None:
-        tokens = work.token + rows % BLOCK_T
+        tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
         lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(safe))
         offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
         offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + work.split
@@ -198,17 +224,18 @@ def finish(
         fence_async_shared()
     consumer_release(q_pipe, work_i)
     for i in gl.static_range(len(accs)):
-        write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T)
+        write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T, OWNED)
 
 
 @gluon.jit
 def write_out(
-    wg: gl.constexpr, result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr
-):
+    wg: gl.constexpr, result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    OWNED: gl.constexpr,
+):  # fmt: skip
     """Write a work tile's results for the columns from FIRST on."""
     LAYOUT: gl.constexpr = result.type.layout
     out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    tokens = work.token + out_rows % BLOCK_T
+    tokens = tokens_of_rows(work, out_rows, BLOCK_T, OWNED)
     offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_out_token
     offsets += (work.head + out_rows // BLOCK_T).to(gl.int64) * outputs.stride_out_head
     offsets += work.split * HEAD_DIM_V
@@ -241,6 +268,7 @@ def hopper_kernel(
     stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr,
+    HEADS: gl.constexpr,  # of a work tile, with BLOCK_T rows each
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     QUANTISED_STAGES: gl.constexpr, FP8_MMA: gl.constexpr,
     KV_BOX: gl.constexpr,  # slots of a page in one TMA load; 0: the rows of tiles are gathered (`gather.py`)
@@ -279,11 +307,11 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX,
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
                     FIXED_SPLIT > 0)),
             ],
             [PRODUCER_WARPS],
@@ -295,14 +323,14 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX,
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
                     FIXED_SPLIT > 0)),
             ],
             [4, PRODUCER_WARPS],
@@ -319,15 +347,15 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX,
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
                     FIXED_SPLIT > 0)),
             ],
             [4, 4, PRODUCER_WARPS],

@@ -57,11 +57,16 @@ class HopperLaunch:
         return 0 if self.decode is None else self.decode.max_decode_queries
 
     @property
+    def heads(self) -> int:
+        """Heads of a work tile."""
+        return self.config.heads(self.request.spec.group_size)
+
+    @property
     def section(self) -> int | None:
         """Blocks of query heads, of which each fills a work tile, that are attended to at a time; None for all."""
         if self.section_heads is None:
             return None
-        return self.section_heads * self.request.spec.group_size // self.config.heads
+        return self.section_heads * self.request.spec.group_size // self.heads
 
     @property
     def split_rows(self) -> int:
@@ -76,7 +81,7 @@ class HopperLaunch:
         blocks = min(
             num_tokens // block_t + request.num_seqs, request.num_seqs * cdiv(request.bounds.max_query_len, block_t)
         )
-        return blocks * (request.spec.num_q_heads // self.config.heads)
+        return blocks * (request.spec.num_q_heads // self.heads)
 
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid: the number that runs at once, or that of work tiles if it is smaller."""
@@ -102,7 +107,7 @@ class HopperLaunch:
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
             "HEAD_DIM_V": spec.head_dim_v, "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": config.num_warpgroups,
-            "BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
+            "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
             "FIXED_SPLIT": self.fixed_split_size,
         }  # fmt: skip
@@ -144,7 +149,7 @@ class HopperLaunch:
         if self.decode is not None:
             details += f"; decode launch: {self.decode}"
         return (
-            f"Hopper kernel: {config.block_t} queries × {config.heads} heads × {config.block_n} keys, {details}; "
+            f"Hopper kernel: {config.block_t} queries × {self.heads} heads × {config.block_n} keys, {details}; "
             f"fallback for scales per token and tensors that TMA cannot address: {self.fallback}"
         )
 
@@ -161,7 +166,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     if options.batch_invariant:
         return propose_invariant(request, options)
     costs = tree.cost_model(spec, request.device)
-    config = tree.hopper_config(spec, request.device, bounds.max_seq_len <= costs.short_context)
+    config = choose_config(request, short=bounds.max_seq_len <= costs.short_context)
     if isinstance(config, str):
         return config
     if not request.has_cu_seqlens:
@@ -186,7 +191,7 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
         return "intervals of keys with batch_invariant"
     if spec.kv_dtype is not spec.dtype or spec.head_dim_v > WIDEST_INVARIANT:
         return f"a quantised cache or values wider than {WIDEST_INVARIANT} with batch_invariant"
-    config = tree.hopper_config(spec, request.device, short=False)
+    config = choose_config(request, short=False)
     if isinstance(config, str):
         return config
     if not request.has_cu_seqlens:
@@ -198,6 +203,14 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE)
     launch = replace(launch, section_heads=choose_section(launch, costs))
     return with_decode_launch(launch, costs, batch_invariant=True), reason
+
+
+def choose_config(request: Request, short: bool) -> HopperConfig | str:
+    """Return the configuration for a batch; or, in words, what the kernel does not serve."""
+    bounds = request.bounds
+    queries = tree.power_of_two(max(1, bounds.max_query_len))
+    ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
+    return tree.hopper_config(request.spec, request.device, short, queries, ragged)
 
 
 def with_keys(config: HopperConfig, block_n: int) -> HopperConfig:
@@ -254,6 +267,6 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
         return replace(launch, decode=decode)
     # The longest contexts may be those of decoding sequences. Prompts then have short contexts.
     short = bounds.max_query_len <= costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
-    config = tree.hopper_config(request.spec, request.device, short)
+    config = choose_config(request, short)
     assert isinstance(config, HopperConfig)
     return replace(launch, config=config, decode=decode)

@@ -37,7 +37,7 @@ def produce(
     q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
+    BLOCK_T: gl.constexpr, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
     FIRST_TO_LAST: gl.constexpr,
 ):  # fmt: skip
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
@@ -47,8 +47,7 @@ def produce(
     """
     STEP: gl.constexpr = 1 if FIRST_TO_LAST else -1
     GATHERS: gl.constexpr = KV_BOX == 0
-    BLOCK_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
-    HEADS: gl.constexpr = BLOCK_ROWS // BLOCK_T
+    BLOCK_ROWS: gl.constexpr = HEADS * BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     Q_BYTES: gl.constexpr = columns_of(q_pipe.tiles, q_pipe.more) * 2  # of a row

@@ -86,7 +86,8 @@ class HopperRunner:
             by_tma = (q_at,), matrices[:1]
         if key is None or not self.launches.relaunch(key, grid, addresses, zip(*by_tma, strict=True)):
             decided, spec = self.decided, self.decided.request.spec
-            kv_box, q_box = min(decided.config.block_n, page_box(cache)), min(decided.config.block_t, ROWS.value)
+            kv_box, block_t = min(decided.config.block_n, page_box(cache)), decided.config.block_t
+            q_box = min(block_t & -block_t, ROWS.value)
             descriptors = (describe(q, matrices[0], q_box, spec.head_dim),)
             if boxes:
                 descriptors = (
