@@ -91,6 +91,16 @@ def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, he
         assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
 
 
+@pytest.mark.parametrize(("group_size", "queries", "heads"), [(5, 16, 5), (7, 64, 7)])
+def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, heads):
+    """A work tile has all heads of a group, and some rows that are nobody's."""
+    spec = quire.AttentionSpec(num_q_heads=2 * group_size, num_kv_heads=2, head_dim=120, sinks=True, alibi=True)
+    launch = Launch(spec, 8, queries, 4096, 8 * queries, options=(("kernel", "hopper"),), return_lse=True)
+    plan, compiled = launch.compile(TARGETS["sm90"])
+    assert plan.launch.heads == heads and heads * plan.launch.config.block_t < 128
+    assert compiled[0].spills <= ON_THE_STACK["hopper_kernel"], compiled[0]
+
+
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len"),
     [
@@ -160,7 +170,7 @@ def finds_no_keys(kv, token, q_start, q_len, seq_len, BLOCK_T: gl.constexpr):
 
 
 @gluon.jit
-def sees_no_keys(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr):
+def sees_no_keys(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
     gl.static_assert(False, "intervals")
 
 

@@ -165,10 +165,45 @@ def test_both_numbers_of_warpgroups(head_dim):
 
 
 @pytest.mark.parametrize(
-    "heads", [(1, 1), (2, 1), (3, 1), (6, 2), (7, 1), (8, 1), (12, 1), (16, 1), (40, 1), (64, 2), (71, 1)]
+    "heads",
+    [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (6, 2),
+        (7, 1),
+        (8, 1),
+        (10, 2),
+        (11, 1),
+        (12, 1),
+        (13, 1),
+        (16, 1),
+        (40, 1),
+        (64, 2),
+        (71, 1),
+    ],
 )
 def test_group_sizes(heads):
     assert_right(quire.AttentionSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64), MIXED)
+
+
+@pytest.mark.parametrize("group_size", [3, 5, 7, 9, 10, 14, 15])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"sinks": True, "alibi": True},
+        {"head_dim": 120, "softcap": 20.0, "sliding_window": 70},
+        {"head_dim": 192, "head_dim_v": 128},
+        E4M3,
+        E4M3 | {"allow_fp8": True},
+    ],
+    ids=str,
+)
+def test_work_tiles_with_all_heads_of_a_group(extra, group_size):
+    """Of ragged batches and of few queries. Some rows of such a work tile are nobody's."""
+    spec = quire.AttentionSpec(**LLAMA | {"num_q_heads": 2 * group_size} | extra)
+    for lens in (((24, 500), (24, 24), (24, 1500)), ((1, 300), (40, 900), (17, 17), (130, 600)), ((9, 4000),)):
+        assert_right(spec, lens)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 7, 8, 12, 16, 24, 64, 128, 256, 528, 1072])
@@ -398,6 +433,7 @@ def test_every_kind_of_interval(sight, head_dim):
         {"head_dim": 80},
         {"num_q_heads": 2},  # a work tile has one head, and row blocks of 64 or 128 queries
         {"num_q_heads": 6},
+        {"num_q_heads": 10},
         {"num_q_heads": 32},
         E4M3,
         E4M3 | {"softcap": 20.0, "alibi": True, "sinks": True},
