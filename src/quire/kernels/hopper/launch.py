@@ -19,6 +19,7 @@ from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch, round
 from quire.kernels.split_kv.launch import choose as choose_portable
 
 WIDEST_INVARIANT = 128  # values of a batch-invariant launch, whose consumers hold two accumulators
+WIDE = 128  # columns of a head
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -176,7 +177,8 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     launch = replace(launch, num_splits=choose_num_splits(launch, costs))
     launch = replace(launch, section_heads=choose_section(launch, costs))
     if options.kernel is None and launch.num_splits == 1:
-        if fallback.name != "block" or not tree.prefers_hopper(spec, request.device, *rounded(request)):
+        is_cut = fallback.name != "block" and not is_short_and_wide(request, costs)
+        if is_cut or not tree.prefers_hopper(spec, request.device, *rounded(request)):
             return "batches for which the portable kernels are faster"
     return with_decode_launch(launch, costs), reason
 
@@ -203,6 +205,11 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE)
     launch = replace(launch, section_heads=choose_section(launch, costs))
     return with_decode_launch(launch, costs, batch_invariant=True), reason
+
+
+def is_short_and_wide(request: Request, costs: CostModel) -> bool:
+    """Return whether contexts are short and heads wide: the portable kernels multiply wide heads at half the speed."""
+    return request.bounds.max_seq_len <= costs.short_context and request.spec.head_dim > WIDE
 
 
 def choose_config(request: Request, short: bool) -> HopperConfig | str:
