@@ -22,6 +22,8 @@ FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
+FOLD_APART_FROM = 512  # rows of all states of a row block, from which another launch folds them
+FOLD_AT_ONCE = 512  # elements of a state that a program of that launch folds
 INTERVALS_AT_ONCE = 8
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
@@ -85,6 +87,42 @@ class SplitKVLaunch(PortableLaunch):
         return cdiv(self.request.bounds.max_seq_len, self.config.block_n) > self._two_level_min_tiles
 
     @property
+    def folds_apart(self) -> bool:
+        """Whether a second launch folds the states of splits: if one program would take long to fold a row block's.
+
+        So that `service.launches_within` meets every decision, the bound is rounded here.
+        """
+        splits = cdiv(power_of_two(max(1, self.request.bounds.max_seq_len)), self.fixed_split_size or NEVER)
+        decodes = self.max_decode_queries > 0  # such a launch runs concurrently with that of the Hopper kernel
+        return self.fixed_split_size > 0 and not decodes and splits * self.partial_rows >= FOLD_APART_FROM
+
+    @property
+    def fold_columns(self) -> int:
+        """Columns of a row that a program of the second launch folds.
+
+        A thread takes four where states have many rows, and one where there are fewer elements than threads.
+        """
+        return min(32 if self.partial_rows < 16 else 128, self.config.block_dv)
+
+    def num_fold_programs(self, num_tokens: int) -> int:
+        """Return the programs of the launch that folds, for a batch of `num_tokens` query tokens."""
+        rows = self.num_row_blocks(num_tokens) * self.request.spec.num_kv_heads * self.partial_rows
+        return rows * (self.config.block_dv // self.fold_columns)
+
+    def fold_constexprs(self) -> dict[str, Any]:
+        """Return the constexprs and compiler options of the kernel that folds."""
+        names = (
+            "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_M", "PARTIAL_ROWS", "FIXED_SPLIT", "SEQS",
+            "MORE_SEQS", "INTERVALS", "MORE_INTERVALS", "PDL",
+        )  # fmt: skip
+        of_kernel, columns = self.constexprs(), self.fold_columns
+        options = {"launch_pdl": True} if of_kernel["PDL"] else {}
+        ahead = FOLD_AT_ONCE // columns * 4
+        return {name: of_kernel[name] for name in names} | {
+            "COLUMNS": columns, "AHEAD": max(8, min(32, ahead)), "num_warps": 1,
+        } | options  # fmt: skip
+
+    @property
     def two_level_min_tiles(self) -> int:
         """KV tiles above which a sequence is cut into shorter partitions, since two levels combine its partials."""
         return self._two_level_min_tiles if self.is_two_level else NEVER
@@ -124,7 +162,7 @@ class SplitKVLaunch(PortableLaunch):
             "MORE_SEQS": self.request.num_seqs > self.seqs_at_once, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once,
             "MORE_INTERVALS": self.request.has_intervals and self.request.bounds.max_query_len > self.intervals_at_once,
-            "FIXED_SPLIT": self.fixed_split_size, "TWO_LEVEL": self.is_two_level,
+            "FIXED_SPLIT": self.fixed_split_size, "FOLDS_APART": self.folds_apart, "TWO_LEVEL": self.is_two_level,
             "MIN_SPLIT_TILES": costs.min_split_tiles, "TWO_LEVEL_DISCOUNT": costs.two_level_combine_discount,
             "TWO_LEVEL_MIN_TILES": self.two_level_min_tiles, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
             "EARLY_EXIT_MAX_TILES": costs.early_exit_max_tiles,
@@ -158,6 +196,10 @@ class SplitKVLaunch(PortableLaunch):
         spec = self.request.spec
         numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, batch.num_seqs
         fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
+        if self.folds_apart:
+            from quire.kernels.split_kv.fold import FoldingRunner
+
+            return FoldingRunner(self, batch, split_kv_kernel, fixed)
         return PortableRunner(self, batch, split_kv_kernel, fixed)
 
     def describe_partitions(self, lanes: str) -> str:
@@ -169,6 +211,7 @@ class SplitKVLaunch(PortableLaunch):
             details += f", more than {self.seqs_at_once} sequences"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
+            details += ", folded in a second launch" if self.folds_apart else ""
         if self.max_decode_queries:
             details += f", sequences of at most {self.max_decode_queries} queries"
         return details
