@@ -61,7 +61,7 @@ def fold_kernel(
         block_unit = seq_unit + row_block * num_units
         first, stop = (block_unit // size + 1) * size - 1, block_unit + num_units
         if (first + 1 < stop) & (row_block * BLOCK_M + row < q_len * GROUP):
-            acc, m_i, l_i = fold_states(
+            acc, m_i, l_i = fold_slots(
                 scratch, first, stop, kv_head, row, columns, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM_V, AHEAD
             )
             v_scale = 1.0
@@ -74,28 +74,62 @@ def fold_kernel(
 
 
 @triton.jit
-def fold_states(
+def fold_slots(
     scratch, first, stop, kv_head, row, columns,
     NUM_KV_HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Return the fold of the states in slots `first` to `stop`, of one row, whose maximum and sum are scalars."""
+    """Return the fold of the states in slots `first` to `stop`, of one row, whose maximum and sum are scalars.
+
+    States are loaded in rounds of AHEAD, a round before they are folded. The first round may have fewer, so that all
+    others need no masks.
+    """
+    STRIDE: tl.constexpr = NUM_KV_HEADS * PARTIAL_ROWS  # of slots, in rows
+    row_of_lane = kv_head * PARTIAL_ROWS + row
+    num_first = (stop - first - 1) % AHEAD + 1
+    at = tl.cast(first, tl.int64) * STRIDE + row_of_lane
+    acc, m_i, l_i = tl.zeros(columns.shape, tl.float32), float("-inf"), 0.0
+    accs, ms, ls = load_states(scratch, at, num_first, columns, STRIDE, HEAD_DIM_V, AHEAD, True)
+    for slot in tl.range(first + num_first, stop, AHEAD, num_stages=1):
+        at = tl.cast(slot, tl.int64) * STRIDE + row_of_lane
+        next_accs, next_ms, next_ls = load_states(scratch, at, AHEAD, columns, STRIDE, HEAD_DIM_V, AHEAD, False)
+        acc, m_i, l_i = fold_states(acc, m_i, l_i, accs, ms, ls)
+        accs, ms, ls = next_accs, next_ms, next_ls
+    return fold_states(acc, m_i, l_i, accs, ms, ls)
+
+
+@triton.jit
+def load_states(
+    scratch, at, number, columns,
+    STRIDE: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load AHEAD states of a row, the first of which is row `at` of the scratch; with MASKED, those after the
+    `number`-th are states over no keys.
+    """
+    accs, ms, ls = (), (), ()
+    m_ptr, l_ptr, acc_ptrs = scratch.m_i + at, scratch.l_i + at, scratch.acc + at * HEAD_DIM_V + columns
     inside = columns < HEAD_DIM_V
-    acc = tl.zeros(columns.shape, tl.float32)
-    m_i, l_i = float("-inf"), 0.0
-    for slot in tl.range(first, stop, AHEAD, num_stages=1):
-        accs, ms, ls = (), (), ()
-        for i in tl.static_range(AHEAD):  # all in flight together; those after the last are states over no keys
-            at = (tl.cast(slot + i, tl.int64) * NUM_KV_HEADS + kv_head) * PARTIAL_ROWS + row
-            present = slot + i < stop
-            ms = ms + (tl.load(scratch.m_i + at, mask=present, other=float("-inf")),)
-            ls = ls + (tl.load(scratch.l_i + at, mask=present, other=0.0),)
-            accs = accs + (tl.load(scratch.acc + at * HEAD_DIM_V + columns, mask=inside & present, other=0.0),)
-        for i in tl.static_range(AHEAD):  # as `primitives.combine` does
-            m_new = tl.maximum(m_i, ms[i])
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-            alpha, beta = tl.exp2(m_i - shift), tl.exp2(ms[i] - shift)
-            acc = tl.fma(acc, alpha + tl.zeros_like(acc), accs[i] * beta)
-            m_i, l_i = m_new, tl.fma(l_i, alpha, ls[i] * beta)
+    for i in tl.static_range(AHEAD):
+        if MASKED:
+            present = number > i
+            ms = ms + (tl.load(m_ptr + i * STRIDE, mask=present, other=float("-inf")),)
+            ls = ls + (tl.load(l_ptr + i * STRIDE, mask=present, other=0.0),)
+            accs = accs + (tl.load(acc_ptrs + i * STRIDE * HEAD_DIM_V, mask=inside & present, other=0.0),)
+        else:
+            ms = ms + (tl.load(m_ptr + i * STRIDE),)
+            ls = ls + (tl.load(l_ptr + i * STRIDE),)
+            accs = accs + (tl.load(acc_ptrs + i * STRIDE * HEAD_DIM_V, mask=inside, other=0.0),)
+    return accs, ms, ls
+
+
+@triton.jit
+def fold_states(acc, m_i, l_i, accs, ms, ls):
+    """Add states of a row to a state one after the other, as `primitives.combine` does."""
+    for i in tl.static_range(len(ms)):
+        m_new = tl.maximum(m_i, ms[i])
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha, beta = tl.exp2(m_i - shift), tl.exp2(ms[i] - shift)
+        acc = tl.fma(acc, alpha + tl.zeros_like(acc), accs[i] * beta)
+        m_i, l_i = m_new, tl.fma(l_i, alpha, ls[i] * beta)
     return acc, m_i, l_i
 
 

@@ -23,7 +23,6 @@ NEVER = 1 << 30  # tiles
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
 FOLD_APART_FROM = 512  # rows of all states of a row block, from which another launch folds them
-FOLD_AT_ONCE = 512  # elements of a state that a program of that launch folds
 INTERVALS_AT_ONCE = 8
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
@@ -117,9 +116,8 @@ class SplitKVLaunch(PortableLaunch):
         )  # fmt: skip
         of_kernel, columns = self.constexprs(), self.fold_columns
         options = {"launch_pdl": True} if of_kernel["PDL"] else {}
-        ahead = FOLD_AT_ONCE // columns * 4
         return {name: of_kernel[name] for name in names} | {
-            "COLUMNS": columns, "AHEAD": max(8, min(32, ahead)), "num_warps": 1,
+            "COLUMNS": columns, "AHEAD": 32 if columns <= 32 else 8, "num_warps": 1,
         } | options  # fmt: skip
 
     @property
