@@ -37,7 +37,7 @@ class HopperLaunch:
         decode: the launch for sequences with at most `max_decode_queries` queries, which runs concurrently; or None.
         section_heads: KV heads that are attended to at a time; None for all.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
-        column_parts: parts of the values' columns. Each work tile has one of them, and multiplies queries and keys again.
+        column_parts: parts of the columns of values. A work tile has one of them, and multiplies all of queries and keys.
     """
 
     request: Request

@@ -102,8 +102,9 @@ def load_states(
     scratch, at, number, columns,
     STRIDE: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load AHEAD states of a row, the first of which is row `at` of the scratch; with MASKED, those after the
-    `number`-th are states over no keys.
+    """Load AHEAD states of a row, the first of which is row `at` of the scratch.
+
+    With MASKED, those after the `number`-th are states over no keys.
     """
     accs, ms, ls = (), (), ()
     m_ptr, l_ptr, acc_ptrs = scratch.m_i + at, scratch.l_i + at, scratch.acc + at * HEAD_DIM_V + columns
@@ -111,9 +112,10 @@ def load_states(
     for i in tl.static_range(AHEAD):
         if MASKED:
             present = number > i
+            held = inside & (number + 0 * columns > i)
             ms = ms + (tl.load(m_ptr + i * STRIDE, mask=present, other=float("-inf")),)
             ls = ls + (tl.load(l_ptr + i * STRIDE, mask=present, other=0.0),)
-            accs = accs + (tl.load(acc_ptrs + i * STRIDE * HEAD_DIM_V, mask=inside & present, other=0.0),)
+            accs = accs + (tl.load(acc_ptrs + i * STRIDE * HEAD_DIM_V, mask=held, other=0.0),)
         else:
             ms = ms + (tl.load(m_ptr + i * STRIDE),)
             ls = ls + (tl.load(l_ptr + i * STRIDE),)
