@@ -37,7 +37,7 @@ class HopperLaunch:
         decode: the launch for sequences with at most `max_decode_queries` queries, which runs concurrently; or None.
         section_heads: KV heads that are attended to at a time; None for all.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
-        column_parts: parts of the columns of values. A work tile has one of them, and multiplies all of queries and keys.
+        column_parts: parts of the columns of values. A work tile has one of them, so scores are computed for each.
     """
 
     request: Request
