@@ -290,8 +290,11 @@ IN_INTERPRETER = {
         "first, stop = (block_unit // size + 1) * size,",
         WHICH_FOLDS + "[decode]",
     ),
-    "a fold apart in rounds of the wrong length": Mutant(
-        "kernels/split_kv/fold.py", "(stop - first - 1) % AHEAD + 1", "(stop - first) % AHEAD", WHICH_FOLDS + "[decode]"
+    "a fold apart forgets what is between its first rounds": Mutant(
+        "kernels/split_kv/fold.py",
+        "tl.range(first + num_first, stop",
+        "tl.range(first + AHEAD, stop",
+        WHICH_FOLDS + "[several rounds]",
     ),
     "row blocks of a fold apart found one too late": Mutant(
         "kernels/split_kv/schedule.py", "before = ends <= index", "before = ends < index", WHICH_FOLDS + "[decode]"
@@ -300,7 +303,7 @@ IN_INTERPRETER = {
         "kernels/split_kv/schedule.py",
         "num_seqs if S.MORE_SEQS else 1, S.SEQS",
         "S.SEQS, S.SEQS",
-        WHICH_FOLDS + "[more sequences than are looked at at once]",
+        WHICH_FOLDS + "[decode]",
     ),
     "a prompt's splits are cut elsewhere than decode's": Mutant(
         "kernels/block/kernel.py",
