@@ -1325,8 +1325,8 @@ ON_HOPPER = {
     ),
     "gathered values of the next tile": Mutant(
         PRODUCER,
-        "v_source, kv_head, v_pipe, tile_i, pages_of_rows,",
-        "v_source, kv_head, v_pipe, tile_i, pages,",
+        "v_source + first_value, kv_head, v_pipe, tile_i, pages_of_rows,",
+        "v_source + first_value, kv_head, v_pipe, tile_i, pages,",
         HOPPER + "pages[NHD-1]",
     ),
 }
