@@ -7,18 +7,11 @@ of a row block, and a result has the bits that one program would compute.
 Grid: [num_row_blocks * num_kv_heads * PARTIAL_ROWS * slices]. A program, of one warp, folds COLUMNS columns of a row.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from quire.cache import PagedKVCache
-from quire.kernels import views
-from quire.kernels.portable import PortableRunner
 from quire.kernels.primitives import Outputs, find_rows, store_result
-from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.kernels.split_kv.schedule import Schedule, find_row_block, sequence_span
 
 
@@ -133,48 +126,3 @@ def fold_states(acc, m_i, l_i, accs, ms, ls):
         acc = tl.fma(acc, alpha + tl.zeros_like(acc), accs[i] * beta)
         m_i, l_i = m_new, tl.fma(l_i, alpha, ls[i] * beta)
     return acc, m_i, l_i
-
-
-class FoldingRunner(PortableRunner):
-    """Run the split-KV kernel for one batch, and then the launch that folds the states of splits."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        cache: PagedKVCache,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None,
-        new: views.NewTokens | None = None,
-        norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
-    ) -> None:
-        super().__call__(q, cache, out, lse, sinks, alibi_slopes, new, norm_rope)
-        decided = self.decided
-        assert isinstance(decided, SplitKVLaunch)
-        grid = (decided.num_fold_programs(q.shape[0]), 1, 1)
-        if grid[0] == 0:
-            return
-        tensors = out, lse, sinks, None if cache.scale_kind == "token" else cache.v_scale
-        addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
-        key = None
-        if not any((at or 0) % 16 for at in addresses[:3]):
-            dtype, stride_lse = None if sinks is None else sinks.dtype, None if lse is None else lse.stride(0)
-            key = "fold", cache.kind, out.stride(), stride_lse, dtype
-            if self.launches.relaunch(key, grid, addresses):
-                return
-        fixed, meta = self.fold_arguments(decided, cache, out, lse)
-        self.launches.launch(key, fold_kernel, grid, tensors, fixed, meta)
-
-    def fold_arguments(
-        self, decided: SplitKVLaunch, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of `fold_kernel` after the tensors of a layer, and those by name."""
-        batch = self.batch
-        seen = batch.key_begin, batch.key_end, batch.tree_bits
-        lengths = batch.seq_lens, batch.query_offsets
-        kv = views.KVLayout(None, None, *lengths, *[0] * 4, *[None] * 3, *[0] * 3, cache.scale_strides[2], *seen)
-        _, scratch, _, _, *window, num_seqs, num_partitions, _ = self.fixed
-        strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-        fixed = kv, batch.cu_seqlens_q, scratch, *window, num_seqs, num_partitions, *strides
-        return fixed, decided.fold_constexprs()

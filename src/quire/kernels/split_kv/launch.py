@@ -195,7 +195,7 @@ class SplitKVLaunch(PortableLaunch):
         numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, batch.num_seqs
         fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
         if self.folds_apart:
-            from quire.kernels.split_kv.fold import FoldingRunner
+            from quire.kernels.split_kv.runner import FoldingRunner
 
             return FoldingRunner(self, batch, split_kv_kernel, fixed)
         return PortableRunner(self, batch, split_kv_kernel, fixed)
