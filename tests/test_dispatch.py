@@ -116,6 +116,14 @@ def test_batch_invariant_tiles_have_as_many_keys_for_every_number_of_queries():
     assert len(tiles) == len(splits) == 1 and splits.pop() % tiles.pop() == 0
 
 
+def test_short_batch_invariant_prompts_have_row_blocks_for_most_of_the_device():
+    def of(num_tokens):
+        launch = decided(num_tokens, num_tokens, num_tokens, 1, batch_invariant=True)
+        return launch.name, getattr(launch.config, "block_m", None)
+
+    assert [of(n) for n in (128, 256, 512)] == [("block", 32), ("block", 64), ("hopper", None)]
+
+
 def test_large_states_of_splits_are_folded_by_another_launch():
     def folds_apart(queries, seq_len, num_seqs=1):
         return decided(queries, seq_len, queries * num_seqs, num_seqs, batch_invariant=True).folds_apart

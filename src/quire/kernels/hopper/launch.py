@@ -15,7 +15,7 @@ from quire.kernels.hopper.tma import matrices_of_cache
 from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import ScratchSize, counter_bytes
-from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch, rounded
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch, fills, has_one_split, rounded
 from quire.kernels.split_kv.launch import choose as choose_portable
 from quire.spec import AttentionSpec
 
@@ -200,7 +200,8 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     if not request.has_cu_seqlens:
         return "a batch without cu_seqlens_q"
     fallback, reason = choose_portable(request, options)
-    if options.kernel is None and fallback.name != "block":
+    few_rows = has_one_split(request) and not fills(request, 64 * config.num_warpgroups)
+    if options.kernel is None and (fallback.name != "block" or few_rows):
         return "batches for which the portable kernels are faster"
     config, costs = with_keys(config, fallback.config.block_n, spec, parts), tree.cost_model(spec, request.device)
     launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)

@@ -23,6 +23,7 @@ NEVER = 1 << 30  # tiles
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
 FOLD_APART_FROM = 512  # rows of all states of a row block, from which another launch folds them
+FILLED = 0.75  # of the SMs have a row block
 INTERVALS_AT_ONCE = 8
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
@@ -262,9 +263,22 @@ def invariant_config(request: Request) -> tuple[KernelConfig, str]:
         config = replace(config, matrix_instr_nonkdim=16)  # else the compiler takes larger instructions for more rows
     for block_m in (32, 64, 128):
         taller = with_rows(config, block_m, spec, device)
+        if has_one_split(request) and not fills(request, block_m):
+            break  # each row block has few keys, and none is cut: more of them are faster than taller ones
         if config.block_m < min(block_m, request.rows_per_seq) and block_m <= device.alike_rows and taller is not None:
             config = taller
     return config, reason
+
+
+def has_one_split(request: Request) -> bool:
+    """Return whether no sequence of a batch-invariant plan has more than one split."""
+    return power_of_two(max(1, request.bounds.max_seq_len)) <= FIXED_SPLIT_SIZE
+
+
+def fills(request: Request, block_m: int) -> bool:
+    """Return whether row blocks of `block_m` rows fill most of the device."""
+    rows = power_of_two(max(1, request.bounds.num_tokens)) * request.spec.group_size
+    return cdiv(rows, block_m) * request.spec.num_kv_heads >= FILLED * request.device.num_sms
 
 
 def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig | None:
@@ -311,7 +325,8 @@ def choose_partitions(
     if options.batch_invariant:
         wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
         num_partitions = min(wanted, split.max_units)
-        if options.num_splits is None and not invariant_cuts_pay(split):
+        one_each = split.multi_block and has_one_split(request)
+        if options.num_splits is None and (one_each or not invariant_cuts_pay(split)):
             num_partitions = 0
     elif options.num_splits is not None:
         num_partitions = options.num_splits * num_blocks if options.num_splits > 1 else 0
