@@ -116,6 +116,37 @@ def test_batch_invariant_tiles_have_as_many_keys_for_every_number_of_queries():
     assert len(tiles) == len(splits) == 1 and splits.pop() % tiles.pop() == 0
 
 
+def test_short_batch_invariant_prompts_have_row_blocks_for_most_of_the_device():
+    def of(num_tokens):
+        launch = decided(num_tokens, num_tokens, num_tokens, 1, batch_invariant=True)
+        return launch.name, getattr(launch.config, "block_m", None)
+
+    assert [of(n) for n in (128, 256, 512)] == [("block", 32), ("block", 64), ("hopper", None)]
+
+
+def test_large_states_of_splits_are_folded_by_another_launch():
+    def folds_apart(queries, seq_len, num_seqs=1):
+        return decided(queries, seq_len, queries * num_seqs, num_seqs, batch_invariant=True).folds_apart
+
+    assert [folds_apart(1, keys) for keys in (1024, 8192, 131072)] == [False, False, True]
+    assert [folds_apart(64, keys) for keys in (512, 8192)] == [False, True]
+    assert not folds_apart(4, 2048, 16)
+    decoding = decided(2048, 32768, 4126, 32, batch_invariant=True).decode  # concurrent with the Hopper kernel
+    assert decoding.max_decode_queries and not decoding.folds_apart
+
+
+def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_a_time():
+    def of(head_dim_v):
+        spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=256, head_dim_v=head_dim_v)
+        request = Request(spec, 1, True, Bounds(2048, 2048, 2048), PROPERTIES)
+        return decide(request, Options(batch_invariant=True))[0]
+
+    wide, narrow = of(256), of(128)
+    assert (wide.name, wide.column_parts, narrow.name, narrow.column_parts) == ("hopper", 2, "hopper", 1)
+    assert wide.num_work_tiles(2048) == 2 * narrow.num_work_tiles(2048)
+    assert of(192).name == "block"  # neither half is of whole panels
+
+
 def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
     unknown = replace(PROPERTIES, has_wgmma=False)  # has Hopper's shared memory
     launch = decided(2048, 2048, 2048, 1, device=unknown, batch_invariant=True)

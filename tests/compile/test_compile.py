@@ -303,6 +303,24 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
     assert kernel.spills <= (0 if target == "gfx942" else 128), kernel  # bytes of a thread
 
 
+@pytest.mark.parametrize("target", ["sm90", "gfx942", "sm80"])
+def test_states_of_splits_are_folded_without_spills(target):
+    spec = launches.make_spec(128, launches.FEATURES["plain"])
+    for queries, seq_len in ((64, 8192), (1, 131072)):
+        plan, compiled = Launch(spec, 1, queries, seq_len, queries, options=(("batch_invariant", True),)).compile(
+            TARGETS[target]
+        )
+        assert [c.kernel for c in compiled] == ["split_kv_kernel", "fold_kernel"], plan
+        assert compiled[1].spills == 0 and compiled[1].num_warps == 1, compiled[1]
+
+
+def test_batch_invariant_prompts_with_wide_values_fit():
+    spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=256, dtype=torch.bfloat16)
+    plan, (kernel,) = Launch(spec, 1, 4096, 4096, 4096, options=(("batch_invariant", True),)).compile(TARGETS["sm90"])
+    assert (plan.kernel, plan.launch.column_parts) == ("hopper", 2)
+    assert kernel.shared <= TARGETS["sm90"].shared_memory and kernel.spills <= ON_THE_STACK["hopper_kernel"], kernel
+
+
 APPENDS = [  # a tuned target has every kind of cache and of batch, others one
     *(("sm90", "decode, 64", 128, features) for features in ("plain", "e4m3")), ("sm90", "decode, short", 64, "plain"),
     *(("sm90", *case) for case in (("drafts", 128, "e4m3"), ("drafts", 128, "trees"), ("decode, split", 256, "MQA"))),

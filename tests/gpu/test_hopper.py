@@ -733,6 +733,7 @@ INVARIANT = [
     {"head_dim": 80, "softcap": 20.0, "sinks": True},
     {"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 192, "head_dim_v": 128},
     {"num_q_heads": 16, "num_kv_heads": 1},
+    {"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256, "sinks": True},
 ]
 
 

@@ -10,6 +10,7 @@ FULL_TILES = ATTENTION + "full_tiles_in_a_loop_without_masks"
 BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
 LONG = ATTENTION + "splits_of_long_sequences"
+WHICH_FOLDS = "kernels/test_invariance.py::test_which_launch_folds_states_changes_nothing"
 HOW_SPLIT = "kernels/test_invariance.py::test_how_a_prompt_is_split_changes_nothing[{}]"
 SHARED = "kernels/test_shared_prefix.py::test_"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
@@ -282,6 +283,27 @@ IN_INTERPRETER = {
         "acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)",
         "acc, m_i, l_i = combine(split_acc, split_m, total(split_l), acc, m_i, l_i, PACKED_FP8)",
         "kernels/test_invariance.py",
+    ),
+    "a fold apart that begins a state late": Mutant(
+        "kernels/split_kv/fold.py",
+        "first, stop = (block_unit // size + 1) * size - 1,",
+        "first, stop = (block_unit // size + 1) * size,",
+        WHICH_FOLDS + "[decode]",
+    ),
+    "a fold apart forgets what is between its first rounds": Mutant(
+        "kernels/split_kv/fold.py",
+        "tl.range(first + num_first, stop",
+        "tl.range(first + AHEAD, stop",
+        WHICH_FOLDS + "[several rounds]",
+    ),
+    "row blocks of a fold apart found one too late": Mutant(
+        "kernels/split_kv/schedule.py", "before = ends <= index", "before = ends < index", WHICH_FOLDS + "[decode]"
+    ),
+    "a fold apart looks at the first sequences alone": Mutant(
+        "kernels/split_kv/schedule.py",
+        "num_seqs if S.MORE_SEQS else 1, S.SEQS",
+        "S.SEQS, S.SEQS",
+        WHICH_FOLDS + "[decode]",
     ),
     "a prompt's splits are cut elsewhere than decode's": Mutant(
         "kernels/block/kernel.py",
@@ -1303,8 +1325,8 @@ ON_HOPPER = {
     ),
     "gathered values of the next tile": Mutant(
         PRODUCER,
-        "v_source, kv_head, v_pipe, tile_i, pages_of_rows,",
-        "v_source, kv_head, v_pipe, tile_i, pages,",
+        "v_source + first_value, kv_head, v_pipe, tile_i, pages_of_rows,",
+        "v_source + first_value, kv_head, v_pipe, tile_i, pages,",
         HOPPER + "pages[NHD-1]",
     ),
 }

@@ -86,7 +86,7 @@ class Outputs(NamedTuple):
 def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr,
+    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
@@ -94,7 +94,7 @@ def consume(
     FP8_MMA: gl.constexpr = element.primitive_bitwidth == 8
     DEPTH: gl.constexpr = 256 // element.primitive_bitwidth  # of one tensor-core instruction, in elements
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
-    ALL_OWNED: gl.constexpr = HEADS * BLOCK_T == q_pipe.tiles.shape[1]
+    ALL_OWNED: gl.constexpr = q_pipe.tiles.shape[1] == HEADS * BLOCK_T
     OWNED: gl.constexpr = None if ALL_OWNED else HEADS * BLOCK_T  # rows of queries; others are not written
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
@@ -144,7 +144,10 @@ def consume(
         tile_i += work.num_tiles
         if outputs.v_scale_ptr is not None:
             accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
-        finish(wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0)
+        finish(
+            wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0,
+            PARTS,
+        )  # fmt: skip
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
         work = read_work_tile(published, stage)
@@ -182,7 +185,7 @@ def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr, 
 @gluon.jit
 def finish(
     wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
-    BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr,
+    BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Normalise a work tile's results and write them.
 
@@ -193,8 +196,11 @@ def finish(
     IS_SPLIT: gl.constexpr = outputs.out_ptr.dtype.element_ty != element
     STAGED: gl.constexpr = not IS_SPLIT and columns_of(q_pipe.tiles, q_pipe.more) >= HEAD_DIM_V
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    split = work.split
+    if PARTS > 1:  # of columns: each has all keys
+        split = 0
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
-        if work.split == 0:
+        if split == 0:
             sink = load_of_heads(outputs.sinks_ptr + work.head, rows, BLOCK_T, OWNED) * LOG2E
             m_new = gl.maximum(m_i, sink)
             alpha = gl.exp2(m_i - m_new)
@@ -207,8 +213,11 @@ def finish(
         tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
         lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(safe))
         offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
-        offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + work.split
-        gl.store(outputs.lse_ptr + offsets, lse, mask=tokens < work.q_len)
+        offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + split
+        wanted = tokens < work.q_len
+        if PARTS > 1:
+            wanted = wanted & (work.split == 0)
+        gl.store(outputs.lse_ptr + offsets, lse, mask=wanted)
     inverse = 1.0 / safe
     if INVARIANT:  # as `primitives.finish` does
         inverse = gl.fma(inverse, gl.fma(-safe, inverse, gl.zeros_like(safe) + 1.0), inverse)
@@ -275,6 +284,7 @@ def hopper_kernel(
     Q_BOX: gl.constexpr,
     FIXED_SPLIT: gl.constexpr,  # keys of a split of a batch-invariant plan, a multiple of BLOCK_N; else 0
     STRIDE_UNIT: gl.constexpr,  # of `views.stride_unit`, for the strides of out
+    PARTS: gl.constexpr,  # parts of the values' columns; a work tile has one of them, of HEAD_DIM_V columns
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -307,12 +317,12 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
                     stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
-                    FIXED_SPLIT > 0)),
+                    FIXED_SPLIT > 0, PARTS)),
             ],
             [PRODUCER_WARPS],
             [72 if GATHERS else 56 if INTERVALS else 40],
@@ -323,15 +333,15 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
                     stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
-                    FIXED_SPLIT > 0)),
+                    FIXED_SPLIT > 0, PARTS)),
             ],
             [4, PRODUCER_WARPS],
             # Registers per thread of the second and the third function. A producer that loads intervals needs more.
@@ -347,16 +357,16 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
                     stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
-                    FIXED_SPLIT > 0)),
+                    FIXED_SPLIT > 0, PARTS)),
             ],
             [4, 4, PRODUCER_WARPS],
             ([192, 72, 56] if FP8_MMA else [208, 40, 56])

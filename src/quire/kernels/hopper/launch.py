@@ -15,10 +15,11 @@ from quire.kernels.hopper.tma import matrices_of_cache
 from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import ScratchSize, counter_bytes
-from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch, rounded
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch, fills, has_one_split, rounded
 from quire.kernels.split_kv.launch import choose as choose_portable
+from quire.spec import AttentionSpec
 
-WIDEST_INVARIANT = 128  # values of a batch-invariant launch, whose consumers hold two accumulators
+WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
 WIDE = 128  # columns of a head
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
@@ -37,6 +38,7 @@ class HopperLaunch:
         decode: the launch for sequences with at most `max_decode_queries` queries, which runs concurrently; or None.
         section_heads: KV heads that are attended to at a time; None for all.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
+        column_parts: parts of the columns of values. A work tile has one of them, so scores are computed for each.
     """
 
     request: Request
@@ -46,6 +48,7 @@ class HopperLaunch:
     decode: SplitKVLaunch | None = None
     section_heads: int | None = None
     fixed_split_size: int = 0
+    column_parts: int = 1
 
     @property
     def name(self) -> str:
@@ -82,7 +85,7 @@ class HopperLaunch:
         blocks = min(
             num_tokens // block_t + request.num_seqs, request.num_seqs * cdiv(request.bounds.max_query_len, block_t)
         )
-        return blocks * (request.spec.num_q_heads // self.heads)
+        return blocks * (request.spec.num_q_heads // self.heads) * self.column_parts
 
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid: the number that runs at once, or that of work tiles if it is smaller."""
@@ -107,7 +110,8 @@ class HopperLaunch:
         spec, config = self.request.spec, self.config
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
-            "HEAD_DIM_V": spec.head_dim_v, "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": config.num_warpgroups,
+            "HEAD_DIM_V": spec.head_dim_v // self.column_parts, "PARTS": self.column_parts,
+            "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": config.num_warpgroups,
             "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
             "FIXED_SPLIT": self.fixed_split_size,
@@ -147,6 +151,7 @@ class HopperLaunch:
             details += f", num_splits {self.num_splits}"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
+            details += f", {self.column_parts} parts of columns" if self.column_parts > 1 else ""
         if self.decode is not None:
             details += f"; decode launch: {self.decode}"
         return (
@@ -191,18 +196,22 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     spec = request.spec
     if request.has_intervals:
         return "intervals of keys with batch_invariant"
-    if spec.kv_dtype is not spec.dtype or spec.head_dim_v > WIDEST_INVARIANT:
-        return f"a quantised cache or values wider than {WIDEST_INVARIANT} with batch_invariant"
+    parts = cdiv(spec.head_dim_v, WIDEST_PART)
+    if spec.kv_dtype is not spec.dtype:
+        return "a quantised cache with batch_invariant"
+    if parts > 1 and spec.head_dim_v % (64 * parts):  # 64 columns are a panel of TMA
+        return f"values of {spec.head_dim_v} numbers with batch_invariant"
     config = choose_config(request, short=False)
     if isinstance(config, str):
         return config
     if not request.has_cu_seqlens:
         return "a batch without cu_seqlens_q"
     fallback, reason = choose_portable(request, options)
-    if options.kernel is None and fallback.name != "block":
+    few_rows = has_one_split(request) and not fills(request, 64 * config.num_warpgroups)
+    if options.kernel is None and (fallback.name != "block" or few_rows):
         return "batches for which the portable kernels are faster"
-    config, costs = with_keys(config, fallback.config.block_n), tree.cost_model(spec, request.device)
-    launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE)
+    config, costs = with_keys(config, fallback.config.block_n, spec, parts), tree.cost_model(spec, request.device)
+    launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
     launch = replace(launch, section_heads=choose_section(launch, costs))
     return with_decode_launch(launch, costs, batch_invariant=True), reason
 
@@ -220,9 +229,11 @@ def choose_config(request: Request, short: bool) -> HopperConfig | str:
     return tree.hopper_config(request.spec, request.device, short, queries, ragged)
 
 
-def with_keys(config: HopperConfig, block_n: int) -> HopperConfig:
-    """Return a configuration with tiles of `block_n` keys, and as many keys in all stages."""
-    return replace(config, block_n=block_n, num_stages=max(2, config.num_stages * config.block_n // block_n))
+def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: int) -> HopperConfig:
+    """Return a configuration with tiles of `block_n` keys, with as many bytes in all stages."""
+    before = config.block_n * (spec.head_dim + spec.head_dim_v)
+    after = block_n * (spec.head_dim + spec.head_dim_v // parts)
+    return replace(config, block_n=block_n, num_stages=max(2, config.num_stages * before // after))
 
 
 def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:

@@ -66,6 +66,11 @@ class MLALaunch(SplitKVLaunch):
         return not self.fixed_split_size and tiles > self._two_level_min_tiles
 
     @property
+    def folds_apart(self) -> bool:
+        """False: the last program to arrive at a row block folds the states of its splits."""
+        return False
+
+    @property
     def capacity(self) -> int:
         """Partitions whose programs the device holds at once."""
         return max(1, self.request.device.num_sms * self.config.programs_per_sm // self.row_blocks)
@@ -91,7 +96,7 @@ class MLALaunch(SplitKVLaunch):
         rope = spec.qk_rope_head_dim
         drop = (
             "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "FULL_TILE_LOOP", "MULTI_BLOCK",
-            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS",
+            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS", "FOLDS_APART",
         )  # fmt: skip
         return {name: value for name, value in super().constexprs().items() if name not in drop} | {
             "NUM_Q_HEADS": spec.num_q_heads, "RANK": spec.kv_lora_rank, "ROPE": rope, "BLOCK_C": config.block_dv,

@@ -77,6 +77,7 @@ def split_kv_kernel(
     SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,  # of Schedule
     INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,
     FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
+    FOLDS_APART: tl.constexpr,  # another launch folds the states of splits (`fold.py`)
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
     MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr, FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
@@ -219,6 +220,10 @@ def split_kv_kernel(
                 gdc_launch_dependents()
         if num_here == num_units:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_DV), HEAD_DIM_V)
+        elif FOLDS_APART:
+            if unit == block_unit:  # only the program that begins a row block has a state left
+                slot = (unit + num_here - 1) * NUM_KV_HEADS + kv_head
+                store_partial(scratch, acc, m_i, l_i, slot, True, False, BLOCK_M, P)
         else:
             is_last, slots = store_and_arrive(
                 scratch, acc, m_i, l_i, partition, kv_head, unit, block_unit, num_units, size, BLOCK_M, P

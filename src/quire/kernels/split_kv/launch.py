@@ -22,6 +22,8 @@ FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
+FOLD_APART_FROM = 512  # rows of all states of a row block, from which another launch folds them
+FILLED = 0.75  # of the SMs have a row block
 INTERVALS_AT_ONCE = 8
 LONG_CONTEXT = 64  # keys for each query
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
@@ -86,6 +88,41 @@ class SplitKVLaunch(PortableLaunch):
         return cdiv(self.request.bounds.max_seq_len, self.config.block_n) > self._two_level_min_tiles
 
     @property
+    def folds_apart(self) -> bool:
+        """Whether a second launch folds the states of splits: if one program would take long to fold a row block's.
+
+        So that `service.launches_within` meets every decision, the bound is rounded here.
+        """
+        splits = cdiv(power_of_two(max(1, self.request.bounds.max_seq_len)), self.fixed_split_size or NEVER)
+        decodes = self.max_decode_queries > 0  # such a launch runs concurrently with that of the Hopper kernel
+        return self.fixed_split_size > 0 and not decodes and splits * self.partial_rows >= FOLD_APART_FROM
+
+    @property
+    def fold_columns(self) -> int:
+        """Columns of a row that a program of the second launch folds.
+
+        A thread takes four where states have many rows, and one where there are fewer elements than threads.
+        """
+        return min(32 if self.partial_rows < 16 else 128, self.config.block_dv)
+
+    def num_fold_programs(self, num_tokens: int) -> int:
+        """Return the programs of the launch that folds, for a batch of `num_tokens` query tokens."""
+        rows = self.num_row_blocks(num_tokens) * self.request.spec.num_kv_heads * self.partial_rows
+        return rows * (self.config.block_dv // self.fold_columns)
+
+    def fold_constexprs(self) -> dict[str, Any]:
+        """Return the constexprs and compiler options of the kernel that folds."""
+        names = (
+            "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_M", "PARTIAL_ROWS", "FIXED_SPLIT", "SEQS",
+            "MORE_SEQS", "INTERVALS", "MORE_INTERVALS", "PDL",
+        )  # fmt: skip
+        of_kernel, columns = self.constexprs(), self.fold_columns
+        options = {"launch_pdl": True} if of_kernel["PDL"] else {}
+        return {name: of_kernel[name] for name in names} | {
+            "COLUMNS": columns, "AHEAD": 32 if columns <= 32 else 8, "num_warps": 1,
+        } | options  # fmt: skip
+
+    @property
     def two_level_min_tiles(self) -> int:
         """KV tiles above which a sequence is cut into shorter partitions, since two levels combine its partials."""
         return self._two_level_min_tiles if self.is_two_level else NEVER
@@ -125,7 +162,7 @@ class SplitKVLaunch(PortableLaunch):
             "MORE_SEQS": self.request.num_seqs > self.seqs_at_once, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once,
             "MORE_INTERVALS": self.request.has_intervals and self.request.bounds.max_query_len > self.intervals_at_once,
-            "FIXED_SPLIT": self.fixed_split_size, "TWO_LEVEL": self.is_two_level,
+            "FIXED_SPLIT": self.fixed_split_size, "FOLDS_APART": self.folds_apart, "TWO_LEVEL": self.is_two_level,
             "MIN_SPLIT_TILES": costs.min_split_tiles, "TWO_LEVEL_DISCOUNT": costs.two_level_combine_discount,
             "TWO_LEVEL_MIN_TILES": self.two_level_min_tiles, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
             "EARLY_EXIT_MAX_TILES": costs.early_exit_max_tiles,
@@ -159,6 +196,10 @@ class SplitKVLaunch(PortableLaunch):
         spec = self.request.spec
         numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, batch.num_seqs
         fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
+        if self.folds_apart:
+            from quire.kernels.split_kv.runner import FoldingRunner
+
+            return FoldingRunner(self, batch, split_kv_kernel, fixed)
         return PortableRunner(self, batch, split_kv_kernel, fixed)
 
     def describe_partitions(self, lanes: str) -> str:
@@ -170,6 +211,7 @@ class SplitKVLaunch(PortableLaunch):
             details += f", more than {self.seqs_at_once} sequences"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
+            details += ", folded in a second launch" if self.folds_apart else ""
         if self.max_decode_queries:
             details += f", sequences of at most {self.max_decode_queries} queries"
         return details
@@ -222,9 +264,22 @@ def invariant_config(request: Request) -> tuple[KernelConfig, str]:
         config = replace(config, matrix_instr_nonkdim=16)  # else the compiler takes larger instructions for more rows
     for block_m in (32, 64, 128):
         taller = with_rows(config, block_m, spec, device)
+        if has_one_split(request) and not fills(request, block_m):
+            break  # each row block has few keys, and none is cut: more of them are faster than taller ones
         if config.block_m < min(block_m, request.rows_per_seq) and block_m <= device.alike_rows and taller is not None:
             config = taller
     return config, reason
+
+
+def has_one_split(request: Request) -> bool:
+    """Return whether no sequence of a batch-invariant plan has more than one split."""
+    return power_of_two(max(1, request.bounds.max_seq_len)) <= FIXED_SPLIT_SIZE
+
+
+def fills(request: Request, block_m: int) -> bool:
+    """Return whether row blocks of `block_m` rows fill most of the device."""
+    rows = power_of_two(max(1, request.bounds.num_tokens)) * request.spec.group_size
+    return cdiv(rows, block_m) * request.spec.num_kv_heads >= FILLED * request.device.num_sms
 
 
 def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig | None:
@@ -271,7 +326,8 @@ def choose_partitions(
     if options.batch_invariant:
         wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
         num_partitions = min(wanted, split.max_units)
-        if options.num_splits is None and not invariant_cuts_pay(split):
+        one_each = split.multi_block and has_one_split(request)
+        if options.num_splits is None and (one_each or not invariant_cuts_pay(split)):
             num_partitions = 0
     elif options.num_splits is not None:
         num_partitions = options.num_splits * num_blocks if options.num_splits > 1 else 0
