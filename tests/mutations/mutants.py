@@ -64,8 +64,8 @@ IN_INTERPRETER = {
     ),
     "page stride ignored": Mutant(
         "kernels/primitives.py",
-        "offs_k = slot * kv.k_slot + page * kv.k_page",
-        "offs_k = slot * kv.k_slot + page * kv.k_slot",
+        "page * in_units(kv.k_page, T.STRIDE_UNIT)",
+        "page * in_units(kv.k_slot, T.STRIDE_UNIT)",
         ATTENTION + "features[causal-1]",
     ),
     "pages past the last key read": Mutant(
