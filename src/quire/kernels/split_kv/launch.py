@@ -23,7 +23,8 @@ NEVER = 1 << 30  # tiles
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
 FOLD_APART_FROM = 512  # rows of all states of a row block, from which another launch folds them
-FILLED = 0.75  # of the SMs have a row block
+FILLED = 0.75  # of the SMs have a row block of a KV head
+KEYS_OF_WIDE_VALUES = 64  # of a tile of eight warps, where values are wider than 128
 INTERVALS_AT_ONCE = 8
 LONG_CONTEXT = 64  # keys for each query
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
@@ -89,13 +90,18 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def folds_apart(self) -> bool:
-        """Whether a second launch folds the states of splits: if one program would take long to fold a row block's.
+        """Whether a second launch folds the states of splits.
 
-        So that `service.launches_within` meets every decision, the bound is rounded here.
+        It does if one program would take long to fold those of a row block, and if there are too few row blocks for the
+        device. Else other programs attend while one folds.
         """
-        splits = cdiv(power_of_two(max(1, self.request.bounds.max_seq_len)), self.fixed_split_size or NEVER)
-        decodes = self.max_decode_queries > 0  # such a launch runs concurrently with that of the Hopper kernel
-        return self.fixed_split_size > 0 and not decodes and splits * self.partial_rows >= FOLD_APART_FROM
+        if not self.fixed_split_size or self.max_decode_queries:  # the latter is concurrent with the Hopper kernel
+            return False
+        request = rounded_up(self.request)
+        splits = cdiv(request.bounds.max_seq_len, self.fixed_split_size)
+        row_blocks = replace(self, request=request).num_row_blocks(request.bounds.num_tokens)
+        few = row_blocks * request.spec.num_kv_heads < FILLED * request.device.num_sms
+        return few and splits * self.partial_rows >= FOLD_APART_FROM
 
     @property
     def fold_columns(self) -> int:
@@ -259,7 +265,12 @@ def invariant_config(request: Request) -> tuple[KernelConfig, str]:
     # A fitted tree would choose different tiles for different batches.
     config, reason = tree.select(spec, device, power_of_two(spec.group_size), 1, FIXED_SPLIT_SIZE, 1, fitted=False)
     if config.block_dv > 128:  # there are two accumulators, one of the row block and one of the split
-        config = replace(config, block_n=max(16, config.block_n // 2), programs_per_sm=2)
+        wide = replace(config, num_warps=8, programs_per_sm=1)
+        has_room = config.block_n == KEYS_OF_WIDE_VALUES and not device.has_mfma
+        if has_room and with_rows(wide, 32, spec, device) is not None:
+            config = wide
+        else:
+            config = replace(config, block_n=max(16, config.block_n // 2), programs_per_sm=2)
     if device.has_mfma:
         config = replace(config, matrix_instr_nonkdim=16)  # else the compiler takes larger instructions for more rows
     for block_m in (32, 64, 128):
@@ -269,6 +280,19 @@ def invariant_config(request: Request) -> tuple[KernelConfig, str]:
         if config.block_m < min(block_m, request.rows_per_seq) and block_m <= device.alike_rows and taller is not None:
             config = taller
     return config, reason
+
+
+def rounded_up(request: Request) -> Request:
+    """Return a request whose numbers are powers of two, so that `service.launches_within` meets what is decided of it.
+
+    The queries of a sequence are left as they are: the configuration depends on them, and its rows are such powers.
+    """
+    bounds = replace(
+        request.bounds,
+        max_seq_len=power_of_two(max(1, request.bounds.max_seq_len)),
+        num_tokens=power_of_two(max(1, request.bounds.num_tokens)),
+    )
+    return replace(request, num_seqs=power_of_two(request.num_seqs), bounds=bounds)
 
 
 def has_one_split(request: Request) -> bool:
@@ -341,21 +365,13 @@ def choose_partitions(
 def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
     """Return whether a batch-invariant plan cuts row blocks: if they are few, and the scratch is not too large.
 
-    Every split of every row block may have a state in the scratch. So that `service.launches_within` meets every
-    decision, bounds are rounded here.
+    Every split of every row block may have a state in the scratch.
     """
-    request = split.request
-    bounds = replace(
-        request.bounds,
-        max_seq_len=power_of_two(max(1, request.bounds.max_seq_len)),
-        num_tokens=power_of_two(max(1, request.bounds.num_tokens)),
-    )
-    largest = replace(split, request=replace(request, num_seqs=power_of_two(request.num_seqs), bounds=bounds))
-    if largest.scratch_size().total > MOST_INVARIANT_SCRATCH:
+    request = rounded_up(split.request)
+    if replace(split, request=request).scratch_size().total > MOST_INVARIANT_SCRATCH:
         return False
-    return not split.multi_block or 2 * cdiv(bounds.num_tokens * request.spec.group_size, split.config.block_m) <= (
-        split.capacity
-    )
+    rows = request.bounds.num_tokens * request.spec.group_size
+    return not split.multi_block or 2 * cdiv(rows, split.config.block_m) <= split.capacity
 
 
 def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
