@@ -124,13 +124,17 @@ def test_short_batch_invariant_prompts_have_row_blocks_for_most_of_the_device():
     assert [of(n) for n in (128, 256, 512)] == [("block", 32), ("block", 64), ("hopper", None)]
 
 
-def test_large_states_of_splits_are_folded_by_another_launch():
+def test_large_states_of_splits_are_folded_by_another_launch_where_row_blocks_are_few():
     def folds_apart(queries, seq_len, num_seqs=1):
         return decided(queries, seq_len, queries * num_seqs, num_seqs, batch_invariant=True).folds_apart
 
     assert [folds_apart(1, keys) for keys in (1024, 8192, 131072)] == [False, False, True]
-    assert [folds_apart(64, keys) for keys in (512, 8192)] == [False, True]
+    assert [folds_apart(64, keys) for keys in (512, 1024, 8192)] == [False, True, True]
+    assert [folds_apart(16, *rest) for rest in ((8192,), (4096, 4))] == [True, True]
     assert not folds_apart(4, 2048, 16)
+    # 32 row blocks of 8 KV heads fill the device: others attend while one program folds.
+    assert [folds_apart(8, 4096, num_seqs) for num_seqs in (8, 32)] == [True, False]
+    assert [folds_apart(1, 131072, num_seqs) for num_seqs in (8, 32)] == [True, False]
     decoding = decided(2048, 32768, 4126, 32, batch_invariant=True).decode  # concurrent with the Hopper kernel
     assert decoding.max_decode_queries and not decoding.folds_apart
 
@@ -145,6 +149,28 @@ def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_
     assert (wide.name, wide.column_parts, narrow.name, narrow.column_parts) == ("hopper", 2, "hopper", 1)
     assert wide.num_work_tiles(2048) == 2 * narrow.num_work_tiles(2048)
     assert of(192).name == "block"  # neither half is of whole panels
+
+
+def test_batch_invariant_tiles_of_wide_values_have_64_keys_where_there_is_room():
+    """Shorter ones elsewhere, and the same for every number of queries."""
+
+    def tile(target, queries=(1, 8, 64, 2048), **extra):
+        spec = quire.AttentionSpec(**{"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256} | extra)
+        configs = [
+            decide(
+                Request(spec, 1, q > 1, Bounds(q, 8192, q), TARGETS[target].properties), Options(batch_invariant=True)
+            )[0].config
+            for q in queries
+        ]
+        (keys,) = {config.block_n for config in configs}
+        return keys, configs[0].num_warps
+
+    assert tile("sm90") == tile("sm100") == (64, 8)
+    assert tile("sm90", head_dim=192) == tile("sm90", head_dim=128, head_dim_v=256) == (64, 8)
+    assert tile("sm80") == tile("gfx950") == (32, 4)  # of sm80, shared memory has no room for 32 rows and 64 keys
+    assert tile("sm86") == tile("gfx942") == (16, 4)
+    assert tile("sm90", kv_dtype=torch.float8_e4m3fn) == (16, 4)
+    assert tile("sm90", head_dim=512) == (16, 8)
 
 
 def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():

@@ -80,10 +80,11 @@ def test_how_a_prompt_is_split_changes_nothing(features, device, assert_within_b
 
 @pytest.fixture
 def fold_from(monkeypatch):
-    """Return a function that says from how many rows of states on another launch folds them."""
+    """Return a function that says from how many rows of states on another launch folds them, in batches of any size."""
 
     def set_limit(rows):
         monkeypatch.setattr(split_kv, "FOLD_APART_FROM", rows)
+        monkeypatch.setattr(split_kv, "FILLED", float("inf"))
         forget_trees()
 
     yield set_limit
