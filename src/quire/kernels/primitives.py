@@ -36,6 +36,7 @@ class Tiling(NamedTuple):
     INPUT_PRECISION: Any
     PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
     STRIDE_UNIT: Any  # of `views.stride_unit`
+    WAIT: Any  # finish the products with values in the iteration that begins them
 
 
 class Scoring(NamedTuple):
@@ -352,7 +353,15 @@ def attend_tile(
             first, last = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
             visible = visible & (kv_pos[None, :] >= first[:, None]) & (kv_pos[None, :] <= last[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    return softmax_step(acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION)
+    acc, m_i, l_i = softmax_step(
+        acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION
+    )
+    if T.WAIT:
+        # Where the accumulator of a loop is used in a branch, Triton waits for wgmma in the next iteration. ptxas then
+        # makes every wgmma of the kernel wait for the one before it (C7515). A use outside of the branch, which costs
+        # no instruction, makes Triton wait here.
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, is_pure=True, pack=1)
+    return acc, m_i, l_i
 
 
 @triton.jit
