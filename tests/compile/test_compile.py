@@ -274,7 +274,10 @@ def test_products_in_fp8_change_nothing_on_targets_without_them(target):
         ("sm90", "plain", 128, True),
         ("sm90", "e4m3", 128, False),
         ("sm90", "e4m3", 256, True),
+        ("sm90", "plain", 256, True),
+        ("sm80", "plain", 256, True),
         ("gfx942", "plain", 64, True),
+        ("gfx942", "plain", 256, True),
         ("gfx942", "e4m3", 128, True),
         ("gfx942", "e4m3", 256, False),
     ],
@@ -301,6 +304,32 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
     print(f"{target:7} {batch:9} {plan.kernel} {kernel}")
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
     assert kernel.spills <= (0 if target == "gfx942" else 128), kernel  # bytes of a thread
+
+
+@pytest.mark.parametrize(("num_q_heads", "head_dim"), [(32, 128), (16, 256)])
+@pytest.mark.parametrize("queries", [64, 4096])
+def test_wgmma_of_batch_invariant_portable_kernels_do_not_wait_for_one_another(queries, num_q_heads, head_dim):
+    """A loop waits once for scores and once for products with values."""
+    spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=8, head_dim=head_dim, dtype=torch.bfloat16)
+    options = (("batch_invariant", True), ("kernel", "portable"))
+    cubins, read = [], targets.inspect
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "inspect", lambda *launch: cubins.append(launch[1].asm["cubin"]) or read(*launch))
+        plan, compiled = Launch(spec, 1, queries, 8192, queries, options=options).compile(TARGETS["sm90"])
+    kernel = compiled[0]
+    print(plan.kernel, kernel)
+    assert plan.kernel == {64: "split_kv", 4096: "block"}[queries] and plan.launch.config.block_m >= 64
+    assert kernel.shared <= TARGETS["sm90"].shared_memory and kernel.occupancy >= 1, kernel
+    # Of heads of 256, accumulators take 128 registers of a thread.
+    assert kernel.spills <= (128 if head_dim == 128 else 256), kernel
+    attends = [
+        loop
+        for loop in loops.innermost_loops(loops.disassemble(cubins[0]))
+        if any(op.startswith("HGMMA") for op in loop)
+    ]
+    assert attends
+    for loop in attends:
+        assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == 2, loops.describe(loop)
 
 
 @pytest.mark.parametrize("target", ["sm90", "gfx942", "sm80"])

@@ -80,7 +80,7 @@ class PortableLaunch(ABC):
             "INPUT_PRECISION": "tf32" if spec.allow_tf32 and device.native_tf32 else "ieee",
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,
             "PER_ROW_MASK": self.request.bounds.max_query_len > 1, "MULTI_BLOCK": self.multi_block,
-            "PDL": device.supports_pdl, "WGMMA": device.has_wgmma,
+            "PDL": device.supports_pdl, "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2,
         } | options  # fmt: skip
 
     def compile_key(self) -> Hashable:
