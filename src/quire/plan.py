@@ -127,8 +127,9 @@ def plan(
         config: configuration of the portable kernels; chosen by the device's decision tree when not given.
         batch_invariant: make each token's result depend on its sequence alone, bit for bit. It then does not depend on
             the rest of the batch, on how a prompt is split into chunks, or on the bounds given here: decode, drafts,
-            chunks and whole prompts have the same bits. Decode takes a few per cent longer, prompts on Hopper GPUs a
-            fifth to a third, and prompts on quantised caches several times as long.
+            chunks and whole prompts have the same bits. Decode of batches takes a few per cent longer, of one sequence
+            up to a third, and so do prompts on Hopper GPUs. With heads of 256, long prompts take up to 1.6 times as
+            long; a chunk of 64 queries on 8,192 keys twice, and prompts on quantised caches several times as long.
         workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.

@@ -357,11 +357,22 @@ def attend_tile(
         acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION
     )
     if T.WAIT:
-        # Where the accumulator of a loop is used in a branch, Triton waits for wgmma in the next iteration. ptxas then
-        # makes every wgmma of the kernel wait for the one before it (C7515). A use outside of the branch, which costs
-        # no instruction, makes Triton wait here.
-        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, is_pure=True, pack=1)
+        if T.PACKED_FP8:
+            even, odd = acc
+            acc = wait_for(even), wait_for(odd)
+        else:
+            acc = wait_for(acc)
     return acc, m_i, l_i
+
+
+@triton.jit
+def wait_for(acc):
+    """Return the accumulator of a product, for which Triton then waits in this iteration of a loop.
+
+    If only a branch uses it, Triton waits for wgmma in the next iteration, and ptxas makes every wgmma of the kernel wait
+    for the one before it (C7515). The move is a use outside of the branch, and the compiler removes it.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
