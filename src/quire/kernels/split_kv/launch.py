@@ -26,6 +26,7 @@ FOLD_APART_FROM = 512  # rows of all states of a row block, from which another l
 FILLED = 0.75  # of the SMs have a row block
 INTERVALS_AT_ONCE = 8
 LONG_CONTEXT = 64  # keys for each query
+IDLE = 8  # programs that a device has room for, for each row block, where it is nearly idle
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
 
@@ -36,7 +37,7 @@ class SplitKVLaunch(PortableLaunch):
     Attributes:
         num_partitions: partitions for each KV head.
         costs: constants of the device.
-        combine_cost: cost of a partial, in KV tiles; 0 if the caller chose the number of splits.
+        combine_cost: cost of a partial, in KV tiles; 0 if the number of splits does not depend on it.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         max_decode_queries: sequences with more queries are left to another launch; 0 if this launch serves all.
     """
@@ -331,6 +332,9 @@ def choose_partitions(
             num_partitions = 0
     elif options.num_splits is not None:
         num_partitions = options.num_splits * num_blocks if options.num_splits > 1 else 0
+    elif is_tiny(split, num_blocks):
+        split = replace(split, combine_cost=0.0)
+        num_partitions = num_blocks * cdiv(split.request.bounds.max_seq_len, split.config.block_n)
     else:
         num_partitions = partitions_that_pay(split, num_blocks)
     if num_partitions == 0 or split.max_units >= MAX_UNITS:
@@ -356,6 +360,18 @@ def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
     return not split.multi_block or 2 * cdiv(bounds.num_tokens * request.spec.group_size, split.config.block_m) <= (
         split.capacity
     )
+
+
+def is_tiny(split: SplitKVLaunch, num_blocks: int) -> bool:
+    """Return whether so few sequences of so few keys decode that each KV tile should have a program.
+
+    Of 256 keys, 1 sequence takes 5.3 us so and 7.3 whole, 4 take 6.7 and 7.5, 8 take as long (NVIDIA H200, 2026-11-23).
+    Two tiles are faster whole.
+    """
+    bounds = split.request.bounds
+    tiles = cdiv(bounds.max_seq_len, split.config.block_n)
+    is_short = 2 < tiles <= split.costs.min_split_tiles
+    return is_short and bounds.max_query_len == 1 and IDLE * num_blocks <= split.capacity
 
 
 def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
