@@ -682,7 +682,7 @@ def test_ragged_batches_of_few_queries_on_long_contexts_are_cut_by_keys():
     assert (ragged.name, ragged.num_partitions) == ("split_kv", ragged.capacity)
     assert launch(155, 42161, 58 * 155).name != "split_kv"  # equal ones
     assert launch(155, 8000, 1500).name != "split_kv"  # no long context
-    assert launch(155, 42161, 1500, sliding_window=1000).name != "split_kv"  # of which nobody sees much
+    assert launch(155, 42161, 1500, sliding_window=1000).name != "split_kv"  # of which a query sees little
 
 
 def test_short_prompts_with_wide_heads_go_to_the_hopper_kernel():

@@ -200,7 +200,7 @@ def test_group_sizes(heads):
     ids=str,
 )
 def test_work_tiles_with_all_heads_of_a_group(extra, group_size):
-    """Of ragged batches and of few queries. Some rows of such a work tile are nobody's."""
+    """Of ragged batches and of few queries. Some rows of such a work tile have no query."""
     spec = quire.AttentionSpec(**LLAMA | {"num_q_heads": 2 * group_size} | extra)
     for lens in (((24, 500), (24, 24), (24, 1500)), ((1, 300), (40, 900), (17, 17), (130, 600)), ((9, 4000),)):
         assert_right(spec, lens)
