@@ -685,6 +685,16 @@ def test_ragged_batches_of_few_queries_on_long_contexts_are_cut_by_keys():
     assert launch(155, 42161, 1500, sliding_window=1000).name != "split_kv"  # of which a query sees little
 
 
+def test_a_short_window_is_a_short_context():
+    def config(window, **options):
+        bounds = Bounds(4096, 4096, 4096)
+        request = Request(replace(SPEC, sliding_window=window), 1, True, bounds, PROPERTIES, **options)
+        return decide(request, Options())[0].config
+
+    assert [config(window).num_warpgroups for window in (128, 512, 513, 1024, None)] == [1, 1, 2, 2, 2]
+    assert config(128, has_intervals=True).num_warpgroups == 2  # instead of the window, the intervals count
+
+
 def test_short_prompts_with_wide_heads_go_to_the_hopper_kernel():
     """Even where the portable kernels would cut them, since work tiles are few."""
     heads = {"num_q_heads": 11, "num_kv_heads": 1, "head_dim": 216, "head_dim_v": 216}

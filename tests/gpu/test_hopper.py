@@ -94,7 +94,7 @@ def assert_right(spec, lens, **problem):
         assert verdict.passed, (plan, verdict)
         served = plan.launch.for_cache(p.cache) is plan.launch  # else by the fallback
         assert served == (problem.get("scales") != "token")
-    assert plan.launch.config.num_warpgroups == 2
+    assert plan.launch.config.num_warpgroups == 2 or plan.launch.request.keys_seen <= 512
 
 
 @pytest.mark.parametrize(

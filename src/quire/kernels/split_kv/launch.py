@@ -394,10 +394,9 @@ def may_be_uneven(request: Request) -> bool:
     58 sequences of up to 155 queries on up to 42,161 keys, 10/2 heads of 24, took 157 us cut and 638 not (NVIDIA H200,
     2026-11-23).
     """
-    bounds, window = request.bounds, request.spec.sliding_window
-    seen = bounds.max_seq_len if window is None or request.per_token else min(bounds.max_seq_len, window)
+    bounds = request.bounds
     is_ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
-    return is_ragged and seen >= LONG_CONTEXT * power_of_two(bounds.max_query_len)
+    return is_ragged and request.keys_seen >= LONG_CONTEXT * power_of_two(bounds.max_query_len)
 
 
 def min_partition_tiles(mean: float, combine_cost: float, costs: CostModel, two_level_min_tiles: int) -> int:
