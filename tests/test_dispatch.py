@@ -688,6 +688,52 @@ def test_what_the_hopper_kernel_does_not_serve(reason, target, changes):
         assert hopper_config(replace(SPEC, **changes), TARGETS[target].properties, short, 4096, False) == reason
 
 
+def test_a_few_short_sequences_have_a_program_for_each_tile():
+    assert decided(1, 256, 1, 1).num_partitions == 4
+    assert decided(1, 200, 3, 3).num_partitions == 3 * 4
+    assert {decided(1, 256, n, n).name for n in (4, 32)} == {"block"}
+    assert decided(1, 128, 1, 1).name == "block"
+    assert decided(1, 256, 1, 1).combine_cost == 0 < decided(1, 512, 1, 1).combine_cost
+
+
+def test_ragged_batches_of_few_queries_on_long_contexts_are_cut_by_keys():
+    heads = {"num_q_heads": 10, "num_kv_heads": 2, "head_dim": 24, "head_dim_v": 24}
+
+    def launch(max_query_len, max_seq_len, num_tokens, **changes):
+        bounds = Bounds(max_query_len, max_seq_len, num_tokens)
+        request = Request(replace(SPEC, **heads, **changes), 58, True, bounds, PROPERTIES)
+        return decide(request, Options())[0]
+
+    ragged = launch(155, 42161, 1500)
+    assert (ragged.name, ragged.num_partitions) == ("split_kv", ragged.capacity)
+    assert launch(155, 42161, 58 * 155).name != "split_kv"  # equal ones
+    assert launch(155, 8000, 1500).name != "split_kv"  # no long context
+    assert launch(155, 42161, 1500, sliding_window=1000).name != "split_kv"  # of which a query sees little
+
+
+def test_a_short_window_is_a_short_context():
+    def config(window, **options):
+        bounds = Bounds(4096, 4096, 4096)
+        request = Request(replace(SPEC, sliding_window=window), 1, True, bounds, PROPERTIES, **options)
+        return decide(request, Options())[0].config
+
+    assert [config(window).num_warpgroups for window in (128, 512, 513, 1024, None)] == [1, 1, 2, 2, 2]
+    assert config(128, has_intervals=True).num_warpgroups == 2  # instead of the window, the intervals count
+
+
+def test_short_prompts_with_wide_heads_go_to_the_hopper_kernel():
+    """Even where the portable kernels would cut them, since work tiles are few."""
+    heads = {"num_q_heads": 11, "num_kv_heads": 1, "head_dim": 216, "head_dim_v": 216}
+
+    def name(max_seq_len, **changes):
+        bounds = Bounds(357, max_seq_len, 600)
+        return decide(Request(replace(SPEC, **heads | changes), 3, True, bounds, PROPERTIES), Options())[0].name
+
+    assert name(378) == "hopper"
+    assert name(378, head_dim=128, head_dim_v=128) == "split_kv"
+    assert name(2000) == "split_kv"
+
+
 def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     def launch(max_query_len, max_seq_len, num_seqs=1, num_tokens=None):
         device = replace(PROPERTIES, num_sms=128)

@@ -49,14 +49,14 @@ HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 
 
 @triton.jit
-def double(scores, q_pos, kv_pos, slopes, cap):
-    return 2.0 * scores
+def double(scores, scale, q_pos, kv_pos, slopes, cap):
+    return 2.0 * scores * scale
 
 
 @pytest.fixture
 def doubled_scores(monkeypatch) -> quire.AttentionSpec:
     """Return a spec whose scores `double` makes twice as large. It takes softcap's place."""
-    monkeypatch.setitem(mods.SCORE_MODS, (True, False), double)
+    monkeypatch.setitem(mods.SCORE_MODS, ("float32", False), double)
     return quire.AttentionSpec(**HEADS, dtype=torch.float32, softmax_scale=0.1, softcap=1.0)
 
 

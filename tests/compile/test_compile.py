@@ -93,7 +93,7 @@ def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, he
 
 @pytest.mark.parametrize(("group_size", "queries", "heads"), [(5, 16, 5), (7, 64, 7)])
 def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, heads):
-    """A work tile has all heads of a group, and some rows that are nobody's."""
+    """A work tile has all heads of a group, and some rows without a query."""
     spec = quire.AttentionSpec(num_q_heads=2 * group_size, num_kv_heads=2, head_dim=120, sinks=True, alibi=True)
     launch = Launch(spec, 8, queries, 4096, 8 * queries, options=(("kernel", "hopper"),), return_lse=True)
     plan, compiled = launch.compile(TARGETS["sm90"])

@@ -467,8 +467,8 @@ IN_INTERPRETER = {
     # mods.py
     "softcap without its cap": Mutant(
         "kernels/mods.py",
-        "return cap * tanh(scores / cap)",
-        "return tanh(scores / cap)",
+        "return cap * tanh(scores * scale / cap)",
+        "return tanh(scores * scale / cap)",
         ATTENTION + "features[softcap-1]",
     ),
     "tanh's series cut": Mutant("kernels/mods.py", "x2 * (2.0 / 15 + ", "x2 * (2.0 / 16 + ", "kernels/test_mods.py"),
@@ -480,8 +480,8 @@ IN_INTERPRETER = {
     ),
     "softcap after ALiBi": Mutant(
         "kernels/mods.py",
-        "return alibi(softcap(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)",
-        "return softcap(alibi(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)",
+        "alibi(capped, 1.0, q_pos, kv_pos, slopes, cap)",
+        "softcap_in_float32(alibi(scores, scale, q_pos, kv_pos, slopes, cap), 1.0, q_pos, kv_pos, slopes, cap)",
         ATTENTION + "features[everything-1]",
     ),
     "int8 down to -128": Mutant(

@@ -215,7 +215,8 @@ class CostModel:
             in two levels, so they are split further. Single-query plans without long sequences have one level.
         two_level_min_tiles_small: the same limit where the device holds at least `2 * many_partitions` programs per
             KV head and a partial has fewer than 16 rows.
-        short_context: for contexts of at most this many keys, the Hopper kernel runs one warpgroup per CTA, not two.
+        short_context: for contexts of at most this many keys, and windows of half as many, the Hopper kernel runs one
+            warpgroup per CTA, not two.
         hopper_min_tiles_per_split: the Hopper kernel gives each split at least this many tiles.
         hopper_max_splits: the Hopper kernel splits the keys of a work tile at most this many times.
         hopper_section_heads: with many KV heads, the Hopper kernel attends to sections of about this many, one after

@@ -1,6 +1,6 @@
 """Score mods and decoders: features as small jit functions that a plan hands to the kernel.
 
-A score mod turns scaled scores into scores. A decoder turns stored cache elements into numbers; an encoder does the
+A score mod turns products of queries and keys, and the softmax scale, into scores. A decoder turns stored cache elements into numbers; an encoder does the
 reverse. An fp8x2 decoder turns one 16-bit element into two fp8 numbers as float16, which represents them exactly. So an
 fp8 cache reaches the tensor cores with half the instructions.
 
@@ -30,31 +30,32 @@ def tanh(x):
 
 
 @triton.jit
-def softcap_in_float32(scores, q_pos, kv_pos, slopes, cap):
-    return cap * tanh(scores / cap)
+def softcap_in_float32(scores, scale, q_pos, kv_pos, slopes, cap):
+    return cap * tanh(scores * scale / cap)
 
 
 @triton.jit
-def softcap(scores, q_pos, kv_pos, slopes, cap):
+def softcap(scores, scale, q_pos, kv_pos, slopes, cap):
     # tanh(x) = 1 - 2 / (exp(2x) + 1), whose absolute error is that of float32 near 1. So exponentials err by about
     # cap * 2^-22, which is far less than 16-bit probabilities do. A reciprocal of rsqrt needs no care of its range.
-    r = tl.rsqrt(tl.exp2(scores * (2.8853900817779268 / cap)) + 1.0)
+    r = tl.rsqrt(tl.exp2(scores * (scale * (2.8853900817779268 / cap))) + 1.0)
     return cap - 2.0 * cap * r * r
 
 
 @triton.jit
-def alibi(scores, q_pos, kv_pos, slopes, cap):
-    return scores - slopes[:, None] * tl.abs(q_pos[:, None] - kv_pos[None, :]).to(tl.float32)
+def alibi(scores, scale, q_pos, kv_pos, slopes, cap):
+    return scores * scale - slopes[:, None] * tl.abs(q_pos[:, None] - kv_pos[None, :]).to(tl.float32)
 
 
 @triton.jit
-def softcap_alibi_in_float32(scores, q_pos, kv_pos, slopes, cap):
-    return alibi(softcap_in_float32(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)
+def softcap_alibi_in_float32(scores, scale, q_pos, kv_pos, slopes, cap):
+    capped = softcap_in_float32(scores, scale, q_pos, kv_pos, slopes, cap)
+    return alibi(capped, 1.0, q_pos, kv_pos, slopes, cap)
 
 
 @triton.jit
-def softcap_alibi(scores, q_pos, kv_pos, slopes, cap):
-    return alibi(softcap(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)
+def softcap_alibi(scores, scale, q_pos, kv_pos, slopes, cap):
+    return alibi(softcap(scores, scale, q_pos, kv_pos, slopes, cap), 1.0, q_pos, kv_pos, slopes, cap)
 
 
 @triton.jit

@@ -343,7 +343,7 @@ def attend_tile(
             v = (v * v_scale[:, None]).to(q.dtype)
             v_scale = None
     if T.SCORE_MOD is not None:
-        scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
+        scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     if MASKED:
         visible = keep[None, :]
         if sight.begin is not None:

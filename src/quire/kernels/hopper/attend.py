@@ -263,7 +263,7 @@ def softmax_step(
     exponent_scale = scale * LOG2E
     if SCORE_MOD is not None:
         exponent_scale = LOG2E
-        scores = SCORE_MOD(scores * by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
+        scores = SCORE_MOD(scores, by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
     if sight is None:
         is_past_right = pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
         is_partial = is_past_right | (pos < high_pos - scoring.window_left)

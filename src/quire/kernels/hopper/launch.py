@@ -162,7 +162,7 @@ class HopperLaunch:
 
 def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | str:
     """Return a launch of the Hopper kernel and the reason; or, in words, what it does not serve or is slower at."""
-    spec, bounds = request.spec, request.bounds
+    spec = request.spec
     if spec.latent:
         return "latents"
     if request.has_tree:
@@ -172,7 +172,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     if options.batch_invariant:
         return propose_invariant(request, options)
     costs = tree.cost_model(spec, request.device)
-    config = choose_config(request, short=bounds.max_seq_len <= costs.short_context)
+    config = choose_config(request, is_short(request, costs))
     if isinstance(config, str):
         return config
     if not request.has_cu_seqlens:
@@ -218,7 +218,12 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
 
 def is_short_and_wide(request: Request, costs: CostModel) -> bool:
     """Return whether contexts are short and heads wide: the portable kernels multiply wide heads at half the speed."""
-    return request.bounds.max_seq_len <= costs.short_context and request.spec.head_dim > WIDE
+    return is_short(request, costs) and request.spec.head_dim > WIDE
+
+
+def is_short(request: Request, costs: CostModel) -> bool:
+    """Return whether a row block attends to few keys. Of a prompt, it attends to a half on average."""
+    return request.bounds.max_seq_len <= costs.short_context or 2 * request.keys_seen <= costs.short_context
 
 
 def choose_config(request: Request, short: bool) -> HopperConfig | str:
@@ -244,10 +249,10 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     bounds, device = launch.request.bounds, launch.request.device
     num_work_tiles = launch.num_work_tiles(bounds.num_tokens)
     may_decode = bounds.num_tokens < launch.request.num_seqs * bounds.max_query_len
-    short = bounds.max_query_len < launch.config.block_t or bounds.max_seq_len <= costs.short_context
+    short = bounds.max_query_len < launch.config.block_t or is_short(launch.request, costs)
     if may_decode or short or num_work_tiles == 0:
         return 1
-    most = bounds.max_seq_len // (costs.hopper_min_tiles_per_split * launch.config.block_n)
+    most = launch.request.keys_seen // (costs.hopper_min_tiles_per_split * launch.config.block_n)
     return max(1, min(device.num_sms // num_work_tiles, most, costs.hopper_max_splits))
 
 
@@ -285,6 +290,7 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
         return replace(launch, decode=decode)
     # The longest contexts may be those of decoding sequences. Prompts then have short contexts.
     short = bounds.max_query_len <= costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
+    short = short or is_short(request, costs)
     config = choose_config(request, short)
     assert isinstance(config, HopperConfig)
     return replace(launch, config=config, decode=decode)

@@ -136,7 +136,7 @@ def attend_latents(
         r = T.DECODE_ROPE(load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.BLOCK_R), q_pe.dtype)
         scores += tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)
     if T.SCORE_MOD is not None:
-        scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
+        scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     visible = keep[None, :]
     if T.PER_ROW_MASK:
         low, high = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right

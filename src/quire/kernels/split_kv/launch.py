@@ -27,6 +27,7 @@ FILLED = 0.75  # of the SMs have a row block of a KV head
 KEYS_OF_WIDE_VALUES = 64  # of a tile of eight warps, where values are wider than 128
 INTERVALS_AT_ONCE = 8
 LONG_CONTEXT = 64  # keys for each query
+IDLE = 8  # programs that a device has room for, for each row block, where it is nearly idle
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
 
@@ -37,7 +38,7 @@ class SplitKVLaunch(PortableLaunch):
     Attributes:
         num_partitions: partitions for each KV head.
         costs: constants of the device.
-        combine_cost: cost of a partial, in KV tiles; 0 if the caller chose the number of splits.
+        combine_cost: cost of a partial, in KV tiles; 0 if the number of splits does not depend on it.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         max_decode_queries: sequences with more queries are left to another launch; 0 if this launch serves all.
     """
@@ -355,6 +356,9 @@ def choose_partitions(
             num_partitions = 0
     elif options.num_splits is not None:
         num_partitions = options.num_splits * num_blocks if options.num_splits > 1 else 0
+    elif is_tiny(split, num_blocks):
+        split = replace(split, combine_cost=0.0)
+        num_partitions = num_blocks * cdiv(split.request.bounds.max_seq_len, split.config.block_n)
     else:
         num_partitions = partitions_that_pay(split, num_blocks)
     if num_partitions == 0 or split.max_units >= MAX_UNITS:
@@ -372,6 +376,18 @@ def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
         return False
     rows = request.bounds.num_tokens * request.spec.group_size
     return not split.multi_block or 2 * cdiv(rows, split.config.block_m) <= split.capacity
+
+
+def is_tiny(split: SplitKVLaunch, num_blocks: int) -> bool:
+    """Return whether so few sequences of so few keys decode that each KV tile should have a program.
+
+    Of 256 keys, 1 sequence takes 5.3 us so and 7.3 whole, 4 take 6.7 and 7.5, 8 take as long (NVIDIA H200, 2026-11-23).
+    Two tiles are faster whole.
+    """
+    bounds = split.request.bounds
+    tiles = cdiv(bounds.max_seq_len, split.config.block_n)
+    is_short = 2 < tiles <= split.costs.min_split_tiles
+    return is_short and bounds.max_query_len == 1 and IDLE * num_blocks <= split.capacity
 
 
 def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
@@ -394,10 +410,9 @@ def may_be_uneven(request: Request) -> bool:
     58 sequences of up to 155 queries on up to 42,161 keys, 10/2 heads of 24, took 157 us cut and 638 not (NVIDIA H200,
     2026-11-23).
     """
-    bounds, window = request.bounds, request.spec.sliding_window
-    seen = bounds.max_seq_len if window is None or request.per_token else min(bounds.max_seq_len, window)
+    bounds = request.bounds
     is_ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
-    return is_ragged and seen >= LONG_CONTEXT * power_of_two(bounds.max_query_len)
+    return is_ragged and request.keys_seen >= LONG_CONTEXT * power_of_two(bounds.max_query_len)
 
 
 def min_partition_tiles(mean: float, combine_cost: float, costs: CostModel, two_level_min_tiles: int) -> int:
