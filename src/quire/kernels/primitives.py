@@ -369,8 +369,8 @@ def attend_tile(
 def wait_for(acc):
     """Return the accumulator of a product, for which Triton then waits in this iteration of a loop.
 
-    If only a branch uses it, Triton waits for wgmma in the next iteration, and ptxas makes every wgmma of the kernel wait
-    for the one before it (C7515). The move is a use outside of the branch, and the compiler removes it.
+    If only a branch uses it, Triton waits for wgmma in the next iteration, and ptxas makes every wgmma of the kernel
+    wait for the one before it (C7515). The move is a use outside of the branch, and the compiler removes it.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, is_pure=True, pack=1)
 
