@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -226,6 +227,7 @@ def invariant_config(request: Request) -> tuple[KernelConfig, str]:
     return config, reason
 
 
+@lru_cache(maxsize=4096)
 def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig | None:
     """Return a configuration with more rows and tiles of as many keys; None if registers or shared memory are short."""
     if spec.kv_dtype is not spec.dtype:
@@ -288,17 +290,13 @@ def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
     decision, bounds are rounded here.
     """
     request = split.request
-    bounds = replace(
-        request.bounds,
-        max_seq_len=power_of_two(max(1, request.bounds.max_seq_len)),
-        num_tokens=power_of_two(max(1, request.bounds.num_tokens)),
-    )
-    largest = replace(split, request=replace(request, num_seqs=power_of_two(request.num_seqs), bounds=bounds))
-    if largest.scratch_size().total > MOST_INVARIANT_SCRATCH:
+    num_tokens = power_of_two(max(1, request.bounds.num_tokens))
+    if split.multi_block and 2 * cdiv(num_tokens * request.spec.group_size, split.config.block_m) > split.capacity:
         return False
-    return not split.multi_block or 2 * cdiv(bounds.num_tokens * request.spec.group_size, split.config.block_m) <= (
-        split.capacity
-    )
+    max_seq_len = power_of_two(max(1, request.bounds.max_seq_len))
+    bounds = replace(request.bounds, max_seq_len=max_seq_len, num_tokens=num_tokens)
+    largest = replace(split, request=replace(request, num_seqs=power_of_two(request.num_seqs), bounds=bounds))
+    return largest.scratch_size().total <= MOST_INVARIANT_SCRATCH
 
 
 def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
