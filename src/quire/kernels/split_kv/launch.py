@@ -221,9 +221,8 @@ def invariant_config(request: Request) -> tuple[KernelConfig, str]:
     if device.has_mfma:
         config = replace(config, matrix_instr_nonkdim=16)  # else the compiler takes larger instructions for more rows
     for block_m in (32, 64, 128):
-        taller = with_rows(config, block_m, spec, device)
-        if config.block_m < min(block_m, request.rows_per_seq) and block_m <= device.alike_rows and taller is not None:
-            config = taller
+        if config.block_m < min(block_m, request.rows_per_seq) and block_m <= device.alike_rows:
+            config = with_rows(config, block_m, spec, device) or config
     return config, reason
 
 
