@@ -29,7 +29,7 @@ def problem():
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_is_eager(backend):
-    """The first use of inductor takes half a minute: it compiles PyTorch's C++ headers, for every later use."""
+    """The first use of inductor takes ten seconds: it compiles PyTorch's C++ headers, for every later use."""
     p, plan, k, v, slots = problem()
     twin = quire.PagedKVCache(p.cache.k.clone(), p.cache.v.clone())
     expected = step(p.q, k, v, slots, p.cache, plan, p.sinks)

@@ -295,7 +295,9 @@ def test_the_script_that_measures_compares_tokens_and_times_steps_with_shared_co
         "max_num_batched_tokens": 32,
         "distributed_executor_backend": "mp",
     }
-    result = script.measure(run, vllm.LLM(model=str(tmp_path), **options | on_a_cpu))
+    llm = vllm.LLM(model=str(tmp_path), **options | on_a_cpu)
+    result = script.measure(run, llm)
+    llm.llm_engine.engine_core.shutdown()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     ).eval()

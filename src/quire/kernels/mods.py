@@ -1,8 +1,8 @@
 """Score mods and decoders: features as small jit functions that a plan hands to the kernel.
 
-A score mod turns products of queries and keys, and the softmax scale, into scores. A decoder turns stored cache elements into numbers; an encoder does the
-reverse. An fp8x2 decoder turns one 16-bit element into two fp8 numbers as float16, which represents them exactly. So an
-fp8 cache reaches the tensor cores with half the instructions.
+A score mod turns products of queries and keys, and the softmax scale, into scores. A decoder turns stored cache
+elements into numbers; an encoder does the reverse. An fp8x2 decoder turns one 16-bit element into two fp8 numbers as
+float16, which represents them exactly. So an fp8 cache reaches the tensor cores with half the instructions.
 
 Visibility needs no mod. Causal, bidirectional and windowed attention are all `q_pos - window_left <= kv_pos <= q_pos +
 window_right`, with two run-time numbers.

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -275,11 +276,10 @@ def invariant_config(request: Request) -> tuple[KernelConfig, str]:
     if device.has_mfma:
         config = replace(config, matrix_instr_nonkdim=16)  # else the compiler takes larger instructions for more rows
     for block_m in (32, 64, 128):
-        taller = with_rows(config, block_m, spec, device)
         if has_one_split(request) and not fills(request, block_m):
             break  # each row block has few keys, and none is cut: more of them are faster than taller ones
-        if config.block_m < min(block_m, request.rows_per_seq) and block_m <= device.alike_rows and taller is not None:
-            config = taller
+        if config.block_m < min(block_m, request.rows_per_seq) and block_m <= device.alike_rows:
+            config = with_rows(config, block_m, spec, device) or config
     return config, reason
 
 
@@ -307,6 +307,7 @@ def fills(request: Request, block_m: int) -> bool:
     return cdiv(rows, block_m) * request.spec.num_kv_heads >= FILLED * request.device.num_sms
 
 
+@lru_cache(maxsize=4096)
 def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig | None:
     """Return a configuration with more rows and tiles of as many keys; None if registers or shared memory are short."""
     if spec.kv_dtype is not spec.dtype:
@@ -372,10 +373,10 @@ def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
     Every split of every row block may have a state in the scratch.
     """
     request = rounded_up(split.request)
-    if replace(split, request=request).scratch_size().total > MOST_INVARIANT_SCRATCH:
-        return False
     rows = request.bounds.num_tokens * request.spec.group_size
-    return not split.multi_block or 2 * cdiv(rows, split.config.block_m) <= split.capacity
+    if split.multi_block and 2 * cdiv(rows, split.config.block_m) > split.capacity:
+        return False
+    return replace(split, request=request).scratch_size().total <= MOST_INVARIANT_SCRATCH
 
 
 def is_tiny(split: SplitKVLaunch, num_blocks: int) -> bool:
