@@ -27,7 +27,7 @@ FOLD_APART_FROM = 512  # rows of all states of a row block, from which another l
 FILLED = 0.75  # of the SMs have a row block of a KV head
 KEYS_OF_WIDE_VALUES = 64  # of a tile of eight warps, where values are wider than 128
 INTERVALS_AT_ONCE = 8
-LONG_CONTEXT = 64  # keys for each query
+LONG_CONTEXT, KEYS_FOR_EACH_QUERY = 8192, 64  # least keys of a sequence that may keep one program busy for long
 IDLE = 8  # programs that a device has room for, for each row block, where it is nearly idle
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
@@ -408,12 +408,13 @@ def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
 def may_be_uneven(request: Request) -> bool:
     """Return whether one sequence of a ragged batch may have few queries and very many keys, and most others few keys.
 
-    58 sequences of up to 155 queries on up to 42,161 keys, 10/2 heads of 24, took 157 us cut and 638 not (NVIDIA H200,
-    2026-11-23).
+    58 sequences of up to 155 queries on up to 42,161 keys, 10/2 heads of 24, took 157 us cut and 638 not; 50 of up to
+    13 on up to 2,532, 128/8 heads of 184, 207 cut, and 123 by the Hopper kernel (NVIDIA H200, 2026-11-23).
     """
     bounds = request.bounds
     is_ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
-    return is_ragged and request.keys_seen >= LONG_CONTEXT * power_of_two(bounds.max_query_len)
+    least = max(LONG_CONTEXT, KEYS_FOR_EACH_QUERY * power_of_two(bounds.max_query_len))
+    return is_ragged and request.keys_seen >= least
 
 
 def min_partition_tiles(mean: float, combine_cost: float, costs: CostModel, two_level_min_tiles: int) -> int:
