@@ -26,7 +26,7 @@ from quire.kernels.mla import launch as mla
 from quire.kernels.mla_hopper import launch as mla_hopper
 from quire.kernels.portable import PortableRunner
 from quire.kernels.shared_prefix import launch as shared
-from quire.kernels.split_kv import launch as portable
+from quire.kernels.split_kv import choice as portable
 from quire.launch_codec import encode
 from quire.prefix_checks import check_shared_prefix
 from quire.spec import AttentionSpec

@@ -261,7 +261,7 @@ IN_INTERPRETER = {
         "kernels/test_schedule.py",
     ),
     "the host's shortest partition by another formula": Mutant(
-        "kernels/split_kv/launch.py", "math.sqrt(mean * cost)", "math.sqrt(mean) * cost", "kernels/test_schedule.py"
+        "kernels/split_kv/choice.py", "math.sqrt(mean * cost)", "math.sqrt(mean) * cost", "kernels/test_schedule.py"
     ),
     "partials combined without weights": Mutant(
         "kernels/split_kv/reduce.py", "acc += accs[i] * alpha[:, None]", "acc += accs[i]", LONG + "[7]"

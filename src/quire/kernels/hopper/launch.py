@@ -15,8 +15,9 @@ from quire.kernels.hopper.tma import matrices_of_cache
 from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import ScratchSize, counter_bytes
-from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch, fills, has_one_split, rounded
-from quire.kernels.split_kv.launch import choose as choose_portable
+from quire.kernels.split_kv.choice import choose as choose_portable
+from quire.kernels.split_kv.choice import fills, has_one_split, rounded
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
 WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators

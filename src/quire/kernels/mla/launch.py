@@ -15,7 +15,8 @@ from quire.dispatch.tree import padded, power_of_two
 from quire.kernels.launch import once
 from quire.kernels.portable import KernelRunner
 from quire.kernels.scratch import ScratchSize, counter_bytes
-from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, MAX_UNITS, SplitKVLaunch, min_partition_tiles, rounded
+from quire.kernels.split_kv.choice import MAX_UNITS, min_partition_tiles, rounded
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
 MAX_ROW_BLOCKS = 16  # of a band

@@ -117,7 +117,7 @@ def count_units(kv, cu_seqlens_q, first, num_seqs, window_left, window_right, S:
 def min_partition_units(mean, combine_cost, S: tl.constexpr):
     """Return the length of the shortest partition that is worth its cost, as a float, for sequences of `mean` units.
 
-    The host computes the same; `split_kv.launch.min_partition_tiles` explains the formula.
+    The host computes the same; `split_kv.choice.min_partition_tiles` explains the formula.
     """
     cost = tl.where(mean > S.TWO_LEVEL_MIN_TILES, S.TWO_LEVEL_DISCOUNT * combine_cost, combine_cost)
     return tl.where((mean <= S.MIN_SPLIT_TILES) & (combine_cost > 0), mean, tl.sqrt(mean * cost))
