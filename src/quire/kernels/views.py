@@ -169,7 +169,7 @@ def stride_unit(*strides: int) -> int:
     """
     common = math.gcd(*strides)
     unit = common & -common
-    return unit if unit < 16 else 1
+    return unit if 0 < unit < 16 else 1
 
 
 def can_pack_fp8(cache: PagedKVCache) -> bool:
