@@ -208,6 +208,32 @@ def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_worksp
         assert launch.scratch_size().total <= enough, (num_seqs, bounds, str(launch))
 
 
+@pytest.mark.parametrize(
+    ("heads", "features"),
+    [
+        ((44, 4, 144), {"sinks": True}),
+        ((11, 1, 216), {"sliding_window": 131}),
+        ((15, 1, 64), {}),
+        ((64, 8, 64), {"sliding_window": 128}),
+        ((40, 8, 128), {"softcap": 30.0}),
+    ],
+    ids=str,
+)
+def test_the_launches_of_uneven_batches_are_among_those_of_warmup(heads, features):
+    """Of few sequences too, whose decode launch differs, on a device with a fitted tree."""
+    num_q_heads, num_kv_heads, head_dim = heads
+    spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **features)
+    device, draw = TARGETS["sm90"].properties, random.Random(1)
+    warm = {launch.compile_key() for launch in launches_within(spec, device, 64, 2048, 32768, False)}
+    for _ in range(1500):
+        num_seqs, queries = draw.choice((draw.randint(1, 64), 1 << draw.randint(0, 5))), int(2 ** draw.uniform(0, 11))
+        most = min(2048, num_seqs * queries)
+        num_tokens = draw.randint(min(most, queries + num_seqs - 1), most)
+        bounds = Bounds(queries, max(queries, int(2 ** draw.uniform(0, 15))), num_tokens)
+        launch, _ = decide(Request(spec, num_seqs, True, bounds, device), Options())
+        assert launch.compile_key() in warm, (num_seqs, bounds, str(launch))
+
+
 def planned(**options) -> quire.Plan:
     """Plan a step of 32 decoding sequences for the device, with tensors of its own."""
     batch = quire.Batch(torch.zeros(32, 128, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))

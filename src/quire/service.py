@@ -223,12 +223,13 @@ def launches_within(
     `per_token` says of each kind of batches whether it has intervals and trees.
     """
     options = Options(batch_invariant=batch_invariant)
-    distinguished = {1, 32, 33, 256, 257, max_num_seqs, *(powers(max_num_seqs) if batch_invariant else ())}
+    distinguished = {33, 257, *powers(max_num_seqs)}
     for num_seqs in sorted({min(n, max_num_seqs) for n in distinguished}):
         for max_query_len in query_lens(max_num_tokens, spec.latent):
             if max_query_len < min_query_len:
                 continue
-            for num_tokens in powers(max_num_tokens):
+            uneven = num_seqs * max_query_len - 1  # one less than of equal sequences, which plans distinguish
+            for num_tokens in sorted({*powers(max_num_tokens), min(uneven, max_num_tokens)}):
                 if num_tokens < max_query_len:
                     continue
                 one_query_each = max_query_len == 1 and num_tokens >= num_seqs

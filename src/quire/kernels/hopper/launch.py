@@ -16,7 +16,7 @@ from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import ScratchSize, counter_bytes
 from quire.kernels.split_kv.choice import choose as choose_portable
-from quire.kernels.split_kv.choice import fills, has_one_split, rounded
+from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
@@ -284,7 +284,7 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
     decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, num_tokens))
     decode, _ = choose_portable(decoding, Options(batch_invariant=batch_invariant))
-    if not isinstance(decode, SplitKVLaunch):
+    if not isinstance(decode, SplitKVLaunch) or (not batch_invariant and is_tiny(decode, request.num_seqs)):
         return launch
     decode = replace(decode, max_decode_queries=max_queries)
     if launch.fixed_split_size:
