@@ -21,7 +21,7 @@ from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
 WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
-WIDE = 128  # columns of a head
+WIDE = 128  # columns of a head, beyond which the portable kernels are slow
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 

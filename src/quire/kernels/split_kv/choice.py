@@ -177,8 +177,8 @@ def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
     one sequence may keep a program busy for long: an uncut row block reads no more keys than it sees.
     """
     tiles = cdiv(split.request.bounds.max_seq_len, split.config.block_n)
-    fills = split.multi_block and 2 * num_blocks > split.capacity and not may_be_uneven(split.request)
-    if tiles <= split.costs.min_split_tiles or fills:
+    keeps_busy = split.multi_block and 2 * num_blocks > split.capacity and not may_be_uneven(split.request)
+    if tiles <= split.costs.min_split_tiles or keeps_busy:
         return 0
     shortest = min_partition_tiles(tiles, split.combine_cost, split.costs, split.two_level_min_tiles)
     return min(split.capacity, num_blocks * cdiv(tiles, shortest))

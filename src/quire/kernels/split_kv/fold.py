@@ -1,4 +1,4 @@
-"""Fold the states of splits in a launch of its own, after the split-KV kernel of a batch-invariant plan.
+"""Fold the states of splits in a separate launch, after the split-KV kernel of a batch-invariant plan.
 
 One program that folds the states of a tall row block, or of a long context, would take longer than attention itself.
 The fold is in the order of splits, but each row and column of it is by itself. So programs share the rows and columns
