@@ -160,8 +160,8 @@ def load(name: str | None, dtype: str, device: str) -> "tuple[CausalLM, PreTrain
         )
     if name is not None and is_path(name) and not Path(name).exists():
         raise CommandError(
-            f"--model must be a checkpoint that Transformers loads, got {name!r}, which is not there; name a folder or a "
-            "model of the hub"
+            f"--model must be a checkpoint that Transformers loads, got {name!r}, which is not there; "
+            "name a folder or a model of the hub"
         )
     folder = str(DEMO_MODEL) if name is None else name
     if device == "auto":
