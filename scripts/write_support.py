@@ -166,10 +166,10 @@ def target_cell(feature: Feature, target: str) -> str:
     for request in requests(feature, target):
         try:
             launch, _ = decide(request, Options(**feature.options))
-            names.append(feature.launch_for_cache(launch).name)
+            names.append(f"`{feature.launch_for_cache(launch).name}`")
         except quire.UnsupportedError:
             names.append("none")
-    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+    return ", ".join(dict.fromkeys(names))
 
 
 def cpu_cell(feature: Feature) -> str:
@@ -361,8 +361,9 @@ Two more pages say what goes with [shared prefixes](shared_prefix.md#what-a-sequ
 
 ## Features and kernels
 
-The kernels are those that `plan(kernel=...)` names. Without `kernel`, a plan takes the first one that serves the batch.
-"yes" is for decode and for prompts, on {num_targets} targets: {targets}.
+The kernels are those that `plan(kernel=...)` names: `hopper` for prompts on Hopper GPUs, `portable` for every GPU, and
+`mla_hopper` and `mla` for [latents](mla.md). Without `kernel`, a plan takes the first one that serves the batch.
+"yes" is for decode and for prompts, on {num_targets} [targets](#features-and-targets): {targets}.
 Other cells name the targets or the batches that are served, or say what the kernel does not serve.
 
 ### Keys and values
@@ -374,7 +375,7 @@ Other cells name the targets or the batches that are served, or say what the ker
 ## Features and targets
 
 The kernels that a plan takes for decode and for a prompt of 2,048 tokens, in this order where they differ.
-`split_kv` and `block` are the two kernels of the family `portable`.
+`split_kv` and `block` are the two kernels of the family `portable`. Where it says "none", a plan is refused.
 The tests compile for all targets. Only the H200 was measured ([results](results/README.md)).
 
 {by_target}
