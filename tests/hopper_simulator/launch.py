@@ -62,7 +62,9 @@ class Descriptor:
             inside = inside[..., None] & (at >= 0) & (at < extent)
         if inside.all():
             return self.numbers[offset]
-        return torch.where(inside, self.numbers[torch.where(inside, offset, self.origin)].float(), 0).to(self.numbers.dtype)
+        return torch.where(inside, self.numbers[torch.where(inside, offset, self.origin)].float(), 0).to(
+            self.numbers.dtype
+        )
 
 
 def language(machine: Machine) -> types.SimpleNamespace:
@@ -202,7 +204,9 @@ def simulated_hopper(seed: int = 0, num_sms: int = 6) -> Iterator[list[str]]:
     def launch_simulated(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any]) -> Any:
         if not isinstance(kernel, gluon._runtime.GluonJITFunction):
             overlapping = {"PDL": False, "launch_pdl": False}  # each kernel begins when the one before has ended
-            return launch(kernel, grid, arguments, meta | {name: overlapping[name] for name in overlapping if name in meta})
+            return launch(
+                kernel, grid, arguments, meta | {name: overlapping[name] for name in overlapping if name in meta}
+            )
         simulated_names.append(kernel.__name__)
         return simulate(kernel, grid, arguments, meta, seed)
 

@@ -68,7 +68,9 @@ class GlobalMemory:
         addresses, mask = self.where(pointer, mask)
         self.check(addresses[mask], dtype.itemsize)
         numbers = value(stored).to(pointer.dtype.element_ty).data.expand(addresses.shape).contiguous()
-        raw_memory.store(addresses, numbers.view(OF_BITS[dtype.itemsize]).numpy().view(NUMPY_DTYPES[dtype.itemsize]), mask)
+        raw_memory.store(
+            addresses, numbers.view(OF_BITS[dtype.itemsize]).numpy().view(NUMPY_DTYPES[dtype.itemsize]), mask
+        )
 
     def atomic_add(self, pointer: Value, added: Value, mask: Any = None, sem: str = "") -> Value:
         before = self.load(pointer, mask, 0)
@@ -192,7 +194,9 @@ class Tile:
     def check_fenced(self) -> None:
         """Raise if stores to the tile are not fenced, which the async proxy need not see."""
         if self.allocation.unfenced.any(self.places()[1]):
-            raise AccessError(f"a tile of {self.shape} was stored, and no fence came before the async proxy accesses it")
+            raise AccessError(
+                f"a tile of {self.shape} was stored, and no fence came before the async proxy accesses it"
+            )
 
 
 @cache

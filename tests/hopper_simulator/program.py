@@ -236,7 +236,10 @@ class Machine:
     # TMA
 
     def tma_load(self, desc: Any, coordinates: Any, barrier: Tile, into: Tile) -> None:
-        if list(desc.block_shape) != list(into.shape) or desc.layout.swizzle_byte_width != into.layout.swizzle_byte_width:
+        if (
+            list(desc.block_shape) != list(into.shape)
+            or desc.layout.swizzle_byte_width != into.layout.swizzle_byte_width
+        ):
             raise AccessError(f"a box of {desc.block_shape} is loaded into a tile of {into.shape}")
         into.check_fenced()
         numbers = desc.box([int(c) for c in coordinates])
@@ -301,5 +304,9 @@ def begin_copy(into: Tile) -> None:
     """Mark a tile as one that a copy will write. Until then nobody knows what is there."""
     if into.allocation.arriving.any(into.places()[1]):
         raise AccessError("two copies to the same place are under way")
-    into.write(torch.full((*into.shape, into.itemsize), UNWRITTEN, dtype=torch.uint8).view(TORCH_DTYPES[into.dtype]).squeeze(-1))
+    into.write(
+        torch.full((*into.shape, into.itemsize), UNWRITTEN, dtype=torch.uint8)
+        .view(TORCH_DTYPES[into.dtype])
+        .squeeze(-1)
+    )
     into.allocation.arriving.set(into.places()[1], 1)

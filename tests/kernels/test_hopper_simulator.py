@@ -56,7 +56,8 @@ def attend(problem, plan, seed=0):
     return state, simulated
 
 
-def make_plan(problem, max_seq_len=None, kernel="hopper", num_sms=6, **options):
+def make_plan(problem, max_seq_len=None, kernel="hopper", num_sms=1, **options):
+    """Plan for a GPU of few SMs, whose programs have many tiles, and use the same shared memory again and again."""
     batch, bounds = problem.batch, problem.bounds | options
     if max_seq_len:  # more than any sequence has
         bounds |= {"max_seq_len": max_seq_len}
@@ -67,10 +68,10 @@ def make_plan(problem, max_seq_len=None, kernel="hopper", num_sms=6, **options):
         return quire.plan(problem.spec, batch, **bounds, kernel=kernel)
 
 
-def assert_right(spec, lens=MIXED, max_seq_len=None, kernel="hopper", **problem):
+def assert_right(spec, lens=MIXED, max_seq_len=None, kernel="hopper", num_sms=1, **problem):
     """Attend with some order of events, and compare with the oracle."""
     p = make_problem(spec, lens, **problem)
-    plan = make_plan(p, max_seq_len, kernel)
+    plan = make_plan(p, max_seq_len, kernel, num_sms)
     state, simulated = attend(p, plan, seed=len(lens))
     verdict = error_budget(p, state)
     assert verdict.passed, (plan, verdict)
@@ -85,14 +86,13 @@ def assert_right(spec, lens=MIXED, max_seq_len=None, kernel="hopper", **problem)
         {},
         {"sliding_window": 30},
         {"sliding_window": 600},
-        {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
+        {"causal": False, "sliding_window": 77, "sliding_window_right": 30, "head_dim": 128},
         {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 100},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_features(extra, bound, head_dim):
-    plan = assert_right(quire.AttentionSpec(**LLAMA | extra | {"head_dim": head_dim}), max_seq_len=bound)
+def test_features(extra, bound):
+    plan = assert_right(quire.AttentionSpec(**LLAMA | extra), max_seq_len=bound)
     assert plan.launch.config.num_warpgroups == (2 if bound and plan.launch.request.keys_seen > 512 else 1)
 
 
@@ -142,12 +142,12 @@ def test_products_in_fp8(extra, page_size):
 @pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"sinks": True, "softcap": 20.0}, {"head_dim": 192, "head_dim_v": 128}, {"head_dim": 128} | E4M3],
+    [{"sinks": True, "softcap": 20.0}, {"head_dim": 192, "head_dim_v": 128}, {"head_dim": 128} | E4M3],
     ids=str,
 )
 def test_splits(extra, page_size):
     """Among them are empty ones."""
-    p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((70, 500), (40, 110), (0, 50)), page_size=page_size)
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((64, 500), (0, 50)), page_size=page_size)
     plan = make_plan(p, 16384, num_sms=132, num_tokens=None)
     assert plan.launch.num_splits > 1, plan
     verdict = error_budget(p, attend(p, plan)[0])
@@ -159,10 +159,8 @@ def test_splits(extra, page_size):
 @pytest.mark.parametrize("extra", [{}, {"head_dim": 128, "sinks": True}, {"head_dim": 128} | E4M3], ids=str)
 def test_intervals(extra, page_size, sight):
     """Slots that no row sees hold NaN."""
-    for bound in (None, LONG):
-        assert_right(
-            quire.AttentionSpec(**LLAMA | extra), max_seq_len=bound, page_size=page_size, per_token=SIGHTS[sight]
-        )
+    bound = LONG if sight == "anywhere" else None
+    assert_right(quire.AttentionSpec(**LLAMA | extra), MIXED, bound, page_size=page_size, per_token=SIGHTS[sight])
 
 
 @pytest.mark.parametrize("page_size", [16, 1])
@@ -191,11 +189,11 @@ def test_values_in_several_parts():
 
 
 def test_more_sequences_than_are_looked_at_at_once():
-    lens = tuple((40, 70) if i in (3, 127, 128, 290) else (i % 2, i % 40 + 3) for i in range(300))
+    lens = tuple((40, 70) if i in (3, 127, 128, 200) else (0, i % 40 + 3) for i in range(201))
     assert_right(quire.AttentionSpec(**LLAMA), lens)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_events_gives_the_same_bits(seed):
     spec = quire.AttentionSpec(**LLAMA)
     p = make_problem(spec, ((40, 300), (70, 170)), page_size=1 if seed % 2 else 16)
@@ -204,7 +202,7 @@ def test_any_order_of_events_gives_the_same_bits(seed):
     assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_whole_space(seed):
     draw = random.Random(seed)
     kv_heads, causal = draw.randint(1, 3), draw.choice([True, False])
@@ -232,25 +230,31 @@ def test_whole_space(seed):
     )
 
 
-def mla(num_q_heads=16, **fields):
-    fields = {"dtype": torch.float16} | fields
-    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, **fields)
+LATENTS = ((1, 500), (1, 17), (4, 70), (1, 0), (0, 50), (2, 64), (1, 128))
 
 
-LATENTS = ((1, 200), (1, 17), (4, 70), (1, 0), (0, 50), (2, 64), (1, 128))
+def latent_spec(num_q_heads, **fields):
+    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, dtype=torch.float16, **fields)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+def assert_latents_are_right(spec, lens=LATENTS, partitions=2, page_size=64, **problem):
+    """Row blocks have 64 rows; the tiles of each are cut into partitions."""
+    row_blocks = -(-spec.num_q_heads * max(q_len for q_len, _ in lens) // 64)
+    num_sms = partitions * max(1, row_blocks)
+    plan = assert_right(spec, lens, kernel="mla_hopper", num_sms=num_sms, page_size=page_size, **problem)
+    assert plan.launch.num_partitions == partitions
+
+
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("num_q_heads", [1, 8, 16, 40, 128])
-def test_latents(num_q_heads, kv_dtype, causal):
-    assert_right(mla(num_q_heads, kv_dtype=kv_dtype, causal=causal), LATENTS, kernel="mla_hopper", page_size=64)
+@pytest.mark.parametrize(("num_q_heads", "causal"), [(1, True), (8, False), (16, True), (40, False), (40, True)])
+def test_latents(num_q_heads, causal, kv_dtype):
+    assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype, causal=causal))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("page_size", [8, 48, 528])
 def test_pages_of_latents(page_size, kv_dtype):
-    assert_right(mla(kv_dtype=kv_dtype), LATENTS, kernel="mla_hopper", page_size=page_size)
+    assert_latents_are_right(latent_spec(16, kv_dtype=kv_dtype), page_size=page_size)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
@@ -262,19 +266,21 @@ def test_pages_of_latents(page_size, kv_dtype):
 )
 def test_lengths_of_latents(lens, num_q_heads, kv_dtype):
     """Partitions cut sequences, and hold several."""
-    assert_right(mla(num_q_heads, kv_dtype=kv_dtype), lens, kernel="mla_hopper", one_query=True, page_size=64)
+    assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype), lens, partitions=5, one_query=True)
 
 
 def test_more_sequences_of_latents_than_are_looked_at_at_once():
     lens = tuple((1, 37 * i % 100) for i in range(140))
-    assert_right(mla(8), lens, kernel="mla_hopper", one_query=True, page_size=64)
+    assert_latents_are_right(latent_spec(8), lens, one_query=True)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_q_heads", [16, 64])
 def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dtype, seed):
-    p = make_problem(mla(num_q_heads, kv_dtype=kv_dtype), LATENTS, page_size=64)
-    plan = make_plan(p, kernel="mla_hopper")
+    p = make_problem(
+        latent_spec(num_q_heads, kv_dtype=kv_dtype), ((1, 100), (1, 700), (1, 130)), page_size=64, one_query=True
+    )
+    plan = make_plan(p, kernel="mla_hopper", num_sms=2)
     first, other = (attend(p, plan, seed=s)[0] for s in (100, seed))
     assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)

@@ -20,6 +20,7 @@ GATHER = "kernels/hopper/gather.py"
 HOPPER = "gpu/test_hopper.py::test_"
 BAND, IN_WINDOW = HOPPER + "features[{}-64-dtype0]", HOPPER + "features[{'sliding_window': 100}-64-dtype0]"
 EDGES = HOPPER + "tiles_at_whose_edges_intervals_begin_and_end"
+SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 
 IN_INTERPRETER = {
     # primitives.py
@@ -570,6 +571,108 @@ IN_INTERPRETER = {
         "position = tl.minimum(tl.maximum(position, 0), norm_rope.max_positions - 1)",
         "position = position % norm_rope.max_positions",
         NORM_ROPE + "positions_outside_of_the_table_are_clamped",
+    ),
+    # Barriers, fences and waits of the kernels for Hopper GPUs, which the simulator judges
+    "Hopper: a free stage taken for a full one": Mutant(
+        "kernels/hopper/pipeline.py",
+        "wait(pipe.empty, i % STAGES, i // STAGES + 1)",
+        "wait(pipe.empty, i % STAGES, i // STAGES)",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: stages overwritten": Mutant(
+        "kernels/hopper/pipeline.py",
+        "wait(pipe.empty, i % STAGES, i // STAGES + 1)",
+        "pass",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: stages read before they are full": Mutant(
+        "kernels/hopper/pipeline.py",
+        "wait(pipe.full, i % STAGES, i // STAGES)",
+        "pass",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: converted tiles not fenced": Mutant(
+        "kernels/hopper/pipeline.py",
+        "fence_async_shared()  # tensor cores access",
+        "pass  # tensor cores access",
+        SIMULATED + "quantised_caches[kv_dtype0-64-16]",
+    ),
+    "Hopper: staged results not fenced": Mutant(
+        KERNEL,
+        "        results = loaded\n        fence_async_shared()\n",
+        "        results = loaded\n",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: queries never released": Mutant(
+        KERNEL, "    consumer_release(q_pipe, work_i)\n", "", SIMULATED + "features[{}-None]"
+    ),
+    "Hopper: values zeroed while they are loaded": Mutant(
+        PRODUCER, "wait(v_pipe.full, SPARE, edge_i)", "pass", SIMULATED + "features[{}-None]"
+    ),
+    "Hopper: zeroed values not fenced": Mutant(
+        PRODUCER,
+        "                    fence_async_shared()\n                    expect_bytes(v_pipe.full, stage, 0)",
+        "                    expect_bytes(v_pipe.full, stage, 0)",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: gathered rows handed over before they arrive": Mutant(
+        GATHER, "async_copy.wait_group(NEWER)", "async_copy.wait_group(NEWER + 1)", SIMULATED + "pages[NHD-1]"
+    ),
+    "Hopper: the last values released before their product": Mutant(
+        ATTEND,
+        "    done = warpgroup_mma_wait(0, deps=accs + (p,))\n    consumer_release(v_pipe, last)\n"
+        "    return done[:NUM_ACCS], m_i, l_i\n",
+        "    consumer_release(v_pipe, last)\n    done = warpgroup_mma_wait(0, deps=accs + (p,))\n"
+        "    return done[:NUM_ACCS], m_i, l_i\n",
+        SIMULATED + "any_order_of_events_gives_the_same_bits[0]",
+    ),
+    "Hopper: boxes of the first panel": Mutant(
+        "kernels/hopper/pipeline.py",
+        "column = head + (i * buffers[0].shape[1] + panel * COLUMNS)",
+        "column = head + i * buffers[0].shape[1]",
+        SIMULATED + "widths[192-128]",
+    ),
+    "Hopper: the counter of work tiles not reset": Mutant(
+        PRODUCER, "gl.store(tile_counter, 0)", "pass", SIMULATED + "any_order_of_events_gives_the_same_bits[0]"
+    ),
+    "latents on Hopper: places overwritten": Mutant(
+        LATENTS + "ring.py",
+        "wait(ring.empty.index(place), use + 1)",
+        "pass",
+        SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-None-0]",
+    ),
+    "latents on Hopper: places of 64 rows overwritten": Mutant(
+        LATENTS + "producer.py", "wait(s.empty[PLACE], use + 1)", "pass", SIMULATED + "latents[40-True-None]"
+    ),
+    "latents on Hopper: converted latents not fenced": Mutant(
+        LATENTS + "producer.py",
+        "fence_async_shared()  # tensor cores read",
+        "pass  # tensor cores read",
+        SIMULATED + "latents[40-True-kv_dtype1]",
+    ),
+    "latents on Hopper: probabilities not fenced": Mutant(
+        LATENTS + "many_rows.py",
+        "    s.maximum.index(PARITY).store(m_i)\n    fence_async_shared()\n",
+        "    s.maximum.index(PARITY).store(m_i)\n",
+        SIMULATED + "latents[40-True-None]",
+    ),
+    "latents on Hopper: the odd tile's probabilities not waited for": Mutant(
+        LATENTS + "many_rows.py", "wait(s.p_full[ODD], odd_use + i)", "pass", SIMULATED + "latents[40-True-None]"
+    ),
+    "latents on Hopper: the other warpgroup's sum not waited for": Mutant(
+        LATENTS + "many_rows.py", "wait(s.total_full, works)", "pass", SIMULATED + "latents[40-True-None]"
+    ),
+    "latents on Hopper: zeroed latents not fenced": Mutant(
+        LATENTS + "few_rows_fp8.py",
+        "fence_async_shared()  # TMA overwrites",
+        "pass  # TMA overwrites",
+        SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-kv_dtype1-0]",
+    ),
+    "latents on Hopper: the first partial in the place of the others": Mutant(
+        LATENTS + "combine.py",
+        "(part * 2 + (part == 0).to(gl.int32))",
+        "(part * 2)",
+        SIMULATED + "lengths_of_latents[1 of 900-16-None]",
     ),
 }
 
