@@ -55,13 +55,15 @@ class Descriptor:
 
     def box(self, first: list[int]) -> torch.Tensor:
         """Return a box. What is outside of the matrix is 0."""
+        sizes = zip(first, self.block_shape, self.shape, strict=True)
+        if all(0 <= start and start + size <= extent for start, size, extent in sizes):
+            origin = self.origin + sum(start * stride for start, stride in zip(first, self.strides, strict=True))
+            return torch.as_strided(self.numbers, self.block_shape, self.strides, origin)
         offset, inside = torch.tensor(self.origin), torch.tensor(True)
         for start, size, extent, stride in zip(first, self.block_shape, self.shape, self.strides, strict=True):
             at = torch.arange(start, start + size)
             offset = offset[..., None] + at * stride
             inside = inside[..., None] & (at >= 0) & (at < extent)
-        if inside.all():
-            return self.numbers[offset]
         return torch.where(inside, self.numbers[torch.where(inside, offset, self.origin)].float(), 0).to(
             self.numbers.dtype
         )

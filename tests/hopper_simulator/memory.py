@@ -6,7 +6,7 @@ would read. Each byte knows whether a copy to it is under way, and which warps s
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,7 +112,8 @@ class Allocation:
 
     def __init__(self, size: int, running_warps: Callable[[], int]) -> None:
         self.running_warps = running_warps
-        self.bytes = torch.full((size,), UNWRITTEN, dtype=torch.uint8)
+        self.bytes = torch.full(((size + 15) // 16 * 16,), UNWRITTEN, dtype=torch.uint8)
+        self.lines = self.bytes.view(-1, 16)
         # Of each 16 bytes: whether a copy will write them, and 1 + the warps that stored them, until these fence.
         self.arriving = Marks(size)
         self.unfenced = Marks(size)
@@ -166,18 +167,20 @@ class Tile:
             raise AccessError(f"{shape} of {dtype} in a tile of {self.shape} of {self.dtype}")
         return Tile(self.allocation, dtype, shape, layout, self.base)
 
-    def places(self) -> tuple[torch.Tensor, np.ndarray]:
-        """Return which elements of the allocation these are, and which 16 bytes they are in."""
+    def place(self) -> "Place":
         stored = self.shape[::-1] if self.transposed else self.shape
-        at, chunks = places(self.layout, self.extent, self.first, tuple(stored), self.itemsize, self.base)
-        return at.T if self.transposed else at, chunks
+        return place_of(self.layout, self.extent, self.first, tuple(stored), self.itemsize, self.base)
 
     def read(self) -> torch.Tensor:
         """Return a copy of the numbers, which tensor cores or warps read."""
-        at, chunks = self.places()
-        if self.allocation.arriving.any(chunks):
+        place, dtype = self.place(), TORCH_DTYPES[self.dtype]
+        if self.allocation.arriving.any(place.lines):
             raise AccessError(f"a tile of {self.shape} is read while it is copied")
-        return self.allocation.bytes.view(TORCH_DTYPES[self.dtype])[at]
+        if place.elements is None:
+            numbers = self.allocation.lines[place.order].view(dtype)
+        else:
+            numbers = self.allocation.bytes.view(dtype)[place.elements]
+        return numbers.reshape(self.shape[::-1]).T if self.transposed else numbers.reshape(self.shape)
 
     def load(self, layout: Any = None) -> Value:
         return Value(self.read(), self.dtype)
@@ -185,41 +188,55 @@ class Tile:
     def store(self, stored: Value) -> None:
         """Store numbers, by warps and not by the async proxy."""
         self.write(stored.to(self.dtype).data.expand(self.shape))
-        self.allocation.unfenced.set(self.places()[1], self.allocation.running_warps() + 1)
+        self.allocation.unfenced.set(self.place().lines, self.allocation.running_warps() + 1)
 
     def write(self, numbers: torch.Tensor) -> None:
-        bits = OF_BITS[self.itemsize]
-        self.allocation.bytes.view(bits)[self.places()[0]] = numbers.contiguous().view(bits)
+        place, numbers = self.place(), (numbers.T if self.transposed else numbers).contiguous()
+        if place.elements is None:
+            self.allocation.lines[place.order] = numbers.view(torch.uint8).reshape(-1, 16)
+        else:
+            bits = OF_BITS[self.itemsize]
+            self.allocation.bytes.view(bits)[place.elements] = numbers.view(bits).reshape(place.elements.shape)
 
     def check_fenced(self) -> None:
         """Raise if stores to the tile are not fenced, which the async proxy need not see."""
-        if self.allocation.unfenced.any(self.places()[1]):
+        if self.allocation.unfenced.any(self.place().lines):
             raise AccessError(
                 f"a tile of {self.shape} was stored, and no fence came before the async proxy accesses it"
             )
 
 
+class Place(NamedTuple):
+    """Where the numbers of a tile are in its allocation, in whole lines of 16 bytes if that is possible."""
+
+    order: torch.Tensor | None  # of the lines, in the order of the numbers
+    elements: torch.Tensor | None  # else, of the elements
+    lines: np.ndarray  # in which they are
+
+
 @cache
-def places(
+def place_of(
     layout: Any, extent: tuple[int, ...], first: tuple[int, ...], shape: tuple[int, ...], itemsize: int, base: int
-) -> tuple[torch.Tensor, np.ndarray]:
-    """Return where the elements of a part of a tile are, in elements, and which 16 bytes they are in."""
+) -> Place:
+    """Return where a part of a tile is: its elements from `first` on."""
     grid = np.meshgrid(*(np.arange(a, a + n) for a, n in zip(first, shape, strict=True)), indexing="ij")
-    if not isinstance(layout, gl.NVMMASharedLayout):
+    if isinstance(layout, gl.NVMMASharedLayout):
+        width = layout.swizzle_byte_width
+        row, column = grid[0], grid[-1]
+        assert len(extent) == 2 or extent[1] == 1, extent
+        panel = width // itemsize  # columns
+        offset = base + column // panel * extent[0] * width + row * width + column % panel * itemsize
+        offset ^= (offset >> 7 & (width // 16 - 1)) << 4  # lines of 16 bytes change places within 128 bytes
+    else:
         offset = np.zeros(shape, np.int64)
         for at, size in zip(grid, extent, strict=True):
             offset = offset * size + at
-        return in_elements(base + offset * itemsize, itemsize)
-    width = layout.swizzle_byte_width
-    row, column = grid[0], grid[-1]
-    assert len(extent) == 2 or extent[1] == 1, extent
-    panel = width // itemsize  # columns
-    offset = base + column // panel * extent[0] * width + row * width + column % panel * itemsize
-    chunks = width // 16  # of 16 bytes, which lines of 128 bytes permute
-    offset ^= (offset >> 7 & (chunks - 1)) << 4
-    return in_elements(offset, itemsize)
-
-
-def in_elements(offset: np.ndarray, itemsize: int) -> tuple[torch.Tensor, np.ndarray]:
-    """Return places from offsets in bytes."""
-    return torch.from_numpy(offset // itemsize), np.unique(offset // 16)
+        offset = base + offset * itemsize
+    each = 16 // itemsize
+    offset = offset.ravel()
+    if offset.size % each == 0:
+        starts = offset[::each]
+        whole = (starts % 16 == 0).all() and (offset.reshape(-1, each) == starts[:, None] + np.arange(each) * itemsize).all()
+        if whole:
+            return Place(torch.from_numpy(starts // 16), None, starts // 16)
+    return Place(None, torch.from_numpy(offset // itemsize), np.unique(offset // 16))

@@ -5,6 +5,7 @@ barrier it is either another warp's turn, or a copy arrives. So each seed is ano
 seed gives the same one.
 """
 
+import queue
 import random
 import threading
 from collections.abc import Callable
@@ -12,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
-from triton.experimental.gluon import language as gl
 
-from .memory import OF_BITS, UNWRITTEN, AccessError, Allocation, GlobalMemory, Tile
+from .memory import UNWRITTEN, AccessError, Allocation, GlobalMemory, Tile
 from .values import TORCH_DTYPES, Value
 
 
@@ -92,9 +92,16 @@ class Warps:
         self.products: list[Product] = []
         self.groups: list[list[tuple[Tile, torch.Tensor]]] = [[]]  # of copies of 16 bytes; the last is open
         self.ready: Callable[[], bool] = lambda: True
-        self.turn = threading.Semaphore(0)
-        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.turn = threading.Lock()  # is released when it is these warps' turn
+        self.turn.acquire()
         self.over = False
+
+    def start(self) -> None:
+        """Begin to run, in a thread of Python that waits for its turn."""
+        if IDLE:
+            IDLE.pop().put(self)
+        else:
+            Worker(self).start()
 
     def run(self) -> None:
         machine = self.program.machine
@@ -111,6 +118,23 @@ class Warps:
             machine.failure = machine.failure or failure
         self.over = True
         machine.next_turn()
+
+
+class Worker(threading.Thread):
+    """A thread that runs one function after the other: to start one takes longer than many a function."""
+
+    def __init__(self, warps: Warps) -> None:
+        super().__init__(daemon=True)
+        self.work: queue.SimpleQueue[Warps] = queue.SimpleQueue()
+        self.work.put(warps)
+
+    def run(self) -> None:
+        while True:
+            self.work.get().run()
+            IDLE.append(self.work)
+
+
+IDLE: list[queue.SimpleQueue[Warps]] = []  # of workers that wait for work
 
 
 class Program:
@@ -142,7 +166,7 @@ class Machine:
         """Run programs, each from a function for its first warps, until all their warps are over."""
         self.warps = [Warps(program, 0, 4, function) for program, function in programs]
         for warps in self.warps:
-            warps.thread.start()
+            warps.start()
         self.next_turn()
         self.all_over.acquire()
         if self.failure is not None:
@@ -165,7 +189,7 @@ class Machine:
                 self.failure = Deadlock(f"{len(left)} functions wait for barriers")
 
     def arrive(self, copy: Copy) -> None:
-        copy.into.allocation.arriving.set(copy.into.places()[1], 0)
+        copy.into.allocation.arriving.set(copy.into.place().lines, 0)
         copy.into.write(copy.numbers)
         copy.barrier.receive(copy.numbers.numel() * copy.into.itemsize)
 
@@ -198,7 +222,7 @@ class Machine:
         ]
         self.warps += added
         for warps in added:
-            warps.thread.start()
+            warps.start()
         first, arguments = functions[0]
         first(*arguments)
         self.pause(lambda: all(warps.over for warps in added))
@@ -227,7 +251,8 @@ class Machine:
 
     def arrive_at(self, tile: Tile, count: int = 1) -> None:
         self.local.warps.program.barrier(tile).arrive(int(count))
-        self.pause()
+        if self.random.random() < 0.5:
+            self.pause()
 
     def wait(self, tile: Tile, phase: Any) -> None:
         barrier, parity = self.local.warps.program.barrier(tile), int(phase)
@@ -260,7 +285,7 @@ class Machine:
         own = self.local.warps
         while len(own.groups) - 1 > int(number):
             for into, numbers in own.groups.pop(0):
-                into.allocation.arriving.set(into.places()[1], 0)
+                into.allocation.arriving.set(into.place().lines, 0)
                 into.store(Value(numbers, into.dtype))
 
     # Tensor cores
@@ -296,17 +321,16 @@ class Machine:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = OF_BITS[a.itemsize]
-    return torch.equal(a.view(bits), b.view(bits))
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def begin_copy(into: Tile) -> None:
     """Mark a tile as one that a copy will write. Until then nobody knows what is there."""
-    if into.allocation.arriving.any(into.places()[1]):
+    if into.allocation.arriving.any(into.place().lines):
         raise AccessError("two copies to the same place are under way")
     into.write(
         torch.full((*into.shape, into.itemsize), UNWRITTEN, dtype=torch.uint8)
         .view(TORCH_DTYPES[into.dtype])
         .squeeze(-1)
     )
-    into.allocation.arriving.set(into.places()[1], 1)
+    into.allocation.arriving.set(into.place().lines, 1)

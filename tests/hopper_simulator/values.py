@@ -5,6 +5,7 @@ say which thread holds an element, not what it is.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,10 +78,10 @@ def value(x: Any) -> Value:
     if isinstance(x, Value):
         return x
     if isinstance(x, bool):
-        return Value(torch.tensor(x))
+        return Value(constant(x, torch.bool))
     if isinstance(x, int):
-        return Value(torch.tensor(x, dtype=torch.int32 if -(2**31) <= x < 2**31 else torch.int64))
-    return Value(torch.tensor(float(x), dtype=torch.float32))
+        return Value(constant(x, torch.int32 if -(2**31) <= x < 2**31 else torch.int64))
+    return Value(constant(float(x), torch.float32))
 
 
 def common_dtype(a: Any, b: Any) -> tl.dtype:
@@ -108,7 +109,15 @@ def operands(a: Any, b: Any, dtype: tl.dtype) -> tuple[torch.Tensor, torch.Tenso
 
 
 def as_dtype(x: Any, dtype: torch.dtype) -> torch.Tensor:
-    return x.data.to(dtype) if isinstance(x, Value) else torch.tensor(x, dtype=dtype)
+    if not isinstance(x, Value):
+        return constant(x, dtype)
+    return x.data if x.data.dtype == dtype else x.data.to(dtype)
+
+
+@cache
+def constant(x: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number. No operation changes it."""
+    return torch.tensor(x, dtype=dtype)
 
 
 def arithmetic(operation: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Value]:
