@@ -25,11 +25,12 @@ from . import values
 from .assembly import inline_asm_elementwise
 from .memory import GlobalMemory, Tile
 from .program import Machine, Program
-from .values import TORCH_DTYPES, TRITON_DTYPES, Value, value
+from .values import TRITON_DTYPES, Value, value
 
 AT_A_TIME = 4  # programs
 DTYPES = (
-    "int1", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float8e4nv", "float8e5", "pointer_type"
+    "int1", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float8e4nv", "float8e5",
+    "pointer_type",
 )  # fmt: skip
 HOPPER = partial(
     device.DeviceProperties,
@@ -56,7 +57,7 @@ class Descriptor:
     def box(self, first: list[int]) -> torch.Tensor:
         """Return a box. What is outside of the matrix is 0."""
         sizes = zip(first, self.block_shape, self.shape, strict=True)
-        if all(0 <= start and start + size <= extent for start, size, extent in sizes):
+        if all(start >= 0 and start + size <= extent for start, size, extent in sizes):
             origin = self.origin + sum(start * stride for start, stride in zip(first, self.strides, strict=True))
             return torch.as_strided(self.numbers, self.block_shape, self.strides, origin)
         offset, inside = torch.tensor(self.origin), torch.tensor(True)

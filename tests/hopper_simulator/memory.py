@@ -1,7 +1,8 @@
 """Global and shared memory of a simulated program, with what may go wrong there.
 
-Shared memory is bytes, where layouts put them: a tile that is written in one layout and read in another reads what a GPU
-would read. Each byte knows whether a copy to it is under way, and which warps stored it since their last fence.
+Shared memory is bytes, and a layout says where a tile's elements are. So a tile that is written in one layout and read
+in another holds what it would hold on a GPU. Of each 16 bytes it is known whether a copy to them is under way, and
+which warps stored them and have not fenced yet.
 """
 
 from collections.abc import Callable
@@ -236,7 +237,9 @@ def place_of(
     offset = offset.ravel()
     if offset.size % each == 0:
         starts = offset[::each]
-        whole = (starts % 16 == 0).all() and (offset.reshape(-1, each) == starts[:, None] + np.arange(each) * itemsize).all()
+        whole = (starts % 16 == 0).all() and (
+            offset.reshape(-1, each) == starts[:, None] + np.arange(each) * itemsize
+        ).all()
         if whole:
             return Place(torch.from_numpy(starts // 16), None, starts // 16)
     return Place(None, torch.from_numpy(offset // itemsize), np.unique(offset // 16))

@@ -20,7 +20,7 @@ if not interprets():
     pytest.skip("the kernels beside them run in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from tests.hopper_simulator.launch import simulated_hopper  # noqa: E402
+from tests.hopper_simulator.launch import simulated_hopper
 
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 MIXED = ((40, 200), (1, 17), (0, 50), (3, 0), (33, 33), (4, 70))
