@@ -84,8 +84,7 @@ class GlobalMemory:
         addresses = pointer.data.numpy()
         mask = np.True_ if mask is None else value(mask).data.numpy()
         shape = np.broadcast_shapes(addresses.shape, mask.shape)
-        mask = np.ascontiguousarray(np.broadcast_to(mask, shape))
-        return np.ascontiguousarray(np.broadcast_to(addresses, shape)).view(np.uint64), mask
+        return np.array(np.broadcast_to(addresses, shape)).view(np.uint64), np.array(np.broadcast_to(mask, shape))
 
 
 class Marks:

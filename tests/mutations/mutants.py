@@ -1351,7 +1351,7 @@ OUTSIDE = {
     ),
 }
 
-# Of a kernel that only a Hopper GPU runs. None breaks a barrier: it would hang the GPU instead of failing.
+# Of a kernel that only a Hopper GPU runs. None breaks a barrier, which would hang the GPU: the simulator judges those.
 ON_HOPPER = {
     "a key past the diagonal seen": Mutant(
         ATTEND,
