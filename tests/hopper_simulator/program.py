@@ -325,7 +325,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def begin_copy(into: Tile) -> None:
-    """Mark a tile as one that a copy will write. Until then nobody knows what is there."""
+    """Mark a tile as one that a copy will write. Until then its contents are undefined."""
     if into.allocation.arriving.any(into.place().lines):
         raise AccessError("two copies to the same place are under way")
     into.write(

@@ -17,7 +17,7 @@ from quire.dispatch.device import interprets
 from quire.testing import error_budget, make_problem
 
 if not interprets():
-    pytest.skip("the kernels beside them run in Triton's interpreter", allow_module_level=True)
+    pytest.skip("the other kernels of these plans run in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
 from tests.hopper_simulator.launch import simulated_hopper
