@@ -84,7 +84,7 @@ def assert_right(spec, lens=MIXED, max_seq_len=None, kernel="hopper", num_sms=1,
     "extra",
     [
         {},
-        {"sliding_window": 30},
+        {"sliding_window": 100},
         {"sliding_window": 600},
         {"causal": False, "sliding_window": 77, "sliding_window_right": 30, "head_dim": 128},
         {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 100},
@@ -117,10 +117,20 @@ def test_group_sizes(heads):
     assert_right(spec, ((24, 100), (24, 24), (9, 70)))
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 8, 12, 64, 128, 528])
+@pytest.mark.parametrize("page_size", [1, 3, 4, 8, 24, 128, 528])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(page_size, layout):
     assert_right(quire.AttentionSpec(**LLAMA), page_size=page_size, layout=layout, flat_table=layout == "HND")
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_windows_of_gathered_rows(page_size):
+    assert_right(quire.AttentionSpec(**LLAMA | {"sliding_window": 30}), page_size=page_size)
+
+
+def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
+    """Its first query sees all keys of the tile but the last, so the tile needs a mask."""
+    assert_right(quire.AttentionSpec(**LLAMA), ((130, 256), (66, 192)))
 
 
 @pytest.mark.parametrize("page_size", [16, 1])
@@ -161,6 +171,18 @@ def test_intervals(extra, page_size, sight):
     """Slots that no row sees hold NaN."""
     bound = LONG if sight == "anywhere" else None
     assert_right(quire.AttentionSpec(**LLAMA | extra), MIXED, bound, page_size=page_size, per_token=SIGHTS[sight])
+
+
+@pytest.mark.parametrize("extra", [{}, {"head_dim": 128} | E4M3], ids=str)
+def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
+    """All rows of a sequence see the same keys, one more or one less than whole tiles of 64 or of 128."""
+    edges = [(begin, end) for begin in (63, 64, 65) for end in (191, 192, 193, 255, 256, 257)]
+
+    def per_token(batch, num_tokens):
+        begin, end = (int32(*ends).repeat_interleave(10) for ends in zip(*edges, strict=True))
+        return replace(batch, key_begin=begin, key_end=end)
+
+    assert_right(quire.AttentionSpec(**LLAMA | extra), ((10, 300),) * len(edges), per_token=per_token)
 
 
 @pytest.mark.parametrize("page_size", [16, 1])

@@ -18,8 +18,6 @@ OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, ATTEND, PRODUCER = (f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer"))
 GATHER = "kernels/hopper/gather.py"
 HOPPER = "gpu/test_hopper.py::test_"
-BAND, IN_WINDOW = HOPPER + "features[{}-64-dtype0]", HOPPER + "features[{'sliding_window': 100}-64-dtype0]"
-EDGES = HOPPER + "tiles_at_whose_edges_intervals_begin_and_end"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 
 IN_INTERPRETER = {
@@ -571,6 +569,97 @@ IN_INTERPRETER = {
         "position = tl.minimum(tl.maximum(position, 0), norm_rope.max_positions - 1)",
         "position = position % norm_rope.max_positions",
         NORM_ROPE + "positions_outside_of_the_table_are_clamped",
+    ),
+    # hopper/, in the simulator
+    "Hopper: a key past the diagonal seen": Mutant(
+        ATTEND,
+        "gl.minimum(q_pos + scoring.window_right, work.seq_len - 1)",
+        "gl.minimum(q_pos + 1 + scoring.window_right, work.seq_len - 1)",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: full tiles a key too far": Mutant(
+        ATTEND,
+        "gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)",
+        "gl.minimum(low_pos + scoring.window_right + 2, work.seq_len)",
+        SIMULATED + "a_prompt_that_begins_two_keys_before_the_end_of_a_tile",
+    ),
+    "Hopper: full tiles by the first row's window": Mutant(
+        ATTEND,
+        "(pos < high_pos - scoring.window_left)",
+        "(pos < low_pos - scoring.window_left)",
+        SIMULATED + "features[{'sliding_window': 100}-None]",
+    ),
+    "Hopper: denominator not rescaled": Mutant(
+        ATTEND, "l_i = l_i * alpha + gl.sum(p, 1)", "l_i = l_i + gl.sum(p, 1)", SIMULATED + "features[{}-None]"
+    ),
+    "Hopper: values before the window not zeroed": Mutant(
+        PRODUCER,
+        "((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]",
+        "(kv_pos < kv_high)[:, None]",
+        SIMULATED + "features[{'sliding_window': 100}-None]",
+    ),
+    "Hopper: boxes of a tile from one slot": Mutant(
+        PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-24]"
+    ),
+    "Hopper: gathered rows before the window": Mutant(
+        GATHER,
+        "mask=(kv_pos >= kv_low) & (kv_pos < stop)",
+        "mask=(kv_pos < stop)",
+        SIMULATED + "windows_of_gathered_rows[1]",
+    ),
+    "Hopper: gathered rows past the sequence": Mutant(
+        PRODUCER,
+        "pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)",
+        "pages = load_pages_of_rows(row, k_pipe, pos, pos + BLOCK_N, kv_low, PAGE_SIZE)",
+        SIMULATED + "pages[NHD-3]",
+    ),
+    "Hopper: gathered rows from the first slot of a page": Mutant(
+        GATHER, "slots = rows % PAGE_SIZE", "slots = rows * 0", SIMULATED + "pages[NHD-4]"
+    ),
+    "Hopper: gathered rows of pages that divide no tile, from its first slot": Mutant(
+        GATHER, "slots = (pos + rows) % PAGE_SIZE", "slots = rows % PAGE_SIZE", SIMULATED + "pages[NHD-3]"
+    ),
+    "Hopper: gathered rows of the first head": Mutant(
+        GATHER, "(head * (stride_head // VEC))", "(head * 0)", SIMULATED + "pages[HND-4]"
+    ),
+    "Hopper: intervals with a key more": Mutant(
+        KERNEL, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", SIMULATED + "intervals[{}-16-window]"
+    ),
+    "Hopper: full tiles of intervals a key too far": Mutant(
+        ATTEND,
+        "> sight.full_stop)",
+        "> sight.full_stop + 1)",
+        SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
+    ),
+    "Hopper: full tiles of intervals a key too early": Mutant(
+        ATTEND,
+        "(pos < sight.full_start)",
+        "(pos + 1 < sight.full_start)",
+        SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
+    ),
+    "Hopper: values outside of intervals not zeroed": Mutant(
+        PRODUCER,
+        "kv_low, kv_high = keys.kv_low, keys.kv_high",
+        "kv_low, kv_high = 0, seq_len",
+        SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
+    ),
+    "Hopper: values outside of intervals converted": Mutant(
+        "kernels/hopper/convert.py",
+        "kv_low, kv_high = keys.kv_low, keys.kv_high",
+        "kv_low, kv_high = 0, work.seq_len",
+        SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{'head_dim': 128, 'kv_dtype': torch.float8_e4m3fn}]",
+    ),
+    "Hopper: intervals of the first row block": Mutant(
+        KERNEL,
+        "work.q_start + tokens, tokens < work.q_len",
+        "work.q_start + rows % BLOCK_T, tokens < work.q_len",
+        SIMULATED + "intervals[{}-16-window]",
+    ),
+    "Hopper: gathered values of the next tile": Mutant(
+        PRODUCER,
+        "v_source + first_value, kv_head, v_pipe, tile_i, pages_of_rows,",
+        "v_source + first_value, kv_head, v_pipe, tile_i, pages,",
+        SIMULATED + "pages[NHD-1]",
     ),
     # Barriers, fences and waits of the kernels for Hopper GPUs, which the simulator judges
     "Hopper: a free stage taken for a full one": Mutant(
@@ -1351,85 +1440,12 @@ OUTSIDE = {
     ),
 }
 
-# Of a kernel that only a Hopper GPU runs. None breaks a barrier, which would hang the GPU: the simulator judges those.
+# Of which only a Hopper GPU judges.
 ON_HOPPER = {
-    "a key past the diagonal seen": Mutant(
-        ATTEND,
-        "gl.minimum(q_pos + scoring.window_right, work.seq_len - 1)",
-        "gl.minimum(q_pos + 1 + scoring.window_right, work.seq_len - 1)",
-        BAND,
-    ),
-    "full tiles a key too far": Mutant(
-        ATTEND,
-        "gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)",
-        "gl.minimum(low_pos + scoring.window_right + 2, work.seq_len)",
-        HOPPER + "a_prompt_that_begins_two_keys_before_the_end_of_a_tile",
-    ),
-    "full tiles by the first row's window": Mutant(
-        ATTEND, "(pos < high_pos - scoring.window_left)", "(pos < low_pos - scoring.window_left)", IN_WINDOW
-    ),
-    "denominator not rescaled": Mutant(ATTEND, "l_i = l_i * alpha + gl.sum(p, 1)", "l_i = l_i + gl.sum(p, 1)", BAND),
     "splits folded where decode does not": Mutant(
         ATTEND,
         "if pos % FIXED_SPLIT == 0:",
         "if pos % (2 * FIXED_SPLIT) == 0:",
         HOPPER + "a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts[{}-16]",
-    ),
-    "values before the window not zeroed": Mutant(
-        PRODUCER, "((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]", "(kv_pos < kv_high)[:, None]", IN_WINDOW
-    ),
-    "boxes of a tile from one slot": Mutant(
-        PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", HOPPER + "pages[NHD-24]"
-    ),
-    "gathered rows before the window": Mutant(
-        GATHER,
-        "mask=(kv_pos >= kv_low) & (kv_pos < stop)",
-        "mask=(kv_pos < stop)",
-        HOPPER + "features_of_gathered_rows[{'sliding_window': 100}-64-1]",
-    ),
-    "gathered rows past the sequence": Mutant(
-        PRODUCER,
-        "pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)",
-        "pages = load_pages_of_rows(row, k_pipe, pos, pos + BLOCK_N, kv_low, PAGE_SIZE)",
-        HOPPER + "features_of_gathered_rows[{}-64-4]",
-    ),
-    "gathered rows from the first slot of a page": Mutant(
-        GATHER, "slots = rows % PAGE_SIZE", "slots = rows * 0", HOPPER + "pages[NHD-4]"
-    ),
-    "gathered rows of pages that divide no tile, from its first slot": Mutant(
-        GATHER, "slots = (pos + rows) % PAGE_SIZE", "slots = rows % PAGE_SIZE", HOPPER + "pages[NHD-3]"
-    ),
-    "gathered rows of the first head": Mutant(
-        GATHER, "(head * (stride_head // VEC))", "(head * 0)", HOPPER + "pages[HND-2]"
-    ),
-    "intervals with a key more": Mutant(
-        KERNEL, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", HOPPER + "every_kind_of_interval[causal-64]"
-    ),
-    "full tiles of intervals a key too far": Mutant(
-        ATTEND, "> sight.full_stop)", "> sight.full_stop + 1)", EDGES + "[None-{}]"
-    ),
-    "full tiles of intervals a key too early": Mutant(
-        ATTEND, "(pos < sight.full_start)", "(pos + 1 < sight.full_start)", EDGES + "[None-{}]"
-    ),
-    "values outside of intervals not zeroed": Mutant(
-        PRODUCER, "kv_low, kv_high = keys.kv_low, keys.kv_high", "kv_low, kv_high = 0, seq_len", EDGES + "[None-{}]"
-    ),
-    "values outside of intervals converted": Mutant(
-        "kernels/hopper/convert.py",
-        "kv_low, kv_high = keys.kv_low, keys.kv_high",
-        "kv_low, kv_high = 0, work.seq_len",
-        EDGES + "[None-{'kv_dtype': torch.float8_e4m3fn}]",
-    ),
-    "intervals of the first row block": Mutant(
-        KERNEL,
-        "work.q_start + tokens, tokens < work.q_len",
-        "work.q_start + rows % BLOCK_T, tokens < work.q_len",
-        HOPPER + "every_kind_of_interval[causal-64]",
-    ),
-    "gathered values of the next tile": Mutant(
-        PRODUCER,
-        "v_source + first_value, kv_head, v_pipe, tile_i, pages_of_rows,",
-        "v_source + first_value, kv_head, v_pipe, tile_i, pages,",
-        HOPPER + "pages[NHD-1]",
     ),
 }
