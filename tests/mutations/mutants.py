@@ -18,8 +18,7 @@ OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, ATTEND, PRODUCER = (f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer"))
 GATHER = "kernels/hopper/gather.py"
 HOPPER = "gpu/test_hopper.py::test_"
-BAND, IN_WINDOW = HOPPER + "features[{}-64-dtype0]", HOPPER + "features[{'sliding_window': 100}-64-dtype0]"
-EDGES = HOPPER + "tiles_at_whose_edges_intervals_begin_and_end"
+SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 
 IN_INTERPRETER = {
     # primitives.py
@@ -570,6 +569,199 @@ IN_INTERPRETER = {
         "position = tl.minimum(tl.maximum(position, 0), norm_rope.max_positions - 1)",
         "position = position % norm_rope.max_positions",
         NORM_ROPE + "positions_outside_of_the_table_are_clamped",
+    ),
+    # hopper/, in the simulator
+    "Hopper: a key past the diagonal seen": Mutant(
+        ATTEND,
+        "gl.minimum(q_pos + scoring.window_right, work.seq_len - 1)",
+        "gl.minimum(q_pos + 1 + scoring.window_right, work.seq_len - 1)",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: full tiles a key too far": Mutant(
+        ATTEND,
+        "gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)",
+        "gl.minimum(low_pos + scoring.window_right + 2, work.seq_len)",
+        SIMULATED + "a_prompt_that_begins_two_keys_before_the_end_of_a_tile",
+    ),
+    "Hopper: full tiles by the first row's window": Mutant(
+        ATTEND,
+        "(pos < high_pos - scoring.window_left)",
+        "(pos < low_pos - scoring.window_left)",
+        SIMULATED + "features[{'sliding_window': 100}-None]",
+    ),
+    "Hopper: denominator not rescaled": Mutant(
+        ATTEND, "l_i = l_i * alpha + gl.sum(p, 1)", "l_i = l_i + gl.sum(p, 1)", SIMULATED + "features[{}-None]"
+    ),
+    "Hopper: values before the window not zeroed": Mutant(
+        PRODUCER,
+        "((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]",
+        "(kv_pos < kv_high)[:, None]",
+        SIMULATED + "features[{'sliding_window': 100}-None]",
+    ),
+    "Hopper: boxes of a tile from one slot": Mutant(
+        PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-24]"
+    ),
+    "Hopper: gathered rows before the window": Mutant(
+        GATHER,
+        "mask=(kv_pos >= kv_low) & (kv_pos < stop)",
+        "mask=(kv_pos < stop)",
+        SIMULATED + "windows_of_gathered_rows[1]",
+    ),
+    "Hopper: gathered rows past the sequence": Mutant(
+        PRODUCER,
+        "pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)",
+        "pages = load_pages_of_rows(row, k_pipe, pos, pos + BLOCK_N, kv_low, PAGE_SIZE)",
+        SIMULATED + "pages[NHD-3]",
+    ),
+    "Hopper: gathered rows from the first slot of a page": Mutant(
+        GATHER, "slots = rows % PAGE_SIZE", "slots = rows * 0", SIMULATED + "pages[NHD-4]"
+    ),
+    "Hopper: gathered rows of pages that divide no tile, from its first slot": Mutant(
+        GATHER, "slots = (pos + rows) % PAGE_SIZE", "slots = rows % PAGE_SIZE", SIMULATED + "pages[NHD-3]"
+    ),
+    "Hopper: gathered rows of the first head": Mutant(
+        GATHER, "(head * (stride_head // VEC))", "(head * 0)", SIMULATED + "pages[HND-4]"
+    ),
+    "Hopper: intervals with a key more": Mutant(
+        KERNEL, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", SIMULATED + "intervals[{}-16-window]"
+    ),
+    "Hopper: full tiles of intervals a key too far": Mutant(
+        ATTEND,
+        "> sight.full_stop)",
+        "> sight.full_stop + 1)",
+        SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
+    ),
+    "Hopper: full tiles of intervals a key too early": Mutant(
+        ATTEND,
+        "(pos < sight.full_start)",
+        "(pos + 1 < sight.full_start)",
+        SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
+    ),
+    "Hopper: values outside of intervals not zeroed": Mutant(
+        PRODUCER,
+        "kv_low, kv_high = keys.kv_low, keys.kv_high",
+        "kv_low, kv_high = 0, seq_len",
+        SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
+    ),
+    "Hopper: values outside of intervals converted": Mutant(
+        "kernels/hopper/convert.py",
+        "kv_low, kv_high = keys.kv_low, keys.kv_high",
+        "kv_low, kv_high = 0, work.seq_len",
+        SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{'head_dim': 128, 'kv_dtype': torch.float8_e4m3fn}]",
+    ),
+    "Hopper: intervals of the first row block": Mutant(
+        KERNEL,
+        "work.q_start + tokens, tokens < work.q_len",
+        "work.q_start + rows % BLOCK_T, tokens < work.q_len",
+        SIMULATED + "intervals[{}-16-window]",
+    ),
+    "Hopper: gathered values of the next tile": Mutant(
+        PRODUCER,
+        "v_source + first_value, kv_head, v_pipe, tile_i, pages_of_rows,",
+        "v_source + first_value, kv_head, v_pipe, tile_i, pages,",
+        SIMULATED + "pages[NHD-1]",
+    ),
+    # Barriers, fences and waits of the kernels for Hopper GPUs, which the simulator judges
+    "Hopper: a free stage taken for a full one": Mutant(
+        "kernels/hopper/pipeline.py",
+        "wait(pipe.empty, i % STAGES, i // STAGES + 1)",
+        "wait(pipe.empty, i % STAGES, i // STAGES)",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: stages overwritten": Mutant(
+        "kernels/hopper/pipeline.py",
+        "wait(pipe.empty, i % STAGES, i // STAGES + 1)",
+        "pass",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: stages read before they are full": Mutant(
+        "kernels/hopper/pipeline.py",
+        "wait(pipe.full, i % STAGES, i // STAGES)",
+        "pass",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: converted tiles not fenced": Mutant(
+        "kernels/hopper/pipeline.py",
+        "fence_async_shared()  # tensor cores access",
+        "pass  # tensor cores access",
+        SIMULATED + "quantised_caches[kv_dtype0-64-16]",
+    ),
+    "Hopper: staged results not fenced": Mutant(
+        KERNEL,
+        "        results = loaded\n        fence_async_shared()\n",
+        "        results = loaded\n",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: queries never released": Mutant(
+        KERNEL, "    consumer_release(q_pipe, work_i)\n", "", SIMULATED + "features[{}-None]"
+    ),
+    "Hopper: values zeroed while they are loaded": Mutant(
+        PRODUCER, "wait(v_pipe.full, SPARE, edge_i)", "pass", SIMULATED + "features[{}-None]"
+    ),
+    "Hopper: zeroed values not fenced": Mutant(
+        PRODUCER,
+        "                    fence_async_shared()\n                    expect_bytes(v_pipe.full, stage, 0)",
+        "                    expect_bytes(v_pipe.full, stage, 0)",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: gathered rows handed over before they arrive": Mutant(
+        GATHER, "async_copy.wait_group(NEWER)", "async_copy.wait_group(NEWER + 1)", SIMULATED + "pages[NHD-1]"
+    ),
+    "Hopper: the last values released before their product": Mutant(
+        ATTEND,
+        "    done = warpgroup_mma_wait(0, deps=accs + (p,))\n    consumer_release(v_pipe, last)\n"
+        "    return done[:NUM_ACCS], m_i, l_i\n",
+        "    consumer_release(v_pipe, last)\n    done = warpgroup_mma_wait(0, deps=accs + (p,))\n"
+        "    return done[:NUM_ACCS], m_i, l_i\n",
+        SIMULATED + "any_order_of_events_gives_the_same_bits[0]",
+    ),
+    "Hopper: boxes of the first panel": Mutant(
+        "kernels/hopper/pipeline.py",
+        "column = head + (i * buffers[0].shape[1] + panel * COLUMNS)",
+        "column = head + i * buffers[0].shape[1]",
+        SIMULATED + "widths[192-128]",
+    ),
+    "Hopper: the counter of work tiles not reset": Mutant(
+        PRODUCER, "gl.store(tile_counter, 0)", "pass", SIMULATED + "any_order_of_events_gives_the_same_bits[0]"
+    ),
+    "latents on Hopper: places overwritten": Mutant(
+        LATENTS + "ring.py",
+        "wait(ring.empty.index(place), use + 1)",
+        "pass",
+        SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-None-0]",
+    ),
+    "latents on Hopper: places of 64 rows overwritten": Mutant(
+        LATENTS + "producer.py", "wait(s.empty[PLACE], use + 1)", "pass", SIMULATED + "latents[40-True-None]"
+    ),
+    "latents on Hopper: converted latents not fenced": Mutant(
+        LATENTS + "producer.py",
+        "fence_async_shared()  # tensor cores read",
+        "pass  # tensor cores read",
+        SIMULATED + "latents[40-True-kv_dtype1]",
+    ),
+    "latents on Hopper: probabilities not fenced": Mutant(
+        LATENTS + "many_rows.py",
+        "    s.maximum.index(PARITY).store(m_i)\n    fence_async_shared()\n",
+        "    s.maximum.index(PARITY).store(m_i)\n",
+        SIMULATED + "latents[40-True-None]",
+    ),
+    "latents on Hopper: the odd tile's probabilities not waited for": Mutant(
+        LATENTS + "many_rows.py", "wait(s.p_full[ODD], odd_use + i)", "pass", SIMULATED + "latents[40-True-None]"
+    ),
+    "latents on Hopper: the other warpgroup's sum not waited for": Mutant(
+        LATENTS + "many_rows.py", "wait(s.total_full, works)", "pass", SIMULATED + "latents[40-True-None]"
+    ),
+    "latents on Hopper: zeroed latents not fenced": Mutant(
+        LATENTS + "few_rows_fp8.py",
+        "fence_async_shared()  # TMA overwrites",
+        "pass  # TMA overwrites",
+        SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-kv_dtype1-0]",
+    ),
+    "latents on Hopper: the first partial in the place of the others": Mutant(
+        LATENTS + "combine.py",
+        "(part * 2 + (part == 0).to(gl.int32))",
+        "(part * 2)",
+        SIMULATED + "lengths_of_latents[1 of 900-16-None]",
     ),
 }
 
@@ -1248,85 +1440,12 @@ OUTSIDE = {
     ),
 }
 
-# Of a kernel that only a Hopper GPU runs. None breaks a barrier: it would hang the GPU instead of failing.
+# Of which only a Hopper GPU judges.
 ON_HOPPER = {
-    "a key past the diagonal seen": Mutant(
-        ATTEND,
-        "gl.minimum(q_pos + scoring.window_right, work.seq_len - 1)",
-        "gl.minimum(q_pos + 1 + scoring.window_right, work.seq_len - 1)",
-        BAND,
-    ),
-    "full tiles a key too far": Mutant(
-        ATTEND,
-        "gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)",
-        "gl.minimum(low_pos + scoring.window_right + 2, work.seq_len)",
-        HOPPER + "a_prompt_that_begins_two_keys_before_the_end_of_a_tile",
-    ),
-    "full tiles by the first row's window": Mutant(
-        ATTEND, "(pos < high_pos - scoring.window_left)", "(pos < low_pos - scoring.window_left)", IN_WINDOW
-    ),
-    "denominator not rescaled": Mutant(ATTEND, "l_i = l_i * alpha + gl.sum(p, 1)", "l_i = l_i + gl.sum(p, 1)", BAND),
     "splits folded where decode does not": Mutant(
         ATTEND,
         "if pos % FIXED_SPLIT == 0:",
         "if pos % (2 * FIXED_SPLIT) == 0:",
         HOPPER + "a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts[{}-16]",
-    ),
-    "values before the window not zeroed": Mutant(
-        PRODUCER, "((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]", "(kv_pos < kv_high)[:, None]", IN_WINDOW
-    ),
-    "boxes of a tile from one slot": Mutant(
-        PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", HOPPER + "pages[NHD-24]"
-    ),
-    "gathered rows before the window": Mutant(
-        GATHER,
-        "mask=(kv_pos >= kv_low) & (kv_pos < stop)",
-        "mask=(kv_pos < stop)",
-        HOPPER + "features_of_gathered_rows[{'sliding_window': 100}-64-1]",
-    ),
-    "gathered rows past the sequence": Mutant(
-        PRODUCER,
-        "pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)",
-        "pages = load_pages_of_rows(row, k_pipe, pos, pos + BLOCK_N, kv_low, PAGE_SIZE)",
-        HOPPER + "features_of_gathered_rows[{}-64-4]",
-    ),
-    "gathered rows from the first slot of a page": Mutant(
-        GATHER, "slots = rows % PAGE_SIZE", "slots = rows * 0", HOPPER + "pages[NHD-4]"
-    ),
-    "gathered rows of pages that divide no tile, from its first slot": Mutant(
-        GATHER, "slots = (pos + rows) % PAGE_SIZE", "slots = rows % PAGE_SIZE", HOPPER + "pages[NHD-3]"
-    ),
-    "gathered rows of the first head": Mutant(
-        GATHER, "(head * (stride_head // VEC))", "(head * 0)", HOPPER + "pages[HND-2]"
-    ),
-    "intervals with a key more": Mutant(
-        KERNEL, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", HOPPER + "every_kind_of_interval[causal-64]"
-    ),
-    "full tiles of intervals a key too far": Mutant(
-        ATTEND, "> sight.full_stop)", "> sight.full_stop + 1)", EDGES + "[None-{}]"
-    ),
-    "full tiles of intervals a key too early": Mutant(
-        ATTEND, "(pos < sight.full_start)", "(pos + 1 < sight.full_start)", EDGES + "[None-{}]"
-    ),
-    "values outside of intervals not zeroed": Mutant(
-        PRODUCER, "kv_low, kv_high = keys.kv_low, keys.kv_high", "kv_low, kv_high = 0, seq_len", EDGES + "[None-{}]"
-    ),
-    "values outside of intervals converted": Mutant(
-        "kernels/hopper/convert.py",
-        "kv_low, kv_high = keys.kv_low, keys.kv_high",
-        "kv_low, kv_high = 0, work.seq_len",
-        EDGES + "[None-{'kv_dtype': torch.float8_e4m3fn}]",
-    ),
-    "intervals of the first row block": Mutant(
-        KERNEL,
-        "work.q_start + tokens, tokens < work.q_len",
-        "work.q_start + rows % BLOCK_T, tokens < work.q_len",
-        HOPPER + "every_kind_of_interval[causal-64]",
-    ),
-    "gathered values of the next tile": Mutant(
-        PRODUCER,
-        "v_source + first_value, kv_head, v_pipe, tile_i, pages_of_rows,",
-        "v_source + first_value, kv_head, v_pipe, tile_i, pages,",
-        HOPPER + "pages[NHD-1]",
     ),
 }
