@@ -410,11 +410,12 @@ class Oracle:
         if out.dtype is not torch.float8_e4m3fn or scale is None:
             return float("inf"), float("inf")
         scale = scale.double().view(())
-        limit = LARGEST_E4M3 * scale
+        size = scale.abs()
+        limit = LARGEST_E4M3 * size
         exact = self.exact.out.clamp(-limit, limit)
         # What is rounded is at most this. e4m3 has 3 bits after the first one, down to 2^-6.
-        largest = ((exact.abs() + self.budget) / scale).clamp(2.0**-6, LARGEST_E4M3)
-        half_unit = torch.exp2(torch.frexp(largest)[1].double() - 5) * scale
+        largest = ((exact.abs() + self.budget) / size).clamp(2.0**-6, LARGEST_E4M3)
+        half_unit = torch.exp2(torch.frexp(largest)[1].double() - 5) * size
         errors = (out.double() * scale - exact).abs()
         return (errors / (self.budget + half_unit)).max().item(), errors.max().item()
 

@@ -98,7 +98,7 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
         heads_first = torch.empty(32, 64, 128, dtype=torch.float16).transpose(0, 1)
         quire.attention(**inputs | {"q": heads_first}, plan=plan)
         out = torch.empty_like(inputs["q"])
-        ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None)
+        ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None, None)
         assert [c.kernel for c in compiled] == ["split_kv_kernel", "hopper_kernel", "combine_kernel"]
     assert plan.launch.num_splits > 1
 
