@@ -239,6 +239,46 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
     assert compiled and not wrong, f"{len(wrong)} kernels spill or do not fit {target}:\n" + "\n".join(wrong)
 
 
+E4M3_OUTPUT = "sinks, lse, e4m3 output"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
+    """Elsewhere bits are stored. The functions that round are those of the write kernel, which is compiled whole."""
+    with compiling(TARGETS[target]):
+        for batch in ("decode, split", "prefill"):
+            launches.attend(batch, 128, E4M3_OUTPUT)
+            launches.attend(batch, 128, "plain")
+    for text in (text for _, _, text in first_stages[::2]):
+        assert ("f8E4M3FN" in text) == TARGETS[target].properties.native_fp8
+        assert ("!tt.ptr<i8>" in text) != TARGETS[target].properties.native_fp8
+    assert not any("f8E4M3FN" in text or "!tt.ptr<i8>" in text for _, _, text in first_stages[1::2])
+    assert len(first_stages) == 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "head_dim", "extra"),
+    [
+        ("prefill", 128, {}),
+        ("prefill", 256, {}),
+        ("prompt", 64, {}),
+        ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn}),
+        ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}),
+    ],
+    ids=str,
+)
+def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, head_dim, extra):
+    wanted = launches.Features(extra, out_scale=True)
+    with compiling(TARGETS["sm90"]) as compiled:
+        plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted)
+        quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
+    assert plan.kernel == compiled[0].kernel.removesuffix("_kernel") == "hopper"
+    print(compiled[0])
+    assert compiled[0].spills <= ON_THE_STACK["hopper_kernel"], compiled[0]
+    assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
+    assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_heads_wider_than_256_compile_fit_and_do_not_spill(target):
     """A block of 64 rows would spill: 64 x 512 accumulators take half of the registers that eight warps have."""
