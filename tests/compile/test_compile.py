@@ -46,6 +46,7 @@ BY_CHOICE, REGISTERS = 16, 255
 ON_THE_STACK = {"hopper_kernel": 72, "mla_hopper_kernel": 96}
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
 ON_THE_STACK_OF_INTERVALS = 96  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
+ON_THE_STACK_OF_E4M3_OUTPUTS = 96  # of fp8 caches: 88 with Triton 3.9.0; 72 if outputs are not quantised
 
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
@@ -261,22 +262,27 @@ def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
     [
         ("prefill", 128, {}),
         ("prefill", 256, {}),
-        ("prompt", 64, {}),
         ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn}),
         ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}),
     ],
     ids=str,
 )
 def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, head_dim, extra):
+    """Not in its loops: the division at the end of a work tile takes up to 16 bytes of the stack."""
     wanted = launches.Features(extra, out_scale=True)
-    with compiling(TARGETS["sm90"]) as compiled:
+    cubins, read = [], targets.inspect
+    with pytest.MonkeyPatch.context() as patch, compiling(TARGETS["sm90"]) as compiled:
+        patch.setattr(targets, "inspect", lambda *launch: cubins.append(launch[1].asm["cubin"]) or read(*launch))
         plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted)
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
     assert plan.kernel == compiled[0].kernel.removesuffix("_kernel") == "hopper"
     print(compiled[0])
-    assert compiled[0].spills <= ON_THE_STACK["hopper_kernel"], compiled[0]
+    assert compiled[0].spills <= ON_THE_STACK_OF_E4M3_OUTPUTS, compiled[0]
     assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
     assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
+    found = loops.innermost_loops(loops.disassemble(cubins[0]))
+    attends = [loop for loop in found if loops.count_kinds(loop)["exponentials"]]
+    assert attends and not any(loops.count_kinds(loop)["local memory"] for loop in attends)
 
 
 @pytest.mark.parametrize("target", TARGETS)
