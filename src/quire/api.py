@@ -209,7 +209,7 @@ def attention(
         new = named(*new)
         appender = None if torch.compiler.is_compiling() else plan.appender(cache)
         if appender is not None:
-            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new, out_scale)
+            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new, out_scale=out_scale)
             return out if lse is None else State(out, lse)
         if rope is None and qk_norm is None:
             write: Any = write_latent if spec.latent else write_kv

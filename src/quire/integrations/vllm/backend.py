@@ -381,7 +381,7 @@ class QuireImpl(base.AttentionImpl):
                 # Outside of full graphs, there is no slot for padding, which comes last and belongs to no sequence.
                 rows = min(slots.shape[0], query.shape[0])
                 query, new = query[:rows], cut(new, rows)
-        per_head = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+        per_head: dict[str, Any] = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
         out = output[: query.shape[0]]
         quire.attention(query, pages, plan, **new, **per_head, out=out, out_scale=output_scale)
         return output
@@ -393,7 +393,7 @@ class QuireImpl(base.AttentionImpl):
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
         plan, out = step.plan(self.spec, query.shape[0], None), output[: query.shape[0]]
-        per_head = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+        per_head: dict[str, Any] = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
         quire.varlen_attention(query, key, value, plan, **per_head, out=out, out_scale=output_scale)
         return output
 
