@@ -100,7 +100,7 @@ def test_both_kernels_of_batch_invariant_plans_store_the_same_bits(fields):
     assert torch.equal(*stored)
 
 
-def test_a_captured_graph_reads_the_scale_anew():
+def test_a_captured_graph_reads_the_scale_at_each_replay():
     problem = make_problem(quire.AttentionSpec(**LLAMA), DECODE, device="cuda")
     scale = torch.ones(1, device="cuda")
     plan = quire.plan(problem.spec, problem.batch, **problem.bounds)
