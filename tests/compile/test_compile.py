@@ -285,6 +285,23 @@ def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, hea
     assert attends and not any(loops.count_kinds(loop)["local memory"] for loop in attends)
 
 
+def test_an_output_in_e4m3_of_the_hopper_kernel_for_latents_is_refused_before_a_launch():
+    spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1)
+    cache = quire.PagedKVCache.empty(spec, 4, 64)
+    batch = quire.Batch(torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    q, scale = torch.empty(2, 16, 576, dtype=spec.dtype), torch.ones(1)
+    new = {"k": torch.ones(2, 512).to(spec.dtype), "v": torch.ones(2, 64).to(spec.dtype)}
+    with compiling(TARGETS["sm90"]) as compiled:
+        plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=256)
+        assert plan.kernel == "mla_hopper"
+        with pytest.raises(quire.UnsupportedError, match="out_scale must be left out for the kernel mla_hopper"):
+            quire.attention(q, cache, plan, **new, slot_mapping=torch.arange(2), out_scale=scale)
+        assert compiled == []  # the write of the new tokens neither
+        plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=256, kernel="mla")  # as the message says
+        quire.attention(q, cache, plan, out_scale=scale)
+    assert [kernel.kernel for kernel in compiled] == ["mla_kernel"]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_heads_wider_than_256_compile_fit_and_do_not_spill(target):
     """A block of 64 rows would spill: 64 x 512 accumulators take half of the registers that eight warps have."""

@@ -190,14 +190,3 @@ def test_outputs_go_where_they_are_told_and_nowhere_else(device):
     bits_of_wide = wide.view(torch.uint8)
     bits_of_wide[:3, 1:7, :16] = torch.full((1,), 7.0).to(E4M3).view(torch.uint8).to(device)
     assert (wide.float() == 7).all() and (lse[3:] == 7).all()
-
-
-@pytest.mark.triton
-def test_what_the_hopper_kernel_for_latents_does_not_serve_is_refused(device, monkeypatch):
-    """Before anything is launched or written, whatever the device is."""
-    spec = quire.AttentionSpec(**HEADS | LATENTS)
-    problem = make_problem(spec, ((1, 20),), device=device)
-    plan = quire.plan(spec, problem.batch, **problem.bounds)
-    monkeypatch.setattr(type(plan.launch), "name", "mla_hopper")
-    with pytest.raises(quire.UnsupportedError, match="out_scale must be left out for the kernel mla_hopper"):
-        quire.attention(problem.q, problem.cache, plan, out_scale=torch.ones(1, device=device))
