@@ -12,13 +12,14 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import quire
+from quire.checks import check_out_scale
 from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels.launch import Launch
 from quire.plan import FAMILIES, decide
@@ -27,6 +28,7 @@ from quire.targets import TARGETS
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/support.md"
 INTEGRATIONS = ROOT / "src/quire/integrations"
+CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PROMPT = {"num_seqs": 1, "max_query_len": 2048, "num_tokens": 2048}
 KINDS = {  # of batches: which bounds they have
@@ -208,6 +210,7 @@ def refused_requests() -> dict[str, Callable[[], object]]:
     for kernel in FAMILIES:
         for name in (FEATURES[0].name, first_latent):
             found[f"`plan(kernel={kernel!r})`: {name}"] = planned(kernel, name)
+        found[f"`attention(out_scale=...)` with `{kernel}`"] = partial(check_out_scale, torch.ones(1), kernel, CPU)
     return found
 
 
@@ -289,6 +292,7 @@ ASKED = {  # what an engine may ask for: the field of the spec, or the argument 
     "softcap": "softcap",
     "ALiBi": "alibi",
     "attention sinks": "sinks",
+    "outputs in e4m3": "out_scale",
     "intervals of keys": "key_begin",
     "draft trees": "tree_bits",
     "values of another width": "head_dim_v",

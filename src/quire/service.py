@@ -86,6 +86,7 @@ def warmup(
     intervals: bool = False,
     trees: bool = False,
     return_lse: bool = False,
+    out_scale: bool = False,
     append: bool = False,
     rope: Rope | None = None,
     qk_norm: QKNorm | None = None,
@@ -112,6 +113,7 @@ def warmup(
         intervals: whether batches may have `key_begin`, and with `trees`, both.
         trees: whether batches may have `tree_bits`.
         return_lse: whether the lse is asked for.
+        out_scale: whether `quire.attention` is given one. A launch that quantises its output is another kernel.
         append: whether `quire.attention` is given the step's keys and values. A launch that writes them is another
             kernel than one that does not. A server that makes both kinds of calls warms up for each.
         rope: as `quire.attention` is given it, but for positions, which may be any number; only with `append`. The
@@ -138,6 +140,7 @@ def warmup(
     per_token = kinds_of_batches(spec, intervals, trees)
     check_cache(cache, spec)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
+    check_flag("out_scale", out_scale, "say whether attention is given one")
     check_flag("append", append, "say whether attention is given the step's keys and values")
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):
         if value is not None and not append:
@@ -167,7 +170,7 @@ def warmup(
             write_nothing(spec, cache, norm_rope)
         for launch in launches.values():
             before(str(launch))
-            launch_without_keys(launch, cache, return_lse, append, norm_rope)
+            launch_without_keys(launch, cache, return_lse, append, norm_rope, out_scale)
 
     with compile_together(device):
         launch_each(report)
@@ -291,7 +294,12 @@ def write_nothing(spec: AttentionSpec, cache: PagedKVCache, norm_rope: Mapping[s
 
 
 def launch_without_keys(
-    launch: Launch, cache: PagedKVCache, return_lse: bool, append: bool, norm_rope: Mapping[str, Any]
+    launch: Launch,
+    cache: PagedKVCache,
+    return_lse: bool,
+    append: bool,
+    norm_rope: Mapping[str, Any],
+    out_scale: bool,
 ) -> None:
     """Launch a kernel for sequences without keys, which compiles it; with `append`, for a new token without a slot."""
     request, device = launch.request, cache.device
@@ -310,10 +318,12 @@ def launch_without_keys(
     plan = make_plan(spec, batch, launch, "warm-up")
     q = torch.zeros(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
     row = torch.zeros(spec.num_q_heads, device=device)
-    out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=q.dtype, device=device)
+    dtype, scale = (torch.float8_e4m3fn, torch.ones(1, device=device)) if out_scale else (q.dtype, None)
+    out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=dtype, device=device)
     into = State(out, torch.empty(q.shape[:2], device=device)) if return_lse else out
     slopes = row if spec.alibi else None
     new: dict[str, Any] = {}
     if append and plan.appender(cache) is not None:
         new = step_without_slots(spec, num_tokens, norm_rope, device)
-    attention(q, cache, plan, **new, sinks=row if spec.sinks else None, alibi_slopes=slopes, out=into)
+    sinks = row if spec.sinks else None
+    attention(q, cache, plan, **new, sinks=sinks, alibi_slopes=slopes, out=into, out_scale=scale)

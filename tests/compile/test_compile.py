@@ -46,6 +46,7 @@ BY_CHOICE, REGISTERS = 16, 255
 ON_THE_STACK = {"hopper_kernel": 72, "mla_hopper_kernel": 96}
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
 ON_THE_STACK_OF_INTERVALS = 96  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
+ON_THE_STACK_OF_E4M3_OUTPUTS = 96  # of fp8 caches: 88 with Triton 3.9.0; 72 if outputs are not quantised
 
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
@@ -237,6 +238,68 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
         if (held and kernel.spills > allowed) or kernel.shared > limits.shared_memory or kernel.occupancy < 1:
             wrong.append(found)
     assert compiled and not wrong, f"{len(wrong)} kernels spill or do not fit {target}:\n" + "\n".join(wrong)
+
+
+E4M3_OUTPUT = "sinks, lse, e4m3 output"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
+    """Elsewhere bits are stored. The functions that round are those of the write kernel, which is compiled whole."""
+    with compiling(TARGETS[target]):
+        for batch in ("decode, split", "prefill"):
+            launches.attend(batch, 128, E4M3_OUTPUT)
+            launches.attend(batch, 128, "plain")
+    for text in (text for _, _, text in first_stages[::2]):
+        assert ("f8E4M3FN" in text) == TARGETS[target].properties.native_fp8
+        assert ("!tt.ptr<i8>" in text) != TARGETS[target].properties.native_fp8
+    assert not any("f8E4M3FN" in text or "!tt.ptr<i8>" in text for _, _, text in first_stages[1::2])
+    assert len(first_stages) == 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "head_dim", "extra"),
+    [
+        ("prefill", 128, {}),
+        ("prefill", 256, {}),
+        ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn}),
+        ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}),
+    ],
+    ids=str,
+)
+def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, head_dim, extra):
+    """Not in its loops: the division at the end of a work tile takes up to 16 bytes of the stack."""
+    wanted = launches.Features(extra, out_scale=True)
+    cubins, read = [], targets.inspect
+    with pytest.MonkeyPatch.context() as patch, compiling(TARGETS["sm90"]) as compiled:
+        patch.setattr(targets, "inspect", lambda *launch: cubins.append(launch[1].asm["cubin"]) or read(*launch))
+        plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted)
+        quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
+    assert plan.kernel == compiled[0].kernel.removesuffix("_kernel") == "hopper"
+    print(compiled[0])
+    assert compiled[0].spills <= ON_THE_STACK_OF_E4M3_OUTPUTS, compiled[0]
+    assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
+    assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
+    found = loops.innermost_loops(loops.disassemble(cubins[0]))
+    attends = [loop for loop in found if loops.count_kinds(loop)["exponentials"]]
+    assert attends and not any(loops.count_kinds(loop)["local memory"] for loop in attends)
+
+
+def test_an_output_in_e4m3_of_the_hopper_kernel_for_latents_is_refused_before_a_launch():
+    spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1)
+    cache = quire.PagedKVCache.empty(spec, 4, 64)
+    batch = quire.Batch(torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    q, scale = torch.empty(2, 16, 576, dtype=spec.dtype), torch.ones(1)
+    new = {"k": torch.ones(2, 512).to(spec.dtype), "v": torch.ones(2, 64).to(spec.dtype)}
+    with compiling(TARGETS["sm90"]) as compiled:
+        plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=256)
+        assert plan.kernel == "mla_hopper"
+        with pytest.raises(quire.UnsupportedError, match="out_scale must be left out for the kernel mla_hopper"):
+            quire.attention(q, cache, plan, **new, slot_mapping=torch.arange(2), out_scale=scale)
+        assert compiled == []  # the write of the new tokens neither
+        plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=256, kernel="mla")  # as the message says
+        quire.attention(q, cache, plan, out_scale=scale)
+    assert [kernel.kernel for kernel in compiled] == ["mla_kernel"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

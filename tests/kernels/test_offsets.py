@@ -138,7 +138,7 @@ def combine_states_far_apart():
     for some, some_lses in ((outs, lses), (spread(outs.half(), 0, FAR_HEAD), lses), (outs, spread(lses, 0, FAR_HEAD))):
         out, lse = torch.empty(2, 2, 16), torch.empty(2, 2)
         rest, meta = combine_arguments(some, some_lses, out.stride(), lse)
-        combine_kernel[2, 2](some, some_lses, out, lse, None, 0, *rest, **meta)
+        combine_kernel[2, 2](some, some_lses, out, None, lse, None, 0, *rest, **meta)
         results.append((out, lse))
     (out, lse), (out_of_half, _), (out_again, lse_again) = results
     assert torch.equal(out, out_again) and torch.equal(lse, lse_again)

@@ -13,6 +13,7 @@ LONG = ATTENTION + "splits_of_long_sequences"
 WHICH_FOLDS = "kernels/test_invariance.py::test_which_launch_folds_states_changes_nothing"
 HOW_SPLIT = "kernels/test_invariance.py::test_how_a_prompt_is_split_changes_nothing[{}]"
 SHARED = "kernels/test_shared_prefix.py::test_"
+QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, ATTEND, PRODUCER = (f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer"))
@@ -54,6 +55,12 @@ IN_INTERPRETER = {
         "sink, tl.zeros_like(sink) + 1.0)",
         "sink, tl.zeros_like(sink))",
         ATTENTION + "features[sinks-1]",
+    ),
+    "output not divided by its scale": Mutant(
+        "kernels/primitives.py",
+        "encode(out, tl.load(out_scale_ptr), mods.to_e4m3_in_software)",
+        "encode(out, None, mods.to_e4m3_in_software)",
+        QUANTISED_OUT + "a_float32_result_is_rounded_once[block-0.013]",
     ),
     "odd dims of fp8 pairs dropped": Mutant(
         "kernels/primitives.py",
@@ -779,6 +786,19 @@ TENSOR_MAPS = "compile/test_relaunch.py::test_"
 INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
 
 OUTSIDE = {
+    # cpu/
+    "an output on the CPU not divided by its scale": Mutant(
+        "kernels/cpu/cache_ops.py",
+        "x = x.float() / out_scale.view(())",
+        "x = x.float()",
+        QUANTISED_OUT + "a_float32_result_is_rounded_once[block-0.013]",
+    ),
+    "an output on the CPU rounded twice": Mutant(
+        "kernels/cpu/attention.py",
+        "torch.float32 if exact or cache",
+        "torch.float32 if cache",
+        QUANTISED_OUT + "results_are_not_rounded_to_16_bits_first",
+    ),
     # distributed/
     "ranks: a token on two ranks": Mutant(
         "distributed/sharded.py",

@@ -160,8 +160,11 @@ def check_feature(feature: Feature, device: torch.device, dtype: torch.dtype) ->
         step |= random_norm_rope(problem, **feature.norm_rope)
         problem = replace(problem, cache=cache, step=step)
 
+    scale = None if feature.out_scale is None else torch.tensor([feature.out_scale], device=device)
+    problem = replace(problem, out_scale=scale)
+
     def attend() -> State:
-        state: Any = attention(problem.q, cache, chosen, **step, **problem.tables, return_lse=True)
+        state: Any = attention(problem.q, cache, chosen, **step, **problem.tables, out_scale=scale, return_lse=True)
         return state
 
     state = from_graph(attend, problem.batch.seq_lens) if feature.captured else attend()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.kernels import mods
 from quire.kernels.rotate import load_rotated
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -71,6 +72,7 @@ class Outputs(NamedTuple):
     """The tensors of results, their strides, and the sinks."""
 
     out_ptr: Any  # [num_tokens, num_q_heads, HEAD_DIM_V]
+    out_scale_ptr: Any  # [1] float32 where out is e4m3, or None
     lse_ptr: Any  # [num_tokens, num_q_heads] float32, or None
     sinks_ptr: Any  # [num_q_heads], or None
     stride_token: Any
@@ -432,6 +434,17 @@ def encode(x, scale, ENCODE: tl.constexpr):
 
 
 @triton.jit
+def as_stored(out, out_scale_ptr, element: tl.constexpr):
+    """Return results as the output holds them. With a scale, they are quantised to e4m3, whose bits may be uint8."""
+    if out_scale_ptr is None:
+        return out.to(element)
+    elif element == tl.uint8:
+        return encode(out, tl.load(out_scale_ptr), mods.to_e4m3_in_software)
+    else:
+        return encode(out, tl.load(out_scale_ptr), mods.to_e4m3)
+
+
+@triton.jit
 def store_rows(
     x, ptrs, inside, stride_vec, VEC: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PACKED_FP8: tl.constexpr
 ):
@@ -568,7 +581,7 @@ def store_result(outputs, acc, m_i, l_i, v_scale, rows, offs_dv, HEAD_DIM_V: tl.
     out, lse = finish(acc, m_i, l_i)
     ptrs = outputs.out_ptr + (rows.token * outputs.stride_token + rows.head.to(tl.int64) * outputs.stride_head)[:, None]
     ptrs += offs_dv[None, :]
-    out = (out * v_scale).to(outputs.out_ptr.dtype.element_ty)
+    out = as_stored(out * v_scale, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
     tl.store(ptrs, out, mask=rows.owned[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
     if outputs.lse_ptr is not None:
         tl.store(outputs.lse_ptr + rows.token * outputs.stride_lse + rows.head, lse, mask=rows.owned)

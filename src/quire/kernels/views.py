@@ -117,6 +117,11 @@ def cache_tensors(cache: PagedKVCache, element: torch.dtype) -> CacheTensors:
     return CacheTensors(cache.k.view(element), cache.v.view(element), cache.k_scale, cache.v_scale)
 
 
+def output_tensor(out: torch.Tensor, native_fp8: bool) -> torch.Tensor:
+    """Return an output as kernels write it: one of e4m3 as bytes if the target lacks the type."""
+    return out.view(torch.uint8) if out.dtype is torch.float8_e4m3fn and not native_fp8 else out
+
+
 def norm_rope_of(rope: Rope | None, qk_norm: QKNorm | None) -> tuple[NormRope, dict[str, Any]]:
     """Return `Rope` and `QKNorm` as kernels read them, and the constexprs of kernels that depend on them."""
     q_weight, k_weight, eps = (None, None, 0.0) if qk_norm is None else qk_norm

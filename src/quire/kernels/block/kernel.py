@@ -53,10 +53,14 @@ def find_sequence(cu_seqlens_q, num_seqs, row_block, GROUP: tl.constexpr, BLOCK_
     return seq, tl.load(cu_seqlens_q + seq) * GROUP // BLOCK_M + seq
 
 
-@triton.jit(do_not_specialize=["num_seqs", "stride_table", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "stride_table", "window_left", "window_right"],
+    do_not_specialize_on_alignment=["out_scale_ptr"],
+)
 def block_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
+    out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
@@ -219,6 +223,6 @@ def block_kernel(
     if PDL:
         gdc_launch_dependents()
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
-    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+    outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
     acc = join_even_odd(acc, BLOCK_M, BLOCK_DV, PACKED_FP8)
     store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_DV), HEAD_DIM_V)

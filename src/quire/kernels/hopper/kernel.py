@@ -41,7 +41,7 @@ from quire.kernels.hopper.tile_scheduler import (
     read_range,
     read_work_tile,
 )
-from quire.kernels.primitives import LN2, LOG2E, in_units
+from quire.kernels.primitives import LN2, LOG2E, as_stored, in_units
 
 
 class Scoring(NamedTuple):
@@ -73,6 +73,7 @@ class Outputs(NamedTuple):
     """
 
     out_ptr: Any
+    out_scale_ptr: Any  # [1] float32 where out is e4m3, or None
     lse_ptr: Any
     sinks_ptr: Any
     v_scale_ptr: Any  # [num_kv_heads] of a quantised cache, or None
@@ -190,11 +191,11 @@ def finish(
     """Normalise a work tile's results and write them.
 
     Results are staged in the shared memory of the work tile's queries, if that is wide enough, and it is then released.
-    States of splits are written from registers.
+    Where the output has another type, which is so of e4m3 and of the states of splits, they are written from registers.
     """
     element: gl.constexpr = q_pipe.tiles.dtype
-    IS_SPLIT: gl.constexpr = outputs.out_ptr.dtype.element_ty != element
-    STAGED: gl.constexpr = not IS_SPLIT and columns_of(q_pipe.tiles, q_pipe.more) >= HEAD_DIM_V
+    LIKE_Q: gl.constexpr = outputs.out_ptr.dtype.element_ty == element
+    STAGED: gl.constexpr = LIKE_Q and columns_of(q_pipe.tiles, q_pipe.more) >= HEAD_DIM_V
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     split = work.split
     if PARTS > 1:  # of columns: each has all keys
@@ -250,17 +251,17 @@ def write_out(
     offsets += work.split * HEAD_DIM_V
     offs_d = FIRST + gl.arange(0, result.shape[1], gl.SliceLayout(0, LAYOUT))
     inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM_V)[None, :]
-    gl.store(
-        outputs.out_ptr + offsets[:, None] + offs_d[None, :], result.to(outputs.out_ptr.dtype.element_ty), mask=inside
-    )
+    result = as_stored(result, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
+    gl.store(outputs.out_ptr + offsets[:, None] + offs_d[None, :], result, mask=inside)
 
 
 @gluon.jit(
-    do_not_specialize_on_alignment=["num_splits", "stride_lse"],
+    do_not_specialize_on_alignment=["num_splits", "out_scale_ptr", "stride_lse"],
     do_not_specialize=["max_decode_queries", "num_seqs", "section", "stride_table", "window_left", "window_right"],
 )
 def hopper_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM], or scratch for the states of splits
+    out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or scratch for the states of splits, or None
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
@@ -307,7 +308,15 @@ def hopper_kernel(
     scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end)
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(
-        out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse, num_splits
+        out_ptr,
+        out_scale_ptr,
+        lse_ptr,
+        sinks_ptr,
+        v_scale_ptr,
+        stride_out_token,
+        stride_out_head,
+        stride_lse,
+        num_splits,
     )
     # The argument lists are repeated, since constexprs in a tuple stay constexprs only if the tuple is written in the
     # call of `warp_specialize`.

@@ -217,11 +217,15 @@ def concatenate(a, b, BLOCK_M: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [BLOCK_M, 2 * a.shape[1]])
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"],
+    do_not_specialize_on_alignment=["out_scale_ptr"],
+)
 def mla_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
     q_pe_ptr,  # [num_tokens, num_q_heads, ROPE], or None
     out_ptr,  # [num_tokens, num_q_heads, RANK]
+    out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
@@ -280,7 +284,7 @@ def mla_kernel(
         scale = scale * v_scale
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
-    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+    outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
     while unit < high:  # one band, or those of its units that are in this partition
         q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_bands = sequence_span(

@@ -152,6 +152,7 @@ class MLARunner(KernelRunner):
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
     ) -> None:
         q_nope, q_pe = q
         grid = (self.decided.num_programs(q_nope.shape[0]), 1, 1)
@@ -159,6 +160,7 @@ class MLARunner(KernelRunner):
             return
         q_at, pe_at, out_at = q_nope.data_ptr(), None if q_pe is None else q_pe.data_ptr(), out.data_ptr()
         lse_at = None if lse is None else lse.data_ptr()
+        out_scale_at = None if out_scale is None else out_scale.data_ptr()
         sinks_at = None if sinks is None else sinks.data_ptr()
         slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
         latents_at = latent_addresses(cache)
@@ -167,10 +169,11 @@ class MLARunner(KernelRunner):
         if addresses % 16 == 0:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             strides = q_nope.stride(), None if q_pe is None else q_pe.stride(), out.stride()
-            key = cache.kind, strides, None if lse is None else lse.stride(0), dtypes
-            if self.launches.relaunch(key, grid, (q_at, pe_at, out_at, lse_at, sinks_at, slopes_at, latents_at)):
+            key = cache.kind, strides, out.dtype, None if lse is None else lse.stride(0), dtypes
+            tensors = q_at, pe_at, out_at, out_scale_at, lse_at, sinks_at, slopes_at, latents_at
+            if self.launches.relaunch(key, grid, tensors):
                 return
-        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes)
+        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, out_scale)
         self.launches.launch(key, self.kernel, grid, tensors, fixed, meta)
 
     def arguments(
@@ -181,6 +184,7 @@ class MLARunner(KernelRunner):
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
         """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those by name."""
         from quire.kernels import mods, views
@@ -215,7 +219,8 @@ class MLARunner(KernelRunner):
             *out.stride()[:2],
             0 if lse is None else lse.stride(0),
         )
-        tensors = q_nope, q_pe, out, lse, sinks, alibi_slopes, latents
+        out = views.output_tensor(out, device.native_fp8)
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents
         return tensors, (views.latent_layout(cache, batch, latents), *self.fixed, *strides), meta
 
 

@@ -51,6 +51,7 @@ class MLAHopperRunner:
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,  # always None: `quire.attention` refuses it
     ) -> None:
         decided, (q_nope, q_pe) = self.decided, q
         matrix = matrix_of_latents(cache)

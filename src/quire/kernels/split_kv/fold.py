@@ -15,9 +15,13 @@ from quire.kernels.primitives import Outputs, find_rows, store_result
 from quire.kernels.split_kv.schedule import Schedule, find_row_block, sequence_span
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "num_seqs", "num_partitions", "stride_lse"])
+@triton.jit(
+    do_not_specialize=["window_left", "window_right", "num_seqs", "num_partitions", "stride_lse"],
+    do_not_specialize_on_alignment=["out_scale_ptr"],
+)
 def fold_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
+    out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     sinks_ptr,  # [num_q_heads], or None
     v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
@@ -61,7 +65,7 @@ def fold_kernel(
             if v_scale_ptr is not None:
                 v_scale = tl.load(v_scale_ptr + kv_head.to(tl.int64) * kv.scale_head)
             rows = find_rows(row_block * BLOCK_M + row, q_start, q_len, first_pos, kv_head, GROUP, 1)
-            outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+            outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
             m_i, l_i = tl.full([1], m_i, tl.float32), tl.full([1], l_i, tl.float32)
             store_result(outputs, acc[None, :], m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
 

@@ -22,21 +22,23 @@ class FoldingRunner(PortableRunner):
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
         new: views.NewTokens | None = None,
         norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
     ) -> None:
-        super().__call__(q, cache, out, lse, sinks, alibi_slopes, new, norm_rope)
+        super().__call__(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
         decided = self.decided
         assert isinstance(decided, SplitKVLaunch)
         grid = (decided.num_fold_programs(q.shape[0]), 1, 1)
         if grid[0] == 0:
             return
-        tensors = out, lse, sinks, None if cache.scale_kind == "token" else cache.v_scale
+        stored = views.output_tensor(out, decided.request.device.native_fp8)
+        tensors = stored, out_scale, lse, sinks, None if cache.scale_kind == "token" else cache.v_scale
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
-        if not any((at or 0) % 16 for at in addresses[:3]):
+        if not any((at or 0) % 16 for at in (addresses[0], *addresses[2:4])):
             dtype, stride_lse = None if sinks is None else sinks.dtype, None if lse is None else lse.stride(0)
-            key = "fold", cache.kind, out.stride(), stride_lse, dtype
+            key = "fold", cache.kind, out.stride(), out.dtype, stride_lse, dtype
             if self.launches.relaunch(key, grid, addresses):
                 return
         fixed, meta = self.fold_arguments(decided, cache, out, lse)
