@@ -29,7 +29,7 @@ from .values import TRITON_DTYPES, Value, value
 
 AT_A_TIME = 4  # programs
 DTYPES = (
-    "int1", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float8e4nv", "float8e5",
+    "int1", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float8e4nv", "float8e5",
     "pointer_type",
 )  # fmt: skip
 HOPPER = partial(
@@ -86,6 +86,7 @@ def language(machine: Machine) -> types.SimpleNamespace:
         where=values.where, fma=values.fma, join=values.join, split=values.split,
         convert_layout=values.convert_layout, associative_scan=values.scan_of,
         sum=values.sum_of, max=values.max_of, min=values.min_of,
+        clamp=values.clamp, div_rn=values.divide, PropagateNan=tl.PropagateNan,
         maximum=values.arithmetic(values.larger), minimum=values.arithmetic(values.smaller),
         exp2=values.by_element(torch.exp2), log=values.by_element(torch.log), abs=values.by_element(torch.abs),
         sqrt=values.by_element(torch.sqrt), rsqrt=values.by_element(torch.rsqrt),
@@ -128,6 +129,8 @@ class Functions:
             return self.replaced[id(known)]
         if isinstance(known, gl.constexpr | tl.constexpr):
             return constant(known.value)
+        if isinstance(known, types.ModuleType) and known.__name__.startswith("quire."):
+            return Names(self, vars(known))
         original = getattr(known, "fn", None)
         if isinstance(original, types.FunctionType):
             return self.function(original)
@@ -140,6 +143,16 @@ class Functions:
             made = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__)
             self.made[id(original)] = made
         return self.made[id(original)]
+
+
+class Names:
+    """A module whose functions are simulated."""
+
+    def __init__(self, functions: Functions, original: dict[str, Any]) -> None:
+        self.functions, self.original = functions, original
+
+    def __getattr__(self, name: str) -> Any:
+        return self.functions.simulated(self.original[name])
 
 
 class Globals(dict):

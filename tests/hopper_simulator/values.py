@@ -206,6 +206,11 @@ def fma(a: Any, b: Any, c: Any) -> Value:
     return Value((a * b + c).to(torch.float32))
 
 
+def clamp(x: Value, low: float, high: float, propagate_nan: Any = None) -> Value:
+    assert propagate_nan is tl.PropagateNan.ALL, propagate_nan
+    return Value(x.data.clamp(low, high))  # NaN stays NaN
+
+
 def larger(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.fmax(a, b)  # of a number and NaN, the number
 

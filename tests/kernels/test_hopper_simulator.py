@@ -51,8 +51,9 @@ SIGHTS = {
 
 
 def attend(problem, plan, seed=0):
+    tensors = problem.tables | {"out_scale": problem.out_scale}
     with simulated_hopper(seed) as simulated:
-        state = quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True)
+        state = quire.attention(problem.q, problem.cache, plan, **tensors, return_lse=True)
     return state, simulated
 
 
@@ -109,6 +110,20 @@ def test_widths(head_dim, head_dim_v):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
     assert_right(spec, page_size=24, layout="HND")
     assert_right(spec, max_seq_len=LONG, page_size=2)
+
+
+@pytest.mark.parametrize("scale", [5e-4, 0.013])
+@pytest.mark.parametrize(
+    "extra", [{}, {"head_dim": 80, "head_dim_v": 96}, {"head_dim": 128} | E4M3 | {"allow_fp8": True}], ids=str
+)
+def test_outputs_in_e4m3(extra, scale):
+    """The smaller scale makes some results saturate."""
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), MIXED)
+    p = replace(p, out_scale=torch.tensor([scale]))
+    for plan in (make_plan(p), make_plan(p, LONG, num_sms=20)):
+        state, simulated = attend(p, plan)
+        assert state.out.dtype is torch.float8_e4m3fn and "hopper_kernel" in simulated
+        assert error_budget(p, state).passed
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (10, 2), (7, 1), (16, 1), (33, 1)])
