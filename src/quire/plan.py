@@ -61,7 +61,7 @@ class Plan:
         >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
         >>> batch = quire.Batch(torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, dtype=torch.int32))
         >>> print(quire.plan(spec, batch, max_query_len=1, max_seq_len=128))  # on a machine without a GPU
-        Plan(4 sequences, at most 1 queries and 128 keys each; PyTorch; CPU tensors; Triton has no driver for CPUs)
+        Plan(4 sequences, at most 1 query and 128 keys each; PyTorch; CPU tensors; Triton has no driver for CPUs)
     """
 
     spec: AttentionSpec
@@ -90,10 +90,16 @@ class Plan:
 
     def __repr__(self) -> str:
         bounds = self.bounds
-        most = f"at most {bounds.max_query_len} queries and {bounds.max_seq_len} keys each"
+        queries, keys = count(bounds.max_query_len, "query", "queries"), count(bounds.max_seq_len, "key", "keys")
         per_token = self.launch.request.per_token
         seen = "" if per_token is None else f", {per_token}"
-        return f"Plan({self.batch.num_seqs} sequences, {most}{seen}; {self.launch}; {self.reason})"
+        sequences = count(self.batch.num_seqs, "sequence", "sequences")
+        return f"Plan({sequences}, at most {queries} and {keys} each{seen}; {self.launch}; {self.reason})"
+
+
+def count(number: int, one: str, many: str) -> str:
+    """Return a number of things, in words."""
+    return f"{number} {one if number == 1 else many}"
 
 
 def plan(
