@@ -28,8 +28,8 @@ from quire.cache import PagedKVCache
 from quire.dispatch.request import Options, Request
 from quire.kernels import formats, mods, views
 from quire.kernels.launcher import launch
-from quire.kernels.primitives import as_stored
 from quire.kernels.scratch import ScratchSize
+from quire.kernels.states import as_stored
 from quire.plan import FAMILIES
 from quire.targets import TARGETS, Launch, compiling
 from quire.testing import error_budget, make_problem

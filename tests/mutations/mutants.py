@@ -42,22 +42,22 @@ IN_INTERPRETER = {
         ATTENTION + "features[causal-1]",
     ),
     "rescale dropped": Mutant(
-        "kernels/primitives.py", "v, acc * alpha[:, None], input_precision", "v, acc, input_precision", LONG + "[1]"
+        "kernels/states.py", "v, acc * alpha[:, None], input_precision", "v, acc, input_precision", LONG + "[1]"
     ),
     "denominator not rescaled": Mutant(
-        "kernels/primitives.py", "l_i = l_i * alpha + tl.sum(p, 1)", "l_i = l_i + tl.sum(p, 1)", LONG + "[1]"
+        "kernels/states.py", "l_i = l_i * alpha + tl.sum(p, 1)", "l_i = l_i + tl.sum(p, 1)", LONG + "[1]"
     ),
     "states added without weights": Mutant(
-        "kernels/primitives.py", "tl.fma(l_i, alpha, other_l * beta)", "l_i + other_l", MERGE + "::test_any_tree_shape"
+        "kernels/states.py", "tl.fma(l_i, alpha, other_l * beta)", "l_i + other_l", MERGE + "::test_any_tree_shape"
     ),
     "sink forgotten": Mutant(
-        "kernels/primitives.py",
+        "kernels/states.py",
         "sink, tl.zeros_like(sink) + 1.0)",
         "sink, tl.zeros_like(sink))",
         ATTENTION + "features[sinks-1]",
     ),
     "output not divided by its scale": Mutant(
-        "kernels/primitives.py",
+        "kernels/states.py",
         "encode(out, tl.load(out_scale_ptr), mods.to_e4m3_in_software)",
         "encode(out, None, mods.to_e4m3_in_software)",
         QUANTISED_OUT + "a_float32_result_is_rounded_once[block-0.013]",
@@ -93,7 +93,7 @@ IN_INTERPRETER = {
         ATTENTION + "small_values_survive_scales_per_token[kv_dtype0-0.001]",
     ),
     "NaN taken for no key": Mutant(
-        "kernels/primitives.py",
+        "kernels/states.py",
         "empty = l_i == 0.0",
         "empty = (l_i > 0.0) == 0",
         ATTENTION + "a_query_of_nan_gives_nan[False-1]",

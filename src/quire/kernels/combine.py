@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from quire.dispatch.tree import padded
 from quire.kernels.launcher import LaunchCache
-from quire.kernels.primitives import LOG2E, as_stored, combine, finish
+from quire.kernels.states import LOG2E, as_stored, combine, finish
 from quire.state import State
 
 LAUNCHES = LaunchCache()  # by what `merge_states` depends on besides the addresses

@@ -12,27 +12,21 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.primitives import (
-    LOG2E,
-    Outputs,
     Scoring,
     Sight,
     Tiling,
     attend_tile,
-    empty_state,
     find_pages,
     find_rows,
-    fold_split,
-    groups_of,
     head_scales,
     in_units,
-    join_even_odd,
     keys_of_rows,
     load_intervals,
     load_queries,
-    store_result,
     table_row,
     write_new,
 )
+from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, join_even_odd, store_result
 
 
 @triton.jit

@@ -41,7 +41,8 @@ from quire.kernels.hopper.tile_scheduler import (
     read_range,
     read_work_tile,
 )
-from quire.kernels.primitives import LN2, LOG2E, as_stored, in_units
+from quire.kernels.primitives import in_units
+from quire.kernels.states import LN2, LOG2E, as_stored
 
 
 class Scoring(NamedTuple):
@@ -220,7 +221,7 @@ def finish(
             wanted = wanted & (work.split == 0)
         gl.store(outputs.lse_ptr + offsets, lse, mask=wanted)
     inverse = 1.0 / safe
-    if INVARIANT:  # as `primitives.finish` does
+    if INVARIANT:  # as `states.finish` does
         inverse = gl.fma(inverse, gl.fma(-safe, inverse, gl.zeros_like(safe) + 1.0), inverse)
     results = scaled(accs, inverse)
     if STAGED:

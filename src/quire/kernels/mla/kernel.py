@@ -19,22 +19,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.primitives import (
-    LOG2E,
-    Outputs,
-    Scoring,
-    combine,
-    empty_state,
-    find_pages,
-    find_rows,
-    join_even_odd,
-    load_queries,
-    load_tile,
-    store_result,
-    table_row,
-)
+from quire.kernels.primitives import Scoring, find_pages, find_rows, load_queries, load_tile, table_row
 from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
+from quire.kernels.states import LOG2E, Outputs, combine, empty_state, join_even_odd, store_result
 
 
 class LatentTiling(NamedTuple):

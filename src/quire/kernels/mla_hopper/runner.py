@@ -11,7 +11,7 @@ from quire.kernels.launcher import LaunchCache
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import MLAHopperLaunch, matrix_of_latents
-from quire.kernels.primitives import LOG2E
+from quire.kernels.states import LOG2E
 
 TILE = 64  # keys of a tile, as schedule.TILE
 

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from quire.kernels.primitives import Outputs, find_rows, store_result
+from quire.kernels.primitives import find_rows
 from quire.kernels.split_kv.schedule import Schedule, find_row_block, sequence_span
+from quire.kernels.states import Outputs, store_result
 
 
 @triton.jit(
@@ -122,7 +123,7 @@ def load_states(
 
 @triton.jit
 def fold_states(acc, m_i, l_i, accs, ms, ls):
-    """Add states of a row to a state one after the other, as `primitives.combine` does."""
+    """Add states of a row to a state one after the other, as `states.combine` does."""
     for i in tl.static_range(len(ms)):
         m_new = tl.maximum(m_i, ms[i])
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
