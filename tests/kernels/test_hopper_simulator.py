@@ -173,7 +173,7 @@ def test_products_in_fp8(extra, page_size):
 def test_splits(extra, page_size):
     """Among them are empty ones."""
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((64, 500), (0, 50)), page_size=page_size)
-    plan = make_plan(p, 16384, num_sms=132, num_tokens=None)
+    plan = make_plan(p, 16384, num_sms=24, num_tokens=None)
     assert plan.launch.num_splits > 1, plan
     verdict = error_budget(p, attend(p, plan)[0])
     assert verdict.passed, (plan, verdict)
@@ -311,7 +311,7 @@ def test_more_sequences_of_latents_than_are_looked_at_at_once():
     assert_latents_are_right(latent_spec(8), lens, one_query=True)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_q_heads", [16, 64])
 def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dtype, seed):
