@@ -121,7 +121,6 @@ class Functions:
     def __init__(self, machine: Machine) -> None:
         self.replaced = {id(original): replacement for original, replacement in simulated(machine)}
         self.made: dict[int, Any] = {}
-        self.globals: dict[int, dict[str, Any]] = {}
 
     def simulated(self, known: Any) -> Any:
         """Return what a kernel's name stands for."""
