@@ -112,18 +112,17 @@ def test_widths(head_dim, head_dim_v):
     assert_right(spec, max_seq_len=LONG, page_size=2)
 
 
-@pytest.mark.parametrize("scale", [5e-4, 0.013])
+@pytest.mark.parametrize("bound", [None, LONG])
 @pytest.mark.parametrize(
     "extra", [{}, {"head_dim": 80, "head_dim_v": 96}, {"head_dim": 128} | E4M3 | {"allow_fp8": True}], ids=str
 )
-def test_outputs_in_e4m3(extra, scale):
-    """The smaller scale makes some results saturate."""
+def test_outputs_in_e4m3(extra, bound):
+    """With the smaller scale, some results saturate."""
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), MIXED)
-    p = replace(p, out_scale=torch.tensor([scale]))
-    for plan in (make_plan(p), make_plan(p, LONG, num_sms=20)):
-        state, simulated = attend(p, plan)
-        assert state.out.dtype is torch.float8_e4m3fn and "hopper_kernel" in simulated
-        assert error_budget(p, state).passed
+    p = replace(p, out_scale=torch.tensor([5e-4 if bound else 0.013]))
+    state, simulated = attend(p, make_plan(p, bound))
+    assert state.out.dtype is torch.float8_e4m3fn and "hopper_kernel" in simulated
+    assert error_budget(p, state).passed
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (10, 2), (7, 1), (16, 1), (33, 1)])
@@ -148,8 +147,7 @@ def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
     assert_right(quire.AttentionSpec(**LLAMA), ((130, 256), (66, 192)))
 
 
-@pytest.mark.parametrize("page_size", [16, 1])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (128, 1)])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_quantised_caches(kv_dtype, head_dim, page_size):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "kv_dtype": kv_dtype})
@@ -164,10 +162,9 @@ def test_products_in_fp8(extra, page_size):
     assert assert_right(spec, page_size=page_size).launch.config.fp8_mma
 
 
-@pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize(
-    "extra",
-    [{"sinks": True, "softcap": 20.0}, {"head_dim": 192, "head_dim_v": 128}, {"head_dim": 128} | E4M3],
+    ("extra", "page_size"),
+    [({"sinks": True, "softcap": 20.0}, 16), ({"head_dim": 192, "head_dim_v": 128}, 1), ({"head_dim": 128} | E4M3, 16)],
     ids=str,
 )
 def test_splits(extra, page_size):
@@ -200,9 +197,10 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
     assert_right(quire.AttentionSpec(**LLAMA | extra), ((10, 300),) * len(edges), per_token=per_token)
 
 
-@pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize(
-    "extra", [{}, {"head_dim": 80, "sinks": True}, {"head_dim": 256}, {"num_q_heads": 14}], ids=str
+    ("extra", "page_size"),
+    [({}, 1), ({"head_dim": 80, "sinks": True}, 16), ({"head_dim": 256}, 16), ({"num_q_heads": 14}, 1)],
+    ids=str,
 )
 def test_batch_invariant_plans(extra, page_size):
     """Prompts of any company have the same bits, whatever the order of events."""
@@ -230,7 +228,7 @@ def test_more_sequences_than_are_looked_at_at_once():
     assert_right(quire.AttentionSpec(**LLAMA), lens)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_events_gives_the_same_bits(seed):
     spec = quire.AttentionSpec(**LLAMA)
     p = make_problem(spec, ((40, 300), (70, 170)), page_size=1 if seed % 2 else 16)
@@ -239,7 +237,7 @@ def test_any_order_of_events_gives_the_same_bits(seed):
     assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_whole_space(seed):
     draw = random.Random(seed)
     kv_heads, causal = draw.randint(1, 3), draw.choice([True, False])
@@ -288,8 +286,7 @@ def test_latents(num_q_heads, causal, kv_dtype):
     assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype, causal=causal))
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("page_size", [8, 48, 528])
+@pytest.mark.parametrize(("page_size", "kv_dtype"), [(8, None), (48, torch.float8_e4m3fn), (528, None)])
 def test_pages_of_latents(page_size, kv_dtype):
     assert_latents_are_right(latent_spec(16, kv_dtype=kv_dtype), page_size=page_size)
 
@@ -298,7 +295,7 @@ def test_pages_of_latents(page_size, kv_dtype):
 @pytest.mark.parametrize("num_q_heads", [16, 64])
 @pytest.mark.parametrize(
     "lens",
-    [((1, 1),), ((1, 65),), ((1, 900),), ((1, 300),) * 3, tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3],
+    [((1, 1),), ((1, 600),), tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3],
     ids=lambda lens: f"{len(lens)} of {lens[0][1]}",
 )
 def test_lengths_of_latents(lens, num_q_heads, kv_dtype):
@@ -311,13 +308,12 @@ def test_more_sequences_of_latents_than_are_looked_at_at_once():
     assert_latents_are_right(latent_spec(8), lens, one_query=True)
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_q_heads", [16, 64])
-def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dtype, seed):
+def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dtype):
     p = make_problem(
-        latent_spec(num_q_heads, kv_dtype=kv_dtype), ((1, 100), (1, 700), (1, 130)), page_size=64, one_query=True
+        latent_spec(num_q_heads, kv_dtype=kv_dtype), ((1, 100), (1, 500), (1, 130)), page_size=64, one_query=True
     )
     plan = make_plan(p, kernel="mla_hopper", num_sms=2)
-    first, other = (attend(p, plan, seed=s)[0] for s in (100, seed))
+    first, other = (attend(p, plan, seed=s)[0] for s in (0, 1))
     assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)

@@ -735,7 +735,7 @@ IN_INTERPRETER = {
         LATENTS + "ring.py",
         "wait(ring.empty.index(place), use + 1)",
         "pass",
-        SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-None-0]",
+        SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-None]",
     ),
     "latents on Hopper: places of 64 rows overwritten": Mutant(
         LATENTS + "producer.py", "wait(s.empty[PLACE], use + 1)", "pass", SIMULATED + "latents[40-True-None]"
@@ -762,13 +762,13 @@ IN_INTERPRETER = {
         LATENTS + "few_rows_fp8.py",
         "fence_async_shared()  # TMA overwrites",
         "pass  # TMA overwrites",
-        SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-kv_dtype1-0]",
+        SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-kv_dtype1]",
     ),
     "latents on Hopper: the first partial in the place of the others": Mutant(
         LATENTS + "combine.py",
         "(part * 2 + (part == 0).to(gl.int32))",
         "(part * 2)",
-        SIMULATED + "lengths_of_latents[1 of 900-16-None]",
+        SIMULATED + "lengths_of_latents[1 of 600-16-None]",
     ),
 }
 
