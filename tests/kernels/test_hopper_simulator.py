@@ -317,3 +317,11 @@ def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dt
     plan = make_plan(p, kernel="mla_hopper", num_sms=2)
     first, other = (attend(p, plan, seed=s)[0] for s in (0, 1))
     assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
+
+
+@pytest.mark.parametrize("seed", [57, 1009])
+def test_a_tile_may_arrive_long_after_the_next_one(seed):
+    """Two warpgroups take the tiles in turn. In these orders of events, one has to wait for a tile of the other's."""
+    p = make_problem(latent_spec(20, kv_dtype=torch.float8_e4m3fn), ((1, 700),), page_size=64, one_query=True)
+    state, _ = attend(p, make_plan(p, kernel="mla_hopper", num_sms=1), seed)
+    assert error_budget(p, state).passed
