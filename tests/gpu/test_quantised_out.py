@@ -64,7 +64,7 @@ def assert_right(*case, **options):
         ({"kv_dtype": torch.int8}, {}),
         ({}, {"per_token": intervals.causal}),
     ],
-    ids=str,
+    ids=lambda options: str({name: getattr(value, "__name__", value) for name, value in options.items()}),
 )
 def test_prompts_and_mixed_batches(fields, of_problem, kernel, scale):
     plan = assert_right(fields, MIXED, of_problem, scale, kernel=kernel)
