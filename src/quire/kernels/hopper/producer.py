@@ -35,7 +35,7 @@ from quire.kernels.hopper.tile_scheduler import (
 
 @gluon.jit
 def produce(
-    q_pipe, k_pipe, v_pipe, published, order, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
+    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BLOCK_T: gl.constexpr, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
@@ -79,7 +79,7 @@ def produce(
     # Lengths may differ, and a work tile that starts last should be short.
     if kv.key_begin is None and (num_seqs > 1) & (num_work_tiles > gl.num_programs(0)):
         ends = order_by_keys(
-            ends, order, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, BLOCK_T, BLOCK_N
+            ends, places, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, BLOCK_T, BLOCK_N
         )
     index = gl.program_id(0)
     while index < num_work_tiles:

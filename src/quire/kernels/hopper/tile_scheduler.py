@@ -17,7 +17,7 @@ from quire.kernels.hopper.pipeline import reinterpret
 
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 SEQS = gl.constexpr(128)  # sequences that the scheduler reads in one step
-PART = gl.constexpr(4)  # sequences that are compared with all others in one step
+PART = gl.constexpr(8)  # sequences that are compared with all others in one step
 FIELDS = gl.constexpr(9)  # fields of WorkTile
 WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range after it
 
@@ -162,10 +162,11 @@ def order_by_keys(
         first_pos = gl.load(kv.query_offsets + seqs, mask=seqs < num_seqs, other=0)
     token = gl.maximum(counts - 1, 0) * BLOCK_T
     kv_start, kv_stop = keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
-    tiles = (gl.maximum(kv_stop - kv_start, 0) + BLOCK_N - 1) // BLOCK_N
+    keys = gl.minimum(gl.maximum(kv_stop - kv_start, 0), (1 << 30) - BLOCK_N)  # so that a place fits 32 bits
+    tiles = (keys + BLOCK_N - 1) // BLOCK_N
     owns = counts > 0
     if gl.max(gl.where(owns, tiles, 0), 0) > gl.min(gl.where(owns, tiles, 2147483647), 0):
-        places = tiles * SEQS + seqs  # of which no two are equal
+        places = gl.where(owns, tiles * SEQS + seqs, -1)  # of sequences with row blocks, no two are equal
         memory.index(0).store(places)
         memory.index(1).store(counts)
         parts = reinterpret(memory, gl.int32, [2 * SEQS // PART, PART], memory.layout)
@@ -174,7 +175,7 @@ def order_by_keys(
             others = parts.index(part).load(gl.SliceLayout(0, PAIRS))
             more = parts.index(SEQS // PART + part).load(gl.SliceLayout(0, PAIRS))
             found += gl.sum(gl.where(others[None, :] <= places[:, None], more[None, :], 0), 1)
-        ends = gl.convert_layout(gl.where(owns, found, 0), ends.type.layout)
+        ends = gl.convert_layout(found, ends.type.layout)
     return ends
 
 
