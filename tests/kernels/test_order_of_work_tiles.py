@@ -133,7 +133,7 @@ RAGGED = ((20, 90), (33, 640), (1, 2000), (0, 50), (70, 300), (9, 0), (40, 660),
 
 
 def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, **problem):
-    """Attend; return the plan, the state and the (sequence, head) of queries in the order in which they are loaded."""
+    """Attend; return the plan, the state and the (sequence, head) of queries in the order of work tiles."""
     p = make_problem(spec, lens, **problem)
     # With this bound, an SM has one program, so that a GPU of one SM loads queries in the order of work tiles.
     bounds, pages = p.bounds | {"max_seq_len": LONG}, LONG // p.cache.page_size + 1
@@ -144,10 +144,10 @@ def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, **problem):
             plan = make_plan(spec, batch, replace(plan.launch, section_heads=section_heads), "sections")
     loads, load = [], Machine.tma_load
 
-    def load_and_note(machine, desc, coordinates, *into):
-        if desc.numbers.data_ptr() == p.q.data_ptr():
+    def load_and_note(machine, desc, coordinates, barrier, into):
+        if desc.numbers.data_ptr() == p.q.data_ptr() and into.first[0] == 0:  # the first box of a work tile
             loads.append([int(c) for c in coordinates[:2]])
-        load(machine, desc, coordinates, *into)
+        load(machine, desc, coordinates, barrier, into)
 
     with monkeypatch.context() as patch, simulated_hopper():
         patch.setattr(Machine, "tma_load", load_and_note)

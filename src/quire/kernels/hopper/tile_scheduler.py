@@ -17,7 +17,7 @@ from quire.kernels.hopper.pipeline import reinterpret
 
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 SEQS = gl.constexpr(128)  # sequences that the scheduler reads in one step
-PART = gl.constexpr(8)  # sequences that are compared with all others in one step
+PART = gl.constexpr(4)  # sequences that are compared with all others in one step
 FIELDS = gl.constexpr(9)  # fields of WorkTile
 WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range after it
 
