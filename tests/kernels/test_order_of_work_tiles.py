@@ -18,6 +18,7 @@ if not interprets():
 pytest.importorskip("triton.experimental.gluon")
 
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper import tile_scheduler
 from tests.hopper_simulator.launch import Functions, argument, simulated_hopper
@@ -25,7 +26,7 @@ from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine, Program
 from tests.hopper_simulator.values import value
 
-BLOCK_T, BLOCK_N = 16, 64
+BLOCK_T, BLOCK_N, WORK_TILES_EACH = 16, 64, 2
 SEQS = tile_scheduler.SEQS.value
 CAUSAL = (1 << 30, 0)
 
@@ -54,10 +55,10 @@ def longest_first(lens, offsets=None, window=CAUSAL, max_decode_queries=0):
     ]
 
 
-def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_warps=1):
+def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=1 << 16):
     """Return (sequence, row block) in the order in which the scheduler's functions find them."""
     memory, found = GlobalMemory(), []
-    machine = Machine(0, (1,), memory)
+    machine = Machine(0, (num_programs,), memory)
     functions = Functions(machine)
     starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
     keys = torch.tensor([keys for _, keys in lens], dtype=torch.int32)
@@ -72,7 +73,7 @@ def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_warps=1):
         ends = call["row_block_ends"](batch[0], 0, *batch[1:], BLOCK_T)
         count = call["count_row_blocks"](ends, *batch, BLOCK_T)
         places = machine.allocate_shared_memory(tl.int32, [2, SEQS], None)
-        ends = call["order_by_keys"](ends, places, kv, *batch, *window, BLOCK_T, BLOCK_N)
+        ends = call["order_by_keys"](ends, places, kv, *batch, *window, WORK_TILES_EACH, BLOCK_T, BLOCK_N)
         for row_block in reversed(range(int(count))):
             seq, first = call["find_row_block"](ends, value(row_block), *batch, BLOCK_T)
             found.append((int(seq), row_block - int(first)))
@@ -120,10 +121,17 @@ def test_sequences_of_as_many_tiles_stay_in_the_batch_s_order():
     assert [seq for seq, block in ties if block == 0] == [4, 1, 2, 0, 5]
 
 
+def test_sequences_stay_in_the_batch_s_order_where_the_longest_work_tile_is_a_small_part_of_all_work():
+    lens = [(20, 640), (20, 64), (20, 60), (20, 300)]  # 17 tiles for four work tiles each, and 10 for one
+    assert [seq for seq, _ in taken(lens, num_programs=1)] == [0, 0, 3, 3, 2, 2, 1, 1]
+    assert [seq for seq, _ in taken(lens * 3, num_programs=1)] == [seq for seq in reversed(range(12)) for _ in "01"]
+    assert [seq for seq, _ in taken(lens * 3, num_programs=2)][:6] == [8, 8, 4, 4, 0, 0]
+
+
 def test_no_length_is_too_long_for_the_order():
     lens = [(9, 2**30 - 1), (9, 2**30 + 5), (9, 40), (0, 2**30), (9, 2**30)]
-    found = taken(lens)
-    assert sorted(found) == [(0, 0), (1, 0), (2, 0), (4, 0)]
+    found = taken(lens, num_programs=1)
+    assert sorted(found) == sorted(taken(lens)) == [(0, 0), (1, 0), (2, 0), (4, 0)]
     assert found[-1] == (2, 0)
 
 
@@ -193,6 +201,7 @@ def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(monkeypat
 
 def test_of_more_sequences_than_are_ordered_the_first_ones_end_a_launch(monkeypatch):
     """They are ordered, so that short work tiles come last."""
+    monkeypatch.setattr(tile_scheduler, "SHARE", gl.constexpr(1000))  # as on a GPU of more SMs
     spec = quire.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float16)
     lens = tuple((17, 17 + 37 * i % 500) for i in range(SEQS + 3))
     plan, _, loads = attended(monkeypatch, spec, lens)

@@ -79,8 +79,9 @@ def produce(
     # Lengths may differ, and a work tile that starts last should be short.
     if kv.key_begin is None and (num_seqs > 1) & (num_work_tiles > gl.num_programs(0)):
         ends = order_by_keys(
-            ends, places, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, BLOCK_T, BLOCK_N
-        )
+            ends, places, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right,
+            HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N,
+        )  # fmt: skip
     index = gl.program_id(0)
     while index < num_work_tiles:
         whole = index

@@ -18,6 +18,7 @@ from quire.kernels.hopper.pipeline import reinterpret
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 SEQS = gl.constexpr(128)  # sequences that the scheduler reads in one step
 PART = gl.constexpr(4)  # sequences that are compared with all others in one step
+SHARE = gl.constexpr(16)  # an order may gain at most a work tile, and counts if that is this part of a program's work
 FIELDS = gl.constexpr(9)  # fields of WorkTile
 WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range after it
 
@@ -140,17 +141,19 @@ def row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T: g
 
 @gluon.jit
 def order_by_keys(
-    ends, memory, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, BLOCK_T: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    ends, memory, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, work_tiles_each,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Return where the row blocks of the first SEQS sequences end, if the sequence with the most keys is the last one.
 
     What counts is the tiles of keys that the last row block sees. Sequences with as many stay in the batch's order.
     Each end is the sum of the row blocks of all sequences that do not come later, so nothing has to be moved.
+    Where that gains little, the batch's order stays.
 
     Args:
         ends: of the first SEQS sequences in the batch's order.
         memory: shared memory of [2, SEQS] int32, which no other warp uses.
+        work_tiles_each: work tiles of a row block.
     """
     PAIRS: gl.constexpr = gl.BlockedLayout([SEQS // 32, PART], [32, 1], [gl.num_warps(), 1], [1, 0])
     seqs = gl.arange(0, SEQS, gl.SliceLayout(1, PAIRS))
@@ -165,13 +168,16 @@ def order_by_keys(
     keys = gl.minimum(gl.maximum(kv_stop - kv_start, 0), (1 << 30) - BLOCK_N)  # so that a place fits 32 bits
     tiles = (keys + BLOCK_N - 1) // BLOCK_N
     owns = counts > 0
-    if gl.max(gl.where(owns, tiles, 0), 0) > gl.min(gl.where(owns, tiles, 2147483647), 0):
+    most, least = gl.max(gl.where(owns, tiles, 0), 0), gl.min(gl.where(owns, tiles, 2147483647), 0)
+    work = gl.sum(counts * tiles, 0) * work_tiles_each  # may wrap around, which costs the order and nothing else
+    if (most > least) & (most * SHARE * gl.num_programs(0) > work):
         places = gl.where(owns, tiles * SEQS + seqs, -1)  # of sequences with row blocks, no two are equal
         memory.index(0).store(places)
         memory.index(1).store(counts)
         parts = reinterpret(memory, gl.int32, [2 * SEQS // PART, PART], memory.layout)
         found = gl.zeros([SEQS], gl.int32, gl.SliceLayout(1, PAIRS))
-        for part in range((gl.minimum(num_seqs, SEQS) + PART - 1) // PART):
+        first = gl.min(gl.where(owns, seqs, SEQS), 0)  # engines have decoding sequences before prompts
+        for part in range(first // PART, (gl.minimum(num_seqs, SEQS) + PART - 1) // PART):
             others = parts.index(part).load(gl.SliceLayout(0, PAIRS))
             more = parts.index(SEQS // PART + part).load(gl.SliceLayout(0, PAIRS))
             found += gl.sum(gl.where(others[None, :] <= places[:, None], more[None, :], 0), 1)
