@@ -61,6 +61,12 @@ class MLAHopperLaunch:
         return rows if rows <= FEW_ROWS else ROWS
 
     @property
+    def fp8_mma(self) -> bool:
+        """Whether matrix products are in fp8."""
+        spec = self.request.spec
+        return spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and self.columns == ROWS
+
+    @property
     def num_partitions(self) -> int:
         """Partitions of the batch's tiles for each row block: as many programs as there are SMs, in all."""
         return max(1, self.request.device.num_sms // self.row_blocks)
@@ -95,7 +101,10 @@ class MLAHopperLaunch:
 
     def constexprs(self) -> dict[str, Any]:
         """Return the attention kernel's constexprs, without those that a cache decides."""
-        return {"NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows, "COLUMNS": self.columns}
+        return {
+            "NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows, "COLUMNS": self.columns,
+            "FP8_MMA": self.fp8_mma,
+        }  # fmt: skip
 
     @once
     def combine_constexprs(self) -> dict[str, Any]:
