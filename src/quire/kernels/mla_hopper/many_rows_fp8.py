@@ -22,7 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.hopper.convert import permute_for_fp8_operand, scale_of_rows, split_column_pairs, to_fp8
+from quire.kernels.hopper.convert import (
+    peaks,
+    permute_for_fp8_operand,
+    scale_of_rows,
+    split_column_pairs,
+    to_fp8,
+)
 from quire.kernels.hopper.pipeline import make_barriers
 from quire.kernels.mla_hopper.columns import scale_columns, store_partial, store_result
 from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
@@ -110,8 +116,8 @@ def score(s, program, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def query_panel(program, seq, PANEL_I: gl.constexpr, NUM_HEADS: gl.constexpr):
-    """Load a panel of the queries of a row block, [ROWS, PANEL]. The last panel is the rope columns."""
+def find_queries(program, seq, NUM_HEADS: gl.constexpr):
+    """Return pointers to the first panel of a row block of queries and to its rope columns, and which rows exist."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     queries = program.queries
     q_start, q_len = queries_of(program.lengths, seq)
@@ -120,20 +126,23 @@ def query_panel(program, seq, PANEL_I: gl.constexpr, NUM_HEADS: gl.constexpr):
     owned = (token < q_len)[:, None]
     token = (q_start + token).to(gl.int64)
     cols = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
-    if PANEL_I < 2 * HALF // PANEL:
-        nope = queries.nope + token * queries.stride_nope_token + head * queries.stride_nope_head
-        return gl.load(nope[:, None] + (PANEL_I * PANEL + cols), mask=owned, other=0.0)
-    else:
-        rope = queries.rope + token * queries.stride_rope_token + head * queries.stride_rope_head
-        return gl.load(rope[:, None] + cols, mask=owned, other=0.0)
+    nope = queries.nope + token * queries.stride_nope_token + head * queries.stride_nope_head
+    rope = queries.rope + token * queries.stride_rope_token + head * queries.stride_rope_head
+    return nope[:, None] + cols, rope[:, None] + cols, owned
 
 
 @gluon.jit
 def peak_of_queries(program, seq, NUM_HEADS: gl.constexpr):
     """Return the absolute maximum of each row of queries."""
-    peak = gl.max(gl.abs(query_panel(program, seq, 0, NUM_HEADS).to(gl.float32)), 1)
-    for i in gl.static_range(1, 2 * HALF // PANEL + 1):
-        peak = gl.maximum(peak, gl.max(gl.abs(query_panel(program, seq, i, NUM_HEADS).to(gl.float32)), 1))
+    nope, rope, owned = find_queries(program, seq, NUM_HEADS)
+    peak = gl.max(gl.abs(gl.load(rope, mask=owned, other=0.0).to(gl.float32)), 1)
+    # Loops whose bounds the compiler does not know: four panels are in flight, for more there are no registers.
+    zero = seq >> 30
+    for half in range(zero, zero + 2):
+        panels = ()
+        for i in gl.static_range(HALF // PANEL):
+            panels = panels + (gl.load(nope + (half * HALF + i * PANEL), mask=owned, other=0.0),)
+        peak = gl.maximum(peak, peaks(panels))
     return peak
 
 
@@ -146,13 +155,19 @@ def store_queries(s, program, seq, peak, NUM_HEADS: gl.constexpr):
     Returns:
         The inverse scale of each row.
     """
+    nope, rope, owned = find_queries(program, seq, NUM_HEADS)
     factor, inverse = scale_of_rows(peak, 7)
-    for i in gl.static_range(2 * HALF // PANEL + 1):
-        panel = (query_panel(program, seq, i, NUM_HEADS).to(gl.float32) * factor[:, None]).to(s.q.dtype)
-        if i < 2 * HALF // PANEL:
-            s.q.index(i * PANEL // QUARTER).slice(i * PANEL % QUARTER, PANEL, 1).store(panel)
-        else:
-            s.q_rope.index(0).store(panel)
+    rope_columns = gl.load(rope, mask=owned, other=0.0)
+    s.q_rope.index(0).store(to_fp8(rope_columns.to(gl.float32) * factor[:, None]))
+    zero = seq >> 30
+    for half in range(zero, zero + 2):
+        panels = ()
+        for i in gl.static_range(HALF // PANEL):
+            panels = panels + (gl.load(nope + (half * HALF + i * PANEL), mask=owned, other=0.0),)
+        for i in gl.static_range(HALF // PANEL):
+            quarter = s.q.index(2 * half + i * PANEL // QUARTER)
+            panel = to_fp8(panels[i].to(gl.float32) * factor[:, None])
+            quarter.slice(i * PANEL % QUARTER, PANEL, 1).store(panel)
     fence_async_shared()
     return gl.convert_layout(inverse, gl.SliceLayout(1, OF_SCORES))
 
