@@ -284,22 +284,21 @@ def add_tile(SIDE: gl.constexpr, s, acc, tile, pos, visible):
     even, odd = value_operands(s, tile, 2 * SIDE, pos, visible)
     wait(s.p_full.index(stage), use)  # the keys have been multiplied
     free_quarter(s, tile, 2 * SIDE)
-    first = add_product(s, even, acc[0], stage, use), add_product(s, odd, acc[1], stage, use)
+    first = add_product(s, even, acc[0], stage), add_product(s, odd, acc[1], stage)
     even, odd = value_operands(s, tile, 2 * SIDE + 1, pos, visible)
     free_quarter(s, tile, 2 * SIDE + 1)
-    second = add_product(s, even, acc[2], stage, use), add_product(s, odd, acc[3], stage, use)
+    second = add_product(s, even, acc[2], stage), add_product(s, odd, acc[3], stage)
     mbarrier.arrive(s.p_empty.index(stage), count=1)
     return first + second
 
 
 @gluon.jit
-def add_product(s, values, acc, stage, use):
+def add_product(s, values, acc, stage):
     """Return alpha * acc, plus the product of values and probabilities.
 
-    The wait has been done, but it begins a basic block. Otherwise ptxas waits for all products of a block first, and
-    registers hold one.
+    The sum is volatile assembly. Otherwise the compiler moves it behind the other products of the tile, and registers
+    hold one.
     """
-    wait(s.p_full.index(stage), use)
     p = s.p.index(stage).permute((1, 0))
     product = warpgroup_mma(values, p, gl.zeros_like(acc), use_acc=False, is_async=True)
     product = warpgroup_mma_wait(0, deps=[product])
