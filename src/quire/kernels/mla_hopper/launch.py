@@ -144,8 +144,8 @@ class MLAHopperLaunch:
 
     def __str__(self) -> str:
         return (
-            f"Hopper MLA kernel: {ROWS} rows × {ROWS} keys, {self.num_partitions} partitions × {self.row_blocks} row "
-            f"blocks; fallback for small pages and latents that TMA cannot address: {self.fallback}"
+            f"Hopper MLA kernel: {ROWS} rows × {ROWS} keys, {'products in fp8, ' if self.fp8_mma else ''}"
+            f"{self.num_partitions} partitions × {self.row_blocks} row blocks; fallback for small pages and latents that TMA cannot address: {self.fallback}"
         )
 
 

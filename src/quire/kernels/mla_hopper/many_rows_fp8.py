@@ -303,8 +303,9 @@ def add_product(s, values, acc, stage):
     product = warpgroup_mma(values, p, gl.zeros_like(acc), use_acc=False, is_async=True)
     product = warpgroup_mma_wait(0, deps=[product])
     alpha = s.alpha.index(stage).load(gl.SliceLayout(0, OF_OUT))
+    fma: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
     return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [acc, alpha[None, :], product], dtype=gl.float32, is_pure=False, pack=1
+        fma, "=f,f,f,f", [acc, alpha[None, :], product], dtype=gl.float32, is_pure=False, pack=1
     )  # fmt: skip
 
 
