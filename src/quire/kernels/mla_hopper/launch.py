@@ -143,9 +143,11 @@ class MLAHopperLaunch:
         return MLAHopperRunner(self, batch, workspace)
 
     def __str__(self) -> str:
+        products = "products in fp8, " if self.fp8_mma else ""
         return (
-            f"Hopper MLA kernel: {ROWS} rows × {ROWS} keys, {'products in fp8, ' if self.fp8_mma else ''}"
-            f"{self.num_partitions} partitions × {self.row_blocks} row blocks; fallback for small pages and latents that TMA cannot address: {self.fallback}"
+            f"Hopper MLA kernel: {ROWS} rows × {ROWS} keys, {products}{self.num_partitions} partitions × "
+            f"{self.row_blocks} row blocks; fallback for small pages and latents that TMA cannot address: "
+            f"{self.fallback}"
         )
 
 

@@ -323,5 +323,6 @@ def value_operands(s, tile, QUARTER_I: gl.constexpr, pos, visible):
     if pos + TILE > visible:
         keys = pos + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
         pairs = gl.where((keys < visible)[None, :], pairs, 0)
-    even, odd = split_column_pairs(permute_for_fp8_operand(pairs), s.q.dtype)
+    even, odd = split_column_pairs(permute_for_fp8_operand(pairs))
+    even, odd = even.to(s.q.dtype, bitcast=True), odd.to(s.q.dtype, bitcast=True)
     return gl.convert_layout(even, OPERAND), gl.convert_layout(odd, OPERAND)
