@@ -23,10 +23,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: help demo docs dist test test-quick test-newest test-interpreter test-old-triton test-old-transformers test-vllm test-sglang check test-gpu sanitize clean
+.PHONY: help demo docs dist test test-suites test-quick test-newest test-interpreter test-old-triton test-old-transformers test-vllm test-sglang check test-gpu sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
-	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions; two at once: make -j2 -O test"
+	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions, two at a time; soonest: make -j2 -O test"
 	@echo "make test-quick  run what answers within two minutes, while you work"
 	@echo "make dist      build wheel and source archive, install the wheel into an empty environment, run the README there"
 	@echo "make check     run ruff, ruff format and pyright"
@@ -36,33 +36,38 @@ help:
 	@echo "make clean     remove .venv and what tests left behind"
 	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-old-transformers, test-vllm, test-sglang"
 
-$(VENV)/.ready: pyproject.toml
+# pip alone. It fetches the overlays while another one installs PyTorch.
+$(VENV)/.pip:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
+	@touch $@
+
+$(VENV)/.ready: pyproject.toml | $(VENV)/.pip
 	$(PIP) $(TORCH)
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
-$(OLD_TRITON)/.ready: $(VENV)/.ready
+$(OLD_TRITON)/.ready: | $(VENV)/.pip
 	$(PIP) --no-deps --upgrade --target $(OLD_TRITON) triton==3.6.0
 	@touch $@
 
-$(OLD_TRANSFORMERS)/.ready: $(VENV)/.ready
+$(OLD_TRANSFORMERS)/.ready: | $(VENV)/.pip
 	$(PIP) --no-deps --upgrade --target $(OLD_TRANSFORMERS) transformers==5.17.0
 	@touch $@
 
-$(VLLM_NEEDS)/.ready: $(VENV)/.ready tests/engines/vllm_cpu/requirements.txt
+$(VLLM_NEEDS)/.ready: tests/engines/vllm_cpu/requirements.txt | $(VENV)/.pip
 	$(PIP) --no-deps --upgrade --target $(VLLM_NEEDS) -r tests/engines/vllm_cpu/requirements.txt
 	@touch $@
 
 .PRECIOUS: .overlays/vllm-%/.ready
 # vLLM without its compiled operators (its setup calls this "empty"): 33 MB of source instead of a wheel of several hundred MB.
-.overlays/vllm-%/.ready: $(VLLM_NEEDS)/.ready
+# Its setup imports PyTorch.
+.overlays/vllm-%/.ready: $(VLLM_NEEDS)/.ready $(VENV)/.ready
 	PYTHONPATH=$(CURDIR)/$(VLLM_NEEDS) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
 		$(PIP) --no-deps --no-build-isolation --no-binary vllm --upgrade --target .overlays/vllm-$* vllm==$*
 	@touch $@
 
-$(SGLANG_NEEDS)/.ready: $(VENV)/.ready tests/engines/sglang_cpu/requirements.txt
+$(SGLANG_NEEDS)/.ready: tests/engines/sglang_cpu/requirements.txt | $(VENV)/.pip
 	$(PIP) --no-deps --upgrade --target $(SGLANG_NEEDS) -r tests/engines/sglang_cpu/requirements.txt
 	@touch $@
 
@@ -75,9 +80,13 @@ $(SGLANG_NEEDS)/.ready: $(VENV)/.ready tests/engines/sglang_cpu/requirements.txt
 demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
-# An engine's suite is one process, so two run at a time.
-test: test-newest test-interpreter test-old-triton test-old-transformers
-	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test-vllm test-sglang
+# Two suites run at a time, also if make is not told so. What a suite needs and another target may make at the same time
+# is made before.
+test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready $(SGLANG:%=.overlays/sglang-%/.ready)
+	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test-suites
+
+# The longest suite begins first. An engine's suite is one process, so none is left for the end, when a core would be idle.
+test-suites: test-newest test-vllm test-sglang test-old-transformers test-interpreter test-old-triton
 
 test-newest: $(VENV)/.ready
 	@echo "== CPU path, compile suite, commands, engines: newest Triton and Transformers"
@@ -92,7 +101,7 @@ test-interpreter: $(VENV)/.ready
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once
 # Of the remaining time, these take half: they are many cases of what others show once.
 LONGER := one_query_each or small_values or small_scales or full_tiles or quantised_caches or rest_of_the_batch or not_finite or far_strides \
-	or two_levels or several_bands
+	or two_levels or several_bands or (hopper_simulator and not (test_features or test_latents))
 
 # Two minutes of two cores: no compiler, not PyTorch's either, no engine, no mutants, no benchmark, few processes, and
 # every kernel in the interpreter.
@@ -104,12 +113,12 @@ test-quick: $(VENV)/.ready
 	$(PYTEST) $(IN_TWO) $(NOT_QUICK:%=--ignore tests/%) -k "not ($(SLOW))"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
 
-test-old-triton: $(OLD_TRITON)/.ready
+test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
 	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER))"
 	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_TWO) tests/compile -k "(sm90 or gfx942) and not sees_a_spill"
 
-test-old-transformers: $(OLD_TRANSFORMERS)/.ready
+test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== Transformers 5.17.0"
 	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) $(IN_TWO) tests/engines
 
@@ -126,9 +135,9 @@ dist: $(VENV)/.ready
 	$(BIN)/python scripts/try_wheel.py dist/*.whl $(TORCH)
 
 test-sglang: $(SGLANG:%=test-sglang-%)
-test-sglang-%: .overlays/sglang-%/.ready
+test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
 	@echo "== SGLang $*"
-	OMP_NUM_THREADS=1 PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_scheduler.py
+	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_scheduler.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples

@@ -26,7 +26,7 @@ from quire import intervals as made
 from quire import reference
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.draft_trees import from_parents
-from quire.kernels.split_kv.launch import choose
+from quire.kernels.split_kv.choice import choose
 from quire.kernels.split_kv.schedule import Schedule, find_partition
 from quire.kernels.views import KVLayout
 from quire.targets import TARGETS

@@ -30,6 +30,9 @@ CASES = (
     ({}, ((150, 300), (1, 4100)), {"kernel": "hopper"}),
     ({"sinks": True}, ((40, 1500),), {"kernel": "hopper"}),
     ({"head_dim": 256, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
+    ({"num_q_heads": 10, "head_dim": 120, "sinks": True}, ((24, 300), (3, 90)), {"kernel": "hopper"}),
+    ({"head_dim": 256}, ((150, 700), (1, 90)), {"kernel": "hopper", "batch_invariant": True}),
+    ({}, ((16, 3000),), {"batch_invariant": True}),
     ({"kv_dtype": torch.float8_e4m3fn, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
     ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
 )

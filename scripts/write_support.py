@@ -12,13 +12,14 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import quire
+from quire.checks import check_out_scale
 from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels.launch import Launch
 from quire.plan import FAMILIES, decide
@@ -27,6 +28,7 @@ from quire.targets import TARGETS
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/support.md"
 INTEGRATIONS = ROOT / "src/quire/integrations"
+CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PROMPT = {"num_seqs": 1, "max_query_len": 2048, "num_tokens": 2048}
 KINDS = {  # of batches: which bounds they have
@@ -166,10 +168,10 @@ def target_cell(feature: Feature, target: str) -> str:
     for request in requests(feature, target):
         try:
             launch, _ = decide(request, Options(**feature.options))
-            names.append(feature.launch_for_cache(launch).name)
+            names.append(f"`{feature.launch_for_cache(launch).name}`")
         except quire.UnsupportedError:
             names.append("none")
-    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+    return ", ".join(dict.fromkeys(names))
 
 
 def cpu_cell(feature: Feature) -> str:
@@ -208,6 +210,7 @@ def refused_requests() -> dict[str, Callable[[], object]]:
     for kernel in FAMILIES:
         for name in (FEATURES[0].name, first_latent):
             found[f"`plan(kernel={kernel!r})`: {name}"] = planned(kernel, name)
+        found[f"`attention(out_scale=...)` with `{kernel}`"] = partial(check_out_scale, torch.ones(1), kernel, CPU)
     return found
 
 
@@ -289,6 +292,7 @@ ASKED = {  # what an engine may ask for: the field of the spec, or the argument 
     "softcap": "softcap",
     "ALiBi": "alibi",
     "attention sinks": "sinks",
+    "outputs in e4m3": "out_scale",
     "intervals of keys": "key_begin",
     "draft trees": "tree_bits",
     "values of another width": "head_dim_v",
@@ -361,8 +365,9 @@ Two more pages say what goes with [shared prefixes](shared_prefix.md#what-a-sequ
 
 ## Features and kernels
 
-The kernels are those that `plan(kernel=...)` names. Without `kernel`, a plan takes the first one that serves the batch.
-"yes" is for decode and for prompts, on {num_targets} targets: {targets}.
+The kernels are those that `plan(kernel=...)` names: `hopper` for prompts on Hopper GPUs, `portable` for every GPU, and
+`mla_hopper` and `mla` for [latents](mla.md). Without `kernel`, a plan takes the first one that serves the batch.
+"yes" is for decode and for prompts, on {num_targets} [targets](#features-and-targets): {targets}.
 Other cells name the targets or the batches that are served, or say what the kernel does not serve.
 
 ### Keys and values
@@ -374,7 +379,7 @@ Other cells name the targets or the batches that are served, or say what the ker
 ## Features and targets
 
 The kernels that a plan takes for decode and for a prompt of 2,048 tokens, in this order where they differ.
-`split_kv` and `block` are the two kernels of the family `portable`.
+`split_kv` and `block` are the two kernels of the family `portable`. Where it says "none", a plan is refused.
 The tests compile for all targets. Only the H200 was measured ([results](results/README.md)).
 
 {by_target}

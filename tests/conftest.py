@@ -3,6 +3,7 @@
 import atexit
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,11 +90,17 @@ def solve(device: str, options: Callable[..., dict[str, Any]]) -> Callable[..., 
     """Return a function that makes a problem, attends, and returns the problem and the state."""
 
     def solve(
-        spec: quire.AttentionSpec, lens: Sequence[tuple[int, int]], num_splits: int | None = None, **problem: Any
+        spec: quire.AttentionSpec,
+        lens: Sequence[tuple[int, int]],
+        num_splits: int | None = None,
+        out_scale: float | None = None,
+        **problem: Any,
     ) -> tuple[Problem, quire.State]:
         p = make_problem(spec, lens, device=device, **problem)
+        scale = None if out_scale is None else torch.tensor([out_scale], device=device)
         plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
-        return p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+        state = quire.attention(p.q, p.cache, plan, **p.tables, out_scale=scale, return_lse=True)
+        return replace(p, out_scale=scale), state
 
     return solve
 

@@ -4,6 +4,7 @@ A program of a few tiles spends its time in Triton's Python, not in NumPy: in ty
 and in checks whose outcome nothing reads. Each function here takes one such cost away.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from triton.runtime import interpreter
 
 Semantic = tl.semantic.TritonSemantic
 REMEMBERED = 10_000  # pairs of operands: numbers are as many as tiles
+OPERANDS = {tl.tensor, bool, int, float}
+OPERATORS = {f"__{name}__": {} for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne", "and", "or")}
 
 
 def hasten() -> None:
@@ -61,7 +64,8 @@ def call_builtins_directly() -> None:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        scope.set_attr(owner, name, call)
+        shorter = owner is tl.tensor and name in OPERATORS
+        scope.set_attr(owner, name, remember_operator(call, OPERATORS[name], semantic) if shorter else call)
 
     interpreter._patch_attr = replace_builtin
 
@@ -142,22 +146,11 @@ def remember_types_of_operands() -> None:
 
     Triton works the types out again, and fills arrays with scalars, with numbers, and with what is broadcast.
     """
-    check, known, operands = Semantic.binary_op_type_checking_impl, {}, {tl.tensor, bool, int, float}
-
-    def becomes(before: Any, after: tl.tensor) -> Any:
-        """Return a function that does with an operand what was done with one of the same type, or the same number."""
-        data, whole, scalar = after.handle.data, after.type, after.type.scalar
-        if before.__class__ is not tl.tensor:
-            return lambda semantic, value: tl.tensor(interpreter.TensorHandle(data, scalar), whole)
-        if before.type.name == whole.name:
-            return lambda semantic, value: value
-        if before.type.scalar == scalar:
-            return lambda semantic, value: tl.tensor(interpreter.TensorHandle(value.handle.data, scalar), whole)
-        return lambda semantic, value: tl.tensor(semantic.cast(value, scalar).handle, whole)
+    check, known = Semantic.binary_op_type_checking_impl, {}
 
     def check_operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> tuple[tl.tensor, tl.tensor]:
         left, right = lhs.__class__, rhs.__class__
-        if left not in operands or right not in operands:
+        if left not in OPERANDS or right not in OPERANDS:
             return check(self, lhs, rhs, *flags, **named)
         left = lhs.type.name if left is tl.tensor else (left, repr(lhs))
         right = rhs.type.name if right is tl.tensor else (right, repr(rhs))
@@ -172,6 +165,76 @@ def remember_types_of_operands() -> None:
         return found[0](self, lhs), found[1](self, rhs)
 
     Semantic.binary_op_type_checking_impl = check_operands
+
+
+def becomes(before: Any, after: tl.tensor) -> Callable[[Semantic, Any], tl.tensor]:
+    """Return a function that does with an operand what was done with one of the same type, or the same number."""
+    data, whole, scalar = after.handle.data, after.type, after.type.scalar
+    if before.__class__ is not tl.tensor:
+        return lambda semantic, value: tl.tensor(interpreter.TensorHandle(data, scalar), whole)
+    if before.type.name == whole.name:
+        return lambda semantic, value: value
+    if before.type.scalar == scalar:
+        return lambda semantic, value: tl.tensor(interpreter.TensorHandle(value.handle.data, scalar), whole)
+    return lambda semantic, value: tl.tensor(semantic.cast(value, scalar).handle, whole)
+
+
+def remember_operator(operator: Callable[..., Any], known: dict, semantic: Semantic) -> Callable[[Any, Any], Any]:
+    """Return an operator that calls the interpreter's function at once, for operands of types that have met before.
+
+    Triton looks for the function by way of two builtins and of the operands' types. What calls several functions, or
+    casts operands in another way than `becomes`, goes that way each time.
+    """
+    builder = interpreter.interpreter_builder
+
+    def find(lhs: tl.tensor, rhs: Any) -> tuple[Any, tuple | None]:
+        """Return the result and, if it is known by now how to compute it, how."""
+        checked, computed = [], []
+
+        def noting(function: Callable[..., Any], notes: list) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = function(*args, **kwargs)
+                notes.append((args, result))
+                return result
+
+            return call
+
+        check = Semantic.binary_op_type_checking_impl
+        functions = builder.binary_op, builder.create_addptr
+        Semantic.binary_op_type_checking_impl = noting(check, checked)
+        builder.binary_op, builder.create_addptr = (noting(function, computed) for function in functions)
+        try:
+            result = operator(lhs, rhs)
+        finally:
+            Semantic.binary_op_type_checking_impl = check
+            del builder.binary_op, builder.create_addptr
+        if len(checked) != 1 or len(computed) != 1 or computed[0][1] is not result.handle:
+            return result, None
+        (_, left, right, *_), both = checked[0]
+        handles, function = computed[0][0], functions[len(computed[0][0]) == 2]
+        if left is not lhs or right is not rhs or (handles[0], handles[1]) != tuple(value.handle for value in both):
+            return result, None
+        return result, (becomes(lhs, both[0]), becomes(rhs, both[1]), function, handles[2:], result.type)
+
+    def call(lhs: tl.tensor, rhs: Any) -> Any:
+        if rhs.__class__ is tl.constexpr:
+            rhs = rhs.value
+        kind = rhs.__class__
+        if kind not in OPERANDS:
+            return operator(lhs, rhs)
+        key = (lhs.type.name, rhs.type.name) if kind is tl.tensor else (lhs.type.name, kind, repr(rhs))
+        if key not in known:
+            if len(known) >= REMEMBERED:
+                known.clear()
+            result, known[key] = find(lhs, rhs)
+            return result
+        found = known[key]
+        if found is None:
+            return operator(lhs, rhs)
+        left, right, function, further, whole = found
+        return tl.tensor(function(left(semantic, lhs).handle, right(semantic, rhs).handle, *further), whole)
+
+    return call
 
 
 def remember_equal_shapes() -> None:

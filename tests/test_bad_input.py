@@ -168,7 +168,8 @@ def confirm_attention(a: dict[str, Any], result: Any) -> bool:
     if result is None:
         result = quire.attention(a["q"], a["cache"], a["plan"], **{n: a[n] for n in ("sinks", "alibi_slopes")})
     q = torch.cat(a["q"], -1) if isinstance(a["q"], tuple) else a["q"]
-    oracle = Oracle(Problem(a["plan"].spec, batch, a["cache"], q, (), (), a["sinks"], a["alibi_slopes"]))
+    problem = Problem(a["plan"].spec, batch, a["cache"], q, (), (), a["sinks"], a["alibi_slopes"])
+    oracle = Oracle(dataclasses.replace(problem, out_scale=a.get("out_scale")))
     owned = int(batch.query_starts[-1])
     if isinstance(result, torch.Tensor):
         return oracle.judge(torch.cat([result[:owned], oracle.exact.out[owned:].to(result.dtype)])).passed
@@ -189,7 +190,23 @@ def make_attention(**features: bool) -> tuple[Callable, dict[str, Any]]:
     p = paged_problem(**features)
     out = quire.State(torch.full((4, 4, 16), 7.0), torch.full((4, 4), 7.0))
     plan = quire.plan(p.spec, p.batch, **p.bounds)
-    return quire.attention, NOTHING_NEW | dict(q=p.q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
+    arguments = dict(q=p.q, cache=p.cache, plan=plan, **p.tables, out=out, out_scale=None, return_lse=True)
+    return quire.attention, NOTHING_NEW | arguments
+
+
+def make_quantised_attention() -> tuple[Callable, dict[str, Any]]:
+    attend, arguments = make_attention()
+    out = arguments["out"].out.to(torch.float8_e4m3fn)
+    return attend, arguments | dict(out=out, out_scale=torch.tensor([0.01]), return_lse=False)
+
+
+def confirm_quantised_attention(a: dict[str, Any], result: Any) -> bool:
+    """By a scale that is not finite, results are 0 or NaN."""
+    scale = a["out_scale"]
+    if scale is None or scale.isfinite().all():
+        return confirm_attention(a, result)
+    expected = torch.tensor(7.0 if scale.isnan().any() else 0.0)
+    return torch.equal(result.float().nan_to_num(7.0), expected.expand_as(result))
 
 
 def make_append() -> tuple[Callable, dict[str, Any]]:
@@ -259,7 +276,8 @@ def make_latent_attention(pair: bool) -> tuple[Callable, dict[str, Any]]:
     out = quire.State(torch.full((4, 4, 32), 7.0), torch.full((4, 4), 7.0))
     plan = quire.plan(p.spec, p.batch, **p.bounds)
     q = p.halves if pair else p.q
-    return quire.attention, NOTHING_NEW | dict(q=q, cache=p.cache, plan=plan, **p.tables, out=out, return_lse=True)
+    arguments = dict(q=q, cache=p.cache, plan=plan, **p.tables, out=out, out_scale=None, return_lse=True)
+    return quire.attention, NOTHING_NEW | arguments
 
 
 def make_append_latents() -> tuple[Callable, dict[str, Any]]:
@@ -277,7 +295,9 @@ def make_varlen_attention() -> tuple[Callable, dict[str, Any]]:
     batch = quire.Batch.varlen(int32(0, 1, 4), int32(0, 9, 14))
     plan = quire.plan(SPEC, batch, max_query_len=3, max_seq_len=9, num_tokens=4)
     arguments = dict(q=torch.randn(4, 4, 16), k=k, v=v, plan=plan, sinks=None, alibi_slopes=None)
-    return quire.varlen_attention, arguments | {"out": torch.full((4, 4, 16), 7.0), "return_lse": False}
+    return quire.varlen_attention, arguments | {
+        "out": torch.full((4, 4, 16), 7.0), "out_scale": None, "return_lse": False
+    }  # fmt: skip
 
 
 def confirm_varlen_attention(a: dict[str, Any], result: Any) -> bool:
@@ -475,7 +495,7 @@ def make_warmup() -> tuple[Callable, dict[str, Any]]:
     return make_service(
         quire.warmup,
         cache=paged_problem().cache,
-        **dict(return_lse=False, append=False, min_query_len=1, progress=None),
+        **dict(return_lse=False, out_scale=False, append=False, min_query_len=1, progress=None),
         **dict(rope=None, qk_norm=None),
     )
 
@@ -780,6 +800,7 @@ CALLS = {
     "attention": Call(make_attention, confirm_attention),
     "union_attention": Call(make_union_attention, confirm_union_attention),
     "attention, sinks and slopes": Call(lambda: make_attention(sinks=True, alibi=True), confirm_attention),
+    "attention, quantised": Call(make_quantised_attention, confirm_quantised_attention),
     "attention, new tokens": Call(make_append, confirm_append),
     "attention, new latents": Call(make_append_latents, confirm_append_latents),
     "attention, rotated": Call(lambda: make_norm_rope(bare=False), confirm_norm_rope),

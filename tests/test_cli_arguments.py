@@ -138,6 +138,12 @@ def test_tune_explains_no_files_of_another_kind(content, written, capsys):
     refused(capsys, ["tune", "--explain", path], f"--explain {path} must be a tree that `quire tune` wrote")
 
 
+def test_tune_says_that_a_file_is_not_there(tmp_path, capsys):
+    file = str(tmp_path / "none.json")
+    words = f"--explain must be a tree that `quire tune` wrote, got {file}, which is not there"
+    refused(capsys, ["tune", "--explain", file], words)
+
+
 def test_tune_explains_no_folder(tmp_path, capsys):
     refused(
         capsys, ["tune", "--explain", str(tmp_path)], f"--explain {tmp_path} must be a tree that `quire tune` wrote"
@@ -200,11 +206,14 @@ def test_what_bench_cannot_do_is_named(arguments, words, tmp_path, capsys):
     refused(capsys, ["bench", *arguments, "--output", str(tmp_path)], words)
 
 
-def test_libraries_that_do_not_exist_are_named(monkeypatch, tmp_path, capsys):
-    with_a_gpu(monkeypatch)
-    refused(
-        capsys, ["bench", "--peers", "Nobody", "--output", str(tmp_path)], "--peers must begin the names of some of"
-    )
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("more", [[], ["--list"]], ids=["run", "list"])
+def test_libraries_that_do_not_exist_are_named(has_gpu, more, monkeypatch, tmp_path, capsys):
+    if has_gpu:
+        with_a_gpu(monkeypatch)
+    arguments = ["bench", "--peers", "Nobody", "--output", str(tmp_path), *more]
+    refused(capsys, arguments, "--peers must begin the names of some of")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

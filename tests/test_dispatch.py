@@ -116,6 +116,63 @@ def test_batch_invariant_tiles_have_as_many_keys_for_every_number_of_queries():
     assert len(tiles) == len(splits) == 1 and splits.pop() % tiles.pop() == 0
 
 
+def test_short_batch_invariant_prompts_have_row_blocks_for_most_of_the_device():
+    def of(num_tokens):
+        launch = decided(num_tokens, num_tokens, num_tokens, 1, batch_invariant=True)
+        return launch.name, getattr(launch.config, "block_m", None)
+
+    assert [of(n) for n in (128, 256, 512)] == [("block", 32), ("block", 64), ("hopper", None)]
+
+
+def test_large_states_of_splits_are_folded_by_another_launch_where_row_blocks_are_few():
+    def folds_apart(queries, seq_len, num_seqs=1):
+        return decided(queries, seq_len, queries * num_seqs, num_seqs, batch_invariant=True).folds_apart
+
+    assert [folds_apart(1, keys) for keys in (1024, 8192, 131072)] == [False, False, True]
+    assert [folds_apart(64, keys) for keys in (512, 1024, 8192)] == [False, True, True]
+    assert [folds_apart(16, *rest) for rest in ((8192,), (4096, 4))] == [True, True]
+    assert not folds_apart(4, 2048, 16)
+    # 32 row blocks of 8 KV heads fill the device: others attend while one program folds.
+    assert [folds_apart(8, 4096, num_seqs) for num_seqs in (8, 32)] == [True, False]
+    assert [folds_apart(1, 131072, num_seqs) for num_seqs in (8, 32)] == [True, False]
+    decoding = decided(2048, 32768, 4126, 32, batch_invariant=True).decode  # concurrent with the Hopper kernel
+    assert decoding.max_decode_queries and not decoding.folds_apart
+
+
+def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_a_time():
+    def of(head_dim_v):
+        spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=256, head_dim_v=head_dim_v)
+        request = Request(spec, 1, True, Bounds(2048, 2048, 2048), PROPERTIES)
+        return decide(request, Options(batch_invariant=True))[0]
+
+    wide, narrow = of(256), of(128)
+    assert (wide.name, wide.column_parts, narrow.name, narrow.column_parts) == ("hopper", 2, "hopper", 1)
+    assert wide.num_work_tiles(2048) == 2 * narrow.num_work_tiles(2048)
+    assert of(192).name == "block"  # neither half is of whole panels
+
+
+def test_batch_invariant_tiles_of_wide_values_have_64_keys_where_there_is_room():
+    """Shorter ones elsewhere, and the same for every number of queries."""
+
+    def tile(target, queries=(1, 8, 64, 2048), **extra):
+        spec = quire.AttentionSpec(**{"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256} | extra)
+        configs = [
+            decide(
+                Request(spec, 1, q > 1, Bounds(q, 8192, q), TARGETS[target].properties), Options(batch_invariant=True)
+            )[0].config
+            for q in queries
+        ]
+        (keys,) = {config.block_n for config in configs}
+        return keys, configs[0].num_warps
+
+    assert tile("sm90") == tile("sm100") == (64, 8)
+    assert tile("sm90", head_dim=192) == tile("sm90", head_dim=128, head_dim_v=256) == (64, 8)
+    assert tile("sm80") == tile("gfx950") == (32, 4)  # of sm80, shared memory has no room for 32 rows and 64 keys
+    assert tile("sm86") == tile("gfx942") == (16, 4)
+    assert tile("sm90", kv_dtype=torch.float8_e4m3fn) == (16, 4)
+    assert tile("sm90", head_dim=512) == (16, 8)
+
+
 def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
     unknown = replace(PROPERTIES, has_wgmma=False)  # has Hopper's shared memory
     launch = decided(2048, 2048, 2048, 1, device=unknown, batch_invariant=True)
@@ -149,6 +206,32 @@ def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_worksp
         launch, _ = decide(request, Options(batch_invariant=batch_invariant))
         assert launch.compile_key() in warm, (num_seqs, bounds, str(launch))
         assert launch.scratch_size().total <= enough, (num_seqs, bounds, str(launch))
+
+
+@pytest.mark.parametrize(
+    ("heads", "features"),
+    [
+        ((44, 4, 144), {"sinks": True}),
+        ((11, 1, 216), {"sliding_window": 131}),
+        ((15, 1, 64), {}),
+        ((64, 8, 64), {"sliding_window": 128}),
+        ((40, 8, 128), {"softcap": 30.0}),
+    ],
+    ids=str,
+)
+def test_the_launches_of_uneven_batches_are_among_those_of_warmup(heads, features):
+    """Of few sequences too, whose decode launch differs, on a device with a fitted tree."""
+    num_q_heads, num_kv_heads, head_dim = heads
+    spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **features)
+    device, draw = TARGETS["sm90"].properties, random.Random(1)
+    warm = {launch.compile_key() for launch in launches_within(spec, device, 64, 2048, 32768, False)}
+    for _ in range(1500):
+        num_seqs, queries = draw.choice((draw.randint(1, 64), 1 << draw.randint(0, 5))), int(2 ** draw.uniform(0, 11))
+        most = min(2048, num_seqs * queries)
+        num_tokens = draw.randint(min(most, queries + num_seqs - 1), most)
+        bounds = Bounds(queries, max(queries, int(2 ** draw.uniform(0, 15))), num_tokens)
+        launch, _ = decide(Request(spec, num_seqs, True, bounds, device), Options())
+        assert launch.compile_key() in warm, (num_seqs, bounds, str(launch))
 
 
 def planned(**options) -> quire.Plan:
@@ -398,7 +481,7 @@ def test_a_kernel_config_must_be_legal(changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_warpgroups": 3}, {"block_t": 256}, {"block_t": 4}, {"block_t": 48}, {"block_n": 100}, {"num_stages": 0},
+        {"num_warpgroups": 3}, {"block_t": 256}, {"block_t": 4}, {"block_t": 20}, {"block_n": 100}, {"num_stages": 0},
         {"num_q_stages": 0}, {"num_quantised_stages": -1}, {"fp8_mma": 2},
     ],
 )  # fmt: skip
@@ -458,10 +541,13 @@ def test_a_fitted_tree_says_where_it_comes_from(name):
     assert {"mean", "worst"} <= facts["regret"]["held_out"].keys()
 
 
+LONG = False, 4096, False  # context, queries, raggedness
+
+
 def test_a_choice_is_made_once():
     seen = rounded(SPEC, PROPERTIES, 1, 2048, 32)
     assert select(SPEC, PROPERTIES, *seen) is select(SPEC, PROPERTIES, *seen)
-    assert hopper_config(SPEC, PROPERTIES, True) is hopper_config(SPEC, PROPERTIES, True)
+    assert hopper_config(SPEC, PROPERTIES, *LONG) is hopper_config(SPEC, PROPERTIES, *LONG)
     assert cost_model(SPEC, PROPERTIES) is cost_model(SPEC, PROPERTIES)
 
 
@@ -524,7 +610,7 @@ def test_which_configuration_of_the_hopper_kernel_serves_a_spec(head_dim, kv_dty
             num_q_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, kv_dtype=kv_dtype, allow_fp8=allow_fp8
         )
         expected = HopperConfig(num_warpgroups, 64 * num_warpgroups // heads, *rest)
-        assert hopper_config(spec, PROPERTIES, short) == expected
+        assert hopper_config(spec, PROPERTIES, short, 4096, False) == expected
 
 
 @pytest.mark.parametrize(
@@ -545,7 +631,35 @@ def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim
     for short, (num_warpgroups, *rest) in ((False, fields), (True, short_fields)):
         heads = min(spec.group_size & -spec.group_size, 8 * num_warpgroups)
         expected = HopperConfig(num_warpgroups, 64 * num_warpgroups // heads, *rest)
-        assert hopper_config(spec, PROPERTIES, short) == expected
+        assert hopper_config(spec, PROPERTIES, short, 4096, False) == expected
+
+
+@pytest.mark.parametrize(
+    ("group_size", "queries", "ragged", "heads_and_queries"),
+    [
+        (5, 4096, False, (1, 128)),
+        (5, 16, False, (5, 24)),
+        (5, 64, False, (5, 24)),
+        (5, 128, False, (1, 128)),
+        (5, 256, True, (5, 24)),
+        (7, 16, False, (7, 16)),
+        (7, 1024, True, (7, 16)),
+        (3, 32, False, (3, 40)),
+        (9, 32, False, (3, 40)),
+        (9, 8, False, (9, 8)),
+        (11, 8, False, (11, 8)),
+        (11, 2048, False, (1, 128)),
+        (6, 2048, False, (2, 64)),
+        (4, 8, True, (4, 32)),
+        (13, 4096, True, (1, 128)),
+        (16, 1, False, (16, 8)),
+        (32, 1, False, (16, 8)),
+    ],
+)
+def test_work_tiles_have_the_heads_that_waste_fewest_rows(group_size, queries, ragged, heads_and_queries):
+    spec = replace(SPEC, num_q_heads=2 * group_size, num_kv_heads=2)
+    config = hopper_config(spec, PROPERTIES, False, queries, ragged)
+    assert (config.heads(group_size), config.block_t) == heads_and_queries
 
 
 def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
@@ -597,7 +711,53 @@ def test_many_kv_heads_are_attended_to_in_sections(kv_heads, lens, section_heads
 )
 def test_what_the_hopper_kernel_does_not_serve(reason, target, changes):
     for short in (False, True):
-        assert hopper_config(replace(SPEC, **changes), TARGETS[target].properties, short) == reason
+        assert hopper_config(replace(SPEC, **changes), TARGETS[target].properties, short, 4096, False) == reason
+
+
+def test_a_few_short_sequences_have_a_program_for_each_tile():
+    assert decided(1, 256, 1, 1).num_partitions == 4
+    assert decided(1, 200, 3, 3).num_partitions == 3 * 4
+    assert {decided(1, 256, n, n).name for n in (4, 32)} == {"block"}
+    assert decided(1, 128, 1, 1).name == "block"
+    assert decided(1, 256, 1, 1).combine_cost == 0 < decided(1, 512, 1, 1).combine_cost
+
+
+def test_ragged_batches_of_few_queries_on_long_contexts_are_cut_by_keys():
+    heads = {"num_q_heads": 10, "num_kv_heads": 2, "head_dim": 24, "head_dim_v": 24}
+
+    def launch(max_query_len, max_seq_len, num_tokens, **changes):
+        bounds = Bounds(max_query_len, max_seq_len, num_tokens)
+        request = Request(replace(SPEC, **heads, **changes), 58, True, bounds, PROPERTIES)
+        return decide(request, Options())[0]
+
+    ragged = launch(155, 42161, 1500)
+    assert (ragged.name, ragged.num_partitions) == ("split_kv", ragged.capacity)
+    assert launch(155, 42161, 58 * 155).name != "split_kv"  # equal ones
+    assert launch(155, 8000, 1500).name != "split_kv"  # no long context
+    assert launch(155, 42161, 1500, sliding_window=1000).name != "split_kv"  # of which a query sees little
+
+
+def test_a_short_window_is_a_short_context():
+    def config(window, **options):
+        bounds = Bounds(4096, 4096, 4096)
+        request = Request(replace(SPEC, sliding_window=window), 1, True, bounds, PROPERTIES, **options)
+        return decide(request, Options())[0].config
+
+    assert [config(window).num_warpgroups for window in (128, 512, 513, 1024, None)] == [1, 1, 2, 2, 2]
+    assert config(128, has_intervals=True).num_warpgroups == 2  # instead of the window, the intervals count
+
+
+def test_short_prompts_with_wide_heads_go_to_the_hopper_kernel():
+    """Even where the portable kernels would cut them, since work tiles are few."""
+    heads = {"num_q_heads": 11, "num_kv_heads": 1, "head_dim": 216, "head_dim_v": 216}
+
+    def name(max_seq_len, **changes):
+        bounds = Bounds(357, max_seq_len, 600)
+        return decide(Request(replace(SPEC, **heads | changes), 3, True, bounds, PROPERTIES), Options())[0].name
+
+    assert name(378) == "hopper"
+    assert name(378, head_dim=128, head_dim_v=128) == "split_kv"
+    assert name(2000) == "split_kv"
 
 
 def test_keys_are_split_where_work_tiles_of_prompts_are_few():

@@ -108,6 +108,14 @@ def test_a_broken_checkpoint_is_named(tmp_path, capsys):
     assert f"--model must be a checkpoint that Transformers loads, got '{tmp_path}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["./none", "/nowhere", "~/none", "some/folder/none"])
+def test_a_checkpoint_that_is_not_there_is_named(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SHORT, "--model", place]) == 2
+    words = f"--model must be a checkpoint that Transformers loads, got '{place}', which is not there"
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_named(capsys):
     assert main(["generate", "--device", "cuda"]) == 2

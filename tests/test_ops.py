@@ -29,7 +29,7 @@ def problem():
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_is_eager(backend):
-    """The first use of inductor takes half a minute: it compiles PyTorch's C++ headers, for every later use."""
+    """The first use of inductor takes ten seconds: it compiles PyTorch's C++ headers, for every later use."""
     p, plan, k, v, slots = problem()
     twin = quire.PagedKVCache(p.cache.k.clone(), p.cache.v.clone())
     expected = step(p.q, k, v, slots, p.cache, plan, p.sinks)
@@ -183,7 +183,7 @@ def test_opcheck_of_latents():
     results = torch.zeros(3, 4, 32), torch.zeros(3, 4), None
     torch.library.opcheck(
         torch.ops.quire.attention.default,
-        (*q, clean, None, None, None, "NHD", *tables, None, None, *results, plan.encoded_launch),
+        (*q, clean, None, None, None, "NHD", *tables, None, None, None, *results, plan.encoded_launch),
     )
     torch.library.opcheck(torch.ops.quire.write_latent.default, (*new, clean, 32, None, slots))
 
@@ -211,12 +211,27 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.quire.attention.default,
         (p.q, None, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q,
-         *[None] * 5, p.sinks, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), None, plan.encoded_launch),
+         *[None] * 5, p.sinks, None, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), None, plan.encoded_launch),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)
     )
     torch.library.opcheck(torch.ops.quire.merge_states.default, ([p.q, p.q * 2], [torch.zeros(3, 4), torch.ones(3, 4)]))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_an_output_in_e4m3_under_compile(given):
+    p, plan, *_ = problem()
+    scale, out = torch.tensor([0.02]), torch.zeros(3, 4, 24).to(torch.float8_e4m3fn) if given else None
+
+    def attend(q, scale, out):
+        return quire.attention(q, p.cache, plan, sinks=p.sinks, out=out, out_scale=scale)
+
+    expected = attend(p.q, scale, None)
+    torch._dynamo.reset()
+    found = torch.compile(attend, backend="aot_eager", fullgraph=True)(p.q, scale, out)
+    assert found.dtype is torch.float8_e4m3fn and torch.equal(found.float(), expected.float())
+    assert out is None or torch.equal(out.float(), expected.float())
 
 
 def test_rows_of_no_sequence_are_left_under_compile():
@@ -245,6 +260,20 @@ WRONG = {  # the spec's and the cache's fields, the call's arguments, and what t
     "the cache's dtype": ({}, {"dtype": torch.float16}, {}, "cache must be of the spec's kv_dtype torch.float32"),
     "out's dtype": ({}, {}, {"out": torch.zeros(2, 4, 16).half()}, "out must be .* torch.float32"),
     "out's shape": ({}, {}, {"out": torch.zeros(4, 4, 16)}, r"out must be \[2, 4, 16\]"),
+    "an e4m3 out without a scale": (
+        {},
+        {},
+        {"out": torch.zeros(2, 4, 16).to(torch.float8_e4m3fn)},
+        "out must be .* torch.float32 .* pass out_scale to have it quantised",
+    ),
+    "a scale for an out of another dtype": (
+        {},
+        {},
+        {"out": torch.zeros(2, 4, 16), "out_scale": torch.ones(1)},
+        "out must be .* torch.float8_e4m3fn",
+    ),
+    "two scales": ({}, {}, {"out_scale": torch.ones(2)}, "out_scale must be one float32 number on cpu, got a float32"),
+    "a scale's dtype": ({}, {}, {"out_scale": torch.ones(1).half()}, "out_scale must be one float32 number on cpu"),
     "no values": ({}, {}, {"k": torch.zeros(2, 2, 16), "slot_mapping": torch.zeros(2).long()}, "v must be a tensor"),
     "one slot": (
         {},

@@ -417,3 +417,22 @@ def test_merged_states(seed):
         np.testing.assert_allclose(result.numpy(), exact, rtol=EPS32)
     assert np.isnan(expected[0][1, 0]).all() and np.isnan(expected[1][1, 0])
     assert (expected[0][0] == 0).all() and (expected[1][0] == -np.inf).all()
+
+
+def test_an_output_in_e4m3_is_the_nearest_number_and_of_two_the_even_one():
+    """e4m3 has 4 bits of exponent, whose bias is 7, and 3 of mantissa; 448 is its largest number."""
+    code = np.arange(127)
+    exponent, mantissa = code >> 3, code & 7
+    numbers = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    rng = np.random.default_rng(0)
+    random = rng.normal(size=1000) * 2.0 ** rng.uniform(-10, 9, 1000)
+    x = np.concatenate([numbers, middles, middles * (1 + 2.0**-20), middles * (1 - 2.0**-20), random, [1e4, 1e30]])
+    distances = np.abs(np.minimum(np.abs(x), 448)[:, None] - numbers)
+    nearest = distances == distances.min(1, keepdims=True)
+    even = nearest & (code % 2 == 0)
+    chosen = np.where(even.any(1), even.argmax(1), nearest.argmax(1))
+    for scale in (1.0, 0.25):
+        found = reference.quantise(torch.from_numpy(x * scale), torch.tensor([scale])).double().numpy()
+        assert np.array_equal(np.abs(found), numbers[chosen]) and np.array_equal(found < 0, (x < 0) & (chosen > 0))
+    assert reference.quantise(torch.tensor([float("nan")]), torch.ones(1)).isnan().all()

@@ -26,9 +26,10 @@ from quire.bench.peers import Peer
 from quire.bench.sample import Sample
 from quire.cache import PagedKVCache
 from quire.dispatch.request import Options, Request
-from quire.kernels import formats, mods
+from quire.kernels import formats, mods, views
 from quire.kernels.launcher import launch
 from quire.kernels.scratch import ScratchSize
+from quire.kernels.states import as_stored
 from quire.plan import FAMILIES
 from quire.targets import TARGETS, Launch, compiling
 from quire.testing import error_budget, make_problem
@@ -49,14 +50,14 @@ HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 
 
 @triton.jit
-def double(scores, q_pos, kv_pos, slopes, cap):
-    return 2.0 * scores
+def double(scores, scale, q_pos, kv_pos, slopes, cap):
+    return 2.0 * scores * scale
 
 
 @pytest.fixture
 def doubled_scores(monkeypatch) -> quire.AttentionSpec:
     """Return a spec whose scores `double` makes twice as large. It takes softcap's place."""
-    monkeypatch.setitem(mods.SCORE_MODS, (True, False), double)
+    monkeypatch.setitem(mods.SCORE_MODS, ("float32", False), double)
     return quire.AttentionSpec(**HEADS, dtype=torch.float32, softmax_scale=0.1, softcap=1.0)
 
 
@@ -145,6 +146,7 @@ def serial_kernel(
     k_ptr,  # [num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM]
     v_ptr,  # the same
     out_ptr,  # [num_seqs, NUM_Q_HEADS, HEAD_DIM]
+    out_scale_ptr,  # [1], or None
     lse_ptr,  # [num_seqs, NUM_Q_HEADS], or None
     page_table,  # [num_seqs, max_pages_per_seq]
     seq_lens,  # [num_seqs]
@@ -168,7 +170,8 @@ def serial_kernel(
         acc = acc * alpha + p * tl.load(v_ptr + offs)
         l = l * alpha + p  # noqa: E741
         m = m_new
-    tl.store(out_ptr + row * HEAD_DIM + offs_d, acc / tl.maximum(l, 1e-30))
+    out = as_stored(acc / tl.maximum(l, 1e-30), out_scale_ptr, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * HEAD_DIM + offs_d, out)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, m + tl.log(l))
 
@@ -203,8 +206,9 @@ class SerialLaunch:
     def bind(self, batch: Batch, workspace: torch.Tensor | None):
         spec = self.request.spec
 
-        def run(q, cache, out, lse, sinks, alibi_slopes):
-            tensors = q, cache.k, cache.v, out, lse, batch.page_table, batch.seq_lens
+        def run(q, cache, out, lse, sinks, alibi_slopes, out_scale=None):
+            out = views.output_tensor(out, self.request.device.native_fp8)
+            tensors = q, cache.k, cache.v, out, out_scale, lse, batch.page_table, batch.seq_lens
             meta = {"NUM_Q_HEADS": spec.num_q_heads, "NUM_KV_HEADS": spec.num_kv_heads, "HEAD_DIM": spec.head_dim}
             meta["PAGE_SIZE"] = cache.page_size
             numbers = spec.softmax_scale, batch.page_table.stride(0)
@@ -240,6 +244,9 @@ def test_a_new_kernel_family_serves_what_it_can(serial):
     assert plan.kernel == "serial"
     assert "serial kernel: 8 programs; an example" in repr(plan)
     verdict = error_budget(problem, quire.attention(problem.q, problem.cache, plan, return_lse=True))
+    assert verdict.passed, verdict
+    problem = replace(problem, out_scale=torch.full((1,), 0.1, device=DEVICE))
+    verdict = error_budget(problem, quire.attention(problem.q, problem.cache, plan, out_scale=problem.out_scale))
     assert verdict.passed, verdict
 
 

@@ -13,7 +13,7 @@ import torch
 from quire import ops
 from quire.cache import PagedKVCache
 from quire.cache_checks import check_copy_pages, check_write_kv, check_write_latent
-from quire.checks import check_attention, check_merge_states, check_out, check_varlen
+from quire.checks import check_attention, check_merge_states, check_out, check_out_scale, check_varlen
 from quire.dispatch.device import is_served_by_torch
 from quire.errors import check_flag, describe
 from quire.kernels.cpu import cache_ops
@@ -41,6 +41,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -59,6 +60,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: State,
+    out_scale: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> State: ...
 
@@ -77,6 +79,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | State | None = None,
+    out_scale: torch.Tensor | None = None,
     return_lse: Literal[True],
 ) -> State: ...
 
@@ -95,6 +98,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | State | None = None,
+    out_scale: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | State: ...
 
@@ -112,6 +116,7 @@ def attention(
     sinks: torch.Tensor | None = None,  # [num_q_heads]
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
     out: torch.Tensor | State | None = None,
+    out_scale: torch.Tensor | None = None,  # [1] float32
     return_lse: bool = False,
 ) -> torch.Tensor | State:
     """Attend from a batch's queries to its cached keys and values.
@@ -142,6 +147,9 @@ def attention(
         alibi_slopes: [num_q_heads], where the spec has ALiBi.
         out: where to write: a tensor [num_tokens, num_q_heads, head_dim_v] like `q`, or a `State`, whose lse is written
             as well.
+        out_scale: a float32 tensor of one element on the device, to have out in float8_e4m3fn: `result / out_scale`,
+            rounded once, half to even, and saturated at ±448; NaN stays NaN. None for an out of the queries' dtype. Not
+            served by the kernel for latents on Hopper GPUs.
         return_lse: return a `State` with the natural-log lse, [num_tokens, num_q_heads] float32. With sinks, it
             includes them.
 
@@ -184,21 +192,24 @@ def attention(
         check_flag("return_lse", return_lse, "say whether the lse is asked for")
     spec = plan.spec
     first = q[0] if isinstance(q, tuple) else q
-    num_tokens, device = first.shape[0], first.device
+    num_tokens, device, dtype = first.shape[0], first.device, first.dtype
+    if out_scale is not None:
+        check_out_scale(out_scale, plan.kernel, device)
+        dtype = torch.float8_e4m3fn
     if isinstance(out, State):
         out, lse = out
         check_out("out.lse", lse, (num_tokens, spec.num_q_heads), torch.float32, device)
     else:
         lse = torch.empty(first.shape[:2], dtype=torch.float32, device=device) if return_lse else None
     if out is None:
-        out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=first.dtype, device=device)
+        out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=dtype, device=device)
     else:
-        check_out("out", out, (num_tokens, spec.num_q_heads, spec.head_dim_v), first.dtype, device)
+        check_out("out", out, (num_tokens, spec.num_q_heads, spec.head_dim_v), dtype, device)
     if new is not None:
         new = named(*new)
         appender = None if torch.compiler.is_compiling() else plan.appender(cache)
         if appender is not None:
-            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new)
+            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new, out_scale=out_scale)
             return out if lse is None else State(out, lse)
         if rope is None and qk_norm is None:
             write: Any = write_latent if spec.latent else write_kv
@@ -207,9 +218,9 @@ def attention(
             q = torch.empty(first.shape, dtype=first.dtype, device=device)
             norm_rope_and_write(first, q, cache, *new)
     if torch.compiler.is_compiling():
-        ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes)
+        ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes, out_scale)
     else:
-        plan.runner(as_pair(q, spec) if spec.latent else q, cache, out, lse, sinks, alibi_slopes)
+        plan.runner(as_pair(q, spec) if spec.latent else q, cache, out, lse, sinks, alibi_slopes, out_scale)
     return out if lse is None else State(out, lse)
 
 
@@ -248,28 +259,32 @@ def as_pair(q: Queries, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor
 @overload
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | None = None, return_lse: Literal[False] = False,
+    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None, return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...  # fmt: skip
 
 
 @overload
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: State, return_lse: bool = False,
+    alibi_slopes: torch.Tensor | None = None, out: State,
+    out_scale: torch.Tensor | None = None, return_lse: bool = False,
 ) -> State: ...  # fmt: skip
 
 
 @overload
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | State | None = None, return_lse: Literal[True],
+    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | State | None = None,
+    out_scale: torch.Tensor | None = None, return_lse: Literal[True],
 ) -> State: ...  # fmt: skip
 
 
 @overload
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | State | None = None, return_lse: bool = False,
+    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | State | None = None,
+    out_scale: torch.Tensor | None = None, return_lse: bool = False,
 ) -> torch.Tensor | State: ...  # fmt: skip
 
 
@@ -282,6 +297,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | State | None = None,
+    out_scale: torch.Tensor | None = None,  # [1] float32
     return_lse: bool = False,
 ) -> torch.Tensor | State:
     """Attend to keys and values that are not paged; the plan's batch is `Batch.varlen(cu_seqlens_q, cu_seqlens_k)`.
@@ -294,6 +310,7 @@ def varlen_attention(
         sinks: as for `attention`.
         alibi_slopes: as for `attention`.
         out: as for `attention`.
+        out_scale: as for `attention`.
         return_lse: as for `attention`.
 
     Returns:
@@ -314,7 +331,9 @@ def varlen_attention(
     """
     check_varlen(plan)
     cache = PagedKVCache(k, v, "THD")
-    return attention(q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=out, return_lse=return_lse)
+    return attention(
+        q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=out, out_scale=out_scale, return_lse=return_lse
+    )
 
 
 @overload

@@ -256,12 +256,30 @@ def check_out(
         _explain_out(name, tensor, shape, dtype, device)
 
 
+def check_out_scale(out_scale: Any, kernel: str, device: torch.device) -> None:
+    """Raise unless a plan's kernel quantises its output, and the scale fits."""
+    if kernel == "mla_hopper":
+        raise UnsupportedError(
+            "out_scale must be left out for the kernel mla_hopper, which does not quantise its output, got "
+            f"{describe(out_scale)}; plan with kernel='mla', or quantise out afterwards"
+        )
+    check_tensor("out_scale", out_scale, "leave it out for an out of the queries' dtype")
+    if out_scale.dtype is not torch.float32 or out_scale.numel() != 1 or out_scale.device != device:
+        raise ValueError(
+            f"out_scale must be one float32 number on {device}, got {describe(out_scale)}; "
+            "scales for blocks, tokens or heads are not served"
+        )
+
+
 def _explain_out(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     check_tensor(name, tensor, "leave it out to have it allocated")
     if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
+        advice = "leave it out to have it allocated"
+        if tensor.dtype is torch.float8_e4m3fn is not dtype:
+            advice = "pass out_scale to have it quantised"
         raise ValueError(
             f"{name} must be {list(shape)} {dtype} on {device}, got {list(tensor.shape)} {tensor.dtype} on "
-            f"{tensor.device}; leave it out to have it allocated"
+            f"{tensor.device}; {advice}"
         )
     if not tensor.is_contiguous() and (tensor.stride(-1) != 1 or _overlaps(tensor)):
         raise ValueError(

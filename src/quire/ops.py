@@ -21,7 +21,7 @@ LIBRARY.define(
     "attention(Tensor q, Tensor? q_pe, Tensor k, Tensor? v, Tensor? k_scale, Tensor? v_scale, str layout, "
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, "
     "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? sinks, Tensor? alibi_slopes, "
-    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, str launch) -> ()"
+    "Tensor? out_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, str launch) -> ()"
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "
@@ -48,6 +48,7 @@ def attention(
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
 ) -> None:
     """Call the operator `quire::attention`, which writes `out` and `lse`. Latents cross it as k, without v."""
     batch = plan.batch
@@ -70,6 +71,7 @@ def attention(
         batch.tree_bits,
         sinks,
         alibi_slopes,
+        out_scale,
         out,
         lse,
         plan.workspace,
@@ -145,6 +147,7 @@ def register(
         tree_bits: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor | None,
         workspace: torch.Tensor | None,
@@ -160,7 +163,9 @@ def register(
         else:
             cache = PagedKVCache(k, v, layout, k_scale, v_scale)
         into = out if lse is None else State(out, lse)
-        attention_verb(q if q_pe is None else (q, q_pe), cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=into)
+        per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+        queries = q if q_pe is None else (q, q_pe)
+        attention_verb(queries, cache, plan, **per_head, out=into, out_scale=out_scale)
 
     def write_kv_impl(
         k: torch.Tensor,

@@ -26,7 +26,7 @@ from quire.kernels.mla import launch as mla
 from quire.kernels.mla_hopper import launch as mla_hopper
 from quire.kernels.portable import PortableRunner
 from quire.kernels.shared_prefix import launch as shared
-from quire.kernels.split_kv import launch as portable
+from quire.kernels.split_kv import choice as portable
 from quire.launch_codec import encode
 from quire.prefix_checks import check_shared_prefix
 from quire.spec import AttentionSpec
@@ -61,7 +61,7 @@ class Plan:
         >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
         >>> batch = quire.Batch(torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, dtype=torch.int32))
         >>> print(quire.plan(spec, batch, max_query_len=1, max_seq_len=128))  # on a machine without a GPU
-        Plan(4 sequences, at most 1 queries and 128 keys each; PyTorch; CPU tensors; Triton has no driver for CPUs)
+        Plan(4 sequences, at most 1 query and 128 keys each; PyTorch; CPU tensors; Triton has no driver for CPUs)
     """
 
     spec: AttentionSpec
@@ -90,10 +90,16 @@ class Plan:
 
     def __repr__(self) -> str:
         bounds = self.bounds
-        most = f"at most {bounds.max_query_len} queries and {bounds.max_seq_len} keys each"
+        queries, keys = count(bounds.max_query_len, "query", "queries"), count(bounds.max_seq_len, "key", "keys")
         per_token = self.launch.request.per_token
         seen = "" if per_token is None else f", {per_token}"
-        return f"Plan({self.batch.num_seqs} sequences, {most}{seen}; {self.launch}; {self.reason})"
+        sequences = count(self.batch.num_seqs, "sequence", "sequences")
+        return f"Plan({sequences}, at most {queries} and {keys} each{seen}; {self.launch}; {self.reason})"
+
+
+def count(number: int, one: str, many: str) -> str:
+    """Return a number of things, in words."""
+    return f"{number} {one if number == 1 else many}"
 
 
 def plan(
@@ -127,8 +133,9 @@ def plan(
         config: configuration of the portable kernels; chosen by the device's decision tree when not given.
         batch_invariant: make each token's result depend on its sequence alone, bit for bit. It then does not depend on
             the rest of the batch, on how a prompt is split into chunks, or on the bounds given here: decode, drafts,
-            chunks and whole prompts have the same bits. Decode takes a few per cent longer, prompts on Hopper GPUs a
-            fifth to a third, and prompts on quantised caches several times as long.
+            chunks and whole prompts have the same bits. Decode of batches takes a few per cent longer, of one sequence
+            up to a third, and so do prompts on Hopper GPUs. With heads of 256, long prompts take up to 1.6 times as
+            long; a chunk of 64 queries on 8,192 keys twice, and prompts on quantised caches several times as long.
         workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.

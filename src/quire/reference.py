@@ -93,6 +93,16 @@ def attention(
     return State(out, lse)
 
 
+def quantise(out: torch.Tensor, out_scale: torch.Tensor) -> torch.Tensor:
+    """Return what an output in float8_e4m3fn holds: `out / out_scale`, saturated, and rounded half to even.
+
+    Args:
+        out: of any floating dtype.
+        out_scale: one number.
+    """
+    return (out / out_scale.to(out.dtype).view(())).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
 def softmax_and_lse(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the softmax over the last dimension, 0 where all scores are -inf, and the log of its denominator.
 

@@ -86,6 +86,7 @@ def warmup(
     intervals: bool = False,
     trees: bool = False,
     return_lse: bool = False,
+    out_scale: bool = False,
     append: bool = False,
     rope: Rope | None = None,
     qk_norm: QKNorm | None = None,
@@ -112,6 +113,7 @@ def warmup(
         intervals: whether batches may have `key_begin`, and with `trees`, both.
         trees: whether batches may have `tree_bits`.
         return_lse: whether the lse is asked for.
+        out_scale: whether `quire.attention` is given one. A launch that quantises its output is another kernel.
         append: whether `quire.attention` is given the step's keys and values. A launch that writes them is another
             kernel than one that does not. A server that makes both kinds of calls warms up for each.
         rope: as `quire.attention` is given it, but for positions, which may be any number; only with `append`. The
@@ -138,6 +140,7 @@ def warmup(
     per_token = kinds_of_batches(spec, intervals, trees)
     check_cache(cache, spec)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
+    check_flag("out_scale", out_scale, "say whether attention is given one")
     check_flag("append", append, "say whether attention is given the step's keys and values")
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):
         if value is not None and not append:
@@ -167,7 +170,7 @@ def warmup(
             write_nothing(spec, cache, norm_rope)
         for launch in launches.values():
             before(str(launch))
-            launch_without_keys(launch, cache, return_lse, append, norm_rope)
+            launch_without_keys(launch, cache, return_lse, append, norm_rope, out_scale)
 
     with compile_together(device):
         launch_each(report)
@@ -223,12 +226,13 @@ def launches_within(
     `per_token` says of each kind of batches whether it has intervals and trees.
     """
     options = Options(batch_invariant=batch_invariant)
-    distinguished = {1, 32, 33, 256, 257, max_num_seqs, *(powers(max_num_seqs) if batch_invariant else ())}
+    distinguished = {33, 257, *powers(max_num_seqs)}
     for num_seqs in sorted({min(n, max_num_seqs) for n in distinguished}):
         for max_query_len in query_lens(max_num_tokens, spec.latent):
             if max_query_len < min_query_len:
                 continue
-            for num_tokens in powers(max_num_tokens):
+            uneven = num_seqs * max_query_len - 1  # one less than of equal sequences, which plans distinguish
+            for num_tokens in sorted({*powers(max_num_tokens), min(uneven, max_num_tokens)}):
                 if num_tokens < max_query_len:
                     continue
                 one_query_each = max_query_len == 1 and num_tokens >= num_seqs
@@ -290,7 +294,12 @@ def write_nothing(spec: AttentionSpec, cache: PagedKVCache, norm_rope: Mapping[s
 
 
 def launch_without_keys(
-    launch: Launch, cache: PagedKVCache, return_lse: bool, append: bool, norm_rope: Mapping[str, Any]
+    launch: Launch,
+    cache: PagedKVCache,
+    return_lse: bool,
+    append: bool,
+    norm_rope: Mapping[str, Any],
+    out_scale: bool,
 ) -> None:
     """Launch a kernel for sequences without keys, which compiles it; with `append`, for a new token without a slot."""
     request, device = launch.request, cache.device
@@ -309,10 +318,12 @@ def launch_without_keys(
     plan = make_plan(spec, batch, launch, "warm-up")
     q = torch.zeros(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
     row = torch.zeros(spec.num_q_heads, device=device)
-    out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=q.dtype, device=device)
+    dtype, scale = (torch.float8_e4m3fn, torch.ones(1, device=device)) if out_scale else (q.dtype, None)
+    out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=dtype, device=device)
     into = State(out, torch.empty(q.shape[:2], device=device)) if return_lse else out
     slopes = row if spec.alibi else None
     new: dict[str, Any] = {}
     if append and plan.appender(cache) is not None:
         new = step_without_slots(spec, num_tokens, norm_rope, device)
-    attention(q, cache, plan, **new, sinks=row if spec.sinks else None, alibi_slopes=slopes, out=into)
+    sinks = row if spec.sinks else None
+    attention(q, cache, plan, **new, sinks=sinks, alibi_slopes=slopes, out=into, out_scale=scale)

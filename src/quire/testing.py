@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 
+LARGEST_E4M3 = 448.0
 EXP2_ERROR = 2.0**-22  # relative, of `ex2.approx.ftz.f32` (PTX ISA), by which kernels compute exponentials
 
 
@@ -49,6 +50,7 @@ class Problem:
         alibi_slopes: [num_q_heads] or None.
         step: k, v, slot_mapping, rope and qk_norm of `quire.attention`, as far as it is given them. Oracles know them
             then, unless latents or a quantised cache round them.
+        out_scale: that of `quire.attention`, if it is given one.
     """
 
     spec: AttentionSpec
@@ -60,6 +62,7 @@ class Problem:
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     step: Mapping[str, Any] = field(default_factory=dict)
+    out_scale: torch.Tensor | None = None
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -370,7 +373,8 @@ class Oracle:
     The budget comes from the data: 2 · (error of `quire.reference` at the input dtype + eps · max|exact|). eps is the
     dtype's, or the error of a GPU's exp2 if that is larger. In float32, a kernel adds the head_dim products of a score
     one after the other. The rounding errors of such a sum grow with the root of head_dim, and eps with them, from 64
-    on. Where a spec allows products in fp8, the reference rounds as they do.
+    on. Where a spec allows products in fp8, the reference rounds as they do. An output in float8_e4m3fn may differ from
+    the saturated result by that budget and, in addition, by half a unit of its last place.
 
     Args:
         problem: what is computed.
@@ -394,9 +398,26 @@ class Oracle:
         out, lse = result if isinstance(result, State) else (result, None)
         if out.numel() == 0:
             return Verdict(0.0, None if lse is None else 0.0, 0.0)
-        worst = (out.double() - self.exact.out).abs().max().item()
-        over = worst / self.budget if self.budget else (0.0 if worst == 0 else float("inf"))
+        over, worst = self._judge_out(out) if self.problem.out_scale is None else self._judge_quantised(out)
         return Verdict(over, None if lse is None else self._judge_lse(lse), worst)
+
+    def _judge_out(self, out: torch.Tensor) -> tuple[float, float]:
+        worst = (out.double() - self.exact.out).abs().max().item()
+        return worst / self.budget if self.budget else (0.0 if worst == 0 else float("inf")), worst
+
+    def _judge_quantised(self, out: torch.Tensor) -> tuple[float, float]:
+        scale = self.problem.out_scale
+        if out.dtype is not torch.float8_e4m3fn or scale is None:
+            return float("inf"), float("inf")
+        scale = scale.double().view(())
+        size = scale.abs()
+        limit = LARGEST_E4M3 * size
+        exact = self.exact.out.clamp(-limit, limit)
+        # What is rounded is at most this. e4m3 has 3 bits after the first one, down to 2^-6.
+        largest = ((exact.abs() + self.budget) / size).clamp(2.0**-6, LARGEST_E4M3)
+        half_unit = torch.exp2(torch.frexp(largest)[1].double() - 5) * size
+        errors = (out.double() * scale - exact).abs()
+        return (errors / (self.budget + half_unit)).max().item(), errors.max().item()
 
     def _judge_lse(self, lse: torch.Tensor) -> float:
         # lse is computed in float32 for all input dtypes. Empty rows must be -inf on both sides.
@@ -412,7 +433,9 @@ class Oracle:
         # The error of one step is half a unit on average, of a sum that is half of the score on average.
         steps = 0 if spec.dtype is torch.float32 else spec.head_dim / 16
         rounding = (single.double() - exact)[finite].abs().max().item() + eps * largest
-        budget = 2 * (rounding + steps * eps / 4 * largest)
+        # Of 16-bit queries, a softcap is 1 - 2 / (exp(2x) + 1): float32 rounds it near 1, in four steps.
+        capped = 0 if spec.dtype is torch.float32 else 4 * eps * (spec.softcap or 0)
+        budget = 2 * (rounding + steps * eps / 4 * largest + capped)
         return (lse.double() - exact)[finite].abs().max().item() / budget
 
     def _reference(self, dtype: torch.dtype) -> State:

@@ -26,6 +26,11 @@ def first_stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict, str]]
         backend.add_stages(stages, options, source.language)
         return str(next(iter(stages.values()))(module, {}))
 
+    def collect(name, found, target, options):
+        if not isinstance(found, str):  # an earlier test of this process compiled the same launch whole
+            found = found.asm.get("ttir") or found.asm["ttgir"]
+        collected.append((name, options, found))
+
     monkeypatch.setattr(JITFunction, "_do_compile", first_stage)
-    monkeypatch.setattr(targets, "inspect", lambda name, text, target, options: collected.append((name, options, text)))
+    monkeypatch.setattr(targets, "inspect", collect)
     return collected

@@ -40,6 +40,7 @@ class Features:
     flat_table: bool = False
     lse: bool = False
     per_token: tuple[str, ...] = ()  # fields of the batch with an entry for each token
+    out_scale: bool = False  # of an output in e4m3
 
 
 FEATURES = {
@@ -71,6 +72,7 @@ COMBINED = {  # features that are compiled together: each reaches the compiler a
     "pages of 1, flat, groups of 5": Features(heads=(40, 8), page_size=1, flat_table=True),
     "pages of 528, MQA": Features(heads=(32, 1), page_size=528),
     "bidirectional, other value width": Features(FEATURES["bidirectional"].spec | {"head_dim_v": 32}, layout="HND"),
+    "sinks, lse, e4m3 output": Features({"sinks": True}, lse=True, out_scale=True),
 }
 TOGETHER = {
     "softcap", "sinks, window",  # in "many, with lse"
@@ -198,6 +200,7 @@ def make_inputs(plan: quire.Plan, wanted: Features) -> dict:
         "sinks": row if spec.sinks else None,
         "alibi_slopes": row if spec.alibi else None,
         "return_lse": wanted.lse,
+        "out_scale": torch.ones(1) if wanted.out_scale else None,
     }
 
 

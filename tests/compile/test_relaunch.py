@@ -94,6 +94,9 @@ CASES = [  # `test_compile` compiles the same kernels, so one of the two finds t
     if (target, features) != ("sm80", "fp8 products")
 ]
 CASES += [("sm90", "pages of 1, flat", "chunk, split", 128)]
+E4M3_OUTPUT = "sinks, lse, e4m3 output"
+CASES += [("sm80", E4M3_OUTPUT, "decode, split", 128), ("sm90", E4M3_OUTPUT, "prefill", 128)]
+CASES += [("sm90", E4M3_OUTPUT, "chunk, split", 128), ("sm90", E4M3_OUTPUT, "mixed", 128)]
 
 
 @pytest.mark.parametrize(("target", "features", "batch", "head_dim"), CASES)
@@ -101,14 +104,16 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
     before = driver._active
     driver.set_active(Driver(TARGETS[target]))
     try:
-        wanted = launches.FEATURES[features]
+        wanted = (launches.FEATURES | launches.COMBINED)[features]
         spec = launches.make_spec(head_dim, wanted)
         with compile_for(TARGETS[target].properties, on_compile=None):
             plan = launches.plan_of(batch, spec, wanted)
         inputs = [launches.make_inputs(plan, wanted) for _ in range(2)]
         for some in inputs:
-            out = torch.empty_like(some["q"])
+            out = torch.empty_like(some["q"], dtype=torch.float8_e4m3fn if wanted.out_scale else None)
             some["out"] = quire.State(out, torch.empty(out.shape[:2])) if wanted.lse else out
+        if wanted.out_scale:  # wherever it lies
+            inputs[1]["out_scale"] = torch.ones(5)[1:2]
         quire.attention(**inputs[0], plan=plan)
         first = len(passed)
         with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):

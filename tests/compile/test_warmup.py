@@ -37,6 +37,32 @@ def without_compiler(monkeypatch):
     return lambda target="sm90": replace(TARGETS[target], name=f"{target}, without a compiler")
 
 
+@pytest.mark.parametrize("append", [False, True])
+def test_nothing_compiles_for_outputs_in_e4m3_after_warmup(append, without_compiler):
+    cache = quire.PagedKVCache.empty(SPEC, 2, 16)
+    with compiling(without_compiler()) as compiled:
+        quire.warmup(SPEC, cache, **BOUNDS | {"max_num_tokens": 70}, append=append, out_scale=True)
+        kernels = {c.kernel for c in compiled}
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            for lens in (((1, 5),), ((1, 1999), (1, 3)), ((3, 90), (1, 1)), ((64, 2000),), ((12, 12), (40, 500))):
+                q_lens, seq_lens = zip(*lens, strict=True)
+                starts = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
+                table = torch.zeros(len(lens), 125, dtype=torch.int32)
+                batch = quire.Batch(table, torch.tensor(seq_lens, dtype=torch.int32), starts)
+                bounds = {"max_query_len": max(q_lens), "max_seq_len": max(seq_lens), "num_tokens": sum(q_lens)}
+                plan = quire.plan(SPEC, batch, **bounds)
+                q = torch.empty(sum(q_lens), 32, 128, dtype=torch.float16)
+                new = {}
+                if append:
+                    k, v = torch.empty(sum(q_lens), 48, 128, dtype=torch.float16)[:, 32:].split(8, 1)
+                    new = dict(k=k, v=v, slot_mapping=torch.zeros(sum(q_lens), dtype=torch.int64))
+                scale = torch.zeros(5)[1:2]  # which 16 bytes do not divide
+                quire.attention(q, cache, plan, **new, out_scale=scale)
+                with pytest.raises(AssertionError, match="compiled in service"):
+                    quire.attention(q, cache, plan, **new)
+    assert kernels == {"write_kernel", "block_kernel", "split_kv_kernel", "hopper_kernel", "combine_kernel"}
+
+
 @pytest.mark.parametrize("append", [False, True, "rotated"])
 @pytest.mark.parametrize("kind", ["plain", "e4m3", "e4m3, scales per token"])
 def test_nothing_compiles_after_warmup(kind, append, without_compiler):
@@ -98,7 +124,7 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
         heads_first = torch.empty(32, 64, 128, dtype=torch.float16).transpose(0, 1)
         quire.attention(**inputs | {"q": heads_first}, plan=plan)
         out = torch.empty_like(inputs["q"])
-        ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None)
+        ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None, None)
         assert [c.kernel for c in compiled] == ["split_kv_kernel", "hopper_kernel", "combine_kernel"]
     assert plan.launch.num_splits > 1
 

@@ -31,12 +31,14 @@ import transformers
 import triton
 from packaging.version import Version
 from transformers import GenerationConfig
+from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import quire
+from quire import reference
 from quire.integrations.vllm import contract, register
 from quire.testing import error_budget, make_problem, unwritten
 
@@ -45,6 +47,7 @@ register()
 from quire.integrations.vllm.backend import QuireBackend, QuireImpl, QuireMetadataBuilder
 
 NAME = contract.backend_name()
+E4M3 = torch.float8_e4m3fn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -404,10 +407,13 @@ def test_plans_are_made_once_for_all_layers_and_kept_over_steps(monkeypatch):
     assert padded.batch.cu_seqlens_q is not None  # more tokens than sequences: vLLM's cumulative counts are needed
 
 
-@pytest.mark.parametrize("additional", [{}, {"quire_warmup": False}])
-def test_kernels_are_compiled_before_the_first_capture(additional, monkeypatch):
+@pytest.mark.parametrize(
+    ("additional", "quantises"), [({}, False), ({}, True), ({"quire_warmup": False}, False)], ids=str
+)
+def test_kernels_are_compiled_before_the_first_capture(additional, quantises, monkeypatch):
     problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
     layer, builder = make_layer(problem, additional=additional)
+    layer.impl.quantises = quantises
     layer.kv_cache = vllm_cache(problem.cache, "NHD")
     before, warmed, original = layer.kv_cache.clone(), [], quire.warmup
 
@@ -422,7 +428,8 @@ def test_kernels_are_compiled_before_the_first_capture(additional, monkeypatch):
     if additional:
         assert not warmed
     else:
-        assert warmed == [(layer.impl.spec, layer.impl.pages, builder.bounds | {"append": True})]
+        options = {"append": True, "out_scale": quantises}
+        assert warmed == [(layer.impl.spec, layer.impl.pages, builder.bounds | options)]
         assert torch.equal(layer.kv_cache.nan_to_num(9.0), before.nan_to_num(9.0))
     out = layer.impl.forward(layer, query, None, None, layer.kv_cache, metadata, torch.empty_like(query))
     assert error_budget(problem, out).passed
@@ -437,13 +444,77 @@ def test_steps_that_are_not_causal():
     assert error_budget(problem, out).passed
 
 
-def test_memory_profiling_and_fused_quantisation():
+def test_memory_is_profiled_without_metadata():
+    """With the dtypes of outputs that the layer will have, so that what quantises them is warmed up too."""
     problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
     layer, _ = make_layer(problem)
-    output = torch.full_like(problem.q, 7.0)
-    assert layer.impl.forward(layer, problem.q, None, None, torch.tensor([]), None, output).count_nonzero() == 0
-    with pytest.raises(quire.UnsupportedError, match="output_scale must be None"):
-        layer.impl.forward(layer, problem.q, None, None, torch.tensor([]), None, output, output_scale=torch.ones(1))
+    for dtype, scale in ((SPEC.dtype, None), (E4M3, torch.ones(1, device=DEVICE))):
+        assert layer.impl.quantises is False
+        output = torch.full_like(problem.q, 7.0).to(dtype)
+        out = layer.impl.forward(layer, problem.q, None, None, torch.tensor([]), None, output, output_scale=scale)
+        assert out is output and out.float().count_nonzero() == 0
+    assert layer.impl.quantises
+
+
+def test_which_outputs_are_quantised():
+    """One static scale for a tensor of e4m3, and nothing else; nothing where ranks share contexts."""
+    layer, _ = make_layer(make_problem(SPEC, BATCHES["decode"], device=DEVICE))
+    keys = {name: key for name, key in vars(quant_utils).items() if isinstance(key, quant_utils.QuantKey)}
+    assert {"kFp8StaticTensorSym", "kFp8StaticTokenSym", "kFp8Dynamic128Sym", "kNvfp4Dynamic"} <= set(keys)
+    served = [name for name, key in keys.items() if layer.impl.fused_output_quant_supported(key)]
+    assert served == ["kFp8StaticTensorSym"]
+    other = replace(quant_utils.kFp8StaticTensorSym, dtype=torch.float8_e4m3fnuz)  # of some of AMD's GPUs
+    assert not layer.impl.fused_output_quant_supported(other)
+    layer.impl.dcp_world_size = 2
+    assert not layer.impl.fused_output_quant_supported(quant_utils.kFp8StaticTensorSym)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_an_output_is_quantised_as_it_is_written(batch, shape):
+    """vLLM's operators multiply by 1 / scale, which is rounded. A step that writes its tokens gives the same bits."""
+    problem = make_problem(SPEC, BATCHES[batch], device=DEVICE)
+    problem = replace(problem, out_scale=torch.full(shape, 0.01, device=DEVICE))
+    cache, new = unwritten(problem)
+    layer, builder = make_layer(problem)
+    common, query, num_tokens = step_of(problem, pad=3, width=9)
+    slots = torch.nn.functional.pad(new["slot_mapping"], (0, 3), value=-1)
+    step = builder.build(0, common.replace(slot_mapping=slots))
+    key, value = (torch.nn.functional.pad(new[name], (0, 0, 0, 0, 0, 3), value=float("nan")) for name in "kv")
+    stored = []
+    for tokens, pages in (((key, value), cache), ((None, None), problem.cache)):
+        output = torch.full_like(query, 7.0).to(E4M3)
+        scale = problem.out_scale
+        layer.impl.forward(layer, query, *tokens, vllm_cache(pages, "rows"), step, output, output_scale=scale)
+        assert error_budget(problem, output[:num_tokens]).passed
+        stored.append(output[:num_tokens].view(torch.uint8))
+    assert torch.equal(*stored)
+    plain = torch.empty_like(query)
+    layer.impl.forward(layer, query, None, None, vllm_cache(problem.cache, "rows"), step, plain)
+    theirs = (plain[:num_tokens] * problem.out_scale.reciprocal()).clamp(-448, 448).to(E4M3)
+    assert (theirs.float() == stored[0].view(E4M3).float()).float().mean() > 0.999
+
+
+def test_an_output_of_an_encoder_is_quantised():
+    spec = replace(SPEC, causal=False)
+    problem = make_problem(spec, ((9, 9), (20, 20)), device=DEVICE)
+    layer, builder = make_layer(problem, attn_type=AttentionType.ENCODER_ONLY)
+    common, query, _ = step_of(problem, pad=0, width=9)
+    step = builder.build(0, common.replace(causal=False))
+    key, value = torch.randn(2, len(query), spec.num_kv_heads, spec.head_dim, device=DEVICE)
+    scale, none = torch.tensor(0.01, device=DEVICE), torch.tensor([])
+    plain = layer.impl.forward(layer, query, key, value, none, step, torch.empty_like(query))
+    output = torch.empty_like(query).to(E4M3)
+    layer.impl.forward(layer, query, key, value, none, step, output, output_scale=scale)
+    assert torch.equal(output.view(torch.uint8), reference.quantise(plain, scale).view(torch.uint8))
+
+
+def test_scales_of_blocks_are_refused_by_name():
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
+    layer, _ = make_layer(problem)
+    scales = {"output_scale": torch.ones(1), "output_block_scale": torch.ones(3, 1)}
+    with pytest.raises(quire.UnsupportedError, match="output_block_scale must be None, got one"):
+        layer.impl.forward(layer, problem.q, None, None, torch.tensor([]), None, problem.q, **scales)
 
 
 # The engine end to end.
@@ -558,6 +629,8 @@ def serve(folder: Path, rounds: int = 1, **options) -> tuple[list[list[list[int]
     for _ in range(rounds):
         results = llm.generate([{"prompt_token_ids": p} for p in prompts()], sampling, use_tqdm=False)
         generated.append([list(r.outputs[0].token_ids) for r in results])
+    if "distributed_executor_backend" in options:
+        llm.llm_engine.engine_core.shutdown()  # else 0.20's workers last until the tests end
     return generated, sum(r.num_cached_tokens or 0 for r in results)
 
 

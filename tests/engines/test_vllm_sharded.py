@@ -225,6 +225,22 @@ def test_what_cannot_be_shared_is_refused_by_name(on_ranks):
             on_ranks(lambda rank, problem=problem: make_layer(of_rank(problem, rank)))
 
 
+def test_outputs_of_shares_are_not_quantised(on_ranks):
+    """vLLM asks before it fuses; a call that it did not ask about is refused by name."""
+    problem = of_rank(make_problem(SPEC, BATCHES["decode"], device=DEVICE), 0)
+    common, query, _ = step_of(problem, 2, 5)
+
+    def forward(rank):
+        layer, builder = make_layer(problem)
+        kv_cache, _, _ = share(problem, rank, 1)
+        output = torch.empty_like(query).to(torch.float8_e4m3fn)
+        step = builder.build(0, common)
+        layer.impl.forward(layer, query, None, None, kv_cache, step, output, output_scale=torch.ones(1, device=DEVICE))
+
+    with pytest.raises(quire.UnsupportedError, match="output_scale must be None where ranks share contexts, got one"):
+        on_ranks(forward)
+
+
 def test_shares_are_causal_or_not_as_a_whole(on_ranks):
     problem = make_problem(SPEC, BATCHES["drafts"], device=DEVICE)
     with pytest.raises(quire.UnsupportedError, match="causal must be one bool for the whole batch where ranks share"):
@@ -295,7 +311,9 @@ def test_the_script_that_measures_compares_tokens_and_times_steps_with_shared_co
         "max_num_batched_tokens": 32,
         "distributed_executor_backend": "mp",
     }
-    result = script.measure(run, vllm.LLM(model=str(tmp_path), **options | on_a_cpu))
+    llm = vllm.LLM(model=str(tmp_path), **options | on_a_cpu)
+    result = script.measure(run, llm)
+    llm.llm_engine.engine_core.shutdown()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -1,6 +1,6 @@
 """The GPU suite is itself tested: in a copy of the package with one place of the Hopper kernel broken, it must fail.
 
-Nothing but a Hopper GPU runs this kernel.
+These are mutants that change bits alone, which a GPU decides. The simulator judges the others, on a CPU.
 """
 
 from collections.abc import Iterator

@@ -366,7 +366,7 @@ def test_runs_are_bitwise_equal(device):
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_whole_space(solve, assert_within_budget, data):
-    """In the interpreter it takes half a minute: 25 examples are few for a space of 16 dimensions."""
+    """In the interpreter it takes half a minute: 25 examples are few for a space of 17 dimensions."""
     draw = data.draw
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
     causal = draw(st.booleans())
@@ -398,6 +398,7 @@ def test_whole_space(solve, assert_within_budget, data):
         flat_table=draw(st.booleans()),
         scales=draw(st.sampled_from(["tensor", "head", "token"])),
         seed=draw(st.integers(0, 99)),
+        out_scale=draw(st.none() | st.sampled_from([1e-3, 0.02, 5.0])),
     )
     assert_within_budget(*problem)
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import quire
+from quire.dispatch.tree import forget_trees
+from quire.kernels.split_kv import launch as split_kv
 from quire.testing import make_problem
 
 GPU = torch.cuda.is_available()
@@ -74,6 +76,46 @@ def test_how_a_prompt_is_split_changes_nothing(features, device, assert_within_b
             parts.append(attend(spec, problem, ((size, at),)))
         joined = quire.State(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
         assert equal(whole, joined), sizes
+
+
+@pytest.fixture
+def fold_from(monkeypatch):
+    """Return a function that says from how many rows of states on another launch folds them, in batches of any size."""
+
+    def set_limit(rows):
+        monkeypatch.setattr(split_kv, "FOLD_APART_FROM", rows)
+        monkeypatch.setattr(split_kv, "FILLED", float("inf"))
+        forget_trees()
+
+    yield set_limit
+    forget_trees()
+
+
+FOLDED = {
+    "decode": ({}, ((1, 20), (1, 0), (1, 300), (1, 1100))),
+    "padding rows and columns": ({"num_q_heads": 6, "head_dim": 24}, ((1, 900), (3, 700))),
+    "window, sinks": ({"sliding_window": 400, "sinks": True}, ((9, 900), (1, 500))),
+    "scales per head": ({"kv_dtype": torch.int8}, ((1, 600), (20, 800))),
+    "scales per token": ({"kv_dtype": torch.int8}, ((1, 600), (2, 800)), {"scales": "token"}),
+    "intervals": ({}, ((3, 600), (1, 300)), {"per_token": quire.intervals.causal}),
+    "several rounds": ({"head_dim": 64}, ((9, 2700), (1, 10), (1, 10), (1, 10))),
+}
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("case", FOLDED)
+def test_which_launch_folds_states_changes_nothing(case, fold_from, device, monkeypatch):
+    monkeypatch.setattr(split_kv.SplitKVLaunch, "seqs_at_once", 2)  # some batches have more
+    features, lens, *options = FOLDED[case]
+    spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
+    problem = make_problem(spec, lens, **(options[0] if options else {}), device=device)
+    states = []
+    for limit in (1, 1 << 30):
+        fold_from(limit)
+        plan = quire.plan(spec, problem.batch, **problem.bounds, num_splits=3, batch_invariant=True)
+        assert plan.launch.folds_apart == (limit == 1)
+        states.append(quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True))
+    assert equal(*states)
 
 
 @pytest.mark.pytorch

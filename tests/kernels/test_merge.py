@@ -137,7 +137,7 @@ def test_states_side_by_side_merge_into_tensors_of_any_stride(with_lse, device):
     rest, meta = combine_arguments(
         outs.permute(2, 0, 1, 3), lses.permute(2, 0, 1), out.stride(), lse if with_lse else None
     )
-    combine_kernel[7, 3](outs, lses, out, lse if with_lse else None, starts, 2, *rest, **meta)
+    combine_kernel[7, 3](outs, lses, out, None, lse if with_lse else None, starts, 2, *rest, **meta)
     expected = reference.merge(*(State(s.out.double(), s.lse.double()) for s in states))
     torch.testing.assert_close(out[:5].cpu().double(), expected.out[:5], atol=1e-6, rtol=1e-6)
     assert (out[5:] == 9.0).all()

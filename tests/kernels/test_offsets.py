@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import quire
+from quire.kernels import views
 from quire.kernels.combine import combine_arguments, combine_kernel
 
 NUM_KEYS, FAR_TOKEN = 70, 1 << 25  # 70 * 2^25 elements; the 64th key lies at 2^31
@@ -137,7 +138,7 @@ def combine_states_far_apart():
     for some, some_lses in ((outs, lses), (spread(outs.half(), 0, FAR_HEAD), lses), (outs, spread(lses, 0, FAR_HEAD))):
         out, lse = torch.empty(2, 2, 16), torch.empty(2, 2)
         rest, meta = combine_arguments(some, some_lses, out.stride(), lse)
-        combine_kernel[2, 2](some, some_lses, out, lse, None, 0, *rest, **meta)
+        combine_kernel[2, 2](some, some_lses, out, None, lse, None, 0, *rest, **meta)
         results.append((out, lse))
     (out, lse), (out_of_half, _), (out_again, lse_again) = results
     assert torch.equal(out, out_again) and torch.equal(lse, lse_again)
@@ -267,3 +268,19 @@ def exit_status(case: str) -> int:
 
 if __name__ == "__main__":
     main()
+
+
+@pytest.mark.parametrize(
+    ("strides", "unit"),
+    [
+        ((16 * 120, 120, 120), 8),
+        ((16 * 8 * 72, 8 * 72, 72, 32 * 72, 72), 8),
+        ((256, 128, 128), 1),  # Triton knows that 16 divides these
+        ((48, 16, 0), 1),
+        ((60, 120), 4),  # two fp8 numbers as one element
+        ((1, 128), 1),
+        ((0, 0), 1),
+    ],
+)
+def test_the_compiler_is_told_what_divides_strides_that_16_does_not(strides, unit):
+    assert views.stride_unit(*strides) == unit

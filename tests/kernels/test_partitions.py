@@ -9,7 +9,8 @@ import triton.language as tl
 
 from quire.dispatch.config import CostModel
 from quire.dispatch.tree_file import GENERIC, constants, load_tree
-from quire.kernels.split_kv.launch import NEVER, min_partition_tiles
+from quire.kernels.split_kv.choice import min_partition_tiles
+from quire.kernels.split_kv.launch import NEVER
 from quire.kernels.split_kv.schedule import Schedule, min_partition_units
 
 

@@ -10,7 +10,8 @@ import triton.language as tl
 import quire
 from quire.dispatch import tree
 from quire.dispatch.device import device_properties
-from quire.kernels.split_kv.launch import NEVER, min_partition_tiles
+from quire.kernels.split_kv.choice import min_partition_tiles
+from quire.kernels.split_kv.launch import NEVER
 from quire.kernels.split_kv.schedule import Schedule, min_partition_units
 
 SPEC = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float16)

@@ -421,7 +421,7 @@ def test_a_tree_is_fitted_again_from_records_alone(tmp_path, records, gpu, capsy
 
 def test_fitting_again_needs_records_and_an_output(tmp_path, records, capsys):
     assert main(["tune", "--fit", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "mine.json")]) == 2
-    assert "none.jsonl must hold the records of a sweep, got No such file" in capsys.readouterr().err
+    assert f"--fit must be a .jsonl file that `quire tune` wrote, got {tmp_path}" in capsys.readouterr().err
     assert main(["tune", "--fit", str(records.path)]) == 2
 
 

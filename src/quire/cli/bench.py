@@ -183,13 +183,13 @@ def run(args: argparse.Namespace) -> int:
     cases = choose_cases(args)
     if guard is not None:
         cases = guarded_cases(guard, cases)
+    peers = choose_peers(args.peers, args.config or [], args.grid is not None)
     if args.list:
         bench_print.print_cases(cases, console)
         return 0
     folder = args.output or DEFAULT_FOLDER
     check_folder("--output", folder)
     if torch.cuda.is_available() and not args.device:
-        peers = choose_peers(args.peers, args.config or [], args.grid is not None)
         seconds = args.seconds or (0.15 if args.quick or args.grid else 0.4)
         drawn = Grid(args.grid, args.seed or 0) if args.grid else None
         if args.graphs:

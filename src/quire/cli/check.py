@@ -43,6 +43,7 @@ EXAMPLES = """examples:
   quire check --grid 200 --seed 1       # cases drawn at random
   TRITON_INTERPRET=1 quire check        # the Triton kernels on a CPU; takes some minutes
 """
+OTHER_CHECKS = 3  # that come before those of the features, for each dtype
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str) -> None:
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         width = max(len(case.name) for case in drawn)
         total, checked = len(drawn), check_grid.check_all(drawn, device)
     else:
-        total, checked = sum(len(features(device, dtype)) + 3 for dtype in dtypes), check_all(device, dtypes)
+        total, checked = sum(OTHER_CHECKS + len(features(device, dtype)) for dtype in dtypes), check_all(device, dtypes)
     if args.fail_fast:
         checked = until_failure(checked)
     begun, checks, is_stopped = time.perf_counter(), list[Check](), False
@@ -160,8 +161,11 @@ def check_feature(feature: Feature, device: torch.device, dtype: torch.dtype) ->
         step |= random_norm_rope(problem, **feature.norm_rope)
         problem = replace(problem, cache=cache, step=step)
 
+    scale = None if feature.out_scale is None else torch.tensor([feature.out_scale], device=device)
+    problem = replace(problem, out_scale=scale)
+
     def attend() -> State:
-        state: Any = attention(problem.q, cache, chosen, **step, **problem.tables, return_lse=True)
+        state: Any = attention(problem.q, cache, chosen, **step, **problem.tables, out_scale=scale, return_lse=True)
         return state
 
     state = from_graph(attend, problem.batch.seq_lens) if feature.captured else attend()

@@ -91,6 +91,7 @@ class Feature:
         captured: launch from a CUDA graph that was captured at other lengths.
         append: pass the keys and values of the queries' own tokens, which are not in the cache.
         norm_rope: arguments of `quire.testing.random_norm_rope`, if `append` rotates queries and keys.
+        out_scale: of an output in e4m3; None for one of the queries' dtype.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Feature:
     captured: bool = False
     append: bool = False
     norm_rope: NormRopeOptions = field(default_factory=NormRopeOptions)
+    out_scale: float | None = None
 
     def spec(self, dtype: torch.dtype) -> AttentionSpec:
         """Return the spec for queries of a dtype."""
@@ -149,6 +151,8 @@ FEATURES = (
     Feature("fp8 e4m3 cache", {"kv_dtype": torch.float8_e4m3fn}),
     Feature("fp8 e5m2 cache, scales per token", {"kv_dtype": torch.float8_e5m2}, problem={"scales": "token"}),
     Feature("int8 cache, one scale", {"kv_dtype": torch.int8}, problem={"scales": "tensor"}),
+    Feature("fp8 e4m3 output", out_scale=0.02),
+    Feature("fp8 e4m3 output, split keys", lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}, out_scale=0.02),
     Feature("captured in a graph", lens=((1, 300), (1, 5), (1, 200)), captured=True),
     Feature("new tokens", lens=((1, 130), (4, 20), (1, 0), (4, 3), (0, 9)), append=True),
     Feature("new tokens, split keys", lens=((3, 300), (1, 5), (9, 170)), plan={"num_splits": 5}, append=True),
@@ -173,6 +177,7 @@ LATENT_FEATURES = (
     Feature("MLA: 512 + 64, drafted tokens", DEEPSEEK, DRAFTS, problem={"page_size": 64}),
     Feature("MLA: 512 + 64, fp8 latents", DEEPSEEK | FP8, DRAFTS, problem={"page_size": 64}),
     Feature("MLA: 512 + 64, fp8_ds_mla", DEEPSEEK | FP8, DRAFTS, problem={"page_size": 64, "layout": "fp8_ds_mla"}),
+    Feature("MLA: fp8 e4m3 output", LATENTS, DRAFTS, out_scale=0.02),
     Feature("MLA: new tokens", LATENTS, DRAFTS, append=True),
     Feature("MLA: captured in a graph", DEEPSEEK, DRAFTS, problem={"page_size": 64}, captured=True),
 )
@@ -202,6 +207,7 @@ HOPPER_FEATURES = (
         HOPPER,
         {"per_token": partial(intervals.chunked_local, size=90)},
     ),
+    Feature("prompts on Hopper, e4m3 output", {"head_dim": 128}, PROMPTS, HOPPER, out_scale=0.02),
 )
 MLA_HOPPER: PlanOptions = {"kernel": "mla_hopper"}
 FULL_HEADS = DEEPSEEK | {"num_q_heads": 128}

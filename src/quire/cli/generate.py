@@ -51,7 +51,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", help="checkpoint folder or hub name; the demo model if left out, in a clone")
+    parser.add_argument(
+        "--model", help="checkpoint folder or hub name; if left out, the demo model, which an editable install has"
+    )
     parser.add_argument("--prompt", action="append", help="text to continue; may be repeated")
     parser.add_argument(
         "--max-new-tokens", type=int, default=96, help="tokens to generate per prompt (default: %(default)s)"
@@ -156,6 +158,11 @@ def load(name: str | None, dtype: str, device: str) -> "tuple[CausalLM, PreTrain
             "--model must be given where Quire was installed from a wheel, got nothing: the demo model is in Quire's "
             "repository; name its folder src/quire/demo_model there, or another checkpoint or hub model"
         )
+    if name is not None and is_path(name) and not Path(name).exists():
+        raise CommandError(
+            f"--model must be a checkpoint that Transformers loads, got {name!r}, which is not there; "
+            "name a folder or a model of the hub"
+        )
     folder = str(DEMO_MODEL) if name is None else name
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -167,6 +174,11 @@ def load(name: str | None, dtype: str, device: str) -> "tuple[CausalLM, PreTrain
         raise CommandError(
             f"--model must be a checkpoint that Transformers loads, got {folder!r}: {error}; see that it is complete"
         ) from None
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name can only be a path: names of the hub are `model` or `owner/model`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 @contextmanager

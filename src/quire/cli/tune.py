@@ -104,6 +104,10 @@ def default_path(device_name: str) -> Path:
 def tree_to_explain(file: str) -> tuple[str, dict[str, Any]]:
     """Return the name and content of the tree in a file; of the tree in use here when `file` is empty."""
     if file:
+        if not Path(file).exists():
+            raise CommandError(
+                f"--explain must be a tree that `quire tune` wrote, got {file}, which is not there; name another"
+            )
         try:
             return file, read_tree(Path(file))
         except ValueError as error:

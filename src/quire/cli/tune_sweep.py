@@ -126,6 +126,10 @@ def judge(
 
 def fit_again(records_path: Path, tree_path: Path, console: Console) -> None:
     """Fit a tree to the records of a sweep, without a GPU, and judge it by the sweep's own times."""
+    if not records_path.exists():
+        raise CommandError(
+            f"--fit must be a .jsonl file that `quire tune` wrote, got {records_path}, which is not there"
+        )
     try:
         records = Records.read(records_path)
     except ValueError as error:

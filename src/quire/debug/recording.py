@@ -32,6 +32,7 @@ def record(path: Path | str, *, contents: bool = False, skip: int = 0) -> Iterat
     The file is written before the call is launched, so a call that crashes leaves one. Writing it waits for the device.
     While nothing is recorded, nothing is asked per call: the context puts itself in front of a check that every call
     makes. Calls in all threads count. A call while a CUDA graph is captured does not, nor does the replay of a graph.
+    `out` and `out_scale` are not recorded: a replay has a new output, of the queries' dtype.
 
     Args:
         path: of the file; its folder must be there.

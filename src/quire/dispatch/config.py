@@ -20,7 +20,7 @@ class HopperConfig:
 
     Attributes:
         num_warpgroups: consumer warpgroups of a CTA; each owns 64 rows of a work tile.
-        block_t: query tokens of a work tile. As many heads of one KV head as fill the rows share it.
+        block_t: query tokens of a work tile, a multiple of 8. As many heads of one KV head as fit share its rows.
         block_n: keys of one tile.
         num_stages: stages of the pipelines of K and V tiles.
         num_q_stages: stages of the pipeline of queries.
@@ -38,7 +38,9 @@ class HopperConfig:
 
     def __post_init__(self) -> None:
         require_int("num_warpgroups", self.num_warpgroups, 1, 2)
-        require_int("block_t", self.block_t, 8, 64 * self.num_warpgroups, power_of_two=True)
+        require_int("block_t", self.block_t, 8, 64 * self.num_warpgroups)
+        if self.block_t % 8:  # rows of queries that TMA loads at once
+            raise ValueError(f"block_t must be a multiple of 8, got {self.block_t}; pass one")
         require_int("block_n", self.block_n, 16, 256, power_of_two=True)
         require_int("num_stages", self.num_stages, 1)
         require_int("num_q_stages", self.num_q_stages, 1)
@@ -55,15 +57,19 @@ class HopperConfig:
                 "num_quantised_stages must be at least 1 where fp8_mma is True, got 0; pass how many tiles to buffer"
             )
 
-    @property
-    def heads(self) -> int:
-        """Heads of a work tile."""
-        return 64 * self.num_warpgroups // self.block_t
+    def heads(self, group_size: int) -> int:
+        """Return how many heads of one KV head a work tile has: the most that fit and that divide the group."""
+        return heads_that_fit(64 * self.num_warpgroups, self.block_t, group_size)
 
     @property
     def programs_per_sm(self) -> int:
         """CTAs that an SM holds at once."""
         return 3 - self.num_warpgroups
+
+
+def heads_that_fit(rows: int, block_t: int, group_size: int) -> int:
+    """Return how many heads of `block_t` rows each fit, if they are to divide the group."""
+    return max(heads for heads in range(1, rows // block_t + 1) if group_size % heads == 0)
 
 
 def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | None:
@@ -209,7 +215,8 @@ class CostModel:
             in two levels, so they are split further. Single-query plans without long sequences have one level.
         two_level_min_tiles_small: the same limit where the device holds at least `2 * many_partitions` programs per
             KV head and a partial has fewer than 16 rows.
-        short_context: for contexts of at most this many keys, the Hopper kernel runs one warpgroup per CTA, not two.
+        short_context: for contexts of at most this many keys, and windows of half as many, the Hopper kernel runs one
+            warpgroup per CTA, not two.
         hopper_min_tiles_per_split: the Hopper kernel gives each split at least this many tiles.
         hopper_max_splits: the Hopper kernel splits the keys of a work tile at most this many times.
         hopper_section_heads: with many KV heads, the Hopper kernel attends to sections of about this many, one after

@@ -51,6 +51,12 @@ class Request:
         return self.bounds.max_query_len * self.spec.group_size
 
     @property
+    def keys_seen(self) -> int:
+        """Most keys that a query sees."""
+        left, right = self.spec.window
+        return self.bounds.max_seq_len if self.per_token else min(self.bounds.max_seq_len, left + right + 1)
+
+    @property
     def per_token(self) -> str | None:
         """What the batch says of each token instead of the spec's band, in words; None if nothing."""
         return "draft trees" if self.has_tree else "intervals of keys" if self.has_intervals else None

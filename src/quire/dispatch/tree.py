@@ -183,19 +183,21 @@ def prefers_hopper(
 
 
 @cache
-def hopper_config(spec: AttentionSpec, properties: DeviceProperties, short: bool) -> HopperConfig | str:
+def hopper_config(
+    spec: AttentionSpec, properties: DeviceProperties, short: bool, queries: int, ragged: bool
+) -> HopperConfig | str:
     """Choose the configuration of the Hopper kernel.
 
     The first entry of the generic tree's "hopper_configs" is taken of which all facts of "when" are equal, and those of
-    "at_most" are not larger. A warpgroup has 64 rows.
-    They hold as many heads of one KV head as the largest power of two that divides the group, at most 8 per warpgroup;
-    `block_t` follows from that.
+    "at_most" are not larger. A warpgroup has 64 rows, which `rows_of_tile` gives to queries and heads.
 
     Args:
         spec: what is computed.
         properties: of the device.
         short: whether contexts are short. With head_dim up to 128, a CTA then has one consumer warpgroup: less of the
             SM is idle in the prologue and epilogue of a work tile, but each KV tile is loaded twice.
+        queries: most queries of any sequence, rounded up to a power of two.
+        ragged: whether sequences differ in their number of queries.
 
     Returns:
         The configuration; or, in words, what the kernel does not serve.
@@ -213,10 +215,34 @@ def hopper_config(spec: AttentionSpec, properties: DeviceProperties, short: bool
         fits = all(facts[fact] <= value for fact, value in entry.get("at_most", {}).items())
         if fits and all(facts[fact] == value for fact, value in entry["when"].items()):
             rows = 64 * entry["config"]["num_warpgroups"]
-            heads = min(spec.group_size & -spec.group_size, rows // 8)
-            return HopperConfig(block_t=rows // heads, **entry["config"])
+            return HopperConfig(block_t=queries_of_tile(rows, spec.group_size, queries, ragged), **entry["config"])
     values = f" with head_dim_v {spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else ""
     return f"head_dim {spec.head_dim}{values} of a {spec.kv_dtype} cache".replace("torch.", "")
+
+
+def queries_of_tile(rows: int, group_size: int, queries: int, ragged: bool) -> int:
+    """Return how many query tokens a work tile has, such that a KV head's work tiles are fewest.
+
+    A work tile has as many heads as fit besides. With one head it wastes no rows on long prompts. With all heads of a
+    group it wastes none on a few queries, and loads keys and values once for all heads. Of ragged batches, sequences of
+    each power of two of queries are as many.
+
+    Args:
+        rows: of a work tile.
+        group_size: query heads of a KV head.
+        queries: most queries of any sequence, a power of two.
+        ragged: whether sequences differ in their number of queries.
+    """
+    lens = [1 << i for i in range(queries.bit_length())] if ragged else [queries]
+
+    def work_tiles(heads: int) -> int:
+        block_t = rows // heads // 8 * 8
+        return sum(-(-n // block_t) for n in lens) * (group_size // heads)
+
+    # Of equal ones, that with most heads.
+    most = min(rows // 8, group_size)
+    heads = min((n for n in range(most, 0, -1) if group_size % n == 0), key=work_tiles)
+    return rows // heads // 8 * 8
 
 
 @cache

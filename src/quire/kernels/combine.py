@@ -14,17 +14,21 @@ from triton.language.extra.cuda import gdc_wait
 
 from quire.dispatch.tree import padded
 from quire.kernels.launcher import LaunchCache
-from quire.kernels.primitives import LOG2E, combine, finish
+from quire.kernels.states import LOG2E, as_stored, combine, finish
 from quire.state import State
 
 LAUNCHES = LaunchCache()  # by what `merge_states` depends on besides the addresses
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_states", "stride_lses_state", "stride_lses_token", "stride_lses_head"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_states", "stride_lses_state", "stride_lses_token", "stride_lses_head"],
+    do_not_specialize_on_alignment=["out_scale_ptr"],
+)
 def combine_kernel(
     outs,  # [num_states, num_tokens, num_q_heads, HEAD_DIM_V]
     lses,  # [num_states, num_tokens, num_q_heads] float32
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
+    out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     cu_seqlens_q,  # [num_seqs + 1] int32, or None if every token has a sequence
     num_seqs, num_states,
@@ -55,7 +59,7 @@ def combine_kernel(
         acc, m_i, l_i = combine(acc, m_i, l_i, other, other_m, tl.where(empty, 0.0, 1.0))
     out, lse = finish(acc, m_i, l_i)
     ptrs = out_ptr + token * stride_out_token + head * stride_out_head + one[:, None] + offs_dv[None, :]
-    tl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=(offs_dv < HEAD_DIM_V)[None, :])
+    tl.store(ptrs, as_stored(out, out_scale_ptr, out_ptr.dtype.element_ty), mask=(offs_dv < HEAD_DIM_V)[None, :])
     if lse_ptr is not None:
         tl.store(lse_ptr + token * stride_lse + head + one, lse)
 
@@ -67,13 +71,13 @@ def merge_states(states: Sequence[State]) -> State:
     if out.numel() == 0:
         return State(out, lse)
     grid, key = (lse.shape[0], lse.shape[1], 1), None
-    addresses = tuple(t.data_ptr() for t in (outs, lses, out, lse))
-    if not any(at % 16 for at in addresses):
+    addresses = outs.data_ptr(), lses.data_ptr(), out.data_ptr(), None, lse.data_ptr()
+    if not any((at or 0) % 16 for at in addresses):
         key = outs.device, outs.dtype, len(states), out.shape[1:], outs.stride(), lses.stride()
         if LAUNCHES.relaunch(key, grid, addresses):
             return State(out, lse)
     fixed, meta = combine_arguments(outs, lses, out.stride(), lse)
-    LAUNCHES.launch(key, combine_kernel, grid, (outs, lses, out, lse), (None, 0, *fixed), meta)
+    LAUNCHES.launch(key, combine_kernel, grid, (outs, lses, out, None, lse), (None, 0, *fixed), meta)
     return State(out, lse)
 
 

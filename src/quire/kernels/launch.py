@@ -38,7 +38,8 @@ class Runner(Protocol):
 
     q is the queries [num_tokens, num_q_heads, head_dim]. For a spec with latents, it is always the pair of
     q_nope [num_tokens, num_q_heads, kv_lora_rank] and q_pe [num_tokens, num_q_heads, qk_rope_head_dim], which may be
-    views of one tensor. q_pe is None where there are no rotary columns.
+    views of one tensor. q_pe is None where there are no rotary columns. With out_scale, [1] float32, out is
+    float8_e4m3fn.
     """
 
     def __call__(
@@ -49,6 +50,7 @@ class Runner(Protocol):
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
     ) -> None: ...
 
 

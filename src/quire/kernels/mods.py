@@ -1,8 +1,8 @@
 """Score mods and decoders: features as small jit functions that a plan hands to the kernel.
 
-A score mod turns scaled scores into scores. A decoder turns stored cache elements into numbers; an encoder does the
-reverse. An fp8x2 decoder turns one 16-bit element into two fp8 numbers as float16, which represents them exactly. So an
-fp8 cache reaches the tensor cores with half the instructions.
+A score mod turns products of queries and keys, and the softmax scale, into scores. A decoder turns stored cache
+elements into numbers; an encoder does the reverse. An fp8x2 decoder turns one 16-bit element into two fp8 numbers as
+float16, which represents them exactly. So an fp8 cache reaches the tensor cores with half the instructions.
 
 Visibility needs no mod. Causal, bidirectional and windowed attention are all `q_pos - window_left <= kv_pos <= q_pos +
 window_right`, with two run-time numbers.
@@ -30,18 +30,32 @@ def tanh(x):
 
 
 @triton.jit
-def softcap(scores, q_pos, kv_pos, slopes, cap):
-    return cap * tanh(scores / cap)
+def softcap_in_float32(scores, scale, q_pos, kv_pos, slopes, cap):
+    return cap * tanh(scores * scale / cap)
 
 
 @triton.jit
-def alibi(scores, q_pos, kv_pos, slopes, cap):
-    return scores - slopes[:, None] * tl.abs(q_pos[:, None] - kv_pos[None, :]).to(tl.float32)
+def softcap(scores, scale, q_pos, kv_pos, slopes, cap):
+    # tanh(x) = 1 - 2 / (exp(2x) + 1), whose absolute error is that of float32 near 1. So exponentials err by about
+    # cap * 2^-22, which is far less than 16-bit probabilities do. A reciprocal of rsqrt needs no care of its range.
+    r = tl.rsqrt(tl.exp2(scores * (scale * (2.8853900817779268 / cap))) + 1.0)
+    return cap - 2.0 * cap * r * r
 
 
 @triton.jit
-def softcap_alibi(scores, q_pos, kv_pos, slopes, cap):
-    return alibi(softcap(scores, q_pos, kv_pos, slopes, cap), q_pos, kv_pos, slopes, cap)
+def alibi(scores, scale, q_pos, kv_pos, slopes, cap):
+    return scores * scale - slopes[:, None] * tl.abs(q_pos[:, None] - kv_pos[None, :]).to(tl.float32)
+
+
+@triton.jit
+def softcap_alibi_in_float32(scores, scale, q_pos, kv_pos, slopes, cap):
+    capped = softcap_in_float32(scores, scale, q_pos, kv_pos, slopes, cap)
+    return alibi(capped, 1.0, q_pos, kv_pos, slopes, cap)
+
+
+@triton.jit
+def softcap_alibi(scores, scale, q_pos, kv_pos, slopes, cap):
+    return alibi(softcap(scores, scale, q_pos, kv_pos, slopes, cap), 1.0, q_pos, kv_pos, slopes, cap)
 
 
 @triton.jit
@@ -140,7 +154,15 @@ def to_bfloat16_bits(x):
     return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.int16, bitcast=True)
 
 
-SCORE_MODS = {(False, False): None, (True, False): softcap, (False, True): alibi, (True, True): softcap_alibi}
+LARGEST_CAP = 256.0  # of `softcap`
+SCORE_MODS = {  # by the tanh of a softcap, and whether there is ALiBi
+    (None, False): None,
+    (None, True): alibi,
+    ("float32", False): softcap_in_float32,
+    ("float32", True): softcap_alibi_in_float32,
+    ("16 bits", False): softcap,
+    ("16 bits", True): softcap_alibi,
+}
 SOFTWARE_DECODERS = {torch.float8_e4m3fn: e4m3_in_software, torch.float8_e5m2: e5m2_in_software}
 FP8X2_DECODERS = {torch.float8_e4m3fn: (e4m3x2_in_software, e4m3x2), torch.float8_e5m2: (e5m2x2, e5m2x2)}
 SOFTWARE_ENCODERS = {torch.float8_e4m3fn: to_e4m3_in_software, torch.float8_e5m2: to_e5m2_in_software}
@@ -151,7 +173,10 @@ SMALLEST_NORMAL = tl.constexpr(formats.SMALLEST_NORMAL)
 
 def score_mod(spec: AttentionSpec) -> Any:
     """Return the score mod of a spec, or None."""
-    return SCORE_MODS[spec.softcap is not None, spec.alibi]
+    if spec.softcap is None:
+        return SCORE_MODS[None, spec.alibi]
+    is_exact = spec.dtype.itemsize > 2 or spec.softcap > LARGEST_CAP
+    return SCORE_MODS["float32" if is_exact else "16 bits", spec.alibi]
 
 
 def decoder(dtype: torch.dtype, native_fp8: bool) -> Any:

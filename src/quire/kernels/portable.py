@@ -80,7 +80,7 @@ class PortableLaunch(ABC):
             "INPUT_PRECISION": "tf32" if spec.allow_tf32 and device.native_tf32 else "ieee",
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,
             "PER_ROW_MASK": self.request.bounds.max_query_len > 1, "MULTI_BLOCK": self.multi_block,
-            "PDL": device.supports_pdl,
+            "PDL": device.supports_pdl, "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2,
         } | options  # fmt: skip
 
     def compile_key(self) -> Hashable:
@@ -157,6 +157,7 @@ class PortableRunner(KernelRunner):
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
         new: views.NewTokens | None = None,
         norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
     ) -> None:
@@ -165,13 +166,14 @@ class PortableRunner(KernelRunner):
             return
         q_at, out_at, cache_at = q.data_ptr(), out.data_ptr(), cache.addresses
         lse_at = None if lse is None else lse.data_ptr()
+        out_scale_at = None if out_scale is None else out_scale.data_ptr()
         sinks_at = None if sinks is None else sinks.data_ptr()
         slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
         key = None
         if (q_at | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | cache_at[0] | cache_at[1]) % 16 == 0:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
-            key = cache.kind, q.stride(), out.stride(), None if lse is None else lse.stride(0), dtypes
-            addresses = q_at, out_at, lse_at, sinks_at, slopes_at, cache_at, None, None
+            key = cache.kind, q.stride(), out.stride(), out.dtype, None if lse is None else lse.stride(0), dtypes
+            addresses = q_at, out_at, out_scale_at, lse_at, sinks_at, slopes_at, cache_at, None, None
             if new is not None:
                 new_at = new.k.data_ptr(), new.v.data_ptr(), new.slot_mapping.data_ptr()
                 aligned = (new_at[0] | new_at[1] | new_at[2]) % 16 == 0
@@ -183,7 +185,7 @@ class PortableRunner(KernelRunner):
                 addresses = *addresses[:-2], (*new_at, *new[3:]), norm_rope_at
             if key is not None and self.launches.relaunch(key, grid, addresses):
                 return
-        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, new, norm_rope)
+        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
         self.launches.launch(key, self.kernel, grid, tensors, fixed, meta)
 
     def can_append(self, cache: PagedKVCache) -> bool:
@@ -206,11 +208,12 @@ class PortableRunner(KernelRunner):
         slot_mapping: torch.Tensor,
         rope: Rope | None,
         qk_norm: QKNorm | None,
+        out_scale: torch.Tensor | None = None,
     ) -> None:
         """Normalise and rotate queries and keys, write keys and values into their slots and attend, in one launch."""
         new = views.NewTokens(k, v, slot_mapping, *k.stride()[:2], *v.stride()[:2])
         norm_rope = None if rope is None and qk_norm is None else views.norm_rope_of(rope, qk_norm)
-        self(q, cache, out, lse, sinks, alibi_slopes, new, norm_rope)
+        self(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
 
     def arguments(
         self,
@@ -220,6 +223,7 @@ class PortableRunner(KernelRunner):
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
         new: views.NewTokens | None = None,
         norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
@@ -259,6 +263,8 @@ class PortableRunner(KernelRunner):
             out.stride(1),
             0 if lse is None else lse.stride(0),
         )
-        pages = views.cache_tensors(cache, element)
-        tensors = q, out, lse, sinks, alibi_slopes, pages, new, None if norm_rope is None else norm_rope[0]
-        return tensors, (views.kv_layout(cache, batch, element), *self.fixed, *strides), meta
+        pages, layout = views.cache_tensors(cache, element), views.kv_layout(cache, batch, element)
+        meta["STRIDE_UNIT"] = views.stride_unit(*layout.of_elements, *strides[1:5])
+        out = views.output_tensor(out, device.native_fp8)
+        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, None if norm_rope is None else norm_rope[0]
+        return tensors, (layout, *self.fixed, *strides), meta

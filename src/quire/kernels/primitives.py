@@ -1,9 +1,7 @@
-"""The steps of paged attention: find the pages, attend to one tile of keys, combine states, finish.
+"""The steps of paged attention: find the rows and the pages, load, and attend to one tile of keys.
 
-Each step is a jit function; the block and split-KV kernels are sequences of them. A running state is `(acc, m_i, l_i)`:
-acc is the output before normalisation, m_i is the maximum of the scores as a base-2 exponent, and l_i is the sum of
-exponentials relative to m_i. An empty state has m_i = -inf. The names are those of FlashAttention-2 (arXiv 2307.08691,
-section 3.1).
+Each step is a jit function; the block and split-KV kernels are sequences of them, and of those of `states.py`, which
+say what becomes of the running state.
 """
 
 from typing import Any, NamedTuple
@@ -12,9 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.rotate import load_rotated
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from quire.kernels.states import encode, softmax_step
 
 
 class Tiling(NamedTuple):
@@ -35,6 +31,8 @@ class Tiling(NamedTuple):
     TOKEN_SCALES: Any  # scales per token and head
     INPUT_PRECISION: Any
     PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
+    STRIDE_UNIT: Any  # of `views.stride_unit`
+    WAIT: Any  # finish the products with values in the iteration that begins them
 
 
 class Scoring(NamedTuple):
@@ -65,15 +63,12 @@ class Sight(NamedTuple):
     first_draft: Any  # position of draft 0 among the keys
 
 
-class Outputs(NamedTuple):
-    """The tensors of results, their strides, and the sinks."""
-
-    out_ptr: Any  # [num_tokens, num_q_heads, HEAD_DIM_V]
-    lse_ptr: Any  # [num_tokens, num_q_heads] float32, or None
-    sinks_ptr: Any  # [num_q_heads], or None
-    stride_token: Any
-    stride_head: Any
-    stride_lse: Any
+@triton.jit
+def in_units(stride, UNIT: tl.constexpr):
+    """Return a stride that UNIT divides, so that the compiler knows that it does, and loads as much at once."""
+    if UNIT == 1:
+        return stride
+    return stride // UNIT * UNIT
 
 
 @triton.jit
@@ -239,34 +234,6 @@ def load_queries(
 
 
 @triton.jit
-def empty_state(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8: tl.constexpr, SUMS: tl.constexpr = 1):
-    """Return the state over no keys. With PACKED_FP8, acc is two tensors: even columns and odd columns.
-
-    With SUMS > 1, l_i has that many sums for each row, of groups of keys. `total` adds them.
-    """
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M] if SUMS == 1 else [BLOCK_M, SUMS], tl.float32)
-    if PACKED_FP8:
-        return (
-            (tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)),
-            m_i,
-            l_i,
-        )
-    else:
-        return tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), m_i, l_i
-
-
-@triton.jit
-def join_even_odd(acc, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8: tl.constexpr):
-    """Return acc as one tensor with its columns in order."""
-    if PACKED_FP8:
-        even, odd = acc
-        return tl.reshape(tl.join(even, odd), [BLOCK_M, BLOCK_DV])
-    else:
-        return acc
-
-
-@triton.jit
 def attend_tile(
     acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, sight, slopes, kv_start, kv_stop, scoring,
     T: tl.constexpr, MASKED: tl.constexpr,
@@ -302,12 +269,13 @@ def attend_tile(
     if T.WIDE_OFFSETS:
         slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)
         offs_d, offs_dv = offs_d.to(tl.int64), offs_dv.to(tl.int64)
-    k_head, v_head = cache.k + kv_head * kv.k_head, cache.v + kv_head * kv.k_head  # the same in every tile
-    offs_k = slot * kv.k_slot + page * kv.k_page
+    offs_head = kv_head * in_units(kv.k_head, T.STRIDE_UNIT)
+    k_head, v_head = cache.k + offs_head, cache.v + offs_head  # the same in every tile
+    offs_k = slot * in_units(kv.k_slot, T.STRIDE_UNIT) + page * in_units(kv.k_page, T.STRIDE_UNIT)
     offs_v = offs_k
     if kv.v_page is not None:
-        v_head = cache.v + kv_head * kv.v_head
-        offs_v = slot * kv.v_slot + page * kv.v_page
+        v_head = cache.v + kv_head * in_units(kv.v_head, T.STRIDE_UNIT)
+        offs_v = slot * in_units(kv.v_slot, T.STRIDE_UNIT) + page * in_units(kv.v_page, T.STRIDE_UNIT)
     k_ptrs = k_head + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
     v_ptrs = v_head + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
     k = load_tile(k_ptrs, keep, offs_d, MASKED, T.HEAD_DIM // EACH, T.BLOCK_D // EACH)
@@ -332,7 +300,7 @@ def attend_tile(
             v = (v * v_scale[:, None]).to(q.dtype)
             v_scale = None
     if T.SCORE_MOD is not None:
-        scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
+        scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     if MASKED:
         visible = keep[None, :]
         if sight.begin is not None:
@@ -342,7 +310,26 @@ def attend_tile(
             first, last = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
             visible = visible & (kv_pos[None, :] >= first[:, None]) & (kv_pos[None, :] <= last[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    return softmax_step(acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION)
+    acc, m_i, l_i = softmax_step(
+        acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION
+    )
+    if T.WAIT:
+        if T.PACKED_FP8:
+            even, odd = acc
+            acc = wait_for(even), wait_for(odd)
+        else:
+            acc = wait_for(acc)
+    return acc, m_i, l_i
+
+
+@triton.jit
+def wait_for(acc):
+    """Return the accumulator of a product, for which Triton then waits in this iteration of a loop.
+
+    If only a branch uses it, Triton waits for wgmma in the next iteration, and ptxas makes every wgmma of the kernel
+    wait for the one before it (C7515). The move is a use outside of the branch, and the compiler removes it.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -393,15 +380,6 @@ def load_rows(ptrs, inside, DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def encode(x, scale, ENCODE: tl.constexpr):
-    """Return numbers as a quantised cache stores them."""
-    x = x.to(tl.float32)
-    if scale is not None:
-        x = tl.div_rn(x, scale)
-    return ENCODE(x)
-
-
-@triton.jit
 def store_rows(
     x, ptrs, inside, stride_vec, VEC: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PACKED_FP8: tl.constexpr
 ):
@@ -423,122 +401,3 @@ def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK
     if DIM == BLOCK:
         return tl.load(ptrs)
     return tl.load(ptrs, mask=(offs_d < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def softmax_step(
-    acc, m_i, l_i, scores, v, v_scale, exponent_scale, PACKED_FP8: tl.constexpr, INPUT_PRECISION: tl.constexpr
-):
-    """Fold one tile of scores [M, N] and values [N, DV] into a running state.
-
-    `scores * exponent_scale` are base-2 exponents.
-    """
-    # m_i need not be the exact maximum. 12 bits of headroom keep small float16 probabilities from vanishing.
-    HEADROOM: tl.constexpr = 12 if PACKED_FP8 else 0
-    m_new = tl.maximum(m_i, tl.max(scores, 1) * exponent_scale - HEADROOM)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
-    p = tl.exp2(scores * exponent_scale - shift[:, None])
-    alpha = tl.exp2(m_i - shift)
-    if len(l_i.shape) == 1:
-        l_i = l_i * alpha + tl.sum(p, 1)
-    else:
-        l_i = tl.fma(l_i, alpha[:, None] + tl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
-    if v_scale is not None:
-        p = p * v_scale[None, :]
-    if PACKED_FP8:
-        even, odd = acc
-        v_even, v_odd = v
-        p = p.to(tl.float16)
-        return (tl.dot(p, v_even, even * alpha[:, None]), tl.dot(p, v_odd, odd * alpha[:, None])), m_new, l_i
-    else:
-        return tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION), m_new, l_i
-
-
-@triton.constexpr_function
-def log2(n):
-    """Return the exponent of a power of two."""
-    return n.bit_length() - 1
-
-
-@triton.constexpr_function
-def groups_of(columns):
-    """Return how many groups `sums_of_groups` makes of a tile's columns."""
-    return min(4, columns // 8)
-
-
-@triton.jit
-def sums_of_groups(p, SUMS: tl.constexpr):
-    """Return sums over groups of the columns of p, [M, SUMS].
-
-    Each addition has two terms. So the bits do not depend on how the compiler spreads p over threads, as those of
-    `tl.sum` do. Column n is in group n // 8 % SUMS, so that a warp has a group to itself where warps share the columns.
-    """
-    for _ in tl.static_range(log2(p.shape[1] // (8 * SUMS))):
-        p = tl.sum(tl.reshape(p, [p.shape[0], 2, p.shape[1] // 2]), 1)
-    for _ in tl.static_range(3):
-        p = tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]), 2)
-    return p
-
-
-@triton.jit
-def total(sums):
-    """Return the sum of each row's sums, [M, SUMS]; the order does not depend on the layout."""
-    for _ in tl.static_range(log2(sums.shape[1])):
-        sums = tl.sum(tl.reshape(sums, [sums.shape[0], sums.shape[1] // 2, 2]), 2)
-    return tl.reshape(sums, [sums.shape[0]])
-
-
-@triton.jit
-def combine(acc, m_i, l_i, other_acc, other_m, other_l, PACKED_FP8: tl.constexpr = False):
-    """Combine two states over disjoint keys: rescale both to the larger maximum and add."""
-    m_new = tl.maximum(m_i, other_m)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha, beta = tl.exp2(m_i - shift), tl.exp2(other_m - shift)
-    # An explicit fma, so that all kernels round alike, whatever the compiler fuses around it.
-    l_i = tl.fma(l_i, alpha, other_l * beta)
-    if PACKED_FP8:
-        even, odd = acc
-        other_even, other_odd = other_acc
-        return (weighted_sum(even, alpha, other_even, beta), weighted_sum(odd, alpha, other_odd, beta)), m_new, l_i
-    else:
-        return weighted_sum(acc, alpha, other_acc, beta), m_new, l_i
-
-
-@triton.jit
-def fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8: tl.constexpr):
-    """Add the state of a split to the state of those before it. Batch-invariant results are such left folds."""
-    return combine(acc, m_i, l_i, split_acc, split_m, total(split_l), PACKED_FP8)
-
-
-@triton.jit
-def weighted_sum(acc, alpha, other, beta):
-    """Return acc * alpha + other * beta, with one factor per row."""
-    return tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), other * beta[:, None])
-
-
-@triton.jit
-def finish(acc, m_i, l_i):
-    """Normalise a state: return (out, lse), 0 and -inf where no key was seen, NaN where a score was."""
-    empty = l_i == 0.0
-    safe = tl.where(empty, 1.0, l_i)
-    inverse = 1.0 / safe
-    # One Newton step: the error of `/` on a GPU is up to two units in the last place.
-    inverse = tl.fma(inverse, tl.fma(-safe, inverse, tl.zeros_like(safe) + 1.0), inverse)
-    out = acc * inverse[:, None]
-    lse = tl.where(empty, float("-inf"), tl.fma(m_i, tl.zeros_like(m_i) + LN2, tl.log(safe)))
-    return out, lse
-
-
-@triton.jit
-def store_result(outputs, acc, m_i, l_i, v_scale, rows, offs_dv, HEAD_DIM_V: tl.constexpr):
-    """Finish a state and write columns `offs_dv` of its rows to `outputs`."""
-    if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
-        sink = tl.load(outputs.sinks_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32) * LOG2E
-        acc, m_i, l_i = combine(acc, m_i, l_i, tl.zeros_like(acc), sink, tl.zeros_like(sink) + 1.0)
-    out, lse = finish(acc, m_i, l_i)
-    ptrs = outputs.out_ptr + (rows.token * outputs.stride_token + rows.head.to(tl.int64) * outputs.stride_head)[:, None]
-    ptrs += offs_dv[None, :]
-    out = (out * v_scale).to(outputs.out_ptr.dtype.element_ty)
-    tl.store(ptrs, out, mask=rows.owned[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
-    if outputs.lse_ptr is not None:
-        tl.store(outputs.lse_ptr + rows.token * outputs.stride_lse + rows.head, lse, mask=rows.owned)

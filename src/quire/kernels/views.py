@@ -4,6 +4,7 @@ They are flat, since a tuple inside a tuple fails to compile in loops if one of 
 (Triton 3.6.0).
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,11 @@ class KVLayout(NamedTuple):
     key_end: Any = None  # [num_tokens] int32
     tree_bits: Any = None  # [num_tokens] int64
 
+    @property
+    def of_elements(self) -> tuple[int, ...]:
+        """The strides of pages, slots and heads of k and v."""
+        return *self[4:7], *(stride for stride in self[8:11] if stride is not None)
+
 
 class Partials(NamedTuple):
     """Scratch of the split-KV kernel: partials of row blocks that are cut, and arrival counters.
@@ -109,6 +115,11 @@ def cache_tensors(cache: PagedKVCache, element: torch.dtype) -> CacheTensors:
     if element is cache.dtype:
         return CacheTensors(cache.k, cache.v, cache.k_scale, cache.v_scale)
     return CacheTensors(cache.k.view(element), cache.v.view(element), cache.k_scale, cache.v_scale)
+
+
+def output_tensor(out: torch.Tensor, native_fp8: bool) -> torch.Tensor:
+    """Return an output as kernels write it: one of e4m3 as bytes if the target lacks the type."""
+    return out.view(torch.uint8) if out.dtype is torch.float8_e4m3fn and not native_fp8 else out
 
 
 def norm_rope_of(rope: Rope | None, qk_norm: QKNorm | None) -> tuple[NormRope, dict[str, Any]]:
@@ -153,6 +164,17 @@ def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_
         batch.key_end,
         batch.tree_bits,
     )
+
+
+def stride_unit(*strides: int) -> int:
+    """Return the power of two that divides all strides, if the compiler has to be told; else 1.
+
+    Triton knows of an argument whether 16 divides it, and nothing else. Where 8 divides the width of heads and 16 does
+    not, it would load one element at a time.
+    """
+    common = math.gcd(*strides)
+    unit = common & -common
+    return unit if 0 < unit < 16 else 1
 
 
 def can_pack_fp8(cache: PagedKVCache) -> bool:

@@ -52,7 +52,7 @@ def config_of(leaf: dict[str, Any], case: Case, properties: DeviceProperties) ->
 
 def serves_hopper(case: Case, properties: DeviceProperties) -> bool:
     """Whether the Hopper kernel serves a case."""
-    served = not isinstance(hopper_config(case.spec, properties, short=False), str)
+    served = not isinstance(hopper_config(case.spec, properties, short=False, queries=128, ragged=False), str)
     return served and case.bounds["max_query_len"] > 1
 
 

@@ -206,5 +206,6 @@ def describe_leaf(leaf: Any) -> str:
     loop = ", full-tile loop" if leaf["full_tile_loop"] else ""
     hints = "".join(f", {hint} {leaf[hint]}" for hint in HINTS if leaf.get(hint))
     programs = f"{leaf['programs_per_sm']} program{'s' * (leaf['programs_per_sm'] != 1)}"
-    size = f"{leaf['block_m']} rows × {leaf['block_n']} keys, {leaf['num_warps']} warps, {leaf['num_stages']} stages"
+    stages = f"{leaf['num_stages']} stage{'s' * (leaf['num_stages'] != 1)}"
+    size = f"{leaf['block_m']} rows × {leaf['block_n']} keys, {leaf['num_warps']} warps, {stages}"
     return f"{size}{loop}{hints}, split for {programs} per SM"

@@ -18,7 +18,7 @@ from quire.bench.measure import Peer
 from quire.bench.peers.call_cudnn import cudnn_calls
 from quire.bench.peers.call_flash_attention import flash_attention_calls
 from quire.bench.peers.call_flash_mla import flash_mla_calls, vllm_flash_mla_calls
-from quire.bench.peers.call_flashinfer import flashinfer_calls
+from quire.bench.peers.call_flashinfer import batch_attention_calls, flashinfer_calls, xqa_calls
 from quire.bench.peers.call_pytorch import flex_calls, sdpa_calls
 from quire.bench.peers.call_quire import naive_calls, quire_calls, quire_with_config
 from quire.bench.peers.call_vllm_triton import vllm_triton_calls, vllm_triton_mla_calls
@@ -65,6 +65,8 @@ PEERS = (
         package="flashinfer-python",
         serves=EVERYTHING,
     ),
+    Peer("FlashInfer XQA", "flashinfer.decode", xqa_calls, package="flashinfer-python"),
+    Peer("FlashInfer BatchAttention", "flashinfer", batch_attention_calls, plans=True, package="flashinfer-python"),
     Peer("vLLM Triton", "vllm.v1.attention.ops.triton_unified_attention", vllm_triton_calls),
     Peer("vLLM Triton MLA", "vllm.v1.attention.ops.triton_decode_attention", vllm_triton_mla_calls, serves=LATENTS),
     Peer("cuDNN", "cudnn", cudnn_calls, package="nvidia-cudnn-frontend"),

@@ -21,6 +21,7 @@ from quire.integrations.vllm.spans import has_spans, scheduled_spans, see_by_seq
 contract.check_version()
 
 base: Any = contract.load("vllm.v1.attention.backend")  # the abstract classes
+quant: Any = contract.load("vllm.model_executor.layers.quantization.utils.quant_utils")
 
 KV_DTYPES = {  # vLLM's names; "auto" is the model's own
     "float16": torch.float16,
@@ -168,6 +169,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.has_spans = has_spans(vllm_config)
         layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+        self.impls = [layer.impl for layer in layers]
         group, self.shares = contract.context_group(kv_cache_spec), None
         if group is None or all(layer.impl.attn_type in ENCODERS for layer in layers):
             self.keep_plans(layer_names, vllm_config, device, kinds_of=self.kinds)
@@ -185,7 +187,13 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
         if self.shares is not None:
             return self.shares.launches(spec, pages)
         writes = impl.attn_type == base.AttentionType.DECODER and impl.kv_sharing_target_layer_name is None
-        return [(planned, pages, {"append": writes, **has}) for planned, has in self.kinds(spec)]
+        # What this layer did while memory was measured, others of its kind may not have done.
+        quantises = {other.quantises for other in self.impls if other.spec == spec}
+        return [
+            (planned, pages, {"append": writes, "out_scale": with_scale, **has})
+            for with_scale in sorted(quantises)
+            for planned, has in self.kinds(spec)
+        ]
 
     def kinds(self, spec: AttentionSpec) -> list[Kind]:
         """Return the specs of a layer's plans, and what their batches have."""
@@ -313,8 +321,18 @@ class QuireImpl(base.AttentionImpl):
             alibi=alibi_slopes is not None,
             sinks=sinks is not None,
         )
+        self.quantises = False  # whether it was given an output_scale
         self.bound: torch.Tensor | None = None  # the cache that `pages` are a view of
         self.pages: Any = None
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Return whether results are quantised as they are written: to e4m3, by one static scale.
+
+        Where ranks share contexts, vLLM combines results that are not quantised.
+        """
+        if quant_key.dtype is not torch.float8_e4m3fn or self.dcp_world_size > 1:
+            return False
+        return quant_key == quant.kFp8StaticTensorSym
 
     def forward(
         self,
@@ -324,22 +342,29 @@ class QuireImpl(base.AttentionImpl):
         value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: QuireMetadata | None,  # None while memory is measured
-        output: torch.Tensor,  # like query
-        output_scale: torch.Tensor | None = None,
+        output: torch.Tensor,  # like query; of float8_e4m3fn with output_scale
+        output_scale: torch.Tensor | None = None,  # one float32 number
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the step's keys and values, unless another layer has written them, and attend."""
-        if output_scale is not None or output_block_scale is not None:
+        if output_block_scale is not None:
             raise UnsupportedError(
-                "output_scale must be None, got one; "
+                "output_block_scale must be None, got one; "
                 "switch off the fusion of attention with quantisation (fuse_attn_quant)"
             )
+        if output_scale is not None:
+            self.quantises = True
         if attn_metadata is None:
             return output.fill_(0)
         if self.attn_type in ENCODERS:
-            return self.encode(query, key, value, attn_metadata, output)
+            return self.encode(query, key, value, attn_metadata, output, output_scale)
         pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
         if attn_metadata.sharded is not None:
+            if output_scale is not None:
+                raise UnsupportedError(
+                    "output_scale must be None where ranks share contexts, got one; "
+                    "switch off the fusion of attention with quantisation (fuse_attn_quant)"
+                )
             attn_metadata.builder.shares.attend(self, attn_metadata, pages, query, key, value, output)
             return output
         spec = bidirectional(self.spec) if attn_metadata.causal is False and self.spec.causal else self.spec
@@ -356,18 +381,20 @@ class QuireImpl(base.AttentionImpl):
                 # Outside of full graphs, there is no slot for padding, which comes last and belongs to no sequence.
                 rows = min(slots.shape[0], query.shape[0])
                 query, new = query[:rows], cut(new, rows)
+        per_head: dict[str, Any] = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
         out = output[: query.shape[0]]
-        quire.attention(query, pages, plan, **new, sinks=self.sinks, alibi_slopes=self.alibi_slopes, out=out)
+        quire.attention(query, pages, plan, **new, **per_head, out=out, out_scale=output_scale)
         return output
 
     def encode(
-        self, query: torch.Tensor, key: Any, value: Any, step: QuireMetadata, output: torch.Tensor
+        self, query: torch.Tensor, key: Any, value: Any, step: QuireMetadata, output: torch.Tensor, output_scale: Any
     ) -> torch.Tensor:
         """Attend to the step's own keys, which no cache holds."""
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
         plan, out = step.plan(self.spec, query.shape[0], None), output[: query.shape[0]]
-        quire.varlen_attention(query, key, value, plan, sinks=self.sinks, alibi_slopes=self.alibi_slopes, out=out)
+        per_head: dict[str, Any] = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+        quire.varlen_attention(query, key, value, plan, **per_head, out=out, out_scale=output_scale)
         return output
 
     def bind(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:

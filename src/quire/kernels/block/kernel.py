@@ -12,26 +12,21 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.primitives import (
-    LOG2E,
-    Outputs,
     Scoring,
     Sight,
     Tiling,
     attend_tile,
-    empty_state,
     find_pages,
     find_rows,
-    fold_split,
-    groups_of,
     head_scales,
-    join_even_odd,
+    in_units,
     keys_of_rows,
     load_intervals,
     load_queries,
-    store_result,
     table_row,
     write_new,
 )
+from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, join_even_odd, store_result
 
 
 @triton.jit
@@ -52,10 +47,14 @@ def find_sequence(cu_seqlens_q, num_seqs, row_block, GROUP: tl.constexpr, BLOCK_
     return seq, tl.load(cu_seqlens_q + seq) * GROUP // BLOCK_M + seq
 
 
-@triton.jit(do_not_specialize=["num_seqs", "stride_table", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "stride_table", "window_left", "window_right"],
+    do_not_specialize_on_alignment=["out_scale_ptr"],
+)
 def block_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
+    out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
@@ -73,6 +72,8 @@ def block_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL_TILE_LOOP: tl.constexpr, PER_ROW_MASK: tl.constexpr,
     MULTI_BLOCK: tl.constexpr,  # a sequence may have several row blocks
     PDL: tl.constexpr,  # programmatic dependent launch
+    WGMMA: tl.constexpr,  # of 64 rows and more, the compiler makes wgmma
+    STRIDE_UNIT: tl.constexpr,  # of `views.stride_unit`
     NEW_TOKENS: tl.constexpr,  # most new tokens of a sequence; 0 without `new`
     ENCODE: tl.constexpr,  # jit function from float32 to stored elements; None if the cache is not quantised
     ROTARY_DIM: tl.constexpr,  # columns of a head that `norm_rope` rotates; None without `norm_rope`
@@ -83,7 +84,8 @@ def block_kernel(
         gdc_wait()
     T: tl.constexpr = Tiling(
         BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
-        SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK,
+        SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
+        WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64,
     )  # fmt: skip
     # The rows of this program: one row block of one sequence.
     pid = tl.program_id(0)
@@ -146,7 +148,8 @@ def block_kernel(
     pos = (full_start if FIXED_SPLIT == 0 else start) * BLOCK_N
     page = find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)  # in flight while the queries are loaded
 
-    q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
+    q_ptrs = q_ptr + rows.token * in_units(stride_q_token, STRIDE_UNIT)
+    q_ptrs += rows.head.to(tl.int64) * in_units(stride_q_head, STRIDE_UNIT)
     q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8, rows.token, norm_rope, ROTARY_DIM, INTERLEAVED)
     acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
     slopes = None
@@ -213,6 +216,7 @@ def block_kernel(
 
     if PDL:
         gdc_launch_dependents()
-    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+    stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
+    outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
     acc = join_even_odd(acc, BLOCK_M, BLOCK_DV, PACKED_FP8)
     store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_DV), HEAD_DIM_V)

@@ -9,6 +9,7 @@ import torch
 from quire.batch import Batch
 from quire.batch_check import check_reads
 from quire.cache import PagedKVCache
+from quire.kernels.cpu.cache_ops import store_out
 from quire.kernels.cpu.softmax import softmax_and_lse
 from quire.kernels.formats import as_bytes
 from quire.spec import QUANTISED_DTYPES, AttentionSpec
@@ -27,6 +28,7 @@ def attend(
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    out_scale: torch.Tensor | None = None,
     *,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
@@ -42,6 +44,7 @@ def attend(
         lse: [num_tokens, num_q_heads] float32, which is written too; or None.
         sinks: [num_q_heads], where the spec has sinks.
         alibi_slopes: [num_q_heads], where the spec has ALiBi.
+        out_scale: [1] float32 where out is float8_e4m3fn, or None.
         max_query_len: the plan's bound on queries per sequence; None to leave it unchecked.
         max_seq_len: the plan's bound on keys per sequence; None to leave it unchecked.
 
@@ -60,8 +63,11 @@ def attend(
     for (q_len, _), group in groups.items():
         seqs = torch.tensor(group, device=q.device)
         rows = batch.query_starts[seqs].long()[:, None] + torch.arange(q_len, device=q.device)  # [num_seqs, q_len]
-        group_out, group_lse = attend_group(q[rows], cache, spec, batch, seqs, sinks, alibi_slopes, lse is not None)
-        out[rows] = group_out.to(out.dtype)
+        exact = out_scale is not None  # results are rounded once
+        group_out, group_lse = attend_group(
+            q[rows], cache, spec, batch, seqs, sinks, alibi_slopes, lse is not None, exact
+        )
+        store_out(out, rows, group_out, out_scale)
         if lse is not None and group_lse is not None:
             lse[rows] = group_lse
 
@@ -75,6 +81,7 @@ def attend_group(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     want_lse: bool,
+    exact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend for sequences with equal query lengths.
 
@@ -87,6 +94,7 @@ def attend_group(
         sinks: [num_q_heads] or None.
         alibi_slopes: [num_q_heads] or None.
         want_lse: whether the caller needs the lse.
+        exact: compute out in float32 whatever the dtype is.
 
     Returns:
         out [num_seqs, q_len, num_q_heads, head_dim_v], and lse [num_seqs, q_len, num_q_heads] float32 or None.
@@ -99,7 +107,7 @@ def attend_group(
     # `scaled_dot_product_attention` copies keys for each query head, of which latents have many.
     if not (spec.latent or want_lse or spec.sinks or spec.alibi or spec.softcap is not None or mask.shape[-1] == 0):
         # Dequantised numbers may be too small for float16: a quantised cache is computed in float32.
-        dtype = torch.float32 if cache.dtype in QUANTISED_DTYPES else q.dtype
+        dtype = torch.float32 if exact or cache.dtype in QUANTISED_DTYPES else q.dtype
         out = torch.nn.functional.scaled_dot_product_attention(
             q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask, scale=spec.softmax_scale, enable_gqa=True
         )

@@ -91,6 +91,13 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
+def store_out(out: torch.Tensor, rows: torch.Tensor | slice, x: torch.Tensor, out_scale: torch.Tensor | None) -> None:
+    """Store results in some rows of an output; with `out_scale`, as e4m3, with the bits that kernels store."""
+    if out_scale is not None:
+        x = x.float() / out_scale.view(())
+    as_bytes(out)[rows] = as_bytes(saturated(x, out.dtype))
+
+
 @torch.no_grad()
 def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
     """Copy pages within host memory; `quire.copy_pages` has checked shapes, dtypes and devices.

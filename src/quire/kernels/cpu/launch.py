@@ -55,6 +55,7 @@ class TorchLaunch:
             lse: torch.Tensor | None,
             sinks: torch.Tensor | None,
             alibi_slopes: torch.Tensor | None,
+            out_scale: torch.Tensor | None = None,
         ) -> None:
             attend(
                 q,
@@ -65,6 +66,7 @@ class TorchLaunch:
                 lse,
                 sinks,
                 alibi_slopes,
+                out_scale,
                 max_query_len=bounds.max_query_len,
                 max_seq_len=bounds.max_seq_len,
             )

@@ -1,7 +1,7 @@
 """The consumers' loops of the Hopper kernel: products and softmax of the KV tiles of a work tile.
 
 There are three: with one state over all tiles, with a state for each split of a batch-invariant plan, and with products
-in fp8. Softmax and states are those of `primitives.py`, written again in Gluon, where layouts are explicit.
+in fp8. Softmax and states are those of `states.py`, written again in Gluon, where layouts are explicit.
 """
 
 from triton.experimental import gluon
@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from quire.kernels.hopper.convert import permute_for_fp8_operand, to_fp8
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, piece_of, pieces_of
 from quire.kernels.hopper.tile_scheduler import ROWS
-from quire.kernels.primitives import LOG2E, groups_of, log2
+from quire.kernels.states import LOG2E, groups_of, log2
 
 
 @gluon.constexpr_function
@@ -177,7 +177,7 @@ def attend_work_tile_in_splits(
 
 @gluon.jit
 def fold_split(accs, m_i, l_i, split_accs, split_m, split_l):
-    """Add the state of a split to the state of those before it, as `primitives.fold_split` does."""
+    """Add the state of a split to the state of those before it, as `states.fold_split` does."""
     m_new = gl.maximum(m_i, split_m)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha, beta = gl.exp2(m_i - shift), gl.exp2(split_m - shift)
@@ -192,7 +192,7 @@ def fold_split(accs, m_i, l_i, split_accs, split_m, split_l):
 
 @gluon.jit
 def sums_of_groups(p, SUMS: gl.constexpr):
-    """Return sums over groups of the columns of p [M, N], as `primitives.sums_of_groups` does."""
+    """Return sums over groups of the columns of p [M, N], as `states.sums_of_groups` does."""
     for _ in gl.static_range(log2(p.shape[1] // (8 * SUMS))):
         p = gl.sum(p.reshape([p.shape[0], 2, p.shape[1] // 2]), 1)
     for _ in gl.static_range(3):
@@ -202,7 +202,7 @@ def sums_of_groups(p, SUMS: gl.constexpr):
 
 @gluon.jit
 def total(sums):
-    """Return the sum of each row's sums, as `primitives.total` does."""
+    """Return the sum of each row's sums, as `states.total` does."""
     for _ in gl.static_range(log2(sums.shape[1])):
         sums = gl.sum(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]), 2)
     return sums.reshape([sums.shape[0]])
@@ -263,7 +263,7 @@ def softmax_step(
     exponent_scale = scale * LOG2E
     if SCORE_MOD is not None:
         exponent_scale = LOG2E
-        scores = SCORE_MOD(scores * by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
+        scores = SCORE_MOD(scores, by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
     if sight is None:
         is_past_right = pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
         is_partial = is_past_right | (pos < high_pos - scoring.window_left)

@@ -34,8 +34,15 @@ from quire.kernels.hopper.pipeline import (
     pieces_of,
 )
 from quire.kernels.hopper.producer import produce
-from quire.kernels.hopper.tile_scheduler import ROWS, WORDS, load_intervals, read_range, read_work_tile
-from quire.kernels.primitives import LN2, LOG2E
+from quire.kernels.hopper.tile_scheduler import (
+    ROWS,
+    WORDS,
+    load_intervals,
+    read_range,
+    read_work_tile,
+)
+from quire.kernels.primitives import in_units
+from quire.kernels.states import LN2, LOG2E, as_stored
 
 
 class Scoring(NamedTuple):
@@ -67,6 +74,7 @@ class Outputs(NamedTuple):
     """
 
     out_ptr: Any
+    out_scale_ptr: Any  # [1] float32 where out is e4m3, or None
     lse_ptr: Any
     sinks_ptr: Any
     v_scale_ptr: Any  # [num_kv_heads] of a quantised cache, or None
@@ -79,8 +87,8 @@ class Outputs(NamedTuple):
 @gluon.jit
 def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
-    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
+    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
@@ -88,6 +96,8 @@ def consume(
     FP8_MMA: gl.constexpr = element.primitive_bitwidth == 8
     DEPTH: gl.constexpr = 256 // element.primitive_bitwidth  # of one tensor-core instruction, in elements
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
+    ALL_OWNED: gl.constexpr = q_pipe.tiles.shape[1] == HEADS * BLOCK_T
+    OWNED: gl.constexpr = None if ALL_OWNED else HEADS * BLOCK_T  # rows of queries; others are not written
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
 
@@ -98,10 +108,10 @@ def consume(
     while work.q_len > 0:
         slopes = None
         if scoring.slopes_ptr is not None:
-            slopes = gl.load(scoring.slopes_ptr + work.head + rows // BLOCK_T).to(gl.float32)
+            slopes = load_of_heads(scoring.slopes_ptr + work.head, rows, BLOCK_T, OWNED)
         sight = None
         if scoring.key_begin is not None:
-            sight = sight_of_rows(published, stage, work, rows, scoring, BLOCK_T)
+            sight = sight_of_rows(published, stage, work, rows, scoring, BLOCK_T, OWNED)
         scale = scoring.scale
         if scoring.k_scale_ptr is not None:
             scale *= gl.load(scoring.k_scale_ptr + work.head // GROUP * stride_scale)
@@ -136,16 +146,37 @@ def consume(
         tile_i += work.num_tiles
         if outputs.v_scale_ptr is not None:
             accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
-        finish(wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, FIXED_SPLIT > 0)
+        finish(
+            wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0,
+            PARTS,
+        )  # fmt: skip
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
         work = read_work_tile(published, stage)
 
 
 @gluon.jit
-def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr):
-    """Return the intervals that the rows of a work tile see."""
+def load_of_heads(ptr, rows, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+    """Load a number for the head of each row, as float32; `ptr` is that of the work tile's first head."""
+    if OWNED is None:
+        return gl.load(ptr + rows // BLOCK_T).to(gl.float32)
+    else:
+        return gl.load(ptr + rows // BLOCK_T, mask=rows < OWNED, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def tokens_of_rows(work, rows, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+    """Return the query token of each row, counted from the sequence's first. Rows from OWNED on have one beyond all."""
     tokens = work.token + rows % BLOCK_T
+    if OWNED is not None:
+        tokens += gl.where(rows < OWNED, 0, 1 << 30)
+    return tokens
+
+
+@gluon.jit
+def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+    """Return the intervals that the rows of a work tile see."""
+    tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
     begin, end = load_intervals(
         scoring.key_begin, scoring.key_end, work.q_start + tokens, tokens < work.q_len, work.seq_len
     )
@@ -156,20 +187,23 @@ def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr):
 @gluon.jit
 def finish(
     wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
-    BLOCK_T: gl.constexpr, INVARIANT: gl.constexpr,
+    BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Normalise a work tile's results and write them.
 
     Results are staged in the shared memory of the work tile's queries, if that is wide enough, and it is then released.
-    States of splits are written from registers.
+    Where the output has another type, which is so of e4m3 and of the states of splits, they are written from registers.
     """
     element: gl.constexpr = q_pipe.tiles.dtype
-    IS_SPLIT: gl.constexpr = outputs.out_ptr.dtype.element_ty != element
-    STAGED: gl.constexpr = not IS_SPLIT and columns_of(q_pipe.tiles, q_pipe.more) >= HEAD_DIM_V
+    LIKE_Q: gl.constexpr = outputs.out_ptr.dtype.element_ty == element
+    STAGED: gl.constexpr = LIKE_Q and columns_of(q_pipe.tiles, q_pipe.more) >= HEAD_DIM_V
     IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    split = work.split
+    if PARTS > 1:  # of columns: each has all keys
+        split = 0
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
-        if work.split == 0:
-            sink = gl.load(outputs.sinks_ptr + work.head + rows // BLOCK_T).to(gl.float32) * LOG2E
+        if split == 0:
+            sink = load_of_heads(outputs.sinks_ptr + work.head, rows, BLOCK_T, OWNED) * LOG2E
             m_new = gl.maximum(m_i, sink)
             alpha = gl.exp2(m_i - m_new)
             accs = scaled(accs, alpha)
@@ -178,13 +212,16 @@ def finish(
     empty = l_i == 0.0
     safe = gl.where(empty, 1.0, l_i)
     if outputs.lse_ptr is not None:
-        tokens = work.token + rows % BLOCK_T
+        tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
         lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(safe))
         offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
-        offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + work.split
-        gl.store(outputs.lse_ptr + offsets, lse, mask=tokens < work.q_len)
+        offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + split
+        wanted = tokens < work.q_len
+        if PARTS > 1:
+            wanted = wanted & (work.split == 0)
+        gl.store(outputs.lse_ptr + offsets, lse, mask=wanted)
     inverse = 1.0 / safe
-    if INVARIANT:  # as `primitives.finish` does
+    if INVARIANT:  # as `states.finish` does
         inverse = gl.fma(inverse, gl.fma(-safe, inverse, gl.zeros_like(safe) + 1.0), inverse)
     results = scaled(accs, inverse)
     if STAGED:
@@ -198,33 +235,34 @@ def finish(
         fence_async_shared()
     consumer_release(q_pipe, work_i)
     for i in gl.static_range(len(accs)):
-        write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T)
+        write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T, OWNED)
 
 
 @gluon.jit
 def write_out(
-    wg: gl.constexpr, result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr
-):
+    wg: gl.constexpr, result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    OWNED: gl.constexpr,
+):  # fmt: skip
     """Write a work tile's results for the columns from FIRST on."""
     LAYOUT: gl.constexpr = result.type.layout
     out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    tokens = work.token + out_rows % BLOCK_T
+    tokens = tokens_of_rows(work, out_rows, BLOCK_T, OWNED)
     offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_out_token
     offsets += (work.head + out_rows // BLOCK_T).to(gl.int64) * outputs.stride_out_head
     offsets += work.split * HEAD_DIM_V
     offs_d = FIRST + gl.arange(0, result.shape[1], gl.SliceLayout(0, LAYOUT))
     inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM_V)[None, :]
-    gl.store(
-        outputs.out_ptr + offsets[:, None] + offs_d[None, :], result.to(outputs.out_ptr.dtype.element_ty), mask=inside
-    )
+    result = as_stored(result, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
+    gl.store(outputs.out_ptr + offsets[:, None] + offs_d[None, :], result, mask=inside)
 
 
 @gluon.jit(
-    do_not_specialize_on_alignment=["num_splits", "stride_lse"],
+    do_not_specialize_on_alignment=["num_splits", "out_scale_ptr", "stride_lse"],
     do_not_specialize=["max_decode_queries", "num_seqs", "section", "stride_table", "window_left", "window_right"],
 )
 def hopper_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM], or scratch for the states of splits
+    out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or scratch for the states of splits, or None
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
@@ -241,11 +279,14 @@ def hopper_kernel(
     stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr,
+    HEADS: gl.constexpr,  # of a work tile, with BLOCK_T rows each
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     QUANTISED_STAGES: gl.constexpr, FP8_MMA: gl.constexpr,
     KV_BOX: gl.constexpr,  # slots of a page in one TMA load; 0: the rows of tiles are gathered (`gather.py`)
     Q_BOX: gl.constexpr,
     FIXED_SPLIT: gl.constexpr,  # keys of a split of a batch-invariant plan, a multiple of BLOCK_N; else 0
+    STRIDE_UNIT: gl.constexpr,  # of `views.stride_unit`, for the strides of out
+    PARTS: gl.constexpr,  # parts of the values' columns; a work tile has one of them, of HEAD_DIM_V columns
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -266,8 +307,17 @@ def hopper_kernel(
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
     scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end)
+    stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(
-        out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse, num_splits
+        out_ptr,
+        out_scale_ptr,
+        lse_ptr,
+        sinks_ptr,
+        v_scale_ptr,
+        stride_out_token,
+        stride_out_head,
+        stride_lse,
+        num_splits,
     )
     # The argument lists are repeated, since constexprs in a tuple stay constexprs only if the tuple is written in the
     # call of `warp_specialize`.
@@ -277,12 +327,12 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX,
-                    FIXED_SPLIT > 0)),
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
+                    FIXED_SPLIT > 0, PARTS)),
             ],
             [PRODUCER_WARPS],
             [72 if GATHERS else 56 if INTERVALS else 40],
@@ -293,15 +343,15 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX,
-                    FIXED_SPLIT > 0)),
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
+                    FIXED_SPLIT > 0, PARTS)),
             ],
             [4, PRODUCER_WARPS],
             # Registers per thread of the second and the third function. A producer that loads intervals needs more.
@@ -317,16 +367,16 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, SCORE_MOD, FIXED_SPLIT)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
                     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, PAGE_SIZE, Q_BOX, KV_BOX,
-                    FIXED_SPLIT > 0)),
+                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
+                    FIXED_SPLIT > 0, PARTS)),
             ],
             [4, 4, PRODUCER_WARPS],
             ([192, 72, 56] if FP8_MMA else [208, 40, 56])

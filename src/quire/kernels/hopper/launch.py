@@ -15,10 +15,13 @@ from quire.kernels.hopper.tma import matrices_of_cache
 from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import ScratchSize, counter_bytes
-from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch, rounded
-from quire.kernels.split_kv.launch import choose as choose_portable
+from quire.kernels.split_kv.choice import choose as choose_portable
+from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
+from quire.spec import AttentionSpec
 
-WIDEST_INVARIANT = 128  # values of a batch-invariant launch, whose consumers hold two accumulators
+WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
+WIDE = 128  # columns of a head, beyond which the portable kernels are slow
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -36,6 +39,7 @@ class HopperLaunch:
         decode: the launch for sequences with at most `max_decode_queries` queries, which runs concurrently; or None.
         section_heads: KV heads that are attended to at a time; None for all.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
+        column_parts: parts of the columns of values. A work tile has one of them, so scores are computed for each.
     """
 
     request: Request
@@ -45,6 +49,7 @@ class HopperLaunch:
     decode: SplitKVLaunch | None = None
     section_heads: int | None = None
     fixed_split_size: int = 0
+    column_parts: int = 1
 
     @property
     def name(self) -> str:
@@ -57,11 +62,16 @@ class HopperLaunch:
         return 0 if self.decode is None else self.decode.max_decode_queries
 
     @property
+    def heads(self) -> int:
+        """Heads of a work tile."""
+        return self.config.heads(self.request.spec.group_size)
+
+    @property
     def section(self) -> int | None:
         """Blocks of query heads, of which each fills a work tile, that are attended to at a time; None for all."""
         if self.section_heads is None:
             return None
-        return self.section_heads * self.request.spec.group_size // self.config.heads
+        return self.section_heads * self.request.spec.group_size // self.heads
 
     @property
     def split_rows(self) -> int:
@@ -76,7 +86,7 @@ class HopperLaunch:
         blocks = min(
             num_tokens // block_t + request.num_seqs, request.num_seqs * cdiv(request.bounds.max_query_len, block_t)
         )
-        return blocks * (request.spec.num_q_heads // self.config.heads)
+        return blocks * (request.spec.num_q_heads // self.heads) * self.column_parts
 
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid: the number that runs at once, or that of work tiles if it is smaller."""
@@ -101,8 +111,9 @@ class HopperLaunch:
         spec, config = self.request.spec, self.config
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
-            "HEAD_DIM_V": spec.head_dim_v, "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": config.num_warpgroups,
-            "BLOCK_T": config.block_t, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
+            "HEAD_DIM_V": spec.head_dim_v // self.column_parts, "PARTS": self.column_parts,
+            "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": config.num_warpgroups,
+            "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
             "FIXED_SPLIT": self.fixed_split_size,
         }  # fmt: skip
@@ -141,17 +152,18 @@ class HopperLaunch:
             details += f", num_splits {self.num_splits}"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
+            details += f", {self.column_parts} parts of columns" if self.column_parts > 1 else ""
         if self.decode is not None:
             details += f"; decode launch: {self.decode}"
         return (
-            f"Hopper kernel: {config.block_t} queries × {config.heads} heads × {config.block_n} keys, {details}; "
+            f"Hopper kernel: {config.block_t} queries × {self.heads} heads × {config.block_n} keys, {details}; "
             f"fallback for scales per token and tensors that TMA cannot address: {self.fallback}"
         )
 
 
 def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | str:
     """Return a launch of the Hopper kernel and the reason; or, in words, what it does not serve or is slower at."""
-    spec, bounds = request.spec, request.bounds
+    spec = request.spec
     if spec.latent:
         return "latents"
     if request.has_tree:
@@ -161,7 +173,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     if options.batch_invariant:
         return propose_invariant(request, options)
     costs = tree.cost_model(spec, request.device)
-    config = tree.hopper_config(spec, request.device, bounds.max_seq_len <= costs.short_context)
+    config = choose_config(request, is_short(request, costs))
     if isinstance(config, str):
         return config
     if not request.has_cu_seqlens:
@@ -171,7 +183,8 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     launch = replace(launch, num_splits=choose_num_splits(launch, costs))
     launch = replace(launch, section_heads=choose_section(launch, costs))
     if options.kernel is None and launch.num_splits == 1:
-        if fallback.name != "block" or not tree.prefers_hopper(spec, request.device, *rounded(request)):
+        is_cut = fallback.name != "block" and not is_short_and_wide(request, costs)
+        if is_cut or not tree.prefers_hopper(spec, request.device, *rounded(request)):
             return "batches for which the portable kernels are faster"
     return with_decode_launch(launch, costs), reason
 
@@ -184,25 +197,49 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     spec = request.spec
     if request.has_intervals:
         return "intervals of keys with batch_invariant"
-    if spec.kv_dtype is not spec.dtype or spec.head_dim_v > WIDEST_INVARIANT:
-        return f"a quantised cache or values wider than {WIDEST_INVARIANT} with batch_invariant"
-    config = tree.hopper_config(spec, request.device, short=False)
+    parts = cdiv(spec.head_dim_v, WIDEST_PART)
+    if spec.kv_dtype is not spec.dtype:
+        return "a quantised cache with batch_invariant"
+    if parts > 1 and spec.head_dim_v % (64 * parts):  # 64 columns are a panel of TMA
+        return f"values of {spec.head_dim_v} numbers with batch_invariant"
+    config = choose_config(request, short=False)
     if isinstance(config, str):
         return config
     if not request.has_cu_seqlens:
         return "a batch without cu_seqlens_q"
     fallback, reason = choose_portable(request, options)
-    if options.kernel is None and fallback.name != "block":
+    few_rows = has_one_split(request) and not fills(request, 64 * config.num_warpgroups)
+    if options.kernel is None and (fallback.name != "block" or few_rows):
         return "batches for which the portable kernels are faster"
-    config, costs = with_keys(config, fallback.config.block_n), tree.cost_model(spec, request.device)
-    launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE)
+    config, costs = with_keys(config, fallback.config.block_n, spec, parts), tree.cost_model(spec, request.device)
+    launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
     launch = replace(launch, section_heads=choose_section(launch, costs))
     return with_decode_launch(launch, costs, batch_invariant=True), reason
 
 
-def with_keys(config: HopperConfig, block_n: int) -> HopperConfig:
-    """Return a configuration with tiles of `block_n` keys, and as many keys in all stages."""
-    return replace(config, block_n=block_n, num_stages=max(2, config.num_stages * config.block_n // block_n))
+def is_short_and_wide(request: Request, costs: CostModel) -> bool:
+    """Return whether contexts are short and heads wide: the portable kernels multiply wide heads at half the speed."""
+    return is_short(request, costs) and request.spec.head_dim > WIDE
+
+
+def is_short(request: Request, costs: CostModel) -> bool:
+    """Return whether a row block attends to few keys. Of a prompt, it attends to a half on average."""
+    return request.bounds.max_seq_len <= costs.short_context or 2 * request.keys_seen <= costs.short_context
+
+
+def choose_config(request: Request, short: bool) -> HopperConfig | str:
+    """Return the configuration for a batch; or, in words, what the kernel does not serve."""
+    bounds = request.bounds
+    queries = tree.power_of_two(max(1, bounds.max_query_len))
+    ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
+    return tree.hopper_config(request.spec, request.device, short, queries, ragged)
+
+
+def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: int) -> HopperConfig:
+    """Return a configuration with tiles of `block_n` keys, with as many bytes in all stages."""
+    before = config.block_n * (spec.head_dim + spec.head_dim_v)
+    after = block_n * (spec.head_dim + spec.head_dim_v // parts)
+    return replace(config, block_n=block_n, num_stages=max(2, config.num_stages * before // after))
 
 
 def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
@@ -213,10 +250,10 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     bounds, device = launch.request.bounds, launch.request.device
     num_work_tiles = launch.num_work_tiles(bounds.num_tokens)
     may_decode = bounds.num_tokens < launch.request.num_seqs * bounds.max_query_len
-    short = bounds.max_query_len < launch.config.block_t or bounds.max_seq_len <= costs.short_context
+    short = bounds.max_query_len < launch.config.block_t or is_short(launch.request, costs)
     if may_decode or short or num_work_tiles == 0:
         return 1
-    most = bounds.max_seq_len // (costs.hopper_min_tiles_per_split * launch.config.block_n)
+    most = launch.request.keys_seen // (costs.hopper_min_tiles_per_split * launch.config.block_n)
     return max(1, min(device.num_sms // num_work_tiles, most, costs.hopper_max_splits))
 
 
@@ -247,13 +284,14 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
     decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, num_tokens))
     decode, _ = choose_portable(decoding, Options(batch_invariant=batch_invariant))
-    if not isinstance(decode, SplitKVLaunch):
+    if not isinstance(decode, SplitKVLaunch) or (not batch_invariant and is_tiny(decode, request.num_seqs)):
         return launch
     decode = replace(decode, max_decode_queries=max_queries)
     if launch.fixed_split_size:
         return replace(launch, decode=decode)
     # The longest contexts may be those of decoding sequences. Prompts then have short contexts.
     short = bounds.max_query_len <= costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
-    config = tree.hopper_config(request.spec, request.device, short)
+    short = short or is_short(request, costs)
+    config = choose_config(request, short)
     assert isinstance(config, HopperConfig)
     return replace(launch, config=config, decode=decode)

@@ -37,18 +37,18 @@ def produce(
     q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    BLOCK_T: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
-    FIRST_TO_LAST: gl.constexpr,
+    BLOCK_T: gl.constexpr, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
+    FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
 
     Tiles of a quantised cache go to pipelines of raw bytes, from which `convert` reads.
     The KV tiles of a work tile are loaded from the last to the first, unless FIRST_TO_LAST.
+    With PARTS > 1, a work tile has one of PARTS parts of the values' columns, each of HEAD_DIM_V columns.
     """
     STEP: gl.constexpr = 1 if FIRST_TO_LAST else -1
     GATHERS: gl.constexpr = KV_BOX == 0
-    BLOCK_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
-    HEADS: gl.constexpr = BLOCK_ROWS // BLOCK_T
+    BLOCK_ROWS: gl.constexpr = HEADS * BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     Q_BYTES: gl.constexpr = columns_of(q_pipe.tiles, q_pipe.more) * 2  # of a row
@@ -73,16 +73,21 @@ def produce(
     ends = row_block_ends(cu_seqlens_q, 0, num_seqs, max_decode_queries, BLOCK_T)
     num_row_blocks = count_row_blocks(ends, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
     num_work_tiles = num_row_blocks * HEAD_BLOCKS * num_splits
+    if PARTS > 1:
+        num_work_tiles *= PARTS
     index = gl.program_id(0)
     while index < num_work_tiles:
+        whole = index
+        if PARTS > 1:  # adjacent work tiles have the same queries and keys
+            whole = index // PARTS
         if section is None:
-            row_block = num_row_blocks - 1 - index // (HEAD_BLOCKS * num_splits)
-            head = index % HEAD_BLOCKS * HEADS
-            split = index // HEAD_BLOCKS % num_splits
+            row_block = num_row_blocks - 1 - whole // (HEAD_BLOCKS * num_splits)
+            head = whole % HEAD_BLOCKS * HEADS
+            split = whole // HEAD_BLOCKS % num_splits
         else:
-            in_section = index % (num_row_blocks * section)
+            in_section = whole % (num_row_blocks * section)
             row_block = num_row_blocks - 1 - in_section // section
-            head = (index // (num_row_blocks * section) * section + in_section % section) * HEADS
+            head = (whole // (num_row_blocks * section) * section + in_section % section) * HEADS
             split = 0
         seq, first_row_block = find_row_block(ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
         q_start = gl.load(cu_seqlens_q + seq)
@@ -102,6 +107,10 @@ def produce(
         tile, left = split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N)
         if FIRST_TO_LAST:
             tile -= left - 1
+        first_value = 0  # column
+        if PARTS > 1:
+            split = index % PARTS
+            first_value = split * HEAD_DIM_V
         work = WorkTile(head, token, q_start, q_len, first_pos, seq_len, tile, left, split)
         if kv.cu_pages is None:
             row = kv.page_table + seq.to(gl.int64) * stride_table
@@ -152,7 +161,7 @@ def produce(
                     hand_over(v_pipe, tile_i - 1, 1)
                 hand_over(k_pipe, tile_i, 0)
                 gather_tile(
-                    v_source, kv_head, v_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
+                    v_source + first_value, kv_head, v_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
                     kv.v_page, kv.v_slot, kv.v_head, HEAD_DIM_V, PAGE_SIZE,
                 )  # fmt: skip
             else:
@@ -172,7 +181,7 @@ def produce(
                 expect_bytes(v_pipe.full, barrier, BLOCK_N * V_BYTES)
                 load_kv_tile(
                     v_source, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, tile * BLOCK_N, v_page,
-                    kv_head * v_row, kv_head * v_col, PAGE_SIZE, KV_BOX,
+                    kv_head * v_row, kv_head * v_col + first_value, PAGE_SIZE, KV_BOX,
                 )  # fmt: skip
                 if not CONVERTED and barrier == SPARE:
                     wait(v_pipe.full, SPARE, edge_i)

@@ -59,6 +59,7 @@ class HopperRunner:
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
     ) -> None:
         q_at, k_at, v_at = q.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr()
         known = q.shape[0], q.stride(), cache.kind, cache.num_pages, (q_at | k_at | v_at) % 16
@@ -68,25 +69,28 @@ class HopperRunner:
         grid, matrices = self.grid, self.matrices
         if matrices is None:
             self.fallback = self.fallback or self.decided.fallback.bind(self.batch, self.workspace)
-            self.fallback(q, cache, out, lse, sinks, alibi_slopes)
+            self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale)
             return
         if grid[0] == 0:
             return
-        into, into_lse = (out, lse) if self.split_out is None else (self.split_out, self.split_lse)
-        tensors = into, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale
+        into, into_scale, into_lse = out, out_scale, lse
+        if self.split_out is not None:
+            into, into_scale, into_lse = self.split_out, None, self.split_lse
+        tensors = into, into_scale, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
-        if not any((at or 0) % 16 for at in addresses[:4]):
+        if not any((at or 0) % 16 for at in (addresses[0], *addresses[2:5])):
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             lse_stride = None if into_lse is None else into_lse.stride(0)
-            key = "hopper", cache.kind, q.stride(), into.stride(), lse_stride, dtypes
+            key = "hopper", cache.kind, q.stride(), into.stride(), into.dtype, lse_stride, dtypes
         by_tma, boxes = ((k_at, v_at, q_at), (*matrices[1:], matrices[0])), has_boxes(cache)
         if not boxes:  # keys and values are gathered: their addresses are arguments
             tensors, addresses = (*tensors, cache.k, cache.v), (*addresses, k_at, v_at)
             by_tma = (q_at,), matrices[:1]
         if key is None or not self.launches.relaunch(key, grid, addresses, zip(*by_tma, strict=True)):
             decided, spec = self.decided, self.decided.request.spec
-            kv_box, q_box = min(decided.config.block_n, page_box(cache)), min(decided.config.block_t, ROWS.value)
+            kv_box, block_t = min(decided.config.block_n, page_box(cache)), decided.config.block_t
+            q_box = min(block_t & -block_t, ROWS.value)
             descriptors = (describe(q, matrices[0], q_box, spec.head_dim),)
             if boxes:
                 descriptors = (
@@ -98,25 +102,27 @@ class HopperRunner:
             meta |= {"KV_BOX": kv_box if boxes else 0, "Q_BOX": q_box}
             self.launches.launch(key, hopper_kernel, grid, tensors, fixed, meta, descriptors)
         if self.split_out is not None:
-            self.combine(out, lse)
+            self.combine(out, lse, out_scale)
         if self.decode is not None:
-            self.decode(q, cache, out, lse, sinks, alibi_slopes)
+            self.decode(q, cache, out, lse, sinks, alibi_slopes, out_scale)
 
-    def combine(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def combine(self, out: torch.Tensor, lse: torch.Tensor | None, out_scale: torch.Tensor | None) -> None:
         """Combine the states of all splits."""
         assert self.split_out is not None and self.split_lse is not None
         grid, lse_at = (out.shape[0], out.shape[1], 1), None if lse is None else lse.data_ptr()
         key = None
         if (out.data_ptr() | (lse_at or 0)) % 16 == 0:
-            key = "combine", out.stride(), None if lse is None else lse.stride(0)
-            addresses = self.split_out.data_ptr(), self.split_lse.data_ptr(), out.data_ptr(), lse_at
+            key = "combine", out.stride(), out.dtype, None if lse is None else lse.stride(0)
+            scale_at = None if out_scale is None else out_scale.data_ptr()
+            addresses = self.split_out.data_ptr(), self.split_lse.data_ptr(), out.data_ptr(), scale_at, lse_at
             if self.launches.relaunch(key, grid, addresses):
                 return
         states = self.split_out.permute(2, 0, 1, 3), self.split_lse.permute(2, 0, 1)
         fixed, meta = combine_arguments(*states, out.stride(), lse)
         fixed = self.batch.cu_seqlens_q, self.batch.num_seqs, *fixed
         meta |= {"PDL": True, "launch_pdl": True}
-        self.launches.launch(key, combine_kernel, grid, (self.split_out, self.split_lse, out, lse), fixed, meta)
+        tensors = self.split_out, self.split_lse, out, out_scale, lse
+        self.launches.launch(key, combine_kernel, grid, tensors, fixed, meta)
 
     def arguments(
         self, q: torch.Tensor, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
@@ -136,7 +142,10 @@ class HopperRunner:
             decided.num_splits,
             decided.section,
         )
-        meta = decided.constexprs() | {"PAGE_SIZE": cache.page_size, "num_warps": 4, "launch_pdl": True}
+        unit = views.stride_unit(*out.stride()[:2])
+        meta = decided.constexprs() | {
+            "PAGE_SIZE": cache.page_size, "STRIDE_UNIT": unit, "num_warps": 4, "launch_pdl": True
+        }  # fmt: skip
         if decided.config.num_warpgroups == 1:
             meta["maxnreg"] = 128  # so that two programs fit an SM
         return (kv, batch.cu_seqlens_q, self.tile_counter, *numbers, *strides), meta

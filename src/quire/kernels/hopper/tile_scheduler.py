@@ -29,7 +29,7 @@ class WorkTile(NamedTuple):
     seq_len: Any  # the sequence's keys
     tile: Any  # the KV tile that is attended to first: the last one, or in a batch-invariant plan the first one
     num_tiles: Any  # at least 1
-    split: Any  # which split of the visible keys
+    split: Any  # which split of the visible keys; in a batch-invariant plan, which part of the values' columns
 
 
 class Range(NamedTuple):
@@ -39,6 +39,12 @@ class Range(NamedTuple):
     full_stop: Any
     kv_low: Any  # keys that are in the sequence's pages and finite: at least those that any row sees
     kv_high: Any
+
+
+@gluon.constexpr_function
+def power_of_two(number):
+    """Round up to a power of two."""
+    return 1 << (number - 1).bit_length()
 
 
 @gluon.jit
@@ -63,8 +69,8 @@ def load_intervals(key_begin, key_end, token, owned, seq_len):
 @gluon.jit
 def keys_of_intervals(kv, token, q_start, q_len, seq_len, BLOCK_T: gl.constexpr):
     """Return what `keys_of_band` does, and the Range, of a row block whose rows see intervals."""
-    tokens = token + gl.arange(0, BLOCK_T, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    owned = tokens < q_len
+    tokens = token + gl.arange(0, power_of_two(BLOCK_T), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    owned = tokens < gl.minimum(q_len, token + BLOCK_T)
     begin, end = load_intervals(kv.key_begin, kv.key_end, q_start + tokens, owned, seq_len)
     kv_start = gl.min(gl.where(begin < end, begin, 2147483647), 0)
     kv_stop = gl.max(gl.where(begin < end, end, 0), 0)

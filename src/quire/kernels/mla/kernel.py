@@ -19,22 +19,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.primitives import (
-    LOG2E,
-    Outputs,
-    Scoring,
-    combine,
-    empty_state,
-    find_pages,
-    find_rows,
-    join_even_odd,
-    load_queries,
-    load_tile,
-    store_result,
-    table_row,
-)
+from quire.kernels.primitives import Scoring, find_pages, find_rows, load_queries, load_tile, table_row
 from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
+from quire.kernels.states import LOG2E, Outputs, combine, empty_state, join_even_odd, store_result
 
 
 class LatentTiling(NamedTuple):
@@ -136,7 +124,7 @@ def attend_latents(
         r = T.DECODE_ROPE(load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.BLOCK_R), q_pe.dtype)
         scores += tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)
     if T.SCORE_MOD is not None:
-        scores = T.SCORE_MOD(scores * scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
+        scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     visible = keep[None, :]
     if T.PER_ROW_MASK:
         low, high = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
@@ -217,11 +205,15 @@ def concatenate(a, b, BLOCK_M: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [BLOCK_M, 2 * a.shape[1]])
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"],
+    do_not_specialize_on_alignment=["out_scale_ptr"],
+)
 def mla_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
     q_pe_ptr,  # [num_tokens, num_q_heads, ROPE], or None
     out_ptr,  # [num_tokens, num_q_heads, RANK]
+    out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
@@ -280,7 +272,7 @@ def mla_kernel(
         scale = scale * v_scale
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
-    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+    outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
     while unit < high:  # one band, or those of its units that are in this partition
         q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_bands = sequence_span(

@@ -15,7 +15,8 @@ from quire.dispatch.tree import padded, power_of_two
 from quire.kernels.launch import once
 from quire.kernels.portable import KernelRunner
 from quire.kernels.scratch import ScratchSize, counter_bytes
-from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, MAX_UNITS, SplitKVLaunch, min_partition_tiles, rounded
+from quire.kernels.split_kv.choice import MAX_UNITS, min_partition_tiles, rounded
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
 MAX_ROW_BLOCKS = 16  # of a band
@@ -66,6 +67,11 @@ class MLALaunch(SplitKVLaunch):
         return not self.fixed_split_size and tiles > self._two_level_min_tiles
 
     @property
+    def folds_apart(self) -> bool:
+        """False: the last program to arrive at a row block folds the states of its splits."""
+        return False
+
+    @property
     def capacity(self) -> int:
         """Partitions whose programs the device holds at once."""
         return max(1, self.request.device.num_sms * self.config.programs_per_sm // self.row_blocks)
@@ -91,7 +97,7 @@ class MLALaunch(SplitKVLaunch):
         rope = spec.qk_rope_head_dim
         drop = (
             "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "FULL_TILE_LOOP", "MULTI_BLOCK",
-            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS",
+            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS", "FOLDS_APART", "WGMMA",
         )  # fmt: skip
         return {name: value for name, value in super().constexprs().items() if name not in drop} | {
             "NUM_Q_HEADS": spec.num_q_heads, "RANK": spec.kv_lora_rank, "ROPE": rope, "BLOCK_C": config.block_dv,
@@ -146,6 +152,7 @@ class MLARunner(KernelRunner):
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
     ) -> None:
         q_nope, q_pe = q
         grid = (self.decided.num_programs(q_nope.shape[0]), 1, 1)
@@ -153,6 +160,7 @@ class MLARunner(KernelRunner):
             return
         q_at, pe_at, out_at = q_nope.data_ptr(), None if q_pe is None else q_pe.data_ptr(), out.data_ptr()
         lse_at = None if lse is None else lse.data_ptr()
+        out_scale_at = None if out_scale is None else out_scale.data_ptr()
         sinks_at = None if sinks is None else sinks.data_ptr()
         slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
         latents_at = latent_addresses(cache)
@@ -161,10 +169,11 @@ class MLARunner(KernelRunner):
         if addresses % 16 == 0:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             strides = q_nope.stride(), None if q_pe is None else q_pe.stride(), out.stride()
-            key = cache.kind, strides, None if lse is None else lse.stride(0), dtypes
-            if self.launches.relaunch(key, grid, (q_at, pe_at, out_at, lse_at, sinks_at, slopes_at, latents_at)):
+            key = cache.kind, strides, out.dtype, None if lse is None else lse.stride(0), dtypes
+            tensors = q_at, pe_at, out_at, out_scale_at, lse_at, sinks_at, slopes_at, latents_at
+            if self.launches.relaunch(key, grid, tensors):
                 return
-        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes)
+        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, out_scale)
         self.launches.launch(key, self.kernel, grid, tensors, fixed, meta)
 
     def arguments(
@@ -175,6 +184,7 @@ class MLARunner(KernelRunner):
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
         """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those by name."""
         from quire.kernels import mods, views
@@ -209,7 +219,8 @@ class MLARunner(KernelRunner):
             *out.stride()[:2],
             0 if lse is None else lse.stride(0),
         )
-        tensors = q_nope, q_pe, out, lse, sinks, alibi_slopes, latents
+        out = views.output_tensor(out, device.native_fp8)
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents
         return tensors, (views.latent_layout(cache, batch, latents), *self.fixed, *strides), meta
 
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
 from quire.kernels.mla_hopper.schedule import TILE, queries_of
-from quire.kernels.primitives import LN2
+from quire.kernels.states import LN2
 
 
 @gluon.jit

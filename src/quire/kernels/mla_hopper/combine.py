@@ -21,7 +21,7 @@ from quire.kernels.mla_hopper.schedule import (
     queries_of,
     tiles_of_sequences,
 )
-from quire.kernels.primitives import LN2
+from quire.kernels.states import LN2
 
 WIDTH = gl.constexpr(512)  # columns of the values
 

@@ -50,7 +50,7 @@ def allocate_few(element: gl.constexpr, COLUMNS: gl.constexpr):
         gl.allocate_shared_memory(element, [4, COLUMNS, QUARTER], WIDE),
         gl.allocate_shared_memory(element, [1, COLUMNS, ROPE], WIDE),
         gl.allocate_shared_memory(element, [TILE, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)),
-        allocate_ring(element, 11 if COLUMNS == 16 else 10),
+        allocate_ring(element, 11 if COLUMNS == 16 else 10, 1),
     )
 
 

@@ -25,7 +25,7 @@ from quire.kernels.hopper.pipeline import reinterpret
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, wait
 from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
-from quire.kernels.primitives import LN2
+from quire.kernels.states import LN2
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ from quire.kernels.hopper.pipeline import make_barriers
 from quire.kernels.mla_hopper.columns import scale_columns, store_partial, store_result
 from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
 from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE, make_barrier, wait
-from quire.kernels.mla_hopper.ring import allocate_ring
+from quire.kernels.mla_hopper.ring import allocate_ring, place_of, rope_of, wait_for_quarter
 from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
 from quire.kernels.mla_hopper.softmax import finite
 
@@ -68,7 +68,7 @@ def allocate_products(stored: gl.constexpr):
     return Fp8Products(
         gl.allocate_shared_memory(stored, [4, ROWS, QUARTER], gl.NVMMASharedLayout(128, 8, 2)),
         gl.allocate_shared_memory(stored, [1, ROWS, ROPE], NARROW),
-        allocate_ring(stored, 4 * TILES),
+        allocate_ring(stored, 4 * TILES, 1),
         gl.allocate_shared_memory(stored, [HANDED, ROWS, TILE], NARROW),
         gl.allocate_shared_memory(gl.float32, [HANDED, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT),
@@ -179,24 +179,16 @@ def multiply_keys(s, tile):
     zero = tile >> 30
     scores = gl.zeros([ROWS, TILE], gl.float32, OF_SCORES)
     for i in gl.static_range(4):
-        keys = s.ring.quarters.index(wait_for_quarter(s, tile, i)).permute((1, 0))
+        keys = s.ring.quarters.index(wait_for_quarter(s.ring, 4 * tile + i)).permute((1, 0))
         scores = warpgroup_mma(s.q.index(zero + i), keys, scores, use_acc=i > 0, is_async=True)
-    rope = s.ring.rope.index(tile % TILES).permute((1, 0))
+    rope = rope_of(s.ring, 4 * tile).permute((1, 0))
     return warpgroup_mma(s.q_rope.index(zero), rope, scores, is_async=True)
-
-
-@gluon.jit
-def wait_for_quarter(s, tile, QUARTER_I: gl.constexpr):
-    """Wait until a quarter of a tile has arrived, and return its place in the ring."""
-    place = tile % TILES * 4 + QUARTER_I
-    wait(s.ring.full.index(place), tile // TILES)
-    return place
 
 
 @gluon.jit
 def free_quarter(s, tile, QUARTER_I: gl.constexpr):
     """Let the producer overwrite a quarter of a tile."""
-    mbarrier.arrive(s.ring.empty.index(tile % TILES * 4 + QUARTER_I), count=1)
+    mbarrier.arrive(s.ring.empty.index(place_of(s.ring, 4 * tile + QUARTER_I)[0]), count=1)
 
 
 @gluon.jit
@@ -318,7 +310,7 @@ def value_operands(s, tile, QUARTER_I: gl.constexpr, pos, visible):
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
-    place = wait_for_quarter(s, tile, QUARTER_I)
+    place = wait_for_quarter(s.ring, 4 * tile + QUARTER_I)
     pairs = column_pairs(s.ring.quarters.index(place)).permute((1, 0)).load(LAYOUT)
     if pos + TILE > visible:
         keys = pos + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))

@@ -1,6 +1,10 @@
 """A ring of quarters of tiles, and the producer warp that loads them by TMA, for row blocks of at most 32 rows.
 
 The n-th quarter that is loaded takes place n % PLACES of the ring. A tile's rope columns arrive with its last quarter.
+
+A warpgroup that waits for a phase of a barrier must have seen the phase before, since a barrier tells odd from even
+phases only. Where two warpgroups take the tiles in turn, and three tiles fit, the tile before in a place is the other
+warpgroup's. So there are two barriers for each place then: all tiles of a barrier are one warpgroup's.
 """
 
 from typing import Any, NamedTuple
@@ -16,25 +20,27 @@ from quire.kernels.mla_hopper.schedule import TILE, first_tile, work_of
 
 
 class Ring(NamedTuple):
-    """Places for quarters of tiles. A place's i-th phase of each barrier belongs to its i-th use."""
+    """Places for quarters of tiles. A barrier's i-th phase belongs to its i-th use."""
 
     quarters: Any  # [places, TILE, QUARTER]
     rope: Any  # [tiles, TILE, ROPE]: rope columns, which arrive and are freed with a tile's last quarter
-    full: Any  # a barrier for each place: the quarter may be read
+    full: Any  # a barrier for each place, or two: the quarter may be read
     empty: Any  # a barrier for each place: the quarter may be overwritten
 
 
 @gluon.jit
-def allocate_ring(element: gl.constexpr, PLACES: gl.constexpr):
-    """Allocate a ring of latents of type `element`."""
+def allocate_ring(element: gl.constexpr, PLACES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Allocate a ring of latents of type `element`, whose tiles CONSUMERS warpgroups take in turn."""
     BITS: gl.constexpr = element.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     OF_ROPE: gl.constexpr = gl.NVMMASharedLayout(ROPE.value * BITS // 8, BITS, 2)
     TILES: gl.constexpr = (PLACES + 3) // 4  # so a tile's rope columns outlive its last quarter
-    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    OWN: gl.constexpr = 1 if PLACES // 4 % CONSUMERS == 0 else CONSUMERS  # barriers of a place
+    full = gl.allocate_shared_memory(gl.int64, [OWN * PLACES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PLACES):
+    for i in gl.static_range(OWN * PLACES):
         mbarrier.init(full.index(i), 1)
+    for i in gl.static_range(PLACES):
         mbarrier.init(empty.index(i), 1)
     quarters = gl.allocate_shared_memory(element, [PLACES, TILE, QUARTER], LAYOUT)
     rope = gl.allocate_shared_memory(element, [TILES, TILE, ROPE], OF_ROPE)
@@ -44,8 +50,15 @@ def allocate_ring(element: gl.constexpr, PLACES: gl.constexpr):
 @gluon.jit
 def place_of(ring, n):
     """Return the place of the n-th quarter, and which use of the place that is."""
-    PLACES: gl.constexpr = ring.full.shape[0]
+    PLACES: gl.constexpr = ring.empty.shape[0]
     return n % PLACES, n // PLACES
+
+
+@gluon.jit
+def full_of(ring, n):
+    """Return the barrier that completes when the n-th quarter has arrived, and which use of it that is."""
+    BARRIERS: gl.constexpr = ring.full.shape[0]
+    return ring.full.index(n % BARRIERS), n // BARRIERS
 
 
 @gluon.jit
@@ -57,9 +70,9 @@ def rope_of(ring, n):
 @gluon.jit
 def wait_for_quarter(ring, n):
     """Wait until the n-th quarter has arrived, and return its place."""
-    place, use = place_of(ring, n)
-    wait(ring.full.index(place), use)
-    return place
+    full, use = full_of(ring, n)
+    wait(full, use)
+    return place_of(ring, n)[0]
 
 
 @gluon.jit
@@ -100,7 +113,7 @@ def load_quarter(ring, source, rows, QUARTER_I: gl.constexpr, n, BOX: gl.constex
     WIDTH: gl.constexpr = desc.block_shape[1]
     COLUMNS: gl.constexpr = QUARTER + ROPE if QUARTER_I == 3 else QUARTER
     place, use = place_of(ring, n)
-    full = ring.full.index(place)
+    full = full_of(ring, n)[0]
     wait(ring.empty.index(place), use + 1)
     mbarrier.expect(full, TILE * COLUMNS * desc.dtype.primitive_bitwidth // 8)
     for box in gl.static_range(TILE // BOX):

@@ -11,7 +11,7 @@ from quire.kernels.launcher import LaunchCache
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import MLAHopperLaunch, matrix_of_latents
-from quire.kernels.primitives import LOG2E
+from quire.kernels.states import LOG2E
 
 TILE = 64  # keys of a tile, as schedule.TILE
 
@@ -51,6 +51,7 @@ class MLAHopperRunner:
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,  # always None: `quire.attention` refuses it
     ) -> None:
         decided, (q_nope, q_pe) = self.decided, q
         matrix = matrix_of_latents(cache)

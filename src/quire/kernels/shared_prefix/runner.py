@@ -12,6 +12,7 @@ import torch
 from quire.batch import Batch
 from quire.batch_check import check_reads, check_shared_pages
 from quire.cache import PagedKVCache
+from quire.dispatch.device import device_properties
 from quire.kernels.launch import Runner
 from quire.kernels.shared_prefix.launch import SharedPrefixLaunch, num_shared_keys
 from quire.state import State
@@ -46,6 +47,7 @@ class SharedPrefixRunner:
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
     ) -> None:
         runners = self.runners.get(cache.page_size)
         if runners is None:
@@ -60,7 +62,8 @@ class SharedPrefixRunner:
             for starts, seqs in zip(self.query_starts, self.first_seqs, strict=True):
                 torch.index_select(self.batch.cu_seqlens_q, 0, seqs, out=starts)
         num_tokens, num_heads, width = out.shape
-        states = torch.empty(len(runners), num_tokens, num_heads, width, dtype=out.dtype, device=out.device)
+        dtype = self.decided.request.spec.dtype
+        states = torch.empty(len(runners), num_tokens, num_heads, width, dtype=dtype, device=out.device)
         # Rows are spare so that each level begins at a multiple of 16 bytes, for which kernels are compiled.
         lses = torch.empty(len(runners), num_tokens + 3 & ~3, num_heads, dtype=torch.float32, device=out.device)
         lses = lses[:, :num_tokens]
@@ -68,9 +71,9 @@ class SharedPrefixRunner:
             run(q, cache, level_out, level_lse, None, None)
         runners[-1](q, cache, states[-1], lses[-1], sinks, None)
         if self.combine is not None:
-            self.combine(states, lses, out, lse)
+            self.combine(states, lses, out, lse, out_scale)
         else:
-            self.combine_in_torch(states, lses, out, lse)
+            self.combine_in_torch(states, lses, out, lse, out_scale)
 
     def batches(self, page_size: int) -> list[Batch]:
         """Return the batches of all launches, for a cache with pages of this size."""
@@ -101,14 +104,21 @@ class SharedPrefixRunner:
         check_shared_pages(self.batch, cache.page_size, self.decided.levels)
 
     def combine_in_torch(
-        self, states: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+        self,
+        states: torch.Tensor,
+        lses: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        out_scale: torch.Tensor | None,
     ) -> None:
         """Combine the states of CPU tensors; tokens of no sequence are left as they are."""
+        from quire.kernels.cpu.cache_ops import store_out
         from quire.kernels.cpu.combine import merge_states
 
         end = int(self.batch.query_starts[-1])
-        merged = merge_states([State(*state) for state in zip(states[:, :end], lses[:, :end], strict=True)])
-        out[:end] = merged.out
+        dtype = out.dtype if out_scale is None else torch.float32
+        merged = merge_states([State(*state) for state in zip(states[:, :end], lses[:, :end], strict=True)], dtype)
+        store_out(out, slice(end), merged.out, out_scale)
         if lse is not None:
             lse[:end] = merged.lse
 
@@ -117,22 +127,31 @@ def make_combine(batch: Batch) -> Any:
     """Return a function that launches `combine_kernel` for the tokens of a batch."""
     from quire.kernels.combine import combine_arguments, combine_kernel
     from quire.kernels.launcher import LaunchCache
+    from quire.kernels.views import output_tensor
 
     launches = LaunchCache()
 
-    def combine(states: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def combine(
+        states: torch.Tensor,
+        lses: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        out_scale: torch.Tensor | None,
+    ) -> None:
         """Combine states [levels, num_tokens, num_q_heads, head_dim_v] and their lses into `out` and `lse`."""
         num_tokens = batch.num_seqs if batch.cu_seqlens_q is None else out.shape[0]  # a flat plan writes no others
         grid, key, lse_at = (num_tokens, out.shape[1], 1), None, None if lse is None else lse.data_ptr()
         if num_tokens == 0:
             return
         if (states.data_ptr() | lses.data_ptr() | out.data_ptr() | (lse_at or 0)) % 16 == 0:
-            key = states.stride(), lses.stride(), out.stride(), None if lse is None else lse.stride(0)
-            if launches.relaunch(key, grid, (states.data_ptr(), lses.data_ptr(), out.data_ptr(), lse_at)):
+            key = states.stride(), lses.stride(), out.stride(), out.dtype, None if lse is None else lse.stride(0)
+            scale_at = None if out_scale is None else out_scale.data_ptr()
+            if launches.relaunch(key, grid, (states.data_ptr(), lses.data_ptr(), out.data_ptr(), scale_at, lse_at)):
                 return
         fixed, meta = combine_arguments(states, lses, out.stride(), lse)
         fixed = batch.cu_seqlens_q, batch.num_seqs, *fixed
-        launches.launch(key, combine_kernel, grid, (states, lses, out, lse), fixed, meta)
+        stored = output_tensor(out, device_properties(out.device).native_fp8)
+        launches.launch(key, combine_kernel, grid, (states, lses, stored, out_scale, lse), fixed, meta)
 
     return combine
 

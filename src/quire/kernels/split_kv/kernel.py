@@ -19,35 +19,33 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.primitives import (
-    LOG2E,
-    Outputs,
     Scoring,
     Sight,
     Tiling,
     attend_tile,
-    empty_state,
     find_pages,
     find_rows,
-    fold_split,
-    groups_of,
     head_scales,
-    join_even_odd,
+    in_units,
     keys_of_rows,
     load_intervals,
     load_queries,
-    store_result,
     table_row,
-    total,
     write_new,
 )
 from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
+from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, join_even_odd, store_result, total
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"],
+    do_not_specialize_on_alignment=["out_scale_ptr"],
+)
 def split_kv_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
+    out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
@@ -67,6 +65,8 @@ def split_kv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL_TILE_LOOP: tl.constexpr, PER_ROW_MASK: tl.constexpr,
     MULTI_BLOCK: tl.constexpr,  # a sequence may have several row blocks
     PDL: tl.constexpr,  # programmatic dependent launch
+    WGMMA: tl.constexpr,  # of 64 rows and more, the compiler makes wgmma
+    STRIDE_UNIT: tl.constexpr,  # of `views.stride_unit`
     NEW_TOKENS: tl.constexpr,  # most new tokens of a sequence; 0 without `new`
     ENCODE: tl.constexpr,  # jit function from float32 to stored elements; None if the cache is not quantised
     ROTARY_DIM: tl.constexpr,  # columns of a head that `norm_rope` rotates; None without `norm_rope`
@@ -75,6 +75,7 @@ def split_kv_kernel(
     SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,  # of Schedule
     INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,
     FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
+    FOLDS_APART: tl.constexpr,  # another launch folds the states of splits (`fold.py`)
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
     MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr, FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
@@ -85,7 +86,8 @@ def split_kv_kernel(
     BAND: tl.constexpr = kv.key_begin is None and kv.tree_bits is None  # rows see the band of their positions
     T: tl.constexpr = Tiling(
         BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
-        SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK,
+        SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
+        WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64,
     )  # fmt: skip
     S: tl.constexpr = Schedule(
         GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS, MAX_DECODE_QUERIES, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
@@ -109,7 +111,8 @@ def split_kv_kernel(
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
-    outputs = Outputs(out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+    stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
+    outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
     while unit < high:  # one row block, or those of its units that are in this partition
         if MAX_DECODE_QUERIES > 0:
@@ -146,7 +149,8 @@ def split_kv_kernel(
             if FIXED_SPLIT > 0:  # splits without keys have states too
                 tile_begin = begin
             page = find_pages(row, tile_begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
-        q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
+        q_ptrs = q_ptr + rows.token * in_units(stride_q_token, STRIDE_UNIT)
+        q_ptrs += rows.head.to(tl.int64) * in_units(stride_q_head, STRIDE_UNIT)
         q = load_queries(
             q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8, rows.token, norm_rope, ROTARY_DIM, INTERLEAVED
         )
@@ -215,6 +219,10 @@ def split_kv_kernel(
                 gdc_launch_dependents()
         if num_here == num_units:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_DV), HEAD_DIM_V)
+        elif FOLDS_APART:
+            if unit == block_unit:  # only the program that begins a row block has a state left
+                slot = (unit + num_here - 1) * NUM_KV_HEADS + kv_head
+                store_partial(scratch, acc, m_i, l_i, slot, True, False, BLOCK_M, P)
         else:
             is_last, slots = store_and_arrive(
                 scratch, acc, m_i, l_i, partition, kv_head, unit, block_unit, num_units, size, BLOCK_M, P

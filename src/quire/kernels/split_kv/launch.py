@@ -1,29 +1,23 @@
-"""`SplitKVLaunch`: a launch of the split-KV kernel, and the choice of how many partitions a batch is cut into."""
+"""`SplitKVLaunch`: a launch of the split-KV kernel."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from quire.batch import Batch
-from quire.dispatch import tree
-from quire.dispatch.config import CostModel, KernelConfig
-from quire.dispatch.device import DeviceProperties
-from quire.dispatch.request import Options, Request, cdiv
+from quire.dispatch.config import CostModel
+from quire.dispatch.request import Request, cdiv
 from quire.dispatch.tree import power_of_two
-from quire.kernels.block.launch import BlockLaunch
 from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch, PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
-from quire.spec import AttentionSpec
 
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
-TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
-MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
+FOLD_APART_FROM = 512  # rows of all states of a row block, from which another launch folds them
+FILLED = 0.75  # of the SMs have a row block of a KV head
 INTERVALS_AT_ONCE = 8
-MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class SplitKVLaunch(PortableLaunch):
     Attributes:
         num_partitions: partitions for each KV head.
         costs: constants of the device.
-        combine_cost: cost of a partial, in KV tiles; 0 if the caller chose the number of splits.
+        combine_cost: cost of a partial, in KV tiles; 0 if the number of splits does not depend on it.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         max_decode_queries: sequences with more queries are left to another launch; 0 if this launch serves all.
     """
@@ -85,6 +79,46 @@ class SplitKVLaunch(PortableLaunch):
         return cdiv(self.request.bounds.max_seq_len, self.config.block_n) > self._two_level_min_tiles
 
     @property
+    def folds_apart(self) -> bool:
+        """Whether a second launch folds the states of splits.
+
+        It does if one program would take long to fold those of a row block, and if there are too few row blocks for the
+        device. Else other programs attend while one folds.
+        """
+        if not self.fixed_split_size or self.max_decode_queries:  # the latter is concurrent with the Hopper kernel
+            return False
+        request = rounded_up(self.request)
+        splits = cdiv(request.bounds.max_seq_len, self.fixed_split_size)
+        row_blocks = replace(self, request=request).num_row_blocks(request.bounds.num_tokens)
+        few = row_blocks * request.spec.num_kv_heads < FILLED * request.device.num_sms
+        return few and splits * self.partial_rows >= FOLD_APART_FROM
+
+    @property
+    def fold_columns(self) -> int:
+        """Columns of a row that a program of the second launch folds.
+
+        A thread takes four where states have many rows, and one where there are fewer elements than threads.
+        """
+        return min(32 if self.partial_rows < 16 else 128, self.config.block_dv)
+
+    def num_fold_programs(self, num_tokens: int) -> int:
+        """Return the programs of the launch that folds, for a batch of `num_tokens` query tokens."""
+        rows = self.num_row_blocks(num_tokens) * self.request.spec.num_kv_heads * self.partial_rows
+        return rows * (self.config.block_dv // self.fold_columns)
+
+    def fold_constexprs(self) -> dict[str, Any]:
+        """Return the constexprs and compiler options of the kernel that folds."""
+        names = (
+            "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_M", "PARTIAL_ROWS", "FIXED_SPLIT", "SEQS",
+            "MORE_SEQS", "INTERVALS", "MORE_INTERVALS", "PDL",
+        )  # fmt: skip
+        of_kernel, columns = self.constexprs(), self.fold_columns
+        options = {"launch_pdl": True} if of_kernel["PDL"] else {}
+        return {name: of_kernel[name] for name in names} | {
+            "COLUMNS": columns, "AHEAD": 32 if columns <= 32 else 8, "num_warps": 1,
+        } | options  # fmt: skip
+
+    @property
     def two_level_min_tiles(self) -> int:
         """KV tiles above which a sequence is cut into shorter partitions, since two levels combine its partials."""
         return self._two_level_min_tiles if self.is_two_level else NEVER
@@ -124,7 +158,7 @@ class SplitKVLaunch(PortableLaunch):
             "MORE_SEQS": self.request.num_seqs > self.seqs_at_once, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once,
             "MORE_INTERVALS": self.request.has_intervals and self.request.bounds.max_query_len > self.intervals_at_once,
-            "FIXED_SPLIT": self.fixed_split_size, "TWO_LEVEL": self.is_two_level,
+            "FIXED_SPLIT": self.fixed_split_size, "FOLDS_APART": self.folds_apart, "TWO_LEVEL": self.is_two_level,
             "MIN_SPLIT_TILES": costs.min_split_tiles, "TWO_LEVEL_DISCOUNT": costs.two_level_combine_discount,
             "TWO_LEVEL_MIN_TILES": self.two_level_min_tiles, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
             "EARLY_EXIT_MAX_TILES": costs.early_exit_max_tiles,
@@ -158,6 +192,10 @@ class SplitKVLaunch(PortableLaunch):
         spec = self.request.spec
         numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, batch.num_seqs
         fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
+        if self.folds_apart:
+            from quire.kernels.split_kv.runner import FoldingRunner
+
+            return FoldingRunner(self, batch, split_kv_kernel, fixed)
         return PortableRunner(self, batch, split_kv_kernel, fixed)
 
     def describe_partitions(self, lanes: str) -> str:
@@ -169,6 +207,7 @@ class SplitKVLaunch(PortableLaunch):
             details += f", more than {self.seqs_at_once} sequences"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
+            details += ", folded in a second launch" if self.folds_apart else ""
         if self.max_decode_queries:
             details += f", sequences of at most {self.max_decode_queries} queries"
         return details
@@ -178,154 +217,14 @@ class SplitKVLaunch(PortableLaunch):
         return f"split-KV kernel: {self.describe_config()}, {self.describe_partitions(lanes)}"
 
 
-def rounded(request: Request) -> tuple[int, float, int, int]:
-    """Return the features of a batch that decision trees use; see `tree.rounded`."""
-    bounds = request.bounds
-    return tree.rounded(request.spec, request.device, bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens)
+def rounded_up(request: Request) -> Request:
+    """Return a request whose numbers are powers of two, so that `service.launches_within` meets what is decided of it.
 
-
-def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str] | str:
-    """Return a launch of one of the portable kernels and the reason; or, in words, what they do not serve."""
-    return "latents" if request.spec.latent else choose(request, options)
-
-
-def choose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str]:
-    """Return a launch of one of the portable kernels, and the reason."""
-    spec, device = request.spec, request.device
-    if options.config is not None:
-        config, reason = options.config, "config given by the caller"
-    elif options.batch_invariant:
-        config, reason = invariant_config(request)
-    else:
-        config, reason = tree.select(spec, device, *rounded(request))
-    launch = choose_partitions(request, config, tree.cost_model(spec, device), options)
-    if isinstance(launch, SplitKVLaunch):
-        reason += (
-            f", {launch.num_partitions} partitions for each of {spec.num_kv_heads} KV heads on {device.num_sms} SMs"
-        )
-    return launch, reason
-
-
-def invariant_config(request: Request) -> tuple[KernelConfig, str]:
-    """Return the configuration of a batch-invariant plan, and the reason.
-
-    Tiles of as many keys serve all batches. Of two tiles that differ in rows alone, tensor cores and the kernels round
-    a row alike, on devices of which that is known.
+    The queries of a sequence are left as they are: the configuration depends on them, and its rows are such powers.
     """
-    spec, device = request.spec, request.device
-    # A fitted tree would choose different tiles for different batches.
-    config, reason = tree.select(spec, device, power_of_two(spec.group_size), 1, FIXED_SPLIT_SIZE, 1, fitted=False)
-    if config.block_dv > 128:  # there are two accumulators, one of the row block and one of the split
-        config = replace(config, block_n=max(16, config.block_n // 2), programs_per_sm=2)
-    if device.has_mfma:
-        config = replace(config, matrix_instr_nonkdim=16)  # else the compiler takes larger instructions for more rows
-    for block_m in (32, 64, 128):
-        taller = with_rows(config, block_m, spec, device)
-        if config.block_m < min(block_m, request.rows_per_seq) and block_m <= device.alike_rows and taller is not None:
-            config = taller
-    return config, reason
-
-
-def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig | None:
-    """Return a configuration with more rows and tiles of as many keys; None if registers or shared memory are short."""
-    if spec.kv_dtype is not spec.dtype:
-        return None  # of 8-bit elements, the compiler multiplies other ones together where there are more rows
-    # mma.sync takes both operands from registers, wgmma at most one.
-    most = TALL_TILE if device.has_wgmma or device.has_mfma else TALL_TILE // 2
-    if block_m * max(config.block_dv, config.block_n) > most:
-        return None
-    taller = replace(config, block_m=block_m, full_tile_loop=True)
-    if block_m > 32:
-        taller = replace(taller, num_warps=8, programs_per_sm=1)
-    room = device.shared_memory - 4 * block_m * config.block_dv  # the state of a split is stored through shared memory
-    while taller.num_stages > 2 and taller.shared_memory(spec) > room:
-        taller = replace(taller, num_stages=taller.num_stages - 1)
-    return taller if taller.shared_memory(spec) <= room else None
-
-
-def choose_partitions(
-    request: Request, config: KernelConfig, costs: CostModel, options: Options
-) -> SplitKVLaunch | BlockLaunch:
-    """Decide into how many partitions a batch is cut, per KV head; if it is not cut, return a `BlockLaunch`.
-
-    Args:
-        request: the batch.
-        config: the kernel's configuration.
-        costs: constants of the device.
-        options: the caller's `num_splits` and `batch_invariant`.
-    """
-    fixed_split_size = FIXED_SPLIT_SIZE if options.batch_invariant else 0
-    block = BlockLaunch(request, config, fixed_split_size)
-    num_blocks = block.num_row_blocks(request.bounds.num_tokens)
-    if num_blocks == 0:
-        return block
-    split = SplitKVLaunch(
-        request,
-        config,
-        1,
-        costs,
-        combine_cost=costs.combine_cost if options.num_splits is None and not options.batch_invariant else 0.0,
-        fixed_split_size=fixed_split_size,
-    )
-    if options.batch_invariant:
-        wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
-        num_partitions = min(wanted, split.max_units)
-        if options.num_splits is None and not invariant_cuts_pay(split):
-            num_partitions = 0
-    elif options.num_splits is not None:
-        num_partitions = options.num_splits * num_blocks if options.num_splits > 1 else 0
-    else:
-        num_partitions = partitions_that_pay(split, num_blocks)
-    if num_partitions == 0 or split.max_units >= MAX_UNITS:
-        return block
-    return replace(split, num_partitions=num_partitions)
-
-
-def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
-    """Return whether a batch-invariant plan cuts row blocks: if they are few, and the scratch is not too large.
-
-    Every split of every row block may have a state in the scratch. So that `service.launches_within` meets every
-    decision, bounds are rounded here.
-    """
-    request = split.request
     bounds = replace(
         request.bounds,
         max_seq_len=power_of_two(max(1, request.bounds.max_seq_len)),
         num_tokens=power_of_two(max(1, request.bounds.num_tokens)),
     )
-    largest = replace(split, request=replace(request, num_seqs=power_of_two(request.num_seqs), bounds=bounds))
-    if largest.scratch_size().total > MOST_INVARIANT_SCRATCH:
-        return False
-    return not split.multi_block or 2 * cdiv(bounds.num_tokens * request.spec.group_size, split.config.block_m) <= (
-        split.capacity
-    )
-
-
-def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
-    """Return how many partitions fill the device; 0 to leave row blocks uncut.
-
-    If sequences have several row blocks, they are cut only if the row blocks would leave half of the device idle: an
-    uncut row block reads no more keys than it sees.
-    """
-    tiles = cdiv(split.request.bounds.max_seq_len, split.config.block_n)
-    if tiles <= split.costs.min_split_tiles or (split.multi_block and 2 * num_blocks > split.capacity):
-        return 0
-    shortest = min_partition_tiles(tiles, split.combine_cost, split.costs, split.two_level_min_tiles)
-    return min(split.capacity, num_blocks * cdiv(tiles, shortest))
-
-
-def min_partition_tiles(mean: float, combine_cost: float, costs: CostModel, two_level_min_tiles: int) -> int:
-    """Return the length of the shortest partition that is worth its cost, for sequences of `mean` tiles.
-
-    A sequence of t tiles in partitions of s tiles takes the time of s tiles, and of combining t / s partials. The sum
-    s + combine_cost * t / s is least at s = sqrt(t * combine_cost). Partials that are combined in two levels cost less.
-    Very short sequences are not cut.
-
-    The kernel computes the same from the mean length on the device (`schedule.min_partition_units`).
-    """
-    if mean <= costs.min_split_tiles and combine_cost > 0:
-        shortest = mean
-    else:
-        cost = costs.two_level_combine_discount * combine_cost if mean > two_level_min_tiles else combine_cost
-        shortest = math.sqrt(mean * cost)
-    return max(1, int(shortest + 0.5))
+    return replace(request, num_seqs=power_of_two(request.num_seqs), bounds=bounds)

@@ -1,6 +1,6 @@
 """Combine the partials of a row block. The last program to arrive at the row block does it.
 
-A partial is the state of one row block over some of its keys: acc, m_i and l_i of `primitives.py`, as float32 in the
+A partial is the state of one row block over some of its keys: acc, m_i and l_i of `states.py`, as float32 in the
 plan's scratch. A slot of the scratch holds a partial of each lane. Lanes are the programs that share a partition: one
 for each KV head in the split-KV kernel, and one for each row block of a band in the MLA kernel.
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.primitives import combine, store_result
+from quire.kernels.states import combine, store_result
 
 
 class Partial(NamedTuple):

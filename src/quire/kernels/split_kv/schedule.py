@@ -117,7 +117,7 @@ def count_units(kv, cu_seqlens_q, first, num_seqs, window_left, window_right, S:
 def min_partition_units(mean, combine_cost, S: tl.constexpr):
     """Return the length of the shortest partition that is worth its cost, as a float, for sequences of `mean` units.
 
-    The host computes the same; `split_kv.launch.min_partition_tiles` explains the formula.
+    The host computes the same; `split_kv.choice.min_partition_tiles` explains the formula.
     """
     cost = tl.where(mean > S.TWO_LEVEL_MIN_TILES, S.TWO_LEVEL_DISCOUNT * combine_cost, combine_cost)
     return tl.where((mean <= S.MIN_SPLIT_TILES) & (combine_cost > 0), mean, tl.sqrt(mean * cost))
@@ -174,3 +174,31 @@ def find_sequence(units, first_unit, unit):
     ends = first_unit + tl.cumsum(units, 0)
     before = ends <= unit
     return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
+
+
+@triton.jit
+def find_row_block(kv, cu_seqlens_q, num_seqs, index, window_left, window_right, S: tl.constexpr):
+    """Return where the `index`-th row block of the batch is.
+
+    Returns:
+        seq: its sequence.
+        row_block: which of the sequence's row blocks it is.
+        seq_unit: that sequence's first unit.
+        num_units: units of the batch.
+        num_row_blocks: row blocks of the batch.
+    """
+    seq, first_block, seq_unit, num_units, num_row_blocks = index * 0, index * 0, index * 0, index * 0, index * 0
+    for first in tl.range(0, num_seqs if S.MORE_SEQS else 1, S.SEQS, num_stages=1):
+        seqs = first + tl.arange(0, S.SEQS)
+        _, _, _, _, _, _, units, blocks = sequence_span(
+            kv, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1), window_left, window_right, S
+        )
+        blocks = tl.where(seqs < num_seqs, blocks, 0)
+        ends = num_row_blocks + tl.cumsum(blocks, 0)
+        before = ends <= index
+        seq += tl.sum(before.to(tl.int32), 0)
+        first_block = tl.maximum(first_block, tl.max(tl.where(before, ends, 0), 0))
+        seq_unit += tl.sum(tl.where(before, units * blocks, 0), 0)
+        num_units += tl.sum(units * blocks, 0)
+        num_row_blocks += tl.sum(blocks, 0)
+    return seq, index - first_block, seq_unit, num_units, num_row_blocks

@@ -1,0 +1,213 @@
+"""Which portable kernel serves a batch, with which configuration, and into how many partitions it is cut."""
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+from quire.dispatch import tree
+from quire.dispatch.config import CostModel, KernelConfig
+from quire.dispatch.device import DeviceProperties
+from quire.dispatch.request import Options, Request, cdiv
+from quire.dispatch.tree import power_of_two
+from quire.kernels.block.launch import BlockLaunch
+from quire.kernels.split_kv.launch import FILLED, FIXED_SPLIT_SIZE, SplitKVLaunch, rounded_up
+from quire.spec import AttentionSpec
+
+TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
+MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
+KEYS_OF_WIDE_VALUES = 64  # of a tile of eight warps, where values are wider than 128
+LONG_CONTEXT, KEYS_FOR_EACH_QUERY = 8192, 64  # least keys of a sequence that may keep one program busy for long
+IDLE = 8  # programs that a device has room for, for each row block, where it is nearly idle
+MAX_UNITS = 1 << 31  # the kernel counts units in int32
+
+
+def rounded(request: Request) -> tuple[int, float, int, int]:
+    """Return the features of a batch that decision trees use; see `tree.rounded`."""
+    bounds = request.bounds
+    return tree.rounded(request.spec, request.device, bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens)
+
+
+def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str] | str:
+    """Return a launch of one of the portable kernels and the reason; or, in words, what they do not serve."""
+    return "latents" if request.spec.latent else choose(request, options)
+
+
+def choose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str]:
+    """Return a launch of one of the portable kernels, and the reason."""
+    spec, device = request.spec, request.device
+    if options.config is not None:
+        config, reason = options.config, "config given by the caller"
+    elif options.batch_invariant:
+        config, reason = invariant_config(request)
+    else:
+        config, reason = tree.select(spec, device, *rounded(request))
+    launch = choose_partitions(request, config, tree.cost_model(spec, device), options)
+    if isinstance(launch, SplitKVLaunch):
+        reason += (
+            f", {launch.num_partitions} partitions for each of {spec.num_kv_heads} KV heads on {device.num_sms} SMs"
+        )
+    return launch, reason
+
+
+def invariant_config(request: Request) -> tuple[KernelConfig, str]:
+    """Return the configuration of a batch-invariant plan, and the reason.
+
+    Tiles of as many keys serve all batches. Of two tiles that differ in rows alone, tensor cores and the kernels round
+    a row alike, on devices of which that is known.
+    """
+    spec, device = request.spec, request.device
+    # A fitted tree would choose different tiles for different batches.
+    config, reason = tree.select(spec, device, power_of_two(spec.group_size), 1, FIXED_SPLIT_SIZE, 1, fitted=False)
+    if config.block_dv > 128:  # there are two accumulators, one of the row block and one of the split
+        wide = replace(config, num_warps=8, programs_per_sm=1)
+        has_room = config.block_n == KEYS_OF_WIDE_VALUES and not device.has_mfma
+        if has_room and with_rows(wide, 32, spec, device) is not None:
+            config = wide
+        else:
+            config = replace(config, block_n=max(16, config.block_n // 2), programs_per_sm=2)
+    if device.has_mfma:
+        config = replace(config, matrix_instr_nonkdim=16)  # else the compiler takes larger instructions for more rows
+    for block_m in (32, 64, 128):
+        if has_one_split(request) and not fills(request, block_m):
+            break  # each row block has few keys, and none is cut: more of them are faster than taller ones
+        if config.block_m < min(block_m, request.rows_per_seq) and block_m <= device.alike_rows:
+            config = with_rows(config, block_m, spec, device) or config
+    return config, reason
+
+
+def has_one_split(request: Request) -> bool:
+    """Return whether no sequence of a batch-invariant plan has more than one split."""
+    return power_of_two(max(1, request.bounds.max_seq_len)) <= FIXED_SPLIT_SIZE
+
+
+def fills(request: Request, block_m: int) -> bool:
+    """Return whether row blocks of `block_m` rows fill most of the device."""
+    rows = power_of_two(max(1, request.bounds.num_tokens)) * request.spec.group_size
+    return cdiv(rows, block_m) * request.spec.num_kv_heads >= FILLED * request.device.num_sms
+
+
+@lru_cache(maxsize=4096)
+def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig | None:
+    """Return a configuration with more rows and tiles of as many keys; None if registers or shared memory are short."""
+    if spec.kv_dtype is not spec.dtype:
+        return None  # of 8-bit elements, the compiler multiplies other ones together where there are more rows
+    # mma.sync takes both operands from registers, wgmma at most one.
+    most = TALL_TILE if device.has_wgmma or device.has_mfma else TALL_TILE // 2
+    if block_m * max(config.block_dv, config.block_n) > most:
+        return None
+    taller = replace(config, block_m=block_m, full_tile_loop=True)
+    if block_m > 32:
+        taller = replace(taller, num_warps=8, programs_per_sm=1)
+    room = device.shared_memory - 4 * block_m * config.block_dv  # the state of a split is stored through shared memory
+    while taller.num_stages > 2 and taller.shared_memory(spec) > room:
+        taller = replace(taller, num_stages=taller.num_stages - 1)
+    return taller if taller.shared_memory(spec) <= room else None
+
+
+def choose_partitions(
+    request: Request, config: KernelConfig, costs: CostModel, options: Options
+) -> SplitKVLaunch | BlockLaunch:
+    """Decide into how many partitions a batch is cut, per KV head; if it is not cut, return a `BlockLaunch`.
+
+    Args:
+        request: the batch.
+        config: the kernel's configuration.
+        costs: constants of the device.
+        options: the caller's `num_splits` and `batch_invariant`.
+    """
+    fixed_split_size = FIXED_SPLIT_SIZE if options.batch_invariant else 0
+    block = BlockLaunch(request, config, fixed_split_size)
+    num_blocks = block.num_row_blocks(request.bounds.num_tokens)
+    if num_blocks == 0:
+        return block
+    split = SplitKVLaunch(
+        request,
+        config,
+        1,
+        costs,
+        combine_cost=costs.combine_cost if options.num_splits is None and not options.batch_invariant else 0.0,
+        fixed_split_size=fixed_split_size,
+    )
+    if options.batch_invariant:
+        wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
+        num_partitions = min(wanted, split.max_units)
+        one_each = split.multi_block and has_one_split(request)
+        if options.num_splits is None and (one_each or not invariant_cuts_pay(split)):
+            num_partitions = 0
+    elif options.num_splits is not None:
+        num_partitions = options.num_splits * num_blocks if options.num_splits > 1 else 0
+    elif is_tiny(split, num_blocks):
+        split = replace(split, combine_cost=0.0)
+        num_partitions = num_blocks * cdiv(split.request.bounds.max_seq_len, split.config.block_n)
+    else:
+        num_partitions = partitions_that_pay(split, num_blocks)
+    if num_partitions == 0 or split.max_units >= MAX_UNITS:
+        return block
+    return replace(split, num_partitions=num_partitions)
+
+
+def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
+    """Return whether a batch-invariant plan cuts row blocks: if they are few, and the scratch is not too large.
+
+    Every split of every row block may have a state in the scratch.
+    """
+    request = rounded_up(split.request)
+    rows = request.bounds.num_tokens * request.spec.group_size
+    if split.multi_block and 2 * cdiv(rows, split.config.block_m) > split.capacity:
+        return False
+    return replace(split, request=request).scratch_size().total <= MOST_INVARIANT_SCRATCH
+
+
+def is_tiny(split: SplitKVLaunch, num_blocks: int) -> bool:
+    """Return whether so few sequences of so few keys decode that each KV tile should have a program.
+
+    Of 256 keys, 1 sequence takes 5.3 us so and 7.3 whole, 4 take 6.7 and 7.5, 8 take as long (NVIDIA H200, 2026-11-23).
+    Two tiles are faster whole.
+    """
+    bounds = split.request.bounds
+    tiles = cdiv(bounds.max_seq_len, split.config.block_n)
+    is_short = 2 < tiles <= split.costs.min_split_tiles
+    return is_short and bounds.max_query_len == 1 and IDLE * num_blocks <= split.capacity
+
+
+def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
+    """Return how many partitions fill the device; 0 to leave row blocks uncut.
+
+    If sequences have several row blocks, they are cut only if the row blocks would leave half of the device idle, or if
+    one sequence may keep a program busy for long: an uncut row block reads no more keys than it sees.
+    """
+    tiles = cdiv(split.request.bounds.max_seq_len, split.config.block_n)
+    keeps_busy = split.multi_block and 2 * num_blocks > split.capacity and not may_be_uneven(split.request)
+    if tiles <= split.costs.min_split_tiles or keeps_busy:
+        return 0
+    shortest = min_partition_tiles(tiles, split.combine_cost, split.costs, split.two_level_min_tiles)
+    return min(split.capacity, num_blocks * cdiv(tiles, shortest))
+
+
+def may_be_uneven(request: Request) -> bool:
+    """Return whether one sequence of a ragged batch may have few queries and very many keys, and most others few keys.
+
+    58 sequences of up to 155 queries on up to 42,161 keys, 10/2 heads of 24, took 157 us cut and 638 not; 50 of up to
+    13 on up to 2,532, 128/8 heads of 184, 207 cut, and 123 by the Hopper kernel (NVIDIA H200, 2026-11-23).
+    """
+    bounds = request.bounds
+    is_ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
+    least = max(LONG_CONTEXT, KEYS_FOR_EACH_QUERY * power_of_two(bounds.max_query_len))
+    return is_ragged and request.keys_seen >= least
+
+
+def min_partition_tiles(mean: float, combine_cost: float, costs: CostModel, two_level_min_tiles: int) -> int:
+    """Return the length of the shortest partition that is worth its cost, for sequences of `mean` tiles.
+
+    A sequence of t tiles in partitions of s tiles takes the time of s tiles, and of combining t / s partials. The sum
+    s + combine_cost * t / s is least at s = sqrt(t * combine_cost). Partials that are combined in two levels cost less.
+    Very short sequences are not cut.
+
+    The kernel computes the same from the mean length on the device (`schedule.min_partition_units`).
+    """
+    if mean <= costs.min_split_tiles and combine_cost > 0:
+        shortest = mean
+    else:
+        cost = costs.two_level_combine_discount * combine_cost if mean > two_level_min_tiles else combine_cost
+        shortest = math.sqrt(mean * cost)
+    return max(1, int(shortest + 0.5))

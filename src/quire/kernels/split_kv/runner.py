@@ -1,0 +1,55 @@
+"""`FoldingRunner`: run the split-KV kernel, and then the launch that folds the states of splits."""
+
+from typing import Any
+
+import torch
+
+from quire.cache import PagedKVCache
+from quire.kernels import views
+from quire.kernels.portable import PortableRunner
+from quire.kernels.split_kv.fold import fold_kernel
+from quire.kernels.split_kv.launch import SplitKVLaunch
+
+
+class FoldingRunner(PortableRunner):
+    """Run a launch of the split-KV kernel for one batch, and the fold after it."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        out_scale: torch.Tensor | None = None,
+        new: views.NewTokens | None = None,
+        norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
+    ) -> None:
+        super().__call__(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
+        decided = self.decided
+        assert isinstance(decided, SplitKVLaunch)
+        grid = (decided.num_fold_programs(q.shape[0]), 1, 1)
+        if grid[0] == 0:
+            return
+        stored = views.output_tensor(out, decided.request.device.native_fp8)
+        tensors = stored, out_scale, lse, sinks, None if cache.scale_kind == "token" else cache.v_scale
+        addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
+        key = None
+        if not any((at or 0) % 16 for at in (addresses[0], *addresses[2:4])):
+            dtype, stride_lse = None if sinks is None else sinks.dtype, None if lse is None else lse.stride(0)
+            key = "fold", cache.kind, out.stride(), out.dtype, stride_lse, dtype
+            if self.launches.relaunch(key, grid, addresses):
+                return
+        fixed, meta = self.fold_arguments(decided, cache, out, lse)
+        self.launches.launch(key, fold_kernel, grid, tensors, fixed, meta)
+
+    def fold_arguments(
+        self, decided: SplitKVLaunch, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of `fold_kernel` after the tensors of a layer, and those by name."""
+        kv = views.kv_layout(cache, self.batch, cache.dtype)
+        starts, scratch, _, _, window_left, window_right, num_seqs, num_partitions, _ = self.fixed
+        strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
+        fixed = kv, starts, scratch, window_left, window_right, num_seqs, num_partitions, *strides
+        return fixed, decided.fold_constexprs()

@@ -1,0 +1,61 @@
+"""What the assembly in kernels computes. Each text is known by its instructions; another one is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from .values import Value
+
+
+def bytes_of(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the low and the high byte of 16-bit numbers."""
+    both = pairs.contiguous().view(torch.uint8).reshape(*pairs.shape, 2)
+    return both[..., 0].contiguous(), both[..., 1].contiguous()
+
+
+def unzip(pairs: Value) -> tuple[Value, ...]:
+    low, high = bytes_of(pairs.data)
+    return Value(low.view(torch.int8)), Value(high.view(torch.int8))
+
+
+def to_fp8(x: Value) -> Value:
+    return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+
+
+def fp8_to_float16(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.view(torch.float8_e4m3fn).to(torch.float16)
+
+
+def keys_to_float16(pairs: Value) -> tuple[Value, ...]:
+    """A register has two adjacent pairs of numbers. The first result has both numbers of the first pair."""
+    low, high = (fp8_to_float16(x) for x in bytes_of(pairs.data))
+    return tuple(Value(torch.stack((low[:, i::2], high[:, i::2]), -1).reshape(low.shape)) for i in range(2))
+
+
+def values_to_float16(pairs: Value) -> tuple[Value, ...]:
+    """A register has pairs of two adjacent keys. The first result has the first number of each."""
+    return tuple(Value(fp8_to_float16(x)) for x in bytes_of(pairs.data))
+
+
+def multiply_add(a: Value, b: Value, c: Value) -> Value:
+    product = a.data.to(torch.float64) * b.data.to(torch.float64)
+    return Value((product + c.data.to(torch.float64)).to(torch.float32))
+
+
+MEANINGS: dict[str, Callable[..., Any]] = {
+    "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;": unzip,
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+    "mov.b32 $0, {low, high}; }": to_fp8,
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; "
+    "}": keys_to_float16,
+    "{ .reg .b16 even, odd; .reg .b32 both; prmt.b32 both, $2, 0, 0x3120; mov.b32 {even, odd}, both; "
+    "cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }": values_to_float16,
+    "fma.rn.f32 $0, $1, $2, $3;": multiply_add,
+}
+
+
+def inline_asm_elementwise(text: str, constraints: str, args: list[Value], **options: Any) -> Any:
+    """Compute what the text of some assembly says."""
+    return MEANINGS[" ".join(text.split())](*args)

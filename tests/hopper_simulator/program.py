@@ -1,0 +1,336 @@
+"""A simulated program: warps that run by turns, barriers, asynchronous copies, and products of tensor cores.
+
+One thread of Python runs at a time. Where a GPU may interleave warps in any way, a random number chooses: at each
+barrier it is either another warp's turn, or a copy arrives. So each seed is another order of events, and the same
+seed gives the same one.
+"""
+
+import queue
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from .memory import UNWRITTEN, AccessError, Allocation, GlobalMemory, Tile
+from .values import TORCH_DTYPES, Value
+
+
+class Deadlock(Exception):
+    """Every warp waits for a barrier, and no copy is under way."""
+
+
+class Stopped(BaseException):
+    """Another warp has failed."""
+
+
+class Barrier:
+    """An mbarrier."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.pending = count
+        self.bytes = 0  # that are still expected
+        self.phase = 0
+
+    def arrive(self, count: int = 1, expected_bytes: int = 0) -> None:
+        self.bytes += expected_bytes
+        self.pending -= count
+        if self.pending < 0:
+            raise AccessError(f"more than {self.count} arrivals at a barrier")
+        self.complete()
+
+    def receive(self, num_bytes: int) -> None:
+        self.bytes -= num_bytes
+        self.complete()
+
+    def complete(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.pending, self.phase = self.count, self.phase + 1
+
+    def is_over(self, parity: int) -> bool:
+        """Return whether the last phase of this parity is over."""
+        return self.phase % 2 != parity
+
+
+class Copy(NamedTuple):
+    """A copy by TMA that is under way."""
+
+    into: Tile
+    numbers: torch.Tensor
+    barrier: Barrier
+
+
+class Product(NamedTuple):
+    """A product that tensor cores compute, with what shared memory held when it began."""
+
+    tiles: tuple[tuple[Tile, torch.Tensor], ...]
+    result: "Pending"
+
+
+class Pending(Value):
+    """The result of a product, which must not be read before a wait."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.finished = False
+        self.unfinished_data = data
+        self.dtype = tl.float32
+
+    @property
+    def data(self) -> torch.Tensor:
+        if not self.finished:
+            raise AccessError("the result of a product is read before it was waited for")
+        return self.unfinished_data
+
+
+class Warps:
+    """Warps that run one function: a partition of `warp_specialize`."""
+
+    def __init__(self, program: "Program", number: int, num_warps: int, function: Callable[[], None]) -> None:
+        self.program, self.number, self.num_warps, self.function = program, number, num_warps, function
+        self.products: list[Product] = []
+        self.groups: list[list[tuple[Tile, torch.Tensor]]] = [[]]  # of copies of 16 bytes; the last is open
+        self.ready: Callable[[], bool] = lambda: True
+        self.turn = threading.Lock()  # is released when it is these warps' turn
+        self.turn.acquire()
+        self.over = False
+
+    def start(self) -> None:
+        """Begin to run, in a thread of Python that waits for its turn."""
+        if IDLE:
+            IDLE.pop().put(self)
+        else:
+            Worker(self).start()
+
+    def run(self) -> None:
+        machine = self.program.machine
+        machine.local.warps = self
+        self.turn.acquire()
+        try:
+            if machine.failure is None:
+                self.function()
+                if self.products:
+                    raise AccessError("products are not waited for")
+        except Stopped:
+            pass
+        except BaseException as failure:
+            machine.failure = machine.failure or failure
+        self.over = True
+        machine.next_turn()
+
+
+class Worker(threading.Thread):
+    """A thread that runs one function after the other: to start one takes longer than many a function."""
+
+    def __init__(self, warps: Warps) -> None:
+        super().__init__(daemon=True)
+        self.work: queue.SimpleQueue[Warps] = queue.SimpleQueue()
+        self.work.put(warps)
+
+    def run(self) -> None:
+        while True:
+            self.work.get().run()
+            IDLE.append(self.work)
+
+
+IDLE: list[queue.SimpleQueue[Warps]] = []  # of workers that wait for work
+
+
+class Program:
+    """A program of the grid."""
+
+    def __init__(self, machine: "Machine", ids: tuple[int, ...]) -> None:
+        self.machine, self.ids = machine, ids
+        self.allocations: list[Allocation] = []
+        self.barriers: dict[tuple[int, int], Barrier] = {}
+
+    def barrier(self, tile: Tile) -> Barrier:
+        return self.barriers[id(tile.allocation), tile.base]
+
+
+class Machine:
+    """A GPU that runs some programs at a time."""
+
+    def __init__(self, seed: int, grid: tuple[int, ...], memory: GlobalMemory) -> None:
+        self.random = random.Random(seed)
+        self.grid, self.memory = grid, memory
+        self.warps: list[Warps] = []
+        self.copies: list[Copy] = []
+        self.failure: BaseException | None = None
+        self.local = threading.local()
+        self.all_over = threading.Semaphore(0)
+        self.hurry = self.random.random()  # how soon copies arrive
+
+    def run(self, programs: list[tuple[Program, Callable[[], None]]]) -> None:
+        """Run programs, each from a function for its first warps, until all their warps are over."""
+        self.warps = [Warps(program, 0, 4, function) for program, function in programs]
+        for warps in self.warps:
+            warps.start()
+        self.next_turn()
+        self.all_over.acquire()
+        if self.failure is not None:
+            raise self.failure
+
+    def next_turn(self) -> None:
+        """Give a turn to some warps that can go on; before that, let some copies arrive."""
+        while True:
+            left = [warps for warps in self.warps if not warps.over]
+            if not left:
+                self.all_over.release()
+                return
+            able = left if self.failure is not None else [warps for warps in left if warps.ready()]
+            if self.copies and (not able or self.random.random() < self.hurry):
+                self.arrive(self.copies.pop(self.random.randrange(len(self.copies))))
+            elif able:
+                self.random.choice(able).turn.release()
+                return
+            else:
+                self.failure = Deadlock(f"{len(left)} functions wait for barriers")
+
+    def arrive(self, copy: Copy) -> None:
+        copy.into.allocation.arriving.set(copy.into.place().lines, 0)
+        copy.into.write(copy.numbers)
+        copy.barrier.receive(copy.numbers.numel() * copy.into.itemsize)
+
+    def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Let other warps run, until these are chosen again and `ready`."""
+        own = self.local.warps
+        own.ready = ready
+        self.next_turn()
+        own.turn.acquire()
+        if self.failure is not None:
+            raise Stopped
+
+    # What follows are the instructions of a program.
+
+    def program_id(self, axis: int) -> Value:
+        return Value(torch.tensor(self.local.warps.program.ids[int(axis)], dtype=torch.int32))
+
+    def num_programs(self, axis: int) -> Value:
+        return Value(torch.tensor(self.grid[int(axis)], dtype=torch.int32))
+
+    def num_warps(self) -> int:
+        return self.local.warps.num_warps
+
+    def warp_specialize(self, functions: Any, num_warps: Any, registers: Any) -> None:
+        """Run functions at the same time, the first by the warps that call."""
+        own = self.local.warps
+        added = [
+            Warps(own.program, i + 1, warps, lambda f=f, arguments=arguments: f(*arguments))
+            for i, ((f, arguments), warps) in enumerate(zip(functions[1:], num_warps, strict=True))
+        ]
+        self.warps += added
+        for warps in added:
+            warps.start()
+        first, arguments = functions[0]
+        first(*arguments)
+        self.pause(lambda: all(warps.over for warps in added))
+
+    def allocate_shared_memory(self, dtype: tl.dtype, shape: Any, layout: Any) -> Tile:
+        shape = [int(size) for size in shape]
+        size = dtype.primitive_bitwidth // 8
+        for extent in shape:
+            size *= extent
+        allocation = Allocation(size, lambda: self.local.warps.number)
+        self.local.warps.program.allocations.append(allocation)
+        return Tile(allocation, dtype, shape, layout)
+
+    def fence_async_shared(self) -> None:
+        own = self.local.warps
+        for allocation in own.program.allocations:
+            allocation.unfenced.clear(own.number + 1)
+
+    # mbarrier
+
+    def init(self, tile: Tile, count: int) -> None:
+        self.local.warps.program.barriers[id(tile.allocation), tile.base] = Barrier(int(count))
+
+    def expect(self, tile: Tile, num_bytes: int) -> None:
+        self.local.warps.program.barrier(tile).arrive(expected_bytes=int(num_bytes))
+
+    def arrive_at(self, tile: Tile, count: int = 1) -> None:
+        self.local.warps.program.barrier(tile).arrive(int(count))
+        if self.random.random() < 0.5:
+            self.pause()
+
+    def wait(self, tile: Tile, phase: Any) -> None:
+        barrier, parity = self.local.warps.program.barrier(tile), int(phase)
+        self.pause(lambda: barrier.is_over(parity))
+
+    # TMA
+
+    def tma_load(self, desc: Any, coordinates: Any, barrier: Tile, into: Tile) -> None:
+        if (
+            list(desc.block_shape) != list(into.shape)
+            or desc.layout.swizzle_byte_width != into.layout.swizzle_byte_width
+        ):
+            raise AccessError(f"a box of {desc.block_shape} is loaded into a tile of {into.shape}")
+        into.check_fenced()
+        numbers = desc.box([int(c) for c in coordinates])
+        begin_copy(into)
+        self.copies.append(Copy(into, numbers, self.local.warps.program.barrier(barrier)))
+
+    # Copies of 16 bytes
+
+    def copy_async(self, into: Tile, pointer: Value, mask: Any) -> None:
+        numbers = self.memory.load(pointer, mask, 0).data
+        begin_copy(into)
+        self.local.warps.groups[-1].append((into, numbers))
+
+    def commit_group(self) -> None:
+        self.local.warps.groups.append([])
+
+    def wait_group(self, number: int) -> None:
+        own = self.local.warps
+        while len(own.groups) - 1 > int(number):
+            for into, numbers in own.groups.pop(0):
+                into.allocation.arriving.set(into.place().lines, 0)
+                into.store(Value(numbers, into.dtype))
+
+    # Tensor cores
+
+    def warpgroup_mma(self, a: Any, b: Tile, acc: Value, use_acc: Any = True, is_async: bool = False) -> Value:
+        for tile in (a, b):
+            if isinstance(tile, Tile):
+                tile.check_fenced()
+        left, right = (x.read() if isinstance(x, Tile) else x.data for x in (a, b))
+        held = tuple((x, data) for x, data in ((a, left), (b, right)) if isinstance(x, Tile))
+        if left.dtype != right.dtype:
+            raise AccessError(f"a product of {left.dtype} and {right.dtype}")
+        product = left.to(torch.float32) @ right.to(torch.float32)
+        if bool(use_acc):
+            product = product + (acc.unfinished_data if isinstance(acc, Pending) else acc.data)
+        result = Pending(product)
+        self.local.warps.products.append(Product(held, result))
+        if not is_async:
+            self.warpgroup_mma_wait(0, [result])
+        return result
+
+    def warpgroup_mma_wait(self, number: Any, deps: Any) -> Any:
+        """Finish all products but the last few. Their operands must not have changed since they began."""
+        self.pause()
+        own = self.local.warps
+        while len(own.products) > int(number):
+            product = own.products.pop(0)
+            for tile, held in product.tiles:
+                if not same_bits(tile.read(), held):
+                    raise AccessError(f"a tile of {tile.shape} changed while tensor cores read it")
+            product.result.finished = True
+        return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def begin_copy(into: Tile) -> None:
+    """Mark a tile as one that a copy will write. Until then its contents are undefined."""
+    if into.allocation.arriving.any(into.place().lines):
+        raise AccessError("two copies to the same place are under way")
+    into.write(
+        torch.full((*into.shape, into.itemsize), UNWRITTEN, dtype=torch.uint8)
+        .view(TORCH_DTYPES[into.dtype])
+        .squeeze(-1)
+    )
+    into.allocation.arriving.set(into.place().lines, 1)

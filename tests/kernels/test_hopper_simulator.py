@@ -1,0 +1,327 @@
+"""The kernels for Hopper GPUs on a CPU: their Gluon functions in the simulator, against the oracle.
+
+They are as small as they can be and still have every barrier, every kind of tile and every order of loads. Those of
+`tests/gpu` are larger, and see what only a compiler or a GPU decides.
+"""
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import quire
+from quire import intervals
+from quire.dispatch.device import interprets
+from quire.testing import error_budget, make_problem
+
+if not interprets():
+    pytest.skip("the other kernels of these plans run in Triton's interpreter", allow_module_level=True)
+pytest.importorskip("triton.experimental.gluon")
+
+from tests.hopper_simulator.launch import simulated_hopper
+
+LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
+MIXED = ((40, 200), (1, 17), (0, 50), (3, 0), (33, 33), (4, 70))
+E4M3 = {"kv_dtype": torch.float8_e4m3fn}
+LONG = 5000  # keys; with this bound, a program has two consumer warpgroups
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def anywhere(batch, num_tokens):
+    """Intervals without order: some empty, some past both ends of the sequence, some of one key."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    begin = torch.randint(-40, 300, (num_tokens,), generator=generator, dtype=torch.int32)
+    end = begin + torch.randint(-40, 150, (num_tokens,), generator=generator, dtype=torch.int32)
+    begin[::7], end[::7] = -(2**31), 2**31 - 1
+    begin[1::7], end[1::7] = 2**31 - 1, -(2**31)
+    end[2::7] = begin[2::7] + 1
+    return replace(batch, key_begin=begin, key_end=end)
+
+
+SIGHTS = {
+    "chunks": partial(intervals.chunked_local, size=32),
+    "window": partial(intervals.sliding_window, size=50, right=20),
+    "anywhere": anywhere,
+}
+
+
+def attend(problem, plan, seed=0):
+    tensors = problem.tables | {"out_scale": problem.out_scale}
+    with simulated_hopper(seed) as simulated:
+        state = quire.attention(problem.q, problem.cache, plan, **tensors, return_lse=True)
+    return state, simulated
+
+
+def make_plan(problem, max_seq_len=None, kernel="hopper", num_sms=1, **options):
+    """Plan for a GPU of few SMs, whose programs have many tiles, and use the same shared memory again and again."""
+    batch, bounds = problem.batch, problem.bounds | options
+    if max_seq_len:  # more than any sequence has
+        bounds |= {"max_seq_len": max_seq_len}
+        if batch.cu_pages is None:
+            pages = max_seq_len // problem.cache.page_size + 1
+            batch = replace(batch, page_table=torch.nn.functional.pad(batch.page_table, (0, pages)))
+    with simulated_hopper(num_sms=num_sms):
+        return quire.plan(problem.spec, batch, **bounds, kernel=kernel)
+
+
+def assert_right(spec, lens=MIXED, max_seq_len=None, kernel="hopper", num_sms=1, **problem):
+    """Attend with some order of events, and compare with the oracle."""
+    p = make_problem(spec, lens, **problem)
+    plan = make_plan(p, max_seq_len, kernel, num_sms)
+    state, simulated = attend(p, plan, seed=len(lens))
+    verdict = error_budget(p, state)
+    assert verdict.passed, (plan, verdict)
+    assert f"{kernel}_kernel" in simulated, plan
+    return plan
+
+
+@pytest.mark.parametrize("bound", [None, LONG])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"sliding_window": 100},
+        {"sliding_window": 600},
+        {"causal": False, "sliding_window": 77, "sliding_window_right": 30, "head_dim": 128},
+        {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 100},
+    ],
+    ids=str,
+)
+def test_features(extra, bound):
+    plan = assert_right(quire.AttentionSpec(**LLAMA | extra), max_seq_len=bound)
+    assert plan.launch.config.num_warpgroups == (2 if bound and plan.launch.request.keys_seen > 512 else 1)
+
+
+@pytest.mark.parametrize("bound", [None, LONG])
+def test_bfloat16(bound):
+    """Of prompts, since Triton's interpreter computes decode launches of bfloat16 wrongly."""
+    assert_right(quire.AttentionSpec(**LLAMA | {"dtype": torch.bfloat16}), ((40, 200), (33, 33)), max_seq_len=bound)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(16, 16), (24, 40), (80, 80), (112, 96), (128, 256), (192, 128), (256, 64), (192, 192)]
+)
+def test_widths(head_dim, head_dim_v):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+    assert_right(spec, page_size=24, layout="HND")
+    assert_right(spec, max_seq_len=LONG, page_size=2)
+
+
+@pytest.mark.parametrize("bound", [None, LONG])
+@pytest.mark.parametrize(
+    "extra", [{}, {"head_dim": 80, "head_dim_v": 96}, {"head_dim": 128} | E4M3 | {"allow_fp8": True}], ids=str
+)
+def test_outputs_in_e4m3(extra, bound):
+    """With the smaller scale, some results saturate."""
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), MIXED)
+    p = replace(p, out_scale=torch.tensor([5e-4 if bound else 0.013]))
+    state, simulated = attend(p, make_plan(p, bound))
+    assert state.out.dtype is torch.float8_e4m3fn and "hopper_kernel" in simulated
+    assert error_budget(p, state).passed
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (10, 2), (7, 1), (16, 1), (33, 1)])
+def test_group_sizes(heads):
+    spec = quire.AttentionSpec(**LLAMA | {"num_q_heads": heads[0], "num_kv_heads": heads[1]})
+    assert_right(spec, ((24, 100), (24, 24), (9, 70)))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 8, 24, 128, 528])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages(page_size, layout):
+    assert_right(quire.AttentionSpec(**LLAMA), page_size=page_size, layout=layout, flat_table=layout == "HND")
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_windows_of_gathered_rows(page_size):
+    assert_right(quire.AttentionSpec(**LLAMA | {"sliding_window": 30}), page_size=page_size)
+
+
+def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
+    """Its first query sees all keys of the tile but the last, so the tile needs a mask."""
+    assert_right(quire.AttentionSpec(**LLAMA), ((130, 256), (66, 192)))
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (128, 1)])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_quantised_caches(kv_dtype, head_dim, page_size):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "kv_dtype": kv_dtype})
+    assert_right(spec, scales="tensor", page_size=page_size)
+    assert_right(replace(spec, sliding_window=50, sinks=True), scales="head", layout="HND", page_size=page_size)
+
+
+@pytest.mark.parametrize("page_size", [24, 1])
+@pytest.mark.parametrize("extra", [{}, {"sliding_window": 50, "softcap": 20.0}, {"num_q_heads": 14}], ids=str)
+def test_products_in_fp8(extra, page_size):
+    spec = quire.AttentionSpec(**LLAMA | E4M3 | {"head_dim": 128, "allow_fp8": True} | extra)
+    assert assert_right(spec, page_size=page_size).launch.config.fp8_mma
+
+
+@pytest.mark.parametrize(
+    ("extra", "page_size"),
+    [({"sinks": True, "softcap": 20.0}, 16), ({"head_dim": 192, "head_dim_v": 128}, 1), ({"head_dim": 128} | E4M3, 16)],
+    ids=str,
+)
+def test_splits(extra, page_size):
+    """Among them are empty ones."""
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((64, 500), (0, 50)), page_size=page_size)
+    plan = make_plan(p, 16384, num_sms=24, num_tokens=None)
+    assert plan.launch.num_splits > 1, plan
+    verdict = error_budget(p, attend(p, plan)[0])
+    assert verdict.passed, (plan, verdict)
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("page_size", [16, 1])
+@pytest.mark.parametrize("extra", [{}, {"head_dim": 128, "sinks": True}, {"head_dim": 128} | E4M3], ids=str)
+def test_intervals(extra, page_size, sight):
+    """Slots that no row sees hold NaN."""
+    bound = LONG if sight == "anywhere" else None
+    assert_right(quire.AttentionSpec(**LLAMA | extra), MIXED, bound, page_size=page_size, per_token=SIGHTS[sight])
+
+
+@pytest.mark.parametrize("extra", [{}, {"head_dim": 128} | E4M3], ids=str)
+def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
+    """All rows of a sequence see the same keys, one more or one less than whole tiles of 64 or of 128."""
+    edges = [(begin, end) for begin in (63, 64, 65) for end in (191, 192, 193, 255, 256, 257)]
+
+    def per_token(batch, num_tokens):
+        begin, end = (int32(*ends).repeat_interleave(10) for ends in zip(*edges, strict=True))
+        return replace(batch, key_begin=begin, key_end=end)
+
+    assert_right(quire.AttentionSpec(**LLAMA | extra), ((10, 300),) * len(edges), per_token=per_token)
+
+
+@pytest.mark.parametrize(
+    ("extra", "page_size"),
+    [({}, 1), ({"head_dim": 80, "sinks": True}, 16), ({"head_dim": 256}, 16), ({"num_q_heads": 14}, 1)],
+    ids=str,
+)
+def test_batch_invariant_plans(extra, page_size):
+    """Prompts of any company have the same bits, whatever the order of events."""
+    spec = quire.AttentionSpec(**LLAMA | extra)
+    p = make_problem(spec, ((40, 300), (70, 170)), page_size=page_size)
+    plan = make_plan(p, batch_invariant=True)
+    assert plan.launch.config is not None and plan.kernel == "hopper"
+    first, _ = attend(p, plan, seed=0)
+    assert error_budget(p, first).passed
+    again, _ = attend(p, plan, seed=1)
+    assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
+
+
+def test_values_in_several_parts():
+    """A work tile has some columns of the values."""
+    plan = assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": 128, "head_dim_v": 256}), ((40, 300), (70, 170)))
+    p = make_problem(plan.spec, ((40, 300), (70, 170)))
+    plan = make_plan(p, batch_invariant=True)
+    assert plan.launch.constexprs()["PARTS"] == 2
+    assert error_budget(p, attend(p, plan)[0]).passed
+
+
+def test_more_sequences_than_are_looked_at_at_once():
+    lens = tuple((40, 70) if i in (3, 127, 128, 200) else (0, i % 40 + 3) for i in range(201))
+    assert_right(quire.AttentionSpec(**LLAMA), lens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_events_gives_the_same_bits(seed):
+    spec = quire.AttentionSpec(**LLAMA)
+    p = make_problem(spec, ((40, 300), (70, 170)), page_size=1 if seed % 2 else 16)
+    plan = make_plan(p, LONG if seed % 3 else None)
+    first, other = (attend(p, plan, seed=s)[0] for s in (100, seed))
+    assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whole_space(seed):
+    draw = random.Random(seed)
+    kv_heads, causal = draw.randint(1, 3), draw.choice([True, False])
+    spec = quire.AttentionSpec(
+        num_q_heads=kv_heads * draw.randint(1, 9),
+        num_kv_heads=kv_heads,
+        head_dim=draw.choice([64, 128, 80, 96, 192]),
+        head_dim_v=draw.choice([64, 128, 96]),
+        dtype=torch.float16,
+        causal=causal,
+        sliding_window=draw.choice([None, draw.randint(1, 400)]),
+        sliding_window_right=None if causal else draw.choice([None, draw.randint(0, 200)]),
+        sinks=draw.choice([True, False]),
+    )
+    lens = [(draw.choice([0, 1, 9, 33, 70]), draw.choice([0, *draw.sample(range(300), 3)])) for _ in range(3)]
+    lens.append((34, 90))
+    assert_right(
+        spec,
+        lens,
+        draw.choice([None, LONG]),
+        page_size=draw.choice([draw.randint(1, 7), 8 * draw.randint(1, 20)]),
+        layout=draw.choice(["NHD", "HND"]),
+        flat_table=draw.choice([True, False]),
+        seed=seed,
+    )
+
+
+LATENTS = ((1, 500), (1, 17), (4, 70), (1, 0), (0, 50), (2, 64), (1, 128))
+
+
+def latent_spec(num_q_heads, **fields):
+    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, dtype=torch.float16, **fields)
+
+
+def assert_latents_are_right(spec, lens=LATENTS, partitions=2, page_size=64, **problem):
+    """Row blocks have 64 rows; the tiles of each are cut into partitions."""
+    row_blocks = -(-spec.num_q_heads * max(q_len for q_len, _ in lens) // 64)
+    num_sms = partitions * max(1, row_blocks)
+    plan = assert_right(spec, lens, kernel="mla_hopper", num_sms=num_sms, page_size=page_size, **problem)
+    assert plan.launch.num_partitions == partitions
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("num_q_heads", "causal"), [(1, True), (8, False), (16, True), (40, False), (40, True)])
+def test_latents(num_q_heads, causal, kv_dtype):
+    assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype, causal=causal))
+
+
+@pytest.mark.parametrize(("page_size", "kv_dtype"), [(8, None), (48, torch.float8_e4m3fn), (528, None)])
+def test_pages_of_latents(page_size, kv_dtype):
+    assert_latents_are_right(latent_spec(16, kv_dtype=kv_dtype), page_size=page_size)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("num_q_heads", [16, 64])
+@pytest.mark.parametrize(
+    "lens",
+    [((1, 1),), ((1, 600),), tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3],
+    ids=lambda lens: f"{len(lens)} of {lens[0][1]}",
+)
+def test_lengths_of_latents(lens, num_q_heads, kv_dtype):
+    """Partitions cut sequences, and hold several."""
+    assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype), lens, partitions=5, one_query=True)
+
+
+def test_more_sequences_of_latents_than_are_looked_at_at_once():
+    lens = tuple((1, 37 * i % 100) for i in range(140))
+    assert_latents_are_right(latent_spec(8), lens, one_query=True)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("num_q_heads", [16, 64])
+def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dtype):
+    p = make_problem(
+        latent_spec(num_q_heads, kv_dtype=kv_dtype), ((1, 100), (1, 500), (1, 130)), page_size=64, one_query=True
+    )
+    plan = make_plan(p, kernel="mla_hopper", num_sms=2)
+    first, other = (attend(p, plan, seed=s)[0] for s in (0, 1))
+    assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
+
+
+@pytest.mark.parametrize("seed", [57, 1009])
+def test_a_tile_may_arrive_long_after_the_next_one(seed):
+    """Two warpgroups take the tiles in turn. In these orders of events, one has to wait for a tile of the other's."""
+    p = make_problem(latent_spec(20, kv_dtype=torch.float8_e4m3fn), ((1, 700),), page_size=64, one_query=True)
+    state, _ = attend(p, make_plan(p, kernel="mla_hopper", num_sms=1), seed)
+    assert error_budget(p, state).passed
