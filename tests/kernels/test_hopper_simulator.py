@@ -265,11 +265,12 @@ def test_whole_space(seed):
     )
 
 
+PRODUCTS_IN_FP8 = {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}
 LATENTS = ((1, 500), (1, 17), (4, 70), (1, 0), (0, 50), (2, 64), (1, 128))
 
 
 def latent_spec(num_q_heads, **fields):
-    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, dtype=torch.float16, **fields)
+    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, **{"dtype": torch.float16} | fields)
 
 
 def assert_latents_are_right(spec, lens=LATENTS, partitions=2, page_size=64, **problem):
@@ -301,6 +302,19 @@ def test_pages_of_latents(page_size, kv_dtype):
 def test_lengths_of_latents(lens, num_q_heads, kv_dtype):
     """Partitions cut sequences, and hold several."""
     assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype), lens, partitions=5, one_query=True)
+
+
+@pytest.mark.parametrize(
+    ("num_q_heads", "page_size", "fields"),
+    [(40, 64, {"causal": True}), (64, 8, {}), (128, 48, {"causal": True}), (33, 528, {"dtype": torch.bfloat16})],
+)
+def test_products_of_latents_in_fp8(num_q_heads, page_size, fields):
+    assert_latents_are_right(latent_spec(num_q_heads, **PRODUCTS_IN_FP8 | fields), page_size=page_size)
+
+
+@pytest.mark.parametrize("lens", [((1, 1),), ((1, 900),), tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3])
+def test_lengths_of_latents_with_products_in_fp8(lens):
+    assert_latents_are_right(latent_spec(64, **PRODUCTS_IN_FP8), lens, partitions=5, one_query=True)
 
 
 def test_more_sequences_of_latents_than_are_looked_at_at_once():

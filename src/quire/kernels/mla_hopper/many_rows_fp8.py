@@ -35,7 +35,7 @@ from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
 from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE, make_barrier, wait
 from quire.kernels.mla_hopper.ring import allocate_ring, place_of, rope_of, wait_for_quarter
 from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
-from quire.kernels.mla_hopper.softmax import finite
+from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
 LIFT = gl.constexpr(8.0)  # probabilities are scaled by 2^8, so that small ones keep their bits
 TILES = gl.constexpr(5)  # of the ring
@@ -186,12 +186,6 @@ def multiply_keys(s, tile):
 
 
 @gluon.jit
-def free_quarter(s, tile, QUARTER_I: gl.constexpr):
-    """Let the producer overwrite a quarter of a tile."""
-    mbarrier.arrive(s.ring.empty.index(place_of(s.ring, 4 * tile + QUARTER_I)[0]), count=1)
-
-
-@gluon.jit
 def hand_over(s, scores, m_i, l_i, tile, pos, work, program, scale, NUM_HEADS: gl.constexpr):
     """Store the probabilities of a tile, which begins at position `pos`, for the warpgroups that multiply them.
 
@@ -271,17 +265,21 @@ def add_tile(SIDE: gl.constexpr, s, acc, tile, pos, visible):
 
     Tensor cores accumulate fp8 products with about 14 bits, so the products of each tile are added to acc in float32.
     acc is in even and odd columns of each quarter.
+
+    A quarter is freed after a product has taken what was loaded of it. A load that no instruction has waited for may
+    read after TMA has overwritten its place.
     """
     stage, use = tile % HANDED, tile // HANDED
-    even, odd = value_operands(s, tile, 2 * SIDE, pos, visible)
-    wait(s.p_full.index(stage), use)  # the keys have been multiplied
-    free_quarter(s, tile, 2 * SIDE)
-    first = add_product(s, even, acc[0], stage), add_product(s, odd, acc[1], stage)
-    even, odd = value_operands(s, tile, 2 * SIDE + 1, pos, visible)
-    free_quarter(s, tile, 2 * SIDE + 1)
-    second = add_product(s, even, acc[2], stage), add_product(s, odd, acc[3], stage)
+    results = ()
+    for i in gl.static_range(2):
+        even, odd = value_operands(s, tile, 2 * SIDE + i, pos, visible)
+        if i == 0:
+            wait(s.p_full.index(stage), use)  # the keys have been multiplied
+        even = add_product(s, even, acc[2 * i], stage)
+        mbarrier.arrive(s.ring.empty.index(place_of(s.ring, 4 * tile + 2 * SIDE + i)[0]), count=1)
+        results = results + (even, add_product(s, odd, acc[2 * i + 1], stage))
     mbarrier.arrive(s.p_empty.index(stage), count=1)
-    return first + second
+    return results
 
 
 @gluon.jit
@@ -305,16 +303,15 @@ def add_product(s, values, acc, stage):
 def value_operands(s, tile, QUARTER_I: gl.constexpr, pos, visible):
     """Load a quarter of a tile as two operands, its even and its odd columns.
 
-    The keys are permuted by `permute_for_fp8_operand`. Those that no query sees are zeroed: they may hold NaN, and
-    0 * NaN is NaN.
+    The keys are permuted by `permute_for_fp8_operand`. The four of one column that a product takes from a register
+    become adjacent elements of a thread first, so that each byte moves once.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
     place = wait_for_quarter(s.ring, 4 * tile + QUARTER_I)
-    pairs = column_pairs(s.ring.quarters.index(place)).permute((1, 0)).load(LAYOUT)
     if pos + TILE > visible:
-        keys = pos + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
-        pairs = gl.where((keys < visible)[None, :], pairs, 0)
-    even, odd = split_column_pairs(permute_for_fp8_operand(pairs))
-    even, odd = even.to(s.q.dtype, bitcast=True), odd.to(s.q.dtype, bitcast=True)
-    return gl.convert_layout(even, OPERAND), gl.convert_layout(odd, OPERAND)
+        wait(s.p_full.index(tile % HANDED), tile // HANDED)  # the keys have been multiplied
+        zero_invisible_rows(s.ring.quarters.index(place), pos, visible)
+    pairs = column_pairs(s.ring.quarters.index(place)).permute((1, 0)).load(LAYOUT)
+    even, odd = split_column_pairs(gl.convert_layout(permute_for_fp8_operand(pairs), OPERAND))
+    return even.to(s.q.dtype, bitcast=True), odd.to(s.q.dtype, bitcast=True)
