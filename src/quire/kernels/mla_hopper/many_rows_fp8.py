@@ -312,6 +312,7 @@ def value_operands(s, tile, QUARTER_I: gl.constexpr, pos, visible):
     if pos + TILE > visible:
         wait(s.p_full.index(tile % HANDED), tile // HANDED)  # the keys have been multiplied
         zero_invisible_rows(s.ring.quarters.index(place), pos, visible)
+        fence_async_shared()  # TMA overwrites what was zeroed
     pairs = column_pairs(s.ring.quarters.index(place)).permute((1, 0)).load(LAYOUT)
     even, odd = split_column_pairs(gl.convert_layout(permute_for_fp8_operand(pairs), OPERAND))
     return even.to(s.q.dtype, bitcast=True), odd.to(s.q.dtype, bitcast=True)
