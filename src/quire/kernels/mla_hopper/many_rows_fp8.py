@@ -35,7 +35,7 @@ from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
 from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE, make_barrier, wait
 from quire.kernels.mla_hopper.ring import allocate_ring, place_of, rope_of, wait_for_quarter
 from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
-from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
+from quire.kernels.mla_hopper.softmax import finite, mask_scores, zero_invisible_rows
 
 LIFT = gl.constexpr(8.0)  # probabilities are scaled by 2^8, so that small ones keep their bits
 TILES = gl.constexpr(5)  # of the ring
@@ -204,19 +204,6 @@ def hand_over(s, scores, m_i, l_i, tile, pos, work, program, scale, NUM_HEADS: g
     fence_async_shared()
     mbarrier.arrive(s.p_full.index(stage), count=1)
     return m_new, l_i * alpha + gl.sum(p, 1)
-
-
-@gluon.jit
-def mask_scores(scores, pos, work, row_block, causal, NUM_HEADS: gl.constexpr):
-    """Set scores of invisible keys to -inf, in a tile that begins at position `pos`."""
-    low_token = row_block * ROWS // NUM_HEADS
-    if pos + TILE > gl.where(causal, gl.minimum(work.first_pos + low_token + 1, work.seq_len), work.seq_len):
-        rows = row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
-        last = gl.where(causal, work.first_pos + rows // NUM_HEADS, work.seq_len - 1)
-        last = gl.minimum(last, work.seq_len - 1) - pos
-        cols = gl.arange(0, TILE, gl.SliceLayout(0, OF_SCORES))
-        scores = gl.where(cols[None, :] <= last[:, None], scores, float("-inf"))
-    return scores
 
 
 @gluon.jit
