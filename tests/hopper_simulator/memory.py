@@ -119,10 +119,10 @@ class Allocation:
         self.running_warps = running_warps
         self.bytes = torch.full(((size + 15) // 16 * 16,), UNWRITTEN, dtype=torch.uint8)
         self.lines = self.bytes.view(-1, 16)
-        # Of each 16 bytes: whether a copy will write them, whether TMA has begun to do so once, and 1 + the warps that
-        # stored them, until these fence.
+        # Of each 16 bytes: whether a copy will write them, whether TMA has begun to write them at any time, and 1 + the
+        # warps that stored them, until these fence.
         self.arriving = Marks(size)
-        self.loaded_by_tma = Marks(size)
+        self.written_by_tma = Marks(size)
         self.unfenced = Marks(size)
 
 
@@ -191,7 +191,7 @@ class Tile:
 
     def load(self, layout: Any = None) -> Value:
         loaded = Value(self.read(), self.dtype)
-        if self.allocation.loaded_by_tma.any(self.place().lines):
+        if self.allocation.written_by_tma.any(self.place().lines):
             load = Load(self.shape)
             self.allocation.running_warps().loads.append(load)
             loaded.loads = frozenset((load,))

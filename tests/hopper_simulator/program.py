@@ -98,11 +98,11 @@ class Warps:
         self.over = False
 
     def check_loads(self) -> None:
-        """Raise if a load is not complete: before it reads, TMA may overwrite the place, if it is told to now."""
+        """Raise if a load is not complete. What these warps do next may let TMA overwrite the place before that."""
         self.loads = [load for load in self.loads if not load.complete]
         if self.loads:
             raise AccessError(
-                f"a tile of {self.loads[0].shape} was loaded, and nothing has waited for the load; TMA may overwrite it"
+                f"nothing has waited for a load of a tile of {self.loads[0].shape}, and TMA may now overwrite it"
             )
 
     def start(self) -> None:
@@ -280,7 +280,7 @@ class Machine:
             raise AccessError(f"a box of {desc.block_shape} is loaded into a tile of {into.shape}")
         into.check_fenced()
         self.local.warps.check_loads()
-        into.allocation.loaded_by_tma.set(into.place().lines, 1)
+        into.allocation.written_by_tma.set(into.place().lines, 1)
         numbers = desc.box([int(c) for c in coordinates])
         begin_copy(into)
         self.copies.append(Copy(into, numbers, self.local.warps.program.barrier(barrier)))

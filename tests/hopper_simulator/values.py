@@ -3,7 +3,8 @@
 A value has the type that Triton gives it, and wraps, truncates and rounds as that type does. Layouts are ignored: they
 say which thread holds an element, not what it is.
 
-A value knows the loads from shared memory that it was computed from, so that the first effect of a load is noticed.
+A value knows the loads that it was computed from, those of places that TMA writes. The first operation with an effect
+that takes such a value waits for the loads. A compiler may move operations without an effect.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class Type:
 
 
 class Load:
-    """A load from shared memory. It is complete when an operation with an effect has taken what was loaded."""
+    """A load from a place that TMA writes. It is complete when an operation with an effect has taken what it loads."""
 
     def __init__(self, shape: list[int]) -> None:
         self.shape = shape
@@ -37,7 +38,7 @@ class Load:
 
 
 def computed(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the results of an operation without an effect, which a compiler may move, know the loads of its operands."""
+    """Let the results of an operation without an effect know the loads of its operands."""
 
     @wraps(operation)
     def compute(*args: Any, **options: Any) -> Any:
@@ -55,7 +56,7 @@ class Value:
     """A scalar or a tensor. A pointer is the address of an element."""
 
     type = Type
-    loads: frozenset[Load] = frozenset()  # of which the value was computed
+    loads: frozenset[Load] = frozenset()  # from which the value was computed
 
     def __init__(self, data: torch.Tensor, dtype: tl.dtype | None = None) -> None:
         self.data = data
@@ -69,7 +70,7 @@ class Value:
         return f"Value({self.data}, {self.dtype})"
 
     def take(self) -> torch.Tensor:
-        """Return the numbers to an operation with an effect. It waits until they have been loaded."""
+        """Return the numbers to an operation with an effect, which waits until they have been loaded."""
         for load in self.loads:
             load.complete = True
         return self.data
