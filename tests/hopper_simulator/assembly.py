@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from .values import Value
+from .values import Value, computed
 
 
 def bytes_of(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,6 +56,11 @@ MEANINGS: dict[str, Callable[..., Any]] = {
 }
 
 
-def inline_asm_elementwise(text: str, constraints: str, args: list[Value], **options: Any) -> Any:
-    """Compute what the text of some assembly says."""
-    return MEANINGS[" ".join(text.split())](*args)
+def inline_asm_elementwise(text: str, constraints: str, args: list[Value], *, is_pure: bool, **options: Any) -> Any:
+    """Compute what the text of some assembly says. A compiler may move it if it is pure."""
+    meaning = MEANINGS[" ".join(text.split())]
+    if is_pure:
+        return computed(meaning)(*args)
+    for x in args:
+        x.take()
+    return meaning(*args)

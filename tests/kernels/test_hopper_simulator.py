@@ -265,19 +265,21 @@ def test_whole_space(seed):
     )
 
 
+PRODUCTS_IN_FP8 = {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}
 LATENTS = ((1, 500), (1, 17), (4, 70), (1, 0), (0, 50), (2, 64), (1, 128))
 
 
-def latent_spec(num_q_heads, **fields):
-    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, dtype=torch.float16, **fields)
+def latent_spec(num_q_heads, dtype=torch.float16, **fields):
+    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, dtype=dtype, **fields)
 
 
 def assert_latents_are_right(spec, lens=LATENTS, partitions=2, page_size=64, **problem):
     """Row blocks have 64 rows; the tiles of each are cut into partitions."""
     row_blocks = -(-spec.num_q_heads * max(q_len for q_len, _ in lens) // 64)
     num_sms = partitions * max(1, row_blocks)
-    plan = assert_right(spec, lens, kernel="mla_hopper", num_sms=num_sms, page_size=page_size, **problem)
-    assert plan.launch.num_partitions == partitions
+    bound = LONG if spec.allow_fp8 else None  # products in fp8 are for plans whose bounds are many tiles
+    plan = assert_right(spec, lens, bound, "mla_hopper", num_sms, page_size=page_size, **problem)
+    assert plan.launch.num_partitions == partitions and plan.launch.fp8_mma == spec.allow_fp8
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
@@ -303,6 +305,19 @@ def test_lengths_of_latents(lens, num_q_heads, kv_dtype):
     assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype), lens, partitions=5, one_query=True)
 
 
+@pytest.mark.parametrize(
+    ("num_q_heads", "page_size", "fields"),
+    [(40, 64, {"causal": True}), (64, 8, {}), (128, 48, {"causal": True}), (33, 528, {"dtype": torch.bfloat16})],
+)
+def test_products_of_latents_in_fp8(num_q_heads, page_size, fields):
+    assert_latents_are_right(latent_spec(num_q_heads, **PRODUCTS_IN_FP8 | fields), page_size=page_size)
+
+
+@pytest.mark.parametrize("lens", [((1, 1),), ((1, 900),), tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3])
+def test_lengths_of_latents_with_products_in_fp8(lens):
+    assert_latents_are_right(latent_spec(64, **PRODUCTS_IN_FP8), lens, partitions=5, one_query=True)
+
+
 def test_more_sequences_of_latents_than_are_looked_at_at_once():
     lens = tuple((1, 37 * i % 100) for i in range(140))
     assert_latents_are_right(latent_spec(8), lens, one_query=True)
@@ -316,6 +331,20 @@ def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dt
     )
     plan = make_plan(p, kernel="mla_hopper", num_sms=2)
     first, other = (attend(p, plan, seed=s)[0] for s in (0, 1))
+    assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
+
+
+def test_any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8():
+    """Sequences of one tile follow one another, and places in which rows were zeroed are used again.
+
+    In the order of seed 6, a sequence's sum is stored after its last tile has been multiplied.
+    """
+    lens = (1, 20), (1, 30), (1, 100), (1, 330)
+    p = make_problem(latent_spec(64, **PRODUCTS_IN_FP8), lens, page_size=64, one_query=True)
+    plan = make_plan(p, LONG, "mla_hopper")
+    assert plan.launch.fp8_mma
+    first, other = (attend(p, plan, seed=s)[0] for s in (0, 6))
+    assert error_budget(p, first).passed and error_budget(p, other).passed
     assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
 
 

@@ -102,15 +102,24 @@ def transpose_v_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_INVISIBLE: gl.c
     if ZERO_INVISIBLE:
         kv_pos = pos + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         both = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[None, :], both, 0)
-    # Four elements are in two registers. `even` takes bytes 0 and 2 of each register, `odd` takes bytes 1 and 3.
-    unzip: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"
-    even, odd = gl.inline_asm_elementwise(
-        unzip, "=r,=r,r,r", [permute_for_fp8_operand(both)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
-    )
+    even, odd = split_column_pairs(permute_for_fp8_operand(both))
     transposed = gl.join(even, odd).permute((0, 2, 1)).reshape([HEAD_DIM, BLOCK_N]).to(pipe.tiles.dtype, bitcast=True)
     pipe.tiles.index(stage).store(transposed)
     producer_commit(pipe, i)
     consumer_release(stored, i)
+
+
+@gluon.jit
+def split_column_pairs(pairs):
+    """Split 16-bit elements, which are two adjacent columns of 8-bit numbers, into even and odd columns, as int8.
+
+    A thread's elements are split four at a time, which are in two registers.
+    """
+    # `even` takes bytes 0 and 2 of each register, `odd` takes bytes 1 and 3.
+    unzip: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"
+    return gl.inline_asm_elementwise(
+        unzip, "=r,=r,r,r", [pairs], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+    )  # fmt: skip
 
 
 @gluon.jit
