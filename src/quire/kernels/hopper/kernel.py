@@ -268,7 +268,7 @@ def through_shared_memory(
         return staged.load(IN_ROWS)
     else:
         staged = bytes_of_queries(wg, q_pipe, stage, element, FIRST, COLUMNS)
-        staged.store(permute_for_fp8_operand(quantize_results(result, out_scale)))
+        staged.store(quantize_results(permute_for_fp8_operand(result), out_scale))
         return gl.convert_layout(undo_permute_for_fp8_operand(staged.load(IN_ROWS)), IN_ROWS)
 
 
