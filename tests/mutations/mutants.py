@@ -670,6 +670,24 @@ IN_INTERPRETER = {
         "v_source + first_value, kv_head, v_pipe, tile_i, pages,",
         SIMULATED + "pages[NHD-1]",
     ),
+    "Hopper: e4m3 results in the rows of the other warpgroup": Mutant(
+        KERNEL,
+        "return tile.slice(wg * ROWS, ROWS)",
+        "return tile.slice(tile.shape[0] - (wg + 1) * ROWS, ROWS)",
+        SIMULATED + "outputs_in_e4m3[{}-5000]",
+    ),
+    "Hopper: columns of e4m3 results left permuted": Mutant(
+        KERNEL,
+        "undo_permute_for_fp8_operand(staged.load(IN_ROWS))",
+        "staged.load(IN_ROWS)",
+        SIMULATED + "outputs_in_e4m3[{}-None]",
+    ),
+    "Hopper: the sign of an output's scale dropped": Mutant(
+        "kernels/hopper/convert.py",
+        "factor = gl.where(scale < 0.0, -factor, factor)",
+        "factor = factor",
+        SIMULATED + "results_are_quantised_to_the_bits_of_a_division[-0.7]",
+    ),
     # Barriers, fences and waits of the kernels for Hopper GPUs, which the simulator judges
     "Hopper: a free stage taken for a full one": Mutant(
         "kernels/hopper/pipeline.py",
