@@ -44,8 +44,10 @@ LATENTS = (
     ({}, ((1, 2000), (5, 170), (1, 0)), {"kernel": "mla_hopper"}, {"page_size": 64}),
     ({"kv_dtype": E4M3}, ((1, 2000), (5, 170), (1, 0)), {"kernel": "mla_hopper"}, {"page_size": 64}),
 )
+PRODUCTS = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=0.07, kv_dtype=E4M3, allow_fp8=True)
 ALL = [(quire.AttentionSpec(**HEADS | extra), *case, {}) for extra, *case in CASES]
 ALL += [(quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.07, **extra), *case) for extra, *case in LATENTS]
+ALL.append((PRODUCTS, ((1, 9000), (2, 170), (1, 0)), {"kernel": "mla_hopper"}, {"page_size": 64}))
 ALL.append((quire.AttentionSpec(**HEADS), ((150, 300), (1, 90)), {"kernel": "hopper"}, {"page_size": 1}))
 CHUNKS = {"per_token": partial(quire.intervals.chunked_local, size=70)}
 for kv_dtype in (None, E4M3):

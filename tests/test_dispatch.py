@@ -798,6 +798,33 @@ def test_intervals_take_the_hopper_kernel_where_a_band_does():
             assert seen.decode is None or seen.decode.request.has_intervals
 
 
+@pytest.mark.parametrize(
+    ("num_q_heads", "queries", "max_seq_len", "kv_dtype", "allow_fp8", "in_fp8"),
+    [
+        (128, 1, 4096, E4M3, True, True),
+        (128, 1, 1024, E4M3, True, False),
+        (33, 1, 4096, E4M3, True, True),
+        (16, 4, 4096, E4M3, True, True),
+        (32, 1, 4096, E4M3, True, False),
+        (16, 1, 4096, E4M3, True, False),
+        (128, 1, 4096, E4M3, False, False),
+        (128, 1, 4096, None, True, False),
+    ],
+)
+def test_products_over_latents_are_in_fp8_if_that_is_allowed_and_there_are_many_rows_and_tiles(
+    num_q_heads, queries, max_seq_len, kv_dtype, allow_fp8, in_fp8
+):
+    spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=kv_dtype, allow_fp8=allow_fp8)
+    request = Request(spec, 8, queries > 1, Bounds(queries, max_seq_len, 8 * queries), PROPERTIES)
+    launch, _ = decide(request, Options())
+    assert launch.name == "mla_hopper" and launch.constexprs()["FP8_MMA"] == in_fp8
+    assert ("products in fp8" in str(launch)) == in_fp8
+    other = replace(request, spec=replace(spec, allow_fp8=not allow_fp8))
+    same_kernel = decide(other, Options())[0].compile_key() == launch.compile_key()
+    assert same_kernel == (kv_dtype is None or launch.columns < 64 or max_seq_len < 4096)
+    assert decide(request, Options(batch_invariant=True))[0].name == "mla"
+
+
 @pytest.mark.parametrize("seen", [(True, False), (False, True), (True, True)])
 def test_trees_take_the_portable_kernels_and_latents_have_neither_trees_nor_intervals(seen):
     """On a Hopper GPU too, where a prompt would take the Hopper kernel."""

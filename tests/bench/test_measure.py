@@ -227,7 +227,7 @@ def test_errors_are_described_in_one_line():
 
 def test_peers_are_reported_absent_with_the_reason():
     present = [peer for peer in PEERS if peer.module == "quire"]
-    assert len(present) == 5
+    assert len(present) == 6
     for peer in present:
         assert peer.why_absent() is None
         assert peer.version() == quire.__version__

@@ -13,9 +13,13 @@ import triton
 
 from quire.bench import measure
 from quire.bench.case import Case
+from quire.bench.cases import over_latents
 from quire.bench.inputs import make_inputs
 from quire.bench.peers import PEERS
+from quire.bench.peers.call_quire import quire_with_fp8_products
 from quire.bench.sample import Sample
+from quire.dispatch.device import compile_for
+from quire.targets import TARGETS
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter has no bfloat16")
 LATENTS = (
@@ -210,6 +214,7 @@ def test_adapters_hand_over_what_gives_right_results(name, cases):
     [
         ("FlashAttention 3", FP8[0]),
         ("FlashMLA in vLLM", FP8[0]),
+        ("Quire, fp8 products", FP8[0]),
         ("FlashInfer fa2", FP8[0]),
         ("FlashMLA", Case("unequal", "MLA decode", ((1, 5), (2, 7)), "MLA, 16 heads", 64)),
         ("vLLM Triton MLA", Case("unequal", "MLA decode", ((1, 5), (2, 7)), "MLA, 16 heads", 64)),
@@ -222,6 +227,14 @@ def test_what_a_library_lacks_is_refused(name, case):
         peer.adapter(inputs, inputs.empty_out())
 
 
+def test_products_in_fp8_are_measured_where_plans_choose_them():
+    inputs = make_inputs(over_latents(128, [20000], "1x20000", kv_dtype="float8_e4m3fn"), "cpu", max_tables=1)
+    with compile_for(TARGETS["sm90"].properties, on_compile=lambda *facts: None):
+        call = quire_with_fp8_products(inputs, inputs.empty_out())(inputs.tables[0])
+    plan = call.args[2]
+    assert plan.launch.fp8_mma and not inputs.case.spec.allow_fp8
+
+
 def test_libraries_take_part_in_the_layouts_that_they_serve():
     by_layout = {
         layout: [peer.name for peer in PEERS if layout in peer.serves] for layout in ("pages", "latents", "packed")
@@ -230,6 +243,7 @@ def test_libraries_take_part_in_the_layouts_that_they_serve():
         "Quire",
         "Quire, batch-invariant",
         "Quire, portable",
+        "Quire, fp8 products",
         "FlashMLA",
         "FlashMLA in vLLM",
         "FlashAttention 3",

@@ -50,6 +50,9 @@ ON_THE_STACK_OF_E4M3_OUTPUTS = 96  # of fp8 caches: 88 with Triton 3.9.0; 72 if 
 
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
+ON_THE_STACK_OF_PRODUCTS = (
+    576  # fp8 products of latents: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of the loops
+)
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
@@ -553,10 +556,12 @@ def test_a_launch_without_a_part_has_none_of_its_code(part, batch, features, mon
     assert whole == cut
 
 
-@pytest.mark.parametrize("num_q_heads", [16, 128])
-def test_the_mla_kernel_for_hopper_gpus_takes_fp8_latents_without_a_scale(num_q_heads, first_stages):
+@pytest.mark.parametrize(("num_q_heads", "allow_fp8"), [(16, False), (128, False), (128, True)])
+def test_the_mla_kernel_for_hopper_gpus_takes_fp8_latents_without_a_scale(num_q_heads, allow_fp8, first_stages):
     """The first stage puts 1 for it. A test below compiles the kernel with a scale to the end."""
-    spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=torch.float8_e4m3fn)
+    spec = quire.AttentionSpec.mla(
+        num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=torch.float8_e4m3fn, allow_fp8=allow_fp8
+    )
     cache = quire.PagedKVCache.from_latents(torch.empty(4, 64, 576, dtype=torch.float8_e4m3fn), 512)
     batch = quire.Batch(torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32))
     with compiling(TARGETS["sm90"]):
@@ -681,3 +686,17 @@ def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
     limit = {16: 0, 32: ON_THE_STACK_OF_TURNS if kv_dtype else 72}.get(num_q_heads, many)
     on_the_stack = {"mla_hopper_kernel": limit}
     assert all(c.spills <= on_the_stack.get(c.kernel, 0) for c in compiled), compiled
+
+
+@pytest.mark.parametrize("num_q_heads", [16, 128])
+def test_fp8_products_of_latents_compile_for_more_than_32_rows(num_q_heads):
+    """Fewer rows have the launch without them."""
+    spec = quire.AttentionSpec.mla(
+        num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=torch.float8_e4m3fn, allow_fp8=True
+    )
+    plan, compiled = Launch(spec, 8, 1, 4096, 8).compile(TARGETS["sm90"])
+    assert plan.kernel == "mla_hopper" and plan.launch.fp8_mma == (num_q_heads == 128)
+    assert [c.kernel for c in compiled] == ["mla_hopper_kernel", "mla_combine_kernel"]
+    kernel = compiled[0]
+    assert kernel.spills <= (ON_THE_STACK_OF_PRODUCTS if num_q_heads == 128 else 0), kernel
+    assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel

@@ -1,5 +1,6 @@
 """The MLA kernel for Hopper GPUs against the oracle: rows, pages, splits, poison, captured graphs, repeated runs."""
 
+import dataclasses
 import random
 
 import pytest
@@ -13,6 +14,9 @@ if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).ha
     pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
 
 FP8 = torch.float8_e4m3fn
+PRODUCTS = {"kv_dtype": FP8, "allow_fp8": True}
+KINDS = [(16, {}), (128, {}), (16, {"kv_dtype": FP8}), (128, {"kv_dtype": FP8}), (64, PRODUCTS), (128, PRODUCTS)]
+LONG = 1 << 17  # keys; products in fp8 are for plans whose bounds are many tiles
 MIXED = ((1, 2000), (1, 17), (4, 700), (1, 0), (0, 50), (2, 64), (3, 129), (1, 128))
 
 
@@ -22,8 +26,12 @@ def mla(num_q_heads=16, **fields):
 
 def solve(spec, lens, **problem):
     p = make_problem(spec, lens, device="cuda", **problem)
-    plan = quire.plan(spec, p.batch, **p.bounds, kernel="mla_hopper")
-    assert plan.kernel == "mla_hopper", plan
+    batch, bounds = p.batch, p.bounds
+    if spec.allow_fp8:
+        table = torch.nn.functional.pad(batch.page_table, (0, LONG // p.cache.page_size))
+        batch, bounds = dataclasses.replace(batch, page_table=table), bounds | {"max_seq_len": LONG}
+    plan = quire.plan(spec, batch, **bounds, kernel="mla_hopper")
+    assert plan.kernel == "mla_hopper" and plan.launch.fp8_mma == (spec.allow_fp8 and plan.launch.columns == 64), plan
     return p, plan, quire.attention(p.q, p.cache, plan, return_lse=True)
 
 
@@ -46,10 +54,31 @@ def test_fp8_latents(num_q_heads, dtype):
     assert_right(mla(num_q_heads, dtype=dtype, kv_dtype=FP8), MIXED, page_size=64)
 
 
-@pytest.mark.parametrize("num_q_heads", [16, 40, 128])
-def test_fp8_latents_without_a_scale(num_q_heads):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("num_q_heads", [16, 40, 64, 128])
+def test_products_in_fp8(num_q_heads, causal, dtype):
+    """Sequences with more than 32 rows have them: among these are some of 4 queries with 16 heads."""
+    spec = mla(num_q_heads, causal=causal, dtype=dtype, **PRODUCTS)
+    p, plan, state = solve(spec, MIXED, page_size=64)
+    verdict = error_budget(p, state)
+    assert verdict.passed, (plan, verdict)
+    strict = quire.plan(dataclasses.replace(spec, allow_fp8=False), p.batch, **p.bounds, kernel="mla_hopper")
+    assert not torch.equal(state.out, quire.attention(p.q, p.cache, strict))
+
+
+def test_sums_of_products_in_fp8_are_float32():
+    """The average of equal values over many keys is that value. Sums in the tensor cores would be too small."""
+    p, plan, _ = solve(mla(128, **PRODUCTS), ((1, 30000),), one_query=True, page_size=64)
+    p.cache.latents.fill_(1.0)
+    out = quire.attention(p.q * 0, p.cache, plan)
+    torch.testing.assert_close(out, p.cache.k_scale.to(out.dtype).expand_as(out), atol=0, rtol=8e-3)
+
+
+@pytest.mark.parametrize(("num_q_heads", "allow_fp8"), [(16, False), (40, False), (128, False), (128, True)])
+def test_fp8_latents_without_a_scale(num_q_heads, allow_fp8):
     """They are those of a scale of 1, bit for bit."""
-    p, plan, _ = solve(mla(num_q_heads, kv_dtype=FP8), MIXED, page_size=64)
+    p, plan, _ = solve(mla(num_q_heads, kv_dtype=FP8, allow_fp8=allow_fp8), MIXED, page_size=64)
     states = []
     for scale in (None, torch.ones((), device="cuda")):
         cache = quire.PagedKVCache.from_latents(p.cache.latents, 512, scale=scale)
@@ -57,23 +86,26 @@ def test_fp8_latents_without_a_scale(num_q_heads):
     assert torch.equal(states[0].out, states[1].out) and torch.equal(states[0].lse, states[1].lse)
 
 
+@pytest.mark.parametrize("spec", [mla(kv_dtype=FP8), mla(128, **PRODUCTS)], ids=["16 heads", "fp8 products"])
 @pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-4, 300.0])
-def test_queries_of_any_size_beside_fp8_latents(factor):
-    """They become float16 within the kernel, scaled row by row."""
-    p, plan, _ = solve(mla(kv_dtype=FP8), MIXED, page_size=64)
+def test_queries_of_any_size_beside_fp8_latents(factor, spec):
+    """They become float16, or fp8, within the kernel, scaled row by row."""
+    p, plan, _ = solve(spec, MIXED, page_size=64)
     p.q[::2] *= factor
     p.q[1::3, ::2] *= factor
     verdict = error_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize(
+    "spec", [mla(), mla(kv_dtype=FP8), mla(128, **PRODUCTS)], ids=["bfloat16", "fp8", "fp8 products"]
+)
 @pytest.mark.parametrize("page_size", [8, 16, 32, 48, 64, 128, 528])
-def test_pages(page_size, kv_dtype):
-    assert_right(mla(kv_dtype=kv_dtype), MIXED, page_size=page_size)
+def test_pages(page_size, spec):
+    assert_right(spec, MIXED, page_size=page_size)
 
 
-@pytest.mark.parametrize(("num_q_heads", "kv_dtype"), [(16, None), (128, None), (16, FP8), (128, FP8)])
+@pytest.mark.parametrize(("num_q_heads", "fields"), KINDS)
 @pytest.mark.parametrize(
     "lens",
     [
@@ -89,9 +121,9 @@ def test_pages(page_size, kv_dtype):
     ],
     ids=lambda lens: f"{len(lens)} of {lens[0][1]}",
 )
-def test_lengths(lens, num_q_heads, kv_dtype):
+def test_lengths(lens, num_q_heads, fields):
     """Whole sequences, sequences that are cut, and more sequences than one step of the scheduler reads."""
-    assert_right(mla(num_q_heads, kv_dtype=kv_dtype), lens, one_query=True, page_size=64)
+    assert_right(mla(num_q_heads, **fields), lens, one_query=True, page_size=64)
 
 
 def test_prompts():
@@ -120,12 +152,12 @@ def test_queries_may_come_in_two_parts_of_any_strides():
     assert torch.equal(quire.attention((nope, rope), p.cache, plan), expected.out)
 
 
-@pytest.mark.parametrize(("num_q_heads", "kv_dtype"), [(16, None), (128, None), (16, FP8), (128, FP8)])
-def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(num_q_heads, kv_dtype):
-    spec = mla(num_q_heads, kv_dtype=kv_dtype)
+@pytest.mark.parametrize(("num_q_heads", "fields"), KINDS)
+def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(num_q_heads, fields):
+    spec = mla(num_q_heads, **fields)
     big = make_problem(spec, ((1, 3000),) * 5, one_query=True, page_size=64, device="cuda")
     plan = quire.plan(spec, big.batch, **big.bounds)
-    assert plan.kernel == "mla_hopper"
+    assert plan.kernel == "mla_hopper" and plan.launch.fp8_mma == spec.allow_fp8
     state = quire.State(torch.empty_like(big.q[..., :512]), torch.empty(big.q.shape[:2], device="cuda"))
     quire.attention(big.q, big.cache, plan, out=state)
     graph = torch.cuda.CUDAGraph()
@@ -141,9 +173,9 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(num_q_
         assert verdict.passed, (lens, verdict)
 
 
-@pytest.mark.parametrize(("num_q_heads", "kv_dtype"), [(16, None), (128, None), (16, FP8), (128, FP8)])
-def test_runs_are_bitwise_equal(num_q_heads, kv_dtype):
-    p, plan, first = solve(mla(num_q_heads, kv_dtype=kv_dtype), MIXED + ((1, 30000),), page_size=64)
+@pytest.mark.parametrize(("num_q_heads", "fields"), KINDS)
+def test_runs_are_bitwise_equal(num_q_heads, fields):
+    p, plan, first = solve(mla(num_q_heads, **fields), MIXED + ((1, 30000),), page_size=64)
     for _ in range(200):
         again = quire.attention(p.q, p.cache, plan, return_lse=True)
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)

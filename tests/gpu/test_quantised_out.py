@@ -72,6 +72,20 @@ def test_prompts_and_mixed_batches(fields, of_problem, kernel, scale):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("first", [0, 1, 8, 16])
+@pytest.mark.parametrize("width", [129, 136, 144])
+def test_heads_that_begin_at_any_byte(width, first, kernel):
+    """A thread stores as many bytes at once as pointer and strides allow."""
+    problem, _, state, plan = solve({}, MIXED, kernel=kernel)
+    wide = torch.zeros(*state.out.shape[:2], first + width, device="cuda").to(E4M3)
+    into = wide[..., first : first + 128]
+    quire.attention(problem.q, problem.cache, plan, **problem.tables, out=into, out_scale=problem.out_scale)
+    expected = torch.zeros_like(wide)
+    expected[..., first : first + 128] = state.out
+    assert torch.equal(wide.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_splits_of_a_chunk(kernel):
     plan = assert_right({"sinks": True}, ((33, 3000), (70, 1100), (1, 9)), kernel=kernel, num_tokens=None)
     assert kernel == "portable" or plan.launch.num_splits > 1

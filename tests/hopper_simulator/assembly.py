@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from .values import Value
+from .values import Value, computed
 
 
 def bytes_of(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,6 +22,13 @@ def unzip(pairs: Value) -> tuple[Value, ...]:
 
 def to_fp8(x: Value) -> Value:
     return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+
+
+def quotient(x: Value, divisor: Value, inverse: Value) -> Value:
+    """The product with the inverse, within bounds, and corrected by its error."""
+    product = Value((x.data * inverse.data).clamp(-512, 512))  # NaN stays NaN
+    excess = multiply_add(product, divisor, -x)
+    return multiply_add(-excess, inverse, product)
 
 
 def fp8_to_float16(numbers: torch.Tensor) -> torch.Tensor:
@@ -48,6 +55,9 @@ MEANINGS: dict[str, Callable[..., Any]] = {
     "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;": unzip,
     "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
     "mov.b32 $0, {low, high}; }": to_fp8,
+    "{ .reg .f32 product, excess; mul.rn.f32 product, $1, $3; min.NaN.xorsign.abs.f32 product, product, 0f44000000; "
+    "neg.f32 excess, $1; fma.rn.f32 excess, product, $2, excess; neg.f32 excess, excess; "
+    "fma.rn.f32 $0, excess, $3, product; }": quotient,
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; "
     "}": keys_to_float16,
     "{ .reg .b16 even, odd; .reg .b32 both; prmt.b32 both, $2, 0, 0x3120; mov.b32 {even, odd}, both; "
@@ -56,6 +66,11 @@ MEANINGS: dict[str, Callable[..., Any]] = {
 }
 
 
-def inline_asm_elementwise(text: str, constraints: str, args: list[Value], **options: Any) -> Any:
-    """Compute what the text of some assembly says."""
-    return MEANINGS[" ".join(text.split())](*args)
+def inline_asm_elementwise(text: str, constraints: str, args: list[Value], *, is_pure: bool, **options: Any) -> Any:
+    """Compute what the text of some assembly says. A compiler may move it if it is pure."""
+    meaning = MEANINGS[" ".join(text.split())]
+    if is_pure:
+        return computed(meaning)(*args)
+    for x in args:
+        x.take()
+    return meaning(*args)

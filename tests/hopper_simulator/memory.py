@@ -2,7 +2,8 @@
 
 Shared memory is bytes, and a layout says where a tile's elements are. So a tile that is written in one layout and read
 in another holds what it would hold on a GPU. Of each 16 bytes it is known whether a copy to them is under way, and
-which warps stored them and have not fenced yet.
+which warps stored them and have not fenced yet. Of each load from a place that TMA writes, it is known whether it is
+complete.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import triton.language as tl
 from triton._C.libtriton import interpreter as raw_memory
 from triton.experimental.gluon import language as gl
 
-from .values import TORCH_DTYPES, Value, value
+from .values import TORCH_DTYPES, Load, Value, computed, value
 
 UNWRITTEN = 0xFF  # NaN, whatever the type
 NUMPY_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -49,6 +50,7 @@ class GlobalMemory:
         if not inside.all():
             raise AccessError(f"{(~inside).sum()} of {inside.size} addresses are outside of all tensors")
 
+    @computed
     def load(self, pointer: Value, mask: Any = None, other: Any = None) -> Value:
         element = pointer.dtype.element_ty
         dtype = TORCH_DTYPES[element]
@@ -66,6 +68,9 @@ class GlobalMemory:
 
     def store(self, pointer: Value, stored: Any, mask: Any = None) -> None:
         dtype = TORCH_DTYPES[pointer.dtype.element_ty]
+        for x in (pointer, stored, mask):
+            if isinstance(x, Value):
+                x.take()
         addresses, mask = self.where(pointer, mask)
         self.check(addresses[mask], dtype.itemsize)
         numbers = value(stored).to(pointer.dtype.element_ty).data.expand(addresses.shape).contiguous()
@@ -110,12 +115,14 @@ class Marks:
 class Allocation:
     """Bytes of shared memory, from an address that 1024 divides."""
 
-    def __init__(self, size: int, running_warps: Callable[[], int]) -> None:
+    def __init__(self, size: int, running_warps: Callable[[], Any]) -> None:
         self.running_warps = running_warps
         self.bytes = torch.full(((size + 15) // 16 * 16,), UNWRITTEN, dtype=torch.uint8)
         self.lines = self.bytes.view(-1, 16)
-        # Of each 16 bytes: whether a copy will write them, and 1 + the warps that stored them, until these fence.
+        # Of each 16 bytes: whether a copy will write them, whether TMA has begun to write them at any time, and 1 + the
+        # warps that stored them, until these fence.
         self.arriving = Marks(size)
+        self.written_by_tma = Marks(size)
         self.unfenced = Marks(size)
 
 
@@ -183,12 +190,17 @@ class Tile:
         return numbers.reshape(self.shape[::-1]).T if self.transposed else numbers.reshape(self.shape)
 
     def load(self, layout: Any = None) -> Value:
-        return Value(self.read(), self.dtype)
+        loaded = Value(self.read(), self.dtype)
+        if self.allocation.written_by_tma.any(self.place().lines):
+            load = Load(self.shape)
+            self.allocation.running_warps().loads.append(load)
+            loaded.loads = frozenset((load,))
+        return loaded
 
     def store(self, stored: Value) -> None:
         """Store numbers, by warps and not by the async proxy."""
-        self.write(stored.to(self.dtype).data.expand(self.shape))
-        self.allocation.unfenced.set(self.place().lines, self.allocation.running_warps() + 1)
+        self.write(stored.to(self.dtype).take().expand(self.shape))
+        self.allocation.unfenced.set(self.place().lines, self.allocation.running_warps().number + 1)
 
     def write(self, numbers: torch.Tensor) -> None:
         place, numbers = self.place(), (numbers.T if self.transposed else numbers).contiguous()

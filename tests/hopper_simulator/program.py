@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 
 from .memory import UNWRITTEN, AccessError, Allocation, GlobalMemory, Tile
-from .values import TORCH_DTYPES, Value
+from .values import TORCH_DTYPES, Load, Value
 
 
 class Deadlock(Exception):
@@ -90,11 +90,20 @@ class Warps:
     def __init__(self, program: "Program", number: int, num_warps: int, function: Callable[[], None]) -> None:
         self.program, self.number, self.num_warps, self.function = program, number, num_warps, function
         self.products: list[Product] = []
+        self.loads: list[Load] = []  # from places that TMA writes, not all complete
         self.groups: list[list[tuple[Tile, torch.Tensor]]] = [[]]  # of copies of 16 bytes; the last is open
         self.ready: Callable[[], bool] = lambda: True
         self.turn = threading.Lock()  # is released when it is these warps' turn
         self.turn.acquire()
         self.over = False
+
+    def check_loads(self) -> None:
+        """Raise if a load is not complete. What these warps do next may let TMA overwrite the place before that."""
+        self.loads = [load for load in self.loads if not load.complete]
+        if self.loads:
+            raise AccessError(
+                f"nothing has waited for a load of a tile of {self.loads[0].shape}, and TMA may now overwrite it"
+            )
 
     def start(self) -> None:
         """Begin to run, in a thread of Python that waits for its turn."""
@@ -232,12 +241,13 @@ class Machine:
         size = dtype.primitive_bitwidth // 8
         for extent in shape:
             size *= extent
-        allocation = Allocation(size, lambda: self.local.warps.number)
+        allocation = Allocation(size, lambda: self.local.warps)
         self.local.warps.program.allocations.append(allocation)
         return Tile(allocation, dtype, shape, layout)
 
     def fence_async_shared(self) -> None:
         own = self.local.warps
+        own.loads.clear()
         for allocation in own.program.allocations:
             allocation.unfenced.clear(own.number + 1)
 
@@ -247,9 +257,11 @@ class Machine:
         self.local.warps.program.barriers[id(tile.allocation), tile.base] = Barrier(int(count))
 
     def expect(self, tile: Tile, num_bytes: int) -> None:
+        self.local.warps.check_loads()
         self.local.warps.program.barrier(tile).arrive(expected_bytes=int(num_bytes))
 
     def arrive_at(self, tile: Tile, count: int = 1) -> None:
+        self.local.warps.check_loads()
         self.local.warps.program.barrier(tile).arrive(int(count))
         if self.random.random() < 0.5:
             self.pause()
@@ -267,6 +279,8 @@ class Machine:
         ):
             raise AccessError(f"a box of {desc.block_shape} is loaded into a tile of {into.shape}")
         into.check_fenced()
+        self.local.warps.check_loads()
+        into.allocation.written_by_tma.set(into.place().lines, 1)
         numbers = desc.box([int(c) for c in coordinates])
         begin_copy(into)
         self.copies.append(Copy(into, numbers, self.local.warps.program.barrier(barrier)))
@@ -294,13 +308,15 @@ class Machine:
         for tile in (a, b):
             if isinstance(tile, Tile):
                 tile.check_fenced()
+            else:
+                tile.take()
         left, right = (x.read() if isinstance(x, Tile) else x.data for x in (a, b))
         held = tuple((x, data) for x, data in ((a, left), (b, right)) if isinstance(x, Tile))
         if left.dtype != right.dtype:
             raise AccessError(f"a product of {left.dtype} and {right.dtype}")
         product = left.to(torch.float32) @ right.to(torch.float32)
         if bool(use_acc):
-            product = product + (acc.unfinished_data if isinstance(acc, Pending) else acc.data)
+            product = product + (acc.unfinished_data if isinstance(acc, Pending) else acc.take())
         result = Pending(product)
         self.local.warps.products.append(Product(held, result))
         if not is_async:

@@ -2,10 +2,13 @@
 
 A value has the type that Triton gives it, and wraps, truncates and rounds as that type does. Layouts are ignored: they
 say which thread holds an element, not what it is.
+
+A value knows the loads that it was computed from, those of places that TMA writes. The first operation with an effect
+that takes such a value waits for the loads. A compiler may move operations without an effect.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -26,10 +29,34 @@ class Type:
     layout = "any layout"
 
 
+class Load:
+    """A load from a place that TMA writes. It is complete when an operation with an effect has taken what it loads."""
+
+    def __init__(self, shape: list[int]) -> None:
+        self.shape = shape
+        self.complete = False
+
+
+def computed(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the results of an operation without an effect know the loads of its operands."""
+
+    @wraps(operation)
+    def compute(*args: Any, **options: Any) -> Any:
+        result = operation(*args, **options)
+        for x in (*args, *options.values()):
+            if isinstance(x, Value) and x.loads:
+                for made in result if isinstance(result, tuple) else (result,):
+                    made.loads = made.loads | x.loads
+        return result
+
+    return compute
+
+
 class Value:
     """A scalar or a tensor. A pointer is the address of an element."""
 
     type = Type
+    loads: frozenset[Load] = frozenset()  # from which the value was computed
 
     def __init__(self, data: torch.Tensor, dtype: tl.dtype | None = None) -> None:
         self.data = data
@@ -42,27 +69,39 @@ class Value:
     def __repr__(self) -> str:
         return f"Value({self.data}, {self.dtype})"
 
+    def take(self) -> torch.Tensor:
+        """Return the numbers to an operation with an effect, which waits until they have been loaded."""
+        for load in self.loads:
+            load.complete = True
+        return self.data
+
     def __bool__(self) -> bool:
-        return bool(self.data.item())
+        return bool(self.take().item())
 
     def __index__(self) -> int:
-        return int(self.data.item())
+        return int(self.take().item())
 
+    @computed
     def __getitem__(self, at: Any) -> "Value":
         return Value(self.data[at], self.dtype)
 
+    @computed
     def __invert__(self) -> "Value":
         return Value(~self.data)
 
+    @computed
     def __neg__(self) -> "Value":
         return Value(-self.data)
 
+    @computed
     def reshape(self, shape: Any) -> "Value":
         return Value(self.data.reshape([int(size) for size in shape]), self.dtype)
 
+    @computed
     def permute(self, order: Any) -> "Value":
         return Value(self.data.permute([int(i) for i in order]), self.dtype)
 
+    @computed
     def to(self, dtype: tl.dtype, bitcast: bool = False) -> "Value":
         if bitcast:
             data = self.data
@@ -123,6 +162,7 @@ def constant(x: float, dtype: torch.dtype) -> torch.Tensor:
 def arithmetic(operation: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Value]:
     """Return an operation whose result has the type of its operands."""
 
+    @computed
     def compute(a: Any, b: Any) -> Value:
         return Value(operation(*operands(a, b, common_dtype(a, b))))
 
@@ -132,6 +172,7 @@ def arithmetic(operation: Callable[..., torch.Tensor]) -> Callable[[Any, Any], V
 def comparison(operation: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Value]:
     """Return an operation whose result is a truth value."""
 
+    @computed
     def compute(a: Any, b: Any) -> Value:
         return Value(operation(*operands(a, b, common_dtype(a, b))))
 
@@ -142,6 +183,7 @@ def is_pointer(x: Any) -> bool:
     return isinstance(x, Value) and x.dtype.is_ptr()
 
 
+@computed
 def add(a: Any, b: Any) -> Value:
     if is_pointer(b):
         a, b = b, a
@@ -151,6 +193,7 @@ def add(a: Any, b: Any) -> Value:
     return Value(torch.add(*operands(a, b, common_dtype(a, b))))
 
 
+@computed
 def divide(a: Any, b: Any) -> Value:
     dtype = common_dtype(a, b)
     return Value(torch.div(*operands(a, b, dtype if dtype.is_floating() else tl.float32)))
@@ -193,19 +236,22 @@ give_operators()
 
 
 def by_element(operation: Callable[..., torch.Tensor]) -> Callable[[Any], Value]:
-    return lambda x: Value(operation(value(x).data))
+    return computed(lambda x: Value(operation(value(x).data)))
 
 
+@computed
 def where(condition: Any, a: Any, b: Any) -> Value:
     a, b = operands(a, b, common_dtype(a, b))
     return Value(torch.where(value(condition).data, a, b))
 
 
+@computed
 def fma(a: Any, b: Any, c: Any) -> Value:
     a, b, c = (value(x).data.to(torch.float64) for x in (a, b, c))
     return Value((a * b + c).to(torch.float32))
 
 
+@computed
 def clamp(x: Value, low: float, high: float, propagate_nan: Any = None) -> Value:
     assert propagate_nan is tl.PropagateNan.ALL, propagate_nan
     return Value(x.data.clamp(low, high))  # NaN stays NaN
@@ -219,11 +265,13 @@ def smaller(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.fmin(a, b)
 
 
+@computed
 def sum_of(x: Value, axis: int) -> Value:
     data = x.data.to(torch.int32) if x.dtype == tl.int1 else x.data
     return Value(data.sum(axis, dtype=data.dtype))
 
 
+@computed
 def max_of(x: Value, axis: int) -> Value:
     data = x.data
     if data.dtype.is_floating_point:
@@ -231,6 +279,7 @@ def max_of(x: Value, axis: int) -> Value:
     return Value(data.amax(axis))
 
 
+@computed
 def min_of(x: Value, axis: int) -> Value:
     data = x.data
     if data.dtype.is_floating_point:
@@ -238,11 +287,13 @@ def min_of(x: Value, axis: int) -> Value:
     return Value(data.amin(axis))
 
 
+@computed
 def scan_of(x: Value, axis: int, combine: Any) -> Value:
     assert combine.__name__ == "add", combine
     return Value(x.data.cumsum(axis, dtype=x.data.dtype))
 
 
+@computed
 def full(shape: Any, number: Any, dtype: tl.dtype, layout: Any = None) -> Value:
     data = value(number).data.to(TORCH_DTYPES[dtype]).reshape(())
     return Value(data.expand([int(size) for size in shape]).clone(), dtype)
@@ -260,13 +311,16 @@ def arange(start: int, stop: int, layout: Any = None) -> Value:
     return Value(torch.arange(int(start), int(stop), dtype=torch.int32))
 
 
+@computed
 def join(a: Value, b: Value) -> Value:
     return Value(torch.stack((a.data, b.data), -1), a.dtype)
 
 
+@computed
 def split(x: Value) -> tuple[Value, Value]:
     return Value(x.data[..., 0], x.dtype), Value(x.data[..., 1], x.dtype)
 
 
+@computed
 def convert_layout(x: Value, layout: Any) -> Value:
     return Value(x.data, x.dtype)

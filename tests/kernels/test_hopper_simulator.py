@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import quire
-from quire import intervals
+from quire import intervals, reference
 from quire.dispatch.device import interprets
 from quire.testing import error_budget, make_problem
 
@@ -20,7 +20,11 @@ if not interprets():
     pytest.skip("the other kernels of these plans run in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from tests.hopper_simulator.launch import simulated_hopper
+from quire.kernels.hopper.convert import quantize_results
+from tests.hopper_simulator.launch import Functions, simulated_hopper
+from tests.hopper_simulator.memory import GlobalMemory
+from tests.hopper_simulator.program import Machine
+from tests.hopper_simulator.values import Value
 
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 MIXED = ((40, 200), (1, 17), (0, 50), (3, 0), (33, 33), (4, 70))
@@ -114,7 +118,16 @@ def test_widths(head_dim, head_dim_v):
 
 @pytest.mark.parametrize("bound", [None, LONG])
 @pytest.mark.parametrize(
-    "extra", [{}, {"head_dim": 80, "head_dim_v": 96}, {"head_dim": 128} | E4M3 | {"allow_fp8": True}], ids=str
+    "extra",
+    [
+        {},
+        {"head_dim": 80, "head_dim_v": 96},
+        {"head_dim": 128} | E4M3 | {"allow_fp8": True},
+        {"head_dim": 128, "head_dim_v": 184},  # two accumulators, in two parts of one buffer
+        {"head_dim": 256},
+        {"head_dim_v": 192},  # wider than the shared memory of the queries: results are written from registers
+    ],
+    ids=str,
 )
 def test_outputs_in_e4m3(extra, bound):
     """With the smaller scale, some results saturate."""
@@ -123,6 +136,30 @@ def test_outputs_in_e4m3(extra, bound):
     state, simulated = attend(p, make_plan(p, bound))
     assert state.out.dtype is torch.float8_e4m3fn and "hopper_kernel" in simulated
     assert error_budget(p, state).passed
+
+
+def float32_of(bits):
+    return bits.to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [1.0, 0.013, 0.0317, 7.3e-4, 20.0, 3e5, 2.0**-64, 2.0**64, 1e-30, 1e30, 1e-45, 3e38, -0.7, -1e-38, 0.0, -0.0]
+    + [float("inf"), -float("inf"), float("nan")],
+)
+def test_results_are_quantised_to_the_bits_of_a_division(scale):
+    """Among the results are those next to the middle of two e4m3 numbers, subnormal ones, and those that saturate."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (20000,), generator=generator)
+    numbers = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = torch.cat([(numbers[1:] + numbers[:-1]) / 2, torch.tensor([464.0, 512.0])]) * scale
+    near = torch.cat([float32_of(middles.view(torch.int32).long() + i) for i in range(-4, 5)])
+    special = torch.tensor([0.0, 1e-45, 1e-38, 3.4e38, float("inf"), float("nan")])
+    x = torch.cat([float32_of(bits), near, -near, special, -special, scale * torch.randn(20000, generator=generator)])
+    quantize = Functions(Machine(0, (1,), GlobalMemory())).function(quantize_results.fn)
+    found, expected = quantize(Value(x), Value(torch.tensor(scale))).data, reference.quantise(x, torch.tensor([scale]))
+    same = (found.view(torch.uint8) == expected.view(torch.uint8)) | (found.isnan() & expected.isnan())
+    assert same.all(), (x[~same], found[~same], expected[~same])
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (10, 2), (7, 1), (16, 1), (33, 1)])
@@ -265,19 +302,21 @@ def test_whole_space(seed):
     )
 
 
+PRODUCTS_IN_FP8 = {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}
 LATENTS = ((1, 500), (1, 17), (4, 70), (1, 0), (0, 50), (2, 64), (1, 128))
 
 
-def latent_spec(num_q_heads, **fields):
-    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, dtype=torch.float16, **fields)
+def latent_spec(num_q_heads, dtype=torch.float16, **fields):
+    return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, dtype=dtype, **fields)
 
 
 def assert_latents_are_right(spec, lens=LATENTS, partitions=2, page_size=64, **problem):
     """Row blocks have 64 rows; the tiles of each are cut into partitions."""
     row_blocks = -(-spec.num_q_heads * max(q_len for q_len, _ in lens) // 64)
     num_sms = partitions * max(1, row_blocks)
-    plan = assert_right(spec, lens, kernel="mla_hopper", num_sms=num_sms, page_size=page_size, **problem)
-    assert plan.launch.num_partitions == partitions
+    bound = LONG if spec.allow_fp8 else None  # products in fp8 are for plans whose bounds are many tiles
+    plan = assert_right(spec, lens, bound, "mla_hopper", num_sms, page_size=page_size, **problem)
+    assert plan.launch.num_partitions == partitions and plan.launch.fp8_mma == spec.allow_fp8
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
@@ -303,6 +342,19 @@ def test_lengths_of_latents(lens, num_q_heads, kv_dtype):
     assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype), lens, partitions=5, one_query=True)
 
 
+@pytest.mark.parametrize(
+    ("num_q_heads", "page_size", "fields"),
+    [(40, 64, {"causal": True}), (64, 8, {}), (128, 48, {"causal": True}), (33, 528, {"dtype": torch.bfloat16})],
+)
+def test_products_of_latents_in_fp8(num_q_heads, page_size, fields):
+    assert_latents_are_right(latent_spec(num_q_heads, **PRODUCTS_IN_FP8 | fields), page_size=page_size)
+
+
+@pytest.mark.parametrize("lens", [((1, 1),), ((1, 900),), tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3])
+def test_lengths_of_latents_with_products_in_fp8(lens):
+    assert_latents_are_right(latent_spec(64, **PRODUCTS_IN_FP8), lens, partitions=5, one_query=True)
+
+
 def test_more_sequences_of_latents_than_are_looked_at_at_once():
     lens = tuple((1, 37 * i % 100) for i in range(140))
     assert_latents_are_right(latent_spec(8), lens, one_query=True)
@@ -316,6 +368,20 @@ def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dt
     )
     plan = make_plan(p, kernel="mla_hopper", num_sms=2)
     first, other = (attend(p, plan, seed=s)[0] for s in (0, 1))
+    assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
+
+
+def test_any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8():
+    """Sequences of one tile follow one another, and places in which rows were zeroed are used again.
+
+    In the order of seed 6, a sequence's sum is stored after its last tile has been multiplied.
+    """
+    lens = (1, 20), (1, 30), (1, 100), (1, 330)
+    p = make_problem(latent_spec(64, **PRODUCTS_IN_FP8), lens, page_size=64, one_query=True)
+    plan = make_plan(p, LONG, "mla_hopper")
+    assert plan.launch.fp8_mma
+    first, other = (attend(p, plan, seed=s)[0] for s in (0, 6))
+    assert error_budget(p, first).passed and error_budget(p, other).passed
     assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
 
 

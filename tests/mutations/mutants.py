@@ -21,6 +21,8 @@ GATHER = "kernels/hopper/gather.py"
 HOPPER = "gpu/test_hopper.py::test_"
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
+PRODUCTS = LATENTS + "many_rows_fp8.py"
+ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
 
 IN_INTERPRETER = {
     # primitives.py
@@ -699,6 +701,24 @@ IN_INTERPRETER = {
         "v_source + first_value, kv_head, v_pipe, tile_i, pages,",
         SIMULATED + "pages[NHD-1]",
     ),
+    "Hopper: e4m3 results in the rows of the other warpgroup": Mutant(
+        KERNEL,
+        "return tile.slice(wg * ROWS, ROWS)",
+        "return tile.slice(tile.shape[0] - (wg + 1) * ROWS, ROWS)",
+        SIMULATED + "outputs_in_e4m3[{}-5000]",
+    ),
+    "Hopper: columns of e4m3 results left permuted": Mutant(
+        KERNEL,
+        "undo_permute_for_fp8_operand(staged.load(IN_ROWS))",
+        "staged.load(IN_ROWS)",
+        SIMULATED + "outputs_in_e4m3[{}-None]",
+    ),
+    "Hopper: the sign of an output's scale dropped": Mutant(
+        "kernels/hopper/convert.py",
+        "factor = gl.where(scale < 0.0, -factor, factor)",
+        "factor = factor",
+        SIMULATED + "results_are_quantised_to_the_bits_of_a_division[-0.7]",
+    ),
     # Barriers, fences and waits of the kernels for Hopper GPUs, which the simulator judges
     "Hopper: a free stage taken for a full one": Mutant(
         "kernels/hopper/pipeline.py",
@@ -727,6 +747,14 @@ IN_INTERPRETER = {
     "Hopper: staged results not fenced": Mutant(
         KERNEL,
         "        results = loaded\n        fence_async_shared()\n",
+        "        results = loaded\n",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: staged results fenced before they are loaded": Mutant(
+        KERNEL,
+        "            loaded = loaded + (staged.load(IN_ROWS),)\n        results = loaded\n"
+        "        fence_async_shared()\n",
+        "            fence_async_shared()\n            loaded = loaded + (staged.load(IN_ROWS),)\n"
         "        results = loaded\n",
         SIMULATED + "features[{}-None]",
     ),
@@ -794,6 +822,64 @@ IN_INTERPRETER = {
         "fence_async_shared()  # TMA overwrites",
         "pass  # TMA overwrites",
         SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-kv_dtype1]",
+    ),
+    "latents on Hopper: a quarter freed before products have taken it": Mutant(
+        LATENTS + "few_rows_fp8.py",
+        "        even, odd = value_operands(quarter, OPERAND)\n"
+        "        even = warpgroup_mma(even, p, acc[2 * i], is_async=True)\n"
+        "        odd = warpgroup_mma(odd, p, acc[2 * i + 1], is_async=True)\n"
+        "        # A load that no instruction has waited for may read after TMA has overwritten the place. "
+        "The products have.\n"
+        "        mbarrier.arrive(s.ring.empty.index(place), count=1)\n",
+        "        even, odd = value_operands(quarter, OPERAND)\n"
+        "        mbarrier.arrive(s.ring.empty.index(place), count=1)\n"
+        "        even = warpgroup_mma(even, p, acc[2 * i], is_async=True)\n"
+        "        odd = warpgroup_mma(odd, p, acc[2 * i + 1], is_async=True)\n",
+        SIMULATED + "lengths_of_latents[1 of 1-16-kv_dtype1]",
+    ),
+    "latents in fp8 on Hopper: a quarter freed before a product has taken it": Mutant(
+        PRODUCTS,
+        "        even = add_product(s, even, acc[2 * i], stage)\n"
+        "        mbarrier.arrive(s.ring.empty.index(place_of(s.ring, 4 * tile + 2 * SIDE + i)[0]), count=1)\n",
+        "        mbarrier.arrive(s.ring.empty.index(place_of(s.ring, 4 * tile + 2 * SIDE + i)[0]), count=1)\n"
+        "        even = add_product(s, even, acc[2 * i], stage)\n",
+        ORDERS_OF_PRODUCTS,
+    ),
+    "latents in fp8 on Hopper: zeroed latents not fenced": Mutant(
+        PRODUCTS, "fence_async_shared()  # TMA overwrites", "pass  # TMA overwrites", ORDERS_OF_PRODUCTS
+    ),
+    "latents in fp8 on Hopper: latents zeroed while keys are multiplied": Mutant(
+        PRODUCTS, "wait(s.p_full.index(tile % HANDED), tile // HANDED)", "pass", ORDERS_OF_PRODUCTS
+    ),
+    "latents in fp8 on Hopper: invisible latents not zeroed": Mutant(
+        PRODUCTS, "zero_invisible_rows(s.ring.quarters.index(place), pos, visible)", "pass", ORDERS_OF_PRODUCTS
+    ),
+    "latents in fp8 on Hopper: probabilities not waited for": Mutant(
+        PRODUCTS, "wait(s.p_full.index(stage), use)", "pass", ORDERS_OF_PRODUCTS
+    ),
+    "latents in fp8 on Hopper: probabilities overwritten": Mutant(
+        PRODUCTS, "wait(s.p_empty.index(stage), use + 1)", "pass", ORDERS_OF_PRODUCTS
+    ),
+    "latents in fp8 on Hopper: probabilities not fenced": Mutant(
+        PRODUCTS,
+        "    s.alpha.index(stage).store(alpha)\n    fence_async_shared()\n",
+        "    s.alpha.index(stage).store(alpha)\n",
+        ORDERS_OF_PRODUCTS,
+    ),
+    "latents in fp8 on Hopper: keys of probabilities not permuted": Mutant(
+        PRODUCTS, "to_fp8(permute_for_fp8_operand(p))", "to_fp8(p)", ORDERS_OF_PRODUCTS
+    ),
+    "latents in fp8 on Hopper: output not rescaled": Mutant(
+        PRODUCTS,
+        "s.alpha.index(stage).store(alpha)",
+        "s.alpha.index(stage).store(gl.zeros_like(alpha) + 1.0)",
+        ORDERS_OF_PRODUCTS,
+    ),
+    "latents in fp8 on Hopper: the sum not waited for": Mutant(
+        PRODUCTS, "wait(s.total_full, works)", "pass", ORDERS_OF_PRODUCTS
+    ),
+    "latents in fp8 on Hopper: the sum overwritten": Mutant(
+        PRODUCTS, "wait(s.total_empty, works + 1)", "pass", ORDERS_OF_PRODUCTS
     ),
     "latents on Hopper: the first partial in the place of the others": Mutant(
         LATENTS + "combine.py",

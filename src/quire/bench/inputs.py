@@ -1,7 +1,7 @@
 """The tensors of a case: one cache, and page tables that share no page, so that no call finds its keys in L2."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -59,10 +59,11 @@ class Inputs:
         spec = self.case.spec
         return self.q.new_full((self.case.num_tokens, spec.num_q_heads, spec.head_dim_v), math.nan)
 
-    def plan(self, table: torch.Tensor, **options: Any) -> quire.Plan:
+    def plan(self, table: torch.Tensor, allow_fp8: bool = False, **options: Any) -> quire.Plan:
         """Plan for one of the tables; `options` are those of `quire.plan`, bounds included."""
         arguments: dict[str, Any] = {**self.case.bounds, **options}
-        return quire.plan(self.case.spec, self.batch(table), **arguments)
+        spec = replace(self.case.spec, allow_fp8=allow_fp8 or self.case.spec.allow_fp8)
+        return quire.plan(spec, self.batch(table), **arguments)
 
 
 def make_inputs(

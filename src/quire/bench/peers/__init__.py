@@ -20,7 +20,12 @@ from quire.bench.peers.call_flash_attention import flash_attention_calls
 from quire.bench.peers.call_flash_mla import flash_mla_calls, vllm_flash_mla_calls
 from quire.bench.peers.call_flashinfer import batch_attention_calls, flashinfer_calls, xqa_calls
 from quire.bench.peers.call_pytorch import flex_calls, sdpa_calls
-from quire.bench.peers.call_quire import naive_calls, quire_calls, quire_with_config
+from quire.bench.peers.call_quire import (
+    naive_calls,
+    quire_calls,
+    quire_with_config,
+    quire_with_fp8_products,
+)
 from quire.bench.peers.call_vllm_triton import vllm_triton_calls, vllm_triton_mla_calls
 
 __all__ = ["BASELINES", "NAIVE", "PEERS", "Peer", "quire_calls", "quire_with_config"]
@@ -39,6 +44,7 @@ PEERS = (
     ),
     Peer("Quire, flat", "quire", partial(quire_calls, shared_prefix=None), plans=True, serves=("shared pages",)),
     Peer("Quire, portable", "quire", partial(quire_calls, kernel="mla"), plans=True, serves=LATENTS),
+    Peer("Quire, fp8 products", "quire", quire_with_fp8_products, plans=True, serves=LATENTS, in_fp8=True),
     Peer("FlashMLA", "flash_mla", flash_mla_calls, plans=True, package="sgl-flash-mla", serves=LATENTS, in_fp8=True),
     Peer("FlashMLA in vLLM", "vllm.third_party.flashmla.flash_mla_interface", vllm_flash_mla_calls, serves=LATENTS),
     Peer(

@@ -38,6 +38,13 @@ def quire_with_config(inputs: Inputs, out: torch.Tensor, **fields: int | bool) -
     return quire_calls(inputs, out, config=replace(launch.config, **fields))
 
 
+def quire_with_fp8_products(inputs: Inputs, out: torch.Tensor) -> Planner:
+    """Call Quire with products in fp8 allowed, where its kernel for latents has them."""
+    launch: Any = inputs.plan(inputs.tables[0], allow_fp8=True).launch
+    refuse(not getattr(launch, "fp8_mma", False), "has no products in fp8 for it")
+    return quire_calls(inputs, out, allow_fp8=True)
+
+
 def naive_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
     spec, case = inputs.case.spec, inputs.case
     refuse(case.flops > MAX_NAIVE_FLOPS, "too slow to wait for")

@@ -3,8 +3,11 @@
 fp8 and int8 tiles become float16, which represents their numbers exactly; one instruction converts two. bfloat16
 queries become float16 too, scaled by a power of two for each row. For fp8 products, queries are rounded to fp8, keys
 are used as they are stored, and tiles of values are transposed, since 8-bit operands need contiguous keys.
+
+Results of an output in e4m3 are divided by its scale and rounded here too.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -102,15 +105,24 @@ def transpose_v_tile(stored, pipe, i, pos, kv_low, kv_high, ZERO_INVISIBLE: gl.c
     if ZERO_INVISIBLE:
         kv_pos = pos + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         both = gl.where(((kv_pos >= kv_low) & (kv_pos < kv_high))[None, :], both, 0)
-    # Four elements are in two registers. `even` takes bytes 0 and 2 of each register, `odd` takes bytes 1 and 3.
-    unzip: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"
-    even, odd = gl.inline_asm_elementwise(
-        unzip, "=r,=r,r,r", [permute_for_fp8_operand(both)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
-    )
+    even, odd = split_column_pairs(permute_for_fp8_operand(both))
     transposed = gl.join(even, odd).permute((0, 2, 1)).reshape([HEAD_DIM, BLOCK_N]).to(pipe.tiles.dtype, bitcast=True)
     pipe.tiles.index(stage).store(transposed)
     producer_commit(pipe, i)
     consumer_release(stored, i)
+
+
+@gluon.jit
+def split_column_pairs(pairs):
+    """Split 16-bit elements, which are two adjacent columns of 8-bit numbers, into even and odd columns, as int8.
+
+    A thread's elements are split four at a time, which are in two registers.
+    """
+    # `even` takes bytes 0 and 2 of each register, `odd` takes bytes 1 and 3.
+    unzip: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"
+    return gl.inline_asm_elementwise(
+        unzip, "=r,=r,r,r", [pairs], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -125,6 +137,14 @@ def permute_for_fp8_operand(x):
 
 
 @gluon.jit
+def undo_permute_for_fp8_operand(x):
+    """Return the columns in the order before `permute_for_fp8_operand`."""
+    HEIGHT: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    return x.reshape([HEIGHT, COLUMNS // 16, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([HEIGHT, COLUMNS])
+
+
+@gluon.jit
 def to_fp8(x):
     """Round float32 to e4m3, four adjacent numbers of a thread at once. Triton's conversion takes one at a time."""
     pack: gl.constexpr = """{ .reg .b16 low, high;
@@ -132,6 +152,46 @@ def to_fp8(x):
     return gl.inline_asm_elementwise(pack, "=r,r,r,r,r", [x], dtype=gl.int8, is_pure=True, pack=4).to(
         gl.float8e4nv, bitcast=True
     )
+
+
+@gluon.jit
+def quantize_results(x, scale):
+    """Return what `states.as_stored` stores of results in float32, bit for bit, without its division of each number."""
+    if not ((scale > 2.0**-64) & (scale < 2.0**64)):
+        factor, scale = usual_scale(scale)
+        x *= factor
+    return to_fp8(quotient(x, scale))
+
+
+@gluon.jit
+def usual_scale(scale):
+    """Return the factor of results that replaces a scale by a positive one between 2^-64 and 2^64, and that one.
+
+    The factor is a power of two, so it changes no digit. Of 0, infinity and NaN it is the inverse.
+    """
+    size = gl.abs(scale)
+    factor = gl.where(size < 1.0, 2.0**100, 2.0**-100)
+    factor = gl.where((size > 2.0**-64) & (size < 2.0**64), 1.0, factor)
+    factor = gl.where(scale < 0.0, -factor, factor)
+    is_number = (size > 0.0) & (size < float("inf"))
+    return gl.where(is_number, factor, 1.0 / scale), gl.where(is_number, scale * factor, 1.0)
+
+
+@gluon.jit
+def quotient(x, divisor):
+    """Return x / divisor in float32, so near to it that e4m3 of both is the same.
+
+    The product with the inverse is off by up to 1.5 units in the last place. What the product exceeds the quotient by,
+    times the divisor, is a float32 number, and corrects it. With each of the 2^23 mantissas of a divisor, the result is
+    on the side of each middle between two e4m3 numbers where the rounded quotient is (all float32 numbers near each
+    middle were tried). The product is bounded by 512, since the excess of an infinite one would be NaN.
+    """
+    # The assembly keeps the steps of a number together. Each step over all numbers needs more registers than there are.
+    steps: gl.constexpr = """{ .reg .f32 product, excess; mul.rn.f32 product, $1, $3;
+        min.NaN.xorsign.abs.f32 product, product, 0f44000000; neg.f32 excess, $1;
+        fma.rn.f32 excess, product, $2, excess; neg.f32 excess, excess; fma.rn.f32 $0, excess, $3, product; }"""
+    inverse = tl.div_rn(1.0, divisor)
+    return gl.inline_asm_elementwise(steps, "=f,f,f,f", [x, divisor, inverse], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

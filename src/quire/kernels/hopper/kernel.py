@@ -24,14 +24,22 @@ from quire.kernels.hopper.attend import (
     queries_of,
     scaled,
 )
-from quire.kernels.hopper.convert import convert, quantize_queries
+from quire.kernels.hopper.convert import (
+    convert,
+    permute_for_fp8_operand,
+    quantize_queries,
+    quantize_results,
+    undo_permute_for_fp8_operand,
+)
 from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
 from quire.kernels.hopper.pipeline import (
+    SWIZZLE_BYTES,
     columns_of,
     consumer_release,
     consumer_wait,
     make_pipeline,
     pieces_of,
+    reinterpret,
 )
 from quire.kernels.hopper.producer import produce
 from quire.kernels.hopper.tile_scheduler import (
@@ -193,12 +201,17 @@ def finish(
     """Normalise a work tile's results and write them.
 
     Results are staged in the shared memory of the work tile's queries, if that is wide enough, and it is then released.
-    Where the output has another type, which is so of e4m3 and of the states of splits, they are written from registers.
+    So a thread writes 16 adjacent bytes. The states of splits are float32, and are written from registers.
     """
-    element: gl.constexpr = q_pipe.tiles.dtype
-    LIKE_Q: gl.constexpr = outputs.out_ptr.dtype.element_ty == element
-    STAGED: gl.constexpr = LIKE_Q and columns_of(q_pipe.tiles, q_pipe.more) >= HEAD_DIM_V
-    IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    element: gl.constexpr = outputs.out_ptr.dtype.element_ty
+    LIKE_Q: gl.constexpr = element == q_pipe.tiles.dtype
+    E4M3: gl.constexpr = outputs.out_scale_ptr is not None
+    # Numbers of e4m3 are staged where the first buffer of queries is, which has twice as many bytes in a row.
+    WIDTH: gl.constexpr = 2 * q_pipe.tiles.shape[2] if E4M3 else columns_of(q_pipe.tiles, q_pipe.more)
+    STAGED: gl.constexpr = (LIKE_Q or E4M3) and WIDTH >= HEAD_DIM_V
+    out_scale = None
+    if E4M3:
+        out_scale = gl.load(outputs.out_scale_ptr)
     split = work.split
     if PARTS > 1:  # of columns: each has all keys
         split = 0
@@ -229,14 +242,48 @@ def finish(
         stage = work_i % q_pipe.empty.shape[0]
         loaded = ()
         for i in gl.static_range(len(accs)):
-            staged = queries_of(wg, q_pipe, stage, pieces_of(HEAD_DIM_V, 64)[i][0], pieces_of(HEAD_DIM_V, 64)[i][1])
-            staged.store(results[i].to(element))
-            loaded = loaded + (staged.load(IN_ROWS),)
+            staged = through_shared_memory(
+                wg, results[i], q_pipe, stage, out_scale, element, pieces_of(HEAD_DIM_V, 64)[i][0],
+                pieces_of(HEAD_DIM_V, 64)[i][1],
+            )  # fmt: skip
+            loaded = loaded + (staged,)
         results = loaded
         fence_async_shared()
     consumer_release(q_pipe, work_i)
     for i in gl.static_range(len(accs)):
         write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T, OWNED)
+
+
+@gluon.jit
+def through_shared_memory(
+    wg: gl.constexpr, result, q_pipe, stage, out_scale, element: gl.constexpr, FIRST: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Return results as the output holds them, a thread 16 adjacent bytes of a row. They are columns from FIRST on."""
+    EACH: gl.constexpr = 128 // element.primitive_bitwidth
+    LANES: gl.constexpr = min(8, COLUMNS // EACH)
+    IN_ROWS: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // LANES, LANES], [4, 1], [1, 0])
+    if out_scale is None:
+        staged = queries_of(wg, q_pipe, stage, FIRST, COLUMNS)
+        staged.store(result.to(element))
+        return staged.load(IN_ROWS)
+    else:
+        staged = bytes_of_queries(wg, q_pipe, stage, element, FIRST, COLUMNS)
+        staged.store(quantize_results(permute_for_fp8_operand(result), out_scale))
+        return gl.convert_layout(undo_permute_for_fp8_operand(staged.load(IN_ROWS)), IN_ROWS)
+
+
+@gluon.jit
+def bytes_of_queries(
+    wg: gl.constexpr, q_pipe, stage, element: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Return COLUMNS columns of 8 bits in the shared memory of a warpgroup's queries, from column FIRST on."""
+    tile = q_pipe.tiles.index(stage)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE_BYTES, 8, 2)
+    tile = reinterpret(tile, element, [tile.shape[0], 2 * tile.shape[1]], LAYOUT)
+    if tile.shape[1] > COLUMNS:
+        tile = tile.slice(FIRST, COLUMNS, dim=1)
+    return tile.slice(wg * ROWS, ROWS)
 
 
 @gluon.jit
@@ -253,7 +300,8 @@ def write_out(
     offsets += work.split * HEAD_DIM_V
     offs_d = FIRST + gl.arange(0, result.shape[1], gl.SliceLayout(0, LAYOUT))
     inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM_V)[None, :]
-    result = as_stored(result, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
+    if result.dtype != outputs.out_ptr.dtype.element_ty:
+        result = as_stored(result, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
     gl.store(outputs.out_ptr + offsets[:, None] + offs_d[None, :], result, mask=inside)
 
 

@@ -210,9 +210,10 @@ def multiply_values(s, acc, p, n, pos, visible):
             zero_invisible_rows(quarter, pos, visible)
             fence_async_shared()  # TMA overwrites what was zeroed
         even, odd = value_operands(quarter, OPERAND)
-        mbarrier.arrive(s.ring.empty.index(place), count=1)
         even = warpgroup_mma(even, p, acc[2 * i], is_async=True)
         odd = warpgroup_mma(odd, p, acc[2 * i + 1], is_async=True)
+        # A load that no instruction has waited for may read after TMA has overwritten the place. The products have.
+        mbarrier.arrive(s.ring.empty.index(place), count=1)
         if i > 0:
             products = products + warpgroup_mma_wait(2, deps=pending)
         pending = (even, odd)

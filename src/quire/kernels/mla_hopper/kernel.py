@@ -6,6 +6,7 @@ each when its place is free. Consumer warpgroups attend.
 
 * A row block of 64 rows has two consumers (`many_rows.py`) and `producer.py`. One more warpgroup converts fp8 latents.
 * A row block of at most 32 rows has one consumer (`few_rows.py`) and `ring.py`.
+* With fp8 latents and products in fp8, a row block of 64 rows has `many_rows_fp8.py` and `ring.py`.
 * With fp8 latents, a row block of at most 32 rows has two consumers, which convert (`few_rows_fp8.py`), and `ring.py`.
 
 A latent is read once: its first columns are key and value, its rope columns are key only.
@@ -21,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
 from quire.kernels.mla_hopper.few_rows_fp8 import allocate_fp8, consume_fp8
 from quire.kernels.mla_hopper.many_rows import consume_many
+from quire.kernels.mla_hopper.many_rows_fp8 import allocate_products, score, sum_values
 from quire.kernels.mla_hopper.memory import EVEN, ODD, allocate
 from quire.kernels.mla_hopper.producer import convert, produce
 from quire.kernels.mla_hopper.ring import produce_ring
@@ -85,11 +87,16 @@ def mla_hopper_kernel(
     stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head,
     stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    COLUMNS: gl.constexpr, FP8_MMA: gl.constexpr,
 ):  # fmt: skip
-    """Attend to row blocks of COLUMNS rows: 16, 32, or ROWS if sequences have more than 32."""
+    """Attend to row blocks of COLUMNS rows: 16, 32, or ROWS if sequences have more than 32.
+
+    FP8_MMA: with ROWS rows and fp8 latents, products are in fp8.
+    """
     FROM_FP8: gl.constexpr = rope_desc is not None
-    if COLUMNS == ROWS:
+    if FP8_MMA:
+        s = allocate_products(kv_desc.dtype)
+    elif COLUMNS == ROWS:
         s = allocate(gl.float16 if FROM_FP8 else kv_desc.dtype, FROM_FP8)
     elif FROM_FP8:
         s = allocate_fp8(kv_desc.dtype, COLUMNS)
@@ -128,6 +135,16 @@ def mla_hopper_kernel(
                 ],
                 [1], [40],
             )  # fmt: skip
+    elif FP8_MMA:
+        gl.warp_specialize(
+            [
+                (sum_values, (EVEN, s, program, NUM_HEADS, PARTIAL_ROWS)),
+                (sum_values, (ODD, s, program, NUM_HEADS, PARTIAL_ROWS)),
+                (score, (s, program, NUM_HEADS)),
+                (produce_ring, (s.ring, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
+            ],
+            [4, 4, 1], [192, 96, 32],
+        )  # fmt: skip
     elif FROM_FP8:
         gl.warp_specialize(
             [

@@ -22,6 +22,7 @@ ROWS = 64  # rows of a row block, as schedule.ROWS
 WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
 FEW_ROWS = 32  # up to this many rows of a sequence are the columns of products (few_rows.py)
 SMALLEST_COLUMNS = 16
+FP8_TILES = 3  # tiles of a partition from which on products in fp8 are faster (NVIDIA H200, 2026-11-23)
 FEW_SEQS = 32  # up to this many sequences, programs of the combine belong to sequences, otherwise to boundaries
 COMBINED = 8192  # float32 numbers of partials that a program of the combine holds at once
 SMALLEST_COMBINE = 132  # programs below which a program combines fewer rows or columns
@@ -61,6 +62,14 @@ class MLAHopperLaunch:
         return rows if rows <= FEW_ROWS else ROWS
 
     @property
+    def fp8_mma(self) -> bool:
+        """Whether matrix products are in fp8. Over few tiles, rounding the queries takes longer than they save."""
+        spec, bounds = self.request.spec, self.request.bounds
+        allowed = spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and self.columns == ROWS
+        tiles = power_of_two(self.request.num_seqs) * cdiv(power_of_two(bounds.max_seq_len), ROWS)
+        return allowed and tiles >= FP8_TILES * self.num_partitions
+
+    @property
     def num_partitions(self) -> int:
         """Partitions of the batch's tiles for each row block: as many programs as there are SMs, in all."""
         return max(1, self.request.device.num_sms // self.row_blocks)
@@ -95,7 +104,10 @@ class MLAHopperLaunch:
 
     def constexprs(self) -> dict[str, Any]:
         """Return the attention kernel's constexprs, without those that a cache decides."""
-        return {"NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows, "COLUMNS": self.columns}
+        return {
+            "NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows, "COLUMNS": self.columns,
+            "FP8_MMA": self.fp8_mma,
+        }  # fmt: skip
 
     @once
     def combine_constexprs(self) -> dict[str, Any]:
@@ -134,9 +146,11 @@ class MLAHopperLaunch:
         return MLAHopperRunner(self, batch, workspace)
 
     def __str__(self) -> str:
+        products = "products in fp8, " if self.fp8_mma else ""
         return (
-            f"Hopper MLA kernel: {ROWS} rows × {ROWS} keys, {self.num_partitions} partitions × {self.row_blocks} row "
-            f"blocks; fallback for small pages and latents that TMA cannot address: {self.fallback}"
+            f"Hopper MLA kernel: {ROWS} rows × {ROWS} keys, {products}{self.num_partitions} partitions × "
+            f"{self.row_blocks} row blocks; fallback for small pages and latents that TMA cannot address: "
+            f"{self.fallback}"
         )
 
 

@@ -24,7 +24,7 @@ from quire.kernels.hopper.convert import peaks, scale_of_rows, scale_panels
 from quire.kernels.hopper.pipeline import reinterpret
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, wait
 from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
-from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
+from quire.kernels.mla_hopper.softmax import finite, mask_scores, zero_invisible_rows
 from quire.kernels.states import LN2
 
 
@@ -154,20 +154,6 @@ def finish_values(SIDE: gl.constexpr, PARITY: gl.constexpr, s, acc):
     right = warpgroup_mma_wait(0, deps=[right])
     mbarrier.arrive(s.empty[PARITY * 4 + SIDE * 2 + 1], count=1)
     return left, right
-
-
-@gluon.jit
-def mask_scores(scores, pos, work, row_block, causal, NUM_HEADS: gl.constexpr):
-    """Set scores of invisible keys to -inf, in a tile that begins at position `pos`."""
-    LAYOUT: gl.constexpr = scores.type.layout
-    low_token = row_block * ROWS // NUM_HEADS
-    if pos + TILE > gl.where(causal, gl.minimum(work.first_pos + low_token + 1, work.seq_len), work.seq_len):
-        rows = row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        last = gl.where(causal, work.first_pos + rows // NUM_HEADS, work.seq_len - 1)
-        last = gl.minimum(last, work.seq_len - 1) - pos
-        cols = gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
-        scores = gl.where(cols[None, :] <= last[:, None], scores, float("-inf"))
-    return scores
 
 
 @gluon.jit

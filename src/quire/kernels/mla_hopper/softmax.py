@@ -1,11 +1,25 @@
-"""Parts of the softmax that both consumers of the MLA kernel use."""
+"""Parts of the softmax that several consumers of the MLA kernel use."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.pipeline import reinterpret
 from quire.kernels.mla_hopper.memory import QUARTER
-from quire.kernels.mla_hopper.schedule import TILE
+from quire.kernels.mla_hopper.schedule import ROWS, TILE
+
+
+@gluon.jit
+def mask_scores(scores, pos, work, row_block, causal, NUM_HEADS: gl.constexpr):
+    """Set scores of invisible keys to -inf, in a tile that begins at position `pos`. Scores are [ROWS, TILE]."""
+    LAYOUT: gl.constexpr = scores.type.layout
+    low_token = row_block * ROWS // NUM_HEADS
+    if pos + TILE > gl.where(causal, gl.minimum(work.first_pos + low_token + 1, work.seq_len), work.seq_len):
+        rows = row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        last = gl.where(causal, work.first_pos + rows // NUM_HEADS, work.seq_len - 1)
+        last = gl.minimum(last, work.seq_len - 1) - pos
+        cols = gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
+        scores = gl.where(cols[None, :] <= last[:, None], scores, float("-inf"))
+    return scores
 
 
 @gluon.jit

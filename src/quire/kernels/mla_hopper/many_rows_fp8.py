@@ -1,0 +1,305 @@
+"""The MLA kernel for fp8 latents and row blocks of 64 rows, where a spec allows products in fp8.
+
+Tensor cores multiply the latents as they are stored. There are three warpgroups.
+
+* One computes the scores, queries times keys, and their softmax. It rounds queries and probabilities to fp8.
+* Two multiply the probabilities with the values. Each owns half of the columns. Columns are the rows of these products,
+  and (token, query head) pairs their columns, as in `few_rows_fp8.py`. So the values are the operand that comes from
+  registers, where they are transposed on their way from shared memory.
+
+What goes from the first to the others is in shared memory: the probabilities of a tile, and the factor by which the
+output of each row shrinks since its maximum has grown.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from quire.kernels.hopper.convert import (
+    peaks,
+    permute_for_fp8_operand,
+    scale_of_rows,
+    split_column_pairs,
+    to_fp8,
+)
+from quire.kernels.hopper.pipeline import make_barriers
+from quire.kernels.mla_hopper.columns import scale_columns, store_partial, store_result
+from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
+from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE, make_barrier, wait
+from quire.kernels.mla_hopper.ring import allocate_ring, place_of, rope_of, wait_for_quarter
+from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
+from quire.kernels.mla_hopper.softmax import finite, mask_scores, zero_invisible_rows
+
+LIFT = gl.constexpr(8.0)  # probabilities are scaled by 2^8, so that small ones keep their bits
+TILES = gl.constexpr(5)  # of the ring
+HANDED = gl.constexpr(2)  # tiles whose probabilities shared memory holds
+OF_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value, 32]))
+OF_OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS.value, 32]))  # [columns, rows]
+
+
+class Fp8Products(NamedTuple):
+    """Shared memory and its barriers."""
+
+    q: Any  # [4, ROWS, QUARTER]: quarters of the queries
+    q_rope: Any  # [1, ROWS, ROPE]
+    ring: Any  # Ring of fp8 latents
+    p: Any  # [HANDED, ROWS, TILE]: probabilities, whose keys are permuted by `permute_for_fp8_operand`
+    alpha: Any  # [HANDED, ROWS]: factor of the output of the tiles before
+    maximum: Any  # [1, ROWS]: of the sequence
+    total: Any  # [1, ROWS]: sum of exponentials of the sequence
+    p_full: Any  # HANDED barriers: probabilities and factor are stored
+    p_empty: Any  # HANDED: both warpgroups have multiplied them
+    total_full: Any  # maximum and sum are stored
+    total_empty: Any  # both warpgroups have read them
+
+
+@gluon.jit
+def allocate_products(stored: gl.constexpr):
+    """Allocate shared memory for latents of type `stored`."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
+    return Fp8Products(
+        gl.allocate_shared_memory(stored, [4, ROWS, QUARTER], gl.NVMMASharedLayout(128, 8, 2)),
+        gl.allocate_shared_memory(stored, [1, ROWS, ROPE], NARROW),
+        allocate_ring(stored, 4 * TILES, 1),
+        gl.allocate_shared_memory(stored, [HANDED, ROWS, TILE], NARROW),
+        gl.allocate_shared_memory(gl.float32, [HANDED, ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT),
+        make_barriers(HANDED, 1),
+        make_barriers(HANDED, 2),
+        make_barrier(1),
+        make_barrier(2),
+    )
+
+
+@gluon.jit
+def score(s, program, NUM_HEADS: gl.constexpr):
+    """Compute the probabilities of every tile of the partition. One warpgroup runs this."""
+    lengths, partition = program.lengths, program.partition
+    softmax_scale = program.softmax_scale
+    if program.scale_ptr is not None:
+        softmax_scale *= gl.load(program.scale_ptr)
+    seq, place = partition.seq, partition.first
+    tile, works = 0, 0
+    while place < partition.high:
+        peak = peak_of_queries(program, seq, NUM_HEADS)
+        work, next_place = work_of(lengths, partition, seq, place, program.row_block, program.causal, NUM_HEADS)
+        if work.count > 0:
+            scale = softmax_scale * store_queries(s, program, seq, peak, NUM_HEADS)
+            m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
+            l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+            pos = work.tile * TILE
+            scores = warpgroup_mma_wait(0, deps=[multiply_keys(s, tile)])
+            for _ in range(work.count - 1):
+                ahead = multiply_keys(s, tile + 1)  # overlaps the softmax of this tile
+                m_i, l_i = hand_over(s, scores, m_i, l_i, tile, pos, work, program, scale, NUM_HEADS)
+                scores = warpgroup_mma_wait(0, deps=[ahead])
+                tile += 1
+                pos += TILE
+            m_i, l_i = hand_over(s, scores, m_i, l_i, tile, pos, work, program, scale, NUM_HEADS)
+            tile += 1
+            wait(s.total_empty, works + 1)
+            s.maximum.index(0).store(m_i - LIFT)
+            s.total.index(0).store(l_i)
+            mbarrier.arrive(s.total_full, count=1)
+            works += 1
+        seq += 1
+        place = next_place
+
+
+@gluon.jit
+def find_queries(program, seq, NUM_HEADS: gl.constexpr):
+    """Return pointers to the first panel of a row block of queries and to its rope columns, and which rows exist."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    queries = program.queries
+    q_start, q_len = queries_of(program.lengths, seq)
+    rows = program.row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token, head = rows // NUM_HEADS, (rows % NUM_HEADS).to(gl.int64)
+    owned = (token < q_len)[:, None]
+    token = (q_start + token).to(gl.int64)
+    cols = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
+    nope = queries.nope + token * queries.stride_nope_token + head * queries.stride_nope_head
+    rope = queries.rope + token * queries.stride_rope_token + head * queries.stride_rope_head
+    return nope[:, None] + cols, rope[:, None] + cols, owned
+
+
+@gluon.jit
+def peak_of_queries(program, seq, NUM_HEADS: gl.constexpr):
+    """Return the absolute maximum of each row of queries."""
+    nope, rope, owned = find_queries(program, seq, NUM_HEADS)
+    peak = gl.max(gl.abs(gl.load(rope, mask=owned, other=0.0).to(gl.float32)), 1)
+    # Loops whose bounds the compiler does not know: four panels are in flight, for more there are no registers.
+    zero = seq >> 30
+    for half in range(zero, zero + 2):
+        panels = ()
+        for i in gl.static_range(HALF // PANEL):
+            panels = panels + (gl.load(nope + (half * HALF + i * PANEL), mask=owned, other=0.0),)
+        peak = gl.maximum(peak, peaks(panels))
+    return peak
+
+
+@gluon.jit
+def store_queries(s, program, seq, peak, NUM_HEADS: gl.constexpr):
+    """Load the queries again, which registers have no room to keep, and store them to shared memory in fp8.
+
+    Each row is scaled by a power of two, so that its absolute maximum is in [2^7, 2^8).
+
+    Returns:
+        The inverse scale of each row.
+    """
+    nope, rope, owned = find_queries(program, seq, NUM_HEADS)
+    factor, inverse = scale_of_rows(peak, 7)
+    rope_columns = gl.load(rope, mask=owned, other=0.0)
+    s.q_rope.index(0).store(to_fp8(rope_columns.to(gl.float32) * factor[:, None]))
+    zero = seq >> 30
+    for half in range(zero, zero + 2):
+        panels = ()
+        for i in gl.static_range(HALF // PANEL):
+            panels = panels + (gl.load(nope + (half * HALF + i * PANEL), mask=owned, other=0.0),)
+        for i in gl.static_range(HALF // PANEL):
+            quarter = s.q.index(2 * half + i * PANEL // QUARTER)
+            panel = to_fp8(panels[i].to(gl.float32) * factor[:, None])
+            quarter.slice(i * PANEL % QUARTER, PANEL, 1).store(panel)
+    fence_async_shared()
+    return gl.convert_layout(inverse, gl.SliceLayout(1, OF_SCORES))
+
+
+@gluon.jit
+def multiply_keys(s, tile):
+    """Begin the product of the queries and a tile of keys, each quarter when it has arrived."""
+    # The compiler cannot know that this is 0. So it computes descriptors of queries here and keeps none.
+    zero = tile >> 30
+    scores = gl.zeros([ROWS, TILE], gl.float32, OF_SCORES)
+    for i in gl.static_range(4):
+        keys = s.ring.quarters.index(wait_for_quarter(s.ring, 4 * tile + i)).permute((1, 0))
+        scores = warpgroup_mma(s.q.index(zero + i), keys, scores, use_acc=i > 0, is_async=True)
+    rope = rope_of(s.ring, 4 * tile).permute((1, 0))
+    return warpgroup_mma(s.q_rope.index(zero), rope, scores, is_async=True)
+
+
+@gluon.jit
+def hand_over(s, scores, m_i, l_i, tile, pos, work, program, scale, NUM_HEADS: gl.constexpr):
+    """Store the probabilities of a tile, which begins at position `pos`, for the warpgroups that multiply them.
+
+    Returns:
+        The maximum and the sum of exponentials of the tiles up to this one.
+    """
+    scores = mask_scores(scores, pos, work, program.row_block, program.causal, NUM_HEADS)
+    m_new = gl.maximum(m_i, gl.max(scores, 1) * scale)
+    shift = finite(m_new)
+    p = gl.exp2(scores * scale[:, None] - (shift - LIFT)[:, None])
+    alpha = gl.exp2(m_i - shift)
+    stage, use = tile % HANDED, tile // HANDED
+    wait(s.p_empty.index(stage), use + 1)
+    s.p.index(stage).store(to_fp8(permute_for_fp8_operand(p)))
+    s.alpha.index(stage).store(alpha)
+    fence_async_shared()
+    mbarrier.arrive(s.p_full.index(stage), count=1)
+    return m_new, l_i * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def sum_values(SIDE: gl.constexpr, s, program, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr):
+    """Multiply probabilities with half of the columns of every tile, and write the results. Two warpgroups run this."""
+    lengths, partition, outputs = program.lengths, program.partition, program.outputs
+    row_block = program.row_block
+    seq, place = partition.seq, partition.first
+    tile, works = 0, 0
+    while place < partition.high:
+        work, next_place = work_of(lengths, partition, seq, place, row_block, program.causal, NUM_HEADS)
+        if work.count > 0:
+            acc = ()
+            for _ in gl.static_range(4):
+                acc = acc + (gl.zeros([QUARTER // 2, ROWS], gl.float32, OF_OUT),)
+            pos = work.tile * TILE
+            for _ in range(work.count):
+                acc = add_tile(SIDE, s, acc, tile, pos, work.visible)
+                tile += 1
+                pos += TILE
+            wait(s.total_full, works)
+            m_i = s.maximum.index(0).load(gl.SliceLayout(0, OF_OUT))
+            l_i = s.total.index(0).load(gl.SliceLayout(0, OF_OUT))
+            mbarrier.arrive(s.total_empty, count=1)
+            factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, OF_OUT))
+            if program.scale_ptr is not None:
+                factor *= gl.load(program.scale_ptr)
+            whole = work.starts & work.ends
+            factor = gl.where(whole, factor / gl.where(l_i == 0.0, 1.0, l_i), factor)
+            slot = (row_block * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)
+            for i in gl.static_range(2):
+                even, odd = scale_columns((acc[2 * i], acc[2 * i + 1]), factor)
+                results = (merge_columns(even, odd),)
+                if whole:
+                    store_result(results, 2 * SIDE + i, m_i, l_i, outputs, work, row_block * ROWS, NUM_HEADS, ROWS)
+                else:
+                    store_partial(results, 2 * SIDE + i, m_i, l_i, outputs, slot.to(gl.int64), PARTIAL_ROWS, ROWS)
+            works += 1
+        seq += 1
+        place = next_place
+
+
+@gluon.jit
+def add_tile(SIDE: gl.constexpr, s, acc, tile, pos, visible):
+    """Add the products of a tile's values, of which this warpgroup owns two quarters, and its probabilities.
+
+    Tensor cores accumulate fp8 products with about 14 bits, so the products of each tile are added to acc in float32.
+    acc is in even and odd columns of each quarter.
+
+    A quarter is freed after a product has taken what was loaded of it. A load that no instruction has waited for may
+    read after TMA has overwritten its place.
+    """
+    stage, use = tile % HANDED, tile // HANDED
+    results = ()
+    for i in gl.static_range(2):
+        even, odd = value_operands(s, tile, 2 * SIDE + i, pos, visible)
+        if i == 0:
+            wait(s.p_full.index(stage), use)  # the keys have been multiplied
+        even = add_product(s, even, acc[2 * i], stage)
+        mbarrier.arrive(s.ring.empty.index(place_of(s.ring, 4 * tile + 2 * SIDE + i)[0]), count=1)
+        results = results + (even, add_product(s, odd, acc[2 * i + 1], stage))
+    mbarrier.arrive(s.p_empty.index(stage), count=1)
+    return results
+
+
+@gluon.jit
+def add_product(s, values, acc, stage):
+    """Return alpha * acc, plus the product of values and probabilities.
+
+    The sum is volatile assembly. Otherwise the compiler moves it behind the other products of the tile, and registers
+    hold one.
+    """
+    p = s.p.index(stage).permute((1, 0))
+    product = warpgroup_mma(values, p, gl.zeros_like(acc), use_acc=False, is_async=True)
+    product = warpgroup_mma_wait(0, deps=[product])
+    alpha = s.alpha.index(stage).load(gl.SliceLayout(0, OF_OUT))
+    fma: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
+    return gl.inline_asm_elementwise(
+        fma, "=f,f,f,f", [acc, alpha[None, :], product], dtype=gl.float32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def value_operands(s, tile, QUARTER_I: gl.constexpr, pos, visible):
+    """Load a quarter of a tile as two operands, its even and its odd columns.
+
+    The keys are permuted by `permute_for_fp8_operand`. The four of one column that a product takes from a register
+    become adjacent elements of a thread first, so that each byte moves once.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
+    place = wait_for_quarter(s.ring, 4 * tile + QUARTER_I)
+    if pos + TILE > visible:
+        wait(s.p_full.index(tile % HANDED), tile // HANDED)  # the keys have been multiplied
+        zero_invisible_rows(s.ring.quarters.index(place), pos, visible)
+        fence_async_shared()  # TMA overwrites what was zeroed
+    pairs = column_pairs(s.ring.quarters.index(place)).permute((1, 0)).load(LAYOUT)
+    even, odd = split_column_pairs(gl.convert_layout(permute_for_fp8_operand(pairs), OPERAND))
+    return even.to(s.q.dtype, bitcast=True), odd.to(s.q.dtype, bitcast=True)
