@@ -74,7 +74,7 @@ def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=
         places = machine.allocate_shared_memory(tl.int32, [2, SEQS], None)
         ends = call["order_by_keys"](ends, places, kv, *batch, *window, WORK_TILES_EACH, BLOCK_T, BLOCK_N)
         for row_block in reversed(range(int(count))):
-            seq, first = call["find_row_block"](ends, value(row_block), *batch, BLOCK_T)
+            seq, first = call["find_row_block"](ends, value(row_block), *batch, BLOCK_T, True)
             found.append((int(seq), row_block - int(first)))
 
     machine.run([(Program(machine, (0,)), schedule)])

@@ -96,7 +96,9 @@ def produce(
             row_block = num_row_blocks - 1 - in_section // section
             head = (whole // (num_row_blocks * section) * section + in_section % section) * HEADS
             split = 0
-        seq, first_row_block = find_row_block(ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
+        seq, first_row_block = find_row_block(
+            ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T, kv.key_begin is None
+        )
         q_start = gl.load(cu_seqlens_q + seq)
         q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
         seq_len = gl.load(kv.seq_lens + seq)

@@ -195,15 +195,21 @@ def count_row_blocks(ends, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: 
 
 
 @gluon.jit
-def find_row_block(ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
+def find_row_block(
+    ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr, MAY_BE_ORDERED: gl.constexpr
+):
     """Return the sequence that owns a row block of the batch, and that sequence's first row block.
 
-    `ends` are those of the first SEQS sequences, in any order.
+    `ends` are those of the first SEQS sequences, if MAY_BE_ORDERED in any order.
     """
-    seqs = gl.arange(0, SEQS, ends.type.layout)
-    end = gl.min(gl.where(ends > row_block, ends, 2147483647), 0)
-    seq = gl.min(gl.where(ends == end, seqs, SEQS), 0)  # the first one, since others with this end have no row blocks
-    first_row_block = gl.max(gl.where(ends > row_block, 0, ends), 0)
+    if MAY_BE_ORDERED:
+        seqs = gl.arange(0, SEQS, ends.type.layout)
+        end = gl.min(gl.where(ends > row_block, ends, 2147483647), 0)
+        # The first one with this end: others have no row blocks.
+        seq = gl.min(gl.where(ends == end, seqs, SEQS), 0)
+    else:
+        seq = gl.sum((ends <= row_block).to(gl.int32), 0)
+    first_row_block = gl.max(gl.where(ends <= row_block, ends, 0), 0)
     before = gl.max(ends, 0)
     for first in range(SEQS, num_seqs, SEQS):
         more = before + row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T)
