@@ -19,6 +19,7 @@ OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, ATTEND, PRODUCER = (f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer"))
 GATHER = "kernels/hopper/gather.py"
 HOPPER = "gpu/test_hopper.py::test_"
+ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 PRODUCTS = LATENTS + "many_rows_fp8.py"
 ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
@@ -630,6 +631,36 @@ IN_INTERPRETER = {
     ),
     "Hopper: gathered rows of the first head": Mutant(
         GATHER, "(head * (stride_head // VEC))", "(head * 0)", SIMULATED + "pages[HND-4]"
+    ),
+    "Hopper: the sequence with the fewest keys first": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "others[None, :] <= places[:, None]",
+        "others[None, :] >= places[:, None]",
+        ORDER + "sequences_of_as_many_tiles_stay_in_the_batch_s_order",
+    ),
+    "Hopper: the keys of a sequence's first row block decide": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "token = gl.maximum(counts - 1, 0) * BLOCK_T",
+        "token = counts * 0",
+        ORDER + "each_row_block_is_found_once_and_the_longest_sequence_first[{}-100]",
+    ),
+    "Hopper: sequences without row blocks in the order": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "gl.where(owns, tiles * SEQS + seqs, -1)",
+        "tiles * SEQS + seqs",
+        ORDER + "each_row_block_is_found_once_and_the_longest_sequence_first[{'max_decode_queries': 3}-100]",
+    ),
+    "Hopper: an order wherever lengths differ": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "(most > least) & (most * SHARE * gl.num_programs(0) > work)",
+        "most > least",
+        ORDER + "sequences_stay_in_the_batch_s_order_where_the_longest_work_tile_is_a_small_part_of_all_work",
+    ),
+    "Hopper: the batch's order in a launch": Mutant(
+        PRODUCER,
+        "(num_seqs > 1) & (num_work_tiles > gl.num_programs(0))",
+        "(num_seqs > 1000)",
+        ORDER + "chunks_of_as_many_queries_come_in_the_order_of_their_contexts",
     ),
     "Hopper: intervals with a key more": Mutant(
         KERNEL, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", SIMULATED + "intervals[{}-16-window]"

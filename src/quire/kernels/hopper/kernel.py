@@ -44,6 +44,7 @@ from quire.kernels.hopper.pipeline import (
 from quire.kernels.hopper.producer import produce
 from quire.kernels.hopper.tile_scheduler import (
     ROWS,
+    SEQS,
     WORDS,
     load_intervals,
     read_range,
@@ -354,6 +355,9 @@ def hopper_kernel(
         v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, WARPGROUPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
+    places = published
+    if not INTERVALS:  # of sequences in the order of work tiles
+        places = gl.allocate_shared_memory(gl.int32, [2, SEQS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end)
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(
@@ -377,10 +381,10 @@ def hopper_kernel(
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
                     BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (produce, (
-                    q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
-                    max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
-                    FIXED_SPLIT > 0, PARTS)),
+                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
+                    tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
+                    stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
+                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS)),
             ],
             [PRODUCER_WARPS],
             [72 if GATHERS else 56 if INTERVALS else 40],
@@ -396,10 +400,10 @@ def hopper_kernel(
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
                     BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (produce, (
-                    q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
-                    max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
-                    FIXED_SPLIT > 0, PARTS)),
+                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
+                    tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
+                    stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
+                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS)),
             ],
             [4, PRODUCER_WARPS],
             # Registers per thread of the second and the third function. A producer that loads intervals needs more.
@@ -421,10 +425,10 @@ def hopper_kernel(
                     BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
-                    q_pipe, k_raw, v_raw, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
-                    max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-                    stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX,
-                    FIXED_SPLIT > 0, PARTS)),
+                    q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
+                    tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
+                    stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
+                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS)),
             ],
             [4, 4, PRODUCER_WARPS],
             ([192, 72, 56] if FP8_MMA else [208, 40, 56])

@@ -25,6 +25,7 @@ from quire.kernels.hopper.tile_scheduler import (
     find_row_block,
     keys_of_band,
     keys_of_intervals,
+    order_by_keys,
     publish_work_tile,
     row_block_ends,
     split_of_keys,
@@ -34,7 +35,7 @@ from quire.kernels.hopper.tile_scheduler import (
 
 @gluon.jit
 def produce(
-    q_pipe, k_pipe, v_pipe, published, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
+    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BLOCK_T: gl.constexpr, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
@@ -75,6 +76,12 @@ def produce(
     num_work_tiles = num_row_blocks * HEAD_BLOCKS * num_splits
     if PARTS > 1:
         num_work_tiles *= PARTS
+    # Lengths may differ, and a work tile that starts last should be short.
+    if kv.key_begin is None and (num_seqs > 1) & (num_work_tiles > gl.num_programs(0)):
+        ends = order_by_keys(
+            ends, places, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right,
+            HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N,
+        )  # fmt: skip
     index = gl.program_id(0)
     while index < num_work_tiles:
         whole = index
@@ -89,7 +96,9 @@ def produce(
             row_block = num_row_blocks - 1 - in_section // section
             head = (whole // (num_row_blocks * section) * section + in_section % section) * HEADS
             split = 0
-        seq, first_row_block = find_row_block(ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
+        seq, first_row_block = find_row_block(
+            ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T, kv.key_begin is None
+        )
         q_start = gl.load(cu_seqlens_q + seq)
         q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
         seq_len = gl.load(kv.seq_lens + seq)

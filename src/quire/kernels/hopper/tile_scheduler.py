@@ -2,9 +2,10 @@
 
 A row block is BLOCK_T query tokens of one sequence. A work tile is a row block, as many heads of one KV head as fill
 the program's rows, and one split of the visible keys. Programs take work tiles by a global counter. The last row blocks
-come first, since they see the most keys, so that all programs end at about the same time. The producer warp publishes
-the fields of a work tile in shared memory, where the consumer warpgroups read them. With intervals of keys, it also
-publishes the `Range`. So all warps of a program agree on which tiles there are, and which of them need masks.
+of a sequence come first, since they see the most keys, and the sequence with the most keys comes first. So all programs
+end at about the same time. The producer warp publishes the fields of a work tile in shared memory, where the consumer
+warpgroups read them. With intervals of keys, it also publishes the `Range`. So all warps of a program agree on which
+tiles there are, and which of them need masks.
 """
 
 from typing import Any, NamedTuple
@@ -12,8 +13,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.hopper.pipeline import reinterpret
+
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 SEQS = gl.constexpr(128)  # sequences that the scheduler reads in one step
+PART = gl.constexpr(4)  # sequences that are compared with all others in one step
+SHARE = gl.constexpr(16)  # an order may gain at most a work tile, and counts if that is this part of a program's work
 FIELDS = gl.constexpr(9)  # fields of WorkTile
 WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range after it
 
@@ -115,16 +120,69 @@ def add(a, b):
 
 
 @gluon.jit
-def row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
-    """Return where the row blocks of each of SEQS sequences from `first` on end, counted from those of `first`.
+def row_blocks_of(seqs, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
+    """Return the query tokens and the number of row blocks of sequences, of which those from `num_seqs` on have none.
 
-    Sequences with at most `max_decode_queries` queries have none: they belong to the decode launch.
+    Sequences with at most `max_decode_queries` queries have no row blocks: they belong to the decode launch.
     """
-    seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [gl.num_warps()], [0]))
     inside = seqs < num_seqs
     q_stop = gl.load(cu_seqlens_q + seqs + 1, mask=inside, other=0)
     q_len = q_stop - gl.load(cu_seqlens_q + seqs, mask=inside, other=0)
-    return gl.associative_scan(gl.where(q_len > max_decode_queries, (q_len + BLOCK_T - 1) // BLOCK_T, 0), 0, add)
+    return q_len, gl.where(q_len > max_decode_queries, (q_len + BLOCK_T - 1) // BLOCK_T, 0)
+
+
+@gluon.jit
+def row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
+    """Return where the row blocks of each of SEQS sequences from `first` on end, counted from those of `first`."""
+    seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [gl.num_warps()], [0]))
+    _, counts = row_blocks_of(seqs, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
+    return gl.associative_scan(counts, 0, add)
+
+
+@gluon.jit
+def order_by_keys(
+    ends, memory, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, work_tiles_each,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Return where the row blocks of the first SEQS sequences end, if the sequence with the most keys is the last one.
+
+    What counts is the tiles of keys that the last row block sees. Sequences with as many stay in the batch's order.
+    Each end is the sum of the row blocks of all sequences that do not come later, so nothing has to be moved.
+    Where that gains little, the batch's order stays.
+
+    Args:
+        ends: of the first SEQS sequences in the batch's order.
+        memory: shared memory of [2, SEQS] int32, which no other warp uses.
+        work_tiles_each: work tiles of a row block.
+    """
+    PAIRS: gl.constexpr = gl.BlockedLayout([SEQS // 32, PART], [32, 1], [gl.num_warps(), 1], [1, 0])
+    seqs = gl.arange(0, SEQS, gl.SliceLayout(1, PAIRS))
+    q_len, counts = row_blocks_of(seqs, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
+    seq_len = gl.load(kv.seq_lens + seqs, mask=seqs < num_seqs, other=0)
+    if kv.query_offsets is None:
+        first_pos = seq_len - q_len
+    else:
+        first_pos = gl.load(kv.query_offsets + seqs, mask=seqs < num_seqs, other=0)
+    token = gl.maximum(counts - 1, 0) * BLOCK_T
+    kv_start, kv_stop = keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
+    keys = gl.minimum(gl.maximum(kv_stop - kv_start, 0), (1 << 30) - BLOCK_N)  # so that a place fits 32 bits
+    tiles = (keys + BLOCK_N - 1) // BLOCK_N
+    owns = counts > 0
+    most, least = gl.max(gl.where(owns, tiles, 0), 0), gl.min(gl.where(owns, tiles, 2147483647), 0)
+    work = gl.sum(counts * tiles, 0) * work_tiles_each  # may wrap around, which costs the order and nothing else
+    if (most > least) & (most * SHARE * gl.num_programs(0) > work):
+        places = gl.where(owns, tiles * SEQS + seqs, -1)  # of sequences with row blocks, no two are equal
+        memory.index(0).store(places)
+        memory.index(1).store(counts)
+        parts = reinterpret(memory, gl.int32, [2 * SEQS // PART, PART], memory.layout)
+        found = gl.zeros([SEQS], gl.int32, gl.SliceLayout(1, PAIRS))
+        first = gl.min(gl.where(owns, seqs, SEQS), 0)  # engines have decoding sequences before prompts
+        for part in range(first // PART, (gl.minimum(num_seqs, SEQS) + PART - 1) // PART):
+            others = parts.index(part).load(gl.SliceLayout(0, PAIRS))
+            more = parts.index(SEQS // PART + part).load(gl.SliceLayout(0, PAIRS))
+            found += gl.sum(gl.where(others[None, :] <= places[:, None], more[None, :], 0), 1)
+        ends = gl.convert_layout(found, ends.type.layout)
+    return ends
 
 
 @gluon.jit
@@ -137,9 +195,20 @@ def count_row_blocks(ends, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: 
 
 
 @gluon.jit
-def find_row_block(ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
-    """Return the sequence that owns a row block of the batch, and that sequence's first row block."""
-    seq = gl.sum((ends <= row_block).to(gl.int32), 0)
+def find_row_block(
+    ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr, MAY_BE_ORDERED: gl.constexpr
+):
+    """Return the sequence that owns a row block of the batch, and that sequence's first row block.
+
+    `ends` are those of the first SEQS sequences, if MAY_BE_ORDERED in any order.
+    """
+    if MAY_BE_ORDERED:
+        seqs = gl.arange(0, SEQS, ends.type.layout)
+        end = gl.min(gl.where(ends > row_block, ends, 2147483647), 0)
+        # The first one with this end: others have no row blocks.
+        seq = gl.min(gl.where(ends == end, seqs, SEQS), 0)
+    else:
+        seq = gl.sum((ends <= row_block).to(gl.int32), 0)
     first_row_block = gl.max(gl.where(ends <= row_block, ends, 0), 0)
     before = gl.max(ends, 0)
     for first in range(SEQS, num_seqs, SEQS):
