@@ -122,11 +122,19 @@ def test_sequences_of_as_many_tiles_stay_in_the_batch_s_order():
 
 def test_sequences_stay_in_the_batch_s_order_where_the_longest_work_tile_is_a_small_part_of_all_work():
     lens = [(20, 640), (20, 64), (20, 60), (20, 300)]  # 17 tiles for four work tiles each, and 10 for one
-    assert [seq for seq, _ in taken(lens, num_programs=1)] == [0, 0, 3, 3, 2, 2, 1, 1]
-    assert [seq for seq, _ in taken(lens * 3, num_programs=1)] == [seq for seq in reversed(range(12)) for _ in "01"]
-    assert [seq for seq, _ in taken(lens * 3, num_programs=2)][:6] == [8, 8, 4, 4, 0, 0]
+    assert [seq for seq, _ in taken(lens, num_programs=4)] == [0, 0, 3, 3, 2, 2, 1, 1]
+    assert [seq for seq, _ in taken(lens, num_programs=3)] == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert [seq for seq, _ in taken(lens * 3, num_programs=4)] == [seq for seq in reversed(range(12)) for _ in "01"]
+    assert [seq for seq, _ in taken(lens * 3, num_programs=11)][:6] == [8, 8, 4, 4, 0, 0]
 
 
+@pytest.fixture
+def small_parts_count(monkeypatch):
+    """The order counts in launches of few programs too."""
+    monkeypatch.setattr(tile_scheduler, "SHARE", tl.constexpr(16))
+
+
+@pytest.mark.usefixtures("small_parts_count")
 def test_no_length_is_too_long_for_the_order():
     lens = [(9, 2**30 - 1), (9, 2**30 + 5), (9, 40), (0, 2**30), (9, 2**30)]
     found = taken(lens, num_programs=1)
@@ -174,6 +182,7 @@ def each_once(items):
     return [item for item, _ in itertools.groupby(items)]
 
 
+@pytest.mark.usefixtures("small_parts_count")
 @pytest.mark.parametrize("page_size", [16, 1])
 def test_the_longest_sequence_of_a_launch_comes_first(page_size, monkeypatch):
     """Those of few queries belong to the decode launch. Pages of 1 have a producer of four warps."""
@@ -190,6 +199,7 @@ def test_the_longest_sequence_of_a_launch_comes_first(page_size, monkeypatch):
     assert torch.equal(state.lse[of_prompts], other.lse[of_prompts])
 
 
+@pytest.mark.usefixtures("small_parts_count")
 def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(monkeypatch):
     """Nothing that the host knows tells them apart."""
     lens = ((32, 300), (32, 1200), (32, 32), (32, 600))
@@ -198,6 +208,7 @@ def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(monkeypat
     assert each_once(seq for seq, _ in loads) == [1, 3, 0, 2]
 
 
+@pytest.mark.usefixtures("small_parts_count")
 def test_of_more_sequences_than_are_ordered_the_first_ones_end_a_launch(monkeypatch):
     """They are ordered, so that short work tiles come last. Most sequences here have no queries."""
     spec = quire.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float16)
@@ -209,6 +220,7 @@ def test_of_more_sequences_than_are_ordered_the_first_ones_end_a_launch(monkeypa
     assert [seq for seq, _ in loads] == [SEQS + 16, SEQS + 7, *wanted]
 
 
+@pytest.mark.usefixtures("small_parts_count")
 def test_the_longest_sequence_comes_first_in_each_section_of_heads(monkeypatch):
     spec = replace(quire.AttentionSpec(**LLAMA), num_q_heads=4, num_kv_heads=4)
     lens = ((20, 90), (33, 640), (40, 300))

@@ -750,14 +750,6 @@ IN_INTERPRETER = {
         "        results = loaded\n",
         SIMULATED + "features[{}-None]",
     ),
-    "Hopper: staged results fenced before they are loaded": Mutant(
-        KERNEL,
-        "            loaded = loaded + (staged.load(IN_ROWS),)\n        results = loaded\n"
-        "        fence_async_shared()\n",
-        "            fence_async_shared()\n            loaded = loaded + (staged.load(IN_ROWS),)\n"
-        "        results = loaded\n",
-        SIMULATED + "features[{}-None]",
-    ),
     "Hopper: queries never released": Mutant(
         KERNEL, "    consumer_release(q_pipe, work_i)\n", "", SIMULATED + "features[{}-None]"
     ),

@@ -18,7 +18,7 @@ from quire.kernels.hopper.pipeline import reinterpret
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 SEQS = gl.constexpr(128)  # sequences that the scheduler reads in one step
 PART = gl.constexpr(4)  # sequences that are compared with all others in one step
-SHARE = gl.constexpr(16)  # an order may gain at most a work tile, and counts if that is this part of a program's work
+SHARE = gl.constexpr(2)  # an order counts where the longest work tile is 1/SHARE of a program's work, or more
 FIELDS = gl.constexpr(9)  # fields of WorkTile
 WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range after it
 
