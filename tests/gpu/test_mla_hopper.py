@@ -15,7 +15,7 @@ if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).ha
 
 FP8 = torch.float8_e4m3fn
 PRODUCTS = {"kv_dtype": FP8, "allow_fp8": True}
-KINDS = [(16, {}), (128, {}), (16, {"kv_dtype": FP8}), (128, {"kv_dtype": FP8}), (64, PRODUCTS), (128, PRODUCTS)]
+KINDS = [(16, {}), (128, {}), (16, {"kv_dtype": FP8}), (128, {"kv_dtype": FP8}), (128, PRODUCTS)]
 LONG = 1 << 17  # keys; products in fp8 are for plans whose bounds are many tiles
 MIXED = ((1, 2000), (1, 17), (4, 700), (1, 0), (0, 50), (2, 64), (3, 129), (1, 128))
 
@@ -197,7 +197,7 @@ def test_what_it_does_not_serve_is_named(options, words):
     assert quire.plan(p.spec, p.batch, **p.bounds).kernel == "mla"
 
 
-@pytest.mark.parametrize("seed", range(60))  # a test for each: each compiles a kernel, and processes share them
+@pytest.mark.parametrize("seed", range(30))  # a test for each: each compiles a kernel, and processes share them
 def test_whole_space(seed):
     draw = random.Random(seed)
     spec = mla(draw.randint(1, 130), causal=draw.choice([True, False]), kv_dtype=draw.choice([None, FP8]))
