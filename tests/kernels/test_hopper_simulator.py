@@ -355,6 +355,28 @@ def test_lengths_of_latents_with_products_in_fp8(lens):
     assert_latents_are_right(latent_spec(64, **PRODUCTS_IN_FP8), lens, partitions=5, one_query=True)
 
 
+@pytest.mark.parametrize(("num_q_heads", "fields"), [(16, {}), (40, {}), (40, PRODUCTS_IN_FP8)])
+def test_queries_of_latents_in_two_parts_of_any_strides(num_q_heads, fields):
+    p = make_problem(latent_spec(num_q_heads, **fields), ((2, 300), (1, 90)), page_size=64)
+    plan = make_plan(p, LONG, kernel="mla_hopper")
+    whole, _ = attend(p, plan)
+    nope, rope = p.q[..., :512], p.q[..., 512:]
+    parts = nope.transpose(0, 1).contiguous().transpose(0, 1), rope.contiguous()
+    with simulated_hopper():
+        assert torch.equal(quire.attention(parts, p.cache, plan), whole.out)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whole_space_of_latents(seed):
+    draw = random.Random(seed)
+    kind = draw.choice([{}, E4M3, PRODUCTS_IN_FP8])
+    spec = latent_spec(draw.choice([1, 8, 20, 33, 64, 128]), causal=draw.choice([True, False]), **kind)
+    lens = [(draw.randint(0, 3), draw.choice([0, *draw.sample(range(600), 4)])) for _ in range(draw.randint(1, 6))]
+    lens = [(min(q, s) if spec.causal else q, s) for q, s in [*lens, (1, 70)]]
+    bound, page_size, num_sms = draw.choice([None, LONG]), draw.choice([8, 24, 64, 128]), draw.randint(1, 9)
+    assert_right(spec, lens, bound, "mla_hopper", num_sms, page_size=page_size, seed=seed)
+
+
 def test_more_sequences_of_latents_than_are_looked_at_at_once():
     lens = tuple((1, 37 * i % 100) for i in range(140))
     assert_latents_are_right(latent_spec(8), lens, one_query=True)

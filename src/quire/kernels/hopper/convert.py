@@ -181,10 +181,10 @@ def usual_scale(scale):
 def quotient(x, divisor):
     """Return x / divisor in float32, so near to it that e4m3 of both is the same.
 
-    The product with the inverse is off by up to 1.5 units in the last place. What the product exceeds the quotient by,
-    times the divisor, is a float32 number, and corrects it. With each of the 2^23 mantissas of a divisor, the result is
-    on the side of each middle between two e4m3 numbers where the rounded quotient is (all float32 numbers near each
-    middle were tried). The product is bounded by 512, since the excess of an infinite one would be NaN.
+    The product with the inverse is off by up to 1.5 units in the last place. Product × divisor - x is a float32 number,
+    and corrects it. With each of the 2^23 mantissas of a divisor, the result is on the side of each middle between two
+    e4m3 numbers where the rounded quotient is (the nine float32 numbers around each were tried). The product is bounded
+    by 512, since the excess of an infinite one would be NaN.
     """
     # The assembly keeps the steps of a number together. Each step over all numbers needs more registers than there are.
     steps: gl.constexpr = """{ .reg .f32 product, excess; mul.rn.f32 product, $1, $3;

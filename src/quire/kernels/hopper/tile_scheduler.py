@@ -2,10 +2,10 @@
 
 A row block is BLOCK_T query tokens of one sequence. A work tile is a row block, as many heads of one KV head as fill
 the program's rows, and one split of the visible keys. Programs take work tiles by a global counter. The last row blocks
-of a sequence come first, since they see the most keys, and the sequence with the most keys comes first. So all programs
-end at about the same time. The producer warp publishes the fields of a work tile in shared memory, where the consumer
-warpgroups read them. With intervals of keys, it also publishes the `Range`. So all warps of a program agree on which
-tiles there are, and which of them need masks.
+of a sequence come first, since they see the most keys. Where a work tile is a large part of a program's work, the
+sequence with the most keys comes first. So all programs end at about the same time. The producer warp publishes the
+fields of a work tile in shared memory, where the consumer warpgroups read them. With intervals of keys, it also
+publishes the `Range`. So all warps of a program agree on which tiles there are, and which of them need masks.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,9 @@ from quire.kernels.hopper.pipeline import reinterpret
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 SEQS = gl.constexpr(128)  # sequences that the scheduler reads in one step
 PART = gl.constexpr(4)  # sequences that are compared with all others in one step
-SHARE = gl.constexpr(2)  # an order counts where the longest work tile is 1/SHARE of a program's work, or more
+SHARE = gl.constexpr(
+    2
+)  # an order counts where the longest work tile is 1/SHARE of a program's work, or more, in the first SEQS sequences
 FIELDS = gl.constexpr(9)  # fields of WorkTile
 WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range after it
 
@@ -165,7 +167,9 @@ def order_by_keys(
         first_pos = gl.load(kv.query_offsets + seqs, mask=seqs < num_seqs, other=0)
     token = gl.maximum(counts - 1, 0) * BLOCK_T
     kv_start, kv_stop = keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
-    keys = gl.minimum(gl.maximum(kv_stop - kv_start, 0), (1 << 30) - BLOCK_N)  # so that a place fits 32 bits
+    keys = gl.minimum(
+        gl.maximum(kv_stop - kv_start, 0), (1 << 30) - BLOCK_N
+    )  # so that a place fits 32 bits, with tiles of 64 keys
     tiles = (keys + BLOCK_N - 1) // BLOCK_N
     owns = counts > 0
     most, least = gl.max(gl.where(owns, tiles, 0), 0), gl.min(gl.where(owns, tiles, 2147483647), 0)

@@ -1,6 +1,7 @@
 """What consumers share whose products have (token, query head) rows as columns: queries, masks, and results.
 
-Keys are the rows of such products. So scores are [TILE, COLUMNS], and the output is [512, COLUMNS], transposed.
+The output is [512, COLUMNS], transposed. In the kernels for few rows, keys are the rows of products too. So scores are
+[TILE, COLUMNS].
 `first_row` is the row block's first row among the rows of its sequence.
 """
 

@@ -212,7 +212,7 @@ def multiply_values(s, acc, p, n, pos, visible):
         even, odd = value_operands(quarter, OPERAND)
         even = warpgroup_mma(even, p, acc[2 * i], is_async=True)
         odd = warpgroup_mma(odd, p, acc[2 * i + 1], is_async=True)
-        # A load that no instruction has waited for may read after TMA has overwritten the place. The products have.
+        # After the products, which wait for the loads: TMA may overwrite a place before a load in flight has read it.
         mbarrier.arrive(s.ring.empty.index(place), count=1)
         if i > 0:
             products = products + warpgroup_mma_wait(2, deps=pending)

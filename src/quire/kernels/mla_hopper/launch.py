@@ -19,6 +19,7 @@ from quire.kernels.scratch import ScratchSize
 from quire.kernels.views import Matrix
 
 ROWS = 64  # rows of a row block, as schedule.ROWS
+TILE = 64  # keys of a tile, as schedule.TILE
 WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
 FEW_ROWS = 32  # up to this many rows of a sequence are the columns of products (few_rows.py)
 SMALLEST_COLUMNS = 16
@@ -63,10 +64,10 @@ class MLAHopperLaunch:
 
     @property
     def fp8_mma(self) -> bool:
-        """Whether matrix products are in fp8. Over few tiles, rounding the queries takes longer than they save."""
+        """Whether matrix products are in fp8. Over few tiles, rounding queries takes longer than such products save."""
         spec, bounds = self.request.spec, self.request.bounds
         allowed = spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and self.columns == ROWS
-        tiles = power_of_two(self.request.num_seqs) * cdiv(power_of_two(bounds.max_seq_len), ROWS)
+        tiles = power_of_two(self.request.num_seqs) * cdiv(power_of_two(bounds.max_seq_len), TILE)
         return allowed and tiles >= FP8_TILES * self.num_partitions
 
     @property

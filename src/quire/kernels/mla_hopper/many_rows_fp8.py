@@ -3,9 +3,9 @@
 Tensor cores multiply the latents as they are stored. There are three warpgroups.
 
 * One computes the scores, queries times keys, and their softmax. It rounds queries and probabilities to fp8.
-* Two multiply the probabilities with the values. Each owns half of the columns. Columns are the rows of these products,
-  and (token, query head) pairs their columns, as in `few_rows_fp8.py`. So the values are the operand that comes from
-  registers, where they are transposed on their way from shared memory.
+* Two multiply the probabilities with the values. Each owns half of the values' columns. These are the rows of its
+  products, and (token, query head) pairs the columns, as in `few_rows_fp8.py`. So the values are the operand that comes
+  from registers, where they are transposed on their way from shared memory.
 
 What goes from the first to the others is in shared memory: the probabilities of a tile, and the factor by which the
 output of each row shrinks since its maximum has grown.

@@ -1,4 +1,5 @@
-"""A ring of quarters of tiles, and the producer warp that loads them by TMA, for row blocks of at most 32 rows.
+"""A ring of quarters of tiles, and the producer warp that loads them by TMA: for row blocks of at most 32 rows, and for
+products in fp8.
 
 The n-th quarter that is loaded takes place n % PLACES of the ring. A tile's rope columns arrive with its last quarter.
 
@@ -30,7 +31,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def allocate_ring(element: gl.constexpr, PLACES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Allocate a ring of latents of type `element`, whose tiles CONSUMERS warpgroups take in turn."""
+    """Allocate a ring of latents of type `element`. CONSUMERS warpgroups take its tiles in turn; 1: each takes all."""
     BITS: gl.constexpr = element.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     OF_ROPE: gl.constexpr = gl.NVMMASharedLayout(ROPE.value * BITS // 8, BITS, 2)

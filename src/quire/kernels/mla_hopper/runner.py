@@ -10,10 +10,8 @@ from quire.kernels.launch import Runner
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
-from quire.kernels.mla_hopper.launch import MLAHopperLaunch, matrix_of_latents
+from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, matrix_of_latents
 from quire.kernels.states import LOG2E
-
-TILE = 64  # keys of a tile, as schedule.TILE
 
 
 class MLAHopperRunner:
