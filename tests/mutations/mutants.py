@@ -820,8 +820,8 @@ IN_INTERPRETER = {
         "        even, odd = value_operands(quarter, OPERAND)\n"
         "        even = warpgroup_mma(even, p, acc[2 * i], is_async=True)\n"
         "        odd = warpgroup_mma(odd, p, acc[2 * i + 1], is_async=True)\n"
-        "        # A load that no instruction has waited for may read after TMA has overwritten the place. "
-        "The products have.\n"
+        "        # After the products, which wait for the loads: TMA may overwrite a place before a load in flight has "
+        "read it.\n"
         "        mbarrier.arrive(s.ring.empty.index(place), count=1)\n",
         "        even, odd = value_operands(quarter, OPERAND)\n"
         "        mbarrier.arrive(s.ring.empty.index(place), count=1)\n"
@@ -857,6 +857,12 @@ IN_INTERPRETER = {
         "    s.alpha.index(stage).store(alpha)\n    fence_async_shared()\n",
         "    s.alpha.index(stage).store(alpha)\n",
         ORDERS_OF_PRODUCTS,
+    ),
+    "latents in fp8 on Hopper: the rope columns of queries at the strides of the others": Mutant(
+        PRODUCTS,
+        "token * queries.stride_rope_token",
+        "token * queries.stride_nope_token",
+        SIMULATED + "queries_of_latents_in_two_parts_of_any_strides[40-fields2]",
     ),
     "latents in fp8 on Hopper: keys of probabilities not permuted": Mutant(
         PRODUCTS, "to_fp8(permute_for_fp8_operand(p))", "to_fp8(p)", ORDERS_OF_PRODUCTS
