@@ -50,9 +50,7 @@ ON_THE_STACK_OF_E4M3_OUTPUTS = 120  # of head_dim 256 with Triton 3.9.0, outside
 
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
-ON_THE_STACK_OF_PRODUCTS = (
-    576  # fp8 products of latents: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of the loops
-)
+ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of its loops
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says

@@ -18,9 +18,7 @@ from quire.kernels.hopper.pipeline import reinterpret
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 SEQS = gl.constexpr(128)  # sequences that the scheduler reads in one step
 PART = gl.constexpr(4)  # sequences that are compared with all others in one step
-SHARE = gl.constexpr(
-    2
-)  # an order counts where the longest work tile is 1/SHARE of a program's work, or more, in the first SEQS sequences
+SHARE = gl.constexpr(2)  # an order counts where a work tile is 1/SHARE of a program's work, in the first SEQS sequences
 FIELDS = gl.constexpr(9)  # fields of WorkTile
 WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range after it
 
@@ -167,9 +165,8 @@ def order_by_keys(
         first_pos = gl.load(kv.query_offsets + seqs, mask=seqs < num_seqs, other=0)
     token = gl.maximum(counts - 1, 0) * BLOCK_T
     kv_start, kv_stop = keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
-    keys = gl.minimum(
-        gl.maximum(kv_stop - kv_start, 0), (1 << 30) - BLOCK_N
-    )  # so that a place fits 32 bits, with tiles of 64 keys
+    # So that a place fits 32 bits, where a tile has at least 64 keys.
+    keys = gl.minimum(gl.maximum(kv_stop - kv_start, 0), (1 << 30) - BLOCK_N)
     tiles = (keys + BLOCK_N - 1) // BLOCK_N
     owns = counts > 0
     most, least = gl.max(gl.where(owns, tiles, 0), 0), gl.min(gl.where(owns, tiles, 2147483647), 0)
