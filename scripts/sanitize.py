@@ -4,13 +4,14 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python scripts/sanitize.py
     compute-sanitizer --tool synccheck --error-exitcode 1 python scripts/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python scripts/sanitize.py --portable
+    compute-sanitizer --tool memcheck --error-exitcode 1 python scripts/sanitize.py --part 2/8  # one of eight processes
 
 racecheck does not understand shared-memory barriers between warps: it reports a race for a kernel that only passes a
 number through one (docs/notes/hopper.md). The Hopper kernel uses these barriers, so racecheck leaves it out. The other
 tools and tests of repeated runs cover it.
 """
 
-import sys
+import argparse
 from functools import partial
 
 import torch
@@ -52,10 +53,14 @@ ALL.append((quire.AttentionSpec(**HEADS), ((150, 300), (1, 90)), {"kernel": "hop
 CHUNKS = {"per_token": partial(quire.intervals.chunked_local, size=70)}
 for kv_dtype in (None, E4M3):
     ALL.append((quire.AttentionSpec(**HEADS, kv_dtype=kv_dtype), ((150, 300), (1, 90)), {"kernel": "hopper"}, CHUNKS))
-for spec, lens, options, layout in ALL:
-    if "hopper" in options.get("kernel", "") and (
-        "--portable" in sys.argv or not device_properties(torch.device("cuda")).has_wgmma
-    ):
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--portable", action="store_true", help="leave out the kernels for Hopper GPUs")
+parser.add_argument("--part", default="1/1", metavar="I/N", help="launch the I-th of N parts (default: 1/1)")
+args = parser.parse_args()
+part, parts = map(int, args.part.split("/"))
+portable = args.portable or not device_properties(torch.device("cuda")).has_wgmma
+for spec, lens, options, layout in ALL[part - 1 :: parts]:
+    if portable and "hopper" in options.get("kernel", ""):
         continue
     problem = make_problem(spec, lens, device="cuda", **layout)
     plan = quire.plan(spec, problem.batch, **problem.bounds | options)

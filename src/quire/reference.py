@@ -1,8 +1,10 @@
-"""The executable specification: attention in float64 with every feature, one sequence and head at a time, in PyTorch.
+"""The executable specification: attention in float64 with every feature, one sequence after the other, in PyTorch.
 
 It is slow and it does not use Triton. Kernels, integrations and the CPU path are right when they agree with this file
 within the error budget of `quire.testing`.
 """
+
+from collections.abc import Iterator
 
 import torch
 
@@ -13,6 +15,7 @@ from quire.spec import AttentionSpec
 from quire.state import State
 
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # k, v and slot_mapping
+MOST_SCORES = 1 << 26  # at once, unless one head has more
 
 
 def attention(
@@ -76,21 +79,31 @@ def attention(
         needed = visible.any(0).nonzero()[:, 0] if q_len else torch.arange(0, device=q.device)
         all_keys, all_values = gather(cache, batch, seq, needed, dtype, step)
         visible = visible[:, needed]
-        for head in range(spec.num_q_heads):
-            keys, values = all_keys[:, head // spec.group_size], all_values[:, head // spec.group_size]
-            queries = q[rows, head]
-            scores = spec.softmax_scale * ((to_fp8(queries) if in_fp8 else queries) @ keys.T)
+        for heads in head_blocks(spec, visible.numel()):
+            kv_head = heads.start // spec.group_size
+            queries, keys, values = q[rows, heads].transpose(0, 1), all_keys[:, kv_head], all_values[:, kv_head]
+            scores = spec.softmax_scale * ((to_fp8(queries) if in_fp8 else queries) @ keys.T)  # [heads, q_len, keys]
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
             if alibi_slopes is not None:
-                scores = scores - alibi_slopes[head].to(dtype) * (q_pos[:, None] - needed[None, :]).abs()
+                distances = (q_pos[:, None] - needed[None, :]).abs()
+                scores = scores - alibi_slopes[heads].to(dtype)[:, None, None] * distances
             scores = scores.masked_fill(~visible, float("-inf"))
             if sinks is not None:  # a sink is one more key, whose value is 0
-                scores = torch.cat([scores, sinks[head].to(dtype).expand(q_len, 1)], 1)
+                scores = torch.cat([scores, sinks[heads].to(dtype)[:, None, None].expand(-1, q_len, 1)], -1)
                 values = torch.cat([values, values.new_zeros(1, values.shape[1])])
-            probabilities, lse[rows, head] = softmax_and_lse(scores)
-            out[rows, head] = (to_fp8(probabilities) if in_fp8 else probabilities) @ values
+            probabilities, lses = softmax_and_lse(scores)
+            out[rows, heads] = ((to_fp8(probabilities) if in_fp8 else probabilities) @ values).transpose(0, 1)
+            lse[rows, heads] = lses.T
     return State(out, lse)
+
+
+def head_blocks(spec: AttentionSpec, scores_per_head: int) -> Iterator[slice]:
+    """Yield the query heads that are computed at once: of one KV head, and as many as have MOST_SCORES scores."""
+    most = max(1, MOST_SCORES // max(1, scores_per_head))
+    for first in range(0, spec.num_q_heads, spec.group_size):
+        for head in range(first, first + spec.group_size, most):
+            yield slice(head, min(head + most, first + spec.group_size))
 
 
 def quantise(out: torch.Tensor, out_scale: torch.Tensor) -> torch.Tensor:
@@ -107,13 +120,13 @@ def softmax_and_lse(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the softmax over the last dimension, 0 where all scores are -inf, and the log of its denominator.
 
     Args:
-        scores: [rows, columns]; there may be no column.
+        scores: [..., columns]; there may be no column.
     """
-    least = scores.new_full((scores.shape[0], 1), float("-inf"))
-    largest = torch.cat([scores, least], 1).amax(1, keepdim=True)
+    least = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
+    largest = torch.cat([scores, least], -1).amax(-1, keepdim=True)
     weights = torch.exp(scores - torch.where(largest == float("-inf"), 0.0, largest))
-    total = weights.sum(1, keepdim=True)
-    return torch.where(total == 0, 0.0, weights / total), (largest + torch.log(total))[:, 0]
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total == 0, 0.0, weights / total), (largest + torch.log(total))[..., 0]
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -257,7 +270,6 @@ def merge(*states: State) -> State:
     """
     lses = torch.stack([lse.double() for _, lse in states], -1)  # [num_tokens, num_q_heads, num_states]
     lses = torch.where(lses == float("inf"), float("-inf"), lses)
-    weights, lse = softmax_and_lse(lses.flatten(0, 1))
-    weights = weights.view(lses.shape)
+    weights, lse = softmax_and_lse(lses)
     outs = [torch.where(w == 0, 0.0, w * out) for w, (out, _) in zip(weights.split(1, -1), states, strict=True)]
-    return State(torch.stack(outs).sum(0), lse.view(lses.shape[:2]))
+    return State(torch.stack(outs).sum(0), lse)
