@@ -692,7 +692,7 @@ def test_hostile_values_are_refused_or_served_rightly(call):
         for kind, value in hostile(good):
             if name == "on_step" and callable(value):  # a function of the caller's may raise what it likes
                 continue
-            what = complaint(CALLS[call], name, value)
+            what = complaint(CALLS[call], name, value, [])
             if what:
                 wrong.append(f"{name} = {kind}: {what[:300]}")
     assert not wrong, "\n".join(wrong)
