@@ -95,7 +95,7 @@ CASES = [  # `test_compile` compiles the same kernels, so one of the two finds t
 ]
 CASES += [("sm90", "pages of 1, flat", "chunk, split", 128)]
 E4M3_OUTPUT = "sinks, lse, e4m3 output"
-CASES += [("sm80", E4M3_OUTPUT, "decode, split", 128), ("sm90", E4M3_OUTPUT, "prefill", 128)]
+CASES += [("sm80", E4M3_OUTPUT, "decode, split", 128), ("sm90", E4M3_OUTPUT, "prompt", 256)]
 CASES += [("sm90", E4M3_OUTPUT, "chunk, split", 128), ("sm90", E4M3_OUTPUT, "mixed", 128)]
 
 
@@ -137,7 +137,7 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
     """Tokens of other dtypes or strides go through the binder, and so does a call without any."""
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
     wanted = launches.FEATURES[features]
-    spec = launches.make_spec(64, wanted)
+    spec = launches.make_spec(128, wanted)
     with compile_for(TARGETS["sm90"].properties, on_compile=None):
         plan = launches.plan_of("decode, 64", spec, wanted)
     layers = []
@@ -173,7 +173,7 @@ def test_a_relaunch_that_rotates_passes_what_the_binder_passes(batch, name, pass
         plan = launches.plan_of(batch, spec, wanted)
     layers = []
     for _ in range(2):
-        some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan) | launches.norm_rope_of(plan, 96)
+        some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan) | launches.norm_rope_of(plan)
         layers.append(some | {"out": torch.empty_like(some["q"])})
     layers[1]["qk_norm"] = layers[1]["qk_norm"]._replace(eps=0.5)  # which a compiled kernel takes
 
