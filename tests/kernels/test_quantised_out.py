@@ -30,15 +30,16 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def assert_rounded_once(problem: Problem, plan: quire.Plan, **step) -> None:
-    """Compare the output with the rounded output of a plain call, bit for bit; problem.q must be float32."""
-    scale = problem.out_scale
+def assert_rounded_once(problem: Problem, plan: quire.Plan, *scales: float) -> None:
+    """Compare outputs with the rounded output of a plain call, bit for bit; problem.q must be float32."""
     plain = quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True)
-    found = quire.attention(problem.q, problem.cache, plan, **step, **problem.tables, out_scale=scale, return_lse=True)
-    assert found.out.dtype is E4M3
-    assert torch.equal(bits(found.out), bits(reference.quantise(plain.out, scale)))
-    assert torch.equal(found.lse, plain.lse)
-    assert error_budget(problem, found).passed
+    for scale in scales:
+        p = scaled(problem, scale)
+        found = quire.attention(p.q, p.cache, plan, **p.tables, out_scale=p.out_scale, return_lse=True)
+        assert found.out.dtype is E4M3
+        assert torch.equal(bits(found.out), bits(reference.quantise(plain.out, p.out_scale)))
+        assert torch.equal(found.lse, plain.lse)
+        assert error_budget(p, found).passed
 
 
 PLANS = {  # fields of the spec, lengths, options of the plan, of the problem
@@ -58,12 +59,12 @@ PLANS = {  # fields of the spec, lengths, options of the plan, of the problem
 }
 
 
-@pytest.mark.parametrize("scale", [SATURATES, 0.013, SUBNORMAL])
 @pytest.mark.parametrize("case", PLANS)
-def test_a_float32_result_is_rounded_once(case, scale, device, options):
+def test_a_float32_result_is_rounded_once(case, device, options):
     fields, lens, plan_options, of_problem = PLANS[case]
-    problem = scaled(make_problem(quire.AttentionSpec(**HEADS | fields), lens, **of_problem, device=device), scale)
-    assert_rounded_once(problem, quire.plan(problem.spec, problem.batch, **problem.bounds, **options(**plan_options)))
+    problem = make_problem(quire.AttentionSpec(**HEADS | fields), lens, **of_problem, device=device)
+    plan = quire.plan(problem.spec, problem.batch, **problem.bounds, **options(**plan_options))
+    assert_rounded_once(problem, plan, SATURATES, 0.013, SUBNORMAL)
 
 
 def test_the_scales_of_these_tests_saturate_and_reach_subnormal_numbers(device):
@@ -124,10 +125,10 @@ def test_the_launch_that_folds_states_quantises(case, device, monkeypatch):
     monkeypatch.setattr(split_kv, "FILLED", float("inf"))
     forget_trees()
     lens = ((1, 20), (1, 0), (1, 600)) if case == "decode" else ((3, 600), (1, 300))
-    problem = scaled(make_problem(quire.AttentionSpec(**HEADS, sinks=True), lens, device=device), 0.013)
+    problem = make_problem(quire.AttentionSpec(**HEADS, sinks=True), lens, device=device)
     plan = quire.plan(problem.spec, problem.batch, **problem.bounds, num_splits=3, batch_invariant=True)
     assert plan.launch.folds_apart
-    assert_rounded_once(problem, plan)
+    assert_rounded_once(problem, plan, 0.013)
     forget_trees()
 
 
@@ -155,8 +156,8 @@ def test_the_last_merge_of_shared_prefixes_quantises(device):
     """States of levels have the queries' dtype, as in a plain call."""
     problem = make_problem(quire.AttentionSpec(**HEADS), ((1, 21), (2, 18), (1, 30)), page_size=4, device=device)
     problem.batch.page_table[:, :4] = problem.batch.page_table[:1, :4].clone()
-    problem = scaled(problem, 0.013)
-    assert_rounded_once(problem, quire.plan(problem.spec, problem.batch, **problem.bounds, shared_prefix=16))
+    plan = quire.plan(problem.spec, problem.batch, **problem.bounds, shared_prefix=16)
+    assert_rounded_once(problem, plan, 0.013)
 
 
 def test_infinite_results_saturate_and_nan_stays(device):
