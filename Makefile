@@ -85,7 +85,8 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready $(SGLANG:%=.overlays/sglang-%/.ready)
 	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test-suites
 
-# The longest suite begins first. An engine's suite is one process, so none is left for the end, when a core would be idle.
+# The longest suite begins first. An engine's suite is one process, since another process would import the engine again,
+# and none is left for the end, when a core would be idle.
 test-suites: test-newest test-vllm test-sglang test-old-transformers test-interpreter test-old-triton
 
 test-newest: $(VENV)/.ready
@@ -120,7 +121,7 @@ test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
 
 test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== Transformers 5.17.0"
-	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) $(IN_TWO) tests/engines
+	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) tests/engines
 
 test-vllm: $(VLLM:%=test-vllm-%)
 # Mutants are of Quire's code, which is the same under both: the newest judges them.

@@ -1,6 +1,7 @@
 """Products and sums are fused, or not, as Quire says, whatever Triton's default is."""
 
 import re
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,8 @@ from tests.compile import launches
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
+
+EXECUTABLE = 4  # the flag SHF_EXECINSTR of a section
 
 
 @triton.jit
@@ -38,15 +41,24 @@ def test_a_product_and_a_sum_are_one_fma_also_where_triton_s_default_is_another(
     assert fused in texts[0]
 
 
-def instructions(call: Callable[[], None], target: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def machine_code(cubin: bytes) -> list[bytes]:
+    """Return the sections of a cubin, an ELF file, that hold instructions. To disassemble them takes half a second."""
+    (table,), (size, count) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    return [cubin[start : start + length] for _, _, flags, _, start, length in sections if flags & EXECUTABLE]
+
+
+def instructions(call: Callable[[], None], target: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> list:
     """Return the code of each kernel that a call launches, without comments, line numbers and debug sections."""
     kernels = []
     with monkeypatch.context() as patch, compiling(TARGETS[target]):
         patch.setitem(COMPILER_OPTIONS, "enable_fp_fusion", fused)
         patch.setattr(targets, "inspect", lambda name, kernel, *others: kernels.append(kernel))
         call()
-    texts = [kernel.asm["sass" if target.startswith("sm") else "amdgcn"] for kernel in kernels]
-    return [re.sub(r"(?m)\s*([;#]|//|\.loc|\.file).*$", "", text.partition(".debug_abbrev")[0]) for text in texts]
+    if target.startswith("sm"):
+        return [machine_code(kernel.asm["cubin"]) for kernel in kernels]
+    texts = [kernel.asm["amdgcn"].partition(".debug_abbrev")[0] for kernel in kernels]
+    return [re.sub(r"(?m)\s*([;#]|//|\.loc|\.file).*$", "", text) for text in texts]
 
 
 @pytest.mark.parametrize("target", ["sm90", "gfx942"])
