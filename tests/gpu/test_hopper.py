@@ -119,6 +119,18 @@ def test_features(extra, head_dim, dtype):
     assert_right(quire.AttentionSpec(**LLAMA | extra | {"head_dim": head_dim, "dtype": dtype}), MIXED)
 
 
+@pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}, {"softcap": 50.0, "head_dim": 64}], ids=str)
+def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
+    """A query, and the last key of a prompt, which the last of its queries alone sees."""
+    p, plan, expected = solve(quire.AttentionSpec(**LLAMA | extra), ((140, 500), (133, 170)))
+    p.q[5] = float("nan")
+    p.cache.k[p.batch.page_table[0, 499 // p.cache.page_size], 499 % p.cache.page_size] = float("nan")
+    state = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+    others = [token for token in range(273) if token not in (5, 139)]
+    assert torch.equal(state.out[others], expected.out[others]) and torch.equal(state.lse[others], expected.lse[others])
+    assert state.out[[5, 139]].isnan().all() and state.lse[[5, 139]].isnan().all()
+
+
 def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
     """Its first query sees all keys of the tile but the last, so the tile needs a mask."""
     assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": 64}), ((130, 256), (66, 192), (300, 682)))

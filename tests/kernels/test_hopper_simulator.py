@@ -92,6 +92,8 @@ def assert_right(spec, lens=MIXED, max_seq_len=None, kernel="hopper", num_sms=1,
         {"sliding_window": 100},
         {"sliding_window": 600},
         {"causal": False, "sliding_window": 77, "sliding_window_right": 30, "head_dim": 128},
+        {"softcap": 20.0},
+        {"softcap": 1.5, "sinks": True, "sliding_window": 100},
         {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 100},
     ],
     ids=str,
@@ -99,6 +101,20 @@ def assert_right(spec, lens=MIXED, max_seq_len=None, kernel="hopper", num_sms=1,
 def test_features(extra, bound):
     plan = assert_right(quire.AttentionSpec(**LLAMA | extra), max_seq_len=bound)
     assert plan.launch.config.num_warpgroups == (2 if bound and plan.launch.request.keys_seen > 512 else 1)
+
+
+@pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}], ids=str)
+def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
+    """A query, and the last key of a prompt, which the last of its queries alone sees."""
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((40, 200), (33, 70)))
+    plan = make_plan(p)
+    expected, _ = attend(p, plan)
+    p.q[5] = float("nan")
+    p.cache.k[p.batch.page_table[0, 199 // p.cache.page_size], 199 % p.cache.page_size] = float("nan")
+    state, _ = attend(p, plan)
+    others = [token for token in range(73) if token not in (5, 39)]
+    assert torch.equal(state.out[others], expected.out[others]) and torch.equal(state.lse[others], expected.lse[others])
+    assert state.out[[5, 39]].isnan().all() and state.lse[[5, 39]].isnan().all()
 
 
 @pytest.mark.parametrize("bound", [None, LONG])

@@ -713,6 +713,15 @@ IN_INTERPRETER = {
         "staged.load(IN_ROWS)",
         SIMULATED + "outputs_in_e4m3[{}-None]",
     ),
+    "Hopper: what a row does not see capped together with what it sees": Mutant(
+        ATTEND,
+        '0.0 if CAPPED else float("-inf"))',
+        'scores if CAPPED else float("-inf"))',
+        SIMULATED + "what_is_not_finite_reaches_no_row_that_does_not_see_it[{'softcap': 20.0}]",
+    ),
+    "Hopper: capped scores without the cap": Mutant(
+        "kernels/hopper/softcap.py", "m_i + cap * LOG2E", "m_i", SIMULATED + "features[{'softcap': 20.0}-None]"
+    ),
     "Hopper: the sign of an output's scale dropped": Mutant(
         "kernels/hopper/convert.py",
         "factor = gl.where(scale < 0.0, -factor, factor)",
@@ -767,10 +776,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: the last values released before their product": Mutant(
         ATTEND,
-        "    done = warpgroup_mma_wait(0, deps=accs + (p,))\n    consumer_release(v_pipe, last)\n"
-        "    return done[:NUM_ACCS], m_i, l_i\n",
-        "    consumer_release(v_pipe, last)\n    done = warpgroup_mma_wait(0, deps=accs + (p,))\n"
-        "    return done[:NUM_ACCS], m_i, l_i\n",
+        "    done = warpgroup_mma_wait(0, deps=accs + (p,))\n    consumer_release(v_pipe, last)\n",
+        "    consumer_release(v_pipe, last)\n    done = warpgroup_mma_wait(0, deps=accs + (p,))\n",
         SIMULATED + "any_order_of_events_gives_the_same_bits[0]",
     ),
     "Hopper: boxes of the first panel": Mutant(

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from quire.kernels.hopper.convert import permute_for_fp8_operand, to_fp8
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, piece_of, pieces_of
+from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
 from quire.kernels.hopper.tile_scheduler import ROWS
 from quire.kernels.states import LOG2E, groups_of, log2
 
@@ -122,6 +123,8 @@ def attend_work_tile(
     accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=accs + (p,))
     consumer_release(v_pipe, last)
+    if is_softcap(SCORE_MOD):
+        m_i = maximum_with_cap(m_i, scoring.softcap)
     return done[:NUM_ACCS], m_i, l_i
 
 
@@ -242,7 +245,10 @@ def attend_work_tile_in_fp8(
         consumer_release(v_pipe, i)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + product
         pos -= BLOCK_N
-    return acc, m_i - LIFT, l_i
+    m_i -= LIFT
+    if is_softcap(SCORE_MOD):
+        m_i = maximum_with_cap(m_i, scoring.softcap)
+    return acc, m_i, l_i
 
 
 @gluon.jit
@@ -260,8 +266,9 @@ def softmax_step(
     low_pos = work.first_pos + work.token
     high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
     q_pos = low_pos + rows % BLOCK_T
+    CAPPED: gl.constexpr = is_softcap(SCORE_MOD)
     exponent_scale = scale * LOG2E
-    if SCORE_MOD is not None:
+    if SCORE_MOD is not None and not CAPPED:
         exponent_scale = LOG2E
         scores = SCORE_MOD(scores, by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
     if sight is None:
@@ -270,13 +277,13 @@ def softmax_step(
     else:
         is_partial = (pos + scores.shape[1] > sight.full_stop) | (pos < sight.full_start)
     if is_partial:  # else every row sees every key of the tile
-        if sight is None:
-            first_col = q_pos - scoring.window_left - pos
-            last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
-        else:
-            first_col, last_col = sight.first - pos, sight.last - pos
-        visible = (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
-        scores = gl.where(visible, scores, float("-inf"))
+        visible = which_are_visible(pos, cols, q_pos, work, sight, scoring)
+        scores = gl.where(visible, scores, 0.0 if CAPPED else float("-inf"))  # a NaN would reach visible ones
+    if CAPPED:
+        exponent_scale = scoring.softcap * (2 * LOG2E)
+        scores = SCORE_MOD(scores, by_row(scale), scoring.softcap)
+        if is_partial:
+            scores = gl.where(which_are_visible(pos, cols, q_pos, work, sight, scoring), scores, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * exponent_scale)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
     p = gl.exp2(scores * by_row(exponent_scale) - (shift - LIFT)[:, None])
@@ -287,6 +294,17 @@ def softmax_step(
         by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
     return p, m_new, l_i, alpha
+
+
+@gluon.jit
+def which_are_visible(pos, cols, q_pos, work, sight, scoring):
+    """Return which keys of the tile that begins at position `pos` each row sees."""
+    if sight is None:
+        first_col = q_pos - scoring.window_left - pos
+        last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
+    else:
+        first_col, last_col = sight.first - pos, sight.last - pos
+    return (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
 
 
 @gluon.jit

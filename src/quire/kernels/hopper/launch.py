@@ -107,12 +107,16 @@ class HopperLaunch:
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
         from quire.kernels import mods
+        from quire.kernels.hopper.softcap import softcap
 
         spec, config = self.request.spec, self.config
+        score_mod = mods.score_mod(spec)
+        if score_mod is mods.softcap and not self.fixed_split_size:  # which rounds as the portable kernels do
+            score_mod = softcap
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
             "HEAD_DIM_V": spec.head_dim_v // self.column_parts, "PARTS": self.column_parts,
-            "SCORE_MOD": mods.score_mod(spec), "WARPGROUPS": config.num_warpgroups,
+            "SCORE_MOD": score_mod, "WARPGROUPS": config.num_warpgroups,
             "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
             "FIXED_SPLIT": self.fixed_split_size,
