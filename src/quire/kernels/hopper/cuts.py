@@ -36,7 +36,7 @@ def add(a, b):
 @gluon.jit
 def cut_sequences(
     counts, tiles, first_keys, work, memory, work_tiles_each, CUT_SLOTS: gl.constexpr, BLOCK_T: gl.constexpr,
-    BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Decide which of some sequences are cut, and return how many row blocks and splits of row blocks each one has.
 
@@ -50,8 +50,8 @@ def cut_sequences(
         memory: shared memory of [4, sequences] int32. Its last two rows keep what `cut_of_work_tile` looks up.
         work_tiles_each: work tiles of a row block that is not cut.
         CUT_SLOTS: slots for partials.
-        LAYOUT: in which numbers of sequences can be added up.
     """
+    IN_ORDER: gl.constexpr = gl.BlockedLayout([counts.shape[0] // 32], [32], [gl.num_warps()], [0])
     share = gl.maximum(work // gl.num_programs(0), LEAST_KEYS // BLOCK_N)
     shift = gl.where(tiles > share, 1, 0) + gl.where(tiles > 2 * share, 1, 0) + gl.where(tiles > 4 * share, 1, 0)
     # Row blocks that see less than this share, or half as much as the last one, stay whole. In a causal prompt, each
@@ -63,7 +63,7 @@ def cut_sequences(
     # No product of more than CUT_SLOTS row blocks is taken, which might wrap around.
     shift = gl.where((counts > 0) & (num_cut <= CUT_SLOTS), shift, 0)
     num_cut = gl.where(shift > 0, num_cut, 0)
-    needed = gl.convert_layout((num_cut << shift) * work_tiles_each, LAYOUT)
+    needed = gl.convert_layout((num_cut << shift) * work_tiles_each, IN_ORDER)
     needed = gl.where(needed <= CUT_SLOTS, needed, 0)
     stop = gl.convert_layout(gl.associative_scan(needed, 0, add), counts.type.layout)
     needed = gl.convert_layout(needed, counts.type.layout)

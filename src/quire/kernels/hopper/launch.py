@@ -119,7 +119,7 @@ class HopperLaunch:
 
     @once
     def scratch_size(self) -> ScratchSize:
-        """Return the size of the scratch for the tile counter, partials, states of splits, decode launch and fallback."""
+        """Return the size of the scratch for counters, partials, states of splits, decode launch and fallback."""
         fallback, counters, states_at = self.fallback.scratch_size(), self.counters, self.states_at
         states = self.cut_bytes + 4 * self.split_rows * (self.request.spec.head_dim_v + 1)
         return ScratchSize(max(states_at + states, fallback.total), counters)

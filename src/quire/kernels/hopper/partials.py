@@ -27,7 +27,9 @@ def size_of_partial(head_dim_v):
 
 
 @gluon.jit
-def store_and_arrive(partials, arrivals, cut, wg: gl.constexpr, accs, m_i, l_i, SIZE: gl.constexpr, WARPGROUPS: gl.constexpr):
+def store_and_arrive(
+    partials, arrivals, cut, wg: gl.constexpr, accs, m_i, l_i, SIZE: gl.constexpr, WARPGROUPS: gl.constexpr
+):
     """Store this warpgroup's partial and count its arrival; return whether all splits have arrived.
 
     The last one sees what all others stored. It resets the counter to 0.
@@ -86,12 +88,14 @@ def combine_columns(
     Splits are taken two at a time, whose loads are in flight together. Their number is even.
     """
     acc = empty_acc(COLUMNS, DEPTH)
-    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
-    l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, OF_SCORES)
+    OF_ACC: gl.constexpr = layout_of_out(COLUMNS, DEPTH)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, OF_ACC)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
+    l_i = gl.zeros([ROWS], gl.float32, OF_ROWS)
     for _ in range(0, num_splits, 2):
-        m_0, l_0, acc_0 = load_columns(ptr, FIRST, m_i.type.layout, acc.type.layout)
-        m_1, l_1, acc_1 = load_columns(ptr + WARPGROUPS * SIZE, FIRST, m_i.type.layout, acc.type.layout)
+        m_0, l_0, acc_0 = load_columns(ptr, FIRST, OF_ROWS, OF_ACC)
+        m_1, l_1, acc_1 = load_columns(ptr + WARPGROUPS * SIZE, FIRST, OF_ROWS, OF_ACC)
         m_new = gl.maximum(m_i, gl.maximum(m_0, m_1))
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
         alpha, by_0, by_1 = gl.exp2(m_i - shift), gl.exp2(m_0 - shift), gl.exp2(m_1 - shift)

@@ -172,9 +172,7 @@ def order_by_keys(
     if CUT_SLOTS > 0:
         first_start, first_stop = keys_of_band(0, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
         first_keys = gl.minimum(gl.maximum(first_stop - first_start, 0), (1 << 30) - BLOCK_N)
-        counts = cut_sequences(
-            counts, tiles, first_keys, work, memory, work_tiles_each, CUT_SLOTS, BLOCK_T, BLOCK_N, ends.type.layout
-        )
+        counts = cut_sequences(counts, tiles, first_keys, work, memory, work_tiles_each, CUT_SLOTS, BLOCK_T, BLOCK_N)
         ends = gl.associative_scan(gl.convert_layout(counts, ends.type.layout), 0, add)
         ordered = ordered & (gl.max(ends, 0) * work_tiles_each > gl.num_programs(0))
     if ordered:
