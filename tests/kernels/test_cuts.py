@@ -1,4 +1,4 @@
-"""Row blocks that the Hopper kernel cuts by keys in ragged batches, in the simulator: the decision, and whole launches."""
+"""Row blocks that the Hopper kernel cuts by keys in ragged batches, in the simulator: decisions, and launches."""
 
 import itertools
 import random
@@ -160,7 +160,7 @@ def test_sums_that_wrap_around_leave_slots_within_the_scratch(num_programs):
     blocks = {(0, 0), (2, 0)} | {(1, b) for b in range(3)} | {(seq, b) for seq in (3, 4, 5) for b in range(125)}
     assert set(numbers) == blocks
     assert len(found) == sum(numbers.values())
-    assert all(0 <= first and first + WORK_TILES_EACH * n <= 64 for _, _, n, first, _ in found if n > 1)
+    assert all(first >= 0 and first + WORK_TILES_EACH * n <= 64 for _, _, n, first, _ in found if n > 1)
 
 
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}

@@ -381,6 +381,8 @@ def hopper_kernel(
         v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, WARPGROUPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
+    # A producer that loads intervals needs more registers, and so does one that cuts, if consumers can spare them.
+    MORE_REGISTERS: gl.constexpr = INTERVALS or (CUT_SLOTS > 0 and HEAD_DIM_V <= 192)
     places = published
     if not INTERVALS:  # of sequences in the order of work tiles
         PLACES: gl.constexpr = 4 if CUT_SLOTS > 0 else 2
@@ -416,7 +418,7 @@ def hopper_kernel(
                     Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS)),
             ],
             [PRODUCER_WARPS],
-            [72 if GATHERS else 56 if INTERVALS else 40],
+            [72 if GATHERS else 56 if MORE_REGISTERS else 40],
         )  # fmt: skip
     elif QUANTISED_STAGES == 0:
         fence_async_shared()
@@ -435,8 +437,8 @@ def hopper_kernel(
                     Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS)),
             ],
             [4, PRODUCER_WARPS],
-            # Registers per thread of the second and the third function. A producer that loads intervals needs more.
-            [216, 72] if GATHERS else [224, 56] if INTERVALS else [232, 40],
+            # Registers per thread of the second and the third function.
+            [216, 72] if GATHERS else [224, 56] if MORE_REGISTERS else [232, 40],
         )  # fmt: skip
     else:
         k_raw = k_pipe
@@ -462,5 +464,7 @@ def hopper_kernel(
             [4, 4, PRODUCER_WARPS],
             ([192, 72, 56] if FP8_MMA else [208, 40, 56])
             if GATHERS
-            else ([200, 72, 40] if FP8_MMA else [216, 40, 40] if INTERVALS else [208, 56, 40]),
+            else [200, 72, 40]
+            if FP8_MMA
+            else ([216, 40, 40] if INTERVALS else [208, 40, 56] if MORE_REGISTERS else [208, 56, 40]),
         )  # fmt: skip

@@ -24,6 +24,7 @@ WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose con
 WIDE = 128  # columns of a head, beyond which the portable kernels are slow
 CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
 MOST_SPLITS_OF_CUT = 8  # as in `cuts.py`
+TALL = 128  # rows of two consumer warpgroups
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -221,7 +222,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     launch = HopperLaunch(request, config, fallback)
     launch = replace(launch, num_splits=choose_num_splits(launch, costs))
     launch = replace(launch, section_heads=choose_section(launch, costs))
-    if options.kernel is None and launch.num_splits == 1:
+    if options.kernel is None and launch.num_splits == 1 and not cuts_instead(launch):
         is_cut = fallback.name != "block" and not is_short_and_wide(request, costs)
         if is_cut or not tree.prefers_hopper(spec, request.device, *rounded(request)):
             return "batches for which the portable kernels are faster"
@@ -254,6 +255,16 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
     launch = replace(launch, section_heads=choose_section(launch, costs))
     return with_decode_launch(launch, costs, batch_invariant=True), reason
+
+
+def cuts_instead(launch: HopperLaunch) -> bool:
+    """Return whether this launch cuts a ragged batch by keys where the portable kernels would, of rows that fill tiles.
+
+    Tensor cores multiply 128 rows here, and at most 64 there. Which kernel is faster without cuts says nothing about
+    such batches.
+    """
+    rows_per_seq = rounded(launch.request)[0]
+    return launch.cut_slots > 0 and launch.fallback.name != "block" and rows_per_seq >= TALL
 
 
 def is_short_and_wide(request: Request, costs: CostModel) -> bool:
