@@ -148,11 +148,11 @@ LONG = 5000
 RAGGED = ((20, 90), (33, 640), (1, 2000), (0, 50), (70, 300), (9, 0), (40, 660), (3, 900))  # 8 queries: a decode launch
 
 
-def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, **problem):
+def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, bound=LONG, **problem):
     """Attend; return the plan, the state and the (sequence, head) of queries in the order of work tiles."""
     p = make_problem(spec, lens, **problem)
     # With this bound, an SM has one program, so that a GPU of one SM loads queries in the order of work tiles.
-    bounds, pages = p.bounds | {"max_seq_len": LONG}, LONG // p.cache.page_size + 1
+    bounds, pages = p.bounds | {"max_seq_len": bound}, bound // p.cache.page_size + 1
     batch = replace(p.batch, page_table=torch.nn.functional.pad(p.batch.page_table, (0, pages)))
     with simulated_hopper(num_sms=num_sms):
         plan = quire.plan(spec, batch, **bounds, kernel="hopper")
@@ -201,11 +201,13 @@ def test_the_longest_sequence_of_a_launch_comes_first(page_size, monkeypatch):
 
 
 @pytest.mark.usefixtures("small_parts_count")
-def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(monkeypatch):
-    """Nothing that the host knows tells them apart."""
-    lens = ((32, 300), (32, 1200), (32, 32), (32, 600))
-    plan, _, loads = attended(monkeypatch, quire.AttentionSpec(**LLAMA), lens)
-    assert plan.launch.decode is None
+@pytest.mark.parametrize("bound", [pytest.param(LONG, id="long"), pytest.param(1024, id="short")])
+def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(bound, monkeypatch):
+    """Nothing that the host knows tells them apart. Launches of short contexts, which cut none, find it elsewhere."""
+    lens = ((32, 300), (32, 1000), (32, 32), (32, 600))
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": 256})  # an SM has one program
+    plan, _, loads = attended(monkeypatch, spec, lens, bound=bound)
+    assert plan.launch.decode is None and (plan.launch.cut_slots > 0) == (bound == LONG)
     assert each_once(seq for seq, _ in loads) == [1, 3, 0, 2]
 
 
