@@ -15,7 +15,6 @@ from quire.kernels.hopper.attend import empty_acc, layout_of_out
 from quire.kernels.hopper.pipeline import pieces_of
 from quire.kernels.hopper.tile_scheduler import ROWS
 
-COLUMNS = gl.constexpr(64)  # of an accumulator, that are combined at once
 # This was renamed after Triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -24,6 +23,12 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 def size_of_partial(head_dim_v):
     """Return the float32 numbers of a warpgroup's partial."""
     return ROWS.value * (2 + (head_dim_v + 63) // 64 * 64)
+
+
+@gluon.constexpr_function
+def columns_at_once(head_dim_v):
+    """Return how many columns of an accumulator are combined at once: fewer where registers hold many results."""
+    return 64 if head_dim_v <= 192 else 32
 
 
 @gluon.jit
@@ -66,12 +71,13 @@ def combine_partials(
     """Return the state over all splits of a row block, of this warpgroup's rows."""
     ptr = partials + (cut.first_slot * WARPGROUPS + wg) * SIZE
     PIECES: gl.constexpr = pieces_of(HEAD_DIM_V, 64)
+    COLUMNS: gl.constexpr = columns_at_once(HEAD_DIM_V)
     accs = ()
     for i in gl.static_range(len(PIECES)):
         pieces = ()
         for j in gl.static_range(PIECES[i][1] // COLUMNS):
             acc, m_i, l_i = combine_columns(
-                ptr, cut.num_splits, PIECES[i][0] + j * COLUMNS, OF_SCORES, DEPTH, SIZE, WARPGROUPS
+                ptr, cut.num_splits, PIECES[i][0] + j * COLUMNS, COLUMNS, OF_SCORES, DEPTH, SIZE, WARPGROUPS
             )
             pieces = pieces + (acc,)
         accs = accs + (gl.convert_layout(joined(pieces), layout_of_out(PIECES[i][1], DEPTH)),)
@@ -80,8 +86,8 @@ def combine_partials(
 
 @gluon.jit
 def combine_columns(
-    ptr, num_splits, FIRST: gl.constexpr, OF_SCORES: gl.constexpr, DEPTH: gl.constexpr, SIZE: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
+    ptr, num_splits, FIRST: gl.constexpr, COLUMNS: gl.constexpr, OF_SCORES: gl.constexpr, DEPTH: gl.constexpr,
+    SIZE: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """Return the combined state of COLUMNS columns from FIRST on; `ptr` is the warpgroup's first partial.
 
@@ -94,8 +100,8 @@ def combine_columns(
     m_i = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
     l_i = gl.zeros([ROWS], gl.float32, OF_ROWS)
     for _ in range(0, num_splits, 2):
-        m_0, l_0, acc_0 = load_columns(ptr, FIRST, OF_ROWS, OF_ACC)
-        m_1, l_1, acc_1 = load_columns(ptr + WARPGROUPS * SIZE, FIRST, OF_ROWS, OF_ACC)
+        m_0, l_0, acc_0 = load_columns(ptr, FIRST, COLUMNS, OF_ROWS, OF_ACC)
+        m_1, l_1, acc_1 = load_columns(ptr + WARPGROUPS * SIZE, FIRST, COLUMNS, OF_ROWS, OF_ACC)
         m_new = gl.maximum(m_i, gl.maximum(m_0, m_1))
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
         alpha, by_0, by_1 = gl.exp2(m_i - shift), gl.exp2(m_0 - shift), gl.exp2(m_1 - shift)
@@ -108,7 +114,7 @@ def combine_columns(
 
 
 @gluon.jit
-def load_columns(ptr, FIRST: gl.constexpr, OF_ROWS: gl.constexpr, OF_ACC: gl.constexpr):
+def load_columns(ptr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, OF_ROWS: gl.constexpr, OF_ACC: gl.constexpr):
     """Return m_i, l_i and COLUMNS columns of the accumulator of the partial at `ptr`.
 
     Loads bypass L1, since other warpgroups stored the partial.
@@ -141,7 +147,8 @@ def joined(pieces):
     elif len(pieces) == 2:
         return side_by_side(pieces[0], pieces[1])
     else:
-        return side_by_side(side_by_side(pieces[0], pieces[1]), side_by_side(pieces[2], pieces[3]))
+        HALF: gl.constexpr = len(pieces) // 2
+        return side_by_side(joined(pieces[:HALF]), joined(pieces[HALF:]))
 
 
 @gluon.jit
