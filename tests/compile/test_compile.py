@@ -172,16 +172,19 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
     [
         ({}, 16, 32768, 40),
         ({"head_dim": 64, "alibi": True}, 16, 4096, 40),
-        ({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 40),
-        ({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 40),
-        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 40),
-        ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 40),
-        ({}, 1, 32768, 40),
+        ({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 448),
+        ({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 104),
+        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 72),
+        ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 152),
+        ({}, 1, 32768, 56),
     ],
     ids=str,
 )
 def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(extra, page_size, max_seq_len, on_the_stack):
-    """The loops of consumers do not spill. Partials are stored and loaded 16 bytes at a time, past L1."""
+    """The loops of consumers do not spill. Partials are stored and loaded 16 bytes at a time, past L1.
+
+    The stack is the larger one of Triton 3.6.0 and 3.9.0. Results that wait while others are combined are on it.
+    """
     spec = quire.AttentionSpec(**{"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128} | extra)
     texts, read = [], targets.inspect
     with pytest.MonkeyPatch.context() as patch:
