@@ -110,14 +110,14 @@ def drawn(count, seed):
     draw = random.Random(seed)
     lens = []
     for _ in range(count):
-        queries = draw.choice((0, 1, 3, draw.randint(4, 90), draw.randint(4, 400)))
+        queries = draw.choice((0, 1, 3, draw.randint(4, 90), draw.randint(4, 400), draw.randint(4, 1500)))
         before = draw.choice((0, draw.randint(0, 300), draw.randint(0, 3000), draw.randint(0, 20000)))
         lens.append((queries, queries + before))
     return lens
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 9, 40, 127, 128, 129, 200])
-@pytest.mark.parametrize("num_programs", [1, 6, 132])
+@pytest.mark.parametrize("num_programs", [6, 132, 3000])
 @pytest.mark.parametrize(
     "options", [{}, {"max_decode_queries": 3}, {"window": (900, 0)}, {"window": (1 << 30, 1 << 30)}], ids=str
 )

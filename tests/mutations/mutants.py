@@ -665,16 +665,16 @@ IN_INTERPRETER = {
         ORDER + "chunks_of_as_many_queries_come_in_the_order_of_their_contexts[short]",
     ),
     "Hopper: splits longer than a share": Mutant(
-        CUTS, "gl.where(tiles > 2 * share, 1, 0)", "gl.where(tiles > 3 * share, 1, 0)", CUT + AS_SAID + "[{}-6-40]"
+        CUTS, "gl.where(tiles > 2 * share, 1, 0)", "gl.where(tiles > 3 * share, 1, 0)", CUT + AS_SAID + "[{}-3000-127]"
     ),
     "Hopper: row blocks cut that see half of a share": Mutant(
-        CUTS, "gl.maximum(share, tiles // 2)", "share // 2", CUT + AS_SAID + "[{}-6-40]"
+        CUTS, "gl.maximum(share, tiles // 2)", "share // 2", CUT + AS_SAID + "[{}-3000-127]"
     ),
     "Hopper: partials past the scratch": Mutant(
         CUTS, "(stop <= CUT_SLOTS)", "(stop <= 2 * CUT_SLOTS)", CUT + "what_does_not_fit_is_not_cut"
     ),
     "Hopper: partials of a sequence after its slots": Mutant(
-        CUTS, "memory.index(3).store(stop - needed)", "memory.index(3).store(stop)", CUT + AS_SAID + "[{}-6-40]"
+        CUTS, "memory.index(3).store(stop - needed)", "memory.index(3).store(stop)", CUT + AS_SAID + "[{}-3000-127]"
     ),
     "Hopper: heads share the slots of partials": Mutant(
         CUTS,
@@ -804,7 +804,16 @@ IN_INTERPRETER = {
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: queries never released": Mutant(
-        KERNEL, "    consumer_release(q_pipe, work_i)\n", "", SIMULATED + "features[{}-None]"
+        KERNEL,
+        "    consumer_release(q_pipe, work_i)\n    for i in",
+        "    for i in",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: queries never released where results are another warpgroup's": Mutant(
+        KERNEL,
+        "                consumer_release(q_pipe, work_i)\n        work_i += 1",
+        "                pass\n        work_i += 1",
+        CUT + "features[{}-16384]",
     ),
     "Hopper: values zeroed while they are loaded": Mutant(
         PRODUCER, "wait(v_pipe.full, SPARE, edge_i)", "pass", SIMULATED + "features[{}-None]"
