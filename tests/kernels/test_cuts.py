@@ -340,14 +340,24 @@ def test_whole_space(seed):
 
 
 @pytest.mark.usefixtures("short_pieces")
-@pytest.mark.parametrize(("broken", "message"), [("barrier", "have not released"), ("release", "have not released")])
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [("barrier", "have not released"), ("release", "have not released"), ("acquire", "have not acquired")],
+)
 def test_what_the_simulator_refuses(broken, message, monkeypatch):
     """A partial is released by an atomic operation after a barrier, or other warps do not see it."""
+    add = Machine.atomic_add
+
+    def add_otherwise(machine, pointer, added, mask=None, sem=""):
+        acquired = machine.local.warps.acquired
+        before = add(machine, pointer, added, mask, "relaxed" if broken == "release" else sem)
+        machine.local.warps.acquired = acquired
+        return before
+
     if broken == "barrier":
         monkeypatch.setattr(Machine, "barrier", lambda machine: None)
     else:
-        add = Machine.atomic_add
-        monkeypatch.setattr(Machine, "atomic_add", lambda m, at, x, mask=None, sem="": add(m, at, x, mask, "relaxed"))
+        monkeypatch.setattr(Machine, "atomic_add", add_otherwise)
     with pytest.raises(AccessError, match=message):
         attend(make_problem(quire.AttentionSpec(**LLAMA), RAGGED))
 

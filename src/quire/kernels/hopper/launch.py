@@ -295,7 +295,7 @@ def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: in
 def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     """Return into how many splits the keys of each work tile are cut.
 
-    1, unless the work tiles would leave half of the device idle.
+    1, unless the work tiles would leave half of the device idle. Where lengths may differ, programs cut (`cuts.py`).
     """
     bounds, device = launch.request.bounds, launch.request.device
     num_work_tiles = launch.num_work_tiles(bounds.num_tokens)
