@@ -725,16 +725,19 @@ def test_a_few_short_sequences_have_a_program_for_each_tile():
 def test_ragged_batches_of_few_queries_on_long_contexts_are_cut_by_keys():
     heads = {"num_q_heads": 10, "num_kv_heads": 2, "head_dim": 24, "head_dim_v": 24}
 
-    def launch(max_query_len, max_seq_len, num_tokens, **changes):
+    def launch(max_query_len, max_seq_len, num_tokens, kernel="portable", **changes):
         bounds = Bounds(max_query_len, max_seq_len, num_tokens)
         request = Request(replace(SPEC, **heads, **changes), 58, True, bounds, PROPERTIES)
-        return decide(request, Options())[0]
+        return decide(request, Options(kernel=kernel))[0]
 
     ragged = launch(155, 42161, 1500)
     assert (ragged.name, ragged.num_partitions) == ("split_kv", ragged.capacity)
     assert launch(155, 42161, 58 * 155).name != "split_kv"  # equal ones
     assert launch(155, 8000, 1500).name != "split_kv"  # no long context
     assert launch(155, 42161, 1500, sliding_window=1000).name != "split_kv"  # of which a query sees little
+    # The Hopper kernel cuts those whose rows fill its tiles.
+    tall, low = launch(155, 42161, 1500, kernel=None), launch(6, 42161, 300, kernel=None)
+    assert tall.name == "hopper" and tall.cut_slots > 0 and tall.fallback.name == low.name == "split_kv"
 
 
 def test_a_short_window_is_a_short_context():
@@ -757,7 +760,7 @@ def test_short_prompts_with_wide_heads_go_to_the_hopper_kernel():
 
     assert name(378) == "hopper"
     assert name(378, head_dim=128, head_dim_v=128) == "split_kv"
-    assert name(2000) == "split_kv"
+    assert name(1024) == "hopper" and name(1025) == "hopper"  # which cuts long contexts itself
 
 
 def test_keys_are_split_where_work_tiles_of_prompts_are_few():
@@ -778,7 +781,8 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     assert launch(31, 16384).name == "split_kv"
     assert [launch(n, 16384).num_splits for n in (32, 128, 256, 512, 4096)] == [15, 4, 2, 1, 1]
     assert launch(64, 16384, num_seqs=2).num_splits == 4
-    assert launch(64, 16384, num_seqs=3, num_tokens=70).name == "split_kv"  # some of them may be decoding
+    ragged = launch(64, 16384, num_seqs=3, num_tokens=70)  # some of them may be decoding
+    assert ragged.name == "hopper" and ragged.num_splits == 1 < ragged.cut_slots and ragged.decode is not None
     assert launch(64, 1024).name == "split_kv"
 
 

@@ -22,6 +22,7 @@ import quire
 from quire import api, targets
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import compile_for
+from quire.dispatch.request import cdiv
 from quire.dispatch.tree import forget_trees
 from quire.kernels import primitives
 from quire.kernels.block import kernel as block
@@ -160,6 +161,48 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
         if loops.count_kinds(loop)["tensor cores"] and loops.count_kinds(loop)["exponentials"]
     ]
     assert len(attends) == plan.launch.config.num_warpgroups
+    for loop in attends:
+        print(loops.describe(loop))
+        assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == 2
+        assert not loops.count_kinds(loop)["local memory"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "page_size", "max_seq_len", "on_the_stack"),
+    [
+        ({}, 16, 32768, 40),
+        ({"head_dim": 64, "alibi": True}, 16, 4096, 40),
+        ({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 448),
+        ({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 104),
+        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 72),
+        ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 152),
+        ({}, 1, 32768, 56),
+    ],
+    ids=str,
+)
+def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(extra, page_size, max_seq_len, on_the_stack):
+    """The loops of consumers do not spill. Partials are stored and loaded 16 bytes at a time, past L1.
+
+    The stack is the larger one of Triton 3.6.0 and 3.9.0. Results that wait while others are combined are on it.
+    """
+    spec = quire.AttentionSpec(**{"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128} | extra)
+    texts, read = [], targets.inspect
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "inspect", lambda *launch: texts.append(launch[1].asm) or read(*launch))
+        launch = Launch(spec, 8, 512, max_seq_len, 1600, page_size, options=(("kernel", "hopper"),))
+        plan, compiled = launch.compile(TARGETS["sm90"])
+    assert plan.launch.cut_slots > 0 and compiled[0].kernel == "hopper_kernel"
+    print(compiled[0])
+    assert compiled[0].spills <= on_the_stack, compiled[0]
+    assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
+    assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
+    warpgroups = plan.launch.config.num_warpgroups
+    assert texts[0]["ptx"].count("atom.global.gpu.acq_rel.add") == warpgroups
+    columns = 64 * cdiv(spec.head_dim_v, 64)
+    assert texts[0]["ptx"].count("ld.global.cg.v4.b32") == warpgroups * 2 * columns // 8
+    found = loops.innermost_loops(loops.disassemble(texts[0]["cubin"]))
+    attends = [x for x in found if loops.count_kinds(x)["tensor cores"] and loops.count_kinds(x)["exponentials"]]
+    assert len(attends) == warpgroups
     for loop in attends:
         print(loops.describe(loop))
         assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == 2

@@ -363,6 +363,58 @@ def test_a_captured_graph_of_splits_leaves_tokens_of_no_sequence_alone():
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
+RAGGED = ((40, 9000), (1, 3000), (200, 200), (20, 4000), (0, 50), (33, 33), (130, 1500), (7, 7000))
+
+
+@pytest.mark.parametrize(
+    ("extra", "page_size"),
+    [
+        ({}, 16),
+        ({"head_dim": 64, "alibi": True}, 1),
+        ({"head_dim": 128, "head_dim_v": 192, "softcap": 20.0}, 16),
+        ({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64),
+        ({"head_dim": 192, "head_dim_v": 128, "sliding_window": 3000}, 16),
+        ({"causal": False, "head_dim": 80}, 24),
+        (E4M3, 16),
+        (E4M3 | {"allow_fp8": True}, 8),
+        ({"kv_dtype": torch.int8, "head_dim": 64}, 3),
+    ],
+    ids=str,
+)
+def test_long_sequences_of_ragged_batches_are_cut(extra, page_size):
+    """Runs have the same bits, whichever warpgroup is the last one. Counters are 0 after each."""
+    spec = quire.AttentionSpec(**LLAMA | extra)
+    p, plan, first = solve(spec, RAGGED, page_size=page_size)
+    assert plan.launch.cut_slots > 0 and error_budget(p, first).passed
+    for _ in range(20):
+        again = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+        assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
+    torch.cuda.synchronize()
+    assert not plan.workspace[: plan.launch.counters].any()
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_captured_graph_of_cuts_follows_lengths_that_change_in_place(short):
+    """Each sequence in turn is the long one, and then none is. There is another number of splits at each replay."""
+    spec, most = quire.AttentionSpec(**LLAMA), 4000 if short else 30000
+    p = make_problem(spec, ((40, most),) * 5 + ((39, most),), device="cuda")
+    plan = quire.plan(spec, p.batch, **p.bounds, kernel="hopper")
+    assert plan.launch.cut_slots > 0 and plan.launch.config.num_warpgroups == (1 if short else 2)
+    state = quire.State(torch.empty_like(p.q), torch.empty(p.q.shape[:2], device="cuda"))
+    portable = quire.plan(spec, p.batch, **p.bounds, kernel="portable")
+    quire.attention(p.q, p.cache, plan, out=state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quire.attention(p.q, p.cache, plan, out=state)
+    for keys in (*([most if i == j else 60 + i for i in range(6)] for j in range(6)), [70] * 6, [most] * 6, [900] * 6):
+        p.batch.seq_lens.copy_(int32(*keys))
+        state.out.fill_(float("nan"))
+        graph.replay()
+        expected = quire.attention(p.q, p.cache, portable, return_lse=True)
+        torch.testing.assert_close(state.out, expected.out, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(state.lse, expected.lse, atol=1e-3, rtol=1e-3)
+
+
 def test_scales_of_tokens_go_to_the_portable_kernel():
     assert_right(quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn), MIXED, scales="token")
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import random
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from triton.language.extra import cuda
 
 from quire.dispatch import device
 from quire.kernels import launcher
-from quire.kernels.hopper import gather, pipeline
+from quire.kernels.hopper import gather, partials, pipeline
 
 from . import values
 from .assembly import inline_asm_elementwise
@@ -80,7 +81,7 @@ def language(machine: Machine) -> types.SimpleNamespace:
         SliceLayout=any_layout, NVMMADistributedLayout=any_layout, DotOperandLayout=any_layout,
         program_id=machine.program_id, num_programs=machine.num_programs, num_warps=machine.num_warps,
         warp_specialize=machine.warp_specialize, allocate_shared_memory=machine.allocate_shared_memory,
-        load=machine.memory.load, store=machine.memory.store, atomic_add=machine.memory.atomic_add,
+        load=machine.memory.load, store=machine.memory.store, atomic_add=machine.atomic_add,
         inline_asm_elementwise=inline_asm_elementwise,
         arange=values.arange, full=values.full, zeros=values.zeros, zeros_like=values.zeros_like,
         where=values.where, fma=values.fma, join=values.join, split=values.split,
@@ -109,6 +110,7 @@ def simulated(machine: Machine) -> list[tuple[Any, Any]]:
         (gl, simulated_language), (tl, simulated_language), (hopper.mbarrier, barriers),
         (gather.async_copy, copies), (gather.copy_async, machine.copy_async),
         (pipeline.tma_load, machine.tma_load), (pipeline.reinterpret, Tile.reinterpret),
+        (partials.barrier, machine.barrier),
         (hopper.fence_async_shared, machine.fence_async_shared), (hopper.warpgroup_mma, machine.warpgroup_mma),
         (hopper.warpgroup_mma_wait, machine.warpgroup_mma_wait),
         (cuda.gdc_wait, lambda: None), (cuda.gdc_launch_dependents, lambda: None),
@@ -203,6 +205,8 @@ def simulate(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], met
     ]  # fmt: skip
     run = functions.function(kernel.fn)
     ids = list(itertools.product(*(range(extent) for extent in reversed(grid))))
+    if len(ids) > AT_A_TIME:  # programs begin in any order
+        random.Random(seed).shuffle(ids)
     for first in range(0, len(ids), AT_A_TIME):
         programs = [Program(machine, at[::-1]) for at in ids[first : first + AT_A_TIME]]
         machine.run([(program, lambda: run(*bound)) for program in programs])

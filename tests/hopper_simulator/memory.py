@@ -28,14 +28,45 @@ class AccessError(Exception):
 
 
 class GlobalMemory:
-    """The tensors that a launch may access."""
+    """The tensors that a launch may access.
+
+    Of each four bytes that warps stored, it is known who stored them, and when an atomic operation released them.
+    """
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
+        self.stored: dict[int, np.ndarray] = {}  # by the start of a range: see `Stores`
+        self.running_warps: Callable[[], Any] = lambda: None
+        self.releases = 0  # so far
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+
+    def marks(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the marks of a range, of each four bytes, and where those of some addresses in it are.
+
+        A mark is 0, or the number of the warps that stored there, or less than 0: the release after that.
+        """
+        if addresses.size == 0:
+            return None
+        for start, stop in self.ranges:
+            if start <= addresses.min() and addresses.max() < stop:
+                if start not in self.stored:
+                    self.stored[start] = np.zeros((stop - start + 3) // 4, np.int32)
+                return self.stored[start], ((addresses - start) // 4).astype(np.int64)
+        return None
+
+    def check_released(self, addresses: np.ndarray) -> None:
+        """Raise if these warps may not see yet what other warps of the launch stored."""
+        own, found = self.running_warps(), self.marks(addresses)
+        if own is None or found is None:
+            return
+        marks = found[0][found[1]]
+        if ((marks > 0) & (marks != own.id)).any():
+            raise AccessError("warps load what other warps stored and have not released")
+        if (-marks > own.acquired).any():
+            raise AccessError("warps load what other warps released, and have not acquired it")
 
     def check(self, addresses: np.ndarray, size: int) -> None:
         """Raise unless all addresses are in tensors."""
@@ -51,11 +82,13 @@ class GlobalMemory:
             raise AccessError(f"{(~inside).sum()} of {inside.size} addresses are outside of all tensors")
 
     @computed
-    def load(self, pointer: Value, mask: Any = None, other: Any = None) -> Value:
+    def load(self, pointer: Value, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Value:
         element = pointer.dtype.element_ty
         dtype = TORCH_DTYPES[element]
         addresses, mask = self.where(pointer, mask)
         self.check(addresses[mask], dtype.itemsize)
+        if self.stored:
+            self.check_released(addresses[mask])
         bits = NUMPY_DTYPES[dtype.itemsize]
         if other is None:  # what is masked is not defined
             others = np.full(addresses.shape, -1, np.int64).astype(bits)
@@ -77,10 +110,29 @@ class GlobalMemory:
         raw_memory.store(
             addresses, numbers.view(OF_BITS[dtype.itemsize]).numpy().view(NUMPY_DTYPES[dtype.itemsize]), mask
         )
+        own = self.running_warps()
+        if own is not None and (found := self.marks(addresses[mask])) is not None:
+            found[0][found[1]] = own.id
+            own.stores.append(found)
 
-    def atomic_add(self, pointer: Value, added: Value, mask: Any = None, sem: str = "") -> Value:
+    def atomic_add(self, pointer: Value, added: Any, mask: Any = None, sem: str = "") -> Value:
+        """Add to numbers. With "acq_rel", release what these warps stored before their last barrier, and acquire."""
+        own = self.running_warps()
+        stores, own.stores = own.stores, []  # atomic operations need no release
+        addresses, where = self.where(pointer, mask)
+        if (found := self.marks(addresses[where])) is not None:
+            found[0][found[1]] = 0
         before = self.load(pointer, mask, 0)
         self.store(pointer, before + added, mask)
+        if found is not None:
+            found[0][found[1]] = 0
+        own.stores = stores
+        if sem == "acq_rel":
+            self.releases += 1
+            for marks, at in own.stores_before_barrier:
+                marks[at] = -self.releases
+            own.stores_before_barrier = []
+            own.acquired = self.releases
         return before
 
     @staticmethod

@@ -5,6 +5,7 @@ barrier it is either another warp's turn, or a copy arrives. So each seed is ano
 seed gives the same one.
 """
 
+import itertools
 import queue
 import random
 import threading
@@ -84,6 +85,9 @@ class Pending(Value):
         return self.unfinished_data
 
 
+NUMBERS = itertools.count(1)
+
+
 class Warps:
     """Warps that run one function: a partition of `warp_specialize`."""
 
@@ -92,6 +96,10 @@ class Warps:
         self.products: list[Product] = []
         self.loads: list[Load] = []  # from places that TMA writes, not all complete
         self.groups: list[list[tuple[Tile, torch.Tensor]]] = [[]]  # of copies of 16 bytes; the last is open
+        self.id = next(NUMBERS)
+        self.stores: list[Any] = []  # to global memory, since their last barrier
+        self.stores_before_barrier: list[Any] = []  # since their last release
+        self.acquired = 0  # releases of which they see the stores
         self.ready: Callable[[], bool] = lambda: True
         self.turn = threading.Lock()  # is released when it is these warps' turn
         self.turn.acquire()
@@ -170,6 +178,7 @@ class Machine:
         self.local = threading.local()
         self.all_over = threading.Semaphore(0)
         self.hurry = self.random.random()  # how soon copies arrive
+        memory.running_warps = lambda: getattr(self.local, "warps", None)
 
     def run(self, programs: list[tuple[Program, Callable[[], None]]]) -> None:
         """Run programs, each from a function for its first warps, until all their warps are over."""
@@ -235,6 +244,17 @@ class Machine:
         first, arguments = functions[0]
         first(*arguments)
         self.pause(lambda: all(warps.over for warps in added))
+
+    def barrier(self) -> None:
+        """Let all threads of these warps wait for each other."""
+        own = self.local.warps
+        own.stores_before_barrier += own.stores
+        own.stores = []
+
+    def atomic_add(self, pointer: Value, added: Any, mask: Any = None, sem: str = "") -> Value:
+        if sem != "relaxed":  # it is the order of such operations that matters
+            self.pause()
+        return self.memory.atomic_add(pointer, added, mask, sem)
 
     def allocate_shared_memory(self, dtype: tl.dtype, shape: Any, layout: Any) -> Tile:
         shape = [int(size) for size in shape]

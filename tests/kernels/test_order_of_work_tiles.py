@@ -19,7 +19,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton.language as tl
 
-from quire.kernels.hopper import tile_scheduler
+from quire.kernels.hopper import cuts, tile_scheduler
 from tests.hopper_simulator.launch import Functions, argument, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine, Program
@@ -130,8 +130,9 @@ def test_sequences_stay_in_the_batch_s_order_where_the_longest_work_tile_is_a_sm
 
 @pytest.fixture
 def small_parts_count(monkeypatch):
-    """The order counts in launches of few programs too."""
+    """The order counts in launches of few programs too, and no sequence is cut by keys."""
     monkeypatch.setattr(tile_scheduler, "SHARE", tl.constexpr(16))
+    monkeypatch.setattr(cuts, "LEAST_KEYS", tl.constexpr(1 << 20))
 
 
 @pytest.mark.usefixtures("small_parts_count")
@@ -147,11 +148,11 @@ LONG = 5000
 RAGGED = ((20, 90), (33, 640), (1, 2000), (0, 50), (70, 300), (9, 0), (40, 660), (3, 900))  # 8 queries: a decode launch
 
 
-def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, **problem):
+def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, bound=LONG, **problem):
     """Attend; return the plan, the state and the (sequence, head) of queries in the order of work tiles."""
     p = make_problem(spec, lens, **problem)
     # With this bound, an SM has one program, so that a GPU of one SM loads queries in the order of work tiles.
-    bounds, pages = p.bounds | {"max_seq_len": LONG}, LONG // p.cache.page_size + 1
+    bounds, pages = p.bounds | {"max_seq_len": bound}, bound // p.cache.page_size + 1
     batch = replace(p.batch, page_table=torch.nn.functional.pad(p.batch.page_table, (0, pages)))
     with simulated_hopper(num_sms=num_sms):
         plan = quire.plan(spec, batch, **bounds, kernel="hopper")
@@ -193,18 +194,20 @@ def test_the_longest_sequence_of_a_launch_comes_first(page_size, monkeypatch):
     plan, other, _ = attended(monkeypatch, plan.spec, RAGGED, num_sms=100, page_size=page_size)
     queries = torch.tensor([queries for queries, _ in RAGGED])
     num_tokens = int(queries.sum())
-    assert plan.launch.num_programs(num_tokens) == plan.launch.num_work_tiles(num_tokens)
+    assert plan.launch.num_programs(num_tokens) >= plan.launch.num_work_tiles(num_tokens)
     of_prompts = (queries > 8).repeat_interleave(queries)
     assert torch.equal(state.out[of_prompts], other.out[of_prompts])
     assert torch.equal(state.lse[of_prompts], other.lse[of_prompts])
 
 
 @pytest.mark.usefixtures("small_parts_count")
-def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(monkeypatch):
-    """Nothing that the host knows tells them apart."""
-    lens = ((32, 300), (32, 1200), (32, 32), (32, 600))
-    plan, _, loads = attended(monkeypatch, quire.AttentionSpec(**LLAMA), lens)
-    assert plan.launch.decode is None
+@pytest.mark.parametrize("bound", [pytest.param(LONG, id="long"), pytest.param(1024, id="short")])
+def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(bound, monkeypatch):
+    """Nothing that the host knows tells them apart. Launches of short contexts, which cut none, find it elsewhere."""
+    lens = ((32, 300), (32, 1000), (32, 32), (32, 600))
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": 256})  # an SM has one program
+    plan, _, loads = attended(monkeypatch, spec, lens, bound=bound)
+    assert plan.launch.decode is None and (plan.launch.cut_slots > 0) == (bound == LONG)
     assert each_once(seq for seq, _ in loads) == [1, 3, 0, 2]
 
 

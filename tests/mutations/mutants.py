@@ -19,6 +19,8 @@ OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, ATTEND, PRODUCER = (f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer"))
 GATHER = "kernels/hopper/gather.py"
 HOPPER = "gpu/test_hopper.py::test_"
+CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
+AS_SAID = "every_row_block_is_cut_as_a_plain_program_says"
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 PRODUCTS = LATENTS + "many_rows_fp8.py"
@@ -660,7 +662,58 @@ IN_INTERPRETER = {
         PRODUCER,
         "(num_seqs > 1) & (num_work_tiles > gl.num_programs(0))",
         "(num_seqs > 1000)",
-        ORDER + "chunks_of_as_many_queries_come_in_the_order_of_their_contexts",
+        ORDER + "chunks_of_as_many_queries_come_in_the_order_of_their_contexts[short]",
+    ),
+    "Hopper: splits longer than a share": Mutant(
+        CUTS, "gl.where(tiles > 2 * share, 1, 0)", "gl.where(tiles > 3 * share, 1, 0)", CUT + AS_SAID + "[{}-3000-127]"
+    ),
+    "Hopper: row blocks cut that see half of a share": Mutant(
+        CUTS, "gl.maximum(share, tiles // 2)", "share // 2", CUT + AS_SAID + "[{}-3000-127]"
+    ),
+    "Hopper: partials past the scratch": Mutant(
+        CUTS, "(stop <= CUT_SLOTS)", "(stop <= 2 * CUT_SLOTS)", CUT + "what_does_not_fit_is_not_cut"
+    ),
+    "Hopper: partials of a sequence after its slots": Mutant(
+        CUTS, "memory.index(3).store(stop - needed)", "memory.index(3).store(stop)", CUT + AS_SAID + "[{}-3000-127]"
+    ),
+    "Hopper: heads share the slots of partials": Mutant(
+        CUTS,
+        "((in_cut >> shift) * HEAD_BLOCKS + head_block) << shift",
+        "((in_cut >> shift) * HEAD_BLOCKS) << shift",
+        CUT + "features[{}-16384]",
+    ),
+    "Hopper: warpgroups share the slots of partials": Mutant(
+        PARTIALS,
+        "ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS + wg) * SIZE",
+        "ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS) * SIZE",
+        CUT + "features[{}-16384]",
+    ),
+    "Hopper: a partial combined twice": Mutant(
+        PARTIALS, "load_columns(ptr + WARPGROUPS * SIZE, ", "load_columns(ptr, ", CUT + "features[{}-4000]"
+    ),
+    "Hopper: partials not rescaled": Mutant(
+        PARTIALS,
+        "acc_1 * gl.convert_layout(by_1, BY_ROW)[:, None]",
+        "acc_1 * gl.convert_layout(by_0, BY_ROW)[:, None]",
+        CUT + "features[{}-4000]",
+    ),
+    "Hopper: sinks and results of the last split": Mutant(
+        PRODUCER,
+        "tile, left, split)",
+        "tile, left, keys[2] if CUT_SLOTS > 0 else split)",
+        CUT + "features[{'sinks': True, 'softcap': 20.0, 'alibi': True}-4000]",
+    ),
+    "Hopper: partials where the decode launch's are": Mutant(
+        "kernels/hopper/launch.py",
+        "return max(self.counters, 128 * cdiv(decode, 128))",
+        "return self.counters",
+        CUT + "scratch_of_cuts_is_apart_from_that_of_the_decode_launch",
+    ),
+    "Hopper: arrivals where the decode launch's are": Mutant(
+        "kernels/hopper/launch.py",
+        "self.counters - cut_counter_bytes(self.request.device)",
+        "128",
+        CUT + "scratch_of_cuts_is_apart_from_that_of_the_decode_launch",
     ),
     "Hopper: intervals with a key more": Mutant(
         KERNEL, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", SIMULATED + "intervals[{}-16-window]"
@@ -760,7 +813,16 @@ IN_INTERPRETER = {
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: queries never released": Mutant(
-        KERNEL, "    consumer_release(q_pipe, work_i)\n", "", SIMULATED + "features[{}-None]"
+        KERNEL,
+        "    consumer_release(q_pipe, work_i)\n    for i in",
+        "    for i in",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: queries never released where results are another warpgroup's": Mutant(
+        KERNEL,
+        "                consumer_release(q_pipe, work_i)\n        work_i += 1",
+        "                pass\n        work_i += 1",
+        CUT + "features[{}-16384]",
     ),
     "Hopper: values zeroed while they are loaded": Mutant(
         PRODUCER, "wait(v_pipe.full, SPARE, edge_i)", "pass", SIMULATED + "features[{}-None]"
@@ -789,6 +851,11 @@ IN_INTERPRETER = {
     "Hopper: the counter of work tiles not reset": Mutant(
         PRODUCER, "gl.store(tile_counter, 0)", "pass", SIMULATED + "any_order_of_events_gives_the_same_bits[0]"
     ),
+    "Hopper: partials not all stored when one thread arrives": Mutant(
+        PARTIALS, "    barrier()  # the stores", "    # the stores", CUT + "features[{}-16384]"
+    ),
+    "Hopper: partials not released": Mutant(PARTIALS, 'sem="acq_rel"', 'sem="relaxed"', CUT + "features[{}-16384]"),
+    "Hopper: arrivals not reset": Mutant(PARTIALS, "gl.store(counter, 0)", "pass", CUT + "features[{}-16384]"),
     "latents on Hopper: places overwritten": Mutant(
         LATENTS + "ring.py",
         "wait(ring.empty.index(place), use + 1)",

@@ -1,7 +1,7 @@
 """The scratch of a launch, in one workspace. Plans that do not run at the same time may use the same workspace.
 
-A workspace begins with counters, which are 0 between launches: one cache line for the Hopper kernel's tile counter, and
-then the arrival counters of the split-KV kernel. Float32 states follow.
+A workspace begins with counters, which are 0 between launches: one cache line for the Hopper kernel's tile counter, the
+arrival counters of the split-KV kernel, and on Hopper GPUs those of the Hopper kernel. Float32 states follow.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from quire.dispatch.request import cdiv
 
 TILE_COUNTER_BYTES = 128  # one cache line
 MAX_PROGRAMS_PER_SM = 16  # no plan has more programs of the split-KV kernel per SM
+CUT_WARPGROUPS_PER_SM = 4  # for whose partials the Hopper kernel has slots
 
 
 class ScratchSize(NamedTuple):
@@ -28,7 +29,13 @@ def counter_bytes(device: DeviceProperties, num_programs: int) -> int:
     There is room for the split-KV kernel's programs, or for the most that plans have, if that is more. So the
     place of the states, whose alignment changes the compiled kernel, does not depend on the batch.
     """
-    return TILE_COUNTER_BYTES + 128 * cdiv(max(MAX_PROGRAMS_PER_SM * device.num_sms, num_programs), 16)
+    of_split_kv = 128 * cdiv(max(MAX_PROGRAMS_PER_SM * device.num_sms, num_programs), 16)
+    return TILE_COUNTER_BYTES + of_split_kv + cut_counter_bytes(device)
+
+
+def cut_counter_bytes(device: DeviceProperties) -> int:
+    """Return the bytes of the last counters, which are the Hopper kernel's for row blocks that are cut by keys."""
+    return 128 * cdiv(CUT_WARPGROUPS_PER_SM * device.num_sms, 32) if device.has_wgmma else 0
 
 
 def allocate(size: ScratchSize, device: torch.device) -> torch.Tensor:

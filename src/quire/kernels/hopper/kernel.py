@@ -32,6 +32,7 @@ from quire.kernels.hopper.convert import (
     undo_permute_for_fp8_operand,
 )
 from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
+from quire.kernels.hopper.partials import combine_partials, size_of_partial, store_and_arrive
 from quire.kernels.hopper.pipeline import (
     SWIZZLE_BYTES,
     columns_of,
@@ -47,6 +48,7 @@ from quire.kernels.hopper.tile_scheduler import (
     SEQS,
     WORDS,
     load_intervals,
+    read_cut,
     read_range,
     read_work_tile,
 )
@@ -91,6 +93,8 @@ class Outputs(NamedTuple):
     stride_out_head: Any
     stride_lse: Any
     num_splits: Any
+    partials: Any  # float32 scratch for partials of row blocks that are cut, and counters of arrivals; None, or both
+    arrivals: Any
 
 
 @gluon.jit
@@ -155,10 +159,30 @@ def consume(
         tile_i += work.num_tiles
         if outputs.v_scale_ptr is not None:
             accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
-        finish(
-            wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0,
-            PARTS,
-        )  # fmt: skip
+        if outputs.partials is None:
+            finish(
+                wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0,
+                PARTS,
+            )  # fmt: skip
+        else:
+            cut = read_cut(published, stage)
+            is_last = cut.num_splits == 1
+            if not is_last:
+                WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
+                SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)
+                is_last = store_and_arrive(
+                    outputs.partials, outputs.arrivals, cut, wg, accs, m_i, l_i, SIZE, WARPGROUPS
+                )
+                if is_last:
+                    accs, m_i, l_i = combine_partials(
+                        outputs.partials, cut, wg, OF_SCORES, DEPTH, HEAD_DIM_V, SIZE, WARPGROUPS
+                    )
+            if is_last:
+                finish(
+                    wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False, PARTS
+                )
+            else:
+                consumer_release(q_pipe, work_i)
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
         work = read_work_tile(published, stage)
@@ -321,6 +345,7 @@ def hopper_kernel(
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32
     tile_counter,  # [1] int32, 0 between launches
+    partials, arrivals,  # float32 scratch and int32 counters, which are 0 between launches; None without CUT_SLOTS
     scale, softcap, window_left, window_right,
     max_decode_queries,  # sequences with at most this many queries belong to the decode launch; 0 if there is none
     num_seqs, num_splits,
@@ -336,6 +361,7 @@ def hopper_kernel(
     FIXED_SPLIT: gl.constexpr,  # keys of a split of a batch-invariant plan, a multiple of BLOCK_N; else 0
     STRIDE_UNIT: gl.constexpr,  # of `views.stride_unit`, for the strides of out
     PARTS: gl.constexpr,  # parts of the values' columns; a work tile has one of them, of HEAD_DIM_V columns
+    CUT_SLOTS: gl.constexpr,  # slots for partials of row blocks that are cut by keys; 0: none is cut
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -355,9 +381,12 @@ def hopper_kernel(
         v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, WARPGROUPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
+    # A producer that loads intervals needs more registers, and so does one that cuts, if consumers can spare them.
+    MORE_REGISTERS: gl.constexpr = INTERVALS or (CUT_SLOTS > 0 and HEAD_DIM_V <= 192)
     places = published
     if not INTERVALS:  # of sequences in the order of work tiles
-        places = gl.allocate_shared_memory(gl.int32, [2, SEQS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        PLACES: gl.constexpr = 4 if CUT_SLOTS > 0 else 2
+        places = gl.allocate_shared_memory(gl.int32, [PLACES, SEQS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end)
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(
@@ -370,6 +399,8 @@ def hopper_kernel(
         stride_out_head,
         stride_lse,
         num_splits,
+        partials,
+        arrivals,
     )
     # The argument lists are repeated, since constexprs in a tuple stay constexprs only if the tuple is written in the
     # call of `warp_specialize`.
@@ -384,10 +415,10 @@ def hopper_kernel(
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
                     tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
                     stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
-                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS)),
+                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS)),
             ],
             [PRODUCER_WARPS],
-            [72 if GATHERS else 56 if INTERVALS else 40],
+            [72 if GATHERS else 56 if MORE_REGISTERS else 40],
         )  # fmt: skip
     elif QUANTISED_STAGES == 0:
         fence_async_shared()
@@ -403,11 +434,11 @@ def hopper_kernel(
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
                     tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
                     stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
-                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS)),
+                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS)),
             ],
             [4, PRODUCER_WARPS],
-            # Registers per thread of the second and the third function. A producer that loads intervals needs more.
-            [216, 72] if GATHERS else [224, 56] if INTERVALS else [232, 40],
+            # Registers per thread of the second and the third function.
+            [216, 72] if GATHERS else [224, 56] if MORE_REGISTERS else [232, 40],
         )  # fmt: skip
     else:
         k_raw = k_pipe
@@ -428,10 +459,12 @@ def hopper_kernel(
                     q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
                     tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
                     stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
-                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS)),
+                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS)),
             ],
             [4, 4, PRODUCER_WARPS],
             ([192, 72, 56] if FP8_MMA else [208, 40, 56])
             if GATHERS
-            else ([200, 72, 40] if FP8_MMA else [216, 40, 40] if INTERVALS else [208, 56, 40]),
+            else [200, 72, 40]
+            if FP8_MMA
+            else ([216, 40, 40] if INTERVALS else [208, 40, 56] if MORE_REGISTERS else [208, 56, 40]),
         )  # fmt: skip

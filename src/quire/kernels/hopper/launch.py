@@ -14,7 +14,7 @@ from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.hopper.tma import matrices_of_cache
 from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch
-from quire.kernels.scratch import ScratchSize, counter_bytes
+from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
 from quire.kernels.split_kv.choice import choose as choose_portable
 from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
@@ -22,6 +22,9 @@ from quire.spec import AttentionSpec
 
 WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
 WIDE = 128  # columns of a head, beyond which the portable kernels are slow
+CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
+MOST_SPLITS_OF_CUT = 8  # as in `cuts.py`
+TALL = 128  # rows of two consumer warpgroups
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -74,6 +77,27 @@ class HopperLaunch:
         return self.section_heads * self.request.spec.group_size // self.heads
 
     @property
+    def cut_slots(self) -> int:
+        """Slots for partials of row blocks that programs cut by keys where lengths differ; 0 if none is cut.
+
+        Two sequences have equal lengths if there are as many tokens as bounds allow, and no keys before queries. What
+        is decided depends on powers of two of the bounds alone.
+        """
+        request, bounds = self.request, self.request.bounds
+        may_differ = bounds.num_tokens < request.num_seqs * bounds.max_query_len
+        may_differ = may_differ or tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
+        no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
+        if request.num_seqs == 1 or not may_differ or no_cuts or request.keys_seen <= CUT_FROM:
+            return 0
+        return CUT_WARPGROUPS_PER_SM // self.config.num_warpgroups * request.device.num_sms
+
+    @property
+    def cut_bytes(self) -> int:
+        """Bytes of the partials of row blocks that are cut."""
+        columns = cdiv(self.request.spec.head_dim_v, 64) * 64
+        return 4 * 64 * self.config.num_warpgroups * self.cut_slots * (columns + 2)
+
+    @property
     def split_rows(self) -> int:
         """Rows of the states of splits: those of the work tiles that run at once, which do not depend on the bounds."""
         return 64 * self.config.num_warpgroups * self.request.device.num_sms if self.num_splits > 1 else 0
@@ -91,18 +115,32 @@ class HopperLaunch:
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid: the number that runs at once, or that of work tiles if it is smaller."""
         resident = self.request.device.num_sms * self.config.programs_per_sm
-        return min(self.num_work_tiles(num_tokens) * self.num_splits, resident)
+        most_splits = MOST_SPLITS_OF_CUT if self.cut_slots else self.num_splits
+        return min(self.num_work_tiles(num_tokens) * most_splits, resident)
 
     @once
     def scratch_size(self) -> ScratchSize:
-        """Return the size of the scratch for the tile counter, states of splits, decode launch and fallback."""
-        if self.decode is not None:
-            size, states = self.decode.scratch_size(), 0
-        else:
-            size, states = ScratchSize(), 4 * self.split_rows * (self.request.spec.head_dim_v + 1)
-        fallback = self.fallback.scratch_size()
-        counters = max(counter_bytes(self.request.device, 0), size.counters, fallback.counters)
-        return ScratchSize(max(counters + states, size.total, fallback.total), counters)
+        """Return the size of the scratch for counters, partials, states of splits, decode launch and fallback."""
+        fallback, counters, states_at = self.fallback.scratch_size(), self.counters, self.states_at
+        states = self.cut_bytes + 4 * self.split_rows * (self.request.spec.head_dim_v + 1)
+        return ScratchSize(max(states_at + states, fallback.total), counters)
+
+    @property
+    def counters(self) -> int:
+        """Bytes of all counters."""
+        decode = ScratchSize() if self.decode is None else self.decode.scratch_size()
+        return max(counter_bytes(self.request.device, 0), decode.counters, self.fallback.scratch_size().counters)
+
+    @property
+    def states_at(self) -> int:
+        """Byte of the workspace where this launch's own states begin: after those of the concurrent decode launch."""
+        decode = 0 if self.decode is None else self.decode.scratch_size().total
+        return max(self.counters, 128 * cdiv(decode, 128))
+
+    @property
+    def arrivals_at(self) -> int:
+        """Byte of the workspace where the counters of arrivals begin. No decode launch uses these."""
+        return self.counters - cut_counter_bytes(self.request.device)
 
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
@@ -119,7 +157,7 @@ class HopperLaunch:
             "SCORE_MOD": score_mod, "WARPGROUPS": config.num_warpgroups,
             "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
-            "FIXED_SPLIT": self.fixed_split_size,
+            "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots,
         }  # fmt: skip
 
     def compile_key(self) -> Hashable:
@@ -154,6 +192,8 @@ class HopperLaunch:
             details += f", {self.request.per_token}"
         if self.num_splits > 1:
             details += f", num_splits {self.num_splits}"
+        if self.cut_slots:
+            details += f", long sequences cut by keys, {self.cut_slots} slots"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
             details += f", {self.column_parts} parts of columns" if self.column_parts > 1 else ""
@@ -186,7 +226,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     launch = HopperLaunch(request, config, fallback)
     launch = replace(launch, num_splits=choose_num_splits(launch, costs))
     launch = replace(launch, section_heads=choose_section(launch, costs))
-    if options.kernel is None and launch.num_splits == 1:
+    if options.kernel is None and launch.num_splits == 1 and not cuts_instead(launch):
         is_cut = fallback.name != "block" and not is_short_and_wide(request, costs)
         if is_cut or not tree.prefers_hopper(spec, request.device, *rounded(request)):
             return "batches for which the portable kernels are faster"
@@ -221,6 +261,16 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     return with_decode_launch(launch, costs, batch_invariant=True), reason
 
 
+def cuts_instead(launch: HopperLaunch) -> bool:
+    """Return whether this launch cuts a ragged batch by keys where the portable kernels would, of rows that fill tiles.
+
+    Tensor cores multiply 128 rows here, and at most 64 there. Which kernel is faster without cuts says nothing about
+    such batches.
+    """
+    rows_per_seq = rounded(launch.request)[0]
+    return launch.cut_slots > 0 and launch.fallback.name != "block" and rows_per_seq >= TALL
+
+
 def is_short_and_wide(request: Request, costs: CostModel) -> bool:
     """Return whether contexts are short and heads wide: the portable kernels multiply wide heads at half the speed."""
     return is_short(request, costs) and request.spec.head_dim > WIDE
@@ -249,7 +299,7 @@ def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: in
 def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     """Return into how many splits the keys of each work tile are cut.
 
-    1, unless the work tiles would leave half of the device idle.
+    1, unless the work tiles would leave half of the device idle. Where lengths may differ, programs cut (`cuts.py`).
     """
     bounds, device = launch.request.bounds, launch.request.device
     num_work_tiles = launch.num_work_tiles(bounds.num_tokens)

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from quire.kernels.hopper.cuts import cut_of_work_tile
 from quire.kernels.hopper.gather import gather_tile, hand_over, load_pages_of_rows
 from quire.kernels.hopper.pipeline import (
     buffers_of,
@@ -39,13 +40,14 @@ def produce(
     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BLOCK_T: gl.constexpr, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
-    FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr,
+    FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr, CUT_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
 
     Tiles of a quantised cache go to pipelines of raw bytes, from which `convert` reads.
     The KV tiles of a work tile are loaded from the last to the first, unless FIRST_TO_LAST.
     With PARTS > 1, a work tile has one of PARTS parts of the values' columns, each of HEAD_DIM_V columns.
+    With CUT_SLOTS, row blocks of long sequences are cut by keys.
     """
     STEP: gl.constexpr = 1 if FIRST_TO_LAST else -1
     GATHERS: gl.constexpr = KV_BOX == 0
@@ -72,12 +74,17 @@ def produce(
             v_col = (v_col > 0).to(gl.int32)
     lane = gl.arange(0, THREADS, ONE_EACH)
     ends = row_block_ends(cu_seqlens_q, 0, num_seqs, max_decode_queries, BLOCK_T)
+    if CUT_SLOTS > 0:
+        ends = order_by_keys(
+            ends, places, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, HEAD_BLOCKS,
+            BLOCK_T, BLOCK_N, CUT_SLOTS,
+        )  # fmt: skip
     num_row_blocks = count_row_blocks(ends, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
     num_work_tiles = num_row_blocks * HEAD_BLOCKS * num_splits
     if PARTS > 1:
         num_work_tiles *= PARTS
     # Lengths may differ, and a work tile that starts last should be short.
-    if kv.key_begin is None and (num_seqs > 1) & (num_work_tiles > gl.num_programs(0)):
+    if kv.key_begin is None and CUT_SLOTS == 0 and (num_seqs > 1) & (num_work_tiles > gl.num_programs(0)):
         ends = order_by_keys(
             ends, places, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right,
             HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N,
@@ -102,18 +109,25 @@ def produce(
         q_start = gl.load(cu_seqlens_q + seq)
         q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
         seq_len = gl.load(kv.seq_lens + seq)
-        token = (row_block - first_row_block) * BLOCK_T
+        keys = ()
+        if CUT_SLOTS > 0:
+            in_seq, keys = cut_of_work_tile(places, seq, row_block - first_row_block, head // HEADS, HEAD_BLOCKS)
+            token = in_seq * BLOCK_T
+        else:
+            token = (row_block - first_row_block) * BLOCK_T
         taken = gl.zeros([THREADS], gl.int32, ONE_EACH)
         if kv.query_offsets is None:
             first_pos = seq_len - q_len
         else:
             first_pos = gl.load(kv.query_offsets + seq)
-        keys = ()
         if kv.key_begin is None:
             kv_start, kv_stop = keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
         else:
             kv_start, kv_stop, keys = keys_of_intervals(kv, token, q_start, q_len, seq_len, BLOCK_T)
-        tile, left = split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N)
+        if CUT_SLOTS > 0:
+            tile, left = split_of_keys(kv_start, kv_stop, keys.split, keys.num_splits, BLOCK_N)
+        else:
+            tile, left = split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N)
         if FIRST_TO_LAST:
             tile -= left - 1
         first_value = 0  # column

@@ -42,6 +42,11 @@ class HopperRunner:
         self.fallback: Runner | None = None  # bound when it is first needed
         self.decode = None if launch.decode is None else launch.decode.bind(batch, workspace)
         self.split_out, self.split_lse = None, None
+        self.partials, self.arrivals = None, None
+        if launch.cut_slots:
+            size, states_at = launch.scratch_size(), launch.states_at
+            self.partials = workspace[states_at : states_at + launch.cut_bytes].view(torch.float32)
+            self.arrivals = workspace[launch.arrivals_at : size.counters].view(torch.int32)
         if launch.num_splits > 1:
             spec, size = launch.request.spec, launch.scratch_size()
             tokens = launch.split_rows // (spec.num_q_heads * launch.num_splits)
@@ -148,7 +153,7 @@ class HopperRunner:
         }  # fmt: skip
         if decided.config.num_warpgroups == 1:
             meta["maxnreg"] = 128  # so that two programs fit an SM
-        return (kv, batch.cu_seqlens_q, self.tile_counter, *numbers, *strides), meta
+        return (kv, batch.cu_seqlens_q, self.tile_counter, self.partials, self.arrivals, *numbers, *strides), meta
 
 
 def matrices_of(q: torch.Tensor, cache: PagedKVCache) -> tuple[Matrix, Matrix, Matrix] | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.hopper.cuts import Cut, add, cut_sequences
 from quire.kernels.hopper.pipeline import reinterpret
 
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
@@ -20,7 +21,7 @@ SEQS = gl.constexpr(128)  # sequences that the scheduler reads in one step
 PART = gl.constexpr(4)  # sequences that are compared with all others in one step
 SHARE = gl.constexpr(2)  # an order counts where a work tile is 1/SHARE of a program's work, in the first SEQS sequences
 FIELDS = gl.constexpr(9)  # fields of WorkTile
-WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range after it
+WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range or a Cut after it
 
 
 class WorkTile(NamedTuple):
@@ -115,11 +116,6 @@ def visible_keys(work, window_left, window_right):
 
 
 @gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
 def row_blocks_of(seqs, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T: gl.constexpr):
     """Return the query tokens and the number of row blocks of sequences, of which those from `num_seqs` on have none.
 
@@ -142,17 +138,18 @@ def row_block_ends(cu_seqlens_q, first, num_seqs, max_decode_queries, BLOCK_T: g
 @gluon.jit
 def order_by_keys(
     ends, memory, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, work_tiles_each,
-    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, CUT_SLOTS: gl.constexpr = 0,
 ):  # fmt: skip
     """Return where the row blocks of the first SEQS sequences end, if the sequence with the most keys is the last one.
 
     What counts is the tiles of keys that the last row block sees. Sequences with as many stay in the batch's order.
     Each end is the sum of the row blocks of all sequences that do not come later, so nothing has to be moved.
     Where that gains little, the batch's order stays.
+    With CUT_SLOTS, long sequences are cut by keys first, and each split of a row block counts as one (`cuts.py`).
 
     Args:
         ends: of the first SEQS sequences in the batch's order.
-        memory: shared memory of [2, SEQS] int32, which no other warp uses.
+        memory: shared memory of [2, SEQS] int32, or of [4, SEQS] with CUT_SLOTS, which no other warp uses.
         work_tiles_each: work tiles of a row block.
     """
     PAIRS: gl.constexpr = gl.BlockedLayout([SEQS // 32, PART], [32, 1], [gl.num_warps(), 1], [1, 0])
@@ -171,7 +168,14 @@ def order_by_keys(
     owns = counts > 0
     most, least = gl.max(gl.where(owns, tiles, 0), 0), gl.min(gl.where(owns, tiles, 2147483647), 0)
     work = gl.sum(counts * tiles, 0) * work_tiles_each  # may wrap around, which costs the order and nothing else
-    if (most > least) & (most * SHARE * gl.num_programs(0) > work):
+    ordered = (most > least) & (most * SHARE * gl.num_programs(0) > work)
+    if CUT_SLOTS > 0:
+        first_start, first_stop = keys_of_band(0, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
+        first_keys = gl.minimum(gl.maximum(first_stop - first_start, 0), (1 << 30) - BLOCK_N)
+        counts = cut_sequences(counts, tiles, first_keys, work, memory, work_tiles_each, CUT_SLOTS, BLOCK_T, BLOCK_N)
+        ends = gl.associative_scan(gl.convert_layout(counts, ends.type.layout), 0, add)
+        ordered = ordered & (gl.max(ends, 0) * work_tiles_each > gl.num_programs(0))
+    if ordered:
         places = gl.where(owns, tiles * SEQS + seqs, -1)  # of sequences with row blocks, no two are equal
         memory.index(0).store(places)
         memory.index(1).store(counts)
@@ -221,13 +225,13 @@ def find_row_block(
 
 
 @gluon.jit
-def publish_work_tile(published, stage, work, keys):
-    """Write a work tile's fields to shared memory, and those of its Range, which is () where rows see a band."""
+def publish_work_tile(published, stage, work, more):
+    """Write a work tile's fields to shared memory, and those of its Range or its Cut, or () of neither."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     for i in gl.static_range(FIELDS):
         published.index(stage * WORDS + i).store(gl.full([1], work[i], gl.int32, LAYOUT))
-    for i in gl.static_range(len(keys)):
-        published.index(stage * WORDS + FIELDS + i).store(gl.full([1], keys[i], gl.int32, LAYOUT))
+    for i in gl.static_range(len(more)):
+        published.index(stage * WORDS + FIELDS + i).store(gl.full([1], more[i], gl.int32, LAYOUT))
 
 
 @gluon.jit
@@ -248,3 +252,13 @@ def read_range(published, stage):
     for i in gl.static_range(4):
         fields = fields + (gl.max(published.index(stage * WORDS + FIELDS + i).load(LAYOUT), 0),)
     return Range(*fields)
+
+
+@gluon.jit
+def read_cut(published, stage):
+    """Return the Cut that `publish_work_tile` wrote."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    fields = ()
+    for i in gl.static_range(3):
+        fields = fields + (gl.max(published.index(stage * WORDS + FIELDS + i).load(LAYOUT), 0),)
+    return Cut(*fields)

@@ -1,0 +1,413 @@
+"""Row blocks that the Hopper kernel cuts by keys in ragged batches, in the simulator: decisions, and launches."""
+
+import itertools
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import quire
+from quire.dispatch.device import interprets
+from quire.dispatch.request import Bounds, Options, Request
+from quire.plan import decide, make_plan
+from quire.targets import TARGETS
+from quire.testing import error_budget, make_problem
+
+if not interprets():
+    pytest.skip("the other kernels of these plans run in Triton's interpreter", allow_module_level=True)
+pytest.importorskip("triton.experimental.gluon")
+
+import triton.language as tl
+
+from quire.kernels import scratch
+from quire.kernels.hopper import cuts, launch, partials, tile_scheduler
+from tests.hopper_simulator.launch import Functions, argument, simulated_hopper
+from tests.hopper_simulator.memory import AccessError, GlobalMemory
+from tests.hopper_simulator.program import Machine, Program
+from tests.hopper_simulator.values import value
+
+BLOCK_T, BLOCK_N, WORK_TILES_EACH = 16, 64, 2
+SEQS = tile_scheduler.SEQS.value
+LEAST = cuts.LEAST_KEYS.value // BLOCK_N  # tiles
+CAUSAL = (1 << 30, 0)
+FUNCTIONS = {
+    "row_block_ends": tile_scheduler,
+    "count_row_blocks": tile_scheduler,
+    "order_by_keys": tile_scheduler,
+    "find_row_block": tile_scheduler,
+    "cut_of_work_tile": cuts,
+}
+
+
+def keys_of_row_block(block, queries, first_pos, keys, window):
+    """Return how many keys a row block sees."""
+    start = max(first_pos + block * BLOCK_T - window[0], 0)
+    stop = min(first_pos + min((block + 1) * BLOCK_T, queries) + window[1], keys)
+    return max(stop - start, 0)
+
+
+def wanted(lens, num_programs, slots, window=CAUSAL, max_decode_queries=0):
+    """Return {(sequence, row block): (splits, first slot of its first work tile)}."""
+    blocks = [-(-queries // BLOCK_T) if queries > max_decode_queries else 0 for queries, _ in lens]
+    seen = [
+        [keys_of_row_block(b, queries, keys - queries, keys, window) for b in range(count)]
+        for count, (queries, keys) in zip(blocks, lens, strict=True)
+    ]
+    tiles = [-(-of_blocks[-1] // BLOCK_N) if of_blocks else 0 for of_blocks in seen]
+    work = sum(count * tile for count, tile in zip(blocks[:SEQS], tiles, strict=False)) * WORK_TILES_EACH
+    share, found, used = max(work // num_programs, LEAST), {}, 0
+    for seq, of_blocks in enumerate(seen):
+        num_splits, whole = 1, len(of_blocks)
+        if of_blocks and seq < SEQS and tiles[seq] > share:
+            num_splits = next(n for n in (2, 4, 8) if tiles[seq] <= n * share or n == 8)
+            least = max(share, tiles[seq] // 2) * BLOCK_N
+            # The first row block that sees more, if each one saw BLOCK_T keys more than the one before.
+            whole = 0 if of_blocks[0] > least else (least - of_blocks[0]) // BLOCK_T + 1
+            whole = max(min(whole, len(of_blocks) - 1), 0)
+            needed = (len(of_blocks) - whole) * num_splits * WORK_TILES_EACH
+            if needed <= slots:
+                used += needed
+            if needed > slots or used > slots:
+                num_splits, whole = 1, len(of_blocks)
+        for block in range(len(of_blocks)):
+            is_cut = block >= whole
+            first = used - needed + (block - whole) * WORK_TILES_EACH * num_splits if is_cut else None
+            found[seq, block] = (num_splits if is_cut else 1, first)
+    return found
+
+
+def decided(lens, num_programs, slots, window=CAUSAL, max_decode_queries=0):
+    """Return (sequence, row block, Cut) of all work tiles of one head, in the order in which programs find them."""
+    memory, found = GlobalMemory(), []
+    machine = Machine(0, (num_programs,), memory)
+    functions = Functions(machine)
+    call = {name: functions.function(getattr(module, name).fn) for name, module in FUNCTIONS.items()}
+    starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
+    keys = torch.tensor([keys for _, keys in lens], dtype=torch.int32)
+    kv = SimpleNamespace(seq_lens=argument(keys, memory), query_offsets=None)
+    batch = argument(starts, memory), value(len(lens)), value(max_decode_queries)
+
+    def schedule():
+        ends = call["row_block_ends"](batch[0], 0, *batch[1:], BLOCK_T)
+        places = machine.allocate_shared_memory(tl.int32, [4, SEQS], None)
+        ends = call["order_by_keys"](
+            ends, places, kv, *batch, *window, WORK_TILES_EACH, BLOCK_T, BLOCK_N, slots
+        )  # fmt: skip
+        count = int(call["count_row_blocks"](ends, *batch, BLOCK_T))
+        for index in reversed(range(count)):
+            seq, first = call["find_row_block"](ends, value(index), *batch, BLOCK_T, True)
+            block, cut = call["cut_of_work_tile"](places, seq, value(index) - first, value(0), WORK_TILES_EACH)
+            found.append((int(seq), int(block), *(int(x) for x in cut)))
+
+    machine.run([(Program(machine, (0,)), schedule)])
+    return found
+
+
+def drawn(count, seed):
+    """Draw lengths of which a few are long."""
+    draw = random.Random(seed)
+    lens = []
+    for _ in range(count):
+        queries = draw.choice((0, 1, 3, draw.randint(4, 90), draw.randint(4, 400), draw.randint(4, 1500)))
+        before = draw.choice((0, draw.randint(0, 300), draw.randint(0, 3000), draw.randint(0, 20000)))
+        lens.append((queries, queries + before))
+    return lens
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9, 40, 127, 128, 129, 200])
+@pytest.mark.parametrize("num_programs", [6, 132, 3000])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_decode_queries": 3}, {"window": (900, 0)}, {"window": (1 << 30, 1 << 30)}], ids=str
+)
+def test_every_row_block_is_cut_as_a_plain_program_says(count, num_programs, options):
+    lens, slots = drawn(count, seed=count + num_programs), 2 * num_programs + 20
+    plain, found = wanted(lens, num_programs, slots, **options), decided(lens, num_programs, slots, **options)
+    splits: dict[tuple[int, int], list[int]] = {}
+    for seq, block, num_splits, first_slot, split in found:
+        splits.setdefault((seq, block), []).append(split)
+        assert num_splits == plain[seq, block][0]
+        assert num_splits == 1 or first_slot == plain[seq, block][1]
+    assert {at: sorted(some) for at, some in splits.items()} == {at: list(range(n)) for at, (n, _) in plain.items()}
+    taken = [
+        slot
+        for n, first in plain.values()
+        if n > 1
+        for slot in range(first, first + n * WORK_TILES_EACH)
+    ]  # fmt: skip
+    assert len(set(taken)) == len(taken) and all(0 <= slot < slots for slot in taken)
+
+
+def test_how_many_splits_there_are_at_most():
+    lens = [(16, 50000), (16, 100), (64, 64)]
+    (most,) = {n for (seq, _), (n, _) in wanted(lens, 100, 1000).items() if seq == 0}
+    assert most == launch.MOST_SPLITS_OF_CUT == max(n for _, _, n, _, _ in decided(lens, 100, 1000))
+
+
+def test_what_does_not_fit_is_not_cut():
+    lens = [(16, 9000), (16, 8000), (16, 7000)]
+    for slots in (0, 15, 16, 31, 32, 47, 48, 1000):
+        numbers = {seq: n for seq, _, n, _, _ in decided(lens, 100, slots)} if slots else {0: 1, 1: 1, 2: 1}
+        assert [numbers[seq] for seq in range(3)] == [8 if slots >= 16 * (seq + 1) else 1 for seq in range(3)]
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 132])
+def test_sums_that_wrap_around_leave_slots_within_the_scratch(num_programs):
+    """Tiles of all work tiles pass 2^31, and so does the share of few programs. Each row block is found once."""
+    found = decided([(16, 2**30), (40, 2**30 + 5), (9, 40), *[(2000, 2**30)] * 3], num_programs, 64)
+    numbers = {(seq, block): n for seq, block, n, _, _ in found}
+    blocks = {(0, 0), (2, 0)} | {(1, b) for b in range(3)} | {(seq, b) for seq in (3, 4, 5) for b in range(125)}
+    assert set(numbers) == blocks
+    assert len(found) == sum(numbers.values())
+    assert all(first >= 0 and first + WORK_TILES_EACH * n <= 64 for _, _, n, first, _ in found if n > 1)
+
+
+LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
+E4M3 = {"kv_dtype": torch.float8_e4m3fn}
+RAGGED = ((40, 1500), (9, 100), (3, 700), (0, 50), (33, 33), (20, 900))
+LONG, SHORT = 16384, 4000  # bounds of keys: programs of two consumer warpgroups, and of one
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """Launches cut sequences that a simulator attends to in a second."""
+    monkeypatch.setattr(cuts, "LEAST_KEYS", tl.constexpr(128))
+
+
+def attend(p, bound=LONG, num_sms=12, seed=0, section_heads=None):
+    """Attend; return the plan, the state and how many partials arrived at a counter."""
+    bounds, pages = p.bounds | {"max_seq_len": bound}, bound // p.cache.page_size + 1
+    batch = p.batch
+    if batch.cu_pages is None:
+        batch = replace(batch, page_table=torch.nn.functional.pad(batch.page_table, (0, pages)))
+    with simulated_hopper(num_sms=num_sms):
+        plan = quire.plan(p.spec, batch, **bounds, kernel="hopper")
+        if section_heads:
+            plan = make_plan(p.spec, batch, replace(plan.launch, section_heads=section_heads), "sections")
+    return plan, *run(p, plan, seed)
+
+
+def run(p, plan, seed=0):
+    """Return the state, and how many partials arrived. All counters are 0 afterwards."""
+    arrivals, add = [], Machine.atomic_add
+
+    def count(machine, pointer, added, mask=None, sem=""):
+        before = add(machine, pointer, added, mask, sem)
+        if sem == "acq_rel":
+            arrivals.append(int(before))
+        return before
+
+    with pytest.MonkeyPatch.context() as patch, simulated_hopper(seed):
+        patch.setattr(Machine, "atomic_add", count)
+        state = quire.attention(p.q, p.cache, plan, **p.tables, out_scale=p.out_scale, return_lse=True)
+    assert not plan.workspace[: plan.launch.counters].any()
+    return state, len(arrivals)
+
+
+def assert_right(extra, lens=RAGGED, bound=LONG, num_sms=12, seed=0, section_heads=None, **problem):
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), lens, **problem)
+    plan, state, arrivals = attend(p, bound, num_sms, seed, section_heads)
+    verdict = error_budget(p, state)
+    assert verdict.passed, (plan, verdict)
+    return plan, arrivals
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("bound", [LONG, SHORT])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"sinks": True, "softcap": 20.0, "alibi": True},
+        {"sliding_window": 1100, "sinks": True},
+        {"causal": False, "head_dim": 128},
+        {"num_q_heads": 14, "head_dim": 80, "head_dim_v": 96},
+        {"num_q_heads": 3, "num_kv_heads": 1},
+    ],
+    ids=str,
+)
+def test_features(extra, bound):
+    plan, arrivals = assert_right(extra, bound=bound)
+    assert arrivals > 0 and plan.launch.config.num_warpgroups == (2 if bound == LONG else 1)
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(16, 16), (128, 192), (192, 128), (256, 256), (248, 248), (64, 184)]
+)
+def test_widths(head_dim, head_dim_v):
+    """Values wider than 128 have several accumulators, or one of 256 columns."""
+    assert assert_right({"head_dim": head_dim, "head_dim_v": head_dim_v, "sinks": True}, page_size=24)[1] > 0
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("page_size", [1, 3, 8])
+@pytest.mark.parametrize("extra", [{}, {"head_dim": 128} | E4M3], ids=str)
+def test_pages(extra, page_size):
+    assert assert_right(extra, page_size=page_size, layout="HND")[1] > 0
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("scales", ["tensor", "head"])
+@pytest.mark.parametrize(
+    "extra", [E4M3, {"kv_dtype": torch.float8_e5m2}, {"kv_dtype": torch.int8}, E4M3 | {"allow_fp8": True}], ids=str
+)
+def test_quantised_caches(extra, scales):
+    plan, arrivals = assert_right({"head_dim": 128, "sinks": True} | extra, scales=scales)
+    assert arrivals > 0 and plan.launch.config.fp8_mma == ("allow_fp8" in extra)
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("extra", [{}, {"head_dim": 256}, {"head_dim_v": 192}, E4M3 | {"head_dim": 128}], ids=str)
+def test_outputs_in_e4m3(extra):
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), RAGGED)
+    p = replace(p, out_scale=torch.tensor([0.013]))
+    _, state, arrivals = attend(p)
+    assert arrivals > 0 and state.out.dtype is torch.float8_e4m3fn
+    assert error_budget(p, state).passed
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_sections_of_heads():
+    extra = {"num_q_heads": 4, "num_kv_heads": 4}
+    assert assert_right(extra, section_heads=2)[1] > 0
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_sequences_that_are_not_looked_at_are_not_cut():
+    lens = tuple((20, 1500) if i in (3, 100, 130) else (0, i % 40 + 3) for i in range(135))
+    spec = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 16}
+    plan, arrivals = assert_right(spec, lens)
+    of_each = 8 * plan.launch.config.num_warpgroups * -(-20 // plan.launch.config.block_t)
+    assert 0 < arrivals <= 2 * of_each
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("bound", [LONG, SHORT])
+def test_any_order_of_programs_gives_the_same_bits(bound):
+    """Of eleven and more programs, which begin in any order, four run at a time."""
+    p = make_problem(quire.AttentionSpec(**LLAMA), RAGGED)
+    plan, first, arrivals = attend(p, bound, num_sms=11)
+    assert arrivals > 0 and error_budget(p, first).passed
+    for seed in range(1, 7):
+        again, _ = run(p, plan, seed)
+        assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_lengths_that_change_in_place():
+    """Another sequence is the longest, and then none is."""
+    spec = quire.AttentionSpec(**LLAMA)
+    p = make_problem(spec, ((40, 1500),) * 3)
+    plan, _, _ = attend(p, num_sms=12)
+    found = []
+    for keys in ((100, 1500, 60), (50, 60, 1400), (70, 70, 70), (900, 40, 1500)):
+        plan.batch.seq_lens.copy_(torch.tensor(keys, dtype=torch.int32))
+        state, arrivals = run(p, plan)
+        with simulated_hopper():
+            portable = quire.plan(spec, plan.batch, **p.bounds, kernel="portable")
+            other = quire.attention(p.q, p.cache, portable, return_lse=True)
+        torch.testing.assert_close(state.out, other.out, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(state.lse, other.lse, atol=1e-4, rtol=1e-4)
+        found.append(arrivals > 0)
+    assert found == [True, True, False, True]
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("seed", range(10))
+def test_whole_space(seed):
+    draw = random.Random(seed)
+    kv_heads, causal = draw.randint(1, 3), draw.choice([True, False])
+    kind = draw.choice([{}, {}, {"head_dim": 128} | E4M3, {"head_dim": 64, "kv_dtype": torch.int8}])
+    extra = {
+        "num_q_heads": kv_heads * draw.randint(1, 9), "num_kv_heads": kv_heads, "causal": causal,
+        "head_dim": draw.choice([64, 128, 80, 256, 192]),
+        "sliding_window": draw.choice([None, draw.randint(1100, 1600)]), "sinks": draw.choice([True, False]),
+    } | kind  # fmt: skip
+    lens = [(draw.choice([0, 1, 9, 33, 70]), draw.choice([0, *draw.sample(range(1600), 4)])) for _ in range(4)]
+    lens = [*lens, (draw.randint(17, 60), draw.randint(700, 1800)), (20, 30)]
+    assert_right(
+        extra,
+        lens,
+        draw.choice([LONG, SHORT]),
+        num_sms=draw.randint(3, 20),
+        page_size=draw.choice([draw.randint(1, 7), 8 * draw.randint(1, 20)]),
+        layout=draw.choice(["NHD", "HND"]),
+        flat_table=draw.choice([True, False]),
+        seed=seed,
+    )
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [("barrier", "have not released"), ("release", "have not released"), ("acquire", "have not acquired")],
+)
+def test_what_the_simulator_refuses(broken, message, monkeypatch):
+    """A partial is released by an atomic operation after a barrier, or other warps do not see it."""
+    add = Machine.atomic_add
+
+    def add_otherwise(machine, pointer, added, mask=None, sem=""):
+        acquired = machine.local.warps.acquired
+        before = add(machine, pointer, added, mask, "relaxed" if broken == "release" else sem)
+        machine.local.warps.acquired = acquired
+        return before
+
+    if broken == "barrier":
+        monkeypatch.setattr(Machine, "barrier", lambda machine: None)
+    else:
+        monkeypatch.setattr(Machine, "atomic_add", add_otherwise)
+    with pytest.raises(AccessError, match=message):
+        attend(make_problem(quire.AttentionSpec(**LLAMA), RAGGED))
+
+
+def test_scratch_of_cuts_is_apart_from_that_of_the_decode_launch():
+    """These run at the same time. Counters and states begin where they do in all plans of a device."""
+    device, draw, found = TARGETS["sm90"].properties, random.Random(3), 0
+    for _ in range(300):
+        heads = draw.choice([(32, 8, 128), (7, 1, 248), (16, 2, 64), (24, 4, 192)])
+        spec = quire.AttentionSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2])
+        num_seqs, queries = draw.randint(2, 200), draw.choice([3, 40, 500, 1300])
+        bounds = Bounds(queries, draw.randint(queries, 40000), draw.randint(queries, num_seqs * queries))
+        plan, _ = decide(Request(spec, num_seqs, True, bounds, device), Options(kernel="hopper"))
+        size = plan.scratch_size()
+        assert size.counters == scratch.counter_bytes(device, 0) == plan.counters and plan.states_at % 128 == 0
+        if not plan.cut_slots:
+            continue
+        found += 1
+        warpgroups = plan.config.num_warpgroups
+        assert plan.states_at + plan.cut_bytes <= size.total
+        assert plan.cut_bytes == 4 * plan.cut_slots * warpgroups * partials.size_of_partial(spec.head_dim_v)
+        assert plan.arrivals_at + 4 * plan.cut_slots * warpgroups <= size.counters and plan.arrivals_at % 128 == 0
+        if plan.decode is not None:
+            assert plan.states_at >= plan.decode.scratch_size().total
+            arrived = 2 * plan.decode.num_partitions * spec.num_kv_heads
+            assert scratch.TILE_COUNTER_BYTES + 4 * arrived <= plan.arrivals_at
+    assert found > 100
+
+
+@pytest.mark.parametrize(
+    ("bounds", "cut"),
+    [
+        (Bounds(2048, 2048, 8 * 2048), False),  # all sequences have as many queries as keys
+        (Bounds(2048, 2048, 8 * 2048 - 1), True),
+        (Bounds(512, 30000, 8 * 512), True),
+        (Bounds(40, 1024, 100), False),
+        (Bounds(40, 1025, 100), True),
+    ],
+    ids=str,
+)
+def test_which_launches_have_slots(bounds, cut):
+    device = TARGETS["sm90"].properties
+    for extra, cuts_here in (({}, cut), ({"sliding_window": 1024}, False)):
+        spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, **extra)
+        request = Request(spec, 8, True, bounds, device)
+        decision, _ = decide(request, Options(kernel="hopper"))
+        assert decision.name == "hopper" and bool(decision.cut_slots) == cuts_here
+        assert ("cut by keys" in str(decision)) == cuts_here and decision.constexprs()[
+            "CUT_SLOTS"
+        ] == decision.cut_slots
+        for changed in (replace(request, num_seqs=1), replace(request, has_intervals=True)):
+            assert not replace(decision, request=changed).cut_slots
+        assert not replace(decision, num_splits=2).cut_slots and not replace(decision, fixed_split_size=256).cut_slots
