@@ -51,15 +51,8 @@ def multiply_add(a: Value, b: Value, c: Value) -> Value:
     return Value((product + c.data.to(torch.float64)).to(torch.float32))
 
 
-def softcap(exponents: Value) -> Value:
-    """The reciprocals of four numbers come from one, of their product: those of columns c, c + 1, c + 8 and c + 9."""
-    rows, columns = exponents.data.shape
-    numbers = torch.exp2(exponents.data.clamp(max=30)) + 1  # NaN stays NaN
-    first, second = numbers.view(rows, columns // 16, 2, 4, 2).unbind(2)
-    ab, cd = first.prod(-1, keepdim=True), second.prod(-1, keepdim=True)
-    inverse = -1 / (ab * cd)
-    results = torch.stack((inverse * cd * first.flip(-1), inverse * ab * second.flip(-1)), 2)
-    return Value(results.view(rows, columns))
+def reciprocal(number: Value) -> Value:
+    return Value(1 / number.data)
 
 
 MEANINGS: dict[str, Callable[..., Any]] = {
@@ -74,17 +67,7 @@ MEANINGS: dict[str, Callable[..., Any]] = {
     "{ .reg .b16 even, odd; .reg .b32 both; prmt.b32 both, $2, 0, 0x3120; mov.b32 {even, odd}, both; "
     "cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }": values_to_float16,
     "fma.rn.f32 $0, $1, $2, $3;": multiply_add,
-    "{ .reg .f32 a<8>, ab, cd, r; min.NaN.f32 a0, $8, 0f41F00000; min.NaN.f32 a1, $9, 0f41F00000; min.NaN.f32 a2, "
-    "$10, 0f41F00000; min.NaN.f32 a3, $11, 0f41F00000; min.NaN.f32 a4, $12, 0f41F00000; min.NaN.f32 a5, $13, "
-    "0f41F00000; min.NaN.f32 a6, $14, 0f41F00000; min.NaN.f32 a7, $15, 0f41F00000; ex2.approx.ftz.f32 a0, a0; "
-    "ex2.approx.ftz.f32 a1, a1; ex2.approx.ftz.f32 a2, a2; ex2.approx.ftz.f32 a3, a3; ex2.approx.ftz.f32 a4, a4; "
-    "ex2.approx.ftz.f32 a5, a5; ex2.approx.ftz.f32 a6, a6; ex2.approx.ftz.f32 a7, a7; add.f32 a0, a0, 0f3F800000; "
-    "add.f32 a1, a1, 0f3F800000; add.f32 a2, a2, 0f3F800000; add.f32 a3, a3, 0f3F800000; add.f32 a4, a4, "
-    "0f3F800000; add.f32 a5, a5, 0f3F800000; add.f32 a6, a6, 0f3F800000; add.f32 a7, a7, 0f3F800000; mul.f32 ab, "
-    "a0, a1; mul.f32 cd, a4, a5; mul.f32 r, ab, cd; neg.f32 r, r; rcp.approx.ftz.f32 r, r; mul.f32 cd, r, cd; "
-    "mul.f32 ab, r, ab; mul.f32 $0, cd, a1; mul.f32 $1, cd, a0; mul.f32 $4, ab, a5; mul.f32 $5, ab, a4; mul.f32 ab, "
-    "a2, a3; mul.f32 cd, a6, a7; mul.f32 r, ab, cd; neg.f32 r, r; rcp.approx.ftz.f32 r, r; mul.f32 cd, r, cd; "
-    "mul.f32 ab, r, ab; mul.f32 $2, cd, a3; mul.f32 $3, cd, a2; mul.f32 $6, ab, a7; mul.f32 $7, ab, a6; }": softcap,
+    "rcp.approx.ftz.f32 $0, $1;": reciprocal,
 }
 
 

@@ -56,11 +56,18 @@ def wanted(lens, num_programs, slots, window=CAUSAL, max_decode_queries=0):
         for count, (queries, keys) in zip(blocks, lens, strict=True)
     ]
     tiles = [-(-of_blocks[-1] // BLOCK_N) if of_blocks else 0 for of_blocks in seen]
-    work = sum(count * tile for count, tile in zip(blocks[:SEQS], tiles, strict=False)) * WORK_TILES_EACH
+    first = [keys_of_row_block(0, queries, keys - queries, keys, window) for queries, keys in lens[:SEQS]]
+    decoding = [
+        -(-x // BLOCK_N) for x, (queries, _), count in zip(first, lens, blocks, strict=False) if queries and not count
+    ]
+    work = sum(count * tile for count, tile in zip(blocks[:SEQS], tiles, strict=False)) + sum(decoding)
+    work *= WORK_TILES_EACH
     share, found, used = max(work // num_programs, LEAST), {}, 0
+    overhead = (sum(blocks[:SEQS]) + len(decoding)) * WORK_TILES_EACH * (cuts.OVERHEAD.value // BLOCK_N)
+    gains = (max(tiles[:SEQS]) - LEAST) * num_programs > work + overhead
     for seq, of_blocks in enumerate(seen):
         num_splits, whole = 1, len(of_blocks)
-        if of_blocks and seq < SEQS and tiles[seq] > share:
+        if gains and of_blocks and seq < SEQS and tiles[seq] > share:
             num_splits = next(n for n in (2, 4, 8) if tiles[seq] <= n * share or n == 8)
             least = max(share, tiles[seq] // 2) * BLOCK_N
             # The first row block that sees more, if each one saw BLOCK_T keys more than the one before.
@@ -125,7 +132,8 @@ def test_every_row_block_is_cut_as_a_plain_program_says(count, num_programs, opt
     lens, slots = drawn(count, seed=count + num_programs), 2 * num_programs + 20
     plain, found = wanted(lens, num_programs, slots, **options), decided(lens, num_programs, slots, **options)
     splits: dict[tuple[int, int], list[int]] = {}
-    for seq, block, num_splits, first_slot, split in found:
+    for seq, block, shift, first_slot, split in found:
+        num_splits = 1 << shift
         splits.setdefault((seq, block), []).append(split)
         assert num_splits == plain[seq, block][0]
         assert num_splits == 1 or first_slot == plain[seq, block][1]
@@ -142,13 +150,15 @@ def test_every_row_block_is_cut_as_a_plain_program_says(count, num_programs, opt
 def test_how_many_splits_there_are_at_most():
     lens = [(16, 50000), (16, 100), (64, 64)]
     (most,) = {n for (seq, _), (n, _) in wanted(lens, 100, 1000).items() if seq == 0}
-    assert most == launch.MOST_SPLITS_OF_CUT == max(n for _, _, n, _, _ in decided(lens, 100, 1000))
+    assert most == launch.MOST_SPLITS_OF_CUT == max(1 << shift for _, _, shift, _, _ in decided(lens, 100, 1000))
 
 
 def test_what_does_not_fit_is_not_cut():
     lens = [(16, 9000), (16, 8000), (16, 7000)]
     for slots in (0, 15, 16, 31, 32, 47, 48, 1000):
-        numbers = {seq: n for seq, _, n, _, _ in decided(lens, 100, slots)} if slots else {0: 1, 1: 1, 2: 1}
+        numbers = (
+            {seq: 1 << shift for seq, _, shift, _, _ in decided(lens, 100, slots)} if slots else {0: 1, 1: 1, 2: 1}
+        )
         assert [numbers[seq] for seq in range(3)] == [8 if slots >= 16 * (seq + 1) else 1 for seq in range(3)]
 
 
@@ -156,6 +166,7 @@ def test_what_does_not_fit_is_not_cut():
 def test_sums_that_wrap_around_leave_slots_within_the_scratch(num_programs):
     """Tiles of all work tiles pass 2^31, and so does the share of few programs. Each row block is found once."""
     found = decided([(16, 2**30), (40, 2**30 + 5), (9, 40), *[(2000, 2**30)] * 3], num_programs, 64)
+    found = [(seq, block, 1 << shift, first, split) for seq, block, shift, first, split in found]
     numbers = {(seq, block): n for seq, block, n, _, _ in found}
     blocks = {(0, 0), (2, 0)} | {(1, b) for b in range(3)} | {(seq, b) for seq in (3, 4, 5) for b in range(125)}
     assert set(numbers) == blocks
@@ -173,6 +184,7 @@ LONG, SHORT = 16384, 4000  # bounds of keys: programs of two consumer warpgroups
 def short_pieces(monkeypatch):
     """Launches cut sequences that a simulator attends to in a second."""
     monkeypatch.setattr(cuts, "LEAST_KEYS", tl.constexpr(128))
+    monkeypatch.setattr(cuts, "OVERHEAD", tl.constexpr(0))
 
 
 def attend(p, bound=LONG, num_sms=12, seed=0, section_heads=None):
@@ -391,7 +403,9 @@ def test_scratch_of_cuts_is_apart_from_that_of_the_decode_launch():
     ("bounds", "cut"),
     [
         (Bounds(2048, 2048, 8 * 2048), False),  # all sequences have as many queries as keys
-        (Bounds(2048, 2048, 8 * 2048 - 1), True),
+        (Bounds(2048, 2048, 8 * 2048 - 1), False),  # as all row blocks take as long as the longest one
+        (Bounds(2048, 2048, 2049), False),
+        (Bounds(2048, 2048, 2048), True),
         (Bounds(512, 30000, 8 * 512), True),
         (Bounds(40, 1024, 100), False),
         (Bounds(40, 1025, 100), True),

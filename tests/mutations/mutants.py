@@ -766,12 +766,6 @@ IN_INTERPRETER = {
         "staged.load(IN_ROWS)",
         SIMULATED + "outputs_in_e4m3[{}-None]",
     ),
-    "Hopper: what a row does not see capped together with what it sees": Mutant(
-        ATTEND,
-        '0.0 if CAPPED else float("-inf"))',
-        'scores if CAPPED else float("-inf"))',
-        SIMULATED + "what_is_not_finite_reaches_no_row_that_does_not_see_it[{'softcap': 20.0}]",
-    ),
     "Hopper: capped scores without the cap": Mutant(
         "kernels/hopper/softcap.py", "m_i + cap * LOG2E", "m_i", SIMULATED + "features[{'softcap': 20.0}-None]"
     ),

@@ -266,9 +266,11 @@ def softmax_step(
     low_pos = work.first_pos + work.token
     high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
     q_pos = low_pos + rows % BLOCK_T
-    CAPPED: gl.constexpr = is_softcap(SCORE_MOD)
     exponent_scale = scale * LOG2E
-    if SCORE_MOD is not None and not CAPPED:
+    if is_softcap(SCORE_MOD):
+        exponent_scale = scoring.softcap * (2 * LOG2E)
+        scores = SCORE_MOD(scores, by_row(scale), scoring.softcap)
+    elif SCORE_MOD is not None:
         exponent_scale = LOG2E
         scores = SCORE_MOD(scores, by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
     if sight is None:
@@ -277,13 +279,13 @@ def softmax_step(
     else:
         is_partial = (pos + scores.shape[1] > sight.full_stop) | (pos < sight.full_start)
     if is_partial:  # else every row sees every key of the tile
-        visible = which_are_visible(pos, cols, q_pos, work, sight, scoring)
-        scores = gl.where(visible, scores, 0.0 if CAPPED else float("-inf"))  # a NaN would reach visible ones
-    if CAPPED:
-        exponent_scale = scoring.softcap * (2 * LOG2E)
-        scores = SCORE_MOD(scores, by_row(scale), scoring.softcap)
-        if is_partial:
-            scores = gl.where(which_are_visible(pos, cols, q_pos, work, sight, scoring), scores, float("-inf"))
+        if sight is None:
+            first_col = q_pos - scoring.window_left - pos
+            last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
+        else:
+            first_col, last_col = sight.first - pos, sight.last - pos
+        visible = (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
+        scores = gl.where(visible, scores, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * exponent_scale)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
     p = gl.exp2(scores * by_row(exponent_scale) - (shift - LIFT)[:, None])
@@ -294,17 +296,6 @@ def softmax_step(
         by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
     return p, m_new, l_i, alpha
-
-
-@gluon.jit
-def which_are_visible(pos, cols, q_pos, work, sight, scoring):
-    """Return which keys of the tile that begins at position `pos` each row sees."""
-    if sight is None:
-        first_col = q_pos - scoring.window_left - pos
-        last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
-    else:
-        first_col, last_col = sight.first - pos, sight.last - pos
-    return (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
 
 
 @gluon.jit

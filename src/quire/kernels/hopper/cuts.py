@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.hopper.pipeline import reinterpret
 
 LEAST_KEYS = gl.constexpr(512)  # a row block of at most this many keys is not cut
+OVERHEAD = gl.constexpr(192)  # keys that a row block could see in the time that a work tile takes for other things
 MOST_SPLITS = gl.constexpr(8)  # of a row block
 SHIFT_BITS = gl.constexpr(2)  # of a word of a sequence, which say how many splits its row blocks have
 
@@ -23,7 +24,7 @@ SHIFT_BITS = gl.constexpr(2)  # of a word of a sequence, which say how many spli
 class Cut(NamedTuple):
     """How the row block of a work tile is cut."""
 
-    num_splits: Any  # of the row block; 1 if it is whole
+    shift: Any  # there are 1 << shift splits of the row block; one if it is whole
     first_slot: Any  # of the partials of the row block's heads that the work tile has
     split: Any  # which of them this work tile is
 
@@ -31,6 +32,25 @@ class Cut(NamedTuple):
 @gluon.jit
 def add(a, b):
     return a + b
+
+
+@gluon.jit
+def may_cut(most, work, work_tiles, BLOCK_N: gl.constexpr):
+    """Return whether cuts gain more than they cost. They cost as much as LEAST_KEYS keys of a row block, roughly.
+
+    Args:
+        most: tiles of keys that the longest row block sees.
+        work: tiles of all work tiles, roughly. A wrong number costs time and nothing else.
+        work_tiles: their number. Each one takes as long as OVERHEAD keys besides.
+    """
+    return (most - LEAST_KEYS // BLOCK_N) * gl.num_programs(0) > work + work_tiles * (OVERHEAD // BLOCK_N)
+
+
+@gluon.jit
+def cut_nothing(counts, memory):
+    """Keep in `memory`, as `cut_sequences` does, that all row blocks of sequences, `counts` of each, are whole."""
+    memory.index(2).store(counts << SHIFT_BITS)
+    memory.index(3).store(counts)
 
 
 @gluon.jit
@@ -46,7 +66,7 @@ def cut_sequences(
         counts: row blocks of the sequences.
         tiles: tiles of keys that the last row block of each one sees.
         first_keys: keys that the first row block of each one sees.
-        work: tiles of all work tiles, roughly. A wrong number costs time and nothing else.
+        work: tiles of all work tiles, roughly.
         memory: shared memory of [4, sequences] int32. Its last two rows keep what `cut_of_work_tile` looks up.
         work_tiles_each: work tiles of a row block that is not cut.
         CUT_SLOTS: slots for partials.
@@ -95,6 +115,5 @@ def cut_of_work_tile(memory, seq, index, head_block, HEAD_BLOCKS: gl.constexpr):
     is_cut = (in_cut >= 0) & (seq < NUM_SEQS)
     in_cut, shift = gl.where(is_cut, in_cut, 0), gl.where(is_cut, shift, 0)
     row_block = gl.where(is_cut, whole + (in_cut >> shift), index)
-    num_splits = 1 << shift
     first_slot = slot + (((in_cut >> shift) * HEAD_BLOCKS + head_block) << shift)
-    return row_block, Cut(num_splits, first_slot, in_cut & (num_splits - 1))
+    return row_block, Cut(shift, first_slot, in_cut & ((1 << shift) - 1))

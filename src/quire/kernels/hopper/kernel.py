@@ -166,8 +166,11 @@ def consume(
             )  # fmt: skip
         else:
             cut = read_cut(published, stage)
-            is_last = cut.num_splits == 1
-            if not is_last:
+            if cut.shift == 0:
+                finish(
+                    wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False, PARTS
+                )
+            else:
                 WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
                 SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)
                 is_last = store_and_arrive(
@@ -177,12 +180,12 @@ def consume(
                     accs, m_i, l_i = combine_partials(
                         outputs.partials, cut, wg, OF_SCORES, DEPTH, HEAD_DIM_V, SIZE, WARPGROUPS
                     )
-            if is_last:
-                finish(
-                    wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False, PARTS
-                )
-            else:
-                consumer_release(q_pipe, work_i)
+                    finish(
+                        wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False,
+                        PARTS,
+                    )  # fmt: skip
+                else:
+                    consumer_release(q_pipe, work_i)
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
         work = read_work_tile(published, stage)

@@ -24,6 +24,7 @@ WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose con
 WIDE = 128  # columns of a head, beyond which the portable kernels are slow
 CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
 MOST_SPLITS_OF_CUT = 8  # as in `cuts.py`
+CUT_OVERHEAD = 192  # keys, as in `cuts.py`
 TALL = 128  # rows of two consumer warpgroups
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
@@ -87,7 +88,13 @@ class HopperLaunch:
         may_differ = bounds.num_tokens < request.num_seqs * bounds.max_query_len
         may_differ = may_differ or tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
         no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
-        if request.num_seqs == 1 or not may_differ or no_cuts or request.keys_seen <= CUT_FROM:
+        if request.num_seqs == 1 or not may_differ or no_cuts:
+            return 0
+        # A program's share of all work, if each row block sees one tile of keys.
+        row_blocks = cdiv(tree.power_of_two(bounds.num_tokens), self.config.block_t)
+        work_tiles = row_blocks * (request.spec.num_q_heads // self.heads)
+        share = work_tiles * (self.config.block_n + CUT_OVERHEAD) // request.device.num_sms
+        if request.keys_seen <= max(CUT_FROM, share):
             return 0
         return CUT_WARPGROUPS_PER_SM // self.config.num_warpgroups * request.device.num_sms
 

@@ -57,7 +57,7 @@ def store_and_arrive(
         ptr += numbers.shape[0]
     barrier()  # the stores of all threads come before the arrival, which one thread makes
     counter = arrivals + (cut.first_slot * WARPGROUPS + wg)
-    is_last = gl.atomic_add(counter, 1, sem="acq_rel") == cut.num_splits - 1
+    is_last = gl.atomic_add(counter, 1, sem="acq_rel") == (1 << cut.shift) - 1
     if is_last:
         gl.store(counter, 0)
     return is_last
@@ -77,7 +77,7 @@ def combine_partials(
         pieces = ()
         for j in gl.static_range(PIECES[i][1] // COLUMNS):
             acc, m_i, l_i = combine_columns(
-                ptr, cut.num_splits, PIECES[i][0] + j * COLUMNS, COLUMNS, OF_SCORES, DEPTH, SIZE, WARPGROUPS
+                ptr, 1 << cut.shift, PIECES[i][0] + j * COLUMNS, COLUMNS, OF_SCORES, DEPTH, SIZE, WARPGROUPS
             )
             pieces = pieces + (acc,)
         accs = accs + (gl.convert_layout(joined(pieces), layout_of_out(PIECES[i][1], DEPTH)),)

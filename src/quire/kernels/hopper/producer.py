@@ -29,6 +29,7 @@ from quire.kernels.hopper.tile_scheduler import (
     order_by_keys,
     publish_work_tile,
     row_block_ends,
+    split_of_cut,
     split_of_keys,
     visible_keys,
 )
@@ -125,7 +126,7 @@ def produce(
         else:
             kv_start, kv_stop, keys = keys_of_intervals(kv, token, q_start, q_len, seq_len, BLOCK_T)
         if CUT_SLOTS > 0:
-            tile, left = split_of_keys(kv_start, kv_stop, keys.split, keys.num_splits, BLOCK_N)
+            tile, left = split_of_cut(kv_start, kv_stop, keys, BLOCK_N)
         else:
             tile, left = split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N)
         if FIRST_TO_LAST:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.cuts import Cut, add, cut_sequences
+from quire.kernels.hopper.cuts import Cut, add, cut_nothing, cut_sequences, may_cut
 from quire.kernels.hopper.pipeline import reinterpret
 
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
@@ -94,16 +94,37 @@ def keys_of_intervals(kv, token, q_start, q_len, seq_len, BLOCK_T: gl.constexpr)
 
 
 @gluon.jit
-def split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N: gl.constexpr):
-    """Return (last tile, number of tiles) of a split of the keys that a row block sees.
-
-    An empty split gets one tile, which is fully masked.
-    """
+def tiles_of_keys(kv_start, kv_stop, BLOCK_N: gl.constexpr):
+    """Return the first of the tiles that a row block sees, and the one after the last. There is at least one."""
     start = kv_start // BLOCK_N
-    stop = gl.maximum((kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)
+    return start, gl.maximum((kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)
+
+
+@gluon.jit
+def last_and_number(low, high, stop):
+    """Return the last of the tiles from `low` to `high`, and how many there are.
+
+    If there are none, it is one that no row sees, from `stop`.
+    """
+    return gl.where(high > low, high - 1, stop), gl.maximum(high - low, 1)
+
+
+@gluon.jit
+def split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N: gl.constexpr):
+    """Return (last tile, number of tiles) of a split of the keys that a row block sees."""
+    start, stop = tiles_of_keys(kv_start, kv_stop, BLOCK_N)
     low = start + (stop - start) * split // num_splits
     high = start + (stop - start) * (split + 1) // num_splits
-    return gl.where(high > low, high - 1, stop), gl.maximum(high - low, 1)
+    return last_and_number(low, high, stop)
+
+
+@gluon.jit
+def split_of_cut(kv_start, kv_stop, cut, BLOCK_N: gl.constexpr):
+    """Return the same as `split_of_keys`, for a row block that is cut. This takes no division."""
+    start, stop = tiles_of_keys(kv_start, kv_stop, BLOCK_N)
+    low = start + ((stop - start) * cut.split >> cut.shift)
+    high = start + ((stop - start) * (cut.split + 1) >> cut.shift)
+    return last_and_number(low, high, stop)
 
 
 @gluon.jit
@@ -170,10 +191,18 @@ def order_by_keys(
     work = gl.sum(counts * tiles, 0) * work_tiles_each  # may wrap around, which costs the order and nothing else
     ordered = (most > least) & (most * SHARE * gl.num_programs(0) > work)
     if CUT_SLOTS > 0:
-        first_start, first_stop = keys_of_band(0, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
-        first_keys = gl.minimum(gl.maximum(first_stop - first_start, 0), (1 << 30) - BLOCK_N)
-        counts = cut_sequences(counts, tiles, first_keys, work, memory, work_tiles_each, CUT_SLOTS, BLOCK_T, BLOCK_N)
-        ends = gl.associative_scan(gl.convert_layout(counts, ends.type.layout), 0, add)
+        # A decoding sequence, which the concurrent launch serves, is as much work as one row block.
+        blocks = gl.maximum(counts, gl.where(q_len > 0, 1, 0))
+        work = gl.sum(blocks * tiles, 0) * work_tiles_each
+        if may_cut(most, work, gl.sum(blocks, 0) * work_tiles_each, BLOCK_N):
+            first_start, first_stop = keys_of_band(0, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
+            first_keys = gl.minimum(gl.maximum(first_stop - first_start, 0), (1 << 30) - BLOCK_N)
+            counts = cut_sequences(
+                counts, tiles, first_keys, work, memory, work_tiles_each, CUT_SLOTS, BLOCK_T, BLOCK_N
+            )
+            ends = gl.associative_scan(gl.convert_layout(counts, ends.type.layout), 0, add)
+        else:
+            cut_nothing(counts, memory)
         ordered = ordered & (gl.max(ends, 0) * work_tiles_each > gl.num_programs(0))
     if ordered:
         places = gl.where(owns, tiles * SEQS + seqs, -1)  # of sequences with row blocks, no two are equal
