@@ -85,8 +85,9 @@ class HopperLaunch:
         is decided depends on powers of two of the bounds alone.
         """
         request, bounds = self.request, self.request.bounds
-        may_differ = bounds.num_tokens < request.num_seqs * bounds.max_query_len
-        may_differ = may_differ or tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
+        may_differ = is_ragged(request) or tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(
+            bounds.max_query_len
+        )
         no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
         if request.num_seqs == 1 or not may_differ or no_cuts:
             return 0
@@ -233,7 +234,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     launch = HopperLaunch(request, config, fallback)
     launch = replace(launch, num_splits=choose_num_splits(launch, costs))
     launch = replace(launch, section_heads=choose_section(launch, costs))
-    if options.kernel is None and launch.num_splits == 1 and not cuts_instead(launch):
+    if options.kernel is None and not cuts_instead(launch):
         is_cut = fallback.name != "block" and not is_short_and_wide(request, costs)
         if is_cut or not tree.prefers_hopper(spec, request.device, *rounded(request)):
             return "batches for which the portable kernels are faster"
@@ -269,13 +270,21 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
 
 
 def cuts_instead(launch: HopperLaunch) -> bool:
-    """Return whether this launch cuts a ragged batch by keys where the portable kernels would, of rows that fill tiles.
+    """Return whether this launch cuts keys, and not the portable kernels.
 
-    Tensor cores multiply 128 rows here, and at most 64 there. Which kernel is faster without cuts says nothing about
-    such batches.
+    It does if sequences have equally many queries. If not, rows must fill its tiles: tensor cores multiply 128 rows
+    here, and at most 64 there. Which kernel is faster without cuts says nothing about such batches.
     """
+    if launch.num_splits > 1 and not is_ragged(launch.request):
+        return True
     rows_per_seq = rounded(launch.request)[0]
-    return launch.cut_slots > 0 and launch.fallback.name != "block" and rows_per_seq >= TALL
+    cuts = launch.num_splits > 1 or launch.cut_slots > 0
+    return cuts and launch.fallback.name != "block" and rows_per_seq >= TALL
+
+
+def is_ragged(request: Request) -> bool:
+    """Return whether sequences must differ in their numbers of queries. Some may then have one query."""
+    return request.bounds.num_tokens < request.num_seqs * request.bounds.max_query_len
 
 
 def is_short_and_wide(request: Request, costs: CostModel) -> bool:
@@ -292,8 +301,7 @@ def choose_config(request: Request, short: bool) -> HopperConfig | str:
     """Return the configuration for a batch; or, in words, what the kernel does not serve."""
     bounds = request.bounds
     queries = tree.power_of_two(max(1, bounds.max_query_len))
-    ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
-    return tree.hopper_config(request.spec, request.device, short, queries, ragged)
+    return tree.hopper_config(request.spec, request.device, short, queries, is_ragged(request))
 
 
 def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: int) -> HopperConfig:
@@ -306,16 +314,20 @@ def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: in
 def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     """Return into how many splits the keys of each work tile are cut.
 
-    1, unless the work tiles would leave half of the device idle. Where lengths may differ, programs cut (`cuts.py`).
+    1, unless the work tiles would leave half of the device idle. Where lengths may differ, most splits have few keys.
+    So there are as many splits as their states have room. With more work tiles, programs cut (`cuts.py`).
     """
     bounds, device = launch.request.bounds, launch.request.device
     num_work_tiles = launch.num_work_tiles(bounds.num_tokens)
-    may_decode = bounds.num_tokens < launch.request.num_seqs * bounds.max_query_len
     short = bounds.max_query_len < launch.config.block_t or is_short(launch.request, costs)
-    if may_decode or short or num_work_tiles == 0:
+    if short or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms:
         return 1
     most = launch.request.keys_seen // (costs.hopper_min_tiles_per_split * launch.config.block_n)
-    return max(1, min(device.num_sms // num_work_tiles, most, costs.hopper_max_splits))
+    splits = device.num_sms // num_work_tiles
+    if is_ragged(launch.request):
+        rows = 64 * launch.config.num_warpgroups * device.num_sms
+        splits = rows // (bounds.num_tokens * launch.request.spec.num_q_heads)
+    return max(1, min(splits, most, costs.hopper_max_splits))
 
 
 def choose_section(launch: HopperLaunch, costs: CostModel) -> int | None:
@@ -339,7 +351,7 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     """
     request, bounds = launch.request, launch.request.bounds
     max_queries = max(1, MAX_DECODE_ROWS // request.spec.group_size)
-    may_decode = request.num_seqs > 1 and bounds.num_tokens < request.num_seqs * bounds.max_query_len
+    may_decode = request.num_seqs > 1 and is_ragged(request) and launch.num_splits == 1
     if not may_decode or bounds.max_query_len <= max_queries:
         return launch
     num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
