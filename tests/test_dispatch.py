@@ -781,7 +781,10 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     assert launch(31, 16384).name == "split_kv"
     assert [launch(n, 16384).num_splits for n in (32, 128, 256, 512, 4096)] == [15, 4, 2, 1, 1]
     assert launch(64, 16384, num_seqs=2).num_splits == 4
-    ragged = launch(64, 16384, num_seqs=3, num_tokens=70)  # some of them may be decoding
+    few = launch(64, 16384, num_seqs=3, num_tokens=70)  # some of them may be decoding
+    assert few.name == "hopper" and few.num_splits == 7 and few.cut_slots == 0 and few.decode is None
+    assert few.split_rows >= 70 * 32 * 7
+    ragged = launch(64, 16384, num_seqs=8, num_tokens=300)
     assert ragged.name == "hopper" and ragged.num_splits == 1 < ragged.cut_slots and ragged.decode is not None
     assert launch(64, 1024).name == "split_kv"
 

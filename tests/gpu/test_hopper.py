@@ -327,13 +327,24 @@ def test_sums_of_products_in_fp8_are_float32():
     ids=str,
 )
 @pytest.mark.parametrize("page_size", [16, 1])
-@pytest.mark.parametrize("lens", [((64, 16384),), ((33, 3000), (70, 1100), (1, 9), (0, 50))], ids=str)
-def test_splits(lens, extra, page_size):
-    """Among them: a sequence with fewer tiles than splits, one without queries, and windows that leave splits empty."""
+@pytest.mark.parametrize(
+    ("lens", "bounds"),
+    [
+        (((64, 16384),), {}),
+        (((33, 3000), (70, 1100), (1, 9), (0, 50)), {"num_tokens": None}),
+        (((64, 9000), (1, 7000), (20, 0), (0, 40)), {}),
+    ],
+    ids=str,
+)
+def test_splits(lens, bounds, extra, page_size):
+    """Among them: a sequence with fewer tiles than splits, one without queries, and windows that leave splits empty.
+
+    The host may know that sequences differ in their numbers of queries.
+    """
     spec = quire.AttentionSpec(**LLAMA | extra)
     p = make_problem(spec, lens, device="cuda", page_size=page_size)
-    plan = quire.plan(spec, p.batch, **p.bounds | {"num_tokens": None}, kernel="hopper")
-    assert plan.launch.num_splits > 1, plan
+    plan = quire.plan(spec, p.batch, **p.bounds | bounds, kernel="hopper")
+    assert plan.launch.num_splits > 1 and plan.launch.decode is None, plan
     first = None
     for _ in range(20):
         state = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
@@ -363,6 +374,7 @@ def test_a_captured_graph_of_splits_leaves_tokens_of_no_sequence_alone():
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
+MANY = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}  # work tiles, which fill more than half of the device
 RAGGED = ((40, 9000), (1, 3000), (200, 200), (20, 4000), (0, 50), (33, 33), (130, 1500), (7, 7000))
 
 
@@ -372,7 +384,7 @@ RAGGED = ((40, 9000), (1, 3000), (200, 200), (20, 4000), (0, 50), (33, 33), (130
         ({}, 16),
         ({"head_dim": 64, "alibi": True}, 1),
         ({"head_dim": 128, "head_dim_v": 192, "softcap": 20.0}, 16),
-        ({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64),
+        ({"num_q_heads": 28, "num_kv_heads": 4, "head_dim": 248, "sinks": True}, 64),
         ({"head_dim": 192, "head_dim_v": 128, "sliding_window": 3000}, 16),
         ({"causal": False, "head_dim": 80}, 24),
         (E4M3, 16),
@@ -383,7 +395,7 @@ RAGGED = ((40, 9000), (1, 3000), (200, 200), (20, 4000), (0, 50), (33, 33), (130
 )
 def test_long_sequences_of_ragged_batches_are_cut(extra, page_size):
     """Runs have the same bits, whichever warpgroup is the last one. Counters are 0 after each."""
-    spec = quire.AttentionSpec(**LLAMA | extra)
+    spec = quire.AttentionSpec(**MANY | extra)
     p, plan, first = solve(spec, RAGGED, page_size=page_size)
     assert plan.launch.cut_slots > 0 and error_budget(p, first).passed
     for _ in range(20):
@@ -396,7 +408,7 @@ def test_long_sequences_of_ragged_batches_are_cut(extra, page_size):
 @pytest.mark.parametrize("short", [True, False])
 def test_a_captured_graph_of_cuts_follows_lengths_that_change_in_place(short):
     """Each sequence in turn is the long one, and then none is. There is another number of splits at each replay."""
-    spec, most = quire.AttentionSpec(**LLAMA), 4000 if short else 30000
+    spec, most = quire.AttentionSpec(**MANY), 4000 if short else 30000
     p = make_problem(spec, ((40, most),) * 5 + ((39, most),), device="cuda")
     plan = quire.plan(spec, p.batch, **p.bounds, kernel="hopper")
     assert plan.launch.cut_slots > 0 and plan.launch.config.num_warpgroups == (1 if short else 2)

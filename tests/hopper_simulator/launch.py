@@ -198,7 +198,11 @@ def simulate(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], met
     machine = Machine(seed, grid, memory)
     functions = Functions(machine)
     given = dict(zip(kernel.arg_names, arguments, strict=False)) | meta
-    fixed = {p.name for p in kernel.params if p.is_constexpr}
+    # A compiler knows an argument of 1, unless the kernel says that it must not.
+    ones = {
+        p.name for p in kernel.params if type(given[p.name]) is int and given[p.name] == 1 and not p.do_not_specialize
+    }
+    fixed = {p.name for p in kernel.params if p.is_constexpr} | ones
     bound = [
         functions.simulated(given[name]) if name in fixed else argument(given[name], memory)
         for name in kernel.arg_names

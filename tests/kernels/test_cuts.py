@@ -235,7 +235,7 @@ def assert_right(extra, lens=RAGGED, bound=LONG, num_sms=12, seed=0, section_hea
         {"sliding_window": 1100, "sinks": True},
         {"causal": False, "head_dim": 128},
         {"num_q_heads": 14, "head_dim": 80, "head_dim_v": 96},
-        {"num_q_heads": 3, "num_kv_heads": 1},
+        {"num_q_heads": 6, "num_kv_heads": 2},
     ],
     ids=str,
 )

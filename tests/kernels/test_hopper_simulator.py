@@ -220,11 +220,12 @@ def test_products_in_fp8(extra, page_size):
     [({"sinks": True, "softcap": 20.0}, 16), ({"head_dim": 192, "head_dim_v": 128}, 1), ({"head_dim": 128} | E4M3, 16)],
     ids=str,
 )
-def test_splits(extra, page_size):
-    """Among them are empty ones."""
-    p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((64, 500), (0, 50)), page_size=page_size)
-    plan = make_plan(p, 16384, num_sms=24, num_tokens=None)
-    assert plan.launch.num_splits > 1, plan
+@pytest.mark.parametrize("lens", [((64, 500), (0, 50), (20, 0)), ((64, 500), (1, 700), (20, 0), (0, 40))], ids=str)
+def test_splits(extra, page_size, lens):
+    """Among them are empty ones. The host may know that sequences differ in their numbers of queries."""
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), lens, page_size=page_size)
+    plan = make_plan(p, 16384, num_sms=80, **({"num_tokens": None} if len(lens) == 3 else {}))
+    assert plan.launch.num_splits > 1 and plan.launch.decode is None, plan
     verdict = error_budget(p, attend(p, plan)[0])
     assert verdict.passed, (plan, verdict)
 

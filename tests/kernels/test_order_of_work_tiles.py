@@ -191,9 +191,10 @@ def test_the_longest_sequence_of_a_launch_comes_first(page_size, monkeypatch):
     assert plan.launch.max_decode_queries == 8
     assert each_once(seq for seq, _ in loads) == [6, 1, 4, 0, 5]
     # Where all work tiles run at once, nothing is ordered. The bits of prompts are the same.
-    plan, other, _ = attended(monkeypatch, plan.spec, RAGGED, num_sms=100, page_size=page_size)
     queries = torch.tensor([queries for queries, _ in RAGGED])
     num_tokens = int(queries.sum())
+    num_sms = plan.launch.num_work_tiles(num_tokens)
+    plan, other, _ = attended(monkeypatch, plan.spec, RAGGED, num_sms=num_sms, page_size=page_size)
     assert plan.launch.num_programs(num_tokens) >= plan.launch.num_work_tiles(num_tokens)
     of_prompts = (queries > 8).repeat_interleave(queries)
     assert torch.equal(state.out[of_prompts], other.out[of_prompts])

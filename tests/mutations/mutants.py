@@ -697,6 +697,18 @@ IN_INTERPRETER = {
         "acc_1 * gl.convert_layout(by_0, BY_ROW)[:, None]",
         CUT + "features[{}-4000]",
     ),
+    "Hopper: no sinks where a row block sees no keys": Mutant(
+        PRODUCER,
+        "(pos >= kv_stop) & (split < num_splits - 1)",
+        "pos >= kv_stop",
+        SIMULATED + "splits[lens0-{'sinks': True, 'softcap': 20.0}-16]",
+    ),
+    "Hopper: splits without keys that say nothing": Mutant(
+        PRODUCER,
+        "store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T, HEADS)",
+        "pass",
+        SIMULATED + "splits[lens0-{'sinks': True, 'softcap': 20.0}-16]",
+    ),
     "Hopper: sinks and results of the last split": Mutant(
         PRODUCER,
         "tile, left, split)",

@@ -243,7 +243,7 @@ def finish(
     if PARTS > 1:  # of columns: each has all keys
         split = 0
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
-        if split == 0:
+        if split == outputs.num_splits - 1:
             sink = load_of_heads(outputs.sinks_ptr + work.head, rows, BLOCK_T, OWNED) * LOG2E
             m_new = gl.maximum(m_i, sink)
             alpha = gl.exp2(m_i - m_new)
@@ -418,7 +418,7 @@ def hopper_kernel(
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
                     tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
                     stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
-                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS)),
+                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
             ],
             [PRODUCER_WARPS],
             [72 if GATHERS else 56 if MORE_REGISTERS else 40],
@@ -437,7 +437,7 @@ def hopper_kernel(
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
                     tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
                     stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
-                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS)),
+                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
             ],
             [4, PRODUCER_WARPS],
             # Registers per thread of the second and the third function.
@@ -462,7 +462,7 @@ def hopper_kernel(
                     q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
                     tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
                     stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
-                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS)),
+                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
             ],
             [4, 4, PRODUCER_WARPS],
             ([192, 72, 56] if FP8_MMA else [208, 40, 56])

@@ -95,7 +95,7 @@ class HopperLaunch:
         row_blocks = cdiv(tree.power_of_two(bounds.num_tokens), self.config.block_t)
         work_tiles = row_blocks * (request.spec.num_q_heads // self.heads)
         share = work_tiles * (self.config.block_n + CUT_OVERHEAD) // request.device.num_sms
-        if request.keys_seen <= max(CUT_FROM, share):
+        if tree.power_of_two(request.keys_seen) <= max(CUT_FROM, share):
             return 0
         return CUT_WARPGROUPS_PER_SM // self.config.num_warpgroups * request.device.num_sms
 

@@ -27,6 +27,7 @@ from quire.kernels.hopper.tile_scheduler import (
     keys_of_band,
     keys_of_intervals,
     order_by_keys,
+    power_of_two,
     publish_work_tile,
     row_block_ends,
     split_of_cut,
@@ -41,7 +42,7 @@ def produce(
     max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table, stride_q_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BLOCK_T: gl.constexpr, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
-    FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr, CUT_SLOTS: gl.constexpr,
+    FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr, CUT_SLOTS: gl.constexpr, lse_ptr, stride_lse,
 ):  # fmt: skip
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
 
@@ -49,6 +50,7 @@ def produce(
     The KV tiles of a work tile are loaded from the last to the first, unless FIRST_TO_LAST.
     With PARTS > 1, a work tile has one of PARTS parts of the values' columns, each of HEAD_DIM_V columns.
     With CUT_SLOTS, row blocks of long sequences are cut by keys.
+    Where there are splits, one without keys is not handed to consumers.
     """
     STEP: gl.constexpr = 1 if FIRST_TO_LAST else -1
     GATHERS: gl.constexpr = KV_BOX == 0
@@ -62,8 +64,10 @@ def produce(
     SPARE: gl.constexpr = v_pipe.tiles.shape[0]  # the pipeline's spare barrier
     THREADS: gl.constexpr = 32 * gl.num_warps()
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    SPLITS: gl.constexpr = isinstance(num_splits, gl.tensor)  # one split is a constexpr
     work_i = 0
     tile_i = 0
+    handed = 0  # tiles of values that consumers may read
     edge_i = 0
     k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the TMA matrix
     k_row, k_col = kv.k_head // kv.k_slot, kv.k_head % kv.k_slot  # one of them is 0
@@ -147,16 +151,24 @@ def produce(
         pos = tile * BLOCK_N
         if GATHERS:
             pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)
-            if tile_i > 0:  # consumers release the queries of a work tile when they have its last values
+            if tile_i > handed:  # consumers release the queries of a work tile when they have its last values
                 hand_over(v_pipe, tile_i - 1, 0)
+                handed = tile_i
         else:
             pages = load_page_numbers(row, pos + lane * KV_BOX, pos + BLOCK_N, kv_low, kv_high, PAGE_SIZE, KV_BOX)
-        stage = producer_acquire(q_pipe, work_i)
-        publish_work_tile(published, stage, work, keys)
-        expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
-        for first in gl.static_range(0, BLOCK_ROWS, Q_BOX):
-            q_row, q_col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
-            load_rows(q_desc, q_row, q_col, q_pipe.full.index(stage), buffers_of(q_pipe, stage), first, Q_BOX)
+        if SPLITS and (pos >= kv_stop) & (split < num_splits - 1):  # the last split adds sinks
+            store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T, HEADS)
+            one = gl.full([THREADS], 1, gl.int32, ONE_EACH)
+            taken = gl.atomic_add(tile_counter + lane, one, mask=lane == 0, sem="relaxed")
+            left = left * 0
+        else:
+            stage = producer_acquire(q_pipe, work_i)
+            publish_work_tile(published, stage, work, keys)
+            expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
+            for first in gl.static_range(0, BLOCK_ROWS, Q_BOX):
+                q_row, q_col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
+                load_rows(q_desc, q_row, q_col, q_pipe.full.index(stage), buffers_of(q_pipe, stage), first, Q_BOX)
+            work_i += 1
 
         kv_head = head // GROUP
         while left > 0:
@@ -218,15 +230,28 @@ def produce(
             tile_i += 1
             tile += STEP
             left -= 1
-        work_i += 1
         index = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), 0)
-    if GATHERS and tile_i > 0:
+    if GATHERS and tile_i > handed:
         hand_over(v_pipe, tile_i - 1, 0)
     if index == num_work_tiles + gl.num_programs(0) - 1:  # the last program resets the counter for the next launch
         gl.store(tile_counter, 0)
     stage = producer_acquire(q_pipe, work_i)
     publish_work_tile(published, stage, WorkTile(0, 0, 0, 0, 0, 0, 0, 0, 0), ())
     expect_bytes(q_pipe.full, stage, 0)
+
+
+@gluon.jit
+def store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T: gl.constexpr, HEADS: gl.constexpr):
+    """Store the state of a work tile whose split has no keys. Its lse says that, and its out is not read."""
+    ROWS: gl.constexpr = power_of_two(HEADS * BLOCK_T)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    rows = gl.arange(0, ROWS, LAYOUT)
+    tokens = work.token + rows % BLOCK_T
+    offsets = (
+        (work.q_start + tokens).to(gl.int64) * stride_lse + (work.head + rows // BLOCK_T) * num_splits + work.split
+    )
+    lse = gl.full([ROWS], float("-inf"), gl.float32, LAYOUT)
+    gl.store(lse_ptr + offsets, lse, mask=(tokens < work.q_len) & (rows < HEADS * BLOCK_T))
 
 
 @gluon.jit
