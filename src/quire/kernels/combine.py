@@ -17,7 +17,6 @@ from quire.kernels.launcher import LaunchCache
 from quire.kernels.states import LOG2E, as_stored, combine, finish
 from quire.state import State
 
-AT_ONCE = tl.constexpr(4)  # states that are loaded together
 LAUNCHES = LaunchCache()  # by what `merge_states` depends on besides the addresses
 
 
@@ -49,21 +48,15 @@ def combine_kernel(
     l_i = tl.zeros([1], tl.float32)
     lse_ptrs = lses + token * stride_lses_token + head * stride_lses_head + one
     out_ptrs = outs + token * stride_token + head * stride_head + one[:, None] + offs_dv[None, :]
-    for first in tl.range(0, num_states, AT_ONCE):  # pyright: ignore[reportGeneralTypeIssues]
-        loaded_lses, loaded = (), ()
-        for i in tl.static_range(AT_ONCE):  # whose loads are in flight together
-            state = tl.cast(first + i, tl.int64)
-            exists = (one + first + i) < num_states
-            loaded_lses += (tl.load(lse_ptrs + state * stride_lses_state, mask=exists, other=float("-inf")),)
-            held = exists[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
-            loaded += (tl.load(out_ptrs + state * stride_state, mask=held, other=0.0).to(tl.float32),)
-        for i in tl.static_range(AT_ONCE):
-            # A state over no keys has weight 0, whatever its out holds. Its lse is -inf, or +inf from flash-attn.
-            empty = tl.abs(loaded_lses[i]) == float("inf")
-            other = tl.where(empty[:, None], 0.0, loaded[i])
-            # A normalised state is (acc, m_i, l_i) = (out, lse, 1); without keys its sum is 0.
-            other_m = tl.where(empty, float("-inf"), loaded_lses[i] * LOG2E)
-            acc, m_i, l_i = combine(acc, m_i, l_i, other, other_m, tl.where(empty, 0.0, 1.0))
+    for i in tl.range(0, num_states):  # pyright: ignore[reportGeneralTypeIssues]
+        other_lse = tl.load(lse_ptrs + tl.cast(i, tl.int64) * stride_lses_state)
+        # A state over no keys has weight 0, whatever its out holds. Its lse is -inf, or +inf from flash-attn.
+        empty = tl.abs(other_lse) == float("inf")
+        held = (~empty)[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
+        other = tl.load(out_ptrs + tl.cast(i, tl.int64) * stride_state, mask=held, other=0.0).to(tl.float32)
+        # A normalised state is (acc, m_i, l_i) = (out, lse, 1); without keys its sum is 0.
+        other_m = tl.where(empty, float("-inf"), other_lse * LOG2E)
+        acc, m_i, l_i = combine(acc, m_i, l_i, other, other_m, tl.where(empty, 0.0, 1.0))
     out, lse = finish(acc, m_i, l_i)
     ptrs = out_ptr + token * stride_out_token + head * stride_out_head + one[:, None] + offs_dv[None, :]
     tl.store(ptrs, as_stored(out, out_scale_ptr, out_ptr.dtype.element_ty), mask=(offs_dv < HEAD_DIM_V)[None, :])

@@ -91,8 +91,9 @@ class HopperLaunch:
         no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
         if request.num_seqs == 1 or not may_differ or no_cuts:
             return 0
-        # A program's share of all work, if each row block sees one tile of keys.
+        # A program's share of all work, if each row block sees one tile. The last one of a sequence is half full.
         row_blocks = cdiv(tree.power_of_two(bounds.num_tokens), self.config.block_t)
+        row_blocks += tree.power_of_two(request.num_seqs) // 2
         work_tiles = row_blocks * (request.spec.num_q_heads // self.heads)
         share = work_tiles * (self.config.block_n + CUT_OVERHEAD) // request.device.num_sms
         if tree.power_of_two(request.keys_seen) <= max(CUT_FROM, share):
