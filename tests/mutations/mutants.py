@@ -701,13 +701,13 @@ IN_INTERPRETER = {
         PRODUCER,
         "(pos >= kv_stop) & (split < num_splits - 1)",
         "pos >= kv_stop",
-        SIMULATED + "splits[lens0-{'sinks': True, 'softcap': 20.0}-16]",
+        SIMULATED + "splits[((64, 500), (0, 50), (20, 0))-{'sinks': True, 'softcap': 20.0}-16]",
     ),
     "Hopper: splits without keys that say nothing": Mutant(
         PRODUCER,
         "store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T, HEADS)",
         "pass",
-        SIMULATED + "splits[lens0-{'sinks': True, 'softcap': 20.0}-16]",
+        SIMULATED + "splits[((64, 500), (0, 50), (20, 0))-{'sinks': True, 'softcap': 20.0}-16]",
     ),
     "Hopper: sinks and results of the last split": Mutant(
         PRODUCER,
@@ -1321,14 +1321,20 @@ OUTSIDE = {
     ),
     "Hopper: as many splits as SMs": Mutant(
         "kernels/hopper/launch.py",
-        "min(device.num_sms // num_work_tiles, most, costs.hopper_max_splits)",
-        "min(device.num_sms // num_work_tiles, most)",
+        "min(splits, most, costs.hopper_max_splits)",
+        "min(splits, most)",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
     ),
-    "Hopper: splits where sequences decode": Mutant(
+    "Hopper: more states of splits than there is room for": Mutant(
         "kernels/hopper/launch.py",
-        "    if may_decode or short or num_work_tiles == 0:",
-        "    if short or num_work_tiles == 0:",
+        "splits = rows // (bounds.num_tokens * launch.request.spec.num_q_heads)",
+        "splits = rows // bounds.num_tokens",
+        "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
+    ),
+    "Hopper: splits and a decode launch": Mutant(
+        "kernels/hopper/launch.py",
+        "is_ragged(request) and launch.num_splits == 1",
+        "is_ragged(request)",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
     ),
     "Hopper: the kernel of another layer relaunched": Mutant(

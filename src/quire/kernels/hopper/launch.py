@@ -85,9 +85,8 @@ class HopperLaunch:
         is decided depends on powers of two of the bounds alone.
         """
         request, bounds = self.request, self.request.bounds
-        may_differ = is_ragged(request) or tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(
-            bounds.max_query_len
-        )
+        may_differ = tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
+        may_differ = may_differ or is_ragged(request)
         no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
         if request.num_seqs == 1 or not may_differ or no_cuts:
             return 0
