@@ -26,6 +26,7 @@ CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragg
 MOST_SPLITS_OF_CUT = 8  # as in `cuts.py`
 CUT_OVERHEAD = 192  # keys, as in `cuts.py`
 TALL = 128  # rows of two consumer warpgroups
+NARROW = 32  # columns of a head, which the portable kernels do not pad to 64
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -272,14 +273,16 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
 def cuts_instead(launch: HopperLaunch) -> bool:
     """Return whether this launch cuts keys, and not the portable kernels.
 
-    It does if sequences have equally many queries. If not, rows must fill its tiles: tensor cores multiply 128 rows
-    here, and at most 64 there. Which kernel is faster without cuts says nothing about such batches.
+    It does if sequences have equally many queries. If not, rows must fill its tiles, and heads its 64 columns: tensor
+    cores multiply 128 rows here, and at most 64 there. Which kernel is faster without cuts says nothing about such
+    batches.
     """
     if launch.num_splits > 1 and not is_ragged(launch.request):
         return True
     rows_per_seq = rounded(launch.request)[0]
     cuts = launch.num_splits > 1 or launch.cut_slots > 0
-    return cuts and launch.fallback.name != "block" and rows_per_seq >= TALL
+    fills_tiles = rows_per_seq >= TALL and launch.request.spec.head_dim > NARROW
+    return cuts and launch.fallback.name != "block" and fills_tiles
 
 
 def is_ragged(request: Request) -> bool:
