@@ -20,7 +20,11 @@ if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).ha
     pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
 
 LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
-MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50), (33, 33), (31, 129))
+MANY = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}  # with work tiles for most of the device
+MIXED = (
+    *((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50), (33, 33), (31, 129)),
+    *((1, n) for n in range(15, 35)),  # with fewer work tiles, keys are split, and there is no decode launch
+)
 
 
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
@@ -374,7 +378,6 @@ def test_a_captured_graph_of_splits_leaves_tokens_of_no_sequence_alone():
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
-MANY = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}  # work tiles, which fill more than half of the device
 RAGGED = ((40, 9000), (1, 3000), (200, 200), (20, 4000), (0, 50), (33, 33), (130, 1500), (7, 7000))
 
 
@@ -565,10 +568,10 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(bound, extra):
 @pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize("extra", [{}, {"head_dim": 256}, E4M3, E4M3 | {"allow_fp8": True}], ids=str)
 def test_a_band_as_intervals_has_the_bits_of_the_band(extra, page_size):
-    """Its tiles, their order and its arithmetic are those of the band."""
-    lens = ((300, 300), (129, 1500), (0, 50), (33, 33), (31, 129))
+    """Its tiles, their order and its arithmetic are those of the band, where no keys are cut."""
+    lens = ((300, 900), (129, 1500), (0, 50), (33, 33), (31, 129), (200, 1400))
     for window in (None, 600):  # a shorter window has tiles of its own, as short contexts have
-        spec = quire.AttentionSpec(**LLAMA | extra, sliding_window=window)
+        spec = quire.AttentionSpec(**MANY | extra, sliding_window=window)
         for bound in (None, LONG):
             p, plan, band = solve(spec, lens, bound, page_size=page_size)
             n = p.q.shape[0]
