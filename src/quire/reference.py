@@ -15,7 +15,7 @@ from quire.spec import AttentionSpec
 from quire.state import State
 
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # k, v and slot_mapping
-MOST_SCORES = 1 << 26  # at once, unless one head has more
+MOST_SCORES = 1 << 24  # at once, unless one head has more
 
 
 def attention(

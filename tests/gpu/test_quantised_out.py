@@ -15,7 +15,10 @@ if not torch.cuda.is_available():
 
 E4M3 = torch.float8_e4m3fn
 LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16}
-MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50), (33, 33), (31, 129))
+MIXED = (
+    *((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50), (33, 33), (31, 129)),
+    *((1, n) for n in range(15, 35)),  # with fewer work tiles, keys are split, and there is no decode launch
+)
 DECODE = ((1, 5000), (1, 17), (1, 700), (1, 0))
 KERNELS = [
     "portable",
