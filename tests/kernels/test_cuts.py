@@ -150,7 +150,7 @@ def test_every_row_block_is_cut_as_a_plain_program_says(count, num_programs, opt
 def test_how_many_splits_there_are_at_most():
     lens = [(16, 50000), (16, 100), (64, 64)]
     (most,) = {n for (seq, _), (n, _) in wanted(lens, 100, 1000).items() if seq == 0}
-    assert launch.CUT_OVERHEAD == cuts.OVERHEAD.value
+    assert cuts.OVERHEAD.value == launch.CUT_OVERHEAD
     assert most == launch.MOST_SPLITS_OF_CUT == max(1 << shift for _, _, shift, _, _ in decided(lens, 100, 1000))
 
 
