@@ -727,7 +727,7 @@ def test_ragged_batches_of_few_queries_on_long_contexts_are_cut_by_keys():
 
     def launch(max_query_len, max_seq_len, num_tokens, kernel="portable", **changes):
         bounds = Bounds(max_query_len, max_seq_len, num_tokens)
-        request = Request(replace(SPEC, **heads, **changes), 58, True, bounds, PROPERTIES)
+        request = Request(replace(SPEC, **heads | changes), 58, True, bounds, PROPERTIES)
         return decide(request, Options(kernel=kernel))[0]
 
     ragged = launch(155, 42161, 1500)
@@ -735,9 +735,11 @@ def test_ragged_batches_of_few_queries_on_long_contexts_are_cut_by_keys():
     assert launch(155, 42161, 58 * 155).name != "split_kv"  # equal ones
     assert launch(155, 8000, 1500).name != "split_kv"  # no long context
     assert launch(155, 42161, 1500, sliding_window=1000).name != "split_kv"  # of which a query sees little
-    # The Hopper kernel cuts those whose rows fill its tiles.
-    tall, low = launch(155, 42161, 1500, kernel=None), launch(6, 42161, 300, kernel=None)
+    # The Hopper kernel cuts those whose rows and columns fill its tiles.
+    wide = {"head_dim": 64, "head_dim_v": 64}
+    tall, low = launch(155, 42161, 1500, kernel=None, **wide), launch(6, 42161, 300, kernel=None, **wide)
     assert tall.name == "hopper" and tall.cut_slots > 0 and tall.fallback.name == low.name == "split_kv"
+    assert launch(155, 42161, 1500, kernel=None).name == "split_kv"
 
 
 def test_a_short_window_is_a_short_context():
