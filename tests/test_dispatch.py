@@ -209,27 +209,32 @@ def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_worksp
 
 
 @pytest.mark.parametrize(
-    ("heads", "features"),
+    ("heads", "features", "limits"),
     [
-        ((44, 4, 144), {"sinks": True}),
-        ((11, 1, 216), {"sliding_window": 131}),
-        ((15, 1, 64), {}),
-        ((64, 8, 64), {"sliding_window": 128}),
-        ((40, 8, 128), {"softcap": 30.0}),
+        ((44, 4, 144), {"sinks": True}, (64, 2048, 32768)),
+        ((11, 1, 216), {"sliding_window": 131}, (64, 2048, 32768)),
+        ((11, 1, 192), {}, (33, 1000, 5000)),
+        ((15, 1, 64), {}, (64, 2048, 32768)),
+        ((52, 4, 128), {}, (64, 2048, 32768)),
+        ((64, 8, 64), {"sliding_window": 17}, (256, 8192, 16384)),
+        ((64, 4, 256), {}, (64, 2048, 32768)),
+        ((40, 8, 128), {"softcap": 30.0}, (33, 1000, 5000)),
     ],
     ids=str,
 )
-def test_the_launches_of_uneven_batches_are_among_those_of_warmup(heads, features):
-    """Of few sequences too, whose decode launch differs, on a device with a fitted tree."""
+def test_the_launches_of_random_batches_are_among_those_of_warmup(heads, features, limits):
+    """Of equal and uneven sequences, many and few, on a device with a fitted tree."""
     num_q_heads, num_kv_heads, head_dim = heads
     spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **features)
     device, draw = TARGETS["sm90"].properties, random.Random(1)
-    warm = {launch.compile_key() for launch in launches_within(spec, device, 64, 2048, 32768, False)}
+    max_num_seqs, max_num_tokens, max_seq_len = limits
+    warm = {launch.compile_key() for launch in launches_within(spec, device, *limits, False)}
     for _ in range(1500):
-        num_seqs, queries = draw.choice((draw.randint(1, 64), 1 << draw.randint(0, 5))), int(2 ** draw.uniform(0, 11))
-        most = min(2048, num_seqs * queries)
-        num_tokens = draw.randint(min(most, queries + num_seqs - 1), most)
-        bounds = Bounds(queries, max(queries, int(2 ** draw.uniform(0, 15))), num_tokens)
+        num_seqs = draw.choice((draw.randint(1, max_num_seqs), min(max_num_seqs, 1 << draw.randint(0, 5))))
+        queries = min(max_num_tokens, int(2 ** draw.uniform(0, 11)))
+        most = min(max_num_tokens, num_seqs * queries)
+        num_tokens = draw.choice((most, draw.randint(min(most, queries + num_seqs - 1), most)))
+        bounds = Bounds(queries, min(max_seq_len, max(queries, int(2 ** draw.uniform(0, 15)))), num_tokens)
         launch, _ = decide(Request(spec, num_seqs, True, bounds, device), Options())
         assert launch.compile_key() in warm, (num_seqs, bounds, str(launch))
 
@@ -712,6 +717,59 @@ def test_many_kv_heads_are_attended_to_in_sections(kv_heads, lens, section_heads
 def test_what_the_hopper_kernel_does_not_serve(reason, target, changes):
     for short in (False, True):
         assert hopper_config(replace(SPEC, **changes), TARGETS[target].properties, short, 4096, False) == reason
+
+
+def test_tiles_are_no_longer_than_what_a_query_sees_where_that_is_little():
+    def config(max_query_len, max_seq_len, num_seqs=1, **changes):
+        bounds = Bounds(max_query_len, max_seq_len, num_seqs * max_query_len)
+        request = Request(replace(SPEC, **changes), num_seqs, max_query_len > 1, bounds, PROPERTIES)
+        chosen = decide(request, Options(kernel="portable"))[0].config
+        return chosen.block_m, chosen.block_n, chosen.num_stages
+
+    assert [config(1, keys) for keys in (1, 16, 17, 33, 64)] == [(16, n, 1) for n in (16, 16, 32, 64, 64)]
+    assert config(1, 65)[2] > 1
+    assert config(1, 65, sliding_window=30) == (16, 32, 1)
+    assert [config(40, 40, num_seqs)[0] for num_seqs in (1, 64)] == [16, 128]  # row blocks, unless there are many
+    wide = {"head_dim": 136, "head_dim_v": 136}
+    assert [config(20, 20, num_seqs, **wide)[0] for num_seqs in (8, 128)] == [16, 64]
+    bounds = Bounds(1, 40, 1)
+    invariant = Request(SPEC, 1, False, bounds, PROPERTIES), Options(batch_invariant=True)
+    longer = Request(SPEC, 1, False, replace(bounds, max_seq_len=4096), PROPERTIES), invariant[1]
+    assert decide(*invariant)[0].config == decide(*longer)[0].config
+
+
+def test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel():
+    """Unless a query sees few keys, or the batch has few rows: the portable kernels pad heads to 256 columns."""
+    wide = replace(SPEC, num_q_heads=64, num_kv_heads=4, head_dim=256, head_dim_v=256)
+
+    def launch(max_query_len, max_seq_len, num_seqs, num_tokens=0, spec=wide):
+        bounds = Bounds(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len)
+        return decide(Request(spec, num_seqs, True, bounds, PROPERTIES), Options())[0]
+
+    few = launch(5, 16384, 2)
+    assert few.name == "hopper" and few.num_splits == 15 and few.num_work_tiles(10) == 8
+    assert launch(5, 300, 2).num_splits == 2  # of a few keys too
+    assert launch(4, 4096, 32).name == "hopper"
+    ragged = launch(5, 32888, 43, 130)
+    assert ragged.name == "hopper" and ragged.cut_slots > 0
+    assert launch(1, 4096, 32).name == "split_kv"
+    two_heads = replace(wide, num_q_heads=8)
+    assert launch(4, 4096, 8, spec=two_heads).name == "split_kv"  # 8 rows of a sequence
+    assert launch(4, 60, 32).name == "block"
+    assert launch(4, 4096, 32, spec=replace(wide, sliding_window=60)).name in ("block", "split_kv")
+    narrow = replace(wide, head_dim=128, head_dim_v=128)
+    assert launch(5, 16384, 2, spec=narrow).num_splits == 1
+
+
+def test_work_tiles_suit_the_exact_number_of_queries_of_equal_sequences():
+    heads = replace(SPEC, num_q_heads=18, num_kv_heads=2, head_dim=200, head_dim_v=200)
+
+    def tile(queries, num_tokens):
+        launch = decide(Request(heads, 5, True, Bounds(queries, 19669, num_tokens), PROPERTIES), Options())[0]
+        return launch.heads, launch.config.block_t
+
+    assert tile(661, 5 * 661) == (3, 40)  # 51 work tiles of a KV head, not 54
+    assert tile(1024, 5 * 1024) == (1, 128)
 
 
 def test_a_few_short_sequences_have_a_program_for_each_tile():

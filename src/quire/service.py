@@ -8,6 +8,7 @@ them once. `no_compilation` raises if a launch was not covered.
 import contextlib
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from quire.api import attention, norm_rope_and_write, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
+from quire.dispatch import tree
+from quire.dispatch.config import CostModel
 from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.errors import check_device, check_flag, check_integer, describe
@@ -225,25 +228,48 @@ def launches_within(
 
     `per_token` says of each kind of batches whether it has intervals and trees.
     """
-    options = Options(batch_invariant=batch_invariant)
-    distinguished = {33, 257, *powers(max_num_seqs)}
-    for num_seqs in sorted({min(n, max_num_seqs) for n in distinguished}):
-        for max_query_len in query_lens(max_num_tokens, spec.latent):
+    options, costs = Options(batch_invariant=batch_invariant), tree.cost_model(spec, device)
+    group_size = 0 if spec.latent else spec.group_size
+    seq_lens = sorted({*powers(max_seq_len), *(n for n in two_level_limits(costs) if n < max_seq_len)})
+    for num_seqs, max_query_len, num_tokens in sizes(max_num_seqs, max_num_tokens, min_query_len, group_size):
+        one_query_each = max_query_len == 1 and num_tokens >= num_seqs
+        for seq_len in seq_lens:
+            bounds = Bounds(max_query_len, seq_len, num_tokens)
+            for has_cu_seqlens in (False, True) if one_query_each else (True,):
+                for has_intervals, has_tree in per_token:
+                    if has_tree and max_query_len > MAX_DRAFTS:
+                        continue
+                    kind = Request(spec, num_seqs, has_cu_seqlens, bounds, device, has_intervals, has_tree)
+                    yield decide(kind, options)[0]
+
+
+def sizes(
+    max_num_seqs: int, max_num_tokens: int, min_query_len: int, group_size: int
+) -> Iterator[tuple[int, int, int]]:
+    """Enumerate `num_seqs`, `max_query_len` and `num_tokens` of batches within the bounds, as plans distinguish them.
+
+    Plans distinguish sequences with equal numbers of queries from others.
+    """
+    for num_seqs in sorted({min(n, max_num_seqs) for n in (33, 257, *powers(max_num_seqs))}):
+        for max_query_len in query_lens(max_num_tokens, group_size):
             if max_query_len < min_query_len:
                 continue
-            uneven = num_seqs * max_query_len - 1  # one less than of equal sequences, which plans distinguish
+            uneven = num_seqs * max_query_len - 1
             for num_tokens in sorted({*powers(max_num_tokens), min(uneven, max_num_tokens)}):
-                if num_tokens < max_query_len:
-                    continue
-                one_query_each = max_query_len == 1 and num_tokens >= num_seqs
-                for seq_len in powers(max_seq_len):
-                    bounds = Bounds(max_query_len, seq_len, num_tokens)
-                    for has_cu_seqlens in (False, True) if one_query_each else (True,):
-                        for has_intervals, has_tree in per_token:
-                            if has_tree and max_query_len > MAX_DRAFTS:
-                                continue
-                            kind = Request(spec, num_seqs, has_cu_seqlens, bounds, device, has_intervals, has_tree)
-                            yield decide(kind, options)[0]
+                if num_tokens >= max_query_len:
+                    yield num_seqs, max_query_len, num_tokens
+            fewer = num_seqs // 2 + 1
+            if (
+                uneven >= max_num_tokens >= fewer * max_query_len // 2
+            ):  # equal ones that round up to more than the bound
+                queries = min(max_query_len, max_num_tokens // fewer)
+                yield fewer, queries, fewer * queries
+
+
+def two_level_limits(costs: CostModel) -> list[int]:
+    """Return the most keys of a sequence whose partials are combined in one level, for tiles of each length."""
+    limits = costs.two_level_min_tiles, costs.two_level_min_tiles_small
+    return [tiles * block_n for tiles in limits for block_n in (16, 32, 64, 128, 256)]
 
 
 def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> list[tuple[bool, bool]]:
@@ -257,9 +283,31 @@ def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> list[
     return kinds
 
 
-def query_lens(limit: int, latent: bool) -> list[int]:
-    """Return the numbers of queries that plans distinguish: powers of two, for latents also three times them."""
-    return sorted({*powers(limit), *(3 * n for n in powers(limit) if latent and 3 * n < limit)})
+@lru_cache
+def query_lens(limit: int, group_size: int) -> list[int]:
+    """Return numbers of queries up to a limit, of which each stands for those that plans do not distinguish from it.
+
+    These are powers of two. For latents, whose `group_size` is 0 here, they are also three times them. For other heads
+    they are also, between two powers, one for each of the work tiles that the Hopper kernel may have.
+    """
+    found = powers(limit)
+    if group_size == 0:
+        return sorted({*found, *(3 * n for n in powers(limit) if 3 * n < limit)})
+
+    def work_tiles(queries: int) -> list[tuple[int, bool]]:
+        """Return how many queries a work tile has, and whether it is not full."""
+        kinds = itertools.product(tree.ROWS_OF_TILES, ((queries, False), (tree.power_of_two(queries), True)))
+        sizes = [tree.queries_of_tile(rows, group_size, most, ragged) for rows, (most, ragged) in kinds]
+        return [(size, queries < size) for size in sizes]
+
+    further: set[int] = set()
+    for low, high in itertools.pairwise(found):
+        known = [work_tiles(high)]
+        for queries in range(low // 8 * 8 + 8, high, 8):  # a work tile has a multiple of 8
+            if (kind := work_tiles(queries)) not in known:
+                known.append(kind)
+                further.add(queries)
+    return sorted({*found, *further})
 
 
 def powers(limit: int) -> list[int]:

@@ -9,7 +9,7 @@ Nothing is read at import. `tree_file.py` reads and checks the files.
 
 import math
 from dataclasses import asdict
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from quire.dispatch.tree_file import GENERIC, constants, load_tree, shipped_tree
 from quire.spec import AttentionSpec
 
 FINEST = 64  # the smallest rows_per_sm is 1 / FINEST
+ROWS_OF_TILES = 64, 128  # of a work tile of the Hopper kernel, with one and with two warpgroups
 CHOICES: list[Any] = []  # functions that cache choices from trees, for `forget_trees`
 
 
@@ -182,7 +183,7 @@ def prefers_hopper(
     return decision(tree, features, "hopper")
 
 
-@cache
+@lru_cache(maxsize=4096)
 def hopper_config(
     spec: AttentionSpec, properties: DeviceProperties, short: bool, queries: int, ragged: bool
 ) -> HopperConfig | str:
@@ -196,8 +197,8 @@ def hopper_config(
         properties: of the device.
         short: whether contexts are short. With head_dim up to 128, a CTA then has one consumer warpgroup: less of the
             SM is idle in the prologue and epilogue of a work tile, but each KV tile is loaded twice.
-        queries: most queries of any sequence, rounded up to a power of two.
-        ragged: whether sequences differ in their number of queries.
+        queries: as for `queries_of_tile`.
+        ragged: as for `queries_of_tile`.
 
     Returns:
         The configuration; or, in words, what the kernel does not serve.
@@ -230,7 +231,7 @@ def queries_of_tile(rows: int, group_size: int, queries: int, ragged: bool) -> i
     Args:
         rows: of a work tile.
         group_size: query heads of a KV head.
-        queries: most queries of any sequence, a power of two.
+        queries: most queries of any sequence; of ragged batches rounded up to a power of two.
         ragged: whether sequences differ in their number of queries.
     """
     lens = [1 << i for i in range(queries.bit_length())] if ragged else [queries]

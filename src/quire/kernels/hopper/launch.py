@@ -17,15 +17,16 @@ from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
 from quire.kernels.split_kv.choice import choose as choose_portable
 from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
-from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch, rounded_up
 from quire.spec import AttentionSpec
 
 WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
-WIDE = 128  # columns of a head, beyond which the portable kernels are slow
+WIDE = 128  # columns of a head, beyond which the portable kernels multiply at half the speed of this one
 CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
 MOST_SPLITS_OF_CUT = 8  # as in `cuts.py`
 CUT_OVERHEAD = 192  # keys, as in `cuts.py`
 TALL = 128  # rows of two consumer warpgroups
+FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
 NARROW = 32  # columns of a head, which the portable kernels do not pad to 64
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
@@ -236,8 +237,8 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     launch = replace(launch, num_splits=choose_num_splits(launch, costs))
     launch = replace(launch, section_heads=choose_section(launch, costs))
     if options.kernel is None and not cuts_instead(launch):
-        is_cut = fallback.name != "block" and not is_short_and_wide(request, costs)
-        if is_cut or not tree.prefers_hopper(spec, request.device, *rounded(request)):
+        is_cut = fallback.name != "block" and not is_wide(spec)
+        if is_cut or not prefers_hopper(request):
             return "batches for which the portable kernels are faster"
     return with_decode_launch(launch, costs), reason
 
@@ -270,6 +271,13 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     return with_decode_launch(launch, costs, batch_invariant=True), reason
 
 
+def prefers_hopper(request: Request) -> bool:
+    """Return whether the device's tree prefers this kernel. Of a window, the tree is told the keys that it shows."""
+    rows_per_seq, rows_per_sm, _, queries_per_seq = rounded(request)
+    keys = tree.power_of_two(rounded_up(request).keys_seen)
+    return tree.prefers_hopper(request.spec, request.device, rows_per_seq, rows_per_sm, keys, queries_per_seq)
+
+
 def cuts_instead(launch: HopperLaunch) -> bool:
     """Return whether this launch cuts keys, and not the portable kernels.
 
@@ -290,9 +298,9 @@ def is_ragged(request: Request) -> bool:
     return request.bounds.num_tokens < request.num_seqs * request.bounds.max_query_len
 
 
-def is_short_and_wide(request: Request, costs: CostModel) -> bool:
-    """Return whether contexts are short and heads wide: the portable kernels multiply wide heads at half the speed."""
-    return is_short(request, costs) and request.spec.head_dim > WIDE
+def is_wide(spec: AttentionSpec) -> bool:
+    """Return whether heads are so wide that the portable kernels are slow."""
+    return max(spec.head_dim, spec.head_dim_v) > WIDE
 
 
 def is_short(request: Request, costs: CostModel) -> bool:
@@ -302,9 +310,9 @@ def is_short(request: Request, costs: CostModel) -> bool:
 
 def choose_config(request: Request, short: bool) -> HopperConfig | str:
     """Return the configuration for a batch; or, in words, what the kernel does not serve."""
-    bounds = request.bounds
-    queries = tree.power_of_two(max(1, bounds.max_query_len))
-    return tree.hopper_config(request.spec, request.device, short, queries, is_ragged(request))
+    queries, ragged = max(1, request.bounds.max_query_len), is_ragged(request)
+    queries = tree.power_of_two(queries) if ragged else queries
+    return tree.hopper_config(request.spec, request.device, short, queries, ragged)
 
 
 def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: int) -> HopperConfig:
@@ -320,16 +328,22 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     1, unless the work tiles would leave half of the device idle. Where lengths may differ, most splits have few keys.
     So there are as many splits as their states have room. With more work tiles, programs cut (`cuts.py`).
     """
-    bounds, device = launch.request.bounds, launch.request.device
-    num_work_tiles = launch.num_work_tiles(bounds.num_tokens)
-    short = bounds.max_query_len < launch.config.block_t or is_short(launch.request, costs)
-    if short or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms:
+    request, config, device = launch.request, launch.config, launch.request.device
+    num_work_tiles = launch.num_work_tiles(request.bounds.num_tokens)
+    if is_wide(request.spec):
+        suits = tree.power_of_two(request.rows_per_seq) > FEW_ROWS
+    else:
+        suits = request.bounds.max_query_len >= config.block_t and not is_short(request, costs)
+    if not suits or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms:
         return 1
-    most = launch.request.keys_seen // (costs.hopper_min_tiles_per_split * launch.config.block_n)
+    least = costs.hopper_min_tiles_per_split * config.block_n
+    most = request.keys_seen // least
+    if tree.power_of_two(request.keys_seen) >= 2 * least:  # whether keys are split depends on a power of two
+        most = max(most, 2)
     splits = device.num_sms // num_work_tiles
-    if is_ragged(launch.request):
-        rows = 64 * launch.config.num_warpgroups * device.num_sms
-        splits = rows // (bounds.num_tokens * launch.request.spec.num_q_heads)
+    if is_ragged(request):
+        rows = 64 * config.num_warpgroups * device.num_sms
+        splits = rows // (request.bounds.num_tokens * request.spec.num_q_heads)
     return max(1, min(splits, most, costs.hopper_max_splits))
 
 
