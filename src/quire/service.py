@@ -1,8 +1,8 @@
 """What a server does before its first request: find how much scratch its plans need, and compile their kernels.
 
-A plan is chosen from a batch's bounds, rounded up to powers of two. So there is a small number of launches within given
-bounds, and they can be enumerated. `workspace_size` returns the largest scratch among them. `warmup` compiles each of
-them once. `no_compilation` raises if a launch was not covered.
+A plan is chosen from a batch's bounds, mostly rounded up to powers of two. So there is a small number of launches
+within given bounds, and they can be enumerated. `workspace_size` returns the largest scratch among them. `warmup`
+compiles each of them once. `no_compilation` raises if a launch was not covered.
 """
 
 import contextlib
