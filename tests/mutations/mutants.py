@@ -1327,9 +1327,45 @@ OUTSIDE = {
     ),
     "Hopper: more states of splits than there is room for": Mutant(
         "kernels/hopper/launch.py",
-        "splits = rows // (bounds.num_tokens * launch.request.spec.num_q_heads)",
-        "splits = rows // bounds.num_tokens",
+        "splits = rows // (request.bounds.num_tokens * request.spec.num_q_heads)",
+        "splits = rows // request.bounds.num_tokens",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
+    ),
+    "Hopper: a window counts as all keys": Mutant(
+        "kernels/hopper/launch.py",
+        "keys = tree.power_of_two(rounded_up(request).keys_seen)",
+        "keys = tree.power_of_two(request.bounds.max_seq_len)",
+        "test_dispatch.py::test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel",
+    ),
+    "Hopper: whether keys are split depends on their exact number": Mutant(
+        "kernels/hopper/launch.py",
+        "if tree.power_of_two(request.keys_seen) >= 2 * least:",
+        "if request.keys_seen >= 2 * least:",
+        "test_dispatch.py::test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel",
+    ),
+    "warm-up without work tiles between powers of two": Mutant(
+        "service.py",
+        "return sorted({*found, *further})",
+        "return found",
+        "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
+    ),
+    "warm-up without equal sequences near the bound of tokens": Mutant(
+        "service.py",
+        "                yield fewer, queries, fewer * queries",
+        "                pass",
+        "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
+    ),
+    "warm-up without the limits of one level": Mutant(
+        "service.py",
+        "    return [tiles * block_n for tiles in limits for block_n in (16, 32, 64, 128, 256)]",
+        "    return []",
+        "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
+    ),
+    "batch-invariant tiles as short as contexts": Mutant(
+        "kernels/split_kv/choice.py",
+        "        config, reason = invariant_config(request)\n",
+        "        config, reason = invariant_config(request)\n        config = shrunk(config, request)\n",
+        "test_dispatch.py::test_tiles_are_no_longer_than_what_a_query_sees_where_that_is_little",
     ),
     "Hopper: splits and a decode launch": Mutant(
         "kernels/hopper/launch.py",
