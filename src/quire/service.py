@@ -287,25 +287,26 @@ def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> list[
 def query_lens(limit: int, group_size: int) -> list[int]:
     """Return numbers of queries up to a limit, of which each stands for those that plans do not distinguish from it.
 
-    These are powers of two. For latents, whose `group_size` is 0 here, they are also three times them. For other heads
-    they are also, between two powers, one for each of the work tiles that the Hopper kernel may have.
+    These are powers of two. For latents, whose `group_size` is 0 here, they are also three times them. Of other heads
+    there is also, between two powers, one for each number of rows that plans distinguish, and for each of the work
+    tiles that the Hopper kernel may have, full or not.
     """
     found = powers(limit)
     if group_size == 0:
         return sorted({*found, *(3 * n for n in powers(limit) if 3 * n < limit)})
 
-    def work_tiles(queries: int) -> list[tuple[int, bool]]:
-        """Return how many queries a work tile has, and whether it is not full."""
-        kinds = itertools.product(tree.ROWS_OF_TILES, ((queries, False), (tree.power_of_two(queries), True)))
-        sizes = [tree.queries_of_tile(rows, group_size, most, ragged) for rows, (most, ragged) in kinds]
-        return [(size, queries < size) for size in sizes]
+    def kind(queries: int) -> list[int]:
+        ways = itertools.product(tree.ROWS_OF_TILES, ((queries, False), (tree.power_of_two(queries), True)))
+        tiles = [tree.queries_of_tile(rows, group_size, most, ragged) for rows, (most, ragged) in ways]
+        return [tree.power_of_two(queries * group_size), *tiles, *(queries < size for size in tiles)]
 
     further: set[int] = set()
     for low, high in itertools.pairwise(found):
-        known = [work_tiles(high)]
-        for queries in range(low // 8 * 8 + 8, high, 8):  # a work tile has a multiple of 8
-            if (kind := work_tiles(queries)) not in known:
-                known.append(kind)
+        known = [kind(high)]
+        more_rows = [rows // group_size + 1 for rows in powers(high * group_size)]
+        for queries in (*more_rows, *range(low // 8 * 8 + 8, high, 8)):  # a work tile has a multiple of 8
+            if low < queries < high and kind(queries) not in known:
+                known.append(kind(queries))
                 further.add(queries)
     return sorted({*found, *further})
 

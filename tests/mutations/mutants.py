@@ -1333,20 +1333,20 @@ OUTSIDE = {
     ),
     "Hopper: a window counts as all keys": Mutant(
         "kernels/hopper/launch.py",
-        "keys = tree.power_of_two(rounded_up(request).keys_seen)",
+        "keys = tree.power_of_two(request.keys_seen)",
         "keys = tree.power_of_two(request.bounds.max_seq_len)",
-        "test_dispatch.py::test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel",
-    ),
-    "Hopper: whether keys are split depends on their exact number": Mutant(
-        "kernels/hopper/launch.py",
-        "if tree.power_of_two(request.keys_seen) >= 2 * least:",
-        "if request.keys_seen >= 2 * least:",
         "test_dispatch.py::test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel",
     ),
     "warm-up without work tiles between powers of two": Mutant(
         "service.py",
         "return sorted({*found, *further})",
         "return found",
+        "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
+    ),
+    "warm-up without numbers of rows between powers of two of queries": Mutant(
+        "service.py",
+        "for queries in (*more_rows, *range(low // 8 * 8 + 8, high, 8)):",
+        "for queries in range(low // 8 * 8 + 8, high, 8):",
         "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
     ),
     "warm-up without equal sequences near the bound of tokens": Mutant(

@@ -17,7 +17,7 @@ from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
 from quire.kernels.split_kv.choice import choose as choose_portable
 from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
-from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch, rounded_up
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
 WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
@@ -274,7 +274,7 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
 def prefers_hopper(request: Request) -> bool:
     """Return whether the device's tree prefers this kernel. Of a window, the tree is told the keys that it shows."""
     rows_per_seq, rows_per_sm, _, queries_per_seq = rounded(request)
-    keys = tree.power_of_two(rounded_up(request).keys_seen)
+    keys = tree.power_of_two(request.keys_seen)
     return tree.prefers_hopper(request.spec, request.device, rows_per_seq, rows_per_sm, keys, queries_per_seq)
 
 
@@ -331,15 +331,12 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     request, config, device = launch.request, launch.config, launch.request.device
     num_work_tiles = launch.num_work_tiles(request.bounds.num_tokens)
     if is_wide(request.spec):
-        suits = tree.power_of_two(request.rows_per_seq) > FEW_ROWS
+        suits = request.rows_per_seq > FEW_ROWS and 2 * request.keys_seen > costs.short_context
     else:
         suits = request.bounds.max_query_len >= config.block_t and not is_short(request, costs)
     if not suits or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms:
         return 1
-    least = costs.hopper_min_tiles_per_split * config.block_n
-    most = request.keys_seen // least
-    if tree.power_of_two(request.keys_seen) >= 2 * least:  # whether keys are split depends on a power of two
-        most = max(most, 2)
+    most = request.keys_seen // (costs.hopper_min_tiles_per_split * config.block_n)
     splits = device.num_sms // num_work_tiles
     if is_ragged(request):
         rows = 64 * config.num_warpgroups * device.num_sms

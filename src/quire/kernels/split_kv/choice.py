@@ -59,16 +59,17 @@ def shrunk(config: KernelConfig, request: Request) -> KernelConfig:
     blocks are faster than taller ones as long as there are few. 37 sequences of 7 queries on 7 keys, 24/8 heads of 136,
     took 30.2 us with 3 stages of 64 keys, and 9.9 with one of 16 (NVIDIA H200, 2026-11-24).
     """
-    keys_seen = power_of_two(rounded_up(request).keys_seen)
+    keys_seen = power_of_two(request.keys_seen)
     if keys_seen > FEW_KEYS:
         return config
     block_n = min(config.block_n, max(16, keys_seen))
     tiles = cdiv(keys_seen, block_n)
     config = replace(config, block_n=block_n, num_stages=min(config.num_stages, tiles))
     _, rows_per_sm, _, _ = rounded(request)
-    if tiles > 1 or rows_per_sm > (MANY_WIDE_ROWS if config.block_d > 128 else MANY_ROWS):
-        return config
-    return replace(config, block_m=16, num_warps=4, full_tile_loop=False)
+    if tiles == 1 and rows_per_sm <= (MANY_WIDE_ROWS if config.block_d > 128 else MANY_ROWS):
+        config = replace(config, block_m=16, num_warps=4, full_tile_loop=False)
+    smallest = min(config.block_m, config.block_n)  # of a matrix instruction of AMD's GPUs
+    return replace(config, matrix_instr_nonkdim=min(config.matrix_instr_nonkdim, smallest))
 
 
 def invariant_config(request: Request) -> tuple[KernelConfig, str]:
