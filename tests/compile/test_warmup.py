@@ -22,7 +22,7 @@ BOUNDS = {"max_num_seqs": 3, "max_num_tokens": 400, "max_seq_len": 2000}
 
 
 @pytest.fixture
-def without_compiler(monkeypatch):
+def without_compiler(monkeypatch, request):
     """Return a function from a target's name to a target for which Triton binds arguments, then takes a stand-in.
 
     The stand-in is for the compiled kernel. `test_compile` compiles kernels; here they would take most of the time.
@@ -33,8 +33,8 @@ def without_compiler(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "_do_compile", take_stand_in)
     monkeypatch.setattr(targets, "inspect", lambda name, *args: SimpleNamespace(kernel=name))
-    # Triton keeps binders by this name.
-    return lambda target="sm90": replace(TARGETS[target], name=f"{target}, without a compiler")
+    # Triton keeps binders and kernels by this name. A test must not find those of another one.
+    return lambda target="sm90": replace(TARGETS[target], name=f"{target}, without a compiler: {request.node.name}")
 
 
 @pytest.mark.parametrize("append", [False, True])
