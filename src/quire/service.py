@@ -248,20 +248,18 @@ def sizes(
 ) -> Iterator[tuple[int, int, int]]:
     """Enumerate `num_seqs`, `max_query_len` and `num_tokens` of batches within the bounds, as plans distinguish them.
 
-    Plans distinguish sequences with equal numbers of queries from others.
+    Plans distinguish sequences with equal numbers of queries from others, and up to 32 and 256 sequences from more.
     """
     for num_seqs in sorted({min(n, max_num_seqs) for n in (33, 257, *powers(max_num_seqs))}):
         for max_query_len in query_lens(max_num_tokens, group_size):
             if max_query_len < min_query_len:
                 continue
-            uneven = num_seqs * max_query_len - 1
-            for num_tokens in sorted({*powers(max_num_tokens), min(uneven, max_num_tokens)}):
+            equal = num_seqs * max_query_len
+            for num_tokens in sorted({*powers(max_num_tokens), min(equal - 1, max_num_tokens)}):
                 if num_tokens >= max_query_len:
                     yield num_seqs, max_query_len, num_tokens
-            fewer = num_seqs // 2 + 1
-            if (
-                uneven >= max_num_tokens >= fewer * max_query_len // 2
-            ):  # equal ones that round up to more than the bound
+            fewer = num_seqs // 2 + 1  # which round up to as many
+            if fewer * max_query_len // 2 <= max_num_tokens < equal:
                 queries = min(max_query_len, max_num_tokens // fewer)
                 yield fewer, queries, fewer * queries
 

@@ -21,7 +21,7 @@ from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
 WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
-WIDE = 128  # columns of a head, beyond which the portable kernels multiply at half the speed of this one
+WIDE = 128  # columns of a head, beyond which the portable kernels are slow
 CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
 MOST_SPLITS_OF_CUT = 8  # as in `cuts.py`
 CUT_OVERHEAD = 192  # keys, as in `cuts.py`
@@ -299,7 +299,7 @@ def is_ragged(request: Request) -> bool:
 
 
 def is_wide(spec: AttentionSpec) -> bool:
-    """Return whether heads are so wide that the portable kernels are slow."""
+    """Return whether the portable kernels pad heads to 256 columns or more, which makes them slow."""
     return max(spec.head_dim, spec.head_dim_v) > WIDE
 
 
