@@ -12,7 +12,7 @@ from quire.kernels.hopper.convert import permute_for_fp8_operand, to_fp8
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, piece_of, pieces_of
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
 from quire.kernels.hopper.tile_scheduler import ROWS
-from quire.kernels.states import LOG2E, groups_of, log2
+from quire.kernels.states import LN2, LOG2E, groups_of, log2
 
 
 @gluon.constexpr_function
@@ -296,6 +296,18 @@ def softmax_step(
         by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
     return p, m_new, l_i, alpha
+
+
+@gluon.jit
+def lse_of_rows(m_i, l_i):
+    """Return the natural-log lse of finished states, -inf where no key was seen.
+
+    The fma is written out, as in `states.finish`. A compiler may fuse product and sum or not, as the code around them
+    is, and the same rows would have other bits in another variant of a kernel.
+    """
+    empty = l_i == 0.0
+    lse = gl.fma(m_i, gl.zeros_like(m_i) + LN2, gl.log(gl.where(empty, 1.0, l_i)))
+    return gl.where(empty, float("-inf"), lse)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from quire.kernels.hopper.attend import (
     attend_work_tile_in_fp8,
     attend_work_tile_in_splits,
     layout_of_out,
+    lse_of_rows,
     queries_of,
     scaled,
 )
@@ -53,7 +54,7 @@ from quire.kernels.hopper.tile_scheduler import (
     read_work_tile,
 )
 from quire.kernels.primitives import in_units
-from quire.kernels.states import LN2, LOG2E, as_stored
+from quire.kernels.states import LOG2E, as_stored
 
 
 class Scoring(NamedTuple):
@@ -254,7 +255,7 @@ def finish(
     safe = gl.where(empty, 1.0, l_i)
     if outputs.lse_ptr is not None:
         tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
-        lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(safe))
+        lse = lse_of_rows(m_i, l_i)
         offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
         offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + split
         wanted = tokens < work.q_len

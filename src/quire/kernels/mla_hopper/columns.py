@@ -8,9 +8,9 @@ The output is [512, COLUMNS], transposed. In the kernels for few rows, keys are 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.hopper.attend import lse_of_rows
 from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
 from quire.kernels.mla_hopper.schedule import TILE, queries_of
-from quire.kernels.states import LN2
 
 
 @gluon.jit
@@ -87,7 +87,7 @@ def store_result(
         if outputs.lse is not None:
             rows = first_row + gl.arange(0, COLUMNS, l_i.type.layout)
             token, head = rows // NUM_HEADS, rows % NUM_HEADS
-            lse = gl.where(l_i == 0.0, float("-inf"), m_i * LN2 + gl.log(gl.where(l_i == 0.0, 1.0, l_i)))
+            lse = lse_of_rows(m_i, l_i)
             offsets = (work.q_start + token).to(gl.int64) * outputs.stride_lse + head
             gl.store(outputs.lse + offsets, lse, mask=token < work.q_len)
 

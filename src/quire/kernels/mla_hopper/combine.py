@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.hopper.attend import lse_of_rows
 from quire.kernels.mla_hopper.schedule import (
     ROWS,
     SEQS,
@@ -21,7 +22,6 @@ from quire.kernels.mla_hopper.schedule import (
     queries_of,
     tiles_of_sequences,
 )
-from quire.kernels.states import LN2
 
 WIDTH = gl.constexpr(512)  # columns of the values
 
@@ -108,7 +108,7 @@ def mla_combine_kernel(
             )  # fmt: skip
             if lse_ptr is not None:
                 if column == 0:
-                    lse = gl.where(empty, float("-inf"), m * LN2 + gl.log(safe))
+                    lse = lse_of_rows(m, sums)
                     of_lse = row_block * ROWS + block + gl.arange(0, BLOCK_M, lse.type.layout)
                     lse_token = of_lse // NUM_HEADS
                     lse_offsets = (q_start + lse_token).to(gl.int64) * stride_lse + of_lse % NUM_HEADS

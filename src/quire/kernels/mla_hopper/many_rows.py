@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.hopper.attend import lse_of_rows
 from quire.kernels.hopper.convert import peaks, scale_of_rows, scale_panels
 from quire.kernels.hopper.pipeline import reinterpret
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, wait
 from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
 from quire.kernels.mla_hopper.softmax import finite, mask_scores, zero_invisible_rows
-from quire.kernels.states import LN2
 
 
 @gluon.jit
@@ -319,7 +319,7 @@ def store_result(PARITY: gl.constexpr, s, acc, m_i, l_i, outputs, work, row_bloc
         if outputs.lse is not None:
             rows = row_block * ROWS + gl.arange(0, ROWS, l_i.type.layout)
             token = rows // NUM_HEADS
-            lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(safe))
+            lse = lse_of_rows(m_i, l_i)
             offsets = (work.q_start + token).to(gl.int64) * outputs.stride_lse + rows % NUM_HEADS
             gl.store(outputs.lse + offsets, lse, mask=token < work.q_len)
 
