@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from quire.kernels.hopper.attend import products_unless_all_are_one
+
 from .values import Value, computed
 
 
@@ -55,6 +57,11 @@ def reciprocal(number: Value) -> Value:
     return Value(1 / number.data)
 
 
+def product(numbers: Value, factors: Value) -> Value:
+    """A warp whose factors are all 1 skips the products, which would change nothing."""
+    return numbers * factors
+
+
 MEANINGS: dict[str, Callable[..., Any]] = {
     "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;": unzip,
     "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
@@ -68,6 +75,7 @@ MEANINGS: dict[str, Callable[..., Any]] = {
     "cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }": values_to_float16,
     "fma.rn.f32 $0, $1, $2, $3;": multiply_add,
     "rcp.approx.ftz.f32 $0, $1;": reciprocal,
+    **{products_unless_all_are_one(numbers): product for numbers in (32, 64)},
 }
 
 

@@ -78,7 +78,7 @@ def language(machine: Machine) -> types.SimpleNamespace:
         **names,
         constexpr=lambda x: x, static_range=range, tensor=Value, shared_memory_descriptor=Tile,
         NVMMASharedLayout=gl.NVMMASharedLayout, SwizzledSharedLayout=any_layout, BlockedLayout=any_layout,
-        SliceLayout=any_layout, NVMMADistributedLayout=any_layout, DotOperandLayout=any_layout,
+        SliceLayout=any_layout, NVMMADistributedLayout=any_layout, DotOperandLayout=any_layout, DistributedLinearLayout=any_layout,
         program_id=machine.program_id, num_programs=machine.num_programs, num_warps=machine.num_warps,
         warp_specialize=machine.warp_specialize, allocate_shared_memory=machine.allocate_shared_memory,
         load=machine.memory.load, store=machine.memory.store, atomic_add=machine.atomic_add,

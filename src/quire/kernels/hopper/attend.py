@@ -14,6 +14,9 @@ from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
 from quire.kernels.hopper.tile_scheduler import ROWS
 from quire.kernels.states import LN2, LOG2E, groups_of, log2
 
+SLACK = gl.constexpr(8.0)  # a base-2 exponent
+LAZY_FROM = gl.constexpr(129)  # columns of values from which lazy rescaling is faster (NVIDIA H200, 2026-11-25)
+
 
 @gluon.constexpr_function
 def layout_of_out(columns, depth):
@@ -37,6 +40,56 @@ def scaled(accs, factor):
             by = gl.convert_layout(factor, gl.SliceLayout(1, accs[i].type.layout))[:, None]
         results = results + (accs[i] * by,)
     return results
+
+
+@gluon.constexpr_function
+def products_unless_all_are_one(numbers):
+    """Return PTX that multiplies a thread's numbers by factors, in place, unless no thread of the warp has any but 1.
+
+    Numbers and factors alternate between two rows by twos, as in the accumulator of a tensor-core instruction.
+    """
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * numbers + i};" for i in range(numbers))
+    return (
+        f"{{ .reg .pred one; setp.eq.f32 one, ${2 * numbers}, 0f3F800000; "
+        f"setp.eq.and.f32 one, ${2 * numbers + 2}, 0f3F800000, one; vote.sync.all.pred one, one, 0xffffffff; "
+        f"@one bra.uni DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def in_place(numbers):
+    """Return the constraints of PTX that changes float32 registers in place and reads as many others."""
+    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)] + ["f"] * numbers)
+
+
+@gluon.jit
+def rescaled(accs, factor):
+    """Multiply accumulators by a factor per row. Nearly always, it is 1 for all rows of a warp: see `raised`."""
+    results = ()
+    for i in gl.static_range(len(accs)):
+        results = results + (rescaled_acc(accs[i], factor),)
+    return results
+
+
+@gluon.jit
+def rescaled_acc(acc, factor):
+    """Multiply one accumulator by a factor per row."""
+    NUMBERS: gl.constexpr = min(64, acc.shape[1] // 2)  # of a thread, which are multiplied together
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return gl.inline_asm_elementwise(
+        products_unless_all_are_one(NUMBERS), in_place(NUMBERS), [acc, factor], dtype=gl.float32, is_pure=False,
+        pack=NUMBERS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def raised(m_i, highest):
+    """Return what exponents are relative to: the running maximum, until a score exceeds it by more than SLACK.
+
+    So probabilities are at most 2^SLACK, and the accumulators are rescaled for the first tiles of a row and rarely
+    afterwards. This is the lazy rescaling of FlashAttention 4.
+    """
+    return gl.where(highest > m_i + SLACK, highest, m_i)
 
 
 @gluon.jit
@@ -81,14 +134,16 @@ def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
 
 @gluon.jit
 def attend_work_tile(
-    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring,
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i,
     OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
-    SCORE_MOD: gl.constexpr,
+    SCORE_MOD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Return the state of a work tile's rows over its KV tiles, from the last tile to the first.
 
-    The first tile that is used is the tile_i-th of the pipelines.
+    The first tile that is used is the tile_i-th of the pipelines. EARLY: the queries are released after their last
+    product.
     """
+    LAZY: gl.constexpr = HEAD_DIM_V >= LAZY_FROM
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
     element: gl.constexpr = k_pipe.tiles.dtype
@@ -100,7 +155,7 @@ def attend_work_tile(
     scores = warpgroup_mma_wait(0, deps=[scores])
     consumer_release(k_pipe, tile_i)
     p, m_i, l_i, _ = softmax_step(
-        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
     )
     p = gl.convert_layout(p.to(element), OF_P)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
@@ -115,10 +170,12 @@ def attend_work_tile(
         accs, p = done[:NUM_ACCS], done[NUM_ACCS]
         consumer_release(v_pipe, i - 1)
         p, m_i, l_i, alpha = softmax_step(
-            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
         )
-        accs = scaled(accs, alpha)
+        accs = rescaled(accs, alpha) if LAZY else scaled(accs, alpha)
         p = gl.convert_layout(p.to(element), OF_P)
+    if EARLY:
+        consumer_release(q_pipe, work_i)
     last = tile_i + work.num_tiles - 1
     accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=accs + (p,))
@@ -254,7 +311,7 @@ def attend_work_tile_in_fp8(
 @gluon.jit
 def softmax_step(
     scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
-    LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+    LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
 ):  # fmt: skip
     """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
 
@@ -286,7 +343,8 @@ def softmax_step(
             first_col, last_col = sight.first - pos, sight.last - pos
         visible = (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
         scores = gl.where(visible, scores, float("-inf"))
-    m_new = gl.maximum(m_i, gl.max(scores, 1) * exponent_scale)
+    highest = gl.max(scores, 1) * exponent_scale
+    m_new = raised(m_i, highest) if LAZY else gl.maximum(m_i, highest)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
     p = gl.exp2(scores * by_row(exponent_scale) - (shift - LIFT)[:, None])
     alpha = gl.exp2(m_i - shift)

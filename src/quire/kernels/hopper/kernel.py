@@ -112,6 +112,11 @@ def consume(
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
     ALL_OWNED: gl.constexpr = q_pipe.tiles.shape[1] == HEADS * BLOCK_T
     OWNED: gl.constexpr = None if ALL_OWNED else HEADS * BLOCK_T  # rows of queries; others are not written
+    # The only buffer of queries is released after their last product. So the next ones arrive while results are written.
+    # Otherwise results are staged there, or rows look up once more what they see.
+    EARLY: gl.constexpr = (
+        q_pipe.tiles.shape[0] == 1 and element.primitive_bitwidth == 16 and FIXED_SPLIT == 0
+    ) and (scoring.key_begin is None and outputs.out_scale_ptr is None)
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
 
@@ -139,6 +144,9 @@ def consume(
             )
             q = (converted,)
             scale *= inverse_scale
+        cut = ()
+        if EARLY and outputs.partials is not None:
+            cut = read_cut(published, stage)
         if FP8_MMA:
             acc, m_i, l_i = attend_work_tile_in_fp8(
                 q[0], k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, OF_SCORES,
@@ -152,8 +160,8 @@ def consume(
             )  # fmt: skip
         else:
             accs, m_i, l_i = attend_work_tile(
-                q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, OF_SCORES, HEAD_DIM,
-                HEAD_DIM_V, BLOCK_T, SCORE_MOD,
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY,
             )  # fmt: skip
         if scoring.key_begin is not None:  # not kept in registers meanwhile, which hold what rows see
             work = read_work_tile(published, stage)
@@ -163,13 +171,15 @@ def consume(
         if outputs.partials is None:
             finish(
                 wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0,
-                PARTS,
+                PARTS, EARLY,
             )  # fmt: skip
         else:
-            cut = read_cut(published, stage)
+            if not EARLY:
+                cut = read_cut(published, stage)
             if cut.shift == 0:
                 finish(
-                    wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False, PARTS
+                    wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False, PARTS,
+                    EARLY,
                 )
             else:
                 WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
@@ -183,13 +193,26 @@ def consume(
                     )
                     finish(
                         wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False,
-                        PARTS,
+                        PARTS, EARLY,
                     )  # fmt: skip
-                else:
+                elif not EARLY:
                     consumer_release(q_pipe, work_i)
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
         work = read_work_tile(published, stage)
+
+
+@gluon.constexpr_function
+def eight_columns_each(columns):
+    """Return the layout of results in which a thread has eight adjacent columns of a row.
+
+    The four threads that have them in an accumulator have them here. So converting needs no shared memory.
+    """
+    more = [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *more], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [ROWS.value, columns],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -224,12 +247,13 @@ def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr, 
 @gluon.jit
 def finish(
     wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
-    BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Normalise a work tile's results and write them.
 
-    Results are staged in the shared memory of the work tile's queries, if that is wide enough, and it is then released.
-    So a thread writes 16 adjacent bytes. The states of splits are float32, and are written from registers.
+    A thread writes 16 adjacent bytes. For that, results are staged in the shared memory of the work tile's queries, if
+    that is wide enough, and it is then released. EARLY: it was released before, and four threads exchange registers.
+    The states of splits are float32, and are written from registers as they are.
     """
     element: gl.constexpr = outputs.out_ptr.dtype.element_ty
     LIKE_Q: gl.constexpr = element == q_pipe.tiles.dtype
@@ -266,7 +290,13 @@ def finish(
     if INVARIANT:  # as `states.finish` does
         inverse = gl.fma(inverse, gl.fma(-safe, inverse, gl.zeros_like(safe) + 1.0), inverse)
     results = scaled(accs, inverse)
-    if STAGED:
+    if EARLY and LIKE_Q:
+        exchanged = ()
+        for i in gl.static_range(len(accs)):
+            result = results[i].to(element)
+            exchanged = exchanged + (gl.convert_layout(result, eight_columns_each(result.shape[1])),)
+        results = exchanged
+    elif STAGED:
         stage = work_i % q_pipe.empty.shape[0]
         loaded = ()
         for i in gl.static_range(len(accs)):
@@ -277,7 +307,8 @@ def finish(
             loaded = loaded + (staged,)
         results = loaded
         fence_async_shared()
-    consumer_release(q_pipe, work_i)
+    if not EARLY:
+        consumer_release(q_pipe, work_i)
     for i in gl.static_range(len(accs)):
         write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T, OWNED)
 

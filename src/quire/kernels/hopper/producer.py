@@ -57,10 +57,11 @@ def produce(
     BLOCK_ROWS: gl.constexpr = HEADS * BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    Q_BYTES: gl.constexpr = columns_of(q_pipe.tiles, q_pipe.more) * 2  # of a row
-    K_BYTES: gl.constexpr = columns_of(k_pipe.tiles, k_pipe.more) * k_pipe.tiles.dtype.primitive_bitwidth // 8
     V_BYTES: gl.constexpr = columns_of(v_pipe.tiles, v_pipe.more) * v_pipe.tiles.dtype.primitive_bitwidth // 8
+    Q_BYTES: gl.constexpr = columns_of(q_pipe.tiles, q_pipe.more) * 2  # of a row
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
+    # The only buffer of queries becomes free late. Keys do not wait for it, except the first: page numbers come first.
+    KEYS_FIRST: gl.constexpr = q_pipe.tiles.shape[0] == 1
     SPARE: gl.constexpr = v_pipe.tiles.shape[0]  # the pipeline's spare barrier
     THREADS: gl.constexpr = 32 * gl.num_warps()
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -148,6 +149,7 @@ def produce(
             kv_low, kv_high = visible_keys(work, window_left, window_right)
         else:
             kv_low, kv_high = keys.kv_low, keys.kv_high
+        kv_head = head // GROUP
         pos = tile * BLOCK_N
         if GATHERS:
             pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)
@@ -162,6 +164,17 @@ def produce(
             taken = gl.atomic_add(tile_counter + lane, one, mask=lane == 0, sem="relaxed")
             left = left * 0
         else:
+            if KEYS_FIRST and work_i > 0:
+                if GATHERS:
+                    gather_tile(
+                        k_source, kv_head, k_pipe, tile_i, pages, pos, kv.k_page, kv.k_slot, kv.k_head, HEAD_DIM,
+                        PAGE_SIZE,
+                    )  # fmt: skip
+                else:
+                    load_keys(
+                        k_source, k_pipe, tile_i, pages_of_boxes(pages, lane, BLOCK_N // KV_BOX), pos, k_page,
+                        kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
+                    )  # fmt: skip
             stage = producer_acquire(q_pipe, work_i)
             publish_work_tile(published, stage, work, keys)
             expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
@@ -170,14 +183,11 @@ def produce(
                 load_rows(q_desc, q_row, q_col, q_pipe.full.index(stage), buffers_of(q_pipe, stage), first, Q_BOX)
             work_i += 1
 
-        kv_head = head // GROUP
         while left > 0:
             if GATHERS:
                 pages_of_rows = pages
             else:
-                pages_of_boxes = ()
-                for i in gl.static_range(BLOCK_N // KV_BOX):
-                    pages_of_boxes = pages_of_boxes + (gl.sum(gl.where(lane == i, pages, 0), 0),)
+                of_boxes = pages_of_boxes(pages, lane, BLOCK_N // KV_BOX)
             # Prefetch the next tile's page numbers. Take the next work tile only during the last tile, so that an idle
             # program can take it first.
             pos = (tile + STEP) * BLOCK_N
@@ -189,10 +199,11 @@ def produce(
             one, is_last_tile = gl.full([THREADS], 1, gl.int32, ONE_EACH), (lane == 0) & (left == 1)
             taken = gl.atomic_add(tile_counter + lane, one, mask=is_last_tile, sem="relaxed")
             if GATHERS:
-                gather_tile(
-                    k_source, kv_head, k_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
-                    kv.k_page, kv.k_slot, kv.k_head, HEAD_DIM, PAGE_SIZE,
-                )  # fmt: skip
+                if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
+                    gather_tile(
+                        k_source, kv_head, k_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
+                        kv.k_page, kv.k_slot, kv.k_head, HEAD_DIM, PAGE_SIZE,
+                    )  # fmt: skip
                 if left < work.num_tiles:
                     hand_over(v_pipe, tile_i - 1, 1)
                 hand_over(k_pipe, tile_i, 0)
@@ -201,12 +212,11 @@ def produce(
                     kv.v_page, kv.v_slot, kv.v_head, HEAD_DIM_V, PAGE_SIZE,
                 )  # fmt: skip
             else:
-                stage = producer_acquire(k_pipe, tile_i)
-                expect_bytes(k_pipe.full, stage, BLOCK_N * K_BYTES)
-                load_kv_tile(
-                    k_source, k_pipe, stage, k_pipe.full.index(stage), pages_of_boxes, tile * BLOCK_N, k_page,
-                    kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
-                )  # fmt: skip
+                if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
+                    load_keys(
+                        k_source, k_pipe, tile_i, of_boxes, tile * BLOCK_N, k_page, kv_head * k_row, kv_head * k_col,
+                        PAGE_SIZE, KV_BOX,
+                    )  # fmt: skip
                 stage = producer_acquire(v_pipe, tile_i)
                 barrier = stage
                 if not CONVERTED:
@@ -216,7 +226,7 @@ def produce(
                     barrier = gl.where(all_visible, stage, SPARE)
                 expect_bytes(v_pipe.full, barrier, BLOCK_N * V_BYTES)
                 load_kv_tile(
-                    v_source, v_pipe, stage, v_pipe.full.index(barrier), pages_of_boxes, tile * BLOCK_N, v_page,
+                    v_source, v_pipe, stage, v_pipe.full.index(barrier), of_boxes, tile * BLOCK_N, v_page,
                     kv_head * v_row, kv_head * v_col + first_value, PAGE_SIZE, KV_BOX,
                 )  # fmt: skip
                 if not CONVERTED and barrier == SPARE:
@@ -238,6 +248,29 @@ def produce(
     stage = producer_acquire(q_pipe, work_i)
     publish_work_tile(published, stage, WorkTile(0, 0, 0, 0, 0, 0, 0, 0, 0), ())
     expect_bytes(q_pipe.full, stage, 0)
+
+
+@gluon.jit
+def load_keys(
+    k_source, k_pipe, tile_i, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr
+):
+    """Load the keys from position `pos` on, the tile_i-th tile of the pipeline."""
+    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    BYTES: gl.constexpr = columns_of(k_pipe.tiles, k_pipe.more) * k_pipe.tiles.dtype.primitive_bitwidth // 8
+    stage = producer_acquire(k_pipe, tile_i)
+    expect_bytes(k_pipe.full, stage, BLOCK_N * BYTES)
+    load_kv_tile(
+        k_source, k_pipe, stage, k_pipe.full.index(stage), pages, pos, page_rows, row, col, PAGE_SIZE, KV_BOX
+    )
+
+
+@gluon.jit
+def pages_of_boxes(pages, lane, COUNT: gl.constexpr):
+    """Return the page of each box of a tile, from the lanes that hold them."""
+    numbers = ()
+    for i in gl.static_range(COUNT):
+        numbers = numbers + (gl.sum(gl.where(lane == i, pages, 0), 0),)
+    return numbers
 
 
 @gluon.jit

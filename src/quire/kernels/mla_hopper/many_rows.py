@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.hopper.attend import lse_of_rows
+from quire.kernels.hopper.attend import lse_of_rows, raised, rescaled
 from quire.kernels.hopper.convert import peaks, scale_of_rows, scale_panels
 from quire.kernels.hopper.pipeline import reinterpret
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, wait
@@ -211,12 +211,12 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
         acc, m_even, l_i = attend_to_own_even_tile(
             acc, m_i, l_i, s, work, use + i, pos, zero, row_block, causal, scale, OF_OUT, NUM_HEADS
         )
+        acc = finish_values(EVEN, EVEN, s, acc)
         wait(s.p_full[ODD], odd_use + i)
         m_i = s.maximum.index(ODD).load(gl.SliceLayout(1, OF_SCORES))
         beta = gl.exp2(m_even - finite(m_i))
         l_i *= beta
-        acc = finish_values(EVEN, EVEN, s, acc)
-        acc = multiply_values(EVEN, ODD, s, s.kv_rope.index(zero + ODD), scale_rows(acc, beta), zero)
+        acc = multiply_values(EVEN, ODD, s, s.kv_rope.index(zero + ODD), rescaled(acc, beta), zero)
         acc = finish_values(EVEN, ODD, s, acc)
         pos += 2 * TILE
     if work.count % 2 > 0:  # the last tile is even
@@ -237,13 +237,13 @@ def attend_to_own_even_tile(
     scores = multiply_keys(EVEN, s, use, zero)
     scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
     zero_invisible_values(EVEN, s, zero, pos, work.visible)
-    m_even = gl.maximum(m_i, gl.max(scores, 1) * scale)
+    m_even = raised(m_i, gl.max(scores, 1) * scale)
     p = probabilities(scores, scale, m_even)
     hand_over(EVEN, s, p, m_even)
     alpha = gl.exp2(m_i - finite(m_even))
     l_i = l_i * alpha + gl.sum(p, 1)
     own = gl.convert_layout(p.to(s.q.dtype), gl.DotOperandLayout(0, OF_OUT, 2))
-    return multiply_values(EVEN, EVEN, s, own, scale_rows(acc, alpha), zero), m_even, l_i
+    return multiply_values(EVEN, EVEN, s, own, rescaled(acc, alpha), zero), m_even, l_i
 
 
 @gluon.jit
@@ -261,14 +261,19 @@ def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.co
         highest = gl.max(scores, 1) * scale
         # The softmax of this tile overlaps the product of the even one.
         acc, m_even, alpha = attend_to_even_tile(acc, m_i, s, use + i, zero, OF_SCORES)
-        m_i = gl.maximum(m_even, highest)
+        m_i = raised(m_even, highest)
         p = probabilities(scores, scale, m_i)
+        left, right = acc
+        left = warpgroup_mma_wait(1, deps=[left])
+        mbarrier.arrive(s.empty[EVEN * 4 + ODD * 2], count=1)
         hand_over(ODD, s, p, m_i)
+        right = warpgroup_mma_wait(0, deps=[right])
+        mbarrier.arrive(s.empty[EVEN * 4 + ODD * 2 + 1], count=1)
         beta = gl.exp2(m_even - finite(m_i))
         l_i = l_i * (alpha * beta) + gl.sum(p, 1)
         own = gl.convert_layout(p.to(s.q.dtype), gl.DotOperandLayout(0, OF_OUT, 2))
-        acc = finish_values(ODD, EVEN, s, acc)
-        acc = multiply_values(ODD, ODD, s, own, scale_rows(acc, beta), zero)
+        acc = (left, right)
+        acc = multiply_values(ODD, ODD, s, own, rescaled(acc, beta), zero)
         acc = finish_values(ODD, ODD, s, acc)
         pos += 2 * TILE
     if work.count % 2 > 0:  # the last tile is even
@@ -286,7 +291,7 @@ def attend_to_even_tile(acc, m_i, s, use, zero, OF_SCORES: gl.constexpr):
     wait(s.p_full[EVEN], use)
     m_even = s.maximum.index(EVEN).load(gl.SliceLayout(1, OF_SCORES))
     alpha = gl.exp2(m_i - finite(m_even))
-    acc = multiply_values(ODD, EVEN, s, s.kv_rope.index(zero + EVEN), scale_rows(acc, alpha), zero)
+    acc = multiply_values(ODD, EVEN, s, s.kv_rope.index(zero + EVEN), rescaled(acc, alpha), zero)
     return acc, m_even, alpha
 
 
