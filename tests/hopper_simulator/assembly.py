@@ -62,6 +62,11 @@ def product(numbers: Value, factors: Value) -> Value:
     return numbers * factors
 
 
+def prefetch(address: Value) -> Value:
+    """Nothing that a program could see."""
+    return Value(torch.zeros(address.data.shape, dtype=torch.int32))
+
+
 MEANINGS: dict[str, Callable[..., Any]] = {
     "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;": unzip,
     "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
@@ -75,6 +80,7 @@ MEANINGS: dict[str, Callable[..., Any]] = {
     "cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }": values_to_float16,
     "fma.rn.f32 $0, $1, $2, $3;": multiply_add,
     "rcp.approx.ftz.f32 $0, $1;": reciprocal,
+    "prefetch.global.L2 [$1]; mov.u32 $0, 0;": prefetch,
     **{products_unless_all_are_one(numbers): product for numbers in (32, 64)},
 }
 

@@ -62,6 +62,8 @@ class Source(NamedTuple):
     stride_table: Any
     table_width: Any
     page_rows: Any  # rows of `kv_desc` from page to page
+    kv_ptr: Any  # the same latents: slot 0 of page 0
+    stride_row: Any  # from slot to slot
 
 
 class Program(NamedTuple):
@@ -81,9 +83,9 @@ class Program(NamedTuple):
 
 @gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "sequence_cost", "stride_table", "table_width"])
 def mla_hopper_kernel(
-    out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, scale_ptr, kv_desc, rope_desc,
+    out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, scale_ptr, kv_ptr, kv_desc, rope_desc,
     page_table, seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
-    scale, causal, num_seqs, num_partitions, combine_cost, sequence_cost, stride_table, table_width, page_rows,
+    scale, causal, num_seqs, num_partitions, combine_cost, sequence_cost, stride_table, table_width, page_rows, stride_row,
     stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head,
     stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
@@ -115,7 +117,7 @@ def mla_hopper_kernel(
     program = Program(
         queries, outputs, lengths, partition, index, num_partitions, row_block, causal, scale, scale_ptr
     )  # fmt: skip
-    source = Source(kv_desc, rope_desc, page_table, stride_table, table_width, page_rows)
+    source = Source(kv_desc, rope_desc, page_table, stride_table, table_width, page_rows, kv_ptr, stride_row)
     # The lists after the functions: warps and registers of all but the first.
     if COLUMNS < ROWS:
         if FROM_FP8:

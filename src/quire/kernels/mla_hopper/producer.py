@@ -14,6 +14,10 @@ from quire.kernels.hopper.pipeline import reinterpret, tma_load
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE, wait
 from quire.kernels.mla_hopper.schedule import TILE, first_tile, work_of
 
+# Tiles of a partition up to which L2 fetches ahead. Longer loops are bound by power, and fetching costs some (NVIDIA
+# H200, 2026-11-25).
+FETCHED_AHEAD = gl.constexpr(24)
+
 
 @gluon.jit
 def produce(s, source, program, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
@@ -22,6 +26,7 @@ def produce(s, source, program, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PAIR: gl.constexpr = 2 * TILE
     lane = gl.arange(0, 32, LANES)
+    fetches_ahead = (gl.num_programs(0) > 1) & (partition.size <= FETCHED_AHEAD)
     seq, place = partition.seq, partition.first
     uses, odd_uses = 0, 0
     while place < partition.high:
@@ -42,6 +47,8 @@ def produce(s, source, program, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr
             has_odd = pos + TILE < end
             for i in gl.static_range(4):
                 load_quarter(s, source, rows, EVEN, ORDER[EVEN][i], uses, BOX)
+            if fetches_ahead & (pos + PAIR < end):
+                fetch_into_l2(source, pages, lane, pos + PAIR, program.row_block, PAGE_SIZE, BOX)
             if has_odd:
                 for i in gl.static_range(4):
                     load_quarter(s, source, rows, ODD, ORDER[ODD][i], odd_uses, BOX)
@@ -50,6 +57,29 @@ def produce(s, source, program, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr
             pos += PAIR
         seq += 1
         place = next_place
+
+
+@gluon.jit
+def fetch_into_l2(source, pages, lane, pos, row_block, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
+    """Let the L2 cache fetch two tiles from position `pos` on. The programs of all row blocks share this work.
+
+    These are plain instructions: to TMA, such a fetch is as much work as a load.
+    """
+    BITS: gl.constexpr = source.kv_desc.dtype.primitive_bitwidth
+    LINE: gl.constexpr = 1024 // BITS  # elements of 128 bytes
+    for group in gl.static_range(2 * TILE // 32):  # of 32 latents, one for each lane
+        if group % gl.num_programs(0) == row_block:
+            page = lane * 0
+            for box in gl.static_range(max(1, 32 // BOX)):
+                number = gl.sum(gl.where(lane == group * 32 // BOX + box, pages, 0), 0)
+                page = gl.where(lane // BOX == box, number, page)
+            row = page * source.page_rows + (pos + group * 32 + lane) % PAGE_SIZE
+            latents = source.kv_ptr + row.to(gl.int64) * source.stride_row
+            for first in gl.static_range(0, 2 * HALF + ROPE, LINE):
+                gl.inline_asm_elementwise(
+                    "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [latents + first], dtype=gl.int32,
+                    is_pure=False, pack=1,
+                )  # fmt: skip
 
 
 @gluon.jit

@@ -59,7 +59,7 @@ class MLAHopperRunner:
             return
         if q_nope.shape[0] == 0 or self.batch.num_seqs == 0:
             return
-        tensors = out, lse, q_nope, q_pe, cache.k_scale
+        tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
         if not any((at or 0) % 16 for at in addresses[:4]):
@@ -75,7 +75,7 @@ class MLAHopperRunner:
             k, table = cache.strides[0], self.batch.page_table
             scores = spec.softmax_scale * LOG2E.value, int(spec.causal)
             strides = *q_nope.stride()[:2], *q_pe.stride()[:2], *self.out_strides(out, lse)
-            pages = table.stride(0), table.shape[1], k.page // k.slot
+            pages = table.stride(0), table.shape[1], k.page // k.slot, k.slot
             fixed = *absent, table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
             meta = decided.constexprs() | {"PAGE_SIZE": cache.page_size, "BOX": box, "num_warps": 4, "launch_pdl": True}
             self.launches.launch(attend_key, mla_hopper_kernel, self.grid, tensors, fixed, meta, descriptors)
