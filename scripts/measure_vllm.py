@@ -19,7 +19,7 @@ process. Experiments:
     python scripts/measure_vllm.py --join llama.json qwen.json --out docs/results/vllm_h200
     python scripts/measure_vllm.py --layers 4 --latency 100 --prompt 4096           # a first look: four layers
     python scripts/measure_vllm.py --models one-kv-head --tensor-parallel 2 --dcp 2 --backends FLASH_ATTN CUSTOM \\
-        --weights 2 --context 1 16 --greedy 32                                      # contexts shared by two GPUs
+        --weights 2 --context 1 16 --greedy 32 --workspace 256                      # contexts shared by two GPUs
 
 Needs vLLM and `quire` (CUSTOM is Quire up to vLLM 0.31; from 0.32 on name QUIRE in --backends), and matplotlib for the
 plot. A backend that fails is left out.
@@ -28,7 +28,9 @@ The models with latent attention (MLA) are DeepSeek's without experts: every lay
 feed-forward part. `deepseek-v3-rank` is what one of eight tensor-parallel GPUs has of DeepSeek-V3: 16 of 128 heads and
 an eighth of the feed-forward part.
 
-`one-kv-head` is for decode context parallelism, which vLLM has where there are more GPUs than KV heads.
+`one-kv-head` is for decode context parallelism, which vLLM has where there are more GPUs than KV heads. There,
+FLASH_ATTN of vLLM 0.20.2 stops at the first prompt: its warm-up allocates a workspace for a few tokens only, and locks
+it. `--workspace` lets it find a larger one.
 """
 
 import argparse
@@ -122,6 +124,7 @@ class Run:
     kv_cache_dtype: str = "auto"
     tensor_parallel: int = 1
     dcp: int = 1  # GPUs that share each context
+    workspace: int = 0  # MB that vLLM's own backends find allocated
     compiled: bool = True
     warm: bool = True  # Quire compiles its kernels before the first request
     prefill: bool = True  # Quire's, where Quire decodes latents
@@ -375,6 +378,33 @@ def work(run: Run) -> None:
     print(MEASURED + json.dumps(what | about | measure(run, llm)), flush=True)
 
 
+def write_workspace_plugin(folder: Path, megabytes: int) -> None:
+    """Write a plug-in of vLLM, which each of its processes loads, that allocates the workspace when it is made."""
+    (folder / "measured_workspace.py").write_text(
+        f"""
+import torch
+from vllm.v1.worker.workspace import WorkspaceManager
+
+make = WorkspaceManager.__init__
+
+
+def make_large(self, device, *args, **options):
+    make(self, device, *args, **options)
+    self._current_workspaces = [
+        torch.empty({megabytes} << 20, dtype=torch.uint8, device=device) for _ in self._current_workspaces
+    ]
+
+
+def register():
+    WorkspaceManager.__init__ = make_large
+"""
+    )
+    about = folder / "measured_workspace-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: measured-workspace\nVersion: 0\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nworkspace = measured_workspace:register\n")
+
+
 class Process:
     """A run's process, and what it wrote."""
 
@@ -382,8 +412,13 @@ class Process:
         self.run = run
         self.lines: list[str] = []
         command = [sys.executable, __file__, "--worker", json.dumps(asdict(run))]
+        environment = dict(os.environ)
+        self.plugin = tempfile.TemporaryDirectory()
+        if run.workspace and run.backend not in QUIRE:
+            write_workspace_plugin(Path(self.plugin.name), run.workspace)
+            environment["PYTHONPATH"] = os.pathsep.join([self.plugin.name, os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
         )
 
     def until(self, mark: str) -> str | None:
@@ -408,6 +443,7 @@ class Process:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+        self.plugin.cleanup()
 
     def result(self) -> dict[str, Any] | None:
         """Make it measure, and wait for its end."""
@@ -691,6 +727,9 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each model")
     parser.add_argument("--dcp", type=int, default=1, help="of these GPUs, how many share each context")
     parser.add_argument(
+        "--workspace", type=int, default=0, metavar="MB", help="that vLLM's own backends find allocated; default none"
+    )
+    parser.add_argument(
         "--no-compile", action="store_true", help="no torch.compile: starts faster, but is not what is served"
     )
     parser.add_argument(
@@ -739,6 +778,7 @@ def main() -> None:
                 kv_cache_dtype=args.kv_cache_dtype,
                 tensor_parallel=args.tensor_parallel,
                 dcp=args.dcp,
+                workspace=args.workspace,
                 compiled=not args.no_compile,
                 warm=not args.no_warmup,
                 prefill=not (args.vllm_prefill and backend in QUIRE),

@@ -15,6 +15,7 @@ from quire import intervals
 from quire.dispatch.device import device_properties
 from quire.plan import make_plan
 from quire.testing import error_budget, make_problem
+from tests.growth import with_growing_scores
 
 if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).has_wgmma):
     pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
@@ -121,6 +122,23 @@ def assert_right(spec, lens, **problem):
 )
 def test_features(extra, head_dim, dtype):
     assert_right(quire.AttentionSpec(**LLAMA | extra | {"head_dim": head_dim, "dtype": dtype}), MIXED)
+
+
+@pytest.mark.parametrize("falling", [True, False])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 128), (192, 128), (192, 192), (256, 256), (64, 136)])
+def test_scores_that_grow_from_tile_to_tile(head_dim, head_dim_v, falling):
+    """Bits of a row do not depend on the other rows of its warp, which may have to be rescaled."""
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+    p, plan, _ = solve(spec, ((300, 2100), (140, 140), (65, 700)), LONG, page_size=64)
+    with_growing_scores(p, falling)
+    first = quire.attention(p.q, p.cache, plan, return_lse=True)
+    verdict = error_budget(p, first)
+    assert verdict.passed, (plan, verdict)
+    p.q[37] *= -7.0
+    again = quire.attention(p.q, p.cache, plan, return_lse=True)
+    others = [token for token in range(505) if token != 37]
+    assert torch.equal(first.out[others], again.out[others]) and torch.equal(first.lse[others], again.lse[others])
+    assert not torch.equal(first.lse[37], again.lse[37])
 
 
 @pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}, {"softcap": 50.0, "head_dim": 64}], ids=str)

@@ -9,6 +9,7 @@ import torch
 import quire
 from quire.dispatch.device import device_properties
 from quire.testing import error_budget, make_problem
+from tests.growth import with_growing_scores
 
 if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).has_wgmma):
     pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
@@ -46,6 +47,23 @@ def assert_right(spec, lens, **problem):
 @pytest.mark.parametrize("num_q_heads", [1, 8, 16, 40, 64, 128])
 def test_heads(num_q_heads, causal, dtype):
     assert_right(mla(num_q_heads, causal=causal, dtype=dtype), MIXED, page_size=64)
+
+
+@pytest.mark.parametrize("falling", [True, False])
+@pytest.mark.parametrize("num_q_heads", [16, 40, 128])
+def test_scores_that_grow_from_tile_to_tile(num_q_heads, falling):
+    """Bits of a row do not depend on the other rows of its warp, which may have to be rescaled."""
+    p, plan, _ = solve(mla(num_q_heads), ((1, 2000), (1, 130), (1, 900)), page_size=64, one_query=True)
+    with_growing_scores(p, falling)
+    first = quire.attention(p.q, p.cache, plan, return_lse=True)
+    verdict = error_budget(p, first)
+    assert verdict.passed, (plan, verdict)
+    p.q[:, 5] *= -7.0
+    again = quire.attention(p.q, p.cache, plan, return_lse=True)
+    others = [head for head in range(num_q_heads) if head != 5]
+    assert torch.equal(first.out[:, others], again.out[:, others])
+    assert torch.equal(first.lse[:, others], again.lse[:, others])
+    assert not torch.equal(first.lse[:, 5], again.lse[:, 5])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

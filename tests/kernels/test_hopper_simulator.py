@@ -21,6 +21,7 @@ if not interprets():
 pytest.importorskip("triton.experimental.gluon")
 
 from quire.kernels.hopper.convert import quantize_results
+from tests.growth import with_growing_scores
 from tests.hopper_simulator.launch import Functions, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine
@@ -115,6 +116,25 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     others = [token for token in range(73) if token not in (5, 39)]
     assert torch.equal(state.out[others], expected.out[others]) and torch.equal(state.lse[others], expected.lse[others])
     assert state.out[[5, 39]].isnan().all() and state.lse[[5, 39]].isnan().all()
+
+
+@pytest.mark.parametrize("falling", [True, False])
+@pytest.mark.parametrize(
+    ("spec", "lens", "kernel"),
+    [
+        (quire.AttentionSpec(**LLAMA | {"head_dim_v": 192}), ((40, 700), (33, 130)), "hopper"),
+        (
+            quire.AttentionSpec.mla(num_q_heads=64, softmax_scale=0.07, dtype=torch.float16),
+            ((1, 700), (1, 130)),
+            "mla_hopper",
+        ),
+    ],
+    ids=["wide values", "latents"],
+)
+def test_scores_that_grow_from_tile_to_tile(spec, lens, kernel, falling):
+    p = with_growing_scores(make_problem(spec, lens, page_size=64), falling)
+    state, _ = attend(p, make_plan(p, LONG, kernel))
+    assert error_budget(p, state).passed, error_budget(p, state)
 
 
 @pytest.mark.parametrize("bound", [None, LONG])

@@ -112,11 +112,11 @@ def consume(
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
     ALL_OWNED: gl.constexpr = q_pipe.tiles.shape[1] == HEADS * BLOCK_T
     OWNED: gl.constexpr = None if ALL_OWNED else HEADS * BLOCK_T  # rows of queries; others are not written
-    # The only buffer of queries is released after their last product. So the next ones arrive while results are written.
-    # Otherwise results are staged there, or rows look up once more what they see.
-    EARLY: gl.constexpr = (
-        q_pipe.tiles.shape[0] == 1 and element.primitive_bitwidth == 16 and FIXED_SPLIT == 0
-    ) and (scoring.key_begin is None and outputs.out_scale_ptr is None)
+    # The only buffer of queries is released after their last product, so that the next ones arrive while results are
+    # written. Otherwise results are staged there, or rows look up once more what they see.
+    EARLY: gl.constexpr = (q_pipe.tiles.shape[0] == 1 and element.primitive_bitwidth == 16 and FIXED_SPLIT == 0) and (
+        scoring.key_begin is None and outputs.out_scale_ptr is None
+    )
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
 
@@ -180,7 +180,7 @@ def consume(
                 finish(
                     wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False, PARTS,
                     EARLY,
-                )
+                )  # fmt: skip
             else:
                 WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
                 SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)

@@ -251,17 +251,13 @@ def produce(
 
 
 @gluon.jit
-def load_keys(
-    k_source, k_pipe, tile_i, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr
-):
+def load_keys(k_source, k_pipe, tile_i, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr):
     """Load the keys from position `pos` on, the tile_i-th tile of the pipeline."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     BYTES: gl.constexpr = columns_of(k_pipe.tiles, k_pipe.more) * k_pipe.tiles.dtype.primitive_bitwidth // 8
     stage = producer_acquire(k_pipe, tile_i)
     expect_bytes(k_pipe.full, stage, BLOCK_N * BYTES)
-    load_kv_tile(
-        k_source, k_pipe, stage, k_pipe.full.index(stage), pages, pos, page_rows, row, col, PAGE_SIZE, KV_BOX
-    )
+    load_kv_tile(k_source, k_pipe, stage, k_pipe.full.index(stage), pages, pos, page_rows, row, col, PAGE_SIZE, KV_BOX)
 
 
 @gluon.jit

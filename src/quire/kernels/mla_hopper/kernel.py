@@ -85,8 +85,8 @@ class Program(NamedTuple):
 def mla_hopper_kernel(
     out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, scale_ptr, kv_ptr, kv_desc, rope_desc,
     page_table, seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
-    scale, causal, num_seqs, num_partitions, combine_cost, sequence_cost, stride_table, table_width, page_rows, stride_row,
-    stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head,
+    scale, causal, num_seqs, num_partitions, combine_cost, sequence_cost, stride_table, table_width, page_rows,
+    stride_row, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head,
     stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
     COLUMNS: gl.constexpr, FP8_MMA: gl.constexpr,
