@@ -154,6 +154,8 @@ def attend_work_tile(
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
     scores = warpgroup_mma_wait(0, deps=[scores])
     consumer_release(k_pipe, tile_i)
+    if EARLY and work.num_tiles == 1:
+        consumer_release(q_pipe, work_i)
     p, m_i, l_i, _ = softmax_step(
         scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
     )
@@ -164,6 +166,8 @@ def attend_work_tile(
         accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), accs, HEAD_DIM_V)
         scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])
         consumer_release(k_pipe, i)
+        if EARLY and i == tile_i + work.num_tiles - 1:
+            consumer_release(q_pipe, work_i)
         # The other warpgroup's softmax overlaps these two products. Overlapping the second product with the softmax of
         # this warpgroup was slower (NVIDIA H200).
         done = warpgroup_mma_wait(0, deps=accs + (p,))
@@ -174,8 +178,6 @@ def attend_work_tile(
         )
         accs = rescaled(accs, alpha) if LAZY else scaled(accs, alpha)
         p = gl.convert_layout(p.to(element), OF_P)
-    if EARLY:
-        consumer_release(q_pipe, work_i)
     last = tile_i + work.num_tiles - 1
     accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=accs + (p,))

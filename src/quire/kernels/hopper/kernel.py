@@ -473,7 +473,9 @@ def hopper_kernel(
             ],
             [4, PRODUCER_WARPS],
             # Registers per thread of the second and the third function.
-            [216, 72] if GATHERS else [224, 56] if MORE_REGISTERS else [232, 40],
+            ([232, 48] if HEAD_DIM_V > 192 else [216, 72])
+            if GATHERS
+            else ([224, 56] if MORE_REGISTERS else [232, 40]),
         )  # fmt: skip
     else:
         k_raw = k_pipe
