@@ -4,7 +4,9 @@ import importlib.util
 import json
 import sys
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +104,19 @@ def test_ranks_that_share_contexts_hold_a_part_of_the_cache_each(script):
     assert least < whole.cache_bytes() < 1.2 * least
     assert shared.cache_bytes() == whole.cache_bytes() // 2
     assert whole.longest > whole.keys + script.STEPS
+
+
+def test_a_plugin_allocates_the_workspace_of_vllm_s_own_backends(script, tmp_path, monkeypatch):
+    class WorkspaceManager:  # vLLM's, as far as the plug-in needs it
+        def __init__(self, device, num_ubatches=1):
+            self._current_workspaces = [None] * num_ubatches
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.workspace", SimpleNamespace(WorkspaceManager=WorkspaceManager))
+    script.write_workspace_plugin(tmp_path, 3)
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = (e for e in entry_points(group="vllm.general_plugins") if e.name == "workspace")
+    found.load()()
+    assert [w.nbytes for w in WorkspaceManager("cpu", 2)._current_workspaces] == [3 << 20] * 2
 
 
 def test_tokens_count_as_equal_one_by_one_and_up_to_the_first_difference(script):

@@ -604,6 +604,39 @@ IN_INTERPRETER = {
     "Hopper: denominator not rescaled": Mutant(
         ATTEND, "l_i = l_i * alpha + gl.sum(p, 1)", "l_i = l_i + gl.sum(p, 1)", SIMULATED + "features[{}-None]"
     ),
+    "Hopper: accumulators not rescaled": Mutant(
+        ATTEND,
+        "results = results + (rescaled_acc(accs[i], factor),)",
+        "results = results + (accs[i],)",
+        SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-True]",
+    ),
+    "latents: accumulators not rescaled": Mutant(
+        ATTEND,
+        "results = results + (rescaled_acc(accs[i], factor),)",
+        "results = results + (accs[i],)",
+        SIMULATED + "scores_that_grow_from_tile_to_tile[latents-False]",
+    ),
+    "Hopper: an older maximum for any score": Mutant(
+        ATTEND,
+        "SLACK = gl.constexpr(8.0)",
+        "SLACK = gl.constexpr(300.0)",
+        SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-False]",
+    ),
+    "Hopper: queries released a tile early": Mutant(
+        ATTEND,
+        "EARLY and i == tile_i + work.num_tiles - 1",
+        "EARLY and i == tile_i + work.num_tiles - 2",
+        SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-True]",
+    ),
+    "Hopper: the first keys loaded twice": Mutant(
+        PRODUCER, "if KEYS_FIRST and work_i > 0:", "if KEYS_FIRST:", SIMULATED + "widths[192-128]"
+    ),
+    "Hopper: the first keys never loaded": Mutant(
+        PRODUCER,
+        "                if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):\n                    load_keys(",
+        "                if not KEYS_FIRST or left < work.num_tiles:\n                    load_keys(",
+        SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-False]",
+    ),
     "Hopper: values before the window not zeroed": Mutant(
         PRODUCER,
         "((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]",
@@ -612,6 +645,12 @@ IN_INTERPRETER = {
     ),
     "Hopper: boxes of a tile from one slot": Mutant(
         PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-24]"
+    ),
+    "latents: a quarter freed before its product": Mutant(
+        LATENTS + "many_rows.py",
+        "    left = warpgroup_mma_wait(1, deps=[left])\n    mbarrier.arrive(s.empty[PARITY * 4 + SIDE * 2], count=1)",
+        "    mbarrier.arrive(s.empty[PARITY * 4 + SIDE * 2], count=1)\n    left = warpgroup_mma_wait(1, deps=[left])",
+        SIMULATED + "latents[40-True-None]",
     ),
     "Hopper: gathered rows before the window": Mutant(
         GATHER,

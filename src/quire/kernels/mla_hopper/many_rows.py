@@ -148,9 +148,22 @@ def multiply_values(SIDE: gl.constexpr, PARITY: gl.constexpr, s, p, acc, zero):
 @gluon.jit
 def finish_values(SIDE: gl.constexpr, PARITY: gl.constexpr, s, acc):
     """Wait for what `multiply_values` began, and free each quarter when it has been multiplied."""
+    return finish_right(SIDE, PARITY, s, finish_left(SIDE, PARITY, s, acc))
+
+
+@gluon.jit
+def finish_left(SIDE: gl.constexpr, PARITY: gl.constexpr, s, acc):
+    """Wait for the left quarter of what `multiply_values` began, and free it."""
     left, right = acc
     left = warpgroup_mma_wait(1, deps=[left])
     mbarrier.arrive(s.empty[PARITY * 4 + SIDE * 2], count=1)
+    return left, right
+
+
+@gluon.jit
+def finish_right(SIDE: gl.constexpr, PARITY: gl.constexpr, s, acc):
+    """Wait for the right quarter, and free it."""
+    left, right = acc
     right = warpgroup_mma_wait(0, deps=[right])
     mbarrier.arrive(s.empty[PARITY * 4 + SIDE * 2 + 1], count=1)
     return left, right
@@ -263,16 +276,12 @@ def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.co
         acc, m_even, alpha = attend_to_even_tile(acc, m_i, s, use + i, zero, OF_SCORES)
         m_i = raised(m_even, highest)
         p = probabilities(scores, scale, m_i)
-        left, right = acc
-        left = warpgroup_mma_wait(1, deps=[left])
-        mbarrier.arrive(s.empty[EVEN * 4 + ODD * 2], count=1)
+        acc = finish_left(ODD, EVEN, s, acc)
         hand_over(ODD, s, p, m_i)
-        right = warpgroup_mma_wait(0, deps=[right])
-        mbarrier.arrive(s.empty[EVEN * 4 + ODD * 2 + 1], count=1)
+        acc = finish_right(ODD, EVEN, s, acc)
         beta = gl.exp2(m_even - finite(m_i))
         l_i = l_i * (alpha * beta) + gl.sum(p, 1)
         own = gl.convert_layout(p.to(s.q.dtype), gl.DotOperandLayout(0, OF_OUT, 2))
-        acc = (left, right)
         acc = multiply_values(ODD, ODD, s, own, rescaled(acc, beta), zero)
         acc = finish_values(ODD, ODD, s, acc)
         pos += 2 * TILE
