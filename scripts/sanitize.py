@@ -52,6 +52,9 @@ ALL = [(quire.AttentionSpec(**HEADS | extra), *case, {}) for extra, *case in CAS
 ALL += [(quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.07, **extra), *case) for extra, *case in LATENTS]
 ALL.append((PRODUCTS, ((1, 9000), (2, 170), (1, 0)), {"kernel": "mla_hopper"}, {"page_size": 64}))
 ALL.append((quire.AttentionSpec(**HEADS), ((150, 300), (1, 90)), {"kernel": "hopper"}, {"page_size": 1}))
+for extra, page_size in (({"head_dim": 224}, 3), ({"head_dim": 192, "head_dim_v": 128}, 16)):  # one buffer of queries
+    spec = quire.AttentionSpec(**HEADS | extra)
+    ALL.append((spec, ((150, 1300), (1000, 1000), (1, 90)), {"kernel": "hopper"}, {"page_size": page_size}))
 CHUNKS = {"per_token": partial(quire.intervals.chunked_local, size=70)}
 for kv_dtype in (None, E4M3):
     ALL.append((quire.AttentionSpec(**HEADS, kv_dtype=kv_dtype), ((150, 300), (1, 90)), {"kernel": "hopper"}, CHUNKS))
@@ -82,7 +85,7 @@ for spec, lens, options, layout in ALL[part - 1 :: parts]:
         rank = spec.kv_lora_rank
         quire.write_latent(k[:, 0, :rank].contiguous(), k[:, 0, rank:].contiguous(), problem.cache, slots)
     else:
-        quire.write_kv(k, k, problem.cache, slots)
+        quire.write_kv(k, k[..., : spec.head_dim_v].contiguous(), problem.cache, slots)
     quire.copy_pages(problem.cache, problem.cache, torch.tensor([[0, 1], [-1, 0]], device="cuda"))
 torch.cuda.synchronize()
 print("done")
