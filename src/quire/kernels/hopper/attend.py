@@ -14,7 +14,7 @@ from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
 from quire.kernels.hopper.tile_scheduler import ROWS
 from quire.kernels.states import LN2, LOG2E, groups_of, log2
 
-SLACK = gl.constexpr(8.0)  # a base-2 exponent
+SLACK = gl.constexpr(8.0)  # base-2 exponent by which a score may exceed the maximum that it is relative to
 LAZY_FROM = gl.constexpr(129)  # columns of values from which lazy rescaling is faster (NVIDIA H200, 2026-11-25)
 
 

@@ -206,7 +206,7 @@ def consume(
 def eight_columns_each(columns):
     """Return the layout of results in which a thread has eight adjacent columns of a row.
 
-    The four threads that have them in an accumulator have them here. So converting needs no shared memory.
+    The same four threads have these columns in an accumulator. So converting exchanges nothing between warps.
     """
     more = [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
     return gl.DistributedLinearLayout(

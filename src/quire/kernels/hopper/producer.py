@@ -60,7 +60,7 @@ def produce(
     V_BYTES: gl.constexpr = columns_of(v_pipe.tiles, v_pipe.more) * v_pipe.tiles.dtype.primitive_bitwidth // 8
     Q_BYTES: gl.constexpr = columns_of(q_pipe.tiles, q_pipe.more) * 2  # of a row
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
-    # The only buffer of queries becomes free late. Keys do not wait for it, except the first: page numbers come first.
+    # The only buffer of queries becomes free late, so the next work tile's first keys are loaded before its queries.
     KEYS_FIRST: gl.constexpr = q_pipe.tiles.shape[0] == 1
     SPARE: gl.constexpr = v_pipe.tiles.shape[0]  # the pipeline's spare barrier
     THREADS: gl.constexpr = 32 * gl.num_warps()
