@@ -416,7 +416,8 @@ class Process:
         self.plugin = tempfile.TemporaryDirectory()
         if run.workspace and run.backend not in QUIRE:
             write_workspace_plugin(Path(self.plugin.name), run.workspace)
-            environment["PYTHONPATH"] = os.pathsep.join([self.plugin.name, os.environ.get("PYTHONPATH", "")])
+            paths = filter(None, [self.plugin.name, os.environ.get("PYTHONPATH")])
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
         )

@@ -1,4 +1,4 @@
-"""Problems whose scores grow or fall from page to page by more than 2^8, some rows more than others.
+"""Problems whose scores grow or fall over the pages of a sequence, in some rows by more than 2^8 from tile to tile.
 
 Lazily rescaled accumulators are rescaled in some warps and tiles there, and in others not.
 """
@@ -15,5 +15,6 @@ def with_growing_scores(problem: Problem, falling: bool = False) -> Problem:
         pages = row[: -(-seq_len // page_size)]
         factors = torch.linspace(0.1, 30.0, max(2, len(pages)))
         for page, factor in zip(pages, factors.flip(0) if falling else factors, strict=False):
-            problem.cache.k[page] *= float(factor)
+            keys = problem.cache.k
+            keys[page] = (keys[page].float() * factor).to(keys.dtype)
     return problem

@@ -741,6 +741,18 @@ def test_tiles_are_no_longer_than_what_a_query_sees_where_that_is_little():
     assert decide(*invariant)[0].config == decide(*longer)[0].config
 
 
+def test_equal_prompts_of_wide_heads_have_tall_tiles_from_769_queries_and_keys_on():
+    def block_n(max_query_len, max_seq_len, num_tokens=0, **fields):
+        spec = replace(SPEC, num_q_heads=16, num_kv_heads=16, **{"head_dim": 192, "head_dim_v": 128} | fields)
+        bounds = Bounds(max_query_len, max_seq_len, num_tokens or 8 * max_query_len)
+        return decide(Request(spec, 8, True, bounds, PROPERTIES), Options(kernel="hopper"))[0].config.block_n
+
+    assert [block_n(n, n) for n in (700, 768, 769, 1024, 1025)] == [64, 64, 128, 128, 128]
+    assert block_n(128, 1000) == block_n(1024, 1024, num_tokens=2000) == 64  # few queries, or sequences that differ
+    assert block_n(1024, 1024, sliding_window=300) == 64
+    assert block_n(1024, 1024, head_dim=128) == 64  # no wide head
+
+
 def test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel():
     """Unless a query sees few keys, or the batch has few rows: the portable kernels pad heads to 256 columns."""
     wide = replace(SPEC, num_q_heads=64, num_kv_heads=4, head_dim=256, head_dim_v=256)

@@ -177,6 +177,7 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
         ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 80),
         ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 152),
         ({}, 1, 32768, 56),
+        ({"head_dim": 232}, 1, 32768, 152),
     ],
     ids=str,
 )

@@ -124,12 +124,22 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     [
         (quire.AttentionSpec(**LLAMA | {"head_dim_v": 192}), ((40, 700), (33, 130)), "hopper"),
         (
+            quire.AttentionSpec(**LLAMA | {"head_dim_v": 136, "sinks": True, "softcap": 30.0}),
+            ((40, 700), (33, 130)),
+            "hopper",
+        ),
+        (
             quire.AttentionSpec.mla(num_q_heads=64, softmax_scale=0.07, dtype=torch.float16),
             ((1, 700), (1, 130)),
             "mla_hopper",
         ),
+        (
+            quire.AttentionSpec.mla(num_q_heads=64, softmax_scale=0.07, dtype=torch.float16, **E4M3),
+            ((1, 700), (1, 130)),
+            "mla_hopper",
+        ),
     ],
-    ids=["wide values", "latents"],
+    ids=["wide values", "sinks and softcap", "latents", "fp8 latents"],
 )
 def test_scores_that_grow_from_tile_to_tile(spec, lens, kernel, falling):
     p = with_growing_scores(make_problem(spec, lens, page_size=64), falling)

@@ -44,7 +44,7 @@ def scaled(accs, factor):
 
 @gluon.constexpr_function
 def products_unless_all_are_one(numbers):
-    """Return PTX that multiplies a thread's numbers by factors, in place, unless no thread of the warp has any but 1.
+    """Return PTX that multiplies a thread's numbers by factors, in place. A warp whose factors are all 1 skips this.
 
     Numbers and factors alternate between two rows by twos, as in the accumulator of a tensor-core instruction.
     """

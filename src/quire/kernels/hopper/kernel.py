@@ -113,7 +113,7 @@ def consume(
     ALL_OWNED: gl.constexpr = q_pipe.tiles.shape[1] == HEADS * BLOCK_T
     OWNED: gl.constexpr = None if ALL_OWNED else HEADS * BLOCK_T  # rows of queries; others are not written
     # The only buffer of queries is released after their last product, so that the next ones arrive while results are
-    # written. Otherwise results are staged there, or rows look up once more what they see.
+    # written. Otherwise results are staged there, or the work tile is read once more after the loop.
     EARLY: gl.constexpr = (q_pipe.tiles.shape[0] == 1 and element.primitive_bitwidth == 16 and FIXED_SPLIT == 0) and (
         scoring.key_begin is None and outputs.out_scale_ptr is None
     )
@@ -252,7 +252,7 @@ def finish(
     """Normalise a work tile's results and write them.
 
     A thread writes 16 adjacent bytes. For that, results are staged in the shared memory of the work tile's queries, if
-    that is wide enough, and it is then released. EARLY: it was released before, and four threads exchange registers.
+    that is wide enough, and it is then released. EARLY: it was released before, and four threads exchange columns.
     The states of splits are float32, and are written from registers as they are.
     """
     element: gl.constexpr = outputs.out_ptr.dtype.element_ty

@@ -22,7 +22,7 @@ from quire.spec import AttentionSpec
 
 WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
 WIDE = 128  # columns of a head, beyond which the portable kernels are slow
-SHORT_WIDE = 768  # queries and keys of wide heads, up to which tiles for short contexts are faster (NVIDIA H200)
+TALL_WIDE = 768  # queries and keys of equal prompts of wide heads, beyond which tiles are as tall as for long contexts
 CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
 MOST_SPLITS_OF_CUT = 8  # as in `cuts.py`
 CUT_OVERHEAD = 192  # keys, as in `cuts.py`
@@ -311,9 +311,9 @@ def is_short(request: Request, costs: CostModel) -> bool:
 
 def choose_config(request: Request, short: bool) -> HopperConfig | str:
     """Return the configuration for a batch; or, in words, what the kernel does not serve."""
-    if is_wide(request.spec) and min(request.keys_seen, request.bounds.max_query_len) > SHORT_WIDE:
-        short = False
     queries, ragged = max(1, request.bounds.max_query_len), is_ragged(request)
+    if is_wide(request.spec) and not ragged and min(request.keys_seen, queries) > TALL_WIDE:
+        short = False
     queries = tree.power_of_two(queries) if ragged else queries
     return tree.hopper_config(request.spec, request.device, short, queries, ragged)
 

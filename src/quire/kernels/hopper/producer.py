@@ -153,7 +153,7 @@ def produce(
         pos = tile * BLOCK_N
         if GATHERS:
             pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)
-            if tile_i > handed:  # consumers release the queries of a work tile when they have its last values
+            if tile_i > handed:  # consumers need the last values of a work tile to end it
                 hand_over(v_pipe, tile_i - 1, 0)
                 handed = tile_i
         else:

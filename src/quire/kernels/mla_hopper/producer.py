@@ -14,8 +14,8 @@ from quire.kernels.hopper.pipeline import reinterpret, tma_load
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE, wait
 from quire.kernels.mla_hopper.schedule import TILE, first_tile, work_of
 
-# Tiles of a partition up to which L2 fetches ahead. Longer loops are bound by power, and fetching costs some (NVIDIA
-# H200, 2026-11-25).
+# Tiles of a partition up to which L2 fetches ahead. In longer loops that was slower (NVIDIA H200, 2026-11-25; what it
+# gains is in docs/notes/mla_hopper.md).
 FETCHED_AHEAD = gl.constexpr(24)
 
 
