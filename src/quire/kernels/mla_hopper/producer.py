@@ -63,7 +63,7 @@ def produce(s, source, program, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr
 def fetch_into_l2(source, pages, lane, pos, row_block, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
     """Let the L2 cache fetch two tiles from position `pos` on. The programs of all row blocks share this work.
 
-    These are plain instructions: to TMA, such a fetch is as much work as a load.
+    The fetches are plain instructions, since TMA takes as long for a fetch as for a load.
     """
     BITS: gl.constexpr = source.kv_desc.dtype.primitive_bitwidth
     LINE: gl.constexpr = 1024 // BITS  # elements of 128 bytes
