@@ -46,6 +46,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -287,8 +288,8 @@ def prefill_options(quires: bool) -> dict[str, Any]:
     return {"additional_config": {"quire_prefill": quires}}
 
 
-def measure(run: Run, llm: Any) -> dict[str, Any]:
-    """Run the experiments; return the times or tokens per second of each, by point, and greedy tokens."""
+def measure(run: Run, llm: Any) -> Iterator[dict[str, Any]]:
+    """Run the experiments; after each point, return the times or tokens per second so far, and greedy tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -314,6 +315,7 @@ def measure(run: Run, llm: Any) -> dict[str, Any]:
         prompts = [tokens(run.keys, i, vocabulary) for i in range(count)]
         sampled = sampling(run.context_outputs(count), output_kind=RequestOutputKind.DELTA)
         result.setdefault("context", {})[str(count)] = milliseconds(llm.llm_engine, prompts, sampled)
+        yield result
     if run.latency:
         engine, marks, done = llm.llm_engine, {}, 0
         sampled = sampling(max(run.latency), output_kind=RequestOutputKind.DELTA)
@@ -323,7 +325,10 @@ def measure(run: Run, llm: Any) -> dict[str, Any]:
             for output in engine.step():
                 done += len(output.outputs[0].token_ids)
                 passed = time.perf_counter() - began
-                marks |= {str(n): passed for n in run.latency if done >= n and str(n) not in marks}
+                reached = {str(n): passed for n in run.latency if done >= n and str(n) not in marks}
+                if reached:
+                    marks |= reached
+                    yield result | {"latency": marks}
         result["latency"] = marks
     for count in run.load:
         outputs = [n for _, n in lengths(count)]
@@ -331,10 +336,11 @@ def measure(run: Run, llm: Any) -> dict[str, Any]:
         times = [seconds(prompts, outputs) for _ in range(2)]
         result.setdefault("load", {})[str(count)] = sum(outputs) / times[1]
         result.setdefault("prompts", {})[str(count)] = seconds(prompts, [1] * count)
+        yield result
     if run.prompt:
         times = [seconds([tokens(run.prompt, i)], [8]) for i in range(4)]
         result["prompt"] = {str(run.prompt): statistics.median(times[1:])}
-    return result
+    yield result
 
 
 def milliseconds(engine: Any, prompts: list[dict], sampled: Any) -> float:
@@ -375,7 +381,8 @@ def work(run: Run) -> None:
         "device": torch.cuda.get_device_name(),
     }
     what = {name: value for name, value in asdict(run).items() if name not in EXPERIMENTS}
-    print(MEASURED + json.dumps(what | about | measure(run, llm)), flush=True)
+    for result in measure(run, llm):
+        print(MEASURED + json.dumps(what | about | result), flush=True)
 
 
 def write_workspace_plugin(folder: Path, megabytes: int) -> None:
@@ -447,20 +454,20 @@ class Process:
         self.plugin.cleanup()
 
     def result(self) -> dict[str, Any] | None:
-        """Make it measure, and wait for its end."""
+        """Make it measure, and wait for its end; return what it measured, even if it did not end by itself."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write("\n")
             self.process.stdin.close()
         except BrokenPipeError:
             pass
-        line = self.until(MEASURED)
-        self.until("the end")
-        self.process.wait()
-        if line is None:
+        last = None
+        while (line := self.until(MEASURED)) is not None:
+            last = line
+        if self.process.wait():
             print("".join(self.lines)[-4000:], file=sys.stderr)
-            print(f"{self.run.backend} failed with {self.run.model}; its output is above", file=sys.stderr)
-        return None if line is None else json.loads(line)
+            print(f"{self.run.backend} did not end with {self.run.model}; its output is above", file=sys.stderr)
+        return None if last is None else json.loads(last)
 
 
 def measure_all(runs: list[Run], limit: float | None = None) -> list[dict[str, Any]]:

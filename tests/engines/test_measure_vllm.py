@@ -145,6 +145,9 @@ if run["backend"] == "STUCK":
 print("ready to measure", flush=True)
 sys.stdin.readline()
 print("measured: " + json.dumps({"backend": run["backend"]}), flush=True)
+if run["backend"] == "SLOW":
+    print("measured: " + json.dumps({"backend": run["backend"], "load": {"8": 600.0}}), flush=True)
+    time.sleep(600)
 """
 
 
@@ -166,8 +169,17 @@ def test_what_is_stuck_ends_at_the_limit_and_loses_no_result(together, script, t
     said = capfd.readouterr().err
     assert (
         f"{len(results)} of 3 runs were measured" in said
-        and "STUCK failed with llama-3.1-8b; its output is above" in said
+        and "STUCK did not end with llama-3.1-8b; its output is above" in said
     )
+
+
+def test_what_is_stopped_at_the_limit_keeps_the_points_that_it_measured(script, tmp_path, monkeypatch, capfd):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    monkeypatch.setattr(script, "__file__", str(worker))
+    results = script.measure_all([script.Run("llama-3.1-8b", "SLOW", together=True)], limit=5)
+    assert results == [{"backend": "SLOW", "load": {"8": 600.0}}]
+    assert "SLOW did not end with llama-3.1-8b; its output is above" in capfd.readouterr().err
 
 
 def test_a_figure_has_a_panel_for_each_experiment_with_something_to_compare(script):

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 
 from quire.kernels.hopper.attend import products_unless_all_are_one
+from quire.kernels.hopper.capped import COEFFICIENTS, SMALL, exponents_of
 
 from .values import Value, computed
 
@@ -53,13 +54,23 @@ def multiply_add(a: Value, b: Value, c: Value) -> Value:
     return Value((product + c.data.to(torch.float64)).to(torch.float32))
 
 
+def product(numbers: Value, factors: Value) -> Value:
+    """A warp whose factors are all 1 skips the products, which would change nothing."""
+    return numbers * factors
+
+
 def reciprocal(number: Value) -> Value:
     return Value(1 / number.data)
 
 
-def product(numbers: Value, factors: Value) -> Value:
-    """A warp whose factors are all 1 skips the products, which would change nothing."""
-    return numbers * factors
+def capped_exponents(scores: Value, factor: Value | float, cap: float) -> Value:
+    """`cap * tanh(x)`, by a polynomial where x is small. A warp skips the other form if all of its x are."""
+    x = (scores * factor).data
+    square = x * x
+    series = torch.zeros_like(square)
+    for coefficient in reversed(COEFFICIENTS):
+        series = series * square + coefficient
+    return Value(torch.where(x.abs() <= SMALL, x * series, 1 - 2 / (torch.exp(2 * x) + 1))) * cap
 
 
 def prefetch(address: Value) -> Value:
@@ -82,6 +93,7 @@ MEANINGS: dict[str, Callable[..., Any]] = {
     "rcp.approx.ftz.f32 $0, $1;": reciprocal,
     "prefetch.global.L2 [$1]; mov.u32 $0, 0;": prefetch,
     **{products_unless_all_are_one(numbers): product for numbers in (32, 64)},
+    **{exponents_of(numbers): capped_exponents for numbers in (16, 32, 64)},
 }
 
 

@@ -30,6 +30,7 @@ from tests.hopper_simulator.values import Value
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 MIXED = ((40, 200), (1, 17), (0, 50), (3, 0), (33, 33), (4, 70))
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
+BFLOAT16 = {"dtype": torch.bfloat16}  # in which a softcap needs no running maximum
 LONG = 5000  # keys; with this bound, a program has two consumer warpgroups
 
 
@@ -104,7 +105,7 @@ def test_features(extra, bound):
     assert plan.launch.config.num_warpgroups == (2 if bound and plan.launch.request.keys_seen > 512 else 1)
 
 
-@pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}, BFLOAT16 | {"softcap": 20.0}], ids=str)
 def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     """A query, and the last key of a prompt, which the last of its queries alone sees."""
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((40, 200), (33, 70)))
@@ -150,7 +151,37 @@ def test_scores_that_grow_from_tile_to_tile(spec, lens, kernel, falling):
 @pytest.mark.parametrize("bound", [None, LONG])
 def test_bfloat16(bound):
     """Of prompts, since Triton's interpreter computes decode launches of bfloat16 wrongly."""
-    assert_right(quire.AttentionSpec(**LLAMA | {"dtype": torch.bfloat16}), ((40, 200), (33, 33)), max_seq_len=bound)
+    assert_right(quire.AttentionSpec(**LLAMA | BFLOAT16), ((40, 200), (33, 33)), max_seq_len=bound)
+
+
+@pytest.mark.parametrize("bound", [None, LONG])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"softcap": 20.0},
+        {"softcap": 1.5, "sinks": True, "sliding_window": 100},
+        {"softcap": 50.0, "head_dim": 128, "softmax_scale": 10.0},
+        {"softcap": 50.0, "head_dim": 80, "head_dim_v": 136, "num_q_heads": 6},
+        {"softcap": 51.0},
+    ],
+    ids=str,
+)
+def test_softcap_without_a_running_maximum(extra, page_size, bound):
+    """Caps of up to 50; prompts, as above. Rows with small scores alone, with large ones, and with both."""
+    spec = quire.AttentionSpec(**LLAMA | BFLOAT16 | extra)
+    assert_right(spec, ((40, 200), (33, 33), (70, 700)), max_seq_len=bound, page_size=page_size)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_capped_scores_that_are_all_as_large_as_they_can_be(sign):
+    """Their exponents are ±72 in base 2. Rows that see no key have sinks alone."""
+    p = make_problem(quire.AttentionSpec(**LLAMA | BFLOAT16, softcap=50.0, sinks=True, causal=False), ((40, 200), (5, 0)))
+    p.q.fill_(30.0)
+    p.cache.k.fill_(30.0 * sign)
+    p.sinks.fill_(-200.0)
+    state, _ = attend(p, make_plan(p, LONG))
+    assert error_budget(p, state).passed, error_budget(p, state)
 
 
 @pytest.mark.parametrize(

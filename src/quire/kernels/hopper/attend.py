@@ -311,27 +311,11 @@ def attend_work_tile_in_fp8(
 
 
 @gluon.jit
-def softmax_step(
-    scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
-    LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
-):  # fmt: skip
-    """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
-
-    Returns:
-        p: the probabilities, times 2^LIFT.
-        m_i, l_i: the new maximum and sum.
-        alpha: the factor for acc.
-    """
+def hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T: gl.constexpr):
+    """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key."""
     low_pos = work.first_pos + work.token
     high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
     q_pos = low_pos + rows % BLOCK_T
-    exponent_scale = scale * LOG2E
-    if is_softcap(SCORE_MOD):
-        exponent_scale = scoring.softcap * (2 * LOG2E)
-        scores = SCORE_MOD(scores, by_row(scale), scoring.softcap)
-    elif SCORE_MOD is not None:
-        exponent_scale = LOG2E
-        scores = SCORE_MOD(scores, by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
     if sight is None:
         is_past_right = pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
         is_partial = is_past_right | (pos < high_pos - scoring.window_left)
@@ -345,6 +329,30 @@ def softmax_step(
             first_col, last_col = sight.first - pos, sight.last - pos
         visible = (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
         scores = gl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def softmax_step(
+    scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
+    LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
+):  # fmt: skip
+    """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
+
+    Returns:
+        p: the probabilities, times 2^LIFT.
+        m_i, l_i: the new maximum and sum.
+        alpha: the factor for acc.
+    """
+    exponent_scale = scale * LOG2E
+    if is_softcap(SCORE_MOD):
+        exponent_scale = scoring.softcap * (2 * LOG2E)
+        scores = SCORE_MOD(scores, by_row(scale), scoring.softcap)
+    elif SCORE_MOD is not None:
+        exponent_scale = LOG2E
+        q_pos = work.first_pos + work.token + rows % BLOCK_T
+        scores = SCORE_MOD(scores, by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
+    scores = hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T)
     highest = gl.max(scores, 1) * exponent_scale
     m_new = raised(m_i, highest) if LAZY else gl.maximum(m_i, highest)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN

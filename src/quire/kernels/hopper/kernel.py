@@ -25,6 +25,7 @@ from quire.kernels.hopper.attend import (
     queries_of,
     scaled,
 )
+from quire.kernels.hopper.capped import attend_capped_work_tile, is_capped
 from quire.kernels.hopper.convert import (
     convert,
     permute_for_fp8_operand,
@@ -102,7 +103,7 @@ class Outputs(NamedTuple):
 def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr,
+    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, GATHERS: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
@@ -157,6 +158,11 @@ def consume(
             accs, m_i, l_i = attend_work_tile_in_splits(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, HEAD_DIM, HEAD_DIM_V,
                 BLOCK_T, SCORE_MOD, FIXED_SPLIT,
+            )  # fmt: skip
+        elif is_capped(SCORE_MOD):
+            accs, m_i, l_i = attend_capped_work_tile(
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, GATHERS,
             )  # fmt: skip
         else:
             accs, m_i, l_i = attend_work_tile(
@@ -445,7 +451,7 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, GATHERS)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
                     tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
@@ -461,10 +467,10 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, GATHERS)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, GATHERS)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
                     tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
@@ -487,10 +493,10 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, GATHERS)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, GATHERS)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
