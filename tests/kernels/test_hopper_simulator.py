@@ -176,7 +176,9 @@ def test_softcap_without_a_running_maximum(extra, page_size, bound):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_capped_scores_that_are_all_as_large_as_they_can_be(sign):
     """Their exponents are ±72 in base 2. Rows that see no key have sinks alone."""
-    p = make_problem(quire.AttentionSpec(**LLAMA | BFLOAT16, softcap=50.0, sinks=True, causal=False), ((40, 200), (5, 0)))
+    p = make_problem(
+        quire.AttentionSpec(**LLAMA | BFLOAT16, softcap=50.0, sinks=True, causal=False), ((40, 200), (5, 0))
+    )
     p.q.fill_(30.0)
     p.cache.k.fill_(30.0 * sign)
     p.sinks.fill_(-200.0)
@@ -249,6 +251,14 @@ def test_group_sizes(heads):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(page_size, layout):
     assert_right(quire.AttentionSpec(**LLAMA), page_size=page_size, layout=layout, flat_table=layout == "HND")
+
+
+@pytest.mark.parametrize("extra", [{}, {"sliding_window": 30}, {"kv_dtype": torch.int8}, {"head_dim": 80}], ids=str)
+@pytest.mark.parametrize(("page_size", "bound"), [(144, None), (528, LONG), (77, None), (131, LONG), (529, LONG)])
+def test_tiles_that_lie_in_one_page_and_tiles_in_two(page_size, bound, extra):
+    """A window hides the first boxes of some tiles, which have page 0 then."""
+    spec = quire.AttentionSpec(**LLAMA | extra)
+    assert_right(spec, ((40, 700), (33, 330), (1, 90)), max_seq_len=bound, page_size=page_size, scales="tensor")
 
 
 @pytest.mark.parametrize("page_size", [1, 3])

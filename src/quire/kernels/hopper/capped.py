@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from quire.kernels.hopper.attend import by_row, empty_state, hide_unseen, multiply_keys, multiply_values, total
-from quire.kernels.hopper.pipeline import consumer_release, consumer_wait
+from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, pieces_of
 from quire.kernels.hopper.tile_scheduler import ROWS
 from quire.kernels.states import LOG2E, log2
 
@@ -116,9 +116,7 @@ def capped_exponents(scores, scale, cap):
 
 
 @gluon.jit
-def probabilities(
-    scores, pos, rows, cols, work, sight, scale, scoring, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr
-):
+def probabilities(scores, pos, rows, cols, work, sight, scale, scoring, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
     """Return the probabilities of the tile that begins at position `pos`, relative to an exponent of 0."""
     exponents = SCORE_MOD(scores, by_row(scale), scoring.softcap)
     return gl.exp2(hide_unseen(exponents, pos, rows, cols, work, sight, scoring, BLOCK_T))
@@ -144,19 +142,19 @@ def end_of_values(accs, p, v_pipe, i):
 def attend_capped_work_tile(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i,
     OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
-    SCORE_MOD: gl.constexpr, EARLY: gl.constexpr, GATHERS: gl.constexpr,
+    SCORE_MOD: gl.constexpr, EARLY: gl.constexpr, KV_BOX: gl.constexpr,
 ):  # fmt: skip
     """Return what `attend_work_tile` does, for capped scores.
 
-    A tile's softmax overlaps this warpgroup's product of the values before, unless that is slower: where rows are
-    gathered, and values are free later; and where registers for two tiles of probabilities are short.
+    A tile's softmax overlaps this warpgroup's product of the values before, unless that is slower (NVIDIA H200): where
+    tiles take long to load, since values are free later; and where registers for two tiles of probabilities are short.
     """
-    OVERLAPS: gl.constexpr = not GATHERS and (k_pipe.tiles.shape[1] <= 64 or HEAD_DIM_V <= 64)
+    NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
+    OVERLAPS: gl.constexpr = KV_BOX >= 16 and (k_pipe.tiles.shape[1] <= 64 or HEAD_DIM_V <= 64)
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     element: gl.constexpr = k_pipe.tiles.dtype
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
     accs, _, _ = empty_state(OF_SCORES, HEAD_DIM_V, 16)
-    NUM_ACCS: gl.constexpr = len(accs)
     OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
     pos = work.tile * BLOCK_N
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)

@@ -6,13 +6,22 @@ to where TMA would put them, so consumers read the same tiles. Rows that may not
 Copies write by the generic proxy, and tensor cores read by the async proxy. So the producer waits for its copies, and
 fences, before it hands a tile over. Meanwhile other copies are in flight: it waits for the values of a tile when it has
 begun to copy the keys of the next.
+
+A tile that lies in one page, and that is all visible, is one box of TMA, which can begin at any row of a page.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from quire.kernels.hopper.pipeline import buffers_of, producer_acquire, producer_commit
+from quire.kernels.hopper.pipeline import (
+    buffers_of,
+    columns_of,
+    expect_bytes,
+    load_rows,
+    producer_acquire,
+    producer_commit,
+)
 
 # This was renamed after Triton 3.6.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -86,7 +95,68 @@ def gather_columns(buffer, head_ptr, offsets, visible, FIRST: gl.constexpr, WIDT
 
 
 @gluon.jit
-def hand_over(pipe, i, NEWER: gl.constexpr):
-    """Let consumers read the i-th use when its copies are complete. Copies of NEWER later tiles may be in flight."""
-    async_copy.wait_group(NEWER)
-    producer_commit(pipe, i)
+def load_places(row, pipe, pos, stop, kv_low, PAGE_SIZE: gl.constexpr, HAS_BOXES: gl.constexpr):
+    """Load where the rows of a tile are that begins at position `pos`.
+
+    Returns:
+        The page of each row, as `load_pages_of_rows` does; and with HAS_BOXES, whether TMA loads the tile, and its page.
+    """
+    if not HAS_BOXES:
+        return (load_pages_of_rows(row, pipe, pos, stop, kv_low, PAGE_SIZE),)
+    else:
+        BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
+        is_box = (pos >= kv_low) & (pos + BLOCK_N <= stop) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)
+        page = gl.load(row + pos // PAGE_SIZE, mask=is_box, other=0).to(gl.int32)
+        pages = load_pages_of_rows(row, pipe, pos, gl.where(is_box, pos, stop), kv_low, PAGE_SIZE)
+        return pages, is_box, page
+
+
+@gluon.jit
+def begin_tile(
+    source, desc, head, pipe, i, places, pos, stride_page, stride_slot, stride_head, first_column,
+    WIDTH: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Begin to load a tile to the i-th use of a pipeline, once that is free.
+
+    Args:
+        source: points to head 0 in slot 0 of page 0.
+        desc: of boxes of a tile's rows, or None.
+        places: what `load_places` returned.
+        first_column: of the head.
+    The others are those of `gather_tile`.
+    """
+    source += first_column
+    if desc is None:
+        gather_tile(source, head, pipe, i, places[0], pos, stride_page, stride_slot, stride_head, WIDTH, PAGE_SIZE)
+    else:
+        if places[1]:
+            # The head's row and column in the TMA matrix are as in `produce`.
+            row = places[2] * (stride_page // stride_slot) + head * (stride_head // stride_slot) + pos % PAGE_SIZE
+            column = stride_head % stride_slot
+            if len(desc.block_shape) == 3:  # heads are a dimension
+                column = (column > 0).to(gl.int32)
+            load_box(desc, row, head * column + first_column, pipe, i)
+            async_copy.commit_group()  # of no copies
+        else:
+            gather_tile(source, head, pipe, i, places[0], pos, stride_page, stride_slot, stride_head, WIDTH, PAGE_SIZE)
+
+
+@gluon.jit
+def load_box(desc, row, column, pipe, i):
+    """Begin to load a tile by TMA, as one box."""
+    BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
+    BYTES: gl.constexpr = columns_of(pipe.tiles, pipe.more) * pipe.tiles.dtype.primitive_bitwidth // 8
+    stage = producer_acquire(pipe, i)
+    expect_bytes(pipe.full, stage, BLOCK_N * BYTES)
+    load_rows(desc, row, column, pipe.full.index(stage), buffers_of(pipe, stage), 0, BLOCK_N)
+
+
+@gluon.jit
+def hand_over(pipe, i, is_box, NEWER: gl.constexpr, HAS_BOXES: gl.constexpr):
+    """Let consumers read the i-th use when its copies are complete. Copies of NEWER later tiles may be in flight.
+
+    is_box: whether TMA loads it, and hands it over.
+    """
+    if not HAS_BOXES or not is_box:
+        async_copy.wait_group(NEWER)
+        producer_commit(pipe, i)

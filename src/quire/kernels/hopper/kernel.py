@@ -103,7 +103,7 @@ class Outputs(NamedTuple):
 def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, GATHERS: gl.constexpr,
+    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, KV_BOX: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
@@ -162,7 +162,7 @@ def consume(
         elif is_capped(SCORE_MOD):
             accs, m_i, l_i = attend_capped_work_tile(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, GATHERS,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, KV_BOX,
             )  # fmt: skip
         else:
             accs, m_i, l_i = attend_work_tile(
@@ -383,6 +383,7 @@ def hopper_kernel(
     k_scale_ptr, v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
     k_source, v_source,  # TMA descriptors; where KV_BOX is 0, pointers to slot 0 of page 0
     q_desc,  # TMA descriptor
+    k_second, v_second,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32
     tile_counter,  # [1] int32, 0 between launches
@@ -451,12 +452,12 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, GATHERS)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
                 (produce, (
-                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
-                    tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
-                    stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
-                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
+                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_second, v_second, kv,
+                    cu_seqlens_q, tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left,
+                    window_right, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T,
+                    HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
             ],
             [PRODUCER_WARPS],
             [72 if GATHERS else 56 if MORE_REGISTERS else 40],
@@ -467,15 +468,15 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, GATHERS)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, GATHERS)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
                 (produce, (
-                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
-                    tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
-                    stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
-                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
+                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_second, v_second, kv,
+                    cu_seqlens_q, tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left,
+                    window_right, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T,
+                    HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
             ],
             [4, PRODUCER_WARPS],
             # Registers per thread of the second and the third function.
@@ -493,16 +494,16 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, GATHERS)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, GATHERS)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
-                    q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q,
-                    tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right,
-                    stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE,
-                    Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
+                    q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, k_second, v_second, kv,
+                    cu_seqlens_q, tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left,
+                    window_right, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T,
+                    HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
             ],
             [4, 4, PRODUCER_WARPS],
             ([192, 72, 56] if FP8_MMA else [208, 40, 56])

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from quire.kernels.hopper.cuts import cut_of_work_tile
-from quire.kernels.hopper.gather import gather_tile, hand_over, load_pages_of_rows
+from quire.kernels.hopper.gather import begin_tile, hand_over, load_places
 from quire.kernels.hopper.pipeline import (
     buffers_of,
     columns_of,
@@ -38,9 +38,9 @@ from quire.kernels.hopper.tile_scheduler import (
 
 @gluon.jit
 def produce(
-    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, kv, cu_seqlens_q, tile_counter,
-    max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table, stride_q_head,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_second, v_second, kv, cu_seqlens_q,
+    tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
+    stride_q_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BLOCK_T: gl.constexpr, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
     FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr, CUT_SLOTS: gl.constexpr, lse_ptr, stride_lse,
 ):  # fmt: skip
@@ -54,6 +54,7 @@ def produce(
     """
     STEP: gl.constexpr = 1 if FIRST_TO_LAST else -1
     GATHERS: gl.constexpr = KV_BOX == 0
+    HAS_BOXES: gl.constexpr = GATHERS and k_second is not None
     BLOCK_ROWS: gl.constexpr = HEADS * BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
@@ -70,6 +71,7 @@ def produce(
     tile_i = 0
     handed = 0  # tiles of values that consumers may read
     edge_i = 0
+    values_are_box = num_seqs < 0  # whether TMA loads the last tile of values: see `gather.py`
     k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the TMA matrix
     k_row, k_col = kv.k_head // kv.k_slot, kv.k_head % kv.k_slot  # one of them is 0
     v_row, v_col = kv.v_head // kv.v_slot, kv.v_head % kv.v_slot
@@ -152,9 +154,9 @@ def produce(
         kv_head = head // GROUP
         pos = tile * BLOCK_N
         if GATHERS:
-            pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)
+            pages = load_places(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE, HAS_BOXES)
             if tile_i > handed:  # consumers need the last values of a work tile to end it
-                hand_over(v_pipe, tile_i - 1, 0)
+                hand_over(v_pipe, tile_i - 1, values_are_box, 0, HAS_BOXES)
                 handed = tile_i
         else:
             pages = load_page_numbers(row, pos + lane * KV_BOX, pos + BLOCK_N, kv_low, kv_high, PAGE_SIZE, KV_BOX)
@@ -166,14 +168,14 @@ def produce(
         else:
             if KEYS_FIRST and work_i > 0:
                 if GATHERS:
-                    gather_tile(
-                        k_source, kv_head, k_pipe, tile_i, pages, pos, kv.k_page, kv.k_slot, kv.k_head, HEAD_DIM,
-                        PAGE_SIZE,
+                    begin_tile(
+                        k_source, k_second, kv_head, k_pipe, tile_i, pages, pos, kv.k_page, kv.k_slot, kv.k_head, 0,
+                        HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 else:
                     load_keys(
-                        k_source, k_pipe, tile_i, pages_of_boxes(pages, lane, BLOCK_N // KV_BOX), pos, k_page,
-                        kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
+                        k_source, k_second, k_pipe, tile_i, pages_of_boxes(pages, lane, BLOCK_N // KV_BOX), pos,
+                        kv_low, kv_high, k_page, kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
                     )  # fmt: skip
             stage = producer_acquire(q_pipe, work_i)
             publish_work_tile(published, stage, work, keys)
@@ -185,7 +187,7 @@ def produce(
 
         while left > 0:
             if GATHERS:
-                pages_of_rows = pages
+                places_of_rows = pages
             else:
                 of_boxes = pages_of_boxes(pages, lane, BLOCK_N // KV_BOX)
             # Prefetch the next tile's page numbers. Take the next work tile only during the last tile, so that an idle
@@ -193,29 +195,31 @@ def produce(
             pos = (tile + STEP) * BLOCK_N
             stop = gl.where(left > 1, pos + BLOCK_N, pos)
             if GATHERS:
-                pages = load_pages_of_rows(row, k_pipe, pos, gl.minimum(stop, kv_high), kv_low, PAGE_SIZE)
+                pages = load_places(row, k_pipe, pos, gl.minimum(stop, kv_high), kv_low, PAGE_SIZE, HAS_BOXES)
             else:
                 pages = load_page_numbers(row, pos + lane * KV_BOX, stop, kv_low, kv_high, PAGE_SIZE, KV_BOX)
             one, is_last_tile = gl.full([THREADS], 1, gl.int32, ONE_EACH), (lane == 0) & (left == 1)
             taken = gl.atomic_add(tile_counter + lane, one, mask=is_last_tile, sem="relaxed")
             if GATHERS:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
-                    gather_tile(
-                        k_source, kv_head, k_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
-                        kv.k_page, kv.k_slot, kv.k_head, HEAD_DIM, PAGE_SIZE,
+                    begin_tile(
+                        k_source, k_second, kv_head, k_pipe, tile_i, places_of_rows, tile * BLOCK_N,
+                        kv.k_page, kv.k_slot, kv.k_head, 0, HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 if left < work.num_tiles:
-                    hand_over(v_pipe, tile_i - 1, 1)
-                hand_over(k_pipe, tile_i, 0)
-                gather_tile(
-                    v_source + first_value, kv_head, v_pipe, tile_i, pages_of_rows, tile * BLOCK_N,
-                    kv.v_page, kv.v_slot, kv.v_head, HEAD_DIM_V, PAGE_SIZE,
+                    hand_over(v_pipe, tile_i - 1, values_are_box, 1, HAS_BOXES)
+                if HAS_BOXES:
+                    values_are_box = places_of_rows[1]
+                hand_over(k_pipe, tile_i, values_are_box, 0, HAS_BOXES)
+                begin_tile(
+                    v_source, v_second, kv_head, v_pipe, tile_i, places_of_rows, tile * BLOCK_N,
+                    kv.v_page, kv.v_slot, kv.v_head, first_value, HEAD_DIM_V, PAGE_SIZE,
                 )  # fmt: skip
             else:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     load_keys(
-                        k_source, k_pipe, tile_i, of_boxes, tile * BLOCK_N, k_page, kv_head * k_row, kv_head * k_col,
-                        PAGE_SIZE, KV_BOX,
+                        k_source, k_second, k_pipe, tile_i, of_boxes, tile * BLOCK_N, kv_low, kv_high, k_page,
+                        kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
                     )  # fmt: skip
                 stage = producer_acquire(v_pipe, tile_i)
                 barrier = stage
@@ -226,8 +230,8 @@ def produce(
                     barrier = gl.where(all_visible, stage, SPARE)
                 expect_bytes(v_pipe.full, barrier, BLOCK_N * V_BYTES)
                 load_kv_tile(
-                    v_source, v_pipe, stage, v_pipe.full.index(barrier), of_boxes, tile * BLOCK_N, v_page,
-                    kv_head * v_row, kv_head * v_col + first_value, PAGE_SIZE, KV_BOX,
+                    v_source, v_second, v_pipe, stage, v_pipe.full.index(barrier), of_boxes, tile * BLOCK_N,
+                    kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col + first_value, PAGE_SIZE, KV_BOX,
                 )  # fmt: skip
                 if not CONVERTED and barrier == SPARE:
                     wait(v_pipe.full, SPARE, edge_i)
@@ -242,7 +246,7 @@ def produce(
             left -= 1
         index = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), 0)
     if GATHERS and tile_i > handed:
-        hand_over(v_pipe, tile_i - 1, 0)
+        hand_over(v_pipe, tile_i - 1, values_are_box, 0, HAS_BOXES)
     if index == num_work_tiles + gl.num_programs(0) - 1:  # the last program resets the counter for the next launch
         gl.store(tile_counter, 0)
     stage = producer_acquire(q_pipe, work_i)
@@ -251,13 +255,19 @@ def produce(
 
 
 @gluon.jit
-def load_keys(k_source, k_pipe, tile_i, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr):
+def load_keys(
+    k_source, k_second, k_pipe, tile_i, pages, pos, kv_low, kv_high, page_rows, row, col,
+    PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr,
+):  # fmt: skip
     """Load the keys from position `pos` on, the tile_i-th tile of the pipeline."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     BYTES: gl.constexpr = columns_of(k_pipe.tiles, k_pipe.more) * k_pipe.tiles.dtype.primitive_bitwidth // 8
     stage = producer_acquire(k_pipe, tile_i)
     expect_bytes(k_pipe.full, stage, BLOCK_N * BYTES)
-    load_kv_tile(k_source, k_pipe, stage, k_pipe.full.index(stage), pages, pos, page_rows, row, col, PAGE_SIZE, KV_BOX)
+    load_kv_tile(
+        k_source, k_second, k_pipe, stage, k_pipe.full.index(stage), pages, pos, kv_low, kv_high, page_rows, row, col,
+        PAGE_SIZE, KV_BOX,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -292,17 +302,25 @@ def load_page_numbers(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, 
 
 @gluon.jit
 def load_kv_tile(
-    desc, pipe, stage, barrier, pages, pos, page_rows, row, col, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr
-):
+    desc, second, pipe, stage, barrier, pages, pos, kv_low, kv_high, page_rows, row, col,
+    PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr,
+):  # fmt: skip
     """Load a tile of keys or values from position `pos` on, one box of KV_BOX slots of a page at a time.
 
-    The head of page 0 begins at (row, col) of the TMA matrix.
+    The head of page 0 begins at (row, col) of the TMA matrix. With a second descriptor, a tile that lies in one page,
+    and that is all visible, is one box.
     """
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     buffers = buffers_of(pipe, stage)
-    for box in gl.static_range(BLOCK_N // KV_BOX):
-        box_row = pages[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE
-        load_rows(desc, box_row, col, barrier, buffers, box * KV_BOX, KV_BOX)
+    is_box = False
+    if second is not None:
+        is_box = (pos >= kv_low) & (pos + BLOCK_N <= kv_high) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)
+        if is_box:
+            load_rows(second, pages[0] * page_rows + row + pos % PAGE_SIZE, col, barrier, buffers, 0, BLOCK_N)
+    if not is_box:
+        for box in gl.static_range(BLOCK_N // KV_BOX):
+            box_row = pages[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE
+            load_rows(desc, box_row, col, barrier, buffers, box * KV_BOX, KV_BOX)
 
 
 @gluon.jit

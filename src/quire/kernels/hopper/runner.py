@@ -17,7 +17,7 @@ from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.tile_scheduler import ROWS
-from quire.kernels.hopper.tma import has_boxes, has_heads, matrices_of_cache, matrix_of_queries, page_box
+from quire.kernels.hopper.tma import has_boxes, has_heads, matrices_of_cache, matrix_of_queries, page_box, second_box_of
 from quire.kernels.launch import Runner
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.scratch import TILE_COUNTER_BYTES
@@ -88,13 +88,17 @@ class HopperRunner:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             lse_stride = None if into_lse is None else into_lse.stride(0)
             key = "hopper", cache.kind, q.stride(), into.stride(), into.dtype, lse_stride, dtypes
-        by_tma, boxes = ((k_at, v_at, q_at), (*matrices[1:], matrices[0])), has_boxes(cache)
+        boxes, block_n = has_boxes(cache), self.decided.config.block_n
+        kv_box, second_box = min(block_n, page_box(cache)), second_box_of(cache, block_n)
+        by_tma = ((k_at, v_at, q_at), (*matrices[1:], matrices[0]))
         if not boxes:  # keys and values are gathered: their addresses are arguments
             tensors, addresses = (*tensors, cache.k, cache.v), (*addresses, k_at, v_at)
             by_tma = (q_at,), matrices[:1]
+        if second_box:
+            by_tma = (*by_tma[0], k_at, v_at), (*by_tma[1], *matrices[1:])
         if key is None or not self.launches.relaunch(key, grid, addresses, zip(*by_tma, strict=True)):
             decided, spec = self.decided, self.decided.request.spec
-            kv_box, block_t = min(decided.config.block_n, page_box(cache)), decided.config.block_t
+            block_t = decided.config.block_t
             q_box = min(block_t & -block_t, ROWS.value)
             descriptors = (describe(q, matrices[0], q_box, spec.head_dim),)
             if boxes:
@@ -104,6 +108,14 @@ class HopperRunner:
                     *descriptors,
                 )
             fixed, meta = self.arguments(q, cache, into, into_lse)
+            if second_box:
+                descriptors = (
+                    *descriptors,
+                    describe(cache.k, matrices[1], second_box, spec.head_dim),
+                    describe(cache.v, matrices[2], second_box, spec.head_dim_v),
+                )
+            else:
+                fixed = None, None, *fixed
             meta |= {"KV_BOX": kv_box if boxes else 0, "Q_BOX": q_box}
             self.launches.launch(key, hopper_kernel, grid, tensors, fixed, meta, descriptors)
         if self.split_out is not None:
