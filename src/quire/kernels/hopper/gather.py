@@ -99,7 +99,7 @@ def load_places(row, pipe, pos, stop, kv_low, PAGE_SIZE: gl.constexpr, HAS_BOXES
     """Load where the rows of a tile are that begins at position `pos`.
 
     Returns:
-        The page of each row, as `load_pages_of_rows` does; and with HAS_BOXES, whether TMA loads the tile, and its page.
+        The page of each row, as `load_pages_of_rows` does. With HAS_BOXES, whether TMA loads the tile, and its page.
     """
     if not HAS_BOXES:
         return (load_pages_of_rows(row, pipe, pos, stop, kv_low, PAGE_SIZE),)

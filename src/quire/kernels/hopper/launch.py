@@ -11,7 +11,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch import tree
 from quire.dispatch.config import CostModel, HopperConfig
 from quire.dispatch.request import Bounds, Options, Request, cdiv
-from quire.kernels.hopper.tma import matrices_of_cache
+from quire.kernels.hopper.tma import has_boxes, matrices_of_cache, page_box
 from quire.kernels.launch import Runner, once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
@@ -23,6 +23,7 @@ from quire.spec import AttentionSpec
 WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
 WIDE = 128  # columns of a head, beyond which the portable kernels are slow
 TALL_WIDE = 768  # queries and keys of equal prompts of wide heads, beyond which tiles are as tall as for long contexts
+LONG = 1024  # keys that a query may see, beyond which further tensor maps are worth the time to fetch them
 CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
 MOST_SPLITS_OF_CUT = 8  # as in `cuts.py`
 CUT_OVERHEAD = 192  # keys, as in `cuts.py`
@@ -181,9 +182,25 @@ class HopperLaunch:
             self.num_splits > 1,
             self.section_heads is None,
             self.request.has_intervals,  # arguments that may be None
+            self.is_long,
             decode,
             *sorted(self.constexprs().items(), key=lambda item: item[0]),
         )
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a query may see so many keys that further tensor maps are worth the time to fetch them."""
+        return self.request.keys_seen > LONG
+
+    def second_box(self, cache: PagedKVCache) -> int:
+        """Return the rows of a second kind of TMA box, which is a tile that lies in one page; 0 if there is none.
+
+        Where rows are gathered, it pays for wide heads alone (NVIDIA H200, 2026-11-25).
+        """
+        gathers = not has_boxes(cache)
+        pays = is_wide(self.request.spec) and cache.dtype.itemsize == 2 if gathers else self.is_long
+        most_lie_in_one_page = page_box(cache) < self.config.block_n <= cache.page_size // 2
+        return self.config.block_n if pays and most_lie_in_one_page else 0
 
     def for_cache(self, cache: PagedKVCache) -> "HopperLaunch | PortableLaunch":
         """Return this launch, or its fallback if TMA cannot address the cache."""

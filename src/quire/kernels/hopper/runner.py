@@ -17,7 +17,7 @@ from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.tile_scheduler import ROWS
-from quire.kernels.hopper.tma import has_boxes, has_heads, matrices_of_cache, matrix_of_queries, page_box, second_box_of
+from quire.kernels.hopper.tma import has_boxes, has_heads, matrices_of_cache, matrix_of_queries, page_box
 from quire.kernels.launch import Runner
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.scratch import TILE_COUNTER_BYTES
@@ -89,7 +89,7 @@ class HopperRunner:
             lse_stride = None if into_lse is None else into_lse.stride(0)
             key = "hopper", cache.kind, q.stride(), into.stride(), into.dtype, lse_stride, dtypes
         boxes, block_n = has_boxes(cache), self.decided.config.block_n
-        kv_box, second_box = min(block_n, page_box(cache)), second_box_of(cache, block_n)
+        kv_box, second_box = min(block_n, page_box(cache)), self.decided.second_box(cache)
         by_tma = ((k_at, v_at, q_at), (*matrices[1:], matrices[0]))
         if not boxes:  # keys and values are gathered: their addresses are arguments
             tensors, addresses = (*tensors, cache.k, cache.v), (*addresses, k_at, v_at)

@@ -101,12 +101,3 @@ def has_boxes(cache: PagedKVCache) -> bool:
 def page_box(cache: PagedKVCache) -> int:
     """Return the most rows of a TMA box: the largest power of two that divides the page size."""
     return cache.page_size & -cache.page_size
-
-
-def second_box_of(cache: PagedKVCache, block_n: int) -> int:
-    """Return the rows of a second kind of box, for tiles of `block_n` keys that lie in one page; 0 if most do not.
-
-    Where rows are gathered, a tile of a quantised cache has no second kind.
-    """
-    most = page_box(cache) < block_n <= cache.page_size // 2
-    return block_n if most and (has_boxes(cache) or cache.dtype.itemsize == 2) else 0
