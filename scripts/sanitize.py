@@ -55,6 +55,9 @@ ALL.append((quire.AttentionSpec(**HEADS), ((150, 300), (1, 90)), {"kernel": "hop
 for extra, page_size in (({"head_dim": 224}, 3), ({"head_dim": 192, "head_dim_v": 128}, 16)):  # one buffer of queries
     spec = quire.AttentionSpec(**HEADS | extra)
     ALL.append((spec, ((150, 1300), (1000, 1000), (1, 90)), {"kernel": "hopper"}, {"page_size": page_size}))
+for extra, page_size in (({"softcap": 50.0}, 528), ({"head_dim": 224}, 131)):  # tiles that lie in one page are one box
+    spec = quire.AttentionSpec(**HEADS | extra)
+    ALL.append((spec, ((150, 1300), (33, 3000), (1, 90)), {"kernel": "hopper"}, {"page_size": page_size}))
 CHUNKS = {"per_token": partial(quire.intervals.chunked_local, size=70)}
 for kv_dtype in (None, E4M3):
     ALL.append((quire.AttentionSpec(**HEADS, kv_dtype=kv_dtype), ((150, 300), (1, 90)), {"kernel": "hopper"}, CHUNKS))

@@ -141,6 +141,46 @@ def test_scores_that_grow_from_tile_to_tile(head_dim, head_dim_v, falling):
     assert not torch.equal(first.lse[37], again.lse[37])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+def test_capped_scores_small_and_large(head_dim, page_size, dtype):
+    """Bits of a row do not depend on the other rows of its warp, which may have scores beyond the polynomial's."""
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "dtype": dtype, "softcap": 50.0, "sinks": True})
+    p, plan, first = solve(spec, ((300, 2100), (140, 140), (65, 700)), LONG, page_size=page_size)
+    assert error_budget(p, first).passed, (plan, error_budget(p, first))
+    for row in (37, 301, 440):
+        p.q[row] *= 100.0
+    state = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+    assert error_budget(p, state).passed, (plan, error_budget(p, state))
+    others = [token for token in range(505) if token not in (37, 301, 440)]
+    assert torch.equal(first.out[others], state.out[others]) and torch.equal(first.lse[others], state.lse[others])
+
+
+@pytest.mark.parametrize(
+    ("page_size", "extra"),
+    [
+        (1072, {}),
+        (528, {"head_dim": 80, "sliding_window": 1500}),
+        (528, {"kv_dtype": torch.int8}),
+        (528, {"head_dim": 256, "softcap": 30.0}),
+        (131, {"head_dim": 136}),
+        (626, {"head_dim": 224, "sliding_window": 777}),
+        (387, {"head_dim": 192, "head_dim_v": 128}),
+        (249, {"head_dim": 248, "softcap": 50.0}),
+    ],
+    ids=str,
+)
+def test_tiles_that_lie_in_one_page_and_tiles_in_two(page_size, extra):
+    spec = quire.AttentionSpec(**LLAMA | extra)
+    p, plan, first = solve(spec, ((300, 2100), (140, 140), (1, 50), (65, 4000)), LONG, page_size=page_size)
+    assert plan.launch.second_box(p.cache) == plan.launch.config.block_n
+    assert error_budget(p, first).passed, (plan, error_budget(p, first))
+    for _ in range(200):
+        state = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+        assert torch.equal(first.out, state.out) and torch.equal(first.lse, state.lse)
+
+
 @pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}, {"softcap": 50.0, "head_dim": 64}], ids=str)
 def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     """A query, and the last key of a prompt, which the last of its queries alone sees."""

@@ -660,8 +660,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: gathered rows past the sequence": Mutant(
         PRODUCER,
-        "pages = load_pages_of_rows(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE)",
-        "pages = load_pages_of_rows(row, k_pipe, pos, pos + BLOCK_N, kv_low, PAGE_SIZE)",
+        "pages = load_places(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE, HAS_BOXES)",
+        "pages = load_places(row, k_pipe, pos, pos + BLOCK_N, kv_low, PAGE_SIZE, HAS_BOXES)",
         SIMULATED + "pages[NHD-3]",
     ),
     "Hopper: gathered rows from the first slot of a page": Mutant(
@@ -799,10 +799,52 @@ IN_INTERPRETER = {
         "work.q_start + rows % BLOCK_T, tokens < work.q_len",
         SIMULATED + "intervals[{}-16-window]",
     ),
+    "Hopper: a tile of two pages as one box": Mutant(
+        PRODUCER,
+        "(pos + BLOCK_N <= kv_high) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)",
+        "(pos + BLOCK_N <= kv_high)",
+        SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[528-{}]",
+    ),
+    "Hopper: a box in the first slots of its page": Mutant(
+        PRODUCER,
+        "pages[0] * page_rows + row + pos % PAGE_SIZE",
+        "pages[0] * page_rows + row",
+        SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[528-{}]",
+    ),
+    "Hopper: a tile of two pages as one box, where rows are gathered": Mutant(
+        "kernels/hopper/gather.py",
+        "(pos + BLOCK_N <= stop) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)",
+        "(pos + BLOCK_N <= stop)",
+        SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[131-{'head_dim': 136}]",
+    ),
+    "Hopper: a tile handed over before its box has arrived": Mutant(
+        "kernels/hopper/gather.py",
+        "if not HAS_BOXES or not is_box:",
+        "if True:",
+        SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[131-{'head_dim': 136}]",
+    ),
+    "Hopper: the last tile's sums of capped scores alone": Mutant(
+        "kernels/hopper/capped.py",
+        "sums += sums_of_threads(numbers)",
+        "sums = sums_of_threads(numbers)",
+        SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-5000]",
+    ),
+    "Hopper: rows that see no key have a capped score of 0": Mutant(
+        "kernels/hopper/capped.py",
+        'gl.where(l_i == 0.0, float("-inf"), 0.0)',
+        "gl.zeros_like(l_i)",
+        SIMULATED + "capped_scores_that_are_all_as_large_as_they_can_be[1]",
+    ),
+    "Hopper: capped scores of keys that a row does not see": Mutant(
+        "kernels/hopper/capped.py",
+        "return gl.exp2(hide_unseen(exponents, pos, rows, cols, work, sight, scoring, BLOCK_T))",
+        "return gl.exp2(exponents)",
+        SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-None]",
+    ),
     "Hopper: gathered values of the next tile": Mutant(
         PRODUCER,
-        "v_source + first_value, kv_head, v_pipe, tile_i, pages_of_rows,",
-        "v_source + first_value, kv_head, v_pipe, tile_i, pages,",
+        "v_source, v_second, kv_head, v_pipe, tile_i, places_of_rows,",
+        "v_source, v_second, kv_head, v_pipe, tile_i, pages,",
         SIMULATED + "pages[NHD-1]",
     ),
     "Hopper: e4m3 results in the rows of the other warpgroup": Mutant(
