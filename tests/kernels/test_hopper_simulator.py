@@ -177,7 +177,7 @@ def test_softcap_without_a_running_maximum(extra, page_size, bound):
 def test_capped_scores_that_are_all_as_large_as_they_can_be(sign):
     """Their exponents are ±72 in base 2. Rows that see no key have sinks alone."""
     p = make_problem(
-        quire.AttentionSpec(**LLAMA | BFLOAT16, softcap=50.0, sinks=True, causal=False), ((40, 200), (5, 0))
+        quire.AttentionSpec(**LLAMA | BFLOAT16, softcap=50.0, sinks=True, causal=False), ((40, 200), (20, 0))
     )
     p.q.fill_(30.0)
     p.cache.k.fill_(30.0 * sign)
