@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from quire.kernels.hopper.attend import products_unless_all_are_one
-from quire.kernels.hopper.capped import COEFFICIENTS, SMALL, exponents_of
+from quire.kernels.hopper.softcap import COEFFICIENTS, SMALL, exponents_of
 
 from .values import Value, computed
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import mods
-from quire.kernels.hopper.capped import COEFFICIENTS, SMALL
+from quire.kernels.hopper.softcap import COEFFICIENTS, SMALL
 
 
 @triton.jit

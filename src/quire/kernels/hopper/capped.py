@@ -2,18 +2,8 @@
 
 A softcap bounds the exponents, to ±72 in base 2 with a cap of 50. Numbers of 8 bits of exponent hold that without a
 maximum to subtract. So there is no maximum to find, accumulators are never rescaled, and rows are summed once, at the
-end. The softmax of a tile is independent of the product of the values before, and overlaps it.
-
-What is left is to compute exponents of scores. With x a scaled score divided by the cap, `cap * log2(e) * tanh(x)` is
-
-* a polynomial where abs(x) is at most SMALL;
-* elsewhere `cap * log2(e) * (1 - 2 / (exp(2 x) + 1))`, with two special functions, of which an SM computes 16 in a
-  cycle.
-
-A warp whose scores in a tile are all small skips the second form. That changes no bit.
+end. The softmax of a tile is independent of the product of the values before, and may overlap it.
 """
-
-import struct
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,97 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from quire.kernels.hopper.attend import by_row, empty_state, hide_unseen, multiply_keys, multiply_values, total
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, pieces_of
 from quire.kernels.hopper.tile_scheduler import ROWS
-from quire.kernels.states import LOG2E, log2
-
-LARGEST_CAP = 50.0  # whose exponents leave room in bfloat16 for sums over all keys and for values up to 2^38
-SMALL = 0.5  # the largest abs(x) of the polynomial
-# Of x, x^3, x^5 and x^7 in tanh(x): a minimax fit for abs(x) <= SMALL, with an error of at most 1.3e-7.
-COEFFICIENTS = (0.99999767629104286, -0.3332065563065047, 0.13145149691582684, -0.04337259215984544)
-
-
-def in_ptx(number):
-    """Return a number as PTX writes a float32."""
-    return "0f" + struct.pack(">f", number).hex().upper()
-
-
-# PTX, in which X stands for a score, ROW for the first or second row of a thread, FACTOR for what makes x of the row's
-# scores, CAP for cap * log2(e), and CHAIN for one of four independent maxima: two of the first row, two of the second.
-REGISTERS = (
-    ".reg .pred small; .reg .f32 a, b, cap, twice, square, power, limit<2>, factor<2>, largest<4>; "
-    ".reg .f32 c0_<2>, c1_<2>, c2_<2>, c3_<2>;"
-)
-OF_A_ROW = (
-    f"mov.f32 cap, CAP; mul.f32 twice, cap, {in_ptx(-2.0)}; mul.f32 factorROW, FACTOR, {in_ptx(2 * LOG2E.value)}; "
-    f"abs.f32 a, FACTOR; rcp.approx.ftz.f32 a, a; mul.f32 limitROW, a, {in_ptx(SMALL)}; "
-    "mul.f32 square, FACTOR, FACTOR; mul.f32 power, FACTOR, cap; "
-) + " ".join(f"mul.f32 c{i}_ROW, power, {in_ptx(c)}; mul.f32 power, power, square;" for i, c in enumerate(COEFFICIENTS))
-NO_MAXIMA = " ".join(f"mov.f32 largest{i}, {in_ptx(0.0)};" for i in range(4))
-MAXIMA = "abs.f32 a, X; max.f32 largestCHAIN, largestCHAIN, a;"
-ALL_ARE_SMALL = (
-    "max.f32 largest0, largest0, largest1; max.f32 largest2, largest2, largest3; setp.le.f32 small, largest0, limit0; "
-    "setp.le.and.f32 small, largest2, limit1, small; vote.sync.all.pred small, small, 0xffffffff;"
-)
-POLYNOMIAL = (
-    "mul.f32 a, X, X; fma.rn.f32 b, a, c3_ROW, c2_ROW; fma.rn.f32 b, a, b, c1_ROW; fma.rn.f32 b, a, b, c0_ROW; "
-    "mul.f32 b, X, b;"
-)
-BY_POLYNOMIAL = f"{POLYNOMIAL} mov.f32 X, b;"
-BY_EITHER = (  # a division would care for numbers below 2^-126, and these are at least 1
-    f"{POLYNOMIAL} abs.f32 a, X; setp.le.f32 small, a, limitROW; mul.f32 a, X, factorROW; ex2.approx.ftz.f32 a, a; "
-    f"add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; fma.rn.f32 a, a, twice, cap; selp.f32 X, b, a, small;"
-)
-
-
-@gluon.constexpr_function
-def is_capped(score_mod):
-    """Return whether a score mod is the one of this file."""
-    return score_mod is capped_exponents
-
-
-@gluon.constexpr_function
-def for_rows(numbers, text):
-    """Return PTX for both rows of a thread. Scores alternate between them by twos, and so do the factors."""
-    text = text.replace("CAP", f"${3 * numbers}")
-    return " ".join([text.replace("FACTOR", f"${2 * (numbers + row)}").replace("ROW", f"{row}") for row in range(2)])
-
-
-@gluon.constexpr_function
-def for_scores(numbers, text):
-    """Return PTX for each of a thread's scores."""
-    in_turn = [text.replace("X", f"${i}").replace("CHAIN", f"{i % 4}") for i in range(numbers)]
-    return " ".join([in_turn[i].replace("ROW", f"{i // 2 % 2}") for i in range(numbers)])
-
-
-@gluon.constexpr_function
-def exponents_of(numbers):
-    """Return PTX that replaces a thread's scores by exponents. As many factors follow the scores, and then the cap."""
-    return (
-        f"{{ {REGISTERS} {for_rows(numbers, OF_A_ROW)} "
-        f"{NO_MAXIMA} {for_scores(numbers, MAXIMA)} {ALL_ARE_SMALL} @!small bra.uni EITHER; "
-        f"{for_scores(numbers, BY_POLYNOMIAL)} bra.uni DONE; EITHER: {for_scores(numbers, BY_EITHER)} DONE: }}"
-    )
-
-
-@gluon.constexpr_function
-def constraints_of(numbers):
-    """Return the constraints of that PTX, which changes scores in place."""
-    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)] + ["f"] * (2 * numbers))
-
-
-@gluon.jit
-def capped_exponents(scores, scale, cap):
-    """Return `cap * log2(e) * tanh(scale * scores / cap)`.
-
-    Args:
-        scores: [M, N] products.
-        scale: a scalar or a column.
-        cap: a scalar.
-    """
-    NUMBERS: gl.constexpr = min(64, scores.shape[1] // 2)  # of a thread
-    return gl.inline_asm_elementwise(
-        exponents_of(NUMBERS), constraints_of(NUMBERS), [scores, scale / cap, cap * LOG2E], dtype=gl.float32,
-        is_pure=False, pack=NUMBERS,
-    )  # fmt: skip
+from quire.kernels.states import log2
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from quire.kernels.hopper.attend import (
     queries_of,
     scaled,
 )
-from quire.kernels.hopper.capped import attend_capped_work_tile, is_capped
+from quire.kernels.hopper.capped import attend_capped_work_tile
 from quire.kernels.hopper.convert import (
     convert,
     permute_for_fp8_operand,
@@ -45,6 +45,7 @@ from quire.kernels.hopper.pipeline import (
     reinterpret,
 )
 from quire.kernels.hopper.producer import produce
+from quire.kernels.hopper.softcap import is_capped
 from quire.kernels.hopper.tile_scheduler import (
     ROWS,
     SEQS,

@@ -157,8 +157,7 @@ class HopperLaunch:
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
         from quire.kernels import mods
-        from quire.kernels.hopper.capped import LARGEST_CAP, capped_exponents
-        from quire.kernels.hopper.softcap import softcap
+        from quire.kernels.hopper.softcap import LARGEST_CAP, capped_exponents, softcap
 
         spec, config = self.request.spec, self.config
         score_mod = mods.score_mod(spec)
