@@ -162,7 +162,7 @@ class HopperLaunch:
         spec, config = self.request.spec, self.config
         score_mod = mods.score_mod(spec)
         if score_mod is mods.softcap and not self.fixed_split_size:  # which rounds as the portable kernels do
-            is_bounded = spec.kv_dtype == torch.bfloat16 and spec.softcap <= LARGEST_CAP
+            is_bounded = spec.kv_dtype == torch.bfloat16 and (spec.softcap or 0.0) <= LARGEST_CAP
             score_mod = capped_exponents if is_bounded else softcap
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
