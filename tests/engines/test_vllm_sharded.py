@@ -312,7 +312,7 @@ def test_the_script_that_measures_compares_tokens_and_times_steps_with_shared_co
         "distributed_executor_backend": "mp",
     }
     llm = vllm.LLM(model=str(tmp_path), **options | on_a_cpu)
-    result = script.measure(run, llm)
+    result = list(script.measure(run, llm))[-1]
     llm.llm_engine.engine_core.shutdown()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
