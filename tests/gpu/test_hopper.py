@@ -174,7 +174,7 @@ def test_capped_scores_small_and_large(head_dim, page_size, dtype):
 def test_tiles_that_lie_in_one_page_and_tiles_in_two(page_size, extra):
     spec = quire.AttentionSpec(**LLAMA | extra)
     p, plan, first = solve(spec, ((300, 2100), (140, 140), (1, 50), (65, 4000)), LONG, page_size=page_size)
-    assert plan.launch.second_box(p.cache) == plan.launch.config.block_n
+    assert plan.launch.boxes(p.cache)[1] == plan.launch.config.block_n
     assert error_budget(p, first).passed, (plan, error_budget(p, first))
     for _ in range(200):
         state = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)

@@ -274,7 +274,7 @@ def test_tiles_that_lie_in_one_page_and_tiles_in_two(page_size, extra):
         scales="tensor",
     )  # fmt: skip
     plan = make_plan(p, LONG)
-    assert plan.launch.second_box(p.cache) == plan.launch.config.block_n
+    assert plan.launch.boxes(p.cache)[1] == plan.launch.config.block_n
     state, _ = attend(p, plan)
     assert error_budget(p, state).passed, error_budget(p, state)
 

@@ -191,15 +191,18 @@ class HopperLaunch:
         """Whether a query may see so many keys that further tensor maps are worth the time to fetch them."""
         return self.request.keys_seen > LONG
 
-    def second_box(self, cache: PagedKVCache) -> int:
-        """Return the rows of a second kind of TMA box, which is a tile that lies in one page; 0 if there is none.
+    def boxes(self, cache: PagedKVCache) -> tuple[int, int]:
+        """Return the rows of a TMA box of keys and values, and those of a second kind of box.
 
-        Where rows are gathered, it pays for wide heads alone (NVIDIA H200, 2026-11-25).
+        The first is 0 where rows are gathered. A box of the second kind is a tile that lies in one page; it is 0 where
+        that does not pay. Where rows are gathered, it pays for wide heads alone (NVIDIA H200, 2026-11-25).
         """
-        gathers = not has_boxes(cache)
-        pays = is_wide(self.request.spec) and cache.dtype.itemsize == 2 if gathers else self.is_long
-        most_lie_in_one_page = page_box(cache) < self.config.block_n <= cache.page_size // 2
-        return self.config.block_n if pays and most_lie_in_one_page else 0
+        block_n, box = self.config.block_n, page_box(cache)
+        most_lie_in_one_page = box < block_n <= cache.page_size // 2
+        if has_boxes(cache):
+            return min(box, block_n), block_n if most_lie_in_one_page and self.is_long else 0
+        pays = is_wide(self.request.spec) and cache.dtype.itemsize == 2
+        return 0, block_n if most_lie_in_one_page and pays else 0
 
     def for_cache(self, cache: PagedKVCache) -> "HopperLaunch | PortableLaunch":
         """Return this launch, or its fallback if TMA cannot address the cache."""

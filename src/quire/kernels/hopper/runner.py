@@ -17,7 +17,7 @@ from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.tile_scheduler import ROWS
-from quire.kernels.hopper.tma import has_boxes, has_heads, matrices_of_cache, matrix_of_queries, page_box
+from quire.kernels.hopper.tma import has_heads, matrices_of_cache, matrix_of_queries
 from quire.kernels.launch import Runner
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.scratch import TILE_COUNTER_BYTES
@@ -37,7 +37,7 @@ class HopperRunner:
         self.decided, self.batch, self.workspace = launch, batch, workspace
         self.launches = LaunchCache()
         self.known: Hashable = None  # of the last call, with what follows from it
-        self.grid, self.matrices = (0, 1, 1), None
+        self.grid, self.matrices, self.boxes = (0, 1, 1), None, (0, 0)
         self.tile_counter = workspace[:TILE_COUNTER_BYTES].view(torch.int32)
         self.fallback: Runner | None = None  # bound when it is first needed
         self.decode = None if launch.decode is None else launch.decode.bind(batch, workspace)
@@ -70,8 +70,9 @@ class HopperRunner:
         known = q.shape[0], q.stride(), cache.kind, cache.num_pages, (q_at | k_at | v_at) % 16
         if known != self.known:
             self.grid, self.matrices = (self.decided.num_programs(q.shape[0]), 1, 1), matrices_of(q, cache)
+            self.boxes = self.decided.boxes(cache)
             self.known = known
-        grid, matrices = self.grid, self.matrices
+        grid, matrices, (kv_box, second_box) = self.grid, self.matrices, self.boxes
         if matrices is None:
             self.fallback = self.fallback or self.decided.fallback.bind(self.batch, self.workspace)
             self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale)
@@ -88,10 +89,8 @@ class HopperRunner:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             lse_stride = None if into_lse is None else into_lse.stride(0)
             key = "hopper", cache.kind, q.stride(), into.stride(), into.dtype, lse_stride, dtypes
-        boxes, block_n = has_boxes(cache), self.decided.config.block_n
-        kv_box, second_box = min(block_n, page_box(cache)), self.decided.second_box(cache)
         by_tma = ((k_at, v_at, q_at), (*matrices[1:], matrices[0]))
-        if not boxes:  # keys and values are gathered: their addresses are arguments
+        if not kv_box:  # keys and values are gathered: their addresses are arguments
             tensors, addresses = (*tensors, cache.k, cache.v), (*addresses, k_at, v_at)
             by_tma = (q_at,), matrices[:1]
         if second_box:
@@ -101,7 +100,7 @@ class HopperRunner:
             block_t = decided.config.block_t
             q_box = min(block_t & -block_t, ROWS.value)
             descriptors = (describe(q, matrices[0], q_box, spec.head_dim),)
-            if boxes:
+            if kv_box:
                 descriptors = (
                     describe(cache.k, matrices[1], kv_box, spec.head_dim),
                     describe(cache.v, matrices[2], kv_box, spec.head_dim_v),
@@ -116,7 +115,7 @@ class HopperRunner:
                 )
             else:
                 fixed = None, None, *fixed
-            meta |= {"KV_BOX": kv_box if boxes else 0, "Q_BOX": q_box}
+            meta |= {"KV_BOX": kv_box, "Q_BOX": q_box}
             self.launches.launch(key, hopper_kernel, grid, tensors, fixed, meta, descriptors)
         if self.split_out is not None:
             self.combine(out, lse, out_scale)
