@@ -133,6 +133,7 @@ test-vllm-$(lastword $(VLLM)): MUTANTS := tests/mutations
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
 	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py tests/test_examples.py $(MUTANTS) -k vllm
+	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) tests/engines/test_vllm_invariance.py
 
 dist: $(VENV)/.ready
 	rm -rf dist

@@ -608,6 +608,8 @@ def test_what_is_not_served_is_refused_by_name():
     for options in (EAGLE, NGRAM):
         with pytest.raises(quire.UnsupportedError, match="drafts must be chains for latent attention, got trees"):
             Server("mla", **options)
+    with pytest.raises(quire.UnsupportedError, match="enable_deterministic_inference must be False for latent"):
+        Server("mla", enable_deterministic_inference=True)
     latents = Server("mla")
     with pytest.raises(quire.UnsupportedError, match="drafts must be chains for latent attention, got trees"):
         latents.run(ForwardMode.TARGET_VERIFY, {3: 8}, latent_layer(), spec_info=latents.verify({3: DEEP}, "QLEN_ONLY"))

@@ -90,11 +90,11 @@ def test_what_is_served_and_what_is_refused_by_name():
         {"kv_cache_dtype": "fp8"},
         {"dtype": torch.float32},
         {"kv_cache_dtype": "bfloat16"},
-        {"use_batch_invariant": True},
     ):
         assert not QuireMLABackend.validate_configuration(**of_latents(**served)), served
     for refused, reason in (
         ({"use_mla": False}, "MLA"),
+        ({"use_batch_invariant": True}, "batch invariance"),
         ({"use_sparse": True}, "sparse"),
         ({"has_sink": True}, "sinks"),
         ({"head_size": 650}, "head_size"),

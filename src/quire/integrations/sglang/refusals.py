@@ -29,6 +29,11 @@ def refuse_options(model_runner: Any, options: Any, speculation: Any) -> None:
                 "enable_two_batch_overlap must be False where drafts branch, got True, which cuts their masks in two; "
                 "leave out --enable-two-batch-overlap"
             )
+    if model_runner.use_mla_backend and getattr(options, "enable_deterministic_inference", False):
+        raise UnsupportedError(
+            "enable_deterministic_inference must be False for latent attention, got True: prompts without a cached "
+            f"prefix attend to expanded keys, which rounds otherwise; {INSTEAD}"
+        )
     dcp = getattr(options, "dcp_size", None)
     if dcp not in (None, 1):
         raise UnsupportedError(f"dcp_size must be 1, got {dcp}; leave out --dcp-size")

@@ -102,7 +102,9 @@ class QuireMLABackend(mla.MLACommonBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return True
+        # Short prompts attend to latents and long ones to expanded keys, which rounds otherwise. vLLM cuts the past of a
+        # prompt into chunks whose lengths depend on the other prompts of the step.
+        return False
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -1,0 +1,97 @@
+"""Batch-invariant plans in the real vLLM: whether a token was generated, drafted or given changes no bit.
+
+Plans of CPU tensors are batch-invariant in Triton's interpreter alone, so `make test-vllm` runs this file there.
+"""
+# ruff: noqa: E402
+
+import numpy as np
+import pytest
+import torch
+
+import tests.engines.vllm_environment  # noqa: F401
+
+vllm = pytest.importorskip("vllm", reason="vLLM is tested by `make test-vllm`")
+
+import triton
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from quire.integrations.vllm.backend import QuireMetadataBuilder
+from tests.engines.test_vllm import DEVICE, NAME, drafts_on_cpu, engine, make_model, one_process  # noqa: F401
+
+if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
+    pytest.skip("PyTorch serves CPU tensors; TRITON_INTERPRET=1 runs the kernels", allow_module_level=True)
+
+NEW_TOKENS = 8
+FOLDER = "determinism" if NAME == "QUIRE" else "layers"  # of vLLM's own invariant layers
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+@pytest.fixture
+def rows_by_themselves(monkeypatch):
+    """Compute each row of a product by itself. On a GPU, vLLM's own layers do so with `VLLM_BATCH_INVARIANT=1`."""
+    if DEVICE == "cuda":
+        return
+
+    def product(self, layer, x, bias=None):
+        out = torch.stack([layer.weight @ row for row in x])
+        return out if bias is None else out + bias
+
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        monkeypatch.setattr(method, "apply", product)
+    monkeypatch.setattr(f"vllm.model_executor.{FOLDER}.batch_invariant.init_batch_invariance", lambda *args: None)
+    # The interpreter's matrix product is NumPy's, which may round a row by its place. Tensor cores do not.
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ik,kj->ij", a.astype(dtype), b.astype(dtype)))
+
+
+def generate(folder, prompts: list[list[int]], max_num_batched_tokens: int, options: dict, **asked) -> list:
+    """Return vLLM's results for prompts, with the greedy tokens' log probabilities that are asked for."""
+    llm = engine(
+        folder,
+        max_model_len=500,
+        num_gpu_blocks_override=200,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=max_num_batched_tokens,
+        **options,
+    )
+    sampling = vllm.SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **asked)
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+
+
+def last_log_probabilities(tokens: list[int], entries: list) -> list[float]:
+    """Return those of the last tokens of a text, from entries that end with it."""
+    return [entry[token].logprob for token, entry in zip(tokens[-NEW_TOKENS:], entries[-NEW_TOKENS:], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts", "invariant"),
+    [("llama", False, True), ("llama", True, True), ("gemma2", False, True), ("llama", False, False)],
+)
+def test_generated_tokens_have_the_log_probabilities_of_one_prefill(
+    name, drafts, invariant, tmp_path, monkeypatch, rows_by_themselves, drafts_on_cpu
+):
+    """They are generated beside others, after chunks of their prompt; then they are the end of one prompt.
+
+    Without `VLLM_BATCH_INVARIANT=1` some of them differ, which shows that the test notices it.
+    """
+    lengths, build = [], QuireMetadataBuilder.build
+
+    def note(self, common_prefix_len, common_attn_metadata, **options):
+        lengths.append(common_attn_metadata.max_query_len)
+        return build(self, common_prefix_len, common_attn_metadata, **options)
+
+    monkeypatch.setattr(QuireMetadataBuilder, "build", note)
+    vllm.envs.disable_envs_cache()  # of the last engine
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    make_model(name, tmp_path, {"max_position_embeddings": 1024})
+    draw = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 97, (n,), generator=draw).tolist() for n in (400, 5)]
+    options = {"speculative_config": DRAFTS} if drafts else {}
+    written = generate(tmp_path, prompts, 150, options, max_tokens=NEW_TOKENS, logprobs=0)
+    assert max(lengths) <= 150 and (4 if drafts else 1) in lengths  # one token and three drafts
+    whole = [[*r.prompt_token_ids, *r.outputs[0].token_ids] for r in written]
+    read = generate(tmp_path, whole, 500, {}, max_tokens=1, prompt_logprobs=0)
+    assert max(lengths) == 400 + NEW_TOKENS
+    ours = [last_log_probabilities(w, r.outputs[0].logprobs) for w, r in zip(whole, written, strict=True)]
+    exact = [last_log_probabilities(w, r.prompt_logprobs) for w, r in zip(whole, read, strict=True)]
+    assert (ours == exact) == invariant
