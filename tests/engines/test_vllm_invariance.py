@@ -17,7 +17,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from quire.integrations.vllm.backend import QuireMetadataBuilder
-from tests.engines.test_vllm import DEVICE, NAME, drafts_on_cpu, engine, make_model, one_process  # noqa: F401
+from tests.engines import test_vllm
+from tests.engines.test_vllm import DEVICE, NAME, engine, make_model
 
 if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
     pytest.skip("PyTorch serves CPU tensors; TRITON_INTERPRET=1 runs the kernels", allow_module_level=True)
@@ -25,6 +26,9 @@ if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
 NEW_TOKENS = 8
 FOLDER = "determinism" if NAME == "QUIRE" else "layers"  # of vLLM's own invariant layers
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+one_process, drafts_on_cpu = test_vllm.one_process, test_vllm.drafts_on_cpu  # fixtures
 
 
 @pytest.fixture
@@ -70,7 +74,7 @@ def last_log_probabilities(tokens: list[int], entries: list) -> list[float]:
 def test_generated_tokens_have_the_log_probabilities_of_one_prefill(
     name, drafts, invariant, tmp_path, monkeypatch, rows_by_themselves, drafts_on_cpu
 ):
-    """They are generated beside others, after chunks of their prompt; then they are the end of one prompt.
+    """They are generated with another request, after chunks of their prompt; then they are the end of one prompt.
 
     Without `VLLM_BATCH_INVARIANT=1` some of them differ, which shows that the test notices it.
     """

@@ -102,8 +102,8 @@ class QuireMLABackend(mla.MLACommonBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        # Short prompts attend to latents and long ones to expanded keys, which rounds otherwise. vLLM cuts the past of a
-        # prompt into chunks whose lengths depend on the other prompts of the step.
+        # Short prompts attend to latents and long ones to expanded keys, which rounds otherwise. vLLM cuts the past of
+        # a prompt into chunks whose lengths depend on the other prompts of the step.
         return False
 
     @classmethod
