@@ -7,28 +7,28 @@ compiles each of them once. `no_compilation` raises if a launch was not covered.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from quire.api import attention, norm_rope_and_write, write_kv, write_latent
-from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
 from quire.dispatch import tree
 from quire.dispatch.config import CostModel
 from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, is_served_by_torch
-from quire.dispatch.request import Bounds, Options, Request, cdiv
+from quire.dispatch.request import Bounds, Options, Request
+from quire.empty_launches import EmptyLaunches
 from quire.errors import check_device, check_flag, check_integer, describe
 from quire.kernels.launch import Launch
 from quire.kernels.portable import has_few_new_tokens
 from quire.norm_rope import QKNorm, Rope
 from quire.norm_rope_checks import check_norm_rope_alone
-from quire.plan import decide, make_plan
+from quire.plan import decide
 from quire.spec import AttentionSpec
-from quire.state import State
+
+SHORTEST = "pass the least max_seq_len of a plan"
 
 
 def workspace_size(
@@ -37,6 +37,7 @@ def workspace_size(
     max_num_seqs: int,
     max_num_tokens: int,
     max_seq_len: int,
+    min_seq_len: int = 1,
     device: torch.device | str | None = None,
     batch_invariant: bool = False,
     intervals: bool = False,
@@ -49,6 +50,7 @@ def workspace_size(
         max_num_seqs: most sequences of a batch.
         max_num_tokens: most query tokens of a batch.
         max_seq_len: most keys of a sequence.
+        min_seq_len: least `max_seq_len` of a plan.
         device: where; the current GPU when not given, or the CPU where there is none.
         batch_invariant: whether the plans are.
         intervals: whether batches may have `key_begin`.
@@ -70,10 +72,11 @@ def workspace_size(
     where = check_device("device", device, "leave it out for the current GPU, or the CPU where there is none")
     where = where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
+    shortest = check_integer("min_seq_len", min_seq_len, SHORTEST, 1, limits[2])
     per_token = kinds_of_batches(spec, intervals, trees)
     if is_served_by_torch(where):
         return 0
-    launches = launches_within(spec, device_properties(where), *limits, batch_invariant, per_token)
+    launches = distinct_launches(spec, device_properties(where), *limits, batch_invariant, per_token, 1, shortest)
     return max(launch.scratch_size().total for launch in launches)
 
 
@@ -85,6 +88,7 @@ def warmup(
     max_num_tokens: int,
     max_seq_len: int,
     min_query_len: int = 1,
+    min_seq_len: int = 1,
     batch_invariant: bool = False,
     intervals: bool = False,
     trees: bool = False,
@@ -97,7 +101,7 @@ def warmup(
 ) -> list[str]:
     """Compile and load the write kernel and every attention kernel that batches within the bounds can need.
 
-    Kernels are compiled several at a time.
+    Kernels are compiled several at a time, by threads and by further processes, and stay in Triton's cache.
 
     Queries and outputs are expected to be contiguous, or strided in multiples of 16 elements, as slices of a fused
     projection are. Page tables are expected to be rectangular and int32. Batches with and without `cu_seqlens_q` are
@@ -112,6 +116,8 @@ def warmup(
         max_seq_len: most keys of a sequence.
         min_query_len: fewest queries of a batch's longest sequence. A server that runs decodes and prompts in batches
             of their own needs fewer kernels for the prompts.
+        min_seq_len: least `max_seq_len` of a plan. A server that plans for at least 64 keys, however short its
+            sequences are, needs a quarter fewer kernels.
         batch_invariant: whether the plans are.
         intervals: whether batches may have `key_begin`, and with `trees`, both.
         trees: whether batches may have `tree_bits`.
@@ -140,6 +146,7 @@ def warmup(
     limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
     advice = "pass the fewest queries of a batch's longest sequence"
     least = check_integer("min_query_len", min_query_len, advice, 1, limits[1])
+    shortest = check_integer("min_seq_len", min_seq_len, SHORTEST, 1, limits[2])
     per_token = kinds_of_batches(spec, intervals, trees)
     check_cache(cache, spec)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
@@ -154,12 +161,15 @@ def warmup(
     device = cache.device
     if is_served_by_torch(device):
         return []
+    from quire.compile_processes import helping, num_helpers
     from quire.kernels.launcher import compile_together
 
     launches: dict[Hashable, Launch] = {}
-    for planned in launches_within(spec, device_properties(device), *limits, batch_invariant, per_token, least):
+    properties = device_properties(device)
+    for planned in distinct_launches(spec, properties, *limits, batch_invariant, per_token, least, shortest):
         launch = planned.for_cache(cache)
         launches.setdefault((launch.compile_key(), append and has_few_new_tokens(launch.request)), launch)
+    warm_up = EmptyLaunches(spec, cache, tuple(launches.values()), return_lse, append, norm_rope, out_scale)
     names: list[str] = []
 
     def report(name: str) -> None:
@@ -167,17 +177,10 @@ def warmup(
         if progress:
             progress(name)
 
-    def launch_each(before: Callable[[str], None]) -> None:
-        if cache.layout != "THD":
-            before("kernel that rotates and writes" if norm_rope else "write kernel")
-            write_nothing(spec, cache, norm_rope)
-        for launch in launches.values():
-            before(str(launch))
-            launch_without_keys(launch, cache, return_lse, append, norm_rope, out_scale)
-
-    with compile_together(device):
-        launch_each(report)
-    launch_each(lambda name: None)  # which loads them
+    with contextlib.ExitStack() as helpers, compile_together(device) as num_missing:
+        warm_up.run(report)
+        helpers.enter_context(helping(warm_up, num_helpers(num_missing())))
+    warm_up.run()  # which loads them
     return names
 
 
@@ -214,6 +217,23 @@ def no_compilation() -> Iterator[None]:
         hooks.remove(refuse)
 
 
+@lru_cache(maxsize=16)
+def distinct_launches(*bounds: Any) -> tuple[Launch, ...]:
+    """Return the launches of `launches_within`, once for each set of kernels and size of scratch.
+
+    They are kept: a server asks for its workspace, and later warms up.
+    """
+    found: dict[Hashable, Launch] = {}
+    for launch in launches_within(*bounds):
+        fallback = getattr(launch, "fallback", launch).compile_key()
+        kind = launch.compile_key(), fallback, has_few_new_tokens(launch.request), launch.scratch_size().total
+        found.setdefault(kind, launch)
+    return tuple(found.values())
+
+
+tree.CHOICES.append(distinct_launches)
+
+
 def launches_within(
     spec: AttentionSpec,
     device: DeviceProperties,
@@ -223,6 +243,7 @@ def launches_within(
     batch_invariant: bool,
     per_token: Sequence[tuple[bool, bool]] = ((False, False),),
     min_query_len: int = 1,
+    min_seq_len: int = 1,
 ) -> Iterator[Launch]:
     """Enumerate the launches of all batches within the bounds, once for each set of bounds that plans distinguish.
 
@@ -230,7 +251,8 @@ def launches_within(
     """
     options, costs = Options(batch_invariant=batch_invariant), tree.cost_model(spec, device)
     group_size = 0 if spec.latent else spec.group_size
-    seq_lens = sorted({*powers(max_seq_len), *(n for n in two_level_limits(costs) if n < max_seq_len)})
+    seq_lens = sorted({*powers(max_seq_len), min_seq_len, *(n for n in two_level_limits(costs) if n < max_seq_len)})
+    seq_lens = [seq_len for seq_len in seq_lens if seq_len >= min_seq_len]
     for num_seqs, max_query_len, num_tokens in sizes(max_num_seqs, max_num_tokens, min_query_len, group_size):
         one_query_each = max_query_len == 1 and num_tokens >= num_seqs
         for seq_len in seq_lens:
@@ -270,11 +292,11 @@ def two_level_limits(costs: CostModel) -> list[int]:
     return [tiles * block_n for tiles in limits for block_n in (16, 32, 64, 128, 256)]
 
 
-def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> list[tuple[bool, bool]]:
+def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> tuple[tuple[bool, bool], ...]:
     """Return of each kind of batches whether it has intervals and trees; the first has neither."""
     check_flag("intervals", intervals, "say whether batches may have them")
     check_flag("trees", trees, "say whether batches may have them")
-    kinds = list(itertools.product((False, True)[: 1 + intervals], (False, True)[: 1 + trees]))
+    kinds = tuple(itertools.product((False, True)[: 1 + intervals], (False, True)[: 1 + trees]))
     for has_intervals, has_tree in kinds:
         if has_intervals or has_tree:
             check_per_token(spec, "tree_bits" if has_tree else "key_begin")
@@ -312,65 +334,3 @@ def query_lens(limit: int, group_size: int) -> list[int]:
 def powers(limit: int) -> list[int]:
     """Return the powers of two below a limit, and the limit."""
     return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]
-
-
-def step_without_slots(
-    spec: AttentionSpec, num_tokens: int, norm_rope: Mapping[str, Any], device: Any
-) -> dict[str, Any]:
-    """Return new tokens without a slot, and how they are rotated, as `attention` takes them."""
-    k = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    v = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim_v, dtype=spec.dtype, device=device)
-    step = {"k": k, "v": v, "slot_mapping": torch.full((num_tokens,), -1, device=device), **norm_rope}
-    if "rope" in step:
-        positions = torch.zeros(num_tokens, dtype=step["rope"].positions.dtype, device=device)
-        step["rope"] = step["rope"]._replace(positions=positions)
-    return step
-
-
-def write_nothing(spec: AttentionSpec, cache: PagedKVCache, norm_rope: Mapping[str, Any]) -> None:
-    """Launch the kernel that writes, or that also normalises and rotates, for a token without a slot."""
-    step = step_without_slots(spec, 1, norm_rope, cache.device)
-    k, v, nowhere = step["k"], step["v"], step["slot_mapping"]
-    if spec.latent:
-        write_latent(v[:, 0], k[:, 0, spec.kv_lora_rank :], cache, nowhere)
-    elif norm_rope:
-        q = torch.zeros(1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=cache.device)
-        norm_rope_and_write(q, torch.empty_like(q), cache, k, v, nowhere, step.get("rope"), step.get("qk_norm"))
-    else:
-        write_kv(k, v, cache, nowhere)
-
-
-def launch_without_keys(
-    launch: Launch,
-    cache: PagedKVCache,
-    return_lse: bool,
-    append: bool,
-    norm_rope: Mapping[str, Any],
-    out_scale: bool,
-) -> None:
-    """Launch a kernel for sequences without keys, which compiles it; with `append`, for a new token without a slot."""
-    request, device = launch.request, cache.device
-    spec, num_seqs = request.spec, request.num_seqs
-    pages = cdiv(request.bounds.max_seq_len, cache.page_size)
-    table = torch.zeros(1, pages, dtype=torch.int32, device=device).expand(num_seqs, -1)
-    starts = torch.zeros(num_seqs + 1, dtype=torch.int32, device=device) if request.has_cu_seqlens else None
-    seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=device)
-    num_tokens = 1 if request.has_cu_seqlens else num_seqs
-    nothing, seen = torch.zeros(num_tokens, dtype=torch.int32, device=device), {}
-    if request.has_tree:
-        seen["tree_bits"] = nothing.long()
-    if request.has_intervals:
-        seen |= {"key_begin": nothing} if request.has_tree else {"key_begin": nothing, "key_end": nothing}
-    batch = Batch(table, seq_lens, starts, paged=cache.layout != "THD", **seen)
-    plan = make_plan(spec, batch, launch, "warm-up")
-    q = torch.zeros(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    row = torch.zeros(spec.num_q_heads, device=device)
-    dtype, scale = (torch.float8_e4m3fn, torch.ones(1, device=device)) if out_scale else (q.dtype, None)
-    out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=dtype, device=device)
-    into = State(out, torch.empty(q.shape[:2], device=device)) if return_lse else out
-    slopes = row if spec.alibi else None
-    new: dict[str, Any] = {}
-    if append and plan.appender(cache) is not None:
-        new = step_without_slots(spec, num_tokens, norm_rope, device)
-    sinks = row if spec.sinks else None
-    attention(q, cache, plan, **new, sinks=sinks, alibi_slopes=slopes, out=into, out_scale=scale)

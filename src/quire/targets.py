@@ -29,8 +29,9 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 import quire
-from quire.dispatch.device import DeviceProperties, compile_for, interprets, properties_of
+from quire.dispatch.device import DeviceProperties, interprets, properties_of
 from quire.dispatch.request import cdiv
+from quire.kernels.stub_driver import compile_only
 
 KB = 1024
 
@@ -112,28 +113,6 @@ class Compiled:
     config: str
 
 
-class StubDriver:
-    """A driver of Triton that names a target and launches nothing.
-
-    The device is the target's name, so that Triton keeps the kernels of different targets apart.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        """Return the target of the compiler."""
-        return self.target.gpu
-
-    def get_current_device(self) -> str:
-        """Return the target's name."""
-        return self.target.name
-
-    def get_current_stream(self, device: str) -> int:
-        """Return the default stream."""
-        return 0
-
-
 @contextlib.contextmanager
 def compiling(target: Target) -> Iterator[list[Compiled]]:
     """Compile every launch in this context for `target`, without running it, and collect the compiled kernels.
@@ -148,14 +127,8 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
     def on_compile(name: str, kernel: CompiledKernel, options: dict[str, Any]) -> None:
         collected.append(inspect(name, kernel, target, options))
 
-    before = driver._active
-    stub: Any = StubDriver(target)
-    driver.set_active(stub)
-    try:
-        with compile_for(target.properties, on_compile):
-            yield collected
-    finally:
-        driver._active = before
+    with compile_only(target.name, target.gpu, target.properties, on_compile):
+        yield collected
 
 
 def inspect(name: str, kernel: CompiledKernel, target: Target, options: dict[str, Any]) -> Compiled:

@@ -23,9 +23,10 @@ from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
 from quire.kernels import combine, norm_rope, write, write_latent
 from quire.kernels.launcher import LaunchCache
+from quire.kernels.stub_driver import StubDriver
 from quire.kernels.tensor_maps import KEPT, Format
 from quire.plan import make_plan
-from quire.targets import TARGETS, StubDriver
+from quire.targets import TARGETS
 from tests.compile import launches
 
 if triton.knobs.runtime.interpret:
@@ -67,7 +68,7 @@ class Driver(StubDriver):
     launcher_cls = Launcher
 
     def __init__(self, target):
-        super().__init__(target)
+        super().__init__(target.name, target.gpu)
         fill = mock.Mock(side_effect=lambda *facts: ("tensor map", *plain(facts)))
         self.utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
 

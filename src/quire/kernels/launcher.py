@@ -6,14 +6,17 @@ with the arguments in order.
 """
 
 import contextlib
+import inspect
 import os
-from collections.abc import Hashable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent import futures
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from triton import AsyncCompileMode, knobs
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 from quire.dispatch.device import COMPILER_OPTIONS, compile_for, cross_compilation, device_properties, interprets
 from quire.kernels.views import Matrix
@@ -32,6 +35,8 @@ class CompiledLaunch(NamedTuple):
 
 
 MOST_LAUNCHES = 1024  # that a cache keeps
+MOST_THREADS = 4  # that compile
+LOADING = 2.0  # seconds that are enough to load a warm-up's kernels from Triton's cache
 
 
 class LaunchCache:
@@ -118,6 +123,8 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta:
         The compiled kernel; None in Triton's interpreter, or if it was only compiled.
     """
     LAUNCHED.add(kernel.__name__)
+    for function in (kernel, *meta.values()):  # constexprs may be functions
+        hash_callees(function)
     target = cross_compilation()
     if target is None:
         return kernel[grid](*arguments, **COMPILER_OPTIONS, **meta)
@@ -126,21 +133,41 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta:
     return None
 
 
+def hash_callees(function: Any, callers: tuple[Any, ...] = ()) -> None:
+    """Hash what a jit function calls before the function itself, which Triton does from 3.9 on.
+
+    Before, the hash also depends on which functions were hashed earlier. A process that launches kernels in another
+    order then does not find them in Triton's cache, and compiles them again.
+    """
+    if getattr(function, "hash", "") is not None or function in callers:  # one of the interpreter has no hash
+        return
+    code, scope = function.fn.__code__, inspect.getclosurevars(function.fn)
+    for value in (*scope.globals.values(), *scope.nonlocals.values()):
+        names = code.co_names if isinstance(value, ModuleType) else ()
+        for called in (value, *(getattr(value, name, None) for name in names)):
+            if isinstance(called, JITFunction) and not called.__module__.startswith("triton."):
+                hash_callees(called, (*callers, function))
+    _ = function.cache_key
+
+
 @contextlib.contextmanager
-def compile_together(device: torch.device) -> Iterator[None]:
+def compile_together(device: torch.device) -> Iterator[Callable[[], int]]:
     """Compile what is launched in this context, several kernels at a time, and launch nothing.
 
     Triton holds Python's lock for about a third of a compilation, so more threads than a few gain little.
+
+    Yields:
+        A function that returns how many kernels are missing. It waits for those that Triton's cache has.
     """
     if interprets():
-        yield
+        yield lambda: 0
         return
     with (
-        ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads,
-        AsyncCompileMode(threads),
+        futures.ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
+        AsyncCompileMode(threads) as mode,
         compile_for(device_properties(device), lambda *compiled: None),
     ):
-        yield
+        yield lambda: len(futures.wait(mode.raw_futures, LOADING).not_done)
 
 
 def is_observed() -> bool:

@@ -16,7 +16,7 @@ import torch
 from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime.driver import driver
 
-KEPT = 4096  # tensor maps: two for the cache of each layer, and those of queries
+KEPT = 4096  # tensor maps: two to four for the cache of each layer, and those of queries
 ENCODE: Callable[..., Any] = make_tensordesc_arg
 ENCODER_ARGUMENTS = len(signature(ENCODE).parameters)  # 2 in Triton 3.6.0; 3.9.0 has one that it ignores
 

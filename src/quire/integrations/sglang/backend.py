@@ -22,7 +22,7 @@ from quire.integrations.sglang.refusals import (
     refuse_options,
     refuse_trees,
 )
-from quire.integrations.sglang.steps import Plans, Step, StepMemory, fill_table, with_trees
+from quire.integrations.sglang.steps import LEAST_KEYS, Plans, Step, StepMemory, fill_table, with_trees
 from quire.integrations.sglang.trees import Trees, fill_words, has_mask
 
 contract.check_version()
@@ -90,7 +90,7 @@ class QuireBackend(base.AttentionBackend):
             num_tokens, longest = num_seqs * max_query_len, longest + max_query_len
         else:
             max_query_len, num_tokens = max(batch.extend_seq_lens_cpu), sum(batch.extend_seq_lens_cpu)
-        max_seq_len = min(1 << max(0, longest - 1).bit_length(), self.max_seq_len)
+        max_seq_len = min(max(LEAST_KEYS, 1 << max(0, longest - 1).bit_length()), self.max_seq_len)
         max_seq_len = max(max_seq_len, longest)  # drafts may pass the longest context
         width = -(-max_seq_len // self.page_size)
         if self.memory.reserve(num_seqs, num_seqs * width, num_tokens):

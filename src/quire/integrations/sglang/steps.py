@@ -15,6 +15,7 @@ import quire
 from quire import AttentionSpec, Batch, Plan
 from quire.integrations.sglang.trees import Trees
 
+LEAST_KEYS = 64  # for which a plan is made: with plans for fewer, a quarter more kernels are compiled ahead
 MAX_PLANS = 256  # kept by a backend, besides those of captured graphs
 
 
@@ -106,6 +107,7 @@ class Plans:
             "max_num_seqs": self.max_num_seqs,
             "max_num_tokens": self.max_num_tokens,
             "max_seq_len": self.max_seq_len,
+            "min_seq_len": min(LEAST_KEYS, self.max_seq_len),
             "batch_invariant": self.batch_invariant,
         }
 

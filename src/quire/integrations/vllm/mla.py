@@ -182,7 +182,7 @@ class QuireMLAMetadataBuilder(mla.MLACommonMetadataBuilder[QuireMLAMetadata], Pl
         if not (impl.prefills or isinstance(getattr(self, "_prefill_backend", None), QuirePrefill)):
             return []
         most, least = self.vllm_config.scheduler_config.max_num_batched_tokens, self.reorder_batch_threshold + 1
-        bounds = self.bounds | {"max_num_tokens": most, "min_query_len": min(least, most)}
+        bounds = self.bounds | {"max_num_tokens": most, "min_query_len": min(least, most), "min_seq_len": 1}
         dims = impl.qk_nope_head_dim, impl.qk_rope_head_dim, impl.v_head_dim
         return warmup(impl.num_heads, *dims, self.model_config.dtype, impl.scale, self.device, bounds)
 

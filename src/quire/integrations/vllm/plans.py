@@ -20,6 +20,7 @@ envs: Any = contract.load("vllm.envs")
 
 SHARES = "kv_sharing_target_layer_name"  # an attribute of a layer that attends to another's keys
 MAX_PLANS = 256  # kept by a builder
+LEAST_KEYS = 64  # for which a plan is made: with plans for fewer, a quarter more kernels are compiled ahead
 Kind = tuple[AttentionSpec, dict[str, Any]]  # a spec, and whether batches have intervals
 Launch = tuple[AttentionSpec, PagedKVCache, dict[str, Any]]  # what is warmed up
 
@@ -54,6 +55,7 @@ class Planner:
             "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
             "max_num_tokens": max_num_tokens or vllm_config.scheduler_config.max_num_batched_tokens,
             "max_seq_len": vllm_config.model_config.max_model_len,
+            "min_seq_len": min(LEAST_KEYS, vllm_config.model_config.max_model_len),
             "batch_invariant": self.batch_invariant,
         }
         num_bytes = max(quire.workspace_size(spec, **self.bounds, **has, device=device) for spec, has in kinds)
@@ -106,7 +108,8 @@ class Planner:
         The bound of the keys is the next power of two, or the table's width, so that decoding does not need a new plan
         for every token. Where keys are not paged, the table says where those of each sequence begin.
         """
-        max_seq_len = min(1 << max(0, max_seq_len - 1).bit_length(), table.shape[1] * page_size)
+        max_seq_len = max(LEAST_KEYS, 1 << max(0, max_seq_len - 1).bit_length())
+        max_seq_len = min(max_seq_len, table.shape[1] * page_size)
         memory = (
             table.data_ptr(),
             table.stride(0),
@@ -146,7 +149,7 @@ class Planner:
             starts[:-1, None],
             seq_lens,
             starts,
-            page_size=2 * max_query_len,  # the bound is a power of two
+            page_size=max(LEAST_KEYS, 2 * max_query_len),  # the bound is a power of two
             num_tokens=num_tokens,
             max_query_len=max_query_len,
             max_seq_len=max_query_len,

@@ -1,7 +1,8 @@
 """The consumers' loops of the Hopper kernel: products and softmax of the KV tiles of a work tile.
 
-There are three: with one state over all tiles, with a state for each split of a batch-invariant plan, and with products
-in fp8. Softmax and states are those of `states.py`, written again in Gluon, where layouts are explicit.
+Three are here: with one state over all tiles, with a state for each split of a batch-invariant plan, and with products
+in fp8. `capped.py` has the one for scores with a softcap. Softmax and states are those of `states.py`, written again in
+Gluon, where layouts are explicit.
 """
 
 from triton.experimental import gluon

@@ -1,8 +1,8 @@
 """The consumers' loop of the Hopper kernel for soft-capped scores: a softmax without a running maximum.
 
-A softcap bounds the exponents, to ±72 in base 2 with a cap of 50. Numbers of 8 bits of exponent hold that without a
-maximum to subtract. So there is no maximum to find, accumulators are never rescaled, and rows are summed once, at the
-end. The softmax of a tile is independent of the product of the values before, and may overlap it.
+A softcap bounds the exponents, to ±72 in base 2 with a cap of 50. bfloat16 and float32 hold 2^72 and 2^-72, so no
+maximum is subtracted. There is none to find, accumulators are never rescaled, and rows are summed once, at the end. The
+softmax of a tile does not need the product with the previous tile's values, and may overlap it.
 """
 
 from triton.experimental import gluon
@@ -46,8 +46,9 @@ def attend_capped_work_tile(
 ):  # fmt: skip
     """Return what `attend_work_tile` does, for capped scores.
 
-    A tile's softmax overlaps this warpgroup's product of the values before, unless that is slower (NVIDIA H200): where
-    tiles take long to load, since values are free later; and where registers for two tiles of probabilities are short.
+    A tile's softmax overlaps this warpgroup's product with the previous tile's values, but in two cases, in which that
+    was slower (NVIDIA H200). Boxes of fewer than 16 rows make tiles load slowly, and an overlap frees values later.
+    Tiles of 128 keys and values wider than 64 leave too few registers for two tiles of probabilities.
     """
     NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
     OVERLAPS: gl.constexpr = KV_BOX >= 16 and (k_pipe.tiles.shape[1] <= 64 or HEAD_DIM_V <= 64)

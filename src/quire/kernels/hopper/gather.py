@@ -7,7 +7,8 @@ Copies write by the generic proxy, and tensor cores read by the async proxy. So 
 fences, before it hands a tile over. Meanwhile other copies are in flight: it waits for the values of a tile when it has
 begun to copy the keys of the next.
 
-A tile that lies in one page, and that is all visible, is one box of TMA, which can begin at any row of a page.
+Where `HopperLaunch.boxes` says so, a tile that lies in one page, and that is all visible, is one box of TMA, which can
+begin at any row of a page.
 """
 
 from triton.experimental import gluon
@@ -96,7 +97,7 @@ def gather_columns(buffer, head_ptr, offsets, visible, FIRST: gl.constexpr, WIDT
 
 @gluon.jit
 def load_places(row, pipe, pos, stop, kv_low, PAGE_SIZE: gl.constexpr, HAS_BOXES: gl.constexpr):
-    """Load where the rows of a tile are that begins at position `pos`.
+    """Load the pages of the rows of a tile, which begins at position `pos`.
 
     Returns:
         The page of each row, as `load_pages_of_rows` does. With HAS_BOXES, whether TMA loads the tile, and its page.
@@ -120,9 +121,9 @@ def begin_tile(
 
     Args:
         source: points to head 0 in slot 0 of page 0.
-        desc: of boxes of a tile's rows, or None.
+        desc: TMA descriptor whose boxes have a tile's rows, or None.
         places: what `load_places` returned.
-        first_column: of the head.
+        first_column: the head's first column to load.
     The others are those of `gather_tile`.
     """
     source += first_column

@@ -6,7 +6,8 @@ has two consumer warpgroups with 64 rows each. They take turns on the tensor cor
 other computes products. For short contexts a program has one consumer warpgroup, and an SM holds two programs. For a
 quantised cache a further warpgroup converts tiles between the producer and the consumers (`convert.py`).
 
-This is the structure of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2). The loops are in `attend.py`.
+This is the structure of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2). The loops are in `attend.py` and
+`capped.py`.
 """
 
 from typing import Any, NamedTuple

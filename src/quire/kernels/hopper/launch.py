@@ -157,13 +157,12 @@ class HopperLaunch:
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
         from quire.kernels import mods
-        from quire.kernels.hopper.softcap import LARGEST_CAP, capped_exponents, softcap
+        from quire.kernels.hopper.softcap import capped_exponents, is_bounded, softcap
 
         spec, config = self.request.spec, self.config
         score_mod = mods.score_mod(spec)
         if score_mod is mods.softcap and not self.fixed_split_size:  # which rounds as the portable kernels do
-            is_bounded = spec.kv_dtype == torch.bfloat16 and (spec.softcap or 0.0) <= LARGEST_CAP
-            score_mod = capped_exponents if is_bounded else softcap
+            score_mod = capped_exponents if is_bounded(spec) else softcap
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
             "HEAD_DIM_V": spec.head_dim_v // self.column_parts, "PARTS": self.column_parts,

@@ -13,12 +13,16 @@ A warp whose scores in a tile are all small skips the second form. That changes 
 
 import struct
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.states import LOG2E
+from quire.spec import AttentionSpec
 
-LARGEST_CAP = 50.0  # whose exponents leave room in bfloat16 for sums over all keys and for values up to 2^38
+# Of larger caps, sums could overflow float32. With this one, sums over 2^17 keys with values of up to 2^38 do not.
+LARGEST_CAP_WITHOUT_MAXIMUM = 50.0
+SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the polynomial's coefficients can hold
 SMALL = 0.5  # the largest abs(x) of the polynomial
 # Of x, x^3, x^5 and x^7 in tanh(x): a minimax fit for abs(x) <= SMALL, with an error of at most 1.3e-7.
 COEFFICIENTS = (0.99999767629104286, -0.3332065563065047, 0.13145149691582684, -0.04337259215984544)
@@ -57,9 +61,17 @@ BY_EITHER = (  # a division would care for numbers below 2^-126, and these are a
 )
 
 
+def is_bounded(spec: AttentionSpec) -> bool:
+    """Return whether capped scores need no maximum."""
+    least, most = SCALES
+    cap = spec.softcap or 0.0
+    has_range = spec.kv_dtype == torch.bfloat16 and 0 < cap <= LARGEST_CAP_WITHOUT_MAXIMUM
+    return has_range and least <= abs(spec.softmax_scale) / cap <= most
+
+
 @gluon.constexpr_function
 def is_capped(score_mod):
-    """Return whether a score mod is the one of this file."""
+    """Return whether a score mod is `capped_exponents`."""
     return score_mod is capped_exponents
 
 
@@ -111,7 +123,7 @@ def capped_exponents(scores, scale, cap):
 
 @gluon.constexpr_function
 def is_softcap(score_mod):
-    """Return whether a score mod is the one of this file."""
+    """Return whether a score mod is `softcap`."""
     return score_mod is softcap
 
 

@@ -1,0 +1,131 @@
+"""Processes that help a warm-up: they compile its kernels into Triton's cache, beginning with the last one.
+
+The warm-up compiles too, beginning with the first kernel, and loads what it finds in the cache. So it depends on no
+other process: if one ends early, the warm-up compiles the rest. Processes are faster than threads, since Python's lock
+lets the threads of one process compile about three kernels at a time.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime.driver import driver
+
+from quire.dispatch.device import device_properties
+from quire.empty_launches import EmptyLaunches
+from quire.kernels.stub_driver import compile_only
+from quire.launch_codec import decode, encode
+
+MOST = 8  # processes
+KERNELS_EACH = 4  # at least: to start a process takes as long as some kernels
+
+
+class Pickler(pickle.Pickler):
+    """Pickle tensors as shapes, strides and dtypes. What they hold does not decide what is compiled."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return what stands for a tensor; None for other objects."""
+        return (tuple(obj.shape), obj.stride(), obj.dtype) if isinstance(obj, torch.Tensor) else None
+
+
+class Unpickler(pickle.Unpickler):
+    """Make tensors on the CPU of what `Pickler` wrote. Nothing writes to them, so they take no memory."""
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        """Return the tensor that `pid` stands for."""
+        shape, strides, dtype = pid
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def num_helpers(num_kernels: int) -> int:
+    """Return how many processes should help to compile as many kernels as are missing."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(0, min(MOST, cores - 2, num_kernels // KERNELS_EACH))
+
+
+@contextlib.contextmanager
+def helping(warm_up: EmptyLaunches, count: int) -> Iterator[None]:
+    """Let `count` processes compile the launches of a warm-up. They end with the context.
+
+    Where several processes warm up for the same, as tensor-parallel ranks do, the first one is helped.
+    """
+    parts = [pickled(warm_up, slice(-1 - i, None, -count)) for i in range(count)]
+    with contextlib.ExitStack() as stack:
+        if parts and stack.enter_context(first_to_lock(parts[0])):
+            with contextlib.suppress(OSError):  # no further process can be started
+                for part in parts:
+                    stack.callback(stop, start(part))
+        yield
+
+
+def pickled(warm_up: EmptyLaunches, part: slice) -> bytes:
+    """Return what a process needs to compile a part of the launches."""
+    active: Any = driver.active
+    launches = [encode(launch) for launch in warm_up.launches[part]]
+    properties = device_properties(warm_up.cache.device)
+    file = io.BytesIO()
+    Pickler(file).dump((active.get_current_target(), properties, replace(warm_up, launches=()), launches))
+    return file.getvalue()
+
+
+@contextlib.contextmanager
+def first_to_lock(job: bytes) -> Iterator[bool]:
+    """Yield whether no other process has locked the same job, and lock it in this context."""
+    path = Path(knobs.cache.dir) / f"quire-{hashlib.sha256(job).hexdigest()[:16]}.lock"
+    with contextlib.ExitStack() as stack:
+        try:
+            import fcntl  # which Windows lacks
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(path.open("ab")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (ImportError, OSError):
+            yield False
+        else:
+            yield True
+
+
+def start(job: bytes) -> subprocess.Popen[bytes]:
+    """Start a process that compiles a job. It reads a file, since a pipe is too small."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryFile() as file:
+        file.write(job)
+        file.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-m", "quire.compile_processes"],
+            stdin=file,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process."""
+    process.kill()
+    process.wait()
+
+
+def main() -> None:
+    """Compile the job on the standard input. A launch that fails here fails in the warm-up too, which says so."""
+    gpu, properties, warm_up, launches = Unpickler(sys.stdin.buffer).load()
+    torch.set_num_threads(1)
+    with compile_only("a warm-up's target", gpu, properties):
+        for launch in launches:
+            with contextlib.suppress(Exception):
+                warm_up.attend(decode(launch))
+    os._exit(0)  # at the end of a process that compiled Gluon, Triton 3.9's bindings print what they did not free
+
+
+if __name__ == "__main__":
+    main()
