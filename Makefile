@@ -12,7 +12,8 @@ VLLM := 0.20.2 0.33.0
 SGLANG_NEEDS := .overlays/sglang-needs
 SGLANG := 0.5.12 0.5.23
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
-# Without a GPU: pinned versions, whose torch is a CPU build. A plain `torch` would download gigabytes of CUDA.
+# Without a GPU: pinned versions. This torch is a CPU build only where pip's links or its extra index have one, for instance
+# with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. From PyPI it comes with hundreds of megabytes of CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
 # No bytecode: Python writes that of the modules that it imports, which are few of what is installed here.
 PIP := $(BIN)/pip install --quiet --no-compile
@@ -37,18 +38,21 @@ help:
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
 	@echo "make docs      build the documentation site into build/site"
-	@echo "make clean     remove .venv and what tests left behind"
+	@echo "make clean     remove .venv and what builds and tests left behind"
 	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-old-transformers, test-vllm, test-sglang"
 
 # pip alone. It fetches the overlays while another one installs PyTorch.
 $(VENV)/.pip:
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
+	@echo "making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip
 	@touch $@
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/.pip
-	$(PIP) $(TORCH)
-	$(PIP) --editable ".[dev]"
+	@echo "installing $(TORCH) into $(VENV) ..."
+	@$(PIP) $(TORCH)
+	@echo "installing Quire and the packages for its development ..."
+	@$(PIP) --editable ".[dev]"
 	@touch $@
 
 $(OLD_TRITON)/.ready: | $(VENV)/.pip
@@ -133,7 +137,7 @@ test-vllm-$(lastword $(VLLM)): MUTANTS := tests/mutations
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
 	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py tests/test_examples.py $(MUTANTS) -k vllm
-	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) tests/engines/test_vllm_invariance.py
+	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) tests/engines/test_vllm_bits.py
 
 dist: $(VENV)/.ready
 	rm -rf dist
@@ -157,15 +161,17 @@ test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 
 # The pages are built from Markdown and docstrings: nothing of Quire is imported, so no torch is installed.
 $(DOCS)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	@echo "installing MkDocs into $(DOCS) ..."
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 		> $(DOCS)/requirements.txt
-	$(DOCS)/bin/pip install --quiet -r $(DOCS)/requirements.txt
+	@$(DOCS)/bin/pip install --quiet -r $(DOCS)/requirements.txt
 	@touch $@
 
 docs: $(DOCS)/.ready
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
-	@echo "build/site/index.html"
+	@echo "building the pages ..."
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "built build/site; read it with: python3 -m http.server -d build/site 8000"
 
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --error-exitcode 1
 sanitize: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
@@ -174,4 +180,4 @@ sanitize: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 	$(SANITIZE) --tool racecheck $(PY) scripts/sanitize.py --portable
 
 clean:
-	rm -rf $(VENV) .overlays build/site .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) .overlays build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache

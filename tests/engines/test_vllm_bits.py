@@ -1,6 +1,7 @@
-"""Batch-invariant plans in the real vLLM: whether a token was generated, drafted or given changes no bit.
+"""Bits of log probabilities in the real vLLM, with Quire's kernels.
 
-Plans of CPU tensors are batch-invariant in Triton's interpreter alone, so `make test-vllm` runs this file there.
+Batch-invariant plans: whether a token was generated, drafted or given changes no bit. One launch that writes new tokens
+and attends gives the bits of two launches. Without a GPU, Triton's interpreter runs the kernels.
 """
 # ruff: noqa: E402
 
@@ -16,6 +17,7 @@ import triton
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+import quire
 from quire.integrations.vllm.backend import QuireMetadataBuilder
 from tests.engines import test_vllm
 from tests.engines.test_vllm import DEVICE, NAME, engine, make_model
@@ -23,6 +25,7 @@ from tests.engines.test_vllm import DEVICE, NAME, engine, make_model
 if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
     pytest.skip("PyTorch serves CPU tensors; TRITON_INTERPRET=1 runs the kernels", allow_module_level=True)
 
+torch.set_num_threads(1)  # where threads cut a tensor, PyTorch rounds otherwise
 NEW_TOKENS = 8
 FOLDER = "determinism" if NAME == "QUIRE" else "layers"  # of vLLM's own invariant layers
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -50,14 +53,8 @@ def rows_by_themselves(monkeypatch):
 
 def generate(folder, prompts: list[list[int]], max_num_batched_tokens: int, options: dict, **asked) -> list:
     """Return vLLM's results for prompts, with the greedy tokens' log probabilities that are asked for."""
-    llm = engine(
-        folder,
-        max_model_len=500,
-        num_gpu_blocks_override=200,
-        enable_prefix_caching=False,
-        max_num_batched_tokens=max_num_batched_tokens,
-        **options,
-    )
+    sizes = {"max_model_len": 500, "num_gpu_blocks_override": 200, "max_num_batched_tokens": max_num_batched_tokens}
+    llm = engine(folder, **{"enable_prefix_caching": False} | sizes | options)
     sampling = vllm.SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **asked)
     return llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
 
@@ -99,3 +96,24 @@ def test_generated_tokens_have_the_log_probabilities_of_one_prefill(
     ours = [last_log_probabilities(w, r.outputs[0].logprobs) for w, r in zip(whole, written, strict=True)]
     exact = [last_log_probabilities(w, r.prompt_logprobs) for w, r in zip(whole, read, strict=True)]
     assert (ours == exact) == invariant
+
+
+def test_one_launch_and_two_give_the_same_log_probabilities(tmp_path, monkeypatch):
+    """Attention writes new tokens itself, or a launch before it does. Sequences share pages of a cached prefix."""
+    appenders, appender = [], quire.Plan.appender
+
+    def note(self, cache):
+        appenders.append(appender(self, cache))
+        return appenders[-1]
+
+    make_model("llama", tmp_path)
+    draw = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, 97, (90,), generator=draw).tolist()
+    prompts = [tokens[:64] + tokens[64 : 64 + n] for n in (3, 26, 9, 17)]
+    found = []
+    for function in (note, lambda self, cache: None):
+        monkeypatch.setattr(quire.Plan, "appender", function)
+        results = generate(tmp_path, prompts, 70, {"enable_prefix_caching": True}, max_tokens=NEW_TOKENS, logprobs=0)
+        assert sum(r.num_cached_tokens for r in results) >= 64
+        found.append([last_log_probabilities(r.outputs[0].token_ids, r.outputs[0].logprobs) for r in results])
+    assert any(appenders) and found[0] == found[1]
