@@ -14,6 +14,8 @@ process. Experiments:
     python scripts/measure_vllm.py                                                # all: FLASH_ATTN, TRITON_ATTN, CUSTOM
     python scripts/measure_vllm.py --backends FLASH_ATTN CUSTOM --latency 100 1600  # two backends, one experiment
     python scripts/measure_vllm.py --models qwen2.5-7b qwen2.5-1.5b --load 8 32 128 256 --together --out qwen_h200
+    python scripts/measure_vllm.py --backends FLASH_ATTN CUSTOM --rounds 3 --latency 400 --load 32  # medians of three
+    python scripts/measure_vllm.py --backends FLASH_ATTN CUSTOM --batch-invariant --rounds 3 --latency 400 --load 32
     python scripts/measure_vllm.py --tensor-parallel 2 --latency 100 1600           # every backend on two GPUs
     python scripts/measure_vllm.py --models deepseek-v3-rank --latency 100 1600 12800 --load 8 32 128      # latents
     python scripts/measure_vllm.py --join llama.json qwen.json --out docs/results/vllm_h200
@@ -22,7 +24,15 @@ process. Experiments:
         --weights 2 --context 1 16 --greedy 32 --workspace 256                      # contexts shared by two GPUs
 
 Needs vLLM and `quire` (CUSTOM is Quire up to vLLM 0.31; from 0.32 on name QUIRE in --backends), and matplotlib for the
-plot. A backend that fails is left out.
+plot.
+
+Each point is kept when it is measured. A backend that measured nothing is left out. One that ended after some of its
+points keeps these, whether it failed or `--limit` came. Its columns say "stopped early", and its `ended` in the JSON
+file is false.
+
+With `--rounds`, each round measures every backend: the first forwards, the second backwards, and so on. The results are
+medians. `each_round` in the JSON file has the values of all rounds. A backend starts in each round; with `--together`
+it starts once. The seconds that starting takes depend on what compilers have kept on disk.
 
 The models with latent attention (MLA) are DeepSeek's without experts: every layer has the first layers' dense
 feed-forward part. `deepseek-v3-rank` is what one of eight tensor-parallel GPUs has of DeepSeek-V3: 16 of 128 heads and
@@ -35,6 +45,7 @@ it. `--workspace` lets it find a larger one.
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -130,6 +141,8 @@ class Run:
     warm: bool = True  # Quire compiles its kernels before the first request
     prefill: bool = True  # Quire's, where Quire decodes latents
     together: bool = False  # shares the GPU with the other backends, so it takes only the memory that it needs
+    batch_invariant: bool = False  # VLLM_BATCH_INVARIANT
+    rounds: int = 1  # in which it is measured
 
     @property
     def longest(self) -> int:
@@ -365,12 +378,11 @@ def milliseconds(engine: Any, prompts: list[dict], sampled: Any) -> float:
 
 
 def work(run: Run) -> None:
-    """Run in a process of its own: start, print READY, and measure after a line on stdin."""
+    """Run in a process of its own: start, print READY, and measure after each line on stdin."""
     began = time.perf_counter()
     llm = start(run)
     print(READY, flush=True)
     began = time.perf_counter() - began
-    sys.stdin.readline()
     import torch
     import vllm
 
@@ -381,8 +393,11 @@ def work(run: Run) -> None:
         "device": torch.cuda.get_device_name(),
     }
     what = {name: value for name, value in asdict(run).items() if name not in EXPERIMENTS}
-    for result in measure(run, llm):
-        print(MEASURED + json.dumps(what | about | result), flush=True)
+    while sys.stdin.readline():
+        result: dict[str, Any] = {}
+        for result in measure(run, llm):
+            print(MEASURED + json.dumps(what | about | result | {"ended": False}), flush=True)
+        print(MEASURED + json.dumps(what | about | result | {"ended": True}), flush=True)
 
 
 def write_workspace_plugin(folder: Path, megabytes: int) -> None:
@@ -419,7 +434,7 @@ class Process:
         self.run = run
         self.lines: list[str] = []
         command = [sys.executable, __file__, "--worker", json.dumps(asdict(run))]
-        environment = dict(os.environ)
+        environment = os.environ | {"VLLM_BATCH_INVARIANT": str(int(run.batch_invariant))}
         self.plugin = tempfile.TemporaryDirectory()
         if run.workspace and run.backend not in QUIRE:
             write_workspace_plugin(Path(self.plugin.name), run.workspace)
@@ -430,11 +445,11 @@ class Process:
         )
 
     def until(self, mark: str) -> str | None:
-        """Return the rest of the next line that begins with the mark; None if the process ends before."""
+        """Return the rest of the next whole line that begins with the mark; None if the process ends before."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
-            if line.startswith(mark):
+            if line.startswith(mark) and line.endswith("\n"):
                 return line.removeprefix(mark)
         return None
 
@@ -453,30 +468,45 @@ class Process:
                 pipe.close()
         self.plugin.cleanup()
 
-    def result(self) -> dict[str, Any] | None:
-        """Make it measure, and wait for its end; return what it measured, even if it did not end by itself."""
+    def measure(self) -> dict[str, Any] | None:
+        """Make it measure once. Return what it measured, which is `ended` if that is all; None if that is nothing."""
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write("\n")
-            self.process.stdin.close()
-        except BrokenPipeError:
-            pass
+            self.process.stdin.flush()
         last = None
         while (line := self.until(MEASURED)) is not None:
-            last = line
+            with contextlib.suppress(json.JSONDecodeError):  # another process wrote into the line
+                last = json.loads(line)
+                if last["ended"]:
+                    break
+        return last
+
+    def finish(self) -> None:
+        """Wait for its end, and say if that is no success."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.lines += self.process.stdout
         if self.process.wait():
             print("".join(self.lines)[-4000:], file=sys.stderr)
             print(f"{self.run.backend} did not end with {self.run.model}; its output is above", file=sys.stderr)
-        return None if last is None else json.loads(last)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether `finish` has seen its end."""
+        return self.process.returncode is not None
 
 
 def measure_all(runs: list[Run], limit: float | None = None) -> list[dict[str, Any]]:
-    """Return the results of all runs that succeed, within a number of seconds.
+    """Return the results of all runs that measured something, within a number of seconds.
 
-    Runs are timed one at a time. Those that share the GPU start at the same time and wait for their turn.
+    Runs are timed one at a time. Those that share the GPU start at the same time, wait for their turn, and stay for all
+    rounds. Others start in each round.
     """
-    began, processes, results = time.perf_counter(), list[Process](), list[dict[str, Any]]()
-    late = threading.Event()
+    began, processes, late = time.perf_counter(), list[Process](), threading.Event()
+    rounds = max(run.rounds for run in runs)
+    results: list[list[dict[str, Any]]] = [[] for _ in runs]
 
     def say(run: Run, text: str) -> None:
         print(f"[{time.perf_counter() - began:5.1f} s] {run.model}, {run.backend}: {text}", file=sys.stderr, flush=True)
@@ -484,6 +514,8 @@ def measure_all(runs: list[Run], limit: float | None = None) -> list[dict[str, A
     def started(run: Run) -> Process:
         processes.append(Process(run))
         say(run, "starts")
+        if late.is_set():
+            processes[-1].kill()
         return processes[-1]
 
     def end() -> None:
@@ -499,21 +531,59 @@ def measure_all(runs: list[Run], limit: float | None = None) -> list[dict[str, A
         for process in filter(None, together):
             if process.until(READY) is not None:
                 say(process.run, "is ready")
-        for run, process in zip(runs, together, strict=True):
-            if late.is_set() and process is None:
-                break
-            result = (process or started(run)).result()
-            say(run, "is measured" if result else "failed")
+        for number, i in turns(len(runs), rounds):
+            run, process = runs[i], together[i]
+            if process.is_finished if process else late.is_set():
+                continue
+            process = process or started(run)
+            result = process.measure()
+            ended = result is not None and result["ended"]
+            of_rounds = f" in round {number + 1} of {rounds}" if rounds > 1 else ""
+            say(run, ("is measured" if ended else "stopped early" if result else "failed") + of_rounds)
             if result:
-                results.append(result)
+                results[i].append(result)
                 print(json.dumps(result), flush=True)
+            if not ended or not run.together or number == rounds - 1:
+                process.finish()
     finally:
         timer.cancel()
         for process in processes:
             process.close()
-    if len(results) < len(runs):
-        print(f"{len(results)} of {len(runs)} runs were measured", file=sys.stderr)
-    return results
+    return merged(results, rounds)
+
+
+def merged(results: list[list[dict[str, Any]]], rounds: int) -> list[dict[str, Any]]:
+    """Return one result of each run that measured something; say how many measured everything, unless all did."""
+    found = [medians(of_run, rounds) for of_run in results if of_run]
+    ended = sum(r["ended"] for r in found)
+    if ended < len(results):
+        early = f"; {len(found) - ended} stopped early" if ended < len(found) else ""
+        print(f"{ended} of {len(results)} runs were measured{early}", file=sys.stderr)
+    return found
+
+
+def turns(num_runs: int, rounds: int) -> Iterator[tuple[int, int]]:
+    """Return (round, run) in the order in which to measure: forwards, backwards, forwards, and so on."""
+    for number in range(rounds):
+        yield from ((number, i) for i in (reversed(range(num_runs)) if number % 2 else range(num_runs)))
+
+
+def medians(results: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
+    """Return what a run measured in its rounds as one result: medians, and under `each_round` the values themselves."""
+    merged = {name: value for r in reversed(results) for name, value in r.items()}
+    merged["ended"] = len(results) == rounds and all(r["ended"] for r in results)
+    if rounds == 1:
+        return merged
+    starts = [r["start"] for r in results]
+    merged |= {"start": statistics.median(starts), "each_round": {"start": starts}}
+    for name in EXPERIMENTS:
+        values: dict[str, list[float]] = {}
+        for point, value in (item for r in results for item in r.get(name, {}).items()):
+            values.setdefault(point, []).append(value)
+        if values:
+            merged[name] = {point: statistics.median(of_point) for point, of_point in values.items()}
+            merged["each_round"][name] = values
+    return merged
 
 
 def provenance(commit: str | None) -> dict[str, Any]:
@@ -546,8 +616,31 @@ def groups_of(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
         gpus = f", {r['tensor_parallel']} GPUs" if r["tensor_parallel"] > 1 else ""
         shared = f", contexts shared by {r['dcp']}" if r.get("dcp", 1) > 1 else ""
         keys = f", contexts of {r['keys']:,}" if r.get("context") else ""
-        groups.setdefault(f"{r['model']}, {layers} layers{cache}{compiled}{gpus}{shared}{keys}", []).append(r)
+        invariant = ", VLLM_BATCH_INVARIANT=1" if r.get("batch_invariant") else ""
+        rounds = f", medians of {r['rounds']} rounds" if rounds_of(r) > 1 else ""
+        title = f"{r['model']}, {layers} layers{cache}{compiled}{gpus}{shared}{keys}{invariant}{rounds}"
+        groups.setdefault(title, []).append(r)
     return groups
+
+
+def rounds_of(result: dict[str, Any]) -> int:
+    """Return in how many rounds a result was to be measured; older results do not say that it is one."""
+    return result.get("rounds", 1)
+
+
+def columns_of(results: list[dict[str, Any]]) -> str:
+    """Return the headings of columns."""
+    return " | ".join(
+        r["backend"]
+        + ("" if r.get("prefill", True) else ", vLLM's prefill")
+        + ("" if r.get("ended", True) else ", stopped early")
+        for r in results
+    )
+
+
+def points_of(experiment: str, results: list[dict[str, Any]]) -> list[str]:
+    """Return the points that any of the results has, in order."""
+    return sorted({point for r in results for point in r[experiment]}, key=int)
 
 
 def speed(experiment: str, value: float, base: float) -> float:
@@ -559,6 +652,7 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plot: str | N
     """Return the results as tables; in brackets the speed relative to the first backend."""
     first = results[0]
     start = "started together and timed one after the other" if first["together"] else "one after the other"
+    rounds = ["Each round measured every backend, in alternating order."] if max(map(rounds_of, results)) > 1 else []
     lines = [
         f"# vLLM {first['vllm']} end to end",
         "",
@@ -570,27 +664,37 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plot: str | N
         "In brackets: speed relative to the first column.",
         "Latencies are of one run, load of the second of two, a single prompt the median of three.",
         f"Each backend has its own process; those of a table ran on one machine, {start}.",
+        *rounds,
+        "Starting takes longer where compilers have kept nothing on disk.",
         "",
     ]
     for note in about.get("notes", []):
         lines += [note, ""]
     lines += [f"![Speed against length and load]({plot})", ""] if plot else []
     for title, group in groups_of(results).items():
-        lines += [f"## {title}", ""]
+        lines += [f"## {title}", "", *starting(group)]
         for name, what in EXPERIMENTS.items():
             measured = [r for r in group if r.get(name)]
             if not measured:
                 continue
-            backends = " | ".join(
-                r["backend"] + ("" if r.get("prefill", True) else ", vLLM's prefill") for r in measured
-            )
-            lines += [f"| {what} | {backends} |", "| --- |" + " --- |" * len(measured)]
-            for point, base in measured[0][name].items():
+            lines += [f"| {what} | {columns_of(measured)} |", "| --- |" + " --- |" * len(measured)]
+            for point in points_of(name, measured):
+                base = measured[0][name].get(point)
                 cells = [cell(name, r[name].get(point), base, r is measured[0]) for r in measured]
                 lines.append(f"| {int(point):,} | " + " | ".join(cells) + " |")
             lines.append("")
         lines += in_common([r for r in group if r.get("tokens")])
     return "\n".join(lines)
+
+
+def starting(results: list[dict[str, Any]]) -> list[str]:
+    """Return a table of how long backends took to start."""
+    return [
+        f"| starting; seconds | {columns_of(results)} |",
+        "| --- |" + " --- |" * len(results),
+        "| until ready | " + " | ".join(f"{r['start']:.1f}" for r in results) + " |",
+        "",
+    ]
 
 
 def in_common(results: list[dict[str, Any]]) -> list[str]:
@@ -621,12 +725,12 @@ def in_common(results: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def cell(experiment: str, value: float | None, base: float, is_base: bool) -> str:
+def cell(experiment: str, value: float | None, base: float | None, is_base: bool) -> str:
     """Return a cell of a table: the value and, in brackets, its speed relative to `base`."""
     if value is None:
         return ""
     text = f"{value:,.0f}" if experiment == "load" else f"{value:.3f}"
-    return text if is_base else f"{text} ({100 * speed(experiment, value, base):.1f} %)"
+    return text if is_base or base is None else f"{text} ({100 * speed(experiment, value, base):.1f} %)"
 
 
 def draw(results: list[dict[str, Any]]) -> Any:
@@ -651,10 +755,10 @@ def draw(results: list[dict[str, Any]]) -> Any:
         base = measured[0][name]
         if name == "latency":
             for r in measured:
-                points = [(int(p), 100 * speed(name, v, base[p])) for p, v in r[name].items()]
+                points = [(int(p), 100 * speed(name, v, base[p])) for p, v in r[name].items() if p in base]
                 ours = r["backend"] in QUIRE
                 style = {"color": tints[r["backend"]], "marker": "o", "ms": 3.5, "lw": 2.2 if ours else 1.1}
-                axis.plot(*zip(*points, strict=True), **style, label=label(r["backend"]))
+                axis.plot([p for p, _ in points], [v for _, v in points], **style, label=label(r["backend"]))
             axis.set(
                 xscale="log",
                 xlabel=f"outputs of one request of {PROMPT} tokens",
@@ -664,21 +768,28 @@ def draw(results: list[dict[str, Any]]) -> Any:
             axis.minorticks_off()
         else:
             width = 0.8 / len(measured)
-            at_point = {p: [r["backend"] for r in measured if p in r[name]] for p in base}
+            at_point = {p: [r["backend"] for r in measured if p in r[name]] for p in points_of(name, measured)}
             for r in measured:
                 at = [
                     i + width * (backends.index(r["backend"]) - (len(backends) - 1) / 2)
                     for i, (p, backends) in enumerate(at_point.items())
                     if p in r[name]
                 ]
-                bars = axis.bar(at, list(r[name].values()), width, color=tints[r["backend"]], label=label(r["backend"]))
+                bars = axis.bar(
+                    at,
+                    [r[name][p] for p in at_point if p in r[name]],
+                    width,
+                    color=tints[r["backend"]],
+                    label=label(r["backend"]),
+                )
                 if r is not measured[0]:
-                    shown = [f"{100 * speed(name, v, base[p]):.1f}" for p, v in r[name].items()]
+                    of_base = {p: f"{100 * speed(name, v, base[p]):.1f}" for p, v in r[name].items() if p in base}
+                    shown = [of_base.get(p, "") for p in at_point if p in r[name]]
                     axis.bar_label(bars, shown, fontsize=7, padding=1)
             note = f"\nabove bars: % of {measured[0]['backend']}" if len(measured) > 1 else ""
             axis.set(xlabel=f"requests at once, 64 to 1,024 tokens in and out{note}", ylabel="output tokens per second")
             axis.set_axisbelow(True)
-            axis.set_xticks(range(len(base)), list(base))
+            axis.set_xticks(range(len(at_point)), list(at_point))
             axis.grid(axis="x", visible=False)
             axis.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
         axis.set_title(title)
@@ -696,11 +807,14 @@ def join(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_name: dict[tuple[Any, ...], dict[str, Any]] = {}
     names = ("model", "layers", "kv_cache_dtype", "tensor_parallel", "compiled", "prefill", "backend", "dcp", "keys")
     for r in results:
-        known = by_name.setdefault(tuple(r.get(name, True) for name in names), r)
-        for name in EXPERIMENTS:
-            if name in r:
-                known[name] = known.get(name, {}) | r[name]
+        of_run = (r.get(name, getattr(Run, name, None)) for name in (*names, "batch_invariant", "rounds"))
+        known = by_name.setdefault(tuple(of_run), r)
+        for name in filter(r.__contains__, EXPERIMENTS):
+            known[name] = known.get(name, {}) | r[name]
+            if "each_round" in r:
+                known["each_round"][name] = known["each_round"].get(name, {}) | r["each_round"][name]
         known |= {name: r[name] for name in ("tokens", "logprobs") if name in r}
+        known["ended"] = known.get("ended", True) and r.get("ended", True)
     return list(by_name.values())
 
 
@@ -751,6 +865,12 @@ def main() -> None:
         action="store_true",
         help="start all backends at the same time on one GPU, which has to hold them all; they are timed one by one",
     )
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="measure every backend N times, in turns; report medians"
+    )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="measure with VLLM_BATCH_INVARIANT=1, and otherwise with 0"
+    )
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="end what runs after this time; default none")
     parser.add_argument("--out", help="path of the results without its ending; .json, .md and .png are written")
     parser.add_argument("--commit", help="Quire's commit, where there is no repository to ask")
@@ -762,6 +882,8 @@ def main() -> None:
     if args.worker:
         work(Run(**json.loads(args.worker)))
         return
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     if args.weights and any(MODELS[model][0] is not LLAMA for model in args.models):
         parser.error("--weights must be left out for models other than Llama; their weights are vLLM's")
     asked = args.latency is not None or args.load is not None or args.prompt is not None or args.context or args.greedy
@@ -770,6 +892,8 @@ def main() -> None:
     if args.join:
         parts = [json.loads(Path(path).read_text()) for path in args.join]
         about, results = parts[0]["about"], join([r for part in parts for r in part["results"]])
+    elif importlib.util.find_spec("vllm") is None:
+        sys.exit("vLLM is not installed here; pip install 'quire[vllm]', or '.[vllm]' in a clone")
     else:
         runs = [
             Run(
@@ -791,6 +915,8 @@ def main() -> None:
                 warm=not args.no_warmup,
                 prefill=not (args.vllm_prefill and backend in QUIRE),
                 together=args.together,
+                batch_invariant=args.batch_invariant,
+                rounds=args.rounds,
             )
             for model in args.models
             for backend in args.backends or (LATENT_BACKENDS if is_latent(model) else BACKENDS)
