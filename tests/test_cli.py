@@ -16,7 +16,7 @@ import triton
 import quire
 import quire_command
 from quire import debug
-from quire.cli import COMMANDS, check, env, main, parse
+from quire.cli import COMMANDS, check, doctor_kernels, env, main, parse
 from quire.cli.exit_codes import INTERRUPTED, READER_LEFT
 from quire.testing import Verdict, make_problem
 
@@ -131,6 +131,61 @@ def test_commands_that_need_triton_say_so_where_there_is_none(command):
     assert f"quire {command} needs triton, which is not installed; pip install triton" in done.stderr
 
 
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "program"),
+    [
+        ("sglang", "from quire.integrations import sglang; sglang.register()"),
+        ("vllm", "from quire.integrations import vllm; vllm.register()"),
+        ("transformers", "from quire.integrations import transformers; transformers.install()"),
+    ],
+)
+def test_an_integration_without_its_package_says_what_to_install(package, program):
+    done = subprocess.run([sys.executable, "-c", WITHOUT + program, package], capture_output=True, text=True)
+    needs = f"quire.integrations.{package} needs {package}, which is not installed; pip install 'quire[{package}]'"
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {needs}"
+
+
+# Threads
+
+
+@pytest.fixture
+def threads_chosen(monkeypatch):
+    """Return the numbers of threads that PyTorch is given."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    return chosen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["check", "replay", "doctor_kernels"])
+@pytest.mark.parametrize("number", [None, "3"])
+def test_work_on_the_cpu_takes_one_thread_unless_a_number_is_chosen(
+    command, number, short, threads_chosen, monkeypatch, capsys
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if number is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", number)
+    before = torch.get_num_threads()
+    if command == "doctor_kernels":
+        monkeypatch.setattr(signal, "signal", lambda *args: None)
+        doctor_kernels.main()
+    else:
+        monkeypatch.setattr(check, "FEATURES", check.FEATURES[:1])
+        assert main(short(command)) == 0
+    assert threads_chosen == ([1, before] if number is None else [before])
+
+
 # Where the output goes
 
 
@@ -230,11 +285,15 @@ def test_env_prints_versions_device_and_plans_with_reasons(capsys):
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert {"quire", "torch", "triton", "python", "transformers"} <= set(facts["versions"])
-    assert facts["device"]["num_sms"] > 0 and facts["device"]["shared_memory"] > 0
     plans = [text for name, text in facts["plans"].items() if name != "spec"]
     has_triton = torch.cuda.is_available() or triton.knobs.runtime.interpret
     assert len(plans) == 4 and all(text.startswith("Plan(") for text in plans)
     assert has_triton != any("PyTorch" in text for text in plans)
+    assert facts["device"].pop("name")
+    if has_triton:
+        assert facts["device"]["num_sms"] > 0 and facts["device"]["shared_memory"] > 0
+    else:  # no plan depends on them
+        assert facts["device"] == {}
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     assert facts["versions"]["torch"] in text and plans[0] in text

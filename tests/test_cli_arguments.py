@@ -197,6 +197,7 @@ def test_tune_fits_again_only_if_it_can_write(written, tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--only", "no such case"], "--only must be part of the name of a case, got 'no such case'"),
+        (["--only", "grid 1/17:"], "got 'grid 1/17:'; pass --grid N and --seed S too"),
         (["--trace", "/nowhere"], "--trace must be a file that can be read, got /nowhere"),
         (["--graphs"], "--graphs must be measured on a GPU, got none"),
     ],

@@ -73,7 +73,7 @@ def test_it_finds_this_machine_fit(capsys):
     """The whole command, with the process that runs kernels."""
     code, lines = lines_of(capsys)
     assert (code, lines[-1].startswith("This machine is fit for Quire.")) == (0, True), lines
-    assert lines_with(lines, f"torch {torch.__version__} is served (>=2.6).")
+    assert lines_with(lines, f"torch {torch.__version__} is supported (>=2.6).")
     judged = lines_with(lines, "of its budget")
     assert len(judged) >= 3 and all(line.startswith("ok ") for line in judged)
     assert {line[:5].strip() for line in lines[:-1]} <= {"ok", "warn"}
@@ -84,7 +84,7 @@ def test_one_problem_makes_the_exit_code_1(metadata, capsys):
     metadata(["torch>=2.6"], {"torch": "2.5.1"})
     code, lines = lines_of(capsys)
     assert code == 1
-    assert lines_with(lines, "torch 2.5.1 is not served: Quire needs torch>=2.6. Run: pip install quire")
+    assert lines_with(lines, "torch 2.5.1 is not supported: Quire needs torch>=2.6. Run: pip install quire")
     assert lines[-1] == "This machine is not fit for Quire: 1 problem."
 
 
@@ -116,20 +116,20 @@ def test_packages_of_extras_may_be_absent_and_of_another_version(metadata):
     requires = ["rich<15,>=13; extra == 'bench'", "jinja2; extra == 'bench'", "ruff==1; extra == 'dev'"]
     metadata(requires, {"rich": "16.0", "ruff": "2"})
     lines = list(doctor_versions.check_versions())[2:]
-    text = "rich 16.0 is not served: the extra bench needs rich<15,>=13. Run: pip install 'quire[bench]'"
+    text = "rich 16.0 is not supported: the extra bench needs rich<15,>=13. Run: pip install 'quire[bench]'"
     assert lines == [("warn", text)]
 
 
 def test_markers_are_obeyed(metadata):
     metadata(["triton>=3.6; sys_platform == 'another'", "torch; python_version > '3'"], {"torch": "2.6"})
     lines = list(doctor_versions.check_versions())[2:]
-    assert lines == [("ok", "torch 2.6 is served.")]
+    assert lines == [("ok", "torch 2.6 is supported.")]
 
 
 def test_another_python_is_named(metadata):
     metadata([], {}, python=">=4")
-    assert ("FAIL", "not served: Quire needs >=4") in [
-        (level, text[text.index("not served") :].split(". ")[0]) for level, text in doctor_versions.check_versions()
+    assert ("FAIL", "not supported: Quire needs >=4") in [
+        (level, text[text.index("not supported") :].split(". ")[0]) for level, text in doctor_versions.check_versions()
         if level == "FAIL"
     ]  # fmt: skip
 
@@ -293,6 +293,12 @@ def test_each_kind_of_batch_has_a_kernel_and_a_reason(target, kernels):
     assert "rows_per_seq" not in text  # which quire env says
     assert re.search(r"tree(?: [\w.]+)?, \d+ partitions", text)  # and what follows is set off by a comma
     assert "a prompt of 4,096 tokens" in text
+
+
+def test_plans_are_set_off_from_the_interpreter_s_lines():
+    with compile_for(TARGETS["sm90"].properties, on_compile=lambda *args: None):
+        found = list(doctor.describe_plans(is_interpreted=True))
+    assert found and all(finding.text.startswith("without the interpreter, ") for finding in found)
 
 
 def test_a_batch_that_nothing_serves_is_a_problem(monkeypatch):

@@ -1,5 +1,8 @@
 """The command, as far as it needs no GPU."""
 
+import io
+from pathlib import Path
+
 import pytest
 import torch
 import triton
@@ -135,7 +138,7 @@ def test_a_bench_that_is_stopped_keeps_what_it_has(tmp_path, on_a_gpu, make_timi
     assert main(["bench", "--set", "decode", "--output", str(tmp_path)]) == INTERRUPTED
     captured = capsys.readouterr()
     assert f"stopped after 7 of 29; they are in {tmp_path / 'results.json'}" in captured.out
-    assert captured.err == "interrupted\n"
+    assert captured.err.endswith("measuring, 0 of 29 done\ninterrupted\n")
     assert len(results.load(tmp_path).rows) == 7
     assert not (tmp_path / "report.html").exists()
     assert main(["bench", "--report", str(tmp_path)]) == 0
@@ -195,7 +198,119 @@ def test_what_is_no_report_is_refused(tmp_path, capsys, content, option):
     if content is not None:
         path.write_text(content)
     assert main(["bench", option, *[str(path)] * (2 if option == "--compare" else 1)]) == 2
-    assert f"{path} must be a results.json of `quire bench`" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    if content is None:
+        words = f"{option} must be a results.json of `quire bench`, or its folder, got {path}, which is not there"
+        assert error == f"{words}; name another\n"
+    else:
+        assert f"{path} must be a results.json of `quire bench`" in error
+
+
+def test_a_folder_without_results_is_named(tmp_path, capsys):
+    assert main(["bench", "--report", str(tmp_path)]) == 2
+    assert f"got {tmp_path}, which has no results.json; name another" in capsys.readouterr().err
+
+
+# A run into a folder that has one
+
+
+ONE_CASE = ["bench", "--only", "decode 256x1024", "--set", "decode", "--peers", "Quire"]
+
+
+def times_in(path: Path) -> list[float]:
+    """Return the times of Quire in the results at a path."""
+    return [row.times["Quire"] for row in results.load(path).rows]
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_a_new_run_keeps_the_results_of_earlier_ones(tmp_path, on_a_gpu, make_timing, capsys):
+    for i in range(3):
+        on_a_gpu(lambda case, peers, seconds, i=i: {peer.name: make_timing(10.0 + i) for peer in peers})
+        assert main([*ONE_CASE, "--output", str(tmp_path)]) == 0
+    assert [times_in(tmp_path / name) for name in ("results.1.json", "results.2.json", "results.json")] == [
+        [10.0], [11.0], [12.0]
+    ]  # fmt: skip
+    words = f"{tmp_path} has an earlier run of 1 case: its results.json is now results.2.json. --continue would go on"
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_a_run_that_is_stopped_before_its_first_case_leaves_the_earlier_one(tmp_path, on_a_gpu, make_timing, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    on_a_gpu(lambda case, peers, seconds: {peer.name: make_timing(10.0) for peer in peers})
+    assert main([*ONE_CASE, "--output", str(tmp_path)]) == 0
+    on_a_gpu(interrupt)
+    assert main([*ONE_CASE, "--output", str(tmp_path)]) == INTERRUPTED
+    assert times_in(tmp_path) == [10.0] and not (tmp_path / "results.1.json").exists()
+    assert "There are no new results: results.1.json is results.json again." in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_a_report_of_other_results_keeps_those_of_its_folder(make_report, tmp_path, capsys):
+    first, second = make_report(), make_report(1.5)
+    results.save(first, tmp_path / "a")
+    results.save(second, tmp_path / "b")
+    arguments = ["bench", "--report", str(tmp_path / "a"), "--output", str(tmp_path / "b")]
+    assert main(arguments) == 0
+    assert results.load(tmp_path / "b") == first and results.load(tmp_path / "b/results.1.json") == second
+    assert main(arguments) == 0
+    assert not (tmp_path / "b/results.2.json").exists()
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_results_without_times_are_not_kept(tmp_path):
+    arguments = ["bench", "--device", "A100", "--quick", "--no-compile", "--output", str(tmp_path)]
+    assert main(arguments) == main([*arguments, "--set", "decode"]) == 0
+    assert not (tmp_path / "results.1.json").exists()
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_results_that_cannot_be_read_are_kept(tmp_path, capsys):
+    (tmp_path / "results.json").write_text("of another version")
+    assert main(["bench", "--device", "A100", "--quick", "--no-compile", "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "results.1.json").read_text() == "of another version"
+    assert f"{tmp_path} has an earlier run: its results.json is now results.1.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [["--device", "A100"], ["--graphs"], ["--report", "a"]], ids=lambda more: more[0])
+def test_a_run_that_measures_no_cases_continues_none(more, capsys):
+    assert main(["bench", "--continue", *more]) == 2
+    assert f"--continue must be given without {more[0]}, got both; leave one out" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_no_run_is_continued(capsys):
+    assert main(["bench", "--continue"]) == 2
+    assert "--continue must go on with a run on a GPU, got none; leave it out" in capsys.readouterr().err
+
+
+# Progress
+
+
+def test_where_the_output_is_no_terminal_there_is_a_line_for_every_ten_steps(capsys):
+    with progress_bar(Console(quiet=True)) as progress:
+        task = progress.add_task("measuring", total=25)
+        for _ in range(25):
+            progress.update(task, description="a case")
+            progress.advance(task)
+    done = capsys.readouterr().err.splitlines()
+    assert done == [f"measuring, {count} of 25 done" for count in (0, 10, 20, 25)]
+
+
+def test_a_long_task_has_a_hundred_lines(capsys):
+    with progress_bar(Console(quiet=True)) as progress:
+        task = progress.add_task("measuring", total=5000)
+        for _ in range(1250):
+            progress.update(task, advance=4, description="a case")
+    assert len(capsys.readouterr().err.splitlines()) == 101
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_line(capsys):
+    with progress_bar(Console(file=io.StringIO(), force_terminal=True)) as progress:
+        progress.advance(progress.add_task("measuring", total=1))
+    assert capsys.readouterr().err == ""
 
 
 def test_without_a_gpu_the_roofline_is_reported(tmp_path, capsys):

@@ -75,7 +75,7 @@ COMBINED = {  # features that are compiled together: each reaches the compiler a
     "sinks, lse, e4m3 output": Features({"sinks": True}, lse=True, out_scale=True),
 }
 TOGETHER = {
-    "softcap", "sinks, window",  # in "many, with lse"
+    "softcap", "sinks, window",  # in "many, with lse"; the Hopper kernel's loop for a softcap alone has a test
     "bidirectional", "other value width", "pages of 1, flat", "groups of 5", "pages of 528", "MQA",
 }  # fmt: skip
 COMPILED = [name for name in (*FEATURES, *COMBINED) if name not in TOGETHER]
@@ -86,6 +86,7 @@ OUT_OF_TURN = {  # prompts of sm90: some are cut; cut e4m3 of 128 spills 120 byt
     "many, with lse": ("chunk, split", 128),
     "float16": ("chunk, split", 128),
     "e4m3": ("chunk, split", 256),
+    "pages of 528, MQA": ("prefill", 128),  # with two kinds of boxes
 }
 PROMPTS = (("prompt", 128), ("prefill", 64), ("prompt", 256))
 

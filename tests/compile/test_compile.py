@@ -30,6 +30,7 @@ from quire.kernels.hopper import convert as hopper_convert
 from quire.kernels.hopper import kernel as hopper_kernel
 from quire.kernels.hopper import producer as hopper_producer
 from quire.kernels.hopper import runner as hopper_runner
+from quire.kernels.hopper.softcap import capped_exponents
 from quire.kernels.split_kv import kernel as split_kv
 from quire.targets import TARGETS, Launch, compiling
 from quire.tuning.space import hinted
@@ -52,6 +53,12 @@ ON_THE_STACK_OF_E4M3_OUTPUTS = 120  # of head_dim 256 with Triton 3.9.0, outside
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
 ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of its loops
+
+# Of the loop for capped scores, by head_dim, with Triton 3.6.0 and with 3.9.0. GPUs were measured with 3.6.0.
+ON_THE_STACK_OF_CAPPED = {64: (40, 40), 256: (32, 120)}
+# Most instructions of a loop that read or write the stack. With 3.9.0 and heads of 256, the two loops have 1 and 11.
+# If softmax and products did not overlap, they would have 1 each, and the stack would be 72 bytes.
+IN_CAPPED_LOOPS = {64: (0, 0), 256: (0, 11)}
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
@@ -110,17 +117,23 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
         ({"head_dim": 64}, 4, 1024),
         ({"head_dim": 24, "head_dim_v": 200}, 2, 4096),
         ({"head_dim": 256}, 1, 4096),
+        ({"head_dim": 256}, 131, 4096),
         ({"head_dim": 128, "kv_dtype": torch.int8}, 1, 4096),
         ({"head_dim": 128, "kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 12, 4096),
     ],
     ids=str,
 )
 def test_the_hopper_kernel_that_gathers_rows_compiles_and_fits(extra, page_size, max_seq_len):
-    """Heads begin at any multiple of 16 bytes. If the compiler does not know that, it cannot copy 16 bytes at once."""
+    """Heads begin at any multiple of 16 bytes. If the compiler does not know that, it cannot copy 16 bytes at once.
+
+    Some tiles in pages of 131 are one box.
+    """
     spec = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, **extra)
     launch = Launch(spec, 1, max_seq_len, max_seq_len, max_seq_len, page_size, options=(("kernel", "hopper"),))
     plan, compiled = launch.compile(TARGETS["sm90"])
     assert [kernel.kernel for kernel in compiled] == ["hopper_kernel"]
+    box, box_of_a_tile = plan.launch.boxes(quire.PagedKVCache.empty(spec, 1, page_size))
+    assert box == 0 and (box_of_a_tile > 0) == (page_size == 131)
     for kernel in compiled:
         assert kernel.spills <= ON_THE_STACK_OF_GATHERERS, kernel
         assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
@@ -210,6 +223,31 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(extra, pag
         assert not loops.count_kinds(loop)["local memory"]
 
 
+# With the oldest Triton, `make test` runs what has a tuned target in its name.
+@pytest.mark.parametrize("head_dim", ON_THE_STACK_OF_CAPPED, ids="sm90-{}".format)
+def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim):
+    """Its softmax overlaps its product with values, for heads of these widths. Its loop waits for products twice."""
+    wanted = launches.Features({"softcap": 30.0}, lse=True)
+    cubins, read = [], targets.inspect
+    with pytest.MonkeyPatch.context() as patch, compiling(TARGETS["sm90"]) as compiled:
+        patch.setattr(targets, "inspect", lambda *launch: cubins.append(launch[1].asm["cubin"]) or read(*launch))
+        plan = launches.plan_of("prefill", launches.make_spec(head_dim, wanted), wanted)
+        quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
+    assert plan.kernel == "hopper" and plan.launch.constexprs()["SCORE_MOD"] is capped_exponents
+    print(compiled[0])
+    is_newer = triton.__version__ != launches.OLDEST
+    assert compiled[0].spills <= ON_THE_STACK_OF_CAPPED[head_dim][is_newer], compiled[0]
+    assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
+    assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
+    found = loops.innermost_loops(loops.disassemble(cubins[0]))
+    attends = [x for x in found if loops.count_kinds(x)["tensor cores"] and loops.count_kinds(x)["exponentials"]]
+    assert len(attends) == plan.launch.config.num_warpgroups
+    for loop in attends:
+        print(loops.describe(loop))
+        assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == 2
+        assert loops.count_kinds(loop)["local memory"] <= IN_CAPPED_LOOPS[head_dim][is_newer]
+
+
 @gluon.jit
 def finds_no_keys(kv, token, q_start, q_len, seq_len, BLOCK_T: gl.constexpr):
     gl.static_assert(False, "intervals")
@@ -262,6 +300,15 @@ def test_every_target_and_every_feature_has_its_turn():
         assert len(tuned) == (1 if triton.__version__ == launches.OLDEST else 2), features
         assert [target for target in TARGETS if target not in TUNED and (target, features) in cases], features
     assert ("sm90", "fp8 products") in cases
+
+
+def test_prompts_in_pages_of_528_have_boxes_of_two_kinds():
+    features = "pages of 528, MQA"
+    wanted, (batch, head_dim) = launches.COMBINED[features], launches.OUT_OF_TURN[features]
+    with compile_for(TARGETS["sm90"].properties, on_compile=None):
+        plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted)
+        boxes = plan.launch.boxes(launches.make_cache(plan.spec, wanted))
+    assert boxes == (16, plan.launch.config.block_n)
 
 
 @pytest.mark.parametrize(("target", "features", "batch", "head_dim"), CASES)

@@ -1,6 +1,7 @@
 """What `quire.warmup` compiles is all that batches within its bounds need, on GPUs that are not here too."""
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -63,11 +64,18 @@ def test_nothing_compiles_for_outputs_in_e4m3_after_warmup(append, without_compi
     assert kernels == {"write_kernel", "block_kernel", "split_kv_kernel", "hopper_kernel", "combine_kernel"}
 
 
-@pytest.mark.parametrize("append", [False, True, "rotated"])
-@pytest.mark.parametrize("kind", ["plain", "e4m3", "e4m3, scales per token"])
+@pytest.mark.parametrize(
+    ("kind", "append"),
+    [
+        *product(["plain", "e4m3", "e4m3, scales per token"], [False, True, "rotated"]),
+        ("pages of 1072, heads of 256", False),
+    ],
+)
 def test_nothing_compiles_after_warmup(kind, append, without_compiler):
-    spec = SPEC if kind == "plain" else replace(SPEC, kv_dtype=torch.float8_e4m3fn)
-    cache = quire.PagedKVCache.empty(spec, 2, 16)
+    """Some tiles in pages of 1072 are one box, where a query may see more than 1024 keys."""
+    spec = replace(SPEC, kv_dtype=torch.float8_e4m3fn) if "e4m3" in kind else SPEC
+    spec = replace(spec, head_dim=256, head_dim_v=256) if "256" in kind else spec
+    cache = quire.PagedKVCache.empty(spec, 2, 1072 if "1072" in kind else 16)
     if "token" in kind:  # which the Hopper kernel does not serve
         cache = quire.PagedKVCache(cache.k, cache.v, "NHD", torch.ones(2, 16, 8), torch.ones(2, 16, 8))
     with compiling(without_compiler()) as compiled:
@@ -90,6 +98,8 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
                 ((3, 1990), (2, 70)),
                 ((40, 1999),),
                 ((33, 1500), (33, 33)),
+                ((400, 1024),),
+                ((400, 1030),),
             ):
                 starts = torch.tensor([0, *(q for q, _ in lens)]).cumsum(0).to(torch.int32)
                 table = torch.zeros(len(lens), 125, dtype=torch.int32)
@@ -98,9 +108,9 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
                 plan = quire.plan(
                     spec, batch, max_query_len=max(q_lens), max_seq_len=max(s for _, s in lens), num_tokens=sum(q_lens)
                 )
-                q = torch.empty(sum(q_lens), 32, 128, dtype=torch.float16)
+                q = torch.empty(sum(q_lens), 32, spec.head_dim, dtype=torch.float16)
                 # New tokens are slices of a fused projection.
-                k, v = torch.empty(sum(q_lens), 48, 128, dtype=torch.float16)[:, 32:].split(8, 1)
+                k, v = torch.empty(sum(q_lens), 48, spec.head_dim, dtype=torch.float16)[:, 32:].split(8, 1)
                 new = dict(k=k, v=v, slot_mapping=torch.zeros(sum(q_lens), dtype=torch.int64))
                 if append == "rotated":
                     rope = how["rope"]._replace(positions=torch.zeros(sum(q_lens), dtype=torch.int64))

@@ -1,15 +1,18 @@
-"""What the assembly in kernels computes. Each text is known by its instructions; another one is refused."""
+"""What the assembly in kernels computes.
+
+A text that a warp runs together, with a vote, is run (`ptx.py`). Of the others, each is known by its instructions;
+another one is refused.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton.language as tl
 
-from quire.kernels.hopper.attend import products_unless_all_are_one
-from quire.kernels.hopper.softcap import COEFFICIENTS, SMALL, exponents_of
-
-from .values import Value, computed
+from .ptx import run_on_tiles
+from .values import Value, computed, value
 
 
 def bytes_of(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,23 +57,8 @@ def multiply_add(a: Value, b: Value, c: Value) -> Value:
     return Value((product + c.data.to(torch.float64)).to(torch.float32))
 
 
-def product(numbers: Value, factors: Value) -> Value:
-    """A warp whose factors are all 1 skips the products, which would change nothing."""
-    return numbers * factors
-
-
 def reciprocal(number: Value) -> Value:
     return Value(1 / number.data)
-
-
-def capped_exponents(scores: Value, factor: Value | float, cap: float) -> Value:
-    """`cap * tanh(x)`, by a polynomial where x is small. A warp skips the other form if all of its x are."""
-    x = (scores * factor).data
-    square = x * x
-    series = torch.zeros_like(square)
-    for coefficient in reversed(COEFFICIENTS):
-        series = series * square + coefficient
-    return Value(torch.where(x.abs() <= SMALL, x * series, 1 - 2 / (torch.exp(2 * x) + 1))) * cap
 
 
 def prefetch(address: Value) -> Value:
@@ -92,14 +80,24 @@ MEANINGS: dict[str, Callable[..., Any]] = {
     "fma.rn.f32 $0, $1, $2, $3;": multiply_add,
     "rcp.approx.ftz.f32 $0, $1;": reciprocal,
     "prefetch.global.L2 [$1]; mov.u32 $0, 0;": prefetch,
-    **{products_unless_all_are_one(numbers): product for numbers in (32, 64)},
-    **{exponents_of(numbers): capped_exponents for numbers in (16, 32, 64)},
 }
 
 
-def inline_asm_elementwise(text: str, constraints: str, args: list[Value], *, is_pure: bool, **options: Any) -> Any:
+def in_warps(*args: Value, text: str, constraints: str, pack: int) -> Value:
+    """What a text writes that a warp runs together. Its arguments are tiles of float32."""
+    numbers = [x.data.contiguous().numpy() for x in args]
+    return Value(torch.from_numpy(run_on_tiles(text, constraints, numbers, pack)))
+
+
+def inline_asm_elementwise(
+    text: str, constraints: str, args: list[Any], *, dtype: Any, is_pure: bool, pack: int
+) -> Any:
     """Compute what the text of some assembly says. A compiler may move it if it is pure."""
-    meaning = MEANINGS[" ".join(text.split())]
+    args = [value(x) for x in args]
+    if "vote.sync" in text:
+        meaning = partial(in_warps, text=text, constraints=constraints, pack=pack)
+    else:
+        meaning = MEANINGS[" ".join(text.split())]
     if is_pure:
         return computed(meaning)(*args)
     for x in args:

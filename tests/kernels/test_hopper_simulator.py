@@ -4,6 +4,7 @@ They are as small as they can be and still have every barrier, every kind of til
 `tests/gpu` are larger, and see what only a compiler or a GPU decides.
 """
 
+import math
 import random
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,9 @@ if not interprets():
     pytest.skip("the other kernels of these plans run in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
+from quire.kernels.hopper.attend import rescaled_acc
 from quire.kernels.hopper.convert import quantize_results
+from quire.kernels.hopper.softcap import capped_exponents
 from tests.growth import with_growing_scores
 from tests.hopper_simulator.launch import Functions, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
@@ -148,6 +151,15 @@ def test_scores_that_grow_from_tile_to_tile(spec, lens, kernel, falling):
     assert error_budget(p, state).passed, error_budget(p, state)
 
 
+def test_a_warp_that_rescales_some_rows_of_an_accumulator_rescales_all():
+    """It skips the products if the factors of all of its rows are 1."""
+    factor = torch.ones(64)
+    factor[16:24], factor[40:48], factor[50], factor[61] = 0.5, 3.0, 0.25, 0.0
+    acc = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    run = Functions(Machine(0, (1,), GlobalMemory())).function(rescaled_acc.fn)
+    assert torch.equal(run(Value(acc), Value(factor)).data, acc * factor[:, None])
+
+
 @pytest.mark.parametrize("bound", [None, LONG])
 def test_bfloat16(bound):
     """Of prompts, since Triton's interpreter computes decode launches of bfloat16 wrongly."""
@@ -170,7 +182,13 @@ def test_bfloat16(bound):
 def test_softcap_without_a_running_maximum(extra, page_size, bound):
     """Caps of up to 50; prompts, as above. Rows with small scores alone, with large ones, and with both."""
     spec = quire.AttentionSpec(**LLAMA | BFLOAT16 | extra)
-    assert_right(spec, ((40, 200), (33, 33), (70, 700)), max_seq_len=bound, page_size=page_size)
+    plan = assert_right(spec, ((40, 200), (33, 33), (70, 700)), max_seq_len=bound, page_size=page_size)
+    assert is_capped(plan) == (extra["softcap"] <= 50.0)
+
+
+def is_capped(plan):
+    """Return whether a plan takes the loop of capped scores."""
+    return plan.launch.constexprs()["SCORE_MOD"] is capped_exponents
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -182,8 +200,64 @@ def test_capped_scores_that_are_all_as_large_as_they_can_be(sign):
     p.q.fill_(30.0)
     p.cache.k.fill_(30.0 * sign)
     p.sinks.fill_(-200.0)
-    state, _ = attend(p, make_plan(p, LONG))
+    plan = make_plan(p, LONG)
+    state, _ = attend(p, plan)
+    assert is_capped(plan)
     assert error_budget(p, state).passed, error_budget(p, state)
+
+
+def exponents(scores, scale, cap):
+    """Return what the kernel makes of a tile of scores. Its assembly is run."""
+    run = Functions(Machine(0, (1,), GlobalMemory())).function(capped_exponents.fn)
+    return run(Value(scores), Value(scale), Value(torch.tensor(cap))).data
+
+
+def is_close_to_tanh(found, scores, scale, cap):
+    """Compare with float64. The polynomial is as far from tanh as its comment says. There are a few roundings."""
+    largest = cap / math.log(2.0)
+    expected = largest * torch.tanh(scores.double() * scale.double() / cap)
+    return (found.double() - expected).abs() <= largest * (1.3e-7 + 3 * 2.0**-24)
+
+
+# The largest abs(x) in a warp's first eight rows and in its others. Up to 0.5, the kernel calls x small.
+SIZES = ((0.49, 0.49), (3.0, 3.0), (0.49, 3.0), (3.0, 0.49))
+
+
+@pytest.mark.parametrize("columns", [32, 64, 128, 256])
+@pytest.mark.parametrize("cap", [50.0, 1.5])
+@pytest.mark.parametrize("of_rows", [(0.0025, 0.0025), (0.2, 0.002), (-0.014, 0.06), (1e-6, 1e5)], ids=str)
+def test_exponents_of_capped_scores(of_rows, cap, columns):
+    """A thread's two rows have a scale each. A warp whose scores are all small skips what the others compute."""
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.tensor(SIZES).reshape(8, 1, 1) * (2 * torch.rand(8, 8, columns, generator=generator) - 1)
+    x = x.reshape(64, columns)
+    x[:, 0], x[:, 1], x[20, 2:4] = 0.0, 1e-30, torch.tensor([300.0, -300.0])
+    scale = cap * torch.tensor(of_rows).repeat(4).repeat_interleave(8)[:, None]
+    scores = x * cap / scale
+    found = exponents(scores, scale, cap)
+    close = is_close_to_tanh(found, scores, scale, cap)
+    assert close.all(), (x[~close], found[~close])
+    if of_rows[0] == of_rows[1]:
+        assert torch.equal(exponents(scores, scale[0, 0], cap), found)
+
+
+@pytest.mark.parametrize("other", [0.6, 40.0, float("inf"), -float("inf"), float("nan")])
+def test_what_a_warp_holds_changes_no_bit_of_its_other_capped_scores(other):
+    """With another score, a warp may compute what it skips if all are small. It is in any of a thread's rows."""
+    cap, scale = 50.0, torch.tensor([0.125, 2.0]).repeat(4).repeat_interleave(8)[:, None]
+    x = 0.98 * torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) - 0.49
+    scores = x * cap / scale
+    expected = exponents(scores, scale, cap)
+    assert is_close_to_tanh(expected, scores, scale, cap).all()
+    for row, column in ((0, 0), (7, 63), (8, 6), (15, 57)):
+        changed = scores.clone()
+        changed[row::16, column] = other * cap / scale[row]
+        found = exponents(changed, scale, cap)
+        same, close = found == expected, is_close_to_tanh(found, changed, scale, cap)
+        right = found.isnan() if math.isnan(other) else close
+        assert right[row::16, column].all()
+        same[row::16, column] = True
+        assert same.all(), (scores[~same], found[~same], expected[~same])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +335,7 @@ def test_pages(page_size, layout):
         (528, {"sliding_window": 1100}),
         (528, {"kv_dtype": torch.int8}),
         (131, {"head_dim": 136}),
-        (131, {"head_dim": 192, "sliding_window": 30}),
+        (131, {"head_dim": 192, "sliding_window": 100}),
         (529, {"head_dim": 136, "head_dim_v": 200, "num_q_heads": 6, "layout": "HND"}),
     ],
     ids=str,
@@ -342,15 +416,27 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
 
 @pytest.mark.parametrize(
     ("extra", "page_size"),
-    [({}, 1), ({"head_dim": 80, "sinks": True}, 16), ({"head_dim": 256}, 16), ({"num_q_heads": 14}, 1)],
+    [
+        ({}, 1),
+        ({"head_dim": 80, "sinks": True}, 16),
+        ({"head_dim": 256}, 16),
+        ({"head_dim": 256}, 1),
+        ({"head_dim": 256}, 131),
+        ({"num_q_heads": 14}, 1),
+    ],
     ids=str,
 )
 def test_batch_invariant_plans(extra, page_size):
-    """Prompts of any company have the same bits, whatever the order of events."""
-    spec = quire.AttentionSpec(**LLAMA | extra)
-    p = make_problem(spec, ((40, 300), (70, 170)), page_size=page_size)
-    plan = make_plan(p, batch_invariant=True)
+    """Prompts of any company have the same bits, whatever the order of events. Heads of 256 are in two parts.
+
+    Some tiles in pages of 131 are one box. Rows of the others are gathered.
+    """
+    spec, is_long = quire.AttentionSpec(**LLAMA | extra), page_size == 131
+    p = make_problem(spec, ((40, 700 if is_long else 300), (70, 170)), page_size=page_size)
+    plan = make_plan(p, LONG if is_long else None, batch_invariant=True)
     assert plan.launch.config is not None and plan.kernel == "hopper"
+    assert plan.launch.constexprs()["PARTS"] == (2 if spec.head_dim == 256 else 1)
+    assert (plan.launch.boxes(p.cache)[1] > 0) == is_long
     first, _ = attend(p, plan, seed=0)
     assert error_budget(p, first).passed
     again, _ = attend(p, plan, seed=1)

@@ -17,12 +17,13 @@ QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, ATTEND, PRODUCER = (f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer"))
-GATHER = "kernels/hopper/gather.py"
+GATHER, SOFTCAP = "kernels/hopper/gather.py", "kernels/hopper/softcap.py"
 HOPPER = "gpu/test_hopper.py::test_"
 CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 AS_SAID = "every_row_block_is_cut_as_a_plain_program_says"
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
+EXPONENTS = SIMULATED + "exponents_of_capped_scores[(0.2, 0.002)-50.0-64]"
 PRODUCTS = LATENTS + "many_rows_fp8.py"
 ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
 
@@ -823,6 +824,57 @@ IN_INTERPRETER = {
         "if True:",
         SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[131-{'head_dim': 136}]",
     ),
+    "Hopper: a box of keys before the window, where rows are gathered": Mutant(
+        GATHER,
+        "is_box = (pos >= kv_low) & (pos + BLOCK_N <= stop)",
+        "is_box = (pos + BLOCK_N <= stop)",
+        SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[131-{'head_dim': 192, 'sliding_window': 100}]",
+    ),
+    "Hopper: a box of a head's first columns, where rows are gathered": Mutant(
+        GATHER,
+        "head * column + first_column",
+        "head * column",
+        SIMULATED + "batch_invariant_plans[{'head_dim': 256}-131]",
+    ),
+    "Hopper: gathered rows of a head's first columns": Mutant(
+        GATHER, "    source += first_column\n", "", SIMULATED + "batch_invariant_plans[{'head_dim': 256}-1]"
+    ),
+    "Hopper: no cap too large for a softmax without a maximum": Mutant(
+        SOFTCAP,
+        "0 < cap <= LARGEST_CAP_WITHOUT_MAXIMUM",
+        "0 < cap",
+        SIMULATED + "softcap_without_a_running_maximum[{'softcap': 51.0}-16-None]",
+    ),
+    "Hopper: a running maximum of all capped scores": Mutant(
+        "kernels/hopper/launch.py",
+        "capped_exponents if is_bounded(spec) else softcap",
+        "softcap",
+        SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-None]",
+    ),
+    "Hopper: a polynomial of capped scores that are not small": Mutant(
+        SOFTCAP, "mul.f32 limitROW, a, {in_ptx(SMALL)}", "mul.f32 limitROW, a, {in_ptx(2 * SMALL)}", EXPONENTS
+    ),
+    "Hopper: one coefficient of capped scores for another": Mutant(
+        SOFTCAP, "c3_ROW, c2_ROW", "c3_ROW, c1_ROW", EXPONENTS
+    ),
+    "Hopper: capped scores of a row with another row's factor": Mutant(
+        SOFTCAP, 'f"{i // 2 % 2}"', 'f"{i % 2}"', EXPONENTS
+    ),
+    "Hopper: the first rows say whether a warp's capped scores are small": Mutant(
+        SOFTCAP, "setp.le.and.f32 small, largest2, limit1", "setp.le.and.f32 small, largest0, limit0", EXPONENTS
+    ),
+    "Hopper: all capped scores of a warp by the form that one needs": Mutant(
+        SOFTCAP,
+        "selp.f32 X, b, a, small;",
+        "mov.f32 X, a;",
+        SIMULATED + "what_a_warp_holds_changes_no_bit_of_its_other_capped_scores[40.0]",
+    ),
+    "Hopper: accumulators of a warp rescaled by its first rows' factors alone": Mutant(
+        ATTEND,
+        "{2 * numbers + 2}, 0f3F800000, one",
+        "{2 * numbers}, 0f3F800000, one",
+        SIMULATED + "a_warp_that_rescales_some_rows_of_an_accumulator_rescales_all",
+    ),
     "Hopper: the last tile's sums of capped scores alone": Mutant(
         "kernels/hopper/capped.py",
         "sums += sums_of_threads(numbers)",
@@ -1417,6 +1469,12 @@ OUTSIDE = {
         "keys = tree.power_of_two(request.keys_seen)",
         "keys = tree.power_of_two(request.bounds.max_seq_len)",
         "test_dispatch.py::test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel",
+    ),
+    "warm-up without the second kind of boxes of long contexts": Mutant(
+        "kernels/hopper/launch.py",
+        "            self.is_long,\n",
+        "",
+        "compile/test_warmup.py::test_nothing_compiles_after_warmup[pages of 1072, heads of 256-False]",
     ),
     "warm-up without work tiles between powers of two": Mutant(
         "service.py",

@@ -1,0 +1,199 @@
+"""Run texts of PTX: the inline assembly that a warp runs together, on all numbers that its threads hold.
+
+Results of approximate instructions are the nearest float32. Those of a GPU may be another one close to it.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ROWS, WARPS, LANES = 64, 4, 32  # rows of the tiles, which belong to the four warps of a warpgroup
+SMALLEST_NORMAL = np.float32(2.0**-126)
+INSTRUCTION = re.compile(r"(?:@(?P<negated>!?)(?P<guard>\w+) )?(?P<opcode>[\w.]+) (?P<operands>.+)")
+NUMBER = re.compile(r"0f([0-9A-F]{8})")
+
+Registers = dict[str, Any]  # each an array [warps, LANES], or a number
+Operation = Callable[..., Any]
+
+
+def flushed(x: Any) -> Any:
+    """Return zeros of the same sign for subnormal numbers."""
+    return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0), x), x).astype(np.float32)
+
+
+def multiply_add(a: Any, b: Any, c: Any) -> Any:
+    """The product is not rounded."""
+    return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+def exponential(x: Any) -> Any:
+    return flushed(np.exp2(flushed(x).astype(np.float64)).astype(np.float32))
+
+
+def reciprocal(x: Any) -> Any:
+    return flushed(np.float32(1) / flushed(x))
+
+
+def vote(x: Any, lanes: Any) -> Any:
+    """Whether a predicate is true in all threads of the warp."""
+    assert lanes == 0xFFFFFFFF, lanes
+    return np.broadcast_to(x.all(1, keepdims=True), x.shape)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "mov.f32": lambda x: x,
+    "mul.f32": np.multiply,
+    "add.f32": np.add,
+    "abs.f32": np.abs,
+    "max.f32": np.fmax,  # of a number and NaN, the number
+    "fma.rn.f32": multiply_add,
+    "rcp.approx.ftz.f32": reciprocal,
+    "ex2.approx.ftz.f32": exponential,
+    "selp.f32": lambda a, b, condition: np.where(condition, a, b),
+    "setp.eq.f32": np.equal,
+    "setp.le.f32": np.less_equal,
+    "setp.eq.and.f32": lambda a, b, condition: (a == b) & condition,
+    "setp.le.and.f32": lambda a, b, condition: (a <= b) & condition,
+    "vote.sync.all.pred": vote,
+}
+
+
+class Instruction(NamedTuple):
+    """An instruction. A branch has no operation, and names its label as the result."""
+
+    operation: Operation | None
+    result: str
+    sources: tuple[str, ...] = ()
+    guard: str | None = None  # a predicate, on which a branch depends
+    negated: bool = False
+
+
+class Text(NamedTuple):
+    """A text that has been read: its instructions, where its labels are, and the numbers in it."""
+
+    instructions: list[Instruction]
+    labels: dict[str, int]
+    numbers: Registers
+
+
+@cache
+def read(text: str) -> Text:
+    """Read a block of PTX.
+
+    Raises:
+        KeyError: an instruction is none of OPERATIONS.
+    """
+    found = Text([], {}, {"0xffffffff": 0xFFFFFFFF})
+    body = re.fullmatch(r"\{(.*)\}", text.strip(), re.DOTALL)
+    assert body is not None, text
+    for number in NUMBER.finditer(text):
+        found.numbers[number[0]] = np.uint32(int(number[1], 16)).view(np.float32)
+    for line in re.sub(r"(\w+):", r"\1:;", body[1]).split(";"):
+        line = line.strip()
+        if line.endswith(":"):
+            found.labels[line[:-1]] = len(found.instructions)
+        elif line and not line.startswith(".reg"):
+            found.instructions.append(read_instruction(line))
+    return found
+
+
+def read_instruction(line: str) -> Instruction:
+    parts = INSTRUCTION.fullmatch(line)
+    assert parts is not None, line
+    result, *sources = (operand.strip() for operand in parts["operands"].split(","))
+    if parts["opcode"] == "bra.uni":
+        return Instruction(None, result, (), parts["guard"], bool(parts["negated"]))
+    assert parts["guard"] is None, line
+    return Instruction(OPERATIONS[parts["opcode"]], result, tuple(sources))
+
+
+def run(text: str, registers: Registers) -> Registers:
+    """Run a block of PTX in some warps. Return the registers afterwards.
+
+    Args:
+        text: the block.
+        registers: those with an initial value, $0 and so on: arrays [warps, LANES].
+    """
+    block = read(text)
+    with np.errstate(all="ignore"):
+        return run_from(0, block, block.numbers | registers)
+
+
+def run_from(at: int, block: Text, registers: Registers) -> Registers:
+    """Run the instructions from the at-th on. Warps that branch differently part."""
+    while at < len(block.instructions):
+        operation, result, sources, guard, negated = block.instructions[at]
+        at += 1
+        if operation is not None:
+            registers[result] = operation(*[registers[name] for name in sources])
+            continue
+        target = block.labels[result]
+        if guard is None:
+            at = target
+            continue
+        goes = registers[guard] ^ negated
+        assert (goes == goes[:, :1]).all(), "threads of a warp branch differently, and the text says that they do not"
+        if goes.all():
+            at = target
+        elif goes.any():
+            there, here = (
+                run_from(to, block, {name: of_warps(x, chosen) for name, x in registers.items()})
+                for to, chosen in ((target, goes[:, 0]), (at, ~goes[:, 0]))
+            )
+            return {name: put_together(there[name], here[name], goes[:, 0]) for name in there.keys() & here.keys()}
+    return registers
+
+
+def of_warps(x: Any, chosen: Any) -> Any:
+    return x[chosen] if np.ndim(x) else x
+
+
+def put_together(there: Any, here: Any, goes: Any) -> Any:
+    """Return a register of all warps, from those that went to a label and those that did not."""
+    if not np.ndim(there) and not np.ndim(here):
+        return there
+    made = np.empty((len(goes), LANES), np.asarray(there).dtype)
+    made[goes], made[~goes] = there, here
+    return made
+
+
+def of_threads(tile: Any) -> Any:
+    """Return the numbers of a tile as its threads hold them, [numbers of a thread, WARPS, LANES].
+
+    The tile is in the layout of an accumulator of a tensor-core instruction. A warp has 16 rows, of which a thread has
+    the r-th and the r+8-th. Of these, it has two adjacent columns of each 8.
+    """
+    columns = tile.shape[1]
+    parts = tile.reshape(WARPS, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+    return parts.reshape(columns // 2, WARPS, LANES)
+
+
+def of_tile(numbers: Any) -> Any:
+    """Return the tile whose numbers threads hold, [ROWS, columns]."""
+    parts = numbers.reshape(len(numbers) // 4, 2, 2, WARPS, 8, 4).transpose(3, 1, 4, 0, 5, 2)
+    return parts.reshape(ROWS, len(numbers) * 2)
+
+
+def run_on_tiles(text: str, constraints: str, args: list[Any], pack: int) -> Any:
+    """Run a block of PTX on tiles, and return the one that it writes.
+
+    Args:
+        text: the block, for `pack` numbers of a thread from each tile.
+        constraints: of the block's registers. An input has the number of the output in whose register it is.
+        args: a first tile [ROWS, columns], and what is as large when it is broadcast.
+        pack: numbers of a thread that the block takes at a time.
+    """
+    names = constraints.split(",")
+    places = [i if name == "f" else int(name) for i, name in enumerate(names) if name != "=f"]
+    assert names[:pack] == ["=f"] * pack and len(places) == pack * len(args), constraints
+    shape = args[0].shape
+    held = [of_threads(np.broadcast_to(x, shape)) for x in args]
+    made = []
+    for first in range(0, len(held[0]), pack):
+        inputs = [number for tile in held for number in tile[first : first + pack]]
+        registers = run(text, {f"${place}": number for place, number in zip(places, inputs, strict=True)})
+        made += [np.broadcast_to(registers[f"${i}"], (WARPS, LANES)) for i in range(pack)]
+    return of_tile(np.stack(made))
