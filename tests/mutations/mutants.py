@@ -16,7 +16,9 @@ SHARED = "kernels/test_shared_prefix.py::test_"
 QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
-KERNEL, ATTEND, PRODUCER = (f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer"))
+KERNEL, ATTEND, PRODUCER, RESULTS = (
+    f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer", "results")
+)
 GATHER, SOFTCAP = "kernels/hopper/gather.py", "kernels/hopper/softcap.py"
 HOPPER = "gpu/test_hopper.py::test_"
 CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
@@ -900,13 +902,13 @@ IN_INTERPRETER = {
         SIMULATED + "pages[NHD-1]",
     ),
     "Hopper: e4m3 results in the rows of the other warpgroup": Mutant(
-        KERNEL,
+        RESULTS,
         "return tile.slice(wg * ROWS, ROWS)",
         "return tile.slice(tile.shape[0] - (wg + 1) * ROWS, ROWS)",
         SIMULATED + "outputs_in_e4m3[{}-5000]",
     ),
     "Hopper: columns of e4m3 results left permuted": Mutant(
-        KERNEL,
+        RESULTS,
         "undo_permute_for_fp8_operand(staged.load(IN_ROWS))",
         "staged.load(IN_ROWS)",
         SIMULATED + "outputs_in_e4m3[{}-None]",
@@ -946,13 +948,13 @@ IN_INTERPRETER = {
         SIMULATED + "quantised_caches[kv_dtype0-64-16]",
     ),
     "Hopper: staged results not fenced": Mutant(
-        KERNEL,
+        RESULTS,
         "        results = loaded\n        fence_async_shared()\n",
         "        results = loaded\n",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: queries never released": Mutant(
-        KERNEL,
+        RESULTS,
         "    consumer_release(q_pipe, work_i)\n    for i in",
         "    for i in",
         SIMULATED + "features[{}-None]",

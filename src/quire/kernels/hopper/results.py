@@ -1,0 +1,183 @@
+"""How a consumer of the Hopper kernel ends a work tile: it normalises the results and writes them."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from quire.kernels.hopper.attend import lse_of_rows, queries_of, scaled
+from quire.kernels.hopper.convert import permute_for_fp8_operand, quantize_results, undo_permute_for_fp8_operand
+from quire.kernels.hopper.pipeline import SWIZZLE_BYTES, columns_of, consumer_release, pieces_of, reinterpret
+from quire.kernels.hopper.tile_scheduler import ROWS
+from quire.kernels.states import LOG2E, as_stored
+
+
+class Outputs(NamedTuple):
+    """The tensors of results and their strides, the sinks, and the value scales.
+
+    The states of splits go to scratch, as float32 [num_tokens, num_q_heads, num_splits, ...].
+    """
+
+    out_ptr: Any
+    out_scale_ptr: Any  # [1] float32 where out is e4m3, or None
+    lse_ptr: Any
+    sinks_ptr: Any
+    v_scale_ptr: Any  # [num_kv_heads] of a quantised cache, or None
+    stride_out_token: Any
+    stride_out_head: Any
+    stride_lse: Any
+    num_splits: Any
+    partials: Any  # float32 scratch for partials of row blocks that are cut, and counters of arrivals; None, or both
+    arrivals: Any
+
+
+@gluon.jit
+def finish(
+    wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
+    BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Normalise a work tile's results and write them.
+
+    A thread writes 16 adjacent bytes. For that, results are staged in the shared memory of the work tile's queries, if
+    that is wide enough, and it is then released. EARLY: it was released before, and four threads exchange columns.
+    The states of splits are float32, and are written from registers as they are.
+    """
+    element: gl.constexpr = outputs.out_ptr.dtype.element_ty
+    LIKE_Q: gl.constexpr = element == q_pipe.tiles.dtype
+    E4M3: gl.constexpr = outputs.out_scale_ptr is not None
+    # Numbers of e4m3 are staged where the first buffer of queries is, which has twice as many bytes in a row.
+    WIDTH: gl.constexpr = 2 * q_pipe.tiles.shape[2] if E4M3 else columns_of(q_pipe.tiles, q_pipe.more)
+    STAGED: gl.constexpr = (LIKE_Q or E4M3) and WIDTH >= HEAD_DIM_V
+    out_scale = None
+    if E4M3:
+        out_scale = gl.load(outputs.out_scale_ptr)
+    split = work.split
+    if PARTS > 1:  # of columns: each has all keys
+        split = 0
+    if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
+        if split == outputs.num_splits - 1:
+            sink = load_of_heads(outputs.sinks_ptr + work.head, rows, BLOCK_T, OWNED) * LOG2E
+            m_new = gl.maximum(m_i, sink)
+            alpha = gl.exp2(m_i - m_new)
+            accs = scaled(accs, alpha)
+            l_i = l_i * alpha + gl.exp2(sink - m_new)
+            m_i = m_new
+    empty = l_i == 0.0
+    safe = gl.where(empty, 1.0, l_i)
+    if outputs.lse_ptr is not None:
+        tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
+        lse = lse_of_rows(m_i, l_i)
+        offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
+        offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + split
+        wanted = tokens < work.q_len
+        if PARTS > 1:
+            wanted = wanted & (work.split == 0)
+        gl.store(outputs.lse_ptr + offsets, lse, mask=wanted)
+    inverse = 1.0 / safe
+    if INVARIANT:  # as `states.finish` does
+        inverse = gl.fma(inverse, gl.fma(-safe, inverse, gl.zeros_like(safe) + 1.0), inverse)
+    results = scaled(accs, inverse)
+    if EARLY and LIKE_Q:
+        exchanged = ()
+        for i in gl.static_range(len(accs)):
+            result = results[i].to(element)
+            exchanged = exchanged + (gl.convert_layout(result, eight_columns_each(result.shape[1])),)
+        results = exchanged
+    elif STAGED:
+        stage = work_i % q_pipe.empty.shape[0]
+        loaded = ()
+        for i in gl.static_range(len(accs)):
+            staged = through_shared_memory(
+                wg, results[i], q_pipe, stage, out_scale, element, pieces_of(HEAD_DIM_V, 64)[i][0],
+                pieces_of(HEAD_DIM_V, 64)[i][1],
+            )  # fmt: skip
+            loaded = loaded + (staged,)
+        results = loaded
+        fence_async_shared()
+    if not EARLY:
+        consumer_release(q_pipe, work_i)
+    for i in gl.static_range(len(accs)):
+        write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T, OWNED)
+
+
+@gluon.jit
+def through_shared_memory(
+    wg: gl.constexpr, result, q_pipe, stage, out_scale, element: gl.constexpr, FIRST: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Return results as the output holds them, a thread 16 adjacent bytes of a row. They are columns from FIRST on."""
+    EACH: gl.constexpr = 128 // element.primitive_bitwidth
+    LANES: gl.constexpr = min(8, COLUMNS // EACH)
+    IN_ROWS: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // LANES, LANES], [4, 1], [1, 0])
+    if out_scale is None:
+        staged = queries_of(wg, q_pipe, stage, FIRST, COLUMNS)
+        staged.store(result.to(element))
+        return staged.load(IN_ROWS)
+    else:
+        staged = bytes_of_queries(wg, q_pipe, stage, element, FIRST, COLUMNS)
+        staged.store(quantize_results(permute_for_fp8_operand(result), out_scale))
+        return gl.convert_layout(undo_permute_for_fp8_operand(staged.load(IN_ROWS)), IN_ROWS)
+
+
+@gluon.jit
+def bytes_of_queries(
+    wg: gl.constexpr, q_pipe, stage, element: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Return COLUMNS columns of 8 bits in the shared memory of a warpgroup's queries, from column FIRST on."""
+    tile = q_pipe.tiles.index(stage)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE_BYTES, 8, 2)
+    tile = reinterpret(tile, element, [tile.shape[0], 2 * tile.shape[1]], LAYOUT)
+    if tile.shape[1] > COLUMNS:
+        tile = tile.slice(FIRST, COLUMNS, dim=1)
+    return tile.slice(wg * ROWS, ROWS)
+
+
+@gluon.jit
+def write_out(
+    wg: gl.constexpr, result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    OWNED: gl.constexpr,
+):  # fmt: skip
+    """Write a work tile's results for the columns from FIRST on."""
+    LAYOUT: gl.constexpr = result.type.layout
+    out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    tokens = tokens_of_rows(work, out_rows, BLOCK_T, OWNED)
+    offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_out_token
+    offsets += (work.head + out_rows // BLOCK_T).to(gl.int64) * outputs.stride_out_head
+    offsets += work.split * HEAD_DIM_V
+    offs_d = FIRST + gl.arange(0, result.shape[1], gl.SliceLayout(0, LAYOUT))
+    inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM_V)[None, :]
+    if result.dtype != outputs.out_ptr.dtype.element_ty:
+        result = as_stored(result, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
+    gl.store(outputs.out_ptr + offsets[:, None] + offs_d[None, :], result, mask=inside)
+
+
+@gluon.constexpr_function
+def eight_columns_each(columns):
+    """Return the layout of results in which a thread has eight adjacent columns of a row.
+
+    The same four threads have these columns in an accumulator. So converting exchanges nothing between warps.
+    """
+    more = [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *more], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [ROWS.value, columns],
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_of_heads(ptr, rows, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+    """Load a number for the head of each row, as float32; `ptr` is that of the work tile's first head."""
+    if OWNED is None:
+        return gl.load(ptr + rows // BLOCK_T).to(gl.float32)
+    else:
+        return gl.load(ptr + rows // BLOCK_T, mask=rows < OWNED, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def tokens_of_rows(work, rows, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+    """Return the query token of each row, counted from the sequence's first. Rows from OWNED on have one beyond all."""
+    tokens = work.token + rows % BLOCK_T
+    if OWNED is not None:
+        tokens += gl.where(rows < OWNED, 0, 1 << 30)
+    return tokens
