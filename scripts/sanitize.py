@@ -13,6 +13,7 @@ tools and tests of repeated runs cover it.
 
 import argparse
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -58,6 +59,16 @@ for extra, page_size in (({"head_dim": 224}, 3), ({"head_dim": 192, "head_dim_v"
 for extra, page_size in (({"softcap": 50.0}, 528), ({"head_dim": 224}, 131)):  # tiles that lie in one page are one box
     spec = quire.AttentionSpec(**HEADS | extra)
     ALL.append((spec, ((150, 1300), (33, 3000), (1, 90)), {"kernel": "hopper"}, {"page_size": page_size}))
+
+
+def norm_and_rope(spec: quire.AttentionSpec, num_tokens: int) -> dict[str, Any]:
+    """Return weights of norms, and tables of cos and sin for a part of each head."""
+    cos, sin = torch.randn(2, 64, spec.head_dim // 4, device="cuda")
+    positions = torch.arange(num_tokens, device="cuda") % 70  # the last ones are outside of the tables
+    norm = quire.QKNorm(*torch.ones(2, spec.head_dim, device="cuda"))
+    return {"rope": quire.Rope(cos, sin, positions), "qk_norm": norm}
+
+
 CHUNKS = {"per_token": partial(quire.intervals.chunked_local, size=70)}
 for kv_dtype in (None, E4M3):
     ALL.append((quire.AttentionSpec(**HEADS, kv_dtype=kv_dtype), ((150, 300), (1, 90)), {"kernel": "hopper"}, CHUNKS))
@@ -81,6 +92,9 @@ for spec, lens, options, layout in ALL[part - 1 :: parts]:
         state = quire.attention(problem.q, cache, plan, **new, **problem.tables, return_lse=True)
         verdict = error_budget(problem, state)
         assert verdict.passed, verdict
+        if not spec.latent:
+            norm_rope = norm_and_rope(spec, problem.q.shape[0])
+            quire.attention(problem.q, cache, plan, **new, **norm_rope, **problem.tables)
     quire.merge_states([state, state, state])
     slots = torch.tensor([0, -1, 17], device="cuda")
     k = torch.randn(3, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device="cuda")

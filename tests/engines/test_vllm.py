@@ -31,6 +31,7 @@ import transformers
 import triton
 from packaging.version import Version
 from transformers import GenerationConfig
+from vllm.config import PassConfig
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends import utils
@@ -515,6 +516,11 @@ def test_scales_of_blocks_are_refused_by_name():
     scales = {"output_scale": torch.ones(1), "output_block_scale": torch.ones(3, 1)}
     with pytest.raises(quire.UnsupportedError, match="output_block_scale must be None, got one"):
         layer.impl.forward(layer, problem.q, None, None, torch.tensor([]), None, problem.q, **scales)
+
+
+def test_vllm_has_no_hook_for_rotary_embeddings_but_on_rocm():
+    """So Quire has none. The pass that would call it is switched off."""
+    assert not PassConfig(fuse_rope_kvcache=True).fuse_rope_kvcache
 
 
 # The engine end to end.

@@ -14,6 +14,7 @@ WHICH_FOLDS = "kernels/test_invariance.py::test_which_launch_folds_states_change
 HOW_SPLIT = "kernels/test_invariance.py::test_how_a_prompt_is_split_changes_nothing[{}]"
 SHARED = "kernels/test_shared_prefix.py::test_"
 QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
+APPEND = "kernels/test_append.py::test_a_step_that_appends_is_a_write_and_a_step"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, ATTEND, PRODUCER, RESULTS = (
@@ -584,6 +585,31 @@ IN_INTERPRETER = {
         "position = tl.minimum(tl.maximum(position, 0), norm_rope.max_positions - 1)",
         "position = position % norm_rope.max_positions",
         NORM_ROPE + "positions_outside_of_the_table_are_clamped",
+    ),
+    # write_new of primitives.py
+    "new values of another KV head": Mutant(
+        "kernels/primitives.py",
+        "new.v + token * new.v_token + kv_head * new.v_head",
+        "new.v + token * new.v_token",
+        APPEND + "[decode]",
+    ),
+    "the last new token not written": Mutant(
+        "kernels/primitives.py",
+        "new.slot_mapping + token, mask=i < count, other=-1",
+        "new.slot_mapping + token, mask=i < count - 1, other=-1",
+        APPEND + "[drafts]",
+    ),
+    "new values stored by the scale of keys": Mutant(
+        "kernels/primitives.py",
+        "v_scale = tl.load(cache.v_scale + kv_head * kv.scale_head)\n        k, v = encode",
+        "v_scale = k_scale\n        k, v = encode",
+        APPEND + "[e4m3]",
+    ),
+    "new tokens without a slot written": Mutant(
+        "kernels/primitives.py",
+        "store_rows(v, v_rows, position >= 0, kv.v_vec",
+        "store_rows(v, v_rows, i < count, kv.v_vec",
+        "kernels/test_append.py::test_tokens_without_a_slot_are_left_out",
     ),
     # hopper/, in the simulator
     "Hopper: a key past the diagonal seen": Mutant(
