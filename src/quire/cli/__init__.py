@@ -21,7 +21,7 @@ COMMANDS = {
 }
 EXAMPLES = """examples:
   quire doctor                          # is this machine fit?
-  quire generate                        # the demo model continues a few prompts
+  quire generate --model src/quire/demo_model     # in a clone: the demo model continues a few prompts
   quire generate --model DIR --prompt 'Once upon a time'
   quire check                           # compare the kernels with the float64 oracle on this machine
   quire bench --quick                   # time Quire and the other libraries installed here; without a GPU, a roofline

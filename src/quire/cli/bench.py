@@ -6,6 +6,7 @@ floor, the limit of the device that bounds it, and the resources of Quire's comp
 """
 
 import argparse
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -107,7 +108,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--continue",
         dest="continued",
         action="store_true",
-        help="go on with the run in the folder: its cases are not measured again",
+        help="go on with the run in the folder: its cases are not measured again. Otherwise a new run begins, and "
+        "the earlier results.json becomes results.1.json",
     )
     where.add_argument("--commit", help="the commit that is measured; git is asked when not given")
     where.add_argument(
@@ -160,14 +162,15 @@ def run(args: argparse.Namespace) -> int:
     """
     require_packages("bench", "bench", "rich", "matplotlib")
 
-    from quire.bench.results import Grid
-    from quire.cli import bench_measure, bench_print
+    from quire.cli import bench_print
+    from quire.cli.bench_keep import earlier_run_kept, keep_earlier_run
     from quire.cli.console import CommandConsole
 
     console = CommandConsole()
     check_grid(args)
+    check_continued(args)
     if args.compare:
-        before, after = map(load, args.compare)
+        before, after = (load("--compare", path) for path in args.compare)
         return bench_print.print_changes(before, after, console)
     if args.make_guard:
         source, file = args.make_guard
@@ -175,10 +178,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     guard = load_guard(args) if args.guard else None
     if args.report:
-        report = load(args.report)
+        report = load("--report", args.report)
         if guard is not None:
             check_guarded_device(guard, report.provenance.device)
-        write(report, args.output or (args.report if args.report.is_dir() else args.report.parent), console)
+        folder = args.output or (args.report if args.report.is_dir() else args.report.parent)
+        check_folder("--output", folder)
+        keep_earlier_run(folder, console, report)
+        write(report, folder, console)
         return 0 if guard is None else bench_print.print_guard(guard, report, console)
     cases = choose_cases(args)
     if guard is not None:
@@ -188,29 +194,56 @@ def run(args: argparse.Namespace) -> int:
         bench_print.print_cases(cases, console)
         return 0
     folder = args.output or DEFAULT_FOLDER
-    check_folder("--output", folder)
-    if torch.cuda.is_available() and not args.device:
-        seconds = args.seconds or (0.15 if args.quick or args.grid else 0.4)
-        drawn = Grid(args.grid, args.seed or 0) if args.grid else None
-        if args.graphs:
-            report = bench_measure.measure_ranges(peers, seconds, args.commit, folder, console)
-        else:
-            earlier = rows_so_far(folder, drawn) if args.continued else []
-            cases = [case for case in cases if case.name not in {row.case for row in earlier}]
-            report = bench_measure.measure(cases, peers, seconds, args.commit, folder, console, drawn, earlier)
-    elif args.graphs:
+    if args.graphs and not is_measured(args):
         raise CommandError("--graphs must be measured on a GPU, got none; leave it out")
-    else:
-        if not args.device:
-            console.print("no GPU here: what each case needs of an H200 (--device names another)", style="dim")
-        device = args.device or "H200"
-        report = bench_measure.analyse(cases, device, not args.no_compile, args.commit, folder, console)
-    write(report, folder, console)
+    check_folder("--output", folder)
+    earlier, drawn = [], drawn_grid(args)
+    if args.continued:
+        earlier = rows_so_far(folder, drawn)
+        cases = [case for case in cases if case.name not in {row.case for row in earlier}]
+    with nullcontext() if args.continued else earlier_run_kept(folder, console):
+        report = results_of(args, cases, peers, folder, console, drawn, earlier)
+        write(report, folder, console)
     missing = [row for row in report.rows if QUIRE in row.reasons]
     for row in missing:
         console.print(f"Quire has no time for {row.case}: {row.reasons[QUIRE]}", highlight=False, markup=False)
     fell = guard is not None and bench_print.print_guard(guard, report, console) != 0
     return 1 if missing or fell or report.stopped else 0
+
+
+def is_measured(args: argparse.Namespace) -> bool:
+    """Return whether the cases are measured, on this machine's GPU."""
+    return torch.cuda.is_available() and not args.device
+
+
+def drawn_grid(args: argparse.Namespace) -> "Grid | None":
+    """Return which cases are drawn at random; None where they are not."""
+    from quire.bench.results import Grid
+
+    return Grid(args.grid, args.seed or 0) if args.grid else None
+
+
+def results_of(
+    args: argparse.Namespace,
+    cases: list[Case],
+    peers: list[Peer],
+    folder: Path,
+    console: "Console",
+    drawn: "Grid | None",
+    earlier: "list[Row]",
+) -> "Report":
+    """Measure, or analyse where there is no GPU or another one was named."""
+    from quire.cli import bench_measure
+
+    if not is_measured(args):
+        if not args.device:
+            console.print("no GPU here: what each case needs of an H200 (--device names another)", style="dim")
+        device = args.device or "H200"
+        return bench_measure.analyse(cases, device, not args.no_compile, args.commit, folder, console)
+    seconds = args.seconds or (0.15 if args.quick or args.grid else 0.4)
+    if args.graphs:
+        return bench_measure.measure_ranges(peers, seconds, args.commit, folder, console)
+    return bench_measure.measure(cases, peers, seconds, args.commit, folder, console, drawn, earlier)
 
 
 def rows_so_far(folder: Path, drawn: "Grid | None") -> "list[Row]":
@@ -219,7 +252,7 @@ def rows_so_far(folder: Path, drawn: "Grid | None") -> "list[Row]":
 
     if not (folder / FILE_NAME).exists():
         return []
-    before, device = load(folder), torch.cuda.get_device_name()
+    before, device = load("--continue", folder), torch.cuda.get_device_name()
     if before.provenance.device != device:
         raise CommandError(
             f"--continue must go on with a run on {device}, got one on {before.provenance.device}; name another folder"
@@ -240,6 +273,22 @@ def check_grid(args: argparse.Namespace) -> None:
     for option, value in (others | {"--guard": args.guard}).items():
         if args.grid and value:
             raise CommandError(f"--grid must be given without {option}, got both; leave one out")
+
+
+def check_continued(args: argparse.Namespace) -> None:
+    """Raise CommandError if --continue has no run of cases on this GPU to go on with."""
+    others = {
+        "--report": args.report,
+        "--compare": args.compare,
+        "--make-guard": args.make_guard,
+        "--graphs": args.graphs,
+        "--device": args.device,
+    }
+    for option, value in others.items():
+        if args.continued and value:
+            raise CommandError(f"--continue must be given without {option}, got both; leave one out")
+    if args.continued and not torch.cuda.is_available():
+        raise CommandError("--continue must go on with a run on a GPU, got none; leave it out")
 
 
 def load_guard(args: argparse.Namespace) -> "Guard":
@@ -283,7 +332,7 @@ def write_guard(source: Path, file: Path, console: "Console") -> None:
     from quire.bench import guard
 
     check_file("--make-guard", file)
-    report = load(source)
+    report = load("--make-guard", source)
     try:
         made = guard.make_guard(report)
     except ValueError as error:
@@ -292,10 +341,15 @@ def write_guard(source: Path, file: Path, console: "Console") -> None:
     console.print(f"{file}: floors of {len(made.cases)} cases", highlight=False, markup=False, soft_wrap=True)
 
 
-def load(path: Path) -> "Report":
-    """Read the report of a run."""
+def load(option: str, path: Path) -> "Report":
+    """Read the report of a run, which an option names."""
     from quire.bench import results
 
+    lacks = "is not there" if not path.exists() else f"has no {results.FILE_NAME}"
+    if not (path / results.FILE_NAME if path.is_dir() else path).exists():
+        raise CommandError(
+            f"{option} must be a results.json of `quire bench`, or its folder, got {path}, which {lacks}; name another"
+        )
     try:
         return results.load(path)
     except ValueError as error:
@@ -306,8 +360,10 @@ def write(report: "Report", folder: Path, console: "Console") -> None:
     """Write a report with its plots and pages, and print it."""
     from quire.bench import html
     from quire.cli import bench_print
+    from quire.cli.console import print_step
 
-    check_folder("--output", folder)
+    if not console.is_terminal:
+        print_step("drawing the report")
     with console.status("drawing the report"):
         written = html.write(report, folder)
     bench_print.print_report(report, console)
@@ -331,7 +387,10 @@ def choose_cases(args: argparse.Namespace) -> list[Case]:
     else:
         cases = workloads.cases(["quick"] if args.quick else args.set, args.only)
     if not cases:
-        raise CommandError(f"--only must be part of the name of a case, got {args.only!r}; see quire bench --list")
+        advice = "see quire bench --list"
+        if args.only.startswith("grid ") and not args.grid:
+            advice = "pass --grid N and --seed S too"
+        raise CommandError(f"--only must be part of the name of a case, got {args.only!r}; {advice}")
     return cases
 
 

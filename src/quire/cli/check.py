@@ -31,6 +31,7 @@ from quire.cli.check_features import (
 from quire.cli.check_lines import FEATURE_WIDTH, Check, as_check, line_of, name_of, plan_for
 from quire.cli.exit_codes import INTERRUPTED
 from quire.cli.status_line import StatusLine
+from quire.cli.threads import one_thread
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.spec import QUERY_DTYPES, AttentionSpec
 from quire.state import State
@@ -41,7 +42,7 @@ EXAMPLES = """examples:
   quire check --dtype float16 --fail-fast
   quire check --json > check.json
   quire check --grid 200 --seed 1       # cases drawn at random
-  TRITON_INTERPRET=1 quire check        # the Triton kernels on a CPU; takes some minutes
+  TRITON_INTERPRET=1 quire check        # the Triton kernels on a CPU; takes about a minute
 """
 OTHER_CHECKS = 3  # that come before those of the features, for each dtype
 
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.fail_fast:
         checked = until_failure(checked)
     begun, checks, is_stopped = time.perf_counter(), list[Check](), False
-    with StatusLine() as status:
+    with one_thread(device.type == "cpu"), StatusLine() as status:
         if not args.json:
             status.say(heading(device, width))
         try:

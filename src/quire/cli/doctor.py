@@ -31,7 +31,7 @@ from quire.spec import AttentionSpec
 
 EXAMPLES = """examples:
   quire doctor
-  quire doctor --interpret              # without a GPU: run the Triton kernels in Triton's interpreter, for a minute
+  quire doctor --interpret              # run the Triton kernels on the CPU, in Triton's interpreter; takes some seconds
 """
 DRIVERS = {"NVIDIA": Path("/proc/driver/nvidia/version"), "AMD": Path("/dev/kfd")}
 FEATURES_OF_TREES = re.compile(r" at [a-z_]+ [\d.e+-]+(?:, [a-z_]+ [\d.e+-]+)*")
@@ -99,7 +99,7 @@ def examine(is_interpreted: bool, status: StatusLine) -> Iterator[Finding]:
     yield from check_user_trees()
     yield from run_kernels(is_interpreted, status)
     status("planning")
-    yield from describe_plans()
+    yield from describe_plans(is_interpreted)
 
 
 def check_device() -> Iterator[Finding]:
@@ -232,8 +232,12 @@ def judged(event: dict) -> Finding:
     )
 
 
-def describe_plans() -> Iterator[Finding]:
-    """Say which kernel each kind of batch would take on this device, and why."""
+def describe_plans(is_interpreted: bool = False) -> Iterator[Finding]:
+    """Say which kernel each kind of batch would take on this device, and why.
+
+    Args:
+        is_interpreted: whether the lines before are about the interpreter, which these are not.
+    """
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     half = torch.float16 if interprets() or not gpu else torch.bfloat16
@@ -261,8 +265,10 @@ def describe_plans() -> Iterator[Finding]:
         is_generic |= gpu and found.reason.startswith(GENERIC)
         reason = FEATURES_OF_TREES.sub("", found.reason).strip(" ,")
         chosen.setdefault(f"the {found.kernel} kernel, since: {reason}.", []).append(title)
+    where = "without the interpreter, " if is_interpreted else ""
     for words, titles in chosen.items():
-        yield Finding("ok", f"{'every kind of batch' if len(titles) == len(batches) else '; '.join(titles)}: {words}")
+        which = "every kind of batch" if len(titles) == len(batches) else "; ".join(titles)
+        yield Finding("ok", f"{where}{which}: {words}")
     if is_generic:
         yield Finding(
             "warn", "No decision tree was fitted to this GPU for some of these. Run: quire tune --quick (some minutes)"

@@ -13,6 +13,7 @@ import torch
 from quire.cli.check import check_feature, features
 from quire.cli.check_features import Feature
 from quire.cli.check_lines import name_of
+from quire.cli.threads import one_thread
 from quire.dispatch.device import is_served_by_torch
 
 WANTED = (
@@ -30,11 +31,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the command reports an interrupt
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    for feature in features(device, dtype):
-        if feature.name in WANTED:
-            how = "running" if is_served_by_torch(device) else "compiling and running"
-            print(json.dumps({"step": f"{how}: {feature.name}"}), flush=True)
-            print(json.dumps(outcome(feature, device, dtype)), flush=True)
+    how = "running" if is_served_by_torch(device) else "compiling and running"
+    with one_thread(device.type == "cpu"):
+        for feature in features(device, dtype):
+            if feature.name in WANTED:
+                print(json.dumps({"step": f"{how}: {feature.name}"}), flush=True)
+                print(json.dumps(outcome(feature, device, dtype)), flush=True)
 
 
 def outcome(feature: Feature, device: torch.device, dtype: torch.dtype) -> dict:

@@ -14,7 +14,7 @@ FOR_DEVELOPERS = "dev"  # an extra that users do not install
 
 
 def check_versions() -> Iterator[Line]:
-    """Say of Python and of each package whether its version is served.
+    """Say of Python and of each package whether its version is supported.
 
     A package that Quire itself needs must be there, in its range. A package of an extra may be absent.
     """
@@ -41,27 +41,27 @@ def check_versions() -> Iterator[Line]:
                     yield check_package(requirement, extra)
 
 
-def check_python(served: str) -> Line:
+def check_python(supported: str) -> Line:
     """Compare the version of Python."""
     version = platform.python_version()
-    if SpecifierSet(served).contains(version, prereleases=True):
-        return "ok", f"Python {version} is served ({served})."
-    return "FAIL", f"Python {version} is not served: Quire needs {served}. Install another Python."
+    if SpecifierSet(supported).contains(version, prereleases=True):
+        return "ok", f"Python {version} is supported ({supported})."
+    return "FAIL", f"Python {version} is not supported: Quire needs {supported}. Install another Python."
 
 
 def check_package(requirement: Requirement, extra: str | None) -> Line:
     """Compare the version of a package that Quire needs, or that an extra has."""
-    name, served = requirement.name, str(requirement.specifier)
+    name, supported = requirement.name, str(requirement.specifier)
     version = version_of(name)
     target = "quire" if extra is None else f"'quire[{extra}]'"
     if version is None:
-        return "FAIL", f"{name} is not installed, and Quire needs {name}{served}. Run: pip install {target}"
-    needs = f" ({served})" if served else ""
+        return "FAIL", f"{name} is not installed, and Quire needs {name}{supported}. Run: pip install {target}"
+    needs = f" ({supported})" if supported else ""
     if requirement.specifier.contains(version, prereleases=True):
-        return "ok", f"{name} {version} is served{needs}."
+        return "ok", f"{name} {version} is supported{needs}."
     words = "Quire needs" if extra is None else f"the extra {extra} needs"
     level = "FAIL" if extra is None else "warn"
-    return level, f"{name} {version} is not served: {words} {name}{served}. Run: pip install {target}"
+    return level, f"{name} {version} is not supported: {words} {name}{supported}. Run: pip install {target}"
 
 
 def version_of(package: str) -> str | None:

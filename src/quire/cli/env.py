@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quire.batch import Batch
-from quire.dispatch.device import device_properties
+from quire.dispatch.device import device_properties, is_served_by_torch
 from quire.plan import Plan, plan
 from quire.spec import AttentionSpec
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe() -> dict[str, dict[str, Any]]:
-    """Collect what the command prints."""
+    """Collect what the command prints. Where PyTorch serves, no plan depends on properties of the device."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if gpu else f"{platform.machine()} CPU"
@@ -71,7 +71,7 @@ def describe() -> dict[str, dict[str, Any]]:
     plans = {title: str(plan_for(spec, lens, device)) for title, lens in TYPICAL_BATCHES.items()}
     return {
         "versions": {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES},
-        "device": {"name": name} | asdict(device_properties(device)),
+        "device": {"name": name} | ({} if is_served_by_torch(device) else asdict(device_properties(device))),
         "plans": {"spec": f"32 query heads over 8 KV heads of 128, {dtype}".replace("torch.", "")} | plans,
     }
 

@@ -9,14 +9,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from quire.cli.arguments import CommandError, require_packages
+from quire.cli.threads import one_thread
 
 if TYPE_CHECKING:  # imported when the command runs
     from rich.console import Console
@@ -25,7 +24,8 @@ if TYPE_CHECKING:  # imported when the command runs
     from quire.cli.generate_engine import CausalLM, Sampling
 
 EXAMPLES = """examples:
-  quire generate                        # the demo model of the repository, a few prompts of its kind
+  quire generate                        # the demo model and a few prompts; needs an editable install of a clone
+  quire generate --model src/quire/demo_model     # the same after any install, in the clone's folder
   quire generate --prompt 'def main(' --max-new-tokens 200
   quire generate --model ./Llama-3.2-1B --prompt 'Once upon a time' --prompt 'The capital of France is' --dtype bfloat16
 """
@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         model, tokenizer = load(args.model, args.dtype, args.device)
     token_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     check_lengths(token_ids, args.max_new_tokens, model)
-    with cpu_threads(model):
+    is_small = model.device.type == "cpu" and model.num_parameters() <= SMALL_MODEL
+    with one_thread(is_small):
         return generate(model, tokenizer, prompts, token_ids, args, console)
 
 
@@ -156,7 +157,8 @@ def load(name: str | None, dtype: str, device: str) -> "tuple[CausalLM, PreTrain
     if name is None and not DEMO_MODEL.is_dir():
         raise CommandError(
             "--model must be given where Quire was installed from a wheel, got nothing: the demo model is in Quire's "
-            "repository; name its folder src/quire/demo_model there, or another checkpoint or hub model"
+            "repository; name its folder src/quire/demo_model (in the clone: quire generate --model "
+            "src/quire/demo_model), or another checkpoint or hub model"
         )
     if name is not None and is_path(name) and not Path(name).exists():
         raise CommandError(
@@ -179,18 +181,6 @@ def load(name: str | None, dtype: str, device: str) -> "tuple[CausalLM, PreTrain
 def is_path(name: str) -> bool:
     """Return whether a name can only be a path: names of the hub are `model` or `owner/model`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
-@contextmanager
-def cpu_threads(model: "CausalLM") -> Iterator[None]:
-    """Run a small model on the CPU in one thread: several would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    if model.device.type == "cpu" and model.num_parameters() <= SMALL_MODEL:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def generate(

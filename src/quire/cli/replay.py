@@ -12,6 +12,7 @@ import torch
 
 from quire.cli.arguments import CommandError
 from quire.cli.status_line import StatusLine
+from quire.cli.threads import one_thread
 from quire.debug import Call, Replay, load, replay
 from quire.debug.recording import describe_device, versions
 from quire.errors import UnsupportedError
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not has_gpu:
         raise CommandError("--device must be cpu or auto where there is no GPU, got cuda; leave it out")
     device = "cpu" if args.device == "cpu" or not has_gpu else "cuda"
-    with StatusLine() as status:
+    with one_thread(device == "cpu"), StatusLine() as status:
         status("reading the file")
         try:
             call = load(args.file)

@@ -177,7 +177,9 @@ def load(path: Path | str) -> Call:
     except OSError as error:
         raise ValueError(f"{contract}, got {error.strerror or type(error).__name__}; name another file") from None
     except Exception as error:  # a file of another kind may raise anything
-        raise ValueError(f"{contract}, got a file that torch.load does not read ({type(error).__name__})") from None
+        raise ValueError(
+            f"{contract}, got a file that torch.load does not read ({type(error).__name__}); name another file"
+        ) from None
     try:
         if not isinstance(content, dict) or type(content.get("format")) is not int:
             raise ValueError("it has no format")

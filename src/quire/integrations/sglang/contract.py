@@ -29,7 +29,14 @@ def load(name: str) -> Any:
 
     SGLang is not installed where types are checked. This is the one place where it enters, so its types are `Any`.
     """
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "sglang":
+            raise
+        raise ModuleNotFoundError(
+            "quire.integrations.sglang needs sglang, which is not installed; pip install 'quire[sglang]'", name="sglang"
+        ) from None
 
 
 def check_version() -> None:

@@ -22,8 +22,17 @@ hub, so it cannot use Quire. Serve through `model.init_continuous_batching` inst
 from typing import Any
 
 import torch
-import transformers
 from packaging.version import Version
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ModuleNotFoundError(
+        "quire.integrations.transformers needs transformers, which is not installed; pip install 'quire[transformers]'",
+        name="transformers",
+    ) from None
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import quire

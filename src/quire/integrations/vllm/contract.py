@@ -41,7 +41,14 @@ def load(name: str) -> Any:
 
     vLLM is not installed where types are checked. This is the one place where it enters, so its types are `Any`.
     """
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ModuleNotFoundError(
+            "quire.integrations.vllm needs vllm, which is not installed; pip install 'quire[vllm]'", name="vllm"
+        ) from None
 
 
 def check_version() -> None:
