@@ -12,8 +12,7 @@ VLLM := 0.20.2 0.33.0
 SGLANG_NEEDS := .overlays/sglang-needs
 SGLANG := 0.5.12 0.5.23
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
-# Without a GPU: pinned versions. This torch is a CPU build only where pip's links or its extra index have one, for instance
-# with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. From PyPI it comes with hundreds of megabytes of CUDA.
+# Without a GPU: pinned versions. This torch is a CPU build where pip's index or links have one. PyPI's brings CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
 # No bytecode: Python writes that of the modules that it imports, which are few of what is installed here.
 PIP := $(BIN)/pip install --quiet --no-compile
