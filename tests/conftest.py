@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -52,6 +53,13 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)  # otherwise Triton's bindings report what they find alive at the end
     # vLLM undoes it at the end of each engine, and then collects garbage three times.
     gc.freeze = gc.unfreeze = lambda: None
+
+
+@pytest.fixture
+def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the interpreter's matrix product, NumPy's, which may round a row by its place. Tensor cores do not."""
+    if not GPU:
+        monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ik,kj->ij", a.astype(dtype), b.astype(dtype)))
 
 
 @pytest.fixture(scope="session", autouse=True)

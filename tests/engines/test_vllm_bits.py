@@ -5,7 +5,6 @@ and attends gives the bits of two launches. Without a GPU, Triton's interpreter 
 """
 # ruff: noqa: E402
 
-import numpy as np
 import pytest
 import torch
 
@@ -35,8 +34,8 @@ one_process, drafts_on_cpu = test_vllm.one_process, test_vllm.drafts_on_cpu  # f
 
 
 @pytest.fixture
-def rows_by_themselves(monkeypatch):
-    """Compute each row of a product by itself. On a GPU, vLLM's own layers do so with `VLLM_BATCH_INVARIANT=1`."""
+def invariant_layers(monkeypatch, rows_by_themselves):
+    """Compute each row of a layer by itself. On a GPU, vLLM's own layers do so with `VLLM_BATCH_INVARIANT=1`."""
     if DEVICE == "cuda":
         return
 
@@ -47,8 +46,6 @@ def rows_by_themselves(monkeypatch):
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         monkeypatch.setattr(method, "apply", product)
     monkeypatch.setattr(f"vllm.model_executor.{FOLDER}.batch_invariant.init_batch_invariance", lambda *args: None)
-    # The interpreter's matrix product is NumPy's, which may round a row by its place. Tensor cores do not.
-    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ik,kj->ij", a.astype(dtype), b.astype(dtype)))
 
 
 def generate(folder, prompts: list[list[int]], max_num_batched_tokens: int, options: dict, **asked) -> list:
@@ -69,7 +66,7 @@ def last_log_probabilities(tokens: list[int], entries: list) -> list[float]:
     [("llama", False, True), ("llama", True, True), ("gemma2", False, True), ("llama", False, False)],
 )
 def test_generated_tokens_have_the_log_probabilities_of_one_prefill(
-    name, drafts, invariant, tmp_path, monkeypatch, rows_by_themselves, drafts_on_cpu
+    name, drafts, invariant, tmp_path, monkeypatch, invariant_layers, drafts_on_cpu
 ):
     """They are generated with another request, after chunks of their prompt; then they are the end of one prompt.
 

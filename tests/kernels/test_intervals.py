@@ -158,7 +158,7 @@ def test_several_row_blocks_of_a_cut_sequence(sight, device, assert_within_budge
 
 
 @pytest.mark.triton
-def test_batch_invariant_plans_with_intervals(device, assert_within_budget):
+def test_batch_invariant_plans_with_intervals(device, assert_within_budget, rows_by_themselves):
     """A prompt's tokens have the same bits alone and in chunks, in other batches."""
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
 

@@ -1,6 +1,5 @@
 """What `batch_invariant=True` promises: a token's result depends on its own sequence alone, bit for bit."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -9,6 +8,7 @@ from quire.dispatch.tree import forget_trees
 from quire.kernels.split_kv import launch as split_kv
 from quire.testing import make_problem
 
+pytestmark = pytest.mark.usefixtures("rows_by_themselves")
 GPU = torch.cuda.is_available()
 SCALE = 8 if GPU else 1  # the interpreter is too slow for the lengths of a GPU
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64 if GPU else 16}
@@ -19,13 +19,6 @@ FEATURES = [
     {"kv_dtype": torch.float8_e4m3fn, "head_dim": 64},
     {"alibi": True},
 ]
-
-
-@pytest.fixture(autouse=True)
-def rows_by_themselves(monkeypatch):
-    """Replace the interpreter's matrix product, NumPy's, which may round a row by its place. Tensor cores do not."""
-    if not GPU:
-        monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ik,kj->ij", a.astype(dtype), b.astype(dtype)))
 
 
 def attend(spec, problem, lens, num_splits=None):
