@@ -487,8 +487,9 @@ def confirm_merge(a: dict[str, Any], result: Any) -> bool:
 
 
 def make_service(function: Callable, **more: Any) -> tuple[Callable, dict[str, Any]]:
-    limits = dict(max_num_seqs=4, max_num_tokens=8, max_seq_len=32, batch_invariant=False, intervals=False, trees=False)
-    return function, dict(spec=SPEC, **limits, **more)
+    limits = dict(max_num_seqs=4, max_num_tokens=8, max_seq_len=32, min_seq_len=1)
+    kinds = dict(batch_invariant=False, intervals=False, trees=False)
+    return function, dict(spec=SPEC, **limits, **kinds, **more)
 
 
 def make_warmup() -> tuple[Callable, dict[str, Any]]:
