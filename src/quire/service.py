@@ -225,8 +225,9 @@ def distinct_launches(*bounds: Any) -> tuple[Launch, ...]:
     """
     found: dict[Hashable, Launch] = {}
     for launch in launches_within(*bounds):
-        fallback = getattr(launch, "fallback", launch).compile_key()
-        kind = launch.compile_key(), fallback, has_few_new_tokens(launch.request), launch.scratch_size().total
+        fallback = getattr(launch, "fallback", None)
+        keys = launch.compile_key(), None if fallback is None else fallback.compile_key()
+        kind = *keys, has_few_new_tokens(launch.request), launch.scratch_size().total
         found.setdefault(kind, launch)
     return tuple(found.values())
 

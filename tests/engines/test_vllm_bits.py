@@ -50,7 +50,7 @@ def invariant_layers(monkeypatch, rows_by_themselves):
 
 def generate(folder, prompts: list[list[int]], max_num_batched_tokens: int, options: dict, **asked) -> list:
     """Return vLLM's results for prompts, with the greedy tokens' log probabilities that are asked for."""
-    sizes = {"max_model_len": 500, "num_gpu_blocks_override": 200, "max_num_batched_tokens": max_num_batched_tokens}
+    sizes = {"max_model_len": 310, "num_gpu_blocks_override": 200, "max_num_batched_tokens": max_num_batched_tokens}
     llm = engine(folder, **{"enable_prefix_caching": False} | sizes | options)
     sampling = vllm.SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **asked)
     return llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
@@ -83,13 +83,13 @@ def test_generated_tokens_have_the_log_probabilities_of_one_prefill(
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
     make_model(name, tmp_path, {"max_position_embeddings": 1024})
     draw = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(3, 97, (n,), generator=draw).tolist() for n in (400, 5)]
+    prompts = [torch.randint(3, 97, (n,), generator=draw).tolist() for n in (290, 5)]
     options = {"speculative_config": DRAFTS} if drafts else {}
-    written = generate(tmp_path, prompts, 150, options, max_tokens=NEW_TOKENS, logprobs=0)
-    assert max(lengths) <= 150 and (4 if drafts else 1) in lengths  # one token and three drafts
+    written = generate(tmp_path, prompts, 110, options, max_tokens=NEW_TOKENS, logprobs=0)
+    assert max(lengths) <= 110 and (4 if drafts else 1) in lengths  # one token and three drafts
     whole = [[*r.prompt_token_ids, *r.outputs[0].token_ids] for r in written]
-    read = generate(tmp_path, whole, 500, {}, max_tokens=1, prompt_logprobs=0)
-    assert max(lengths) == 400 + NEW_TOKENS
+    read = generate(tmp_path, whole, 310, {}, max_tokens=1, prompt_logprobs=0)
+    assert max(lengths) == 290 + NEW_TOKENS
     ours = [last_log_probabilities(w, r.outputs[0].logprobs) for w, r in zip(whole, written, strict=True)]
     exact = [last_log_probabilities(w, r.prompt_logprobs) for w, r in zip(whole, read, strict=True)]
     assert (ours == exact) == invariant
