@@ -60,7 +60,9 @@ def helping(warm_up: EmptyLaunches, count: int) -> Iterator[None]:
 
     Where several processes warm up for the same, as tensor-parallel ranks do, the first one is helped.
     """
-    parts = [pickled(warm_up, slice(-1 - i, None, -count)) for i in range(count)]
+    parts = []
+    with contextlib.suppress(pickle.PicklingError, TypeError, AttributeError):  # somebody's own kind of tensors
+        parts = [pickled(warm_up, slice(-1 - i, None, -count)) for i in range(count)]
     with contextlib.ExitStack() as stack:
         if parts and stack.enter_context(first_to_lock(parts[0])):
             with contextlib.suppress(OSError):  # no further process can be started

@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 import quire
 from quire import compile_processes, targets
+from quire.empty_launches import EmptyLaunches
 from quire.targets import TARGETS, compiling
 
 if triton.knobs.runtime.interpret:
@@ -79,6 +80,15 @@ def test_one_of_several_equal_warm_ups_is_helped(tmp_path, monkeypatch):
         assert (first, second, other) == (True, False, True)
     with job(b"a") as again:
         assert again
+
+
+def test_what_cannot_be_pickled_is_compiled_without_help(monkeypatch):
+    started = []
+    monkeypatch.setattr(compile_processes, "start", started.append)
+    spec, cache, _ = warm_up_of("latents")
+    warm_up = EmptyLaunches(spec, cache, (), False, False, {"rope": lambda: None}, False)
+    with compiling(TARGETS["sm90"]), compile_processes.helping(warm_up, 1):
+        assert not started
 
 
 def test_helpers_end_with_the_warm_up(monkeypatch):
