@@ -12,6 +12,7 @@ import torch
 import quire
 from quire import Batch, UnsupportedError
 from quire.integrations import layer_spec
+from quire.integrations.engine import LEAST_KEYS
 from quire.integrations.sglang import contract
 from quire.integrations.sglang.layers import Layers, write
 from quire.integrations.sglang.refusals import (
@@ -22,7 +23,7 @@ from quire.integrations.sglang.refusals import (
     refuse_options,
     refuse_trees,
 )
-from quire.integrations.sglang.steps import LEAST_KEYS, Plans, Step, StepMemory, fill_table, with_trees
+from quire.integrations.sglang.steps import Plans, Step, StepMemory, fill_table, with_trees
 from quire.integrations.sglang.trees import Trees, fill_words, has_mask
 
 contract.check_version()

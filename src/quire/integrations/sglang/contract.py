@@ -9,7 +9,6 @@ Earlier versions draw masks over the whole context. There, too, SGLang publishes
 place of their own, and `server_args` keeps what was asked for.
 """
 
-import importlib
 import logging
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from quire import UnsupportedError
+from quire.integrations import engine
 
 NAME = "quire"
 SUPPORTED = (Version("0.5.12"), Version("0.6"))  # from, and before
@@ -29,14 +29,7 @@ def load(name: str) -> Any:
 
     SGLang is not installed where types are checked. This is the one place where it enters, so its types are `Any`.
     """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != "sglang":
-            raise
-        raise ModuleNotFoundError(
-            "quire.integrations.sglang needs sglang, which is not installed; pip install 'quire[sglang]'", name="sglang"
-        ) from None
+    return engine.load("sglang", name)
 
 
 def check_version() -> None:

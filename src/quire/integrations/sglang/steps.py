@@ -13,9 +13,9 @@ import torch
 
 import quire
 from quire import AttentionSpec, Batch, Plan
+from quire.integrations.engine import LEAST_KEYS
 from quire.integrations.sglang.trees import Trees
 
-LEAST_KEYS = 64  # for which a plan is made: with plans for fewer, a quarter more kernels are compiled ahead
 MAX_PLANS = 256  # kept by a backend, besides those of captured graphs
 
 

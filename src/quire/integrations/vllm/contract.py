@@ -16,7 +16,6 @@ All of these are recognised by what vLLM has, not by its version number.
 """
 
 import copyreg
-import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +25,7 @@ import torch
 from packaging.version import Version
 
 from quire import UnsupportedError
+from quire.integrations import engine
 
 SUPPORTED = (Version("0.20"), Version("0.34"))  # from, and before
 BACKEND = "quire.integrations.vllm.choice.Backend"
@@ -41,14 +41,7 @@ def load(name: str) -> Any:
 
     vLLM is not installed where types are checked. This is the one place where it enters, so its types are `Any`.
     """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise ModuleNotFoundError(
-            "quire.integrations.vllm needs vllm, which is not installed; pip install 'quire[vllm]'", name="vllm"
-        ) from None
+    return engine.load("vllm", name)
 
 
 def check_version() -> None:

@@ -14,13 +14,13 @@ import torch
 
 import quire
 from quire import AttentionSpec, PagedKVCache, Plan
+from quire.integrations.engine import LEAST_KEYS
 from quire.integrations.vllm import contract
 
 envs: Any = contract.load("vllm.envs")
 
 SHARES = "kv_sharing_target_layer_name"  # an attribute of a layer that attends to another's keys
 MAX_PLANS = 256  # kept by a builder
-LEAST_KEYS = 64  # for which a plan is made: with plans for fewer, a quarter more kernels are compiled ahead
 Kind = tuple[AttentionSpec, dict[str, Any]]  # a spec, and whether batches have intervals
 Launch = tuple[AttentionSpec, PagedKVCache, dict[str, Any]]  # what is warmed up
 

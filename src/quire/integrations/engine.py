@@ -1,0 +1,19 @@
+"""What the backends of vLLM and SGLang share: how an engine is imported, and the least bound of a plan's keys."""
+
+import importlib
+from typing import Any
+
+LEAST_KEYS = 64  # for which a plan is made: with plans for fewer, a quarter more kernels are compiled ahead
+
+
+def load(engine: str, name: str) -> Any:
+    """Import a module of an engine; raise ModuleNotFoundError with advice if the engine is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != engine:
+            raise
+        raise ModuleNotFoundError(
+            f"quire.integrations.{engine} needs {engine}, which is not installed; pip install 'quire[{engine}]'",
+            name=engine,
+        ) from None
