@@ -33,6 +33,7 @@ CASES = (
     ({"sinks": True}, ((40, 1500),), {"kernel": "hopper"}),
     ({"sinks": True, "softcap": 20.0}, ((33, 9000), (40, 60), (1, 90)), {"kernel": "hopper"}),
     ({"num_q_heads": 64, "num_kv_heads": 16}, ((33, 9000), (40, 60), (1, 90)), {"kernel": "hopper"}),
+    ({"num_q_heads": 64, "num_kv_heads": 16}, ((150, 300), (150, 150), *[(1, 90)] * 9), {"kernel": "hopper"}),
     ({"head_dim": 256, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
     ({"num_q_heads": 10, "head_dim": 120, "sinks": True}, ((24, 300), (3, 90)), {"kernel": "hopper"}),
     ({"head_dim": 256}, ((150, 700), (1, 90)), {"kernel": "hopper", "batch_invariant": True}),

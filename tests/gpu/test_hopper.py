@@ -488,6 +488,36 @@ def test_a_captured_graph_of_cuts_follows_lengths_that_change_in_place(short):
         torch.testing.assert_close(state.lse, expected.lse, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("page_size", [16, 3])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"sinks": True, "softcap": 20.0},
+        {"head_dim": 64, "sliding_window": 500},
+        {"head_dim": 256},
+        {"num_q_heads": 48, "num_kv_heads": 16, "head_dim": 80},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("decoding", [30, 150])
+def test_programs_take_work_tiles_of_mixed_batches_from_both_ends(extra, decoding, page_size):
+    """There are more of them than programs. Runs have the same bits, and the counter is 0 after each."""
+    spec = quire.AttentionSpec(**MANY | extra)
+    lens = (*((1, 3900 - 25 * i) for i in range(decoding)), (700, 700), (20, 2000), (300, 1100), (0, 9))
+    p, plan, first = solve(spec, lens, page_size=page_size)
+    num_tokens = p.q.shape[0]
+    assert plan.launch.decode is None
+    assert plan.launch.num_work_tiles(num_tokens) > plan.launch.num_programs(num_tokens)
+    verdict = error_budget(p, first)
+    assert verdict.passed, (plan, verdict)
+    for _ in range(20):
+        again = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+        assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
+    torch.cuda.synchronize()
+    assert not plan.workspace[: plan.launch.counters].any()
+
+
 def test_scales_of_tokens_go_to_the_portable_kernel():
     assert_right(quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn), MIXED, scales="token")
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton.language as tl
 
-from quire.kernels.hopper import cuts, tile_scheduler
+from quire.kernels.hopper import cuts, queue, tile_scheduler
 from tests.hopper_simulator.launch import Functions, argument, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine, Program
@@ -42,11 +42,21 @@ def tiles_of_last(queries, first_pos, keys, window, block_t=BLOCK_T, block_n=BLO
     return -(-max(stop - start, 0) // block_n)
 
 
-def longest_first(lens, offsets=None, window=CAUSAL, max_decode_queries=0):
-    """Return (sequence, row block) in the order in which they should come: longest first, of the first SEQS ones."""
+def longest_first(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=1 << 16):
+    """Return (sequence, row block) in the order in which they should come: longest first, of the first SEQS ones.
+
+    Of a mixed batch, those of sequences of one row block come last, the longest one at the very end.
+    """
     first_pos = [keys - queries for queries, keys in lens] if offsets is None else offsets
     sizes = [tiles_of_last(queries, at, keys, window) for (queries, keys), at in zip(lens, first_pos, strict=True)]
-    order = sorted(range(min(len(lens), SEQS)), key=lambda seq: (sizes[seq], seq))
+    blocks = [row_blocks(queries, max_decode_queries) for queries, _ in lens]
+    mixed = 1 in blocks[:SEQS] and (max(blocks[:SEQS]) > 1 or len(lens) > SEQS)
+
+    def place(seq):
+        streams = mixed and blocks[seq] == 1
+        return (0, -sizes[seq], -seq) if streams else (1, sizes[seq], seq)
+
+    order = sorted(range(min(len(lens), SEQS)), key=place)
     return [
         (seq, block)
         for seq in reversed([*order, *range(SEQS, len(lens))])
@@ -55,8 +65,11 @@ def longest_first(lens, offsets=None, window=CAUSAL, max_decode_queries=0):
 
 
 def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=1 << 16):
-    """Return (sequence, row block) in the order in which the scheduler's functions find them."""
-    memory, found = GlobalMemory(), []
+    """Return (sequence, row block) in the order in which the scheduler's functions find them.
+
+    The last ones of a mixed batch are checked to be those of sequences of one row block.
+    """
+    memory, found, streams = GlobalMemory(), [], []
     machine = Machine(0, (num_programs,), memory)
     functions = Functions(machine)
     starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
@@ -72,12 +85,19 @@ def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=
         ends = call["row_block_ends"](batch[0], 0, *batch[1:], BLOCK_T)
         count = call["count_row_blocks"](ends, *batch, BLOCK_T)
         places = machine.allocate_shared_memory(tl.int32, [2, SEQS], None)
-        ends = call["order_by_keys"](ends, places, kv, *batch, *window, WORK_TILES_EACH, BLOCK_T, BLOCK_N)
+        ends, num_streams, _ = call["order_by_keys"](
+            ends, places, kv, *batch, *window, WORK_TILES_EACH, BLOCK_T, BLOCK_N
+        )
+        streams.append(int(num_streams))
         for row_block in reversed(range(int(count))):
             seq, first = call["find_row_block"](ends, value(row_block), *batch, BLOCK_T, True)
             found.append((int(seq), row_block - int(first)))
 
     machine.run([(Program(machine, (0,)), schedule)])
+    (num_streams,) = streams
+    of_one = [seq for seq, _ in found if row_blocks(lens[seq][0], max_decode_queries) == 1 and seq < SEQS]
+    assert num_streams in (0, len(of_one))
+    assert num_streams == 0 or [seq for seq, _ in found[-num_streams:]] == of_one
     return found
 
 
@@ -144,14 +164,15 @@ def test_no_length_is_too_long_for_the_order():
 
 
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
+WIDE = LLAMA | {"head_dim": 256}  # of which an SM has one program
 LONG = 5000
-RAGGED = ((20, 90), (33, 640), (1, 2000), (0, 50), (70, 300), (9, 0), (40, 660), (3, 900))  # 8 queries: a decode launch
+FOR_ALL = 4000  # keys; up to this bound, such programs serve decoding sequences too
+RAGGED = ((20, 90), (33, 640), (1, 2000), (0, 50), (70, 300), (9, 0), (140, 660), (3, 900))  # two have row blocks
 
 
 def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, bound=LONG, **problem):
-    """Attend; return the plan, the state and the (sequence, head) of queries in the order of work tiles."""
+    """Attend; return the plan, the state, and (sequence, head, program) of queries in the order of work tiles."""
     p = make_problem(spec, lens, **problem)
-    # With this bound, an SM has one program, so that a GPU of one SM loads queries in the order of work tiles.
     bounds, pages = p.bounds | {"max_seq_len": bound}, bound // p.cache.page_size + 1
     batch = replace(p.batch, page_table=torch.nn.functional.pad(p.batch.page_table, (0, pages)))
     with simulated_hopper(num_sms=num_sms):
@@ -162,7 +183,7 @@ def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, bound=LONG,
 
     def load_and_note(machine, desc, coordinates, barrier, into):
         if desc.numbers.data_ptr() == p.q.data_ptr() and into.first[0] == 0:  # the first box of a work tile
-            loads.append([int(c) for c in coordinates[:2]])
+            loads.append([*(int(c) for c in coordinates[:2]), int(machine.program_id(0))])
         load(machine, desc, coordinates, barrier, into)
 
     with monkeypatch.context() as patch, simulated_hopper():
@@ -172,9 +193,9 @@ def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, bound=LONG,
     assert verdict.passed, (plan, verdict)
     starts = [0, *itertools.accumulate(queries for queries, _ in lens)]
     found = []
-    for row, column in loads:
+    for row, column, program in loads:
         seq = max(seq for seq, (queries, _) in enumerate(lens) if queries and starts[seq] <= row)
-        found.append((seq, column // spec.head_dim))
+        found.append((seq, column // spec.head_dim, program))
     return plan, state, found
 
 
@@ -186,19 +207,47 @@ def each_once(items):
 @pytest.mark.usefixtures("small_parts_count")
 @pytest.mark.parametrize("page_size", [16, 1])
 def test_the_longest_sequence_of_a_launch_comes_first(page_size, monkeypatch):
-    """Those of few queries belong to the decode launch. Pages of 1 have a producer of four warps."""
-    plan, state, loads = attended(monkeypatch, quire.AttentionSpec(**LLAMA), RAGGED, page_size=page_size)
-    assert plan.launch.max_decode_queries == 8
-    assert each_once(seq for seq, _ in loads) == [6, 1, 4, 0, 5]
-    # Where all work tiles run at once, nothing is ordered. The bits of prompts are the same.
-    queries = torch.tensor([queries for queries, _ in RAGGED])
-    num_tokens = int(queries.sum())
+    """Sequences of one row block come last. Pages of 1 have a producer of four warps."""
+    plan, state, loads = attended(monkeypatch, quire.AttentionSpec(**WIDE), RAGGED, bound=FOR_ALL, page_size=page_size)
+    assert plan.launch.config.block_t == 64
+    assert each_once(seq for seq, _, _ in loads) == [6, 4, 5, 0, 1, 7, 2]
+    # Where all work tiles run at once, nothing is ordered. The bits are the same.
+    num_tokens = sum(queries for queries, _ in RAGGED)
     num_sms = plan.launch.num_work_tiles(num_tokens)
-    plan, other, _ = attended(monkeypatch, plan.spec, RAGGED, num_sms=num_sms, page_size=page_size)
+    plan, other, _ = attended(monkeypatch, plan.spec, RAGGED, num_sms=num_sms, bound=FOR_ALL, page_size=page_size)
     assert plan.launch.num_programs(num_tokens) >= plan.launch.num_work_tiles(num_tokens)
-    of_prompts = (queries > 8).repeat_interleave(queries)
-    assert torch.equal(state.out[of_prompts], other.out[of_prompts])
-    assert torch.equal(state.lse[of_prompts], other.lse[of_prompts])
+    assert torch.equal(state.out, other.out) and torch.equal(state.lse, other.lse)
+
+
+@pytest.mark.usefixtures("small_parts_count")
+@pytest.mark.parametrize("page_size", [16, 1])
+@pytest.mark.parametrize("num_sms", [2, 3, 4])
+def test_half_of_the_programs_begin_with_sequences_of_one_row_block(num_sms, page_size, monkeypatch):
+    spec = quire.AttentionSpec(**WIDE)
+    _, state, loads = attended(monkeypatch, spec, RAGGED, num_sms=num_sms, bound=FOR_ALL, page_size=page_size)
+    by_program = {program: [seq for seq, _, one in loads if one == program] for program in range(num_sms)}
+    from_front = num_sms - num_sms // 2
+    assert all(by_program[program][0] == 6 for program in range(from_front))
+    assert [by_program[program][0] for program in range(from_front, num_sms)] == [2] * (num_sms // 2)
+    # Each of their programs takes one work tile of another kind from the back, at most.
+    for program in range(from_front, num_sms):
+        kinds = [kind for kind, _ in itertools.groupby(by_program[program], lambda seq: seq in (4, 6))]
+        assert kinds[0] is False and len(kinds) <= 3
+    # Each work tile is taken once: those of sequence 6 are three row blocks, those of 4 are two.
+    assert sorted(seq for seq, _, _ in loads) == sorted(2 * [6, 6, 6, 4, 4, 5, 0, 1, 7, 2])
+    _, other, _ = attended(monkeypatch, spec, RAGGED, bound=FOR_ALL, page_size=page_size)
+    assert torch.equal(state.out, other.out) and torch.equal(state.lse, other.lse)
+
+
+@pytest.mark.usefixtures("small_parts_count")
+def test_more_work_tiles_than_are_counted_are_taken_from_the_front(monkeypatch):
+    monkeypatch.setattr(queue, "MOST", tl.constexpr(15))
+    monkeypatch.setattr(queue, "BITS", tl.constexpr(4))
+    spec = quire.AttentionSpec(**WIDE)
+    _, _, loads = attended(monkeypatch, spec, RAGGED, num_sms=2, bound=FOR_ALL)
+    assert len(loads) == 20 and {seq for seq, _, program in loads[:2]} == {6}
+    _, _, loads = attended(monkeypatch, spec, RAGGED[:2] + RAGGED[3:5], num_sms=2, bound=FOR_ALL)
+    assert len(loads) == 8 and {seq for seq, _, program in loads if program == 1} != {3}
 
 
 @pytest.mark.usefixtures("small_parts_count")
@@ -206,28 +255,29 @@ def test_the_longest_sequence_of_a_launch_comes_first(page_size, monkeypatch):
 def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(bound, monkeypatch):
     """Nothing that the host knows tells them apart. Launches of short contexts, which cut none, find it elsewhere."""
     lens = ((32, 300), (32, 1000), (32, 32), (32, 600))
-    spec = quire.AttentionSpec(**LLAMA | {"head_dim": 256})  # an SM has one program
+    spec = quire.AttentionSpec(**WIDE)
     plan, _, loads = attended(monkeypatch, spec, lens, bound=bound)
     assert plan.launch.decode is None and (plan.launch.cut_slots > 0) == (bound == LONG)
-    assert each_once(seq for seq, _ in loads) == [1, 3, 0, 2]
+    assert each_once(seq for seq, _, _ in loads) == [1, 3, 0, 2]
 
 
 @pytest.mark.usefixtures("small_parts_count")
 def test_of_more_sequences_than_are_ordered_the_first_ones_end_a_launch(monkeypatch):
     """They are ordered, so that short work tiles come last. Most sequences here have no queries."""
     spec = quire.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float16)
-    lens = tuple((0 if i % 9 else 17, 17 + 37 * i % 1500) for i in range(SEQS + 17))
+    lens = tuple((0 if i % 22 else 130, 130 + 37 * i % 1500) for i in range(SEQS + 17))
     plan, _, loads = attended(monkeypatch, spec, lens)
     sizes = [-(-keys // plan.launch.config.block_n) for _, keys in lens]
-    wanted = sorted(range(0, SEQS, 9), key=lambda i: (sizes[i], i), reverse=True)
+    wanted = sorted(range(0, SEQS, 22), key=lambda i: (sizes[i], i), reverse=True)
     assert wanted != sorted(wanted, reverse=True)
-    assert [seq for seq, _ in loads] == [SEQS + 16, SEQS + 7, *wanted]
+    assert plan.launch.config.block_t < 130
+    assert each_once(seq for seq, _, _ in loads) == [SEQS + 4, *wanted]
 
 
 @pytest.mark.usefixtures("small_parts_count")
 def test_the_longest_sequence_comes_first_in_each_section_of_heads(monkeypatch):
     spec = replace(quire.AttentionSpec(**LLAMA), num_q_heads=4, num_kv_heads=4)
-    lens = ((20, 90), (33, 640), (40, 300))
+    lens = ((70, 90), (66, 1100), (70, 300))
     _, _, loads = attended(monkeypatch, spec, lens, section_heads=2)
-    halves = each_once((head // 2, seq) for seq, head in loads)
+    halves = each_once((head // 2, seq) for seq, head, _ in loads)
     assert halves == [(half, seq) for half in (0, 1) for seq in (1, 2, 0)]

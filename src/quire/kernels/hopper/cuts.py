@@ -17,8 +17,8 @@ from quire.kernels.hopper.pipeline import reinterpret
 
 LEAST_KEYS = gl.constexpr(512)  # a row block of at most this many keys is not cut
 OVERHEAD = gl.constexpr(192)  # keys that a row block could see in the time that a work tile takes for other things
-MOST_SPLITS = gl.constexpr(8)  # of a row block
-SHIFT_BITS = gl.constexpr(2)  # of a word of a sequence, which say how many splits its row blocks have
+MOST_SPLITS = gl.constexpr(32)  # of the row block of a sequence that has one; 8 of others
+SHIFT_BITS = gl.constexpr(3)  # of a word of a sequence, which say how many splits its row blocks have
 
 
 class Cut(NamedTuple):
@@ -74,6 +74,8 @@ def cut_sequences(
     IN_ORDER: gl.constexpr = gl.BlockedLayout([counts.shape[0] // 32], [32], [gl.num_warps()], [0])
     share = gl.maximum(work // gl.num_programs(0), LEAST_KEYS // BLOCK_N)
     shift = gl.where(tiles > share, 1, 0) + gl.where(tiles > 2 * share, 1, 0) + gl.where(tiles > 4 * share, 1, 0)
+    longer = gl.where(tiles > 8 * share, 1, 0) + gl.where(tiles > 16 * share, 1, 0)
+    shift += gl.where(counts == 1, longer, 0)  # whose partials are small
     # Row blocks that see less than this share, or half as much as the last one, stay whole. In a causal prompt, each
     # row block sees BLOCK_T keys more than the one before.
     least = gl.minimum(gl.maximum(share, tiles // 2), tiles)

@@ -151,11 +151,11 @@ def consume(
                 WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
                 SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)
                 is_last = store_and_arrive(
-                    outputs.partials, outputs.arrivals, cut, wg, accs, m_i, l_i, SIZE, WARPGROUPS
+                    outputs.partials, outputs.arrivals, cut, work, wg, accs, m_i, l_i, SIZE, WARPGROUPS, BLOCK_T, OWNED
                 )
                 if is_last:
                     accs, m_i, l_i = combine_partials(
-                        outputs.partials, cut, wg, OF_SCORES, DEPTH, HEAD_DIM_V, SIZE, WARPGROUPS
+                        outputs.partials, cut, work, wg, OF_SCORES, DEPTH, HEAD_DIM_V, SIZE, WARPGROUPS, BLOCK_T, OWNED
                     )
                     finish(
                         wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False,
@@ -195,7 +195,7 @@ def hopper_kernel(
     k_second, v_second,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32
-    tile_counter,  # [1] int32, 0 between launches
+    tile_counter,  # [1] int32 of `queue.py`, 0 between launches
     partials, arrivals,  # float32 scratch and int32 counters, which are 0 between launches; None without CUT_SLOTS
     scale, softcap, window_left, window_right,
     max_decode_queries,  # sequences with at most this many queries belong to the decode launch; 0 if there is none

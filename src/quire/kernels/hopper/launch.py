@@ -25,7 +25,7 @@ WIDE = 128  # columns of a head, beyond which the portable kernels are slow
 TALL_WIDE = 768  # queries and keys of equal prompts of wide heads, beyond which tiles are as tall as for long contexts
 LONG = 1024  # keys that a query may see, beyond which further tensor maps are worth the time to fetch them
 CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
-MOST_SPLITS_OF_CUT = 8  # as in `cuts.py`
+MOST_SPLITS_OF_CUT = 32  # as in `cuts.py`
 CUT_OVERHEAD = 192  # keys, as in `cuts.py`
 TALL = 128  # rows of two consumer warpgroups
 FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
@@ -381,7 +381,7 @@ def choose_section(launch: HopperLaunch, costs: CostModel) -> int | None:
 
 
 def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: bool = False) -> HopperLaunch:
-    """Return the launch, with a decode launch if the batch may mix decoding sequences with prompts.
+    """Return the launch for a batch that may mix decoding sequences with prompts, maybe with a decode launch.
 
     The host knows the number of tokens, not the length of each sequence. Lengths must differ if there are fewer tokens
     than `num_seqs * max_query_len`.
@@ -391,17 +391,30 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     may_decode = request.num_seqs > 1 and is_ragged(request) and launch.num_splits == 1
     if not may_decode or bounds.max_query_len <= max_queries:
         return launch
+    if not launch.fixed_split_size:
+        # The longest contexts may be those of decoding sequences. Prompts then have short contexts.
+        short = bounds.max_query_len <= 2 * costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
+        config = choose_config(request, short or is_short(request, costs))
+        assert isinstance(config, HopperConfig)
+        launch = replace(launch, config=config)
+    if serves_decoding(launch, costs):
+        return launch
     num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
     decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, num_tokens))
     decode, _ = choose_portable(decoding, Options(batch_invariant=batch_invariant))
     if not isinstance(decode, SplitKVLaunch) or (not batch_invariant and is_tiny(decode, request.num_seqs)):
         return launch
-    decode = replace(decode, max_decode_queries=max_queries)
-    if launch.fixed_split_size:
-        return replace(launch, decode=decode)
-    # The longest contexts may be those of decoding sequences. Prompts then have short contexts.
-    short = bounds.max_query_len <= costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
-    short = short or is_short(request, costs)
-    config = choose_config(request, short)
-    assert isinstance(config, HopperConfig)
-    return replace(launch, config=config, decode=decode)
+    return replace(launch, decode=replace(decode, max_decode_queries=max_queries))
+
+
+def serves_decoding(launch: HopperLaunch, costs: CostModel) -> bool:
+    """Return whether the launch itself serves decoding sequences in a mixed batch.
+
+    Its programs then take prompts and decoding sequences from either end of the queue (`queue.py`). That is slower than
+    a decode launch where a program multiplies 128 rows by long contexts, and where tiles are converted. Sequences are
+    cut by keys only if rows see no intervals and the plan is not batch-invariant.
+    """
+    spec, config = launch.request.spec, launch.config
+    loads_fast = config.num_warpgroups == 1 or launch.request.bounds.max_seq_len <= 4 * costs.short_context
+    is_quantised = spec.kv_dtype is not spec.dtype
+    return loads_fast and not (launch.fixed_split_size or launch.request.has_intervals or is_quantised)

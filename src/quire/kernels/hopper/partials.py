@@ -13,10 +13,12 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.attend import empty_acc, layout_of_out
 from quire.kernels.hopper.pipeline import pieces_of
+from quire.kernels.hopper.results import tokens_of_rows
 from quire.kernels.hopper.tile_scheduler import ROWS
 
 # This was renamed after Triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+BY_THREAD = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 
 @gluon.constexpr_function
@@ -33,8 +35,9 @@ def columns_at_once(head_dim_v):
 
 @gluon.jit
 def store_and_arrive(
-    partials, arrivals, cut, wg: gl.constexpr, accs, m_i, l_i, SIZE: gl.constexpr, WARPGROUPS: gl.constexpr
-):
+    partials, arrivals, cut, work, wg: gl.constexpr, accs, m_i, l_i, SIZE: gl.constexpr, WARPGROUPS: gl.constexpr,
+    BLOCK_T: gl.constexpr, OWNED: gl.constexpr,
+):  # fmt: skip
     """Store this warpgroup's partial and count its arrival; return whether all splits have arrived.
 
     The last one sees what all others stored. It resets the counter to 0.
@@ -43,6 +46,7 @@ def store_and_arrive(
         partials: [slots, WARPGROUPS, SIZE] float32 scratch.
         arrivals: [slots, WARPGROUPS] int32, 0 between launches, of which those of first slots are used.
         cut: how the row block is cut.
+        work: the work tile. Rows without a query are not stored.
         wg: which warpgroup.
         accs, m_i, l_i: the state.
     """
@@ -53,7 +57,8 @@ def store_and_arrive(
     ptr += 2 * ROWS
     for i in gl.static_range(len(accs)):
         numbers = by_thread(accs[i])
-        gl.store(ptr + gl.arange(0, numbers.shape[0], numbers.type.layout), numbers)
+        owned = owned_by_thread(work, wg, numbers.shape[0], BLOCK_T, OWNED)
+        gl.store(ptr + gl.arange(0, numbers.shape[0], numbers.type.layout), numbers, mask=owned)
         ptr += numbers.shape[0]
     barrier()  # the stores of all threads come before the arrival, which one thread makes
     counter = arrivals + (cut.first_slot * WARPGROUPS + wg)
@@ -65,19 +70,20 @@ def store_and_arrive(
 
 @gluon.jit
 def combine_partials(
-    partials, cut, wg: gl.constexpr, OF_SCORES: gl.constexpr, DEPTH: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    SIZE: gl.constexpr, WARPGROUPS: gl.constexpr,
+    partials, cut, work, wg: gl.constexpr, OF_SCORES: gl.constexpr, DEPTH: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    SIZE: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, OWNED: gl.constexpr,
 ):  # fmt: skip
     """Return the state over all splits of a row block, of this warpgroup's rows."""
     ptr = partials + (cut.first_slot * WARPGROUPS + wg) * SIZE
     PIECES: gl.constexpr = pieces_of(HEAD_DIM_V, 64)
     COLUMNS: gl.constexpr = columns_at_once(HEAD_DIM_V)
+    owned = owned_by_thread(work, wg, ROWS * COLUMNS, BLOCK_T, OWNED)
     accs = ()
     for i in gl.static_range(len(PIECES)):
         pieces = ()
         for j in gl.static_range(PIECES[i][1] // COLUMNS):
             acc, m_i, l_i = combine_columns(
-                ptr, 1 << cut.shift, PIECES[i][0] + j * COLUMNS, COLUMNS, OF_SCORES, DEPTH, SIZE, WARPGROUPS
+                ptr, 1 << cut.shift, owned, PIECES[i][0] + j * COLUMNS, COLUMNS, OF_SCORES, DEPTH, SIZE, WARPGROUPS
             )
             pieces = pieces + (acc,)
         accs = accs + (gl.convert_layout(joined(pieces), layout_of_out(PIECES[i][1], DEPTH)),)
@@ -86,7 +92,7 @@ def combine_partials(
 
 @gluon.jit
 def combine_columns(
-    ptr, num_splits, FIRST: gl.constexpr, COLUMNS: gl.constexpr, OF_SCORES: gl.constexpr, DEPTH: gl.constexpr,
+    ptr, num_splits, owned, FIRST: gl.constexpr, COLUMNS: gl.constexpr, OF_SCORES: gl.constexpr, DEPTH: gl.constexpr,
     SIZE: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """Return the combined state of COLUMNS columns from FIRST on; `ptr` is the warpgroup's first partial.
@@ -100,8 +106,8 @@ def combine_columns(
     m_i = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
     l_i = gl.zeros([ROWS], gl.float32, OF_ROWS)
     for _ in range(0, num_splits, 2):
-        m_0, l_0, acc_0 = load_columns(ptr, FIRST, COLUMNS, OF_ROWS, OF_ACC)
-        m_1, l_1, acc_1 = load_columns(ptr + WARPGROUPS * SIZE, FIRST, COLUMNS, OF_ROWS, OF_ACC)
+        m_0, l_0, acc_0 = load_columns(ptr, owned, FIRST, COLUMNS, OF_ROWS, OF_ACC)
+        m_1, l_1, acc_1 = load_columns(ptr + WARPGROUPS * SIZE, owned, FIRST, COLUMNS, OF_ROWS, OF_ACC)
         m_new = gl.maximum(m_i, gl.maximum(m_0, m_1))
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
         alpha, by_0, by_1 = gl.exp2(m_i - shift), gl.exp2(m_0 - shift), gl.exp2(m_1 - shift)
@@ -114,8 +120,8 @@ def combine_columns(
 
 
 @gluon.jit
-def load_columns(ptr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, OF_ROWS: gl.constexpr, OF_ACC: gl.constexpr):
-    """Return m_i, l_i and COLUMNS columns of the accumulator of the partial at `ptr`.
+def load_columns(ptr, owned, FIRST: gl.constexpr, COLUMNS: gl.constexpr, OF_ROWS: gl.constexpr, OF_ACC: gl.constexpr):
+    """Return m_i, l_i and COLUMNS columns of the accumulator of the partial at `ptr`, whose other rows are 0.
 
     Loads bypass L1, since other warpgroups stored the partial.
     """
@@ -123,9 +129,8 @@ def load_columns(ptr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, OF_ROWS: gl.co
     m_i = gl.load(ptr + rows, cache_modifier=".cg")
     l_i = gl.load(ptr + ROWS + rows, cache_modifier=".cg")
     NUMBERS: gl.constexpr = ROWS * COLUMNS
-    BY_THREAD: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     offs = (2 + FIRST) * ROWS + gl.arange(0, NUMBERS, BY_THREAD)
-    numbers = gl.load(ptr + offs, cache_modifier=".cg")
+    numbers = gl.load(ptr + offs, mask=owned, other=0.0, cache_modifier=".cg")
     acc = numbers.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, COLUMNS])
     return m_i, l_i, gl.convert_layout(acc, OF_ACC)
 
@@ -136,7 +141,19 @@ def by_thread(acc):
     GROUPS: gl.constexpr = acc.shape[1] // 8
     # Rows are (warp, half, lane // 4), columns are (group, lane % 4, which of two).
     numbers = acc.reshape([4, 2, 8, GROUPS, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([ROWS * acc.shape[1]])
-    return gl.convert_layout(numbers, gl.BlockedLayout([4], [32], [4], [0]))
+    return gl.convert_layout(numbers, BY_THREAD)
+
+
+@gluon.jit
+def owned_by_thread(work, wg: gl.constexpr, NUMBERS: gl.constexpr, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+    """Return, in the order of `by_thread`, which numbers are loaded and stored: four adjacent ones are, or none.
+
+    They are of two rows, of which one has a query.
+    """
+    fours = gl.arange(0, NUMBERS, BY_THREAD) // 4
+    row = wg * ROWS + fours // 32 % 4 * 16 + fours // 4 % 8
+    first, second = tokens_of_rows(work, row, BLOCK_T, OWNED), tokens_of_rows(work, row + 8, BLOCK_T, OWNED)
+    return (first < work.q_len) | (second < work.q_len)
 
 
 @gluon.jit

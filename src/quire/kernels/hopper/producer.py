@@ -20,6 +20,7 @@ from quire.kernels.hopper.pipeline import (
     producer_acquire,
     wait,
 )
+from quire.kernels.hopper.queue import first_work_tile, last_find, make_queue, take, taken_work_tile
 from quire.kernels.hopper.tile_scheduler import (
     WorkTile,
     count_row_blocks,
@@ -82,8 +83,9 @@ def produce(
             v_col = (v_col > 0).to(gl.int32)
     lane = gl.arange(0, THREADS, ONE_EACH)
     ends = row_block_ends(cu_seqlens_q, 0, num_seqs, max_decode_queries, BLOCK_T)
+    num_streams, from_back = 0, 0
     if CUT_SLOTS > 0:
-        ends = order_by_keys(
+        ends, num_streams, from_back = order_by_keys(
             ends, places, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, HEAD_BLOCKS,
             BLOCK_T, BLOCK_N, CUT_SLOTS,
         )  # fmt: skip
@@ -93,24 +95,25 @@ def produce(
         num_work_tiles *= PARTS
     # Lengths may differ, and a work tile that starts last should be short.
     if kv.key_begin is None and CUT_SLOTS == 0 and (num_seqs > 1) & (num_work_tiles > gl.num_programs(0)):
-        ends = order_by_keys(
+        ends, num_streams, from_back = order_by_keys(
             ends, places, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right,
             HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N,
         )  # fmt: skip
-    index = gl.program_id(0)
+    num_shared = num_row_blocks - num_streams  # row blocks of sequences with several
+    queue = make_queue(num_work_tiles, num_streams * HEAD_BLOCKS * PARTS * num_splits, from_back)
+    index, backwards = first_work_tile(queue)
     while index < num_work_tiles:
         whole = index
         if PARTS > 1:  # adjacent work tiles have the same queries and keys
             whole = index // PARTS
-        if section is None:
-            row_block = num_row_blocks - 1 - whole // (HEAD_BLOCKS * num_splits)
-            head = whole % HEAD_BLOCKS * HEADS
-            split = whole // HEAD_BLOCKS % num_splits
-        else:
-            in_section = whole % (num_row_blocks * section)
-            row_block = num_row_blocks - 1 - in_section // section
-            head = (whole // (num_row_blocks * section) * section + in_section % section) * HEADS
-            split = 0
+        row_block = num_row_blocks - 1 - whole // (HEAD_BLOCKS * num_splits)
+        head = whole % HEAD_BLOCKS * HEADS
+        split = whole // HEAD_BLOCKS % num_splits
+        if section is not None:
+            if whole < num_shared * HEAD_BLOCKS:
+                in_section = whole % (num_shared * section)
+                row_block = num_row_blocks - 1 - in_section // section
+                head = (whole // (num_shared * section) * section + in_section % section) * HEADS
         seq, first_row_block = find_row_block(
             ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T, kv.key_begin is None
         )
@@ -162,8 +165,7 @@ def produce(
             pages = load_page_numbers(row, pos + lane * KV_BOX, pos + BLOCK_N, kv_low, kv_high, PAGE_SIZE, KV_BOX)
         if SPLITS and (pos >= kv_stop) & (split < num_splits - 1):  # the last split adds sinks
             store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T, HEADS)
-            one = gl.full([THREADS], 1, gl.int32, ONE_EACH)
-            taken = gl.atomic_add(tile_counter + lane, one, mask=lane == 0, sem="relaxed")
+            taken = take(tile_counter, lane, lane == 0, backwards)
             left = left * 0
         else:
             if KEYS_FIRST and work_i > 0:
@@ -198,8 +200,7 @@ def produce(
                 pages = load_places(row, k_pipe, pos, gl.minimum(stop, kv_high), kv_low, PAGE_SIZE, HAS_BOXES)
             else:
                 pages = load_page_numbers(row, pos + lane * KV_BOX, stop, kv_low, kv_high, PAGE_SIZE, KV_BOX)
-            one, is_last_tile = gl.full([THREADS], 1, gl.int32, ONE_EACH), (lane == 0) & (left == 1)
-            taken = gl.atomic_add(tile_counter + lane, one, mask=is_last_tile, sem="relaxed")
+            taken = take(tile_counter, lane, (lane == 0) & (left == 1), backwards)
             if GATHERS:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     begin_tile(
@@ -244,10 +245,10 @@ def produce(
             tile_i += 1
             tile += STEP
             left -= 1
-        index = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), 0)
+        index, backwards = taken_work_tile(queue, lane, taken, backwards)
     if GATHERS and tile_i > handed:
         hand_over(v_pipe, tile_i - 1, values_are_box, 0, HAS_BOXES)
-    if index == num_work_tiles + gl.num_programs(0) - 1:  # the last program resets the counter for the next launch
+    if index == last_find(queue):  # the last program resets the counter for the next launch
         gl.store(tile_counter, 0)
     stage = producer_acquire(q_pipe, work_i)
     publish_work_tile(published, stage, WorkTile(0, 0, 0, 0, 0, 0, 0, 0, 0), ())

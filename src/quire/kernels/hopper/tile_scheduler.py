@@ -167,11 +167,17 @@ def order_by_keys(
     Each end is the sum of the row blocks of all sequences that do not come later, so nothing has to be moved.
     Where that gains little, the batch's order stays.
     With CUT_SLOTS, long sequences are cut by keys first, and each split of a row block counts as one (`cuts.py`).
+    In a mixed batch, sequences of one row block come before all others, and of these, that with the most keys is the
+    first one. So `queue.py` finds the longest work tile of either kind at either end.
 
     Args:
         ends: of the first SEQS sequences in the batch's order.
         memory: shared memory of [2, SEQS] int32, or of [4, SEQS] with CUT_SLOTS, which no other warp uses.
         work_tiles_each: work tiles of a row block.
+
+    Returns:
+        The ends; how many row blocks of a mixed batch belong to sequences of one row block, 0 if it is not mixed; and
+        how many programs begin with these.
     """
     PAIRS: gl.constexpr = gl.BlockedLayout([SEQS // 32, PART], [32, 1], [gl.num_warps(), 1], [1, 0])
     seqs = gl.arange(0, SEQS, gl.SliceLayout(1, PAIRS))
@@ -184,14 +190,18 @@ def order_by_keys(
     token = gl.maximum(counts - 1, 0) * BLOCK_T
     kv_start, kv_stop = keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
     # So that a place fits 32 bits, where a tile has at least 64 keys.
-    keys = gl.minimum(gl.maximum(kv_stop - kv_start, 0), (1 << 30) - BLOCK_N)
+    keys = gl.minimum(gl.maximum(kv_stop - kv_start, 0), (1 << 29) - BLOCK_N)
     tiles = (keys + BLOCK_N - 1) // BLOCK_N
-    owns = counts > 0
+    owns, streams = counts > 0, counts == 1
+    has_prompts = gl.max(counts, 0) > 1
+    if num_seqs > SEQS:  # the others are taken first
+        has_prompts = num_seqs > 0
+    mixed = has_prompts & (gl.max(streams.to(gl.int32), 0) > 0)
     most, least = gl.max(gl.where(owns, tiles, 0), 0), gl.min(gl.where(owns, tiles, 2147483647), 0)
     work = gl.sum(counts * tiles, 0) * work_tiles_each  # may wrap around, which costs the order and nothing else
     ordered = (most > least) & (most * SHARE * gl.num_programs(0) > work)
     if CUT_SLOTS > 0:
-        # A decoding sequence, which the concurrent launch serves, is as much work as one row block.
+        # A decoding sequence that a concurrent launch serves is as much work as one row block.
         blocks = gl.maximum(counts, gl.where(q_len > 0, 1, 0))
         work = gl.sum(blocks * tiles, 0) * work_tiles_each
         if may_cut(most, work, gl.sum(blocks, 0) * work_tiles_each, BLOCK_N):
@@ -203,9 +213,20 @@ def order_by_keys(
             ends = gl.associative_scan(gl.convert_layout(counts, ends.type.layout), 0, add)
         else:
             cut_nothing(counts, memory)
-        ordered = ordered & (gl.max(ends, 0) * work_tiles_each > gl.num_programs(0))
-    if ordered:
-        places = gl.where(owns, tiles * SEQS + seqs, -1)  # of sequences with row blocks, no two are equal
+        has_more = gl.max(ends, 0) * work_tiles_each > gl.num_programs(0)
+        ordered, mixed = ordered & has_more, mixed & has_more
+    num_streams, from_back = 0, 0
+    if mixed:
+        num_streams = gl.sum(gl.where(streams, counts, 0), 0)
+        num_others = (gl.max(ends, 0) - num_streams) * work_tiles_each
+        from_back = gl.minimum(num_streams * work_tiles_each, gl.num_programs(0) // 2)
+        # Where two of the longest other work tiles take longer than a program's share of all work, no program has two.
+        most = gl.max(gl.where(streams, 0, tiles), 0)
+        if (num_seqs <= SEQS) & (num_others <= gl.num_programs(0)) & (2 * most * gl.num_programs(0) > work):
+            from_back = gl.minimum(from_back, gl.num_programs(0) - num_others)
+    if ordered | mixed:
+        places = tiles * SEQS + seqs  # no two are equal
+        places = gl.where(owns, gl.where(streams & mixed, -1 - places, places), -2147483648)
         memory.index(0).store(places)
         memory.index(1).store(counts)
         parts = reinterpret(memory, gl.int32, [2 * SEQS // PART, PART], memory.layout)
@@ -216,7 +237,7 @@ def order_by_keys(
             more = parts.index(SEQS // PART + part).load(gl.SliceLayout(0, PAIRS))
             found += gl.sum(gl.where(others[None, :] <= places[:, None], more[None, :], 0), 1)
         ends = gl.convert_layout(found, ends.type.layout)
-    return ends
+    return ends, num_streams, from_back
 
 
 @gluon.jit
