@@ -876,8 +876,40 @@ def test_intervals_take_the_hopper_kernel_where_a_band_does():
         if band.name == "hopper":
             assert (band.config, band.num_splits) == (seen.config, seen.num_splits)
             assert seen.fallback.request.has_intervals
-            assert (band.decode is None) == (seen.decode is None)
+            assert band.decode is None or seen.decode is not None
             assert seen.decode is None or seen.decode.request.has_intervals
+
+
+@pytest.mark.parametrize(
+    ("extra", "bounds", "warpgroups", "has_decode_launch"),
+    [
+        ({}, Bounds(1024, 4096, 3000), 1, False),
+        ({}, Bounds(2048, 4096, 3000), 1, False),
+        ({}, Bounds(2049, 4096, 3000), 2, False),
+        ({}, Bounds(1024, 4097, 3000), 2, True),  # 128 rows are multiplied by keys of long contexts
+        ({}, Bounds(5, 900, 20), 1, False),
+        (
+            {"num_q_heads": 24, "num_kv_heads": 4, "head_dim": 192},
+            Bounds(1024, 4096, 3000),
+            2,
+            True,
+        ),  # two of six heads
+        ({"num_q_heads": 16, "head_dim": 256}, Bounds(1024, 4096, 3000), 2, False),
+        ({"num_q_heads": 16, "head_dim": 256}, Bounds(1024, 4097, 3000), 2, True),
+        ({"kv_dtype": torch.float8_e4m3fn}, Bounds(1024, 4096, 3000), 2, True),
+    ],
+    ids=str,
+)
+def test_where_decoding_sequences_of_a_mixed_batch_have_a_launch_of_their_own(
+    extra, bounds, warpgroups, has_decode_launch
+):
+    spec = quire.AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128} | extra)
+    request = Request(spec, 10, True, bounds, PROPERTIES)
+    launch, _ = decide(request, Options(kernel="hopper"))
+    assert launch.config.num_warpgroups == warpgroups
+    assert (launch.decode is not None) == has_decode_launch == (launch.max_decode_queries > 0)
+    seen, _ = decide(replace(request, has_intervals=True), Options(kernel="hopper"))
+    assert seen.decode is not None or bounds.max_seq_len < 1024
 
 
 @pytest.mark.parametrize(

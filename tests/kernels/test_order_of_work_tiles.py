@@ -23,7 +23,7 @@ from quire.kernels.hopper import cuts, queue, tile_scheduler
 from tests.hopper_simulator.launch import Functions, argument, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine, Program
-from tests.hopper_simulator.values import value
+from tests.hopper_simulator.values import Value, value
 
 BLOCK_T, BLOCK_N, WORK_TILES_EACH = 16, 64, 2
 SEQS = tile_scheduler.SEQS.value
@@ -237,6 +237,58 @@ def test_half_of_the_programs_begin_with_sequences_of_one_row_block(num_sms, pag
     assert sorted(seq for seq, _, _ in loads) == sorted(2 * [6, 6, 6, 4, 4, 5, 0, 1, 7, 2])
     _, other, _ = attended(monkeypatch, spec, RAGGED, bound=FOR_ALL, page_size=page_size)
     assert torch.equal(state.out, other.out) and torch.equal(state.lse, other.lse)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_programs_empty_the_queue_from_both_ends(seed):
+    """Each work tile is taken once, in any order of programs, and one program finds last that there is no more."""
+    draw = random.Random(seed)
+    num_work_tiles, num_programs = draw.randint(2, 60), draw.randint(1, 7)
+    num_streams = draw.randint(0, num_work_tiles)
+    from_back = draw.randint(0, min(num_streams, num_programs)) if num_work_tiles > num_programs else 0
+    memory = GlobalMemory()
+    machine = Machine(seed, (num_programs,), memory)
+    functions = Functions(machine)
+    names = "make_queue", "first_work_tile", "take", "taken_work_tile", "last_find"
+    call = {name: functions.function(getattr(queue, name).fn) for name in names}
+    counter = torch.zeros(1, dtype=torch.int32)
+    at, lane = argument(counter, memory), Value(torch.arange(4, dtype=torch.int32))
+    found, last = {program: [] for program in range(num_programs)}, []
+
+    def take_all():
+        made = call["make_queue"](value(num_work_tiles), value(num_streams), value(from_back))
+        index, backwards = call["first_work_tile"](made)
+        own, end = found[int(machine.program_id(0))], bool(backwards)
+        while int(index) < num_work_tiles:
+            own.append((int(index), end))
+            took, end = call["take"](at, lane, lane == 0, backwards), bool(backwards)
+            index, backwards = call["taken_work_tile"](made, lane, took, backwards)
+        if int(index) == int(call["last_find"](made)):
+            last.append(index)
+
+    machine.run([(Program(machine, (i,)), take_all) for i in range(num_programs)])
+    assert sorted(index for own in found.values() for index, _ in own) == list(range(num_work_tiles))
+    assert len(last) == 1
+    for program, own in found.items():
+        at_back = [index for index, is_back in own if is_back]
+        assert bool(at_back) == (program >= num_programs - from_back)
+        assert at_back == sorted(at_back, reverse=True)
+        # One work tile at most that is no stream: then the program takes from the front.
+        assert sum(index < num_work_tiles - num_streams for index in at_back) <= 1
+        at_front = [index for index, is_back in own if not is_back]
+        assert at_front == sorted(at_front)
+
+
+@pytest.mark.usefixtures("small_parts_count")
+def test_no_program_has_two_of_the_longest_work_tiles(monkeypatch):
+    """Four work tiles of a chunk of 1,500 keys take as long as five of decoding sequences each."""
+    spec, lens = quire.AttentionSpec(**WIDE), ((80, 1500), (1, 300), (1, 290), (1, 310), (1, 300))
+    _, _, loads = attended(monkeypatch, spec, lens, num_sms=5, bound=FOR_ALL)
+    first = {program: seq for seq, _, program in reversed(loads)}
+    assert [first[program] for program in range(5)] == [0, 0, 0, 0, 4]
+    _, _, loads = attended(monkeypatch, spec, lens[1:] * 4 + lens[:1], num_sms=5, bound=FOR_ALL)
+    first = {program: seq for seq, _, program in reversed(loads)}
+    assert [first[program] for program in range(5)] == [16, 16, 16, 15, 15]
 
 
 @pytest.mark.usefixtures("small_parts_count")

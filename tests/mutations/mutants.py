@@ -716,9 +716,57 @@ IN_INTERPRETER = {
     ),
     "Hopper: sequences without row blocks in the order": Mutant(
         "kernels/hopper/tile_scheduler.py",
-        "gl.where(owns, tiles * SEQS + seqs, -1)",
-        "tiles * SEQS + seqs",
+        "gl.where(owns, gl.where(streams & mixed, -1 - places, places), -2147483648)",
+        "gl.where(streams & mixed, -1 - places, places)",
         ORDER + "each_row_block_is_found_once_and_the_longest_sequence_first[{'max_decode_queries': 3}-100]",
+    ),
+    "Hopper: of sequences of one row block, the shortest at the end": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "gl.where(streams & mixed, -1 - places, places)",
+        "gl.where(streams & mixed, places - 1073741824, places)",
+        ORDER + "each_row_block_is_found_once_and_the_longest_sequence_first[{}-100]",
+    ),
+    "Hopper: splits of prompts counted as those of decoding sequences": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "gl.sum(gl.where(streams, counts, 0), 0)",
+        "gl.sum(counts, 0)",
+        ORDER + "each_row_block_is_found_once_and_the_longest_sequence_first[{}-100]",
+    ),
+    "Hopper: all programs begin with prompts": Mutant(
+        "kernels/hopper/queue.py",
+        "gl.where(num_work_tiles <= MOST, from_back, 0)",
+        "num_work_tiles * 0",
+        ORDER + "half_of_the_programs_begin_with_sequences_of_one_row_block[2-16]",
+    ),
+    "Hopper: more work tiles than the counter counts from both ends": Mutant(
+        "kernels/hopper/queue.py",
+        "gl.where(num_work_tiles <= MOST, from_back, 0)",
+        "from_back",
+        ORDER + "more_work_tiles_than_are_counted_are_taken_from_the_front",
+    ),
+    "Hopper: work tiles at the back taken twice": Mutant(
+        "kernels/hopper/queue.py",
+        "of_back = queue.num_work_tiles - 1 - queue.from_back - back",
+        "of_back = queue.num_work_tiles - queue.from_back - back",
+        ORDER + "half_of_the_programs_begin_with_sequences_of_one_row_block[3-16]",
+    ),
+    "Hopper: the queue ends before its ends meet": Mutant(
+        "kernels/hopper/queue.py",
+        "gl.where(number < queue.num_work_tiles, work_tile, number)",
+        "gl.where(number < queue.num_work_tiles - 1, work_tile, number)",
+        ORDER + "half_of_the_programs_begin_with_sequences_of_one_row_block[2-16]",
+    ),
+    "Hopper: programs that stay at the back": Mutant(
+        "kernels/hopper/queue.py",
+        "backwards & (queue.from_back + back < queue.num_streams)",
+        "backwards",
+        ORDER + "programs_empty_the_queue_from_both_ends[7]",
+    ),
+    "Hopper: programs have two of the longest work tiles": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "gl.minimum(from_back, gl.num_programs(0) - num_others)",
+        "from_back",
+        ORDER + "no_program_has_two_of_the_longest_work_tiles",
     ),
     "Hopper: an order wherever lengths differ": Mutant(
         "kernels/hopper/tile_scheduler.py",
@@ -755,6 +803,15 @@ IN_INTERPRETER = {
         "ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS + wg) * SIZE",
         "ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS) * SIZE",
         CUT + "features[{}-16384]",
+    ),
+    "Hopper: partials of the upper half of each warp's rows alone": Mutant(
+        PARTIALS,
+        "(first < work.q_len) | (second < work.q_len)",
+        "second < work.q_len",
+        CUT + "features[{}-4000]",
+    ),
+    "Hopper: as many splits of prompts as of decoding sequences": Mutant(
+        CUTS, "gl.where(counts == 1, longer, 0)", "longer", CUT + AS_SAID + "[{}-3000-127]"
     ),
     "Hopper: a partial combined twice": Mutant(
         PARTIALS, "load_columns(ptr + WARPGROUPS * SIZE, ", "load_columns(ptr, ", CUT + "features[{}-4000]"

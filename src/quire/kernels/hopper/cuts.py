@@ -2,8 +2,9 @@
 
 A row block of a long sequence may see more tiles of keys than a program's share of all work. Then other programs wait
 for the one that attends to it. So the producer warp cuts such sequences, from the lengths on the device: the last row
-blocks, which see the most keys, have 2, 4 or 8 splits each. Each split is a work tile, and leaves a partial in a slot
-of the scratch. The last warpgroup to arrive combines the partials (`partials.py`).
+blocks, which see the most keys, have 2, 4 or 8 splits each. The row block of a sequence that has one may have up to 32,
+since its partials have few rows. Each split is a work tile, and leaves a partial in a slot of the scratch. The last
+warpgroup to arrive combines the partials (`partials.py`).
 
 The host knows bounds, not lengths. It says how many slots there are, and what does not fit is not cut.
 """

@@ -411,10 +411,14 @@ def serves_decoding(launch: HopperLaunch, costs: CostModel) -> bool:
     """Return whether the launch itself serves decoding sequences in a mixed batch.
 
     Its programs then take prompts and decoding sequences from either end of the queue (`queue.py`). That is slower than
-    a decode launch where a program multiplies 128 rows by long contexts, and where tiles are converted. Sequences are
-    cut by keys only if rows see no intervals and the plan is not batch-invariant.
+    a decode launch in these cases:
+
+    * a program multiplies 128 rows by the keys of long contexts, which takes longer than to load them;
+    * tiles are converted, which takes longer than to load them;
+    * several work tiles of a decoding sequence load the same keys, each for some of its heads;
+    * keys of long sequences are not cut, since rows see intervals or the plan is batch-invariant.
     """
-    spec, config = launch.request.spec, launch.config
-    loads_fast = config.num_warpgroups == 1 or launch.request.bounds.max_seq_len <= 4 * costs.short_context
-    is_quantised = spec.kv_dtype is not spec.dtype
-    return loads_fast and not (launch.fixed_split_size or launch.request.has_intervals or is_quantised)
+    request, spec = launch.request, launch.request.spec
+    loads_fast = launch.config.num_warpgroups == 1 or request.bounds.max_seq_len <= 4 * costs.short_context
+    loads_once = launch.heads == spec.group_size and spec.kv_dtype is spec.dtype
+    return loads_fast and loads_once and not (launch.fixed_split_size or request.has_intervals)

@@ -1,9 +1,9 @@
 """The dynamic persistent tile scheduler: which work tile a program takes next.
 
 A row block is BLOCK_T query tokens of one sequence. A work tile is a row block, as many heads of one KV head as fill
-the program's rows, and one split of the visible keys. Programs take work tiles by a global counter. The last row blocks
-of a sequence come first, since they see the most keys. Where a work tile is a large part of a program's work, the
-sequence with the most keys comes first. So all programs end at about the same time. The producer warp publishes the
+the program's rows, and one split of the visible keys. Programs take work tiles from a queue (`queue.py`). The last row
+blocks of a sequence come first, since they see the most keys. Where a work tile is a large part of a program's work,
+the sequence with the most keys comes first. So all programs end at about the same time. The producer warp publishes the
 fields of a work tile in shared memory, where the consumer warpgroups read them. With intervals of keys, it also
 publishes the `Range`. So all warps of a program agree on which tiles there are, and which of them need masks.
 """
