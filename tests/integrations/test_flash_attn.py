@@ -199,15 +199,47 @@ def test_append_then_attend(paged, rotary):
 
 
 @pytest.mark.parametrize(("causal", "length", "in_one"), [(True, 3, True), (False, 3, False), (False, 1, True)])
-def test_attention_rotates_in_pages_where_queries_and_keys_have_one_position(causal, length, in_one, monkeypatch):
+@pytest.mark.parametrize("paged", [False, True])
+def test_attention_rotates_where_queries_and_keys_have_one_position(paged, causal, length, in_one, monkeypatch):
     found = []
     attention = quire.attention
     monkeypatch.setattr(quire, "attention", lambda *args, **more: found.append(more) or attention(*args, **more))
     q, k, v = randn(1, length, 4, 16), randn(1, length, 2, 16, seed=1), randn(1, length, 2, 16, seed=2)
-    table, pages = torch.tensor([[1, 2]], dtype=torch.int32), randn(2, 3, 4, 2, 16, seed=3)
-    angles = torch.arange(8)[:, None] * torch.ones(4)
-    flash_attn_with_kvcache(q, *pages, k, v, angles.cos(), angles.sin(), 2, block_table=table, causal=causal)
-    assert ["rope" in more for more in found] == [in_one]
+    table, cache = None, randn(2, 3, 48, 2, 16, seed=3)
+    if paged:
+        table, cache = torch.tensor([[1, 2]], dtype=torch.int32), randn(2, 3, 4, 2, 16, seed=3)
+    angles = torch.arange(48)[:, None] * torch.ones(4)
+    flash_attn_with_kvcache(q, *cache, k, v, angles.cos(), angles.sin(), 2, block_table=table, causal=causal)
+    assert [("k" in more, "rope" in more) for more in found] == [(True, in_one)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "length", "page_size"),
+    [
+        ("contiguous", 3, 48, 16),
+        ("contiguous", 3, 1024, 256),
+        ("transposed", 3, 64, 64),
+        ("parts of rows", 3, 64, 32),  # rows of 96
+        ("parts of rows", 1, 64, 64),
+        ("contiguous", 3, 24, 0),
+        ("sliced", 3, 64, 0),  # rows of 67
+    ],
+)
+def test_rows_of_a_whole_number_of_pages_are_pages(shape, rows, length, page_size, monkeypatch):
+    """So one launch writes and attends. The same memory is used."""
+    found, attention = [], quire.attention
+    monkeypatch.setattr(
+        quire, "attention", lambda q, cache, *args, **more: found.append(cache) or attention(q, cache, *args, **more)
+    )
+    k_cache = CACHES[shape](rows, length, 2, 16)
+    q, k = randn(rows, 1, 4, 16), randn(rows, 1, 2, 16, seed=1)
+    out = flash_attn_with_kvcache(q, k_cache, k_cache, k, k, cache_seqlens=length - 1)
+    for s in range(rows):
+        close(out[s], dense(q[s], k_cache[s], k_cache[s])[0])
+    assert torch.equal(k_cache[:, -1], k[:, 0])
+    (cache,) = found
+    assert (cache.page_size if cache.layout == "NHD" else 0) == page_size
+    assert cache.k.data_ptr() == k_cache.data_ptr()
 
 
 def test_rotary_without_a_mask_turns_all_queries_alike():
@@ -234,24 +266,27 @@ def test_batch_index_left_padding_and_default_length():
 CACHES = {
     "contiguous": lambda rows, length, heads, dim: randn(rows, length, heads, dim, seed=rows),
     "transposed": lambda rows, length, heads, dim: randn(rows, heads, length, dim, seed=rows).transpose(1, 2),
+    "parts of rows": lambda rows, length, heads, dim: randn(rows, length + 32, heads, dim, seed=rows)[:, :length],
     "sliced": lambda rows, length, heads, dim: randn(rows + 1, length + 3, 3, heads, dim, seed=rows)[1:, 2:-1, 1],
 }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.data())
 def test_contiguous_caches(data):
     """Each sequence attends to its part of its row, and exactly the new tokens were written.
 
-    For any strides, rows, paddings, lengths and masks.
+    For any strides, rows, paddings, lengths and masks. Rows of 16, 32 and 48 tokens are pages, unless there is padding.
     """
     draw = data.draw
-    batch, rows, length = draw(st.integers(1, 3)), draw(st.integers(3, 4)), draw(st.integers(6, 20))
+    batch, rows = draw(st.integers(1, 3)), draw(st.integers(3, 4))
+    length = draw(st.integers(6, 20) | st.sampled_from([16, 32, 48]))
     n, new = draw(st.integers(1, 4)), draw(st.integers(0, 4))
     shape = draw(st.sampled_from(sorted(CACHES)))
     k_cache, v_cache = CACHES[shape](rows, length, 2, 16), CACHES[shape](rows, length, 2, 24)
     lens = [draw(st.integers(-1, length - new)) for _ in range(batch)]
-    pad = [draw(st.integers(0, max(x, 0))) for x in lens]
+    is_padded = draw(st.booleans())
+    pad = [draw(st.integers(0, max(x, 0))) if is_padded else 0 for x in lens]
     index = draw(st.permutations(range(rows)))[:batch]
     q, k, v = randn(batch, n, 4, 16), randn(batch, new, 2, 16, seed=1), randn(batch, new, 2, 24, seed=2)
     masks = {"causal": draw(st.booleans()), "window_size": (draw(st.integers(-1, 9)), draw(st.integers(-1, 9)))}
@@ -289,7 +324,9 @@ def test_contiguous_caches(data):
         *((k, v) if new else (None, None)),
         cos,
         sin,
-        *(torch.tensor(x, dtype=torch.int32) for x in (lens, index, pad)),
+        torch.tensor(lens, dtype=torch.int32),
+        torch.tensor(index, dtype=torch.int32) if draw(st.booleans()) or index != list(range(batch)) else None,
+        torch.tensor(pad, dtype=torch.int32) if is_padded else None,
         rotary_interleaved=interleaved,
         return_softmax_lse=True,
         **masks,
@@ -376,14 +413,16 @@ def test_rows_and_pages_outside_the_cache_raise_on_a_cpu():
         assert not out[1].any()
 
 
-def test_a_cache_is_never_overrun_where_lengths_cannot_be_read(monkeypatch):
+@pytest.mark.parametrize(("length", "new"), [(8, 3), (16, 3), (16, 1), (8, 1)])
+def test_a_cache_is_never_overrun_where_lengths_cannot_be_read(length, new, monkeypatch):
     """On a GPU lengths stay on the device: what does not fit into the cache is left out."""
     monkeypatch.setattr(flash_attn, "check_host_values", lambda *arguments: None)
-    buffer = randn(3, 8, 2, 16)
-    before, (k_cache, v_cache) = buffer.clone(), (buffer[:2], randn(2, 8, 2, 16, seed=1))
-    q, k = randn(2, 1, 2, 16), randn(2, 3, 2, 16, seed=2)
-    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=torch.tensor([7, 100], dtype=torch.int32))
-    before[0, 7] = k[0, 0]
+    buffer = randn(3, length, 2, 16)
+    before, (k_cache, v_cache) = buffer.clone(), (buffer[:2], randn(2, length, 2, 16, seed=1))
+    q, k = randn(2, 1, 2, 16), randn(2, new, 2, 16, seed=2)
+    lens = torch.tensor([length - 1, 100], dtype=torch.int32)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=lens)
+    before[0, length - 1] = k[0, 0]
     assert torch.equal(buffer, before)
     for s in range(2):
         close(out[s], dense(q[s], k_cache[s], v_cache[s])[0])

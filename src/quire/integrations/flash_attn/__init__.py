@@ -260,7 +260,7 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:  # sequences begin later in their rows
         first_page, seq_lens = first_page + cache_leftpad[:, None], (seq_lens - cache_leftpad).clamp(min=0)
     starts = None if seqlen_q == 1 else multiples(batch + 1, seqlen_q, q.device)
-    keys = Batch(first_page, seq_lens.to(torch.int32), starts, paged=block_table is not None)
+    keys = Batch(first_page, seq_lens.to(torch.int32), starts, paged=cache.pages.layout != "THD")
     spec, capacity = scoring.spec(q, k_cache, v_cache), cache.capacity
     plan = quire.plan(spec, keys, max_query_len=seqlen_q, max_seq_len=capacity)
     if num_splits and plan.kernel != "torch":

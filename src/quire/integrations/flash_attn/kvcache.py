@@ -1,6 +1,7 @@
 """Caches of `flash_attn_with_kvcache`: the places and the number of their tokens, and the append of new ones.
 
-A contiguous cache is read in place: for the kernel, each row is one page that begins at the row's first token.
+A contiguous cache is used in place. Where a row is a whole number of pages, it is pages for the kernels, so that new
+tokens are written by the launch that attends. Other rows are sequences without pages.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from quire import PagedKVCache, UnsupportedError
 from quire.integrations.arguments import as_int, check_integers, check_tensor
 from quire.integrations.flash_attn.arguments import Scoring
 
+PAGE_SIZES = 16, 256  # the least and the most tokens of a page of a contiguous cache
+
 
 @dataclass(frozen=True, eq=False)
 class Cache:
@@ -21,9 +24,10 @@ class Cache:
 
     pages: PagedKVCache  # read by `attention`
     slots: PagedKVCache  # the same memory, written by `write_kv`
-    table: torch.Tensor  # [batch, max_blocks_per_seq]; if contiguous [batch, 1], the first token of each row
+    table: torch.Tensor  # [batch, max_blocks_per_seq]; without pages [batch, 1], the first token of each row
     capacity: int  # tokens of a sequence
     num_blocks: int  # pages; rows if contiguous
+    is_contiguous: bool
 
     def slot_mapping(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the slots of `positions` [batch, n], flat: -1 for a position before 0 or past the capacity."""
@@ -90,7 +94,7 @@ def find_cache(
             )
         capacity = check_pages("k_cache", "v_cache", k_cache, v_cache, head_dim, block_table, batch, device)
         pages = PagedKVCache(k_cache, v_cache)
-        return Cache(pages, pages, contiguous_last(block_table), capacity, pages.num_pages)
+        return Cache(pages, pages, contiguous_last(block_table), capacity, pages.num_pages, is_contiguous=False)
     rows, capacity, num_kv_heads, _ = check_tensor(
         "k_cache", k_cache, device, batch_cache=None, seqlen_cache=None, num_kv_heads=None, head_dim=head_dim
     )
@@ -111,10 +115,15 @@ def find_cache(
             "k_cache and v_cache must have rows that are the same whole number of tokens apart, got strides "
             f"{k_cache.stride()} and {v_cache.stride()}; allocate both alike, or pass pages with a block_table"
         )
-    pages, row_tokens = viewed
-    slots = PagedKVCache(pages.k[:, None], pages.v[:, None])  # pages of one token
-    table = row_starts(pages, row_tokens, batch, device, cache_batch_idx)
-    return Cache(pages, slots, table, capacity, rows)
+    tokens, row_tokens = viewed
+    page_size = page_size_of_rows(row_tokens, capacity)
+    if page_size and cache_leftpad is None:
+        pages = PagedKVCache(tokens.k.unflatten(0, (-1, page_size)), tokens.v.unflatten(0, (-1, page_size)))
+        table = pages_of_rows(row_tokens // page_size, capacity // page_size, batch, device, cache_batch_idx)
+        return Cache(pages, pages, table, capacity, rows, is_contiguous=True)
+    slots = PagedKVCache(tokens.k[:, None], tokens.v[:, None])  # pages of one token
+    table = row_starts(tokens, row_tokens, batch, device, cache_batch_idx)
+    return Cache(tokens, slots, table, capacity, rows, is_contiguous=True)
 
 
 def read_new_tokens(
@@ -188,7 +197,7 @@ def check_host_values(
     if lens_before.device.type != "cpu" or len(lens_before) == 0:
         return
     check_room(int(lens_before.max()), length_new, cache.capacity)
-    if cache.pages.layout != "THD":
+    if not cache.is_contiguous:
         used = torch.arange(cache.table.shape[1]) * cache.pages.page_size < seq_lens[:, None]
         check_range("block_table", cache.table[used], cache.num_blocks)
     no_padding = lens_before >= 0
@@ -302,6 +311,25 @@ def row_starts(
     """Return the first token of each sequence's row, [batch, 1]. Sequence `i` has row `i` unless `rows` are given."""
     dtype = torch.int32 if pages.num_pages < 1 << 31 else torch.int64  # int32 takes fewer registers
     return (multiples(batch, row_tokens, device, dtype) if rows is None else rows.to(dtype) * row_tokens)[:, None]
+
+
+def page_size_of_rows(row_tokens: int, capacity: int) -> int:
+    """Return how many tokens a page may have, if rows begin `row_tokens` apart and have `capacity`; 0 if they are odd.
+
+    It is a power of two that divides both, up to the size from which on larger pages are no faster.
+    """
+    least, most = PAGE_SIZES
+    size = min((row_tokens | capacity) & -(row_tokens | capacity), most)
+    return size if size >= least else 0
+
+
+def pages_of_rows(
+    row_pages: int, num_pages: int, batch: int, device: torch.device, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the first `num_pages` pages of each sequence's row, [batch, num_pages]. Rows are `row_pages` apart."""
+    if rows is None:
+        return torch.arange(batch * row_pages, dtype=torch.int32, device=device).view(batch, row_pages)[:, :num_pages]
+    return rows.to(torch.int32)[:, None] * row_pages + torch.arange(num_pages, dtype=torch.int32, device=device)
 
 
 def multiples(count: int, step: int, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
