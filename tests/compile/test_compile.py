@@ -28,8 +28,8 @@ from quire.kernels import primitives
 from quire.kernels.block import kernel as block
 from quire.kernels.hopper import convert as hopper_convert
 from quire.kernels.hopper import kernel as hopper_kernel
-from quire.kernels.hopper import producer as hopper_producer
 from quire.kernels.hopper import runner as hopper_runner
+from quire.kernels.hopper import tile_scheduler as hopper_scheduler
 from quire.kernels.hopper.softcap import capped_exponents
 from quire.kernels.split_kv import kernel as split_kv
 from quire.targets import TARGETS, Launch, compiling
@@ -187,10 +187,10 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
         ({"head_dim": 64, "alibi": True}, 16, 4096, 40),
         ({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 464),
         ({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 104),
-        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 80),
+        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 112),
         ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 152),
         ({}, 1, 32768, 56),
-        ({"head_dim": 232}, 1, 32768, 152),
+        ({"head_dim": 232}, 1, 32768, 184),
     ],
     ids=str,
 )
@@ -266,7 +266,7 @@ def reads_no_range(published, stage):
 def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch, first_stages):
     """The first stage, which reads its source, does not meet their functions, where it converts tiles either."""
     replaced = (
-        (hopper_producer, "keys_of_intervals", finds_no_keys),
+        (hopper_scheduler, "keys_of_intervals", finds_no_keys),
         (hopper_kernel, "sight_of_rows", sees_no_keys),
         (hopper_convert, "read_range", reads_no_range),
     )

@@ -95,17 +95,16 @@ def decided(lens, num_programs, slots, window=CAUSAL, max_decode_queries=0):
     starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
     keys = torch.tensor([keys for _, keys in lens], dtype=torch.int32)
     kv = SimpleNamespace(seq_lens=argument(keys, memory), query_offsets=None)
-    batch = argument(starts, memory), value(len(lens)), value(max_decode_queries)
+    numbers = value(len(lens)), value(max_decode_queries), *window
+    batch = tile_scheduler.Batch(kv, argument(starts, memory), *numbers)
 
     def schedule():
-        ends = call["row_block_ends"](batch[0], 0, *batch[1:], BLOCK_T)
+        ends = call["row_block_ends"](batch, 0, BLOCK_T)
         places = machine.allocate_shared_memory(tl.int32, [4, SEQS], None)
-        ends, _, _ = call["order_by_keys"](
-            ends, places, kv, *batch, *window, WORK_TILES_EACH, BLOCK_T, BLOCK_N, slots
-        )  # fmt: skip
-        count = int(call["count_row_blocks"](ends, *batch, BLOCK_T))
+        ends, _, _ = call["order_by_keys"](batch, ends, places, WORK_TILES_EACH, BLOCK_T, BLOCK_N, slots, True)
+        count = int(call["count_row_blocks"](batch, ends, BLOCK_T))
         for index in reversed(range(count)):
-            seq, first = call["find_row_block"](ends, value(index), *batch, BLOCK_T, True)
+            seq, first = call["find_row_block"](batch, ends, value(index), BLOCK_T, True)
             block, cut = call["cut_of_work_tile"](places, seq, value(index) - first, value(0), WORK_TILES_EACH)
             found.append((int(seq), int(block), *(int(x) for x in cut)))
 

@@ -78,19 +78,18 @@ def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=
     kv = SimpleNamespace(
         seq_lens=argument(keys, memory), query_offsets=argument(offsets, memory) if offsets is not None else None
     )
-    batch = argument(starts, memory), value(len(lens)), value(max_decode_queries)
+    numbers = value(len(lens)), value(max_decode_queries), *window
+    batch = tile_scheduler.Batch(kv, argument(starts, memory), *numbers)
 
     def schedule():
         call = {name: functions.function(getattr(tile_scheduler, name).fn) for name in NAMES}
-        ends = call["row_block_ends"](batch[0], 0, *batch[1:], BLOCK_T)
-        count = call["count_row_blocks"](ends, *batch, BLOCK_T)
+        ends = call["row_block_ends"](batch, 0, BLOCK_T)
+        count = call["count_row_blocks"](batch, ends, BLOCK_T)
         places = machine.allocate_shared_memory(tl.int32, [2, SEQS], None)
-        ends, num_streams, _ = call["order_by_keys"](
-            ends, places, kv, *batch, *window, WORK_TILES_EACH, BLOCK_T, BLOCK_N
-        )
+        ends, num_streams, _ = call["order_by_keys"](batch, ends, places, WORK_TILES_EACH, BLOCK_T, BLOCK_N, 0, True)
         streams.append(int(num_streams))
         for row_block in reversed(range(int(count))):
-            seq, first = call["find_row_block"](ends, value(row_block), *batch, BLOCK_T, True)
+            seq, first = call["find_row_block"](batch, ends, value(row_block), BLOCK_T, True)
             found.append((int(seq), row_block - int(first)))
 
     machine.run([(Program(machine, (0,)), schedule)])
@@ -257,12 +256,12 @@ def test_programs_empty_the_queue_from_both_ends(seed):
 
     def take_all():
         made = call["make_queue"](value(num_work_tiles), value(num_streams), value(from_back))
-        index, backwards = call["first_work_tile"](made)
+        index, backwards = call["first_work_tile"](made, True)
         own, end = found[int(machine.program_id(0))], bool(backwards)
         while int(index) < num_work_tiles:
             own.append((int(index), end))
-            took, end = call["take"](at, lane, lane == 0, backwards), bool(backwards)
-            index, backwards = call["taken_work_tile"](made, lane, took, backwards)
+            took, end = call["take"](at, lane, lane == 0, backwards, True), bool(backwards)
+            index, backwards = call["taken_work_tile"](made, lane, took, backwards, True)
         if int(index) == int(call["last_find"](made)):
             last.append(index)
 

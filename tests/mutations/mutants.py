@@ -716,8 +716,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: sequences without row blocks in the order": Mutant(
         "kernels/hopper/tile_scheduler.py",
-        "gl.where(owns, gl.where(streams & mixed, -1 - places, places), -2147483648)",
-        "gl.where(streams & mixed, -1 - places, places)",
+        "gl.where(owns, places, -2147483648)",
+        "places",
         ORDER + "each_row_block_is_found_once_and_the_longest_sequence_first[{'max_decode_queries': 3}-100]",
     ),
     "Hopper: of sequences of one row block, the shortest at the end": Mutant(
@@ -776,8 +776,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: the batch's order in a launch": Mutant(
         PRODUCER,
-        "(num_seqs > 1) & (num_work_tiles > gl.num_programs(0))",
-        "(num_seqs > 1000)",
+        "(batch.num_seqs > 1) & (num_work_tiles > gl.num_programs(0))",
+        "(batch.num_seqs > 1000)",
         ORDER + "chunks_of_as_many_queries_come_in_the_order_of_their_contexts[short]",
     ),
     "Hopper: splits longer than a share": Mutant(
@@ -835,9 +835,9 @@ IN_INTERPRETER = {
         SIMULATED + "splits[((64, 500), (0, 50), (20, 0))-{'sinks': True, 'softcap': 20.0}-16]",
     ),
     "Hopper: sinks and results of the last split": Mutant(
-        PRODUCER,
-        "tile, left, split)",
-        "tile, left, keys[2] if CUT_SLOTS > 0 else split)",
+        "kernels/hopper/tile_scheduler.py",
+        "tile, num_tiles, split), keys",
+        "tile, num_tiles, keys[2] if CUT_SLOTS > 0 else split), keys",
         CUT + "features[{'sinks': True, 'softcap': 20.0, 'alibi': True}-4000]",
     ),
     "Hopper: partials where the decode launch's are": Mutant(
@@ -980,8 +980,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: gathered values of the next tile": Mutant(
         PRODUCER,
-        "v_source, v_second, kv_head, v_pipe, tile_i, places_of_rows,",
-        "v_source, v_second, kv_head, v_pipe, tile_i, pages,",
+        "v_source, v_tile_desc, kv_head, v_pipe, tile_i, places_of_rows,",
+        "v_source, v_tile_desc, kv_head, v_pipe, tile_i, pages,",
         SIMULATED + "pages[NHD-1]",
     ),
     "Hopper: e4m3 results in the rows of the other warpgroup": Mutant(
@@ -1188,7 +1188,7 @@ IN_INTERPRETER = {
 CPU, SHIM = "test_cpu_path.py", "integrations/test_flash_attn.py::test_"
 INFER = "integrations/test_flashinfer.py::test_"
 INFER_MASKS = "integrations/test_flashinfer_masks.py::test_"
-SCHEDULER = "kernels/test_tile_scheduler.py"
+SCHEDULER = "kernels/test_work_tile.py"
 TRANSFORMERS, VLLM = "engines/test_transformers.py::test_", "engines/test_vllm.py::test_"
 VLLM_MLA = "engines/test_vllm_mla.py::test_"
 VLLM_SHARDED, VLLM_SPANS, VLLM_ENCODERS = (
@@ -1469,49 +1469,49 @@ OUTSIDE = {
     ),
     # hopper/, and what only a compiler sees
     "Hopper: splits overlap": Mutant(
-        "kernels/hopper/tile_scheduler.py",
+        "kernels/hopper/work_tile.py",
         "(stop - start) * (split + 1) // num_splits",
         "(stop - start) * (split + 1) // num_splits + 1",
         SCHEDULER,
     ),
     "Hopper: the last tile forgotten": Mutant(
-        "kernels/hopper/tile_scheduler.py",
+        "kernels/hopper/work_tile.py",
         "(kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)",
         "kv_stop // BLOCK_N, start + 1)",
         SCHEDULER,
     ),
     "Hopper: the window of the last query": Mutant(
-        "kernels/hopper/tile_scheduler.py",
+        "kernels/hopper/work_tile.py",
         "gl.maximum(first_pos + token - window_left, 0)",
         "gl.maximum(first_pos + token + 1 - window_left, 0)",
         SCHEDULER,
     ),
     "Hopper: keys past the end are visible": Mutant(
-        "kernels/hopper/tile_scheduler.py",
+        "kernels/hopper/work_tile.py",
         "gl.minimum(work.first_pos + work.q_len + window_right, work.seq_len)",
         "work.first_pos + work.q_len + window_right",
         SCHEDULER,
     ),
     "Hopper: intervals past the sequence": Mutant(
-        "kernels/hopper/tile_scheduler.py", "gl.maximum(gl.minimum(end, seq_len), 0)", "gl.maximum(end, 0)", SCHEDULER
+        "kernels/hopper/work_tile.py", "gl.maximum(gl.minimum(end, seq_len), 0)", "gl.maximum(end, 0)", SCHEDULER
     ),
     "Hopper: rows that see nothing widen the range": Mutant(
-        "kernels/hopper/tile_scheduler.py", "gl.max(gl.where(begin < end, end, 0), 0)", "gl.max(end, 0)", SCHEDULER
+        "kernels/hopper/work_tile.py", "gl.max(gl.where(begin < end, end, 0), 0)", "gl.max(end, 0)", SCHEDULER
     ),
     "Hopper: tiles without masks that some rows do not see": Mutant(
-        "kernels/hopper/tile_scheduler.py",
+        "kernels/hopper/work_tile.py",
         "gl.max(begin, 0), gl.min(gl.where(owned, end, 2147483647), 0)",
         "gl.min(begin, 0), gl.min(gl.where(owned, end, 2147483647), 0)",
         SCHEDULER,
     ),
     "Hopper: keys of a token that sees nothing": Mutant(
-        "kernels/hopper/tile_scheduler.py",
+        "kernels/hopper/work_tile.py",
         "gl.maximum(kv_high, gl.where(last_begin < last_end, last_end, 0))",
         "gl.maximum(kv_high, last_end)",
         SCHEDULER,
     ),
     "Hopper: keys that the last token sees forgotten": Mutant(
-        "kernels/hopper/tile_scheduler.py",
+        "kernels/hopper/work_tile.py",
         "gl.maximum(kv_high, gl.where(last_begin < last_end, last_end, 0))",
         "kv_high",
         SCHEDULER,

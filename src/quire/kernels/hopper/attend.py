@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from quire.kernels.hopper.convert import permute_for_fp8_operand, to_fp8
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, piece_of, pieces_of
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
-from quire.kernels.hopper.tile_scheduler import ROWS
+from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LN2, LOG2E, groups_of, log2
 
 SLACK = gl.constexpr(8.0)  # base-2 exponent by which a score may exceed the maximum that it is relative to

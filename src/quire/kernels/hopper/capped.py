@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from quire.kernels.hopper.attend import by_row, empty_state, hide_unseen, multiply_keys, multiply_values, total
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, pieces_of
-from quire.kernels.hopper.tile_scheduler import ROWS
+from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import log2
 
 

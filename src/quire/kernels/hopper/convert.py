@@ -19,7 +19,7 @@ from quire.kernels.hopper.pipeline import (
     producer_commit,
     reinterpret,
 )
-from quire.kernels.hopper.tile_scheduler import ROWS, read_range, read_work_tile, visible_keys
+from quire.kernels.hopper.work_tile import ROWS, read_range, read_work_tile, visible_keys
 
 ELEMENTS_PER_THREAD = gl.constexpr(32)  # that are converted at once
 

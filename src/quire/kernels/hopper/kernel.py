@@ -33,7 +33,8 @@ from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, make_
 from quire.kernels.hopper.producer import produce
 from quire.kernels.hopper.results import Outputs, finish, load_of_heads, tokens_of_rows
 from quire.kernels.hopper.softcap import is_capped
-from quire.kernels.hopper.tile_scheduler import ROWS, SEQS, WORDS, load_intervals, read_cut, read_range, read_work_tile
+from quire.kernels.hopper.tile_scheduler import SEQS, Batch
+from quire.kernels.hopper.work_tile import ROWS, WORDS, load_intervals, read_cut, read_range, read_work_tile
 from quire.kernels.primitives import in_units
 
 
@@ -192,7 +193,7 @@ def hopper_kernel(
     k_scale_ptr, v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
     k_source, v_source,  # TMA descriptors; where KV_BOX is 0, pointers to slot 0 of page 0
     q_desc,  # TMA descriptor
-    k_second, v_second,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
+    k_tile_desc, v_tile_desc,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32
     tile_counter,  # [1] int32 of `queue.py`, 0 between launches
@@ -213,6 +214,7 @@ def hopper_kernel(
     STRIDE_UNIT: gl.constexpr,  # of `views.stride_unit`, for the strides of out
     PARTS: gl.constexpr,  # parts of the values' columns; a work tile has one of them, of HEAD_DIM_V columns
     CUT_SLOTS: gl.constexpr,  # slots for partials of row blocks that are cut by keys; 0: none is cut
+    MIXED: gl.constexpr,  # decoding sequences may be among the prompts
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -253,6 +255,7 @@ def hopper_kernel(
         partials,
         arrivals,
     )
+    batch = Batch(kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right)
     # The argument lists are repeated, since constexprs in a tuple stay constexprs only if the tuple is written in the
     # call of `warp_specialize`.
     if WARPGROUPS == 1:
@@ -263,10 +266,10 @@ def hopper_kernel(
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
                     BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
                 (produce, (
-                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_second, v_second, kv,
-                    cu_seqlens_q, tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left,
-                    window_right, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T,
-                    HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
+                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
+                    batch, tile_counter, num_splits, section, stride_table, stride_q_head, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
+                    MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [PRODUCER_WARPS],
             [72 if GATHERS else 56 if MORE_REGISTERS else 40],
@@ -282,10 +285,10 @@ def hopper_kernel(
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
                     BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
                 (produce, (
-                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_second, v_second, kv,
-                    cu_seqlens_q, tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left,
-                    window_right, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T,
-                    HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
+                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
+                    batch, tile_counter, num_splits, section, stride_table, stride_q_head, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
+                    MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [4, PRODUCER_WARPS],
             # Registers per thread of the second and the third function.
@@ -309,10 +312,10 @@ def hopper_kernel(
                     BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
-                    q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, k_second, v_second, kv,
-                    cu_seqlens_q, tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left,
-                    window_right, stride_table, stride_q_head, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_T,
-                    HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS, outputs.lse_ptr, stride_lse)),
+                    q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
+                    batch, tile_counter, num_splits, section, stride_table, stride_q_head, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
+                    MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [4, 4, PRODUCER_WARPS],
             ([192, 72, 56] if FP8_MMA else [208, 40, 56])

@@ -104,6 +104,15 @@ class HopperLaunch:
         return CUT_WARPGROUPS_PER_SM // self.config.num_warpgroups * request.device.num_sms
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether programs may take prompts and decoding sequences from either end of the queue (`queue.py`)."""
+        request = self.request
+        if self.cut_slots:
+            return True
+        orders = request.num_seqs > 1 and not request.has_intervals and not self.fixed_split_size
+        return orders and self.num_splits == 1 and self.decode is None and is_ragged(request)
+
+    @property
     def cut_bytes(self) -> int:
         """Bytes of the partials of row blocks that are cut."""
         columns = cdiv(self.request.spec.head_dim_v, 64) * 64
@@ -169,7 +178,7 @@ class HopperLaunch:
             "SCORE_MOD": score_mod, "WARPGROUPS": config.num_warpgroups,
             "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
-            "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots,
+            "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots, "MIXED": self.is_mixed,
         }  # fmt: skip
 
     def compile_key(self) -> Hashable:

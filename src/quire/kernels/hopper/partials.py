@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.hopper.attend import empty_acc, layout_of_out
 from quire.kernels.hopper.pipeline import pieces_of
 from quire.kernels.hopper.results import tokens_of_rows
-from quire.kernels.hopper.tile_scheduler import ROWS
+from quire.kernels.hopper.work_tile import ROWS
 
 # This was renamed after Triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier

@@ -9,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from quire.kernels.hopper.cuts import cut_of_work_tile
 from quire.kernels.hopper.gather import begin_tile, hand_over, load_places
 from quire.kernels.hopper.pipeline import (
     buffers_of,
@@ -22,40 +21,34 @@ from quire.kernels.hopper.pipeline import (
 )
 from quire.kernels.hopper.queue import first_work_tile, last_find, make_queue, take, taken_work_tile
 from quire.kernels.hopper.tile_scheduler import (
-    WorkTile,
     count_row_blocks,
-    find_row_block,
-    keys_of_band,
-    keys_of_intervals,
+    find_work_tile,
     order_by_keys,
-    power_of_two,
-    publish_work_tile,
+    place_of_work_tile,
     row_block_ends,
-    split_of_cut,
-    split_of_keys,
-    visible_keys,
 )
+from quire.kernels.hopper.work_tile import WorkTile, power_of_two, publish_work_tile, visible_keys
 
 
 @gluon.jit
 def produce(
-    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_second, v_second, kv, cu_seqlens_q,
-    tile_counter, max_decode_queries, num_seqs, num_splits, section, window_left, window_right, stride_table,
-    stride_q_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    BLOCK_T: gl.constexpr, HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr,
-    FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr, CUT_SLOTS: gl.constexpr, lse_ptr, stride_lse,
+    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc, batch,
+    tile_counter, num_splits, section, stride_table, stride_q_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr, FIRST_TO_LAST: gl.constexpr,
+    PARTS: gl.constexpr, CUT_SLOTS: gl.constexpr, MIXED: gl.constexpr, lse_ptr, stride_lse,
 ):  # fmt: skip
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
 
     Tiles of a quantised cache go to pipelines of raw bytes, from which `convert` reads.
     The KV tiles of a work tile are loaded from the last to the first, unless FIRST_TO_LAST.
     With PARTS > 1, a work tile has one of PARTS parts of the values' columns, each of HEAD_DIM_V columns.
-    With CUT_SLOTS, row blocks of long sequences are cut by keys.
+    With CUT_SLOTS, row blocks of long sequences are cut by keys. With MIXED, work tiles are taken from both ends.
     Where there are splits, one without keys is not handed to consumers.
     """
     STEP: gl.constexpr = 1 if FIRST_TO_LAST else -1
     GATHERS: gl.constexpr = KV_BOX == 0
-    HAS_BOXES: gl.constexpr = GATHERS and k_second is not None
+    HAS_BOXES: gl.constexpr = GATHERS and k_tile_desc is not None
     BLOCK_ROWS: gl.constexpr = HEADS * BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
@@ -68,11 +61,12 @@ def produce(
     THREADS: gl.constexpr = 32 * gl.num_warps()
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     SPLITS: gl.constexpr = isinstance(num_splits, gl.tensor)  # one split is a constexpr
+    kv = batch.kv
     work_i = 0
     tile_i = 0
     handed = 0  # tiles of values that consumers may read
     edge_i = 0
-    values_are_box = num_seqs < 0  # whether TMA loads the last tile of values: see `gather.py`
+    values_are_box = batch.num_seqs < 0  # whether TMA loads the last tile of values: see `gather.py`
     k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the TMA matrix
     k_row, k_col = kv.k_head // kv.k_slot, kv.k_head % kv.k_slot  # one of them is 0
     v_row, v_col = kv.v_head // kv.v_slot, kv.v_head % kv.v_slot
@@ -82,76 +76,42 @@ def produce(
         if len(v_source.block_shape) == 3:
             v_col = (v_col > 0).to(gl.int32)
     lane = gl.arange(0, THREADS, ONE_EACH)
-    ends = row_block_ends(cu_seqlens_q, 0, num_seqs, max_decode_queries, BLOCK_T)
+    ends = row_block_ends(batch, 0, BLOCK_T)
     num_streams, from_back = 0, 0
     if CUT_SLOTS > 0:
         ends, num_streams, from_back = order_by_keys(
-            ends, places, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, HEAD_BLOCKS,
-            BLOCK_T, BLOCK_N, CUT_SLOTS,
-        )  # fmt: skip
-    num_row_blocks = count_row_blocks(ends, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T)
+            batch, ends, places, HEAD_BLOCKS, BLOCK_T, BLOCK_N, CUT_SLOTS, MIXED
+        )
+    num_row_blocks = count_row_blocks(batch, ends, BLOCK_T)
     num_work_tiles = num_row_blocks * HEAD_BLOCKS * num_splits
     if PARTS > 1:
         num_work_tiles *= PARTS
     # Lengths may differ, and a work tile that starts last should be short.
-    if kv.key_begin is None and CUT_SLOTS == 0 and (num_seqs > 1) & (num_work_tiles > gl.num_programs(0)):
+    if kv.key_begin is None and CUT_SLOTS == 0 and (batch.num_seqs > 1) & (num_work_tiles > gl.num_programs(0)):
         ends, num_streams, from_back = order_by_keys(
-            ends, places, kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right,
-            HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N,
-        )  # fmt: skip
-    num_shared = num_row_blocks - num_streams  # row blocks of sequences with several
-    queue = make_queue(num_work_tiles, num_streams * HEAD_BLOCKS * PARTS * num_splits, from_back)
-    index, backwards = first_work_tile(queue)
-    while index < num_work_tiles:
-        whole = index
-        if PARTS > 1:  # adjacent work tiles have the same queries and keys
-            whole = index // PARTS
-        row_block = num_row_blocks - 1 - whole // (HEAD_BLOCKS * num_splits)
-        head = whole % HEAD_BLOCKS * HEADS
-        split = whole // HEAD_BLOCKS % num_splits
-        if section is not None:
-            if whole < num_shared * HEAD_BLOCKS:
-                in_section = whole % (num_shared * section)
-                row_block = num_row_blocks - 1 - in_section // section
-                head = (whole // (num_shared * section) * section + in_section % section) * HEADS
-        seq, first_row_block = find_row_block(
-            ends, row_block, cu_seqlens_q, num_seqs, max_decode_queries, BLOCK_T, kv.key_begin is None
+            batch, ends, places, HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N, 0, MIXED
         )
-        q_start = gl.load(cu_seqlens_q + seq)
-        q_len = gl.load(cu_seqlens_q + seq + 1) - q_start
-        seq_len = gl.load(kv.seq_lens + seq)
-        keys = ()
-        if CUT_SLOTS > 0:
-            in_seq, keys = cut_of_work_tile(places, seq, row_block - first_row_block, head // HEADS, HEAD_BLOCKS)
-            token = in_seq * BLOCK_T
-        else:
-            token = (row_block - first_row_block) * BLOCK_T
-        taken = gl.zeros([THREADS], gl.int32, ONE_EACH)
-        if kv.query_offsets is None:
-            first_pos = seq_len - q_len
-        else:
-            first_pos = gl.load(kv.query_offsets + seq)
-        if kv.key_begin is None:
-            kv_start, kv_stop = keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T)
-        else:
-            kv_start, kv_stop, keys = keys_of_intervals(kv, token, q_start, q_len, seq_len, BLOCK_T)
-        if CUT_SLOTS > 0:
-            tile, left = split_of_cut(kv_start, kv_stop, keys, BLOCK_N)
-        else:
-            tile, left = split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N)
-        if FIRST_TO_LAST:
-            tile -= left - 1
+    queue = make_queue(num_work_tiles, num_streams * HEAD_BLOCKS * PARTS * num_splits, from_back)
+    index, backwards = first_work_tile(queue, MIXED)
+    while index < num_work_tiles:
+        row_block, head, split, part = place_of_work_tile(
+            index, num_row_blocks, num_streams, section, num_splits, HEAD_BLOCKS, HEADS, PARTS, MIXED
+        )
+        seq, work, keys, kv_stop = find_work_tile(
+            batch, ends, places, row_block, head, split, part, num_splits, HEAD_BLOCKS, HEADS, BLOCK_T, BLOCK_N,
+            FIRST_TO_LAST, PARTS, CUT_SLOTS,
+        )  # fmt: skip
         first_value = 0  # column
         if PARTS > 1:
-            split = index % PARTS
-            first_value = split * HEAD_DIM_V
-        work = WorkTile(head, token, q_start, q_len, first_pos, seq_len, tile, left, split)
+            first_value = part * HEAD_DIM_V
+        tile, left = work.tile, work.num_tiles
+        taken = gl.zeros([THREADS], gl.int32, ONE_EACH)
         if kv.cu_pages is None:
             row = kv.page_table + seq.to(gl.int64) * stride_table
         else:
             row = kv.page_table + gl.load(kv.cu_pages + seq)
         if kv.key_begin is None:
-            kv_low, kv_high = visible_keys(work, window_left, window_right)
+            kv_low, kv_high = visible_keys(work, batch.window_left, batch.window_right)
         else:
             kv_low, kv_high = keys.kv_low, keys.kv_high
         kv_head = head // GROUP
@@ -165,25 +125,25 @@ def produce(
             pages = load_page_numbers(row, pos + lane * KV_BOX, pos + BLOCK_N, kv_low, kv_high, PAGE_SIZE, KV_BOX)
         if SPLITS and (pos >= kv_stop) & (split < num_splits - 1):  # the last split adds sinks
             store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T, HEADS)
-            taken = take(tile_counter, lane, lane == 0, backwards)
+            taken = take(tile_counter, lane, lane == 0, backwards, MIXED)
             left = left * 0
         else:
             if KEYS_FIRST and work_i > 0:
                 if GATHERS:
                     begin_tile(
-                        k_source, k_second, kv_head, k_pipe, tile_i, pages, pos, kv.k_page, kv.k_slot, kv.k_head, 0,
+                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, pages, pos, kv.k_page, kv.k_slot, kv.k_head, 0,
                         HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 else:
                     load_keys(
-                        k_source, k_second, k_pipe, tile_i, pages_of_boxes(pages, lane, BLOCK_N // KV_BOX), pos,
+                        k_source, k_tile_desc, k_pipe, tile_i, pages_of_boxes(pages, lane, BLOCK_N // KV_BOX), pos,
                         kv_low, kv_high, k_page, kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
                     )  # fmt: skip
             stage = producer_acquire(q_pipe, work_i)
             publish_work_tile(published, stage, work, keys)
             expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
             for first in gl.static_range(0, BLOCK_ROWS, Q_BOX):
-                q_row, q_col = q_start + token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
+                q_row, q_col = work.q_start + work.token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
                 load_rows(q_desc, q_row, q_col, q_pipe.full.index(stage), buffers_of(q_pipe, stage), first, Q_BOX)
             work_i += 1
 
@@ -200,11 +160,11 @@ def produce(
                 pages = load_places(row, k_pipe, pos, gl.minimum(stop, kv_high), kv_low, PAGE_SIZE, HAS_BOXES)
             else:
                 pages = load_page_numbers(row, pos + lane * KV_BOX, stop, kv_low, kv_high, PAGE_SIZE, KV_BOX)
-            taken = take(tile_counter, lane, (lane == 0) & (left == 1), backwards)
+            taken = take(tile_counter, lane, (lane == 0) & (left == 1), backwards, MIXED)
             if GATHERS:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     begin_tile(
-                        k_source, k_second, kv_head, k_pipe, tile_i, places_of_rows, tile * BLOCK_N,
+                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, places_of_rows, tile * BLOCK_N,
                         kv.k_page, kv.k_slot, kv.k_head, 0, HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 if left < work.num_tiles:
@@ -213,13 +173,13 @@ def produce(
                     values_are_box = places_of_rows[1]
                 hand_over(k_pipe, tile_i, values_are_box, 0, HAS_BOXES)
                 begin_tile(
-                    v_source, v_second, kv_head, v_pipe, tile_i, places_of_rows, tile * BLOCK_N,
+                    v_source, v_tile_desc, kv_head, v_pipe, tile_i, places_of_rows, tile * BLOCK_N,
                     kv.v_page, kv.v_slot, kv.v_head, first_value, HEAD_DIM_V, PAGE_SIZE,
                 )  # fmt: skip
             else:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     load_keys(
-                        k_source, k_second, k_pipe, tile_i, of_boxes, tile * BLOCK_N, kv_low, kv_high, k_page,
+                        k_source, k_tile_desc, k_pipe, tile_i, of_boxes, tile * BLOCK_N, kv_low, kv_high, k_page,
                         kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX,
                     )  # fmt: skip
                 stage = producer_acquire(v_pipe, tile_i)
@@ -231,7 +191,7 @@ def produce(
                     barrier = gl.where(all_visible, stage, SPARE)
                 expect_bytes(v_pipe.full, barrier, BLOCK_N * V_BYTES)
                 load_kv_tile(
-                    v_source, v_second, v_pipe, stage, v_pipe.full.index(barrier), of_boxes, tile * BLOCK_N,
+                    v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), of_boxes, tile * BLOCK_N,
                     kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col + first_value, PAGE_SIZE, KV_BOX,
                 )  # fmt: skip
                 if not CONVERTED and barrier == SPARE:
@@ -245,7 +205,7 @@ def produce(
             tile_i += 1
             tile += STEP
             left -= 1
-        index, backwards = taken_work_tile(queue, lane, taken, backwards)
+        index, backwards = taken_work_tile(queue, lane, taken, backwards, MIXED)
     if GATHERS and tile_i > handed:
         hand_over(v_pipe, tile_i - 1, values_are_box, 0, HAS_BOXES)
     if index == last_find(queue):  # the last program resets the counter for the next launch
@@ -257,7 +217,7 @@ def produce(
 
 @gluon.jit
 def load_keys(
-    k_source, k_second, k_pipe, tile_i, pages, pos, kv_low, kv_high, page_rows, row, col,
+    k_source, k_tile_desc, k_pipe, tile_i, pages, pos, kv_low, kv_high, page_rows, row, col,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr,
 ):  # fmt: skip
     """Load the keys from position `pos` on, the tile_i-th tile of the pipeline."""
@@ -266,8 +226,8 @@ def load_keys(
     stage = producer_acquire(k_pipe, tile_i)
     expect_bytes(k_pipe.full, stage, BLOCK_N * BYTES)
     load_kv_tile(
-        k_source, k_second, k_pipe, stage, k_pipe.full.index(stage), pages, pos, kv_low, kv_high, page_rows, row, col,
-        PAGE_SIZE, KV_BOX,
+        k_source, k_tile_desc, k_pipe, stage, k_pipe.full.index(stage), pages, pos, kv_low, kv_high, page_rows, row,
+        col, PAGE_SIZE, KV_BOX,
     )  # fmt: skip
 
 
@@ -303,21 +263,21 @@ def load_page_numbers(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, 
 
 @gluon.jit
 def load_kv_tile(
-    desc, second, pipe, stage, barrier, pages, pos, kv_low, kv_high, page_rows, row, col,
+    desc, tile_desc, pipe, stage, barrier, pages, pos, kv_low, kv_high, page_rows, row, col,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr,
 ):  # fmt: skip
     """Load a tile of keys or values from position `pos` on, one box of KV_BOX slots of a page at a time.
 
-    The head of page 0 begins at (row, col) of the TMA matrix. With a second descriptor, a tile that lies in one page,
-    and that is all visible, is one box.
+    The head of page 0 begins at (row, col) of the TMA matrix. With `tile_desc`, a tile that lies in one page, and that
+    is all visible, is one box.
     """
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     buffers = buffers_of(pipe, stage)
     is_box = False
-    if second is not None:
+    if tile_desc is not None:
         is_box = (pos >= kv_low) & (pos + BLOCK_N <= kv_high) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)
         if is_box:
-            load_rows(second, pages[0] * page_rows + row + pos % PAGE_SIZE, col, barrier, buffers, 0, BLOCK_N)
+            load_rows(tile_desc, pages[0] * page_rows + row + pos % PAGE_SIZE, col, barrier, buffers, 0, BLOCK_N)
     if not is_box:
         for box in gl.static_range(BLOCK_N // KV_BOX):
             box_row = pages[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE

@@ -32,30 +32,36 @@ def make_queue(num_work_tiles, num_streams, from_back):
 
 
 @gluon.jit
-def first_work_tile(queue):
+def first_work_tile(queue, MIXED: gl.constexpr):
     """Return this program's first work tile, and whether it takes others from the back.
 
-    If it is not less than `num_work_tiles`, there is none.
+    If it is not less than `num_work_tiles`, there is none. Without MIXED, all are taken from the front.
     """
+    if not MIXED:
+        return gl.program_id(0), False
     rank = gl.program_id(0) - (gl.num_programs(0) - queue.from_back)
     return gl.where(rank >= 0, queue.num_work_tiles - 1 - rank, gl.program_id(0)), rank >= 0
 
 
 @gluon.jit
-def take(counter, lane, wanted, backwards):
+def take(counter, lane, wanted, backwards, MIXED: gl.constexpr):
     """Take a work tile, in the lane where `wanted` is set. Its load is in flight until `taken_work_tile` is called."""
-    one = lane * 0 + gl.where(backwards, 1 << BITS, 1)
+    one = lane * 0 + 1
+    if MIXED:
+        one = lane * 0 + gl.where(backwards, 1 << BITS, 1)
     return gl.atomic_add(counter + lane, one, mask=wanted, sem="relaxed")
 
 
 @gluon.jit
-def taken_work_tile(queue, lane, taken, backwards):
+def taken_work_tile(queue, lane, taken, backwards, MIXED: gl.constexpr):
     """Return what was taken, and whether this program still takes from the back.
 
     What is not less than `num_work_tiles` means that there is no more. Of all programs, the last one to find that gets
     `last_find`.
     """
     number = gl.sum(gl.where(lane == 0, taken, 0), 0)
+    if not MIXED:
+        return gl.num_programs(0) + number, backwards
     front, back = number, 0
     if queue.from_back > 0:
         front, back = number & MOST, (number >> BITS) & MOST

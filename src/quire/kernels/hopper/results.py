@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from quire.kernels.hopper.attend import lse_of_rows, queries_of, scaled
 from quire.kernels.hopper.convert import permute_for_fp8_operand, quantize_results, undo_permute_for_fp8_operand
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES, columns_of, consumer_release, pieces_of, reinterpret
-from quire.kernels.hopper.tile_scheduler import ROWS
+from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LOG2E, as_stored
 
 

@@ -16,8 +16,8 @@ from quire.kernels.combine import combine_arguments, combine_kernel
 from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
-from quire.kernels.hopper.tile_scheduler import ROWS
 from quire.kernels.hopper.tma import has_heads, matrices_of_cache, matrix_of_queries
+from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.launch import Runner
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.scratch import TILE_COUNTER_BYTES

@@ -15,7 +15,7 @@ import torch
 import quire
 
 if sys.platform == "linux":
-    from quire.kernels.hopper import pipeline, tile_scheduler, tma
+    from quire.kernels.hopper import pipeline, work_tile, tma
 
 PLAIN = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
 
@@ -50,11 +50,11 @@ VECTORS = SimpleNamespace(
 
 @pytest.fixture
 def scheduler(monkeypatch):
-    """The module of the scheduler, with arithmetic of Python's in place of Gluon's."""
-    monkeypatch.setattr(tile_scheduler, "gl", PLAIN)
+    """The module of work tiles, with arithmetic of Python's in place of Gluon's."""
+    monkeypatch.setattr(work_tile, "gl", PLAIN)
     for name in ("tiles_of_keys", "last_and_number"):
-        monkeypatch.setattr(tile_scheduler, name, getattr(tile_scheduler, name).fn)
-    return tile_scheduler
+        monkeypatch.setattr(work_tile, name, getattr(work_tile, name).fn)
+    return work_tile
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 8])

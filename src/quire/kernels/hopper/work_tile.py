@@ -1,0 +1,170 @@
+"""A work tile: what a program attends to at a time, which keys that are, and how its warps learn of it.
+
+A row block is BLOCK_T query tokens of one sequence. A work tile is a row block, as many heads of one KV head as fill
+the program's rows, and one split of the visible keys. The producer warp publishes the fields of a work tile in shared
+memory, where the consumer warpgroups read them. With intervals of keys, it also publishes the `Range`. So all warps of
+a program agree on which tiles there are, and which of them need masks.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quire.kernels.hopper.cuts import Cut
+
+ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
+FIELDS = gl.constexpr(9)  # fields of WorkTile
+WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range or a Cut after it
+
+
+class WorkTile(NamedTuple):
+    """A work tile. One with q_len 0 means that there are no more."""
+
+    head: Any  # its first query head
+    token: Any  # its first query token, counted from the sequence's first
+    q_start: Any  # the sequence's first query token, in the batch
+    q_len: Any  # the sequence's query tokens
+    first_pos: Any  # position of the sequence's first query among its keys
+    seq_len: Any  # the sequence's keys
+    tile: Any  # the KV tile that is attended to first: the last one, or in a batch-invariant plan the first one
+    num_tiles: Any  # at least 1
+    split: Any  # which split of the visible keys; in a batch-invariant plan, which part of the values' columns
+
+
+class Range(NamedTuple):
+    """The keys that matter to a row block whose rows see intervals. Where rows see a band, positions say the same."""
+
+    full_start: Any  # the keys that every row sees
+    full_stop: Any
+    kv_low: Any  # keys that are in the sequence's pages and finite: at least those that any row sees
+    kv_high: Any
+
+
+@gluon.constexpr_function
+def power_of_two(number):
+    """Round up to a power of two."""
+    return 1 << (number - 1).bit_length()
+
+
+@gluon.jit
+def keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T: gl.constexpr):
+    """Return the first key that any row of a row block sees, and the one after the last."""
+    kv_start = gl.maximum(first_pos + token - window_left, 0)
+    kv_stop = gl.minimum(first_pos + gl.minimum(token + BLOCK_T, q_len) + window_right, seq_len)
+    return kv_start, kv_stop
+
+
+@gluon.jit
+def load_intervals(key_begin, key_end, token, owned, seq_len):
+    """Return the first key that each query token of the batch sees, and the one after the last, within its sequence.
+
+    A token that is not owned sees nothing.
+    """
+    begin = gl.maximum(gl.load(key_begin + token, mask=owned, other=0), 0)
+    end = gl.load(key_end + token, mask=owned, other=0)
+    return begin, gl.maximum(gl.minimum(end, seq_len), 0)
+
+
+@gluon.jit
+def keys_of_intervals(kv, token, q_start, q_len, seq_len, BLOCK_T: gl.constexpr):
+    """Return what `keys_of_band` does, and the Range, of a row block whose rows see intervals."""
+    tokens = token + gl.arange(0, power_of_two(BLOCK_T), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    owned = tokens < gl.minimum(q_len, token + BLOCK_T)
+    begin, end = load_intervals(kv.key_begin, kv.key_end, q_start + tokens, owned, seq_len)
+    kv_start = gl.min(gl.where(begin < end, begin, 2147483647), 0)
+    kv_stop = gl.max(gl.where(begin < end, end, 0), 0)
+    full_start, full_stop = gl.max(begin, 0), gl.min(gl.where(owned, end, 2147483647), 0)
+    # The keys between those that any tokens of the sequence see are finite. With those of its first and its last token,
+    # the edge of a row block that sees a part of a tile needs no zeros.
+    first_begin, first_end = load_intervals(kv.key_begin, kv.key_end, q_start, q_len > 0, seq_len)
+    last_begin, last_end = load_intervals(kv.key_begin, kv.key_end, q_start + q_len - 1, q_len > 0, seq_len)
+    kv_low, kv_high = kv_start, kv_stop
+    kv_low = gl.minimum(kv_low, gl.where(first_begin < first_end, first_begin, 2147483647))
+    kv_high = gl.maximum(kv_high, gl.where(first_begin < first_end, first_end, 0))
+    kv_low = gl.minimum(kv_low, gl.where(last_begin < last_end, last_begin, 2147483647))
+    kv_high = gl.maximum(kv_high, gl.where(last_begin < last_end, last_end, 0))
+    return gl.minimum(kv_start, kv_stop), kv_stop, Range(full_start, full_stop, kv_low, kv_high)
+
+
+@gluon.jit
+def tiles_of_keys(kv_start, kv_stop, BLOCK_N: gl.constexpr):
+    """Return the first of the tiles that a row block sees, and the one after the last. There is at least one."""
+    start = kv_start // BLOCK_N
+    return start, gl.maximum((kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)
+
+
+@gluon.jit
+def last_and_number(low, high, stop):
+    """Return the last of the tiles from `low` to `high`, and how many there are.
+
+    If there are none, it is one that no row sees, from `stop`.
+    """
+    return gl.where(high > low, high - 1, stop), gl.maximum(high - low, 1)
+
+
+@gluon.jit
+def split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N: gl.constexpr):
+    """Return (last tile, number of tiles) of a split of the keys that a row block sees."""
+    start, stop = tiles_of_keys(kv_start, kv_stop, BLOCK_N)
+    low = start + (stop - start) * split // num_splits
+    high = start + (stop - start) * (split + 1) // num_splits
+    return last_and_number(low, high, stop)
+
+
+@gluon.jit
+def split_of_cut(kv_start, kv_stop, cut, BLOCK_N: gl.constexpr):
+    """Return the same as `split_of_keys`, for a row block that is cut. This takes no division."""
+    start, stop = tiles_of_keys(kv_start, kv_stop, BLOCK_N)
+    low = start + ((stop - start) * cut.split >> cut.shift)
+    high = start + ((stop - start) * (cut.split + 1) >> cut.shift)
+    return last_and_number(low, high, stop)
+
+
+@gluon.jit
+def visible_keys(work, window_left, window_right):
+    """Return the first key that any query of the sequence sees, and the one after the last.
+
+    Other keys may be in freed pages. With intervals, the Range says which.
+    """
+    return work.first_pos - window_left, gl.minimum(work.first_pos + work.q_len + window_right, work.seq_len)
+
+
+@gluon.jit
+def publish_work_tile(published, stage, work, more):
+    """Write a work tile's fields to shared memory, and those of its Range or its Cut, or () of neither."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for i in gl.static_range(FIELDS):
+        published.index(stage * WORDS + i).store(gl.full([1], work[i], gl.int32, LAYOUT))
+    for i in gl.static_range(len(more)):
+        published.index(stage * WORDS + FIELDS + i).store(gl.full([1], more[i], gl.int32, LAYOUT))
+
+
+@gluon.jit
+def read_work_tile(published, stage):
+    """Return the work tile that `publish_work_tile` wrote."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    fields = ()
+    for i in gl.static_range(FIELDS):
+        fields = fields + (gl.max(published.index(stage * WORDS + i).load(LAYOUT), 0),)
+    return WorkTile(*fields)
+
+
+@gluon.jit
+def read_range(published, stage):
+    """Return the Range that `publish_work_tile` wrote."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    fields = ()
+    for i in gl.static_range(4):
+        fields = fields + (gl.max(published.index(stage * WORDS + FIELDS + i).load(LAYOUT), 0),)
+    return Range(*fields)
+
+
+@gluon.jit
+def read_cut(published, stage):
+    """Return the Cut that `publish_work_tile` wrote."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    fields = ()
+    for i in gl.static_range(3):
+        fields = fields + (gl.max(published.index(stage * WORDS + FIELDS + i).load(LAYOUT), 0),)
+    return Cut(*fields)
