@@ -190,7 +190,7 @@ sys.exit(main(["generate", "--device", "cpu", "--prompt", "import ", "--max-new-
 """
 SLOW_STOP = """
 def stop(self, **options):
-    print("stopping", flush=True)
+    sys.stdout.write("\\nstopping\\n"), sys.stdout.flush()  # one write: other threads print too
     time.sleep(300)
 generate_engine.ContinuousBatchingManager.stop = stop
 """
@@ -200,7 +200,7 @@ steps = []
 def slow_step(self):
     steps.append(1)
     if len(steps) == 50:
-        print("stuck", flush=True)
+        sys.stdout.write("\\nstuck\\n"), sys.stdout.flush()
         time.sleep(300)
     step(self)
 generate_engine.ContinuousBatchingManager._generation_step = slow_step

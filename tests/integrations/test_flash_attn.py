@@ -143,12 +143,12 @@ def test_varlen(paged):
 
 
 @pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
-@pytest.mark.parametrize("paged", [False, True])
-def test_append_then_attend(paged, rotary):
-    """Lengths are those before the append; -1 is a padding row."""
+@pytest.mark.parametrize(("paged", "capacity"), [(False, 16), (False, 17), (True, 16)])
+def test_append_then_attend(paged, capacity, rotary):
+    """Lengths are those before the append; -1 is a padding row. Rows of 17 tokens are no pages."""
     lens, new = [5, 0, 11, -1], 3
     q, k, v = randn(4, 3, 4, 16), randn(4, new, 2, 16, seed=1), randn(4, new, 2, 16, seed=2)
-    past_k, past_v = randn(4, 16, 2, 16, seed=3), randn(4, 16, 2, 16, seed=4)
+    past_k, past_v = randn(4, capacity, 2, 16, seed=3), randn(4, capacity, 2, 16, seed=4)
     table = None
     if paged:
         table = torch.randperm(16).to(torch.int32).view(4, 4)

@@ -1038,7 +1038,7 @@ IN_INTERPRETER = {
     ),
     "Hopper: queries never released": Mutant(
         RESULTS,
-        "    consumer_release(q_pipe, work_i)\n    for i in",
+        "    if not EARLY:\n        consumer_release(q_pipe, work_i)\n    for i in",
         "    for i in",
         SIMULATED + "features[{}-None]",
     ),
@@ -1677,7 +1677,7 @@ OUTSIDE = {
         "integrations/flash_attn/kvcache.py",
         "if fused and (local or new.length == 1) and",
         "if fused and",
-        SHIM + "attention_rotates_in_pages_where_queries_and_keys_have_one_position",
+        SHIM + "attention_rotates_where_queries_and_keys_have_one_position",
     ),
     "a table of another dtype relaunched": Mutant(
         "kernels/views.py",

@@ -61,6 +61,13 @@ def mixed(num_decoding: int, num_prompts: int, seed: int) -> Case:
     return Case(f"mixed {num_decoding} decoding + {num_prompts} prompts", "mixed", tuple(lens))
 
 
+def step(num_decoding: int, keys: int, *chunks: tuple[int, int], model: str = DEFAULT_MODEL) -> Case:
+    """Make a case of a server's step: sequences that decode on `keys`, and chunks of (queries, keys)."""
+    words = [f"{q}" if q == n else f"{q} on {n}" for q, n in chunks]
+    name = " + ".join([f"mixed {num_decoding}x1 on {keys}", *words])
+    return Case(name + suffix_of(model), "mixed", ((1, keys),) * num_decoding + chunks, model)
+
+
 def share(num_seqs: int, percent: int, unequal: bool, seed: int = 3, model: str = DEFAULT_MODEL) -> Case:
     """Make a case in which `percent` of the sequences decode on 2,048 keys and the others are prompts of 512.
 
@@ -168,6 +175,21 @@ SETS = {
     "prefill": PREFILL,
     "share": tuple(
         share(n, percent, unequal) for n in (8, 32) for percent in (0, 50, 100) for unequal in (False, True)
+    ),
+    "mixed": (
+        step(32, 2048, (512, 4096)),
+        step(32, 4096, (3000, 3000)),
+        step(32, 4096, (2000, 2000), (1500, 1500)),
+        step(120, 1000, (300, 300)),
+        step(200, 1500, (256, 256), (700, 700)),
+        step(4, 2048, (33, 33), (500, 500), (1200, 1200), (3000, 3000)),
+        step(8, 8192, (512, 512)),
+        step(16, 8192, (2048, 2048)),
+        step(64, 4096, (2048, 8192)),
+        step(30, 2048, (512, 6000), (400, 4000)),
+        step(32, 2048, (512, 512), (512, 512), model="Llama-3.2-1B"),
+        step(32, 4096, (1024, 1024), (1024, 1024), model="Gemma-3-12B"),
+        step(32, 4096, (512, 512), (512, 512), model="Mistral window"),
     ),
     "length": (
         *(decode(n, length) for n in (1, 32) for length in (256, 512, 1024, 2048, 8192, 32768)),
