@@ -15,7 +15,7 @@ import torch
 import quire
 
 if sys.platform == "linux":
-    from quire.kernels.hopper import pipeline, work_tile, tma
+    from quire.kernels.hopper import pipeline, tma, work_tile
 
 PLAIN = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
 
