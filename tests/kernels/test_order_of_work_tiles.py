@@ -53,8 +53,8 @@ def longest_first(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_p
     mixed = 1 in blocks[:SEQS] and (max(blocks[:SEQS]) > 1 or len(lens) > SEQS)
 
     def place(seq):
-        streams = mixed and blocks[seq] == 1
-        return (0, -sizes[seq], -seq) if streams else (1, sizes[seq], seq)
+        singles = mixed and blocks[seq] == 1
+        return (0, -sizes[seq], -seq) if singles else (1, sizes[seq], seq)
 
     order = sorted(range(min(len(lens), SEQS)), key=place)
     return [
@@ -69,7 +69,7 @@ def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=
 
     The last ones of a mixed batch are checked to be those of sequences of one row block.
     """
-    memory, found, streams = GlobalMemory(), [], []
+    memory, found, singles = GlobalMemory(), [], []
     machine = Machine(0, (num_programs,), memory)
     functions = Functions(machine)
     starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
@@ -86,17 +86,17 @@ def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=
         ends = call["row_block_ends"](batch, 0, BLOCK_T)
         count = call["count_row_blocks"](batch, ends, BLOCK_T)
         places = machine.allocate_shared_memory(tl.int32, [2, SEQS], None)
-        ends, num_streams, _ = call["order_by_keys"](batch, ends, places, WORK_TILES_EACH, BLOCK_T, BLOCK_N, 0, True)
-        streams.append(int(num_streams))
+        ends, num_singles, _ = call["order_by_keys"](batch, ends, places, WORK_TILES_EACH, BLOCK_T, BLOCK_N, 0, True)
+        singles.append(int(num_singles))
         for row_block in reversed(range(int(count))):
             seq, first = call["find_row_block"](batch, ends, value(row_block), BLOCK_T, True)
             found.append((int(seq), row_block - int(first)))
 
     machine.run([(Program(machine, (0,)), schedule)])
-    (num_streams,) = streams
+    (num_singles,) = singles
     of_one = [seq for seq, _ in found if row_blocks(lens[seq][0], max_decode_queries) == 1 and seq < SEQS]
-    assert num_streams in (0, len(of_one))
-    assert num_streams == 0 or [seq for seq, _ in found[-num_streams:]] == of_one
+    assert num_singles in (0, len(of_one))
+    assert num_singles == 0 or [seq for seq, _ in found[-num_singles:]] == of_one
     return found
 
 
@@ -243,8 +243,8 @@ def test_programs_empty_the_queue_from_both_ends(seed):
     """Each work tile is taken once, in any order of programs, and one program finds last that there is no more."""
     draw = random.Random(seed)
     num_work_tiles, num_programs = draw.randint(2, 60), draw.randint(1, 7)
-    num_streams = draw.randint(0, num_work_tiles)
-    from_back = draw.randint(0, min(num_streams, num_programs)) if num_work_tiles > num_programs else 0
+    num_singles = draw.randint(0, num_work_tiles)
+    from_back = draw.randint(0, min(num_singles, num_programs)) if num_work_tiles > num_programs else 0
     memory = GlobalMemory()
     machine = Machine(seed, (num_programs,), memory)
     functions = Functions(machine)
@@ -255,7 +255,7 @@ def test_programs_empty_the_queue_from_both_ends(seed):
     found, last = {program: [] for program in range(num_programs)}, []
 
     def take_all():
-        made = call["make_queue"](value(num_work_tiles), value(num_streams), value(from_back))
+        made = call["make_queue"](value(num_work_tiles), value(num_singles), value(from_back))
         index, backwards = call["first_work_tile"](made, True)
         own, end = found[int(machine.program_id(0))], bool(backwards)
         while int(index) < num_work_tiles:
@@ -272,8 +272,8 @@ def test_programs_empty_the_queue_from_both_ends(seed):
         at_back = [index for index, is_back in own if is_back]
         assert bool(at_back) == (program >= num_programs - from_back)
         assert at_back == sorted(at_back, reverse=True)
-        # One work tile at most that is no stream: then the program takes from the front.
-        assert sum(index < num_work_tiles - num_streams for index in at_back) <= 1
+        # One work tile at most that is of several row blocks: then the program takes from the front.
+        assert sum(index < num_work_tiles - num_singles for index in at_back) <= 1
         at_front = [index for index, is_back in own if not is_back]
         assert at_front == sorted(at_front)
 

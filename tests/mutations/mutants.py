@@ -722,13 +722,13 @@ IN_INTERPRETER = {
     ),
     "Hopper: of sequences of one row block, the shortest at the end": Mutant(
         "kernels/hopper/tile_scheduler.py",
-        "gl.where(streams & mixed, -1 - places, places)",
-        "gl.where(streams & mixed, places - 1073741824, places)",
+        "gl.where(singles & mixed, -1 - places, places)",
+        "gl.where(singles & mixed, places - 1073741824, places)",
         ORDER + "each_row_block_is_found_once_and_the_longest_sequence_first[{}-100]",
     ),
     "Hopper: splits of prompts counted as those of decoding sequences": Mutant(
         "kernels/hopper/tile_scheduler.py",
-        "gl.sum(gl.where(streams, counts, 0), 0)",
+        "gl.sum(gl.where(singles, counts, 0), 0)",
         "gl.sum(counts, 0)",
         ORDER + "each_row_block_is_found_once_and_the_longest_sequence_first[{}-100]",
     ),
@@ -758,7 +758,7 @@ IN_INTERPRETER = {
     ),
     "Hopper: programs that stay at the back": Mutant(
         "kernels/hopper/queue.py",
-        "backwards & (queue.from_back + back < queue.num_streams)",
+        "backwards & (queue.from_back + back < queue.num_singles)",
         "backwards",
         ORDER + "programs_empty_the_queue_from_both_ends[7]",
     ),

@@ -77,9 +77,9 @@ def produce(
             v_col = (v_col > 0).to(gl.int32)
     lane = gl.arange(0, THREADS, ONE_EACH)
     ends = row_block_ends(batch, 0, BLOCK_T)
-    num_streams, from_back = 0, 0
+    num_singles, from_back = 0, 0
     if CUT_SLOTS > 0:
-        ends, num_streams, from_back = order_by_keys(
+        ends, num_singles, from_back = order_by_keys(
             batch, ends, places, HEAD_BLOCKS, BLOCK_T, BLOCK_N, CUT_SLOTS, MIXED
         )
     num_row_blocks = count_row_blocks(batch, ends, BLOCK_T)
@@ -88,14 +88,14 @@ def produce(
         num_work_tiles *= PARTS
     # Lengths may differ, and a work tile that starts last should be short.
     if kv.key_begin is None and CUT_SLOTS == 0 and (batch.num_seqs > 1) & (num_work_tiles > gl.num_programs(0)):
-        ends, num_streams, from_back = order_by_keys(
+        ends, num_singles, from_back = order_by_keys(
             batch, ends, places, HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N, 0, MIXED
         )
-    queue = make_queue(num_work_tiles, num_streams * HEAD_BLOCKS * PARTS * num_splits, from_back)
+    queue = make_queue(num_work_tiles, num_singles * HEAD_BLOCKS * PARTS * num_splits, from_back)
     index, backwards = first_work_tile(queue, MIXED)
     while index < num_work_tiles:
         row_block, head, split, part = place_of_work_tile(
-            index, num_row_blocks, num_streams, section, num_splits, HEAD_BLOCKS, HEADS, PARTS, MIXED
+            index, num_row_blocks, num_singles, section, num_splits, HEAD_BLOCKS, HEADS, PARTS, MIXED
         )
         seq, work, keys, kv_stop = find_work_tile(
             batch, ends, places, row_block, head, split, part, num_splits, HEAD_BLOCKS, HEADS, BLOCK_T, BLOCK_N,

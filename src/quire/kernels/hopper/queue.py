@@ -21,14 +21,14 @@ class Queue(NamedTuple):
     """The work tiles of a launch, of which each program has one before it takes others."""
 
     num_work_tiles: Any
-    num_streams: Any  # the last ones, which are bound by memory
+    num_singles: Any  # the last ones, of sequences of one row block, which are bound by memory
     from_back: Any  # programs that take work tiles from the back
 
 
 @gluon.jit
-def make_queue(num_work_tiles, num_streams, from_back):
+def make_queue(num_work_tiles, num_singles, from_back):
     """Return the queue. With more work tiles than are counted, none is taken from the back."""
-    return Queue(num_work_tiles, num_streams, gl.where(num_work_tiles <= MOST, from_back, 0))
+    return Queue(num_work_tiles, num_singles, gl.where(num_work_tiles <= MOST, from_back, 0))
 
 
 @gluon.jit
@@ -70,7 +70,7 @@ def taken_work_tile(queue, lane, taken, backwards, MIXED: gl.constexpr):
     work_tile = gl.where(backwards, of_back, of_front)
     number = front + back + gl.num_programs(0)
     work_tile = gl.where(number < queue.num_work_tiles, work_tile, number)
-    backwards = backwards & (queue.from_back + back < queue.num_streams)
+    backwards = backwards & (queue.from_back + back < queue.num_singles)
     return work_tile, backwards
 
 

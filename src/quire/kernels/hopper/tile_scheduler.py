@@ -94,12 +94,12 @@ def order_by_keys(
     # So that a place fits 32 bits, where a tile has at least 64 keys.
     keys = gl.minimum(gl.maximum(kv_stop - kv_start, 0), (1 << 29) - BLOCK_N)
     tiles = (keys + BLOCK_N - 1) // BLOCK_N
-    owns, streams, mixed = counts > 0, counts == 1, False
+    owns, singles, mixed = counts > 0, counts == 1, False
     if MIXED:
         has_prompts = gl.max(counts, 0) > 1
         if num_seqs > SEQS:  # the others are taken first
             has_prompts = num_seqs > 0
-        mixed = has_prompts & (gl.max(streams.to(gl.int32), 0) > 0)
+        mixed = has_prompts & (gl.max(singles.to(gl.int32), 0) > 0)
     most, least = gl.max(gl.where(owns, tiles, 0), 0), gl.min(gl.where(owns, tiles, 2147483647), 0)
     work = gl.sum(counts * tiles, 0) * work_tiles_each  # may wrap around, which costs the order and nothing else
     ordered = (most > least) & (most * SHARE * gl.num_programs(0) > work)
@@ -120,13 +120,13 @@ def order_by_keys(
         ordered = ordered & has_more
         if MIXED:
             mixed = mixed & has_more
-    num_streams, from_back = 0, 0
+    num_singles, from_back = 0, 0
     if mixed:
-        num_streams = gl.sum(gl.where(streams, counts, 0), 0)
-        num_others = (gl.max(ends, 0) - num_streams) * work_tiles_each
-        from_back = gl.minimum(num_streams * work_tiles_each, gl.num_programs(0) // 2)
+        num_singles = gl.sum(gl.where(singles, counts, 0), 0)
+        num_others = (gl.max(ends, 0) - num_singles) * work_tiles_each
+        from_back = gl.minimum(num_singles * work_tiles_each, gl.num_programs(0) // 2)
         # Where two of the longest other work tiles take longer than a program's share of all work, no program has two.
-        most = gl.max(gl.where(streams, 0, tiles), 0)
+        most = gl.max(gl.where(singles, 0, tiles), 0)
         if (num_seqs <= SEQS) & (num_others <= gl.num_programs(0)) & (2 * most * gl.num_programs(0) > work):
             from_back = gl.minimum(from_back, gl.num_programs(0) - num_others)
     if MIXED:
@@ -134,7 +134,7 @@ def order_by_keys(
     if ordered:
         places = tiles * SEQS + seqs  # no two are equal
         if MIXED:
-            places = gl.where(streams & mixed, -1 - places, places)
+            places = gl.where(singles & mixed, -1 - places, places)
         places = gl.where(owns, places, -2147483648)
         memory.index(0).store(places)
         memory.index(1).store(counts)
@@ -146,7 +146,7 @@ def order_by_keys(
             more = parts.index(SEQS // PART + part).load(gl.SliceLayout(0, PAIRS))
             found += gl.sum(gl.where(others[None, :] <= places[:, None], more[None, :], 0), 1)
         ends = gl.convert_layout(found, ends.type.layout)
-    return ends, num_streams, from_back
+    return ends, num_singles, from_back
 
 
 @gluon.jit
@@ -183,12 +183,12 @@ def find_row_block(batch, ends, row_block, BLOCK_T: gl.constexpr, MAY_BE_ORDERED
 
 @gluon.jit
 def place_of_work_tile(
-    index, num_row_blocks, num_streams, section, num_splits, HEAD_BLOCKS: gl.constexpr, HEADS: gl.constexpr,
+    index, num_row_blocks, num_singles, section, num_splits, HEAD_BLOCKS: gl.constexpr, HEADS: gl.constexpr,
     PARTS: gl.constexpr, MIXED: gl.constexpr,
 ):  # fmt: skip
     """Return the row block, the first query head, the split and the part of columns of the queue's index-th work tile.
 
-    Row blocks of `num_streams` sequences of one row block are the first ones of the batch, and the last of the queue.
+    Row blocks of `num_singles` sequences of one row block are the first ones of the batch, and the last of the queue.
     With sections of heads, all work tiles of a section's other row blocks come before those of the next section.
     """
     part = index % PARTS
@@ -200,7 +200,7 @@ def place_of_work_tile(
     if section is not None:
         num_others = num_row_blocks
         if MIXED:
-            num_others -= num_streams
+            num_others -= num_singles
         if not MIXED or index < num_others * HEAD_BLOCKS:
             in_section = index % (num_others * section)
             row_block = num_row_blocks - 1 - in_section // section
