@@ -48,21 +48,22 @@ HOPPER = partial(
 class Descriptor:
     """A TMA descriptor of a matrix."""
 
-    def __init__(self, descriptor: TensorDescriptor) -> None:
+    def __init__(self, descriptor: TensorDescriptor, box: tuple[int, ...] | None) -> None:
         base = descriptor.base
         self.numbers = torch.empty(0, dtype=base.dtype).set_(base.untyped_storage())
         self.shape, self.strides, self.origin = descriptor.shape, descriptor.strides, base.storage_offset()
         self.block_shape, self.layout = descriptor.block_shape, descriptor.layout
+        self.extents = descriptor.block_shape if box is None else [*box]  # what TMA loads
         self.dtype = TRITON_DTYPES[base.dtype]
 
     def box(self, first: list[int]) -> torch.Tensor:
         """Return a box. What is outside of the matrix is 0."""
-        sizes = zip(first, self.block_shape, self.shape, strict=True)
+        sizes = zip(first, self.extents, self.shape, strict=True)
         if all(start >= 0 and start + size <= extent for start, size, extent in sizes):
             origin = self.origin + sum(start * stride for start, stride in zip(first, self.strides, strict=True))
-            return torch.as_strided(self.numbers, self.block_shape, self.strides, origin)
+            return torch.as_strided(self.numbers, self.extents, self.strides, origin)
         offset, inside = torch.tensor(self.origin), torch.tensor(True)
-        for start, size, extent, stride in zip(first, self.block_shape, self.shape, self.strides, strict=True):
+        for start, size, extent, stride in zip(first, self.extents, self.shape, self.strides, strict=True):
             at = torch.arange(start, start + size)
             offset = offset[..., None] + at * stride
             inside = inside[..., None] & (at >= 0) & (at < extent)
@@ -106,7 +107,7 @@ def simulated(machine: Machine) -> list[tuple[Any, Any]]:
         init=machine.init, expect=machine.expect, arrive=machine.arrive_at, wait=machine.wait,
         MBarrierLayout=any_layout,
     )  # fmt: skip
-    copies = types.SimpleNamespace(commit_group=machine.commit_group, wait_group=machine.wait_group)
+    copies = types.SimpleNamespace(mbarrier_arrive=machine.arrive_after_copies)
     return [
         (gl, simulated_language), (tl, simulated_language), (hopper.mbarrier, barriers),
         (gather.async_copy, copies), (gather.copy_async, machine.copy_async),
@@ -179,21 +180,24 @@ def constant(known: Any) -> Any:
 CONSTANTS = {t: type(t.__name__, (t,), {"value": property(lambda self: self)}) for t in (int, float, tuple)}
 
 
-def argument(given: Any, memory: GlobalMemory) -> Any:
+def argument(given: Any, memory: GlobalMemory, box: tuple[int, ...] | None = None) -> Any:
     """Return an argument of a launch as the kernel sees it."""
     if isinstance(given, torch.Tensor):
         memory.add(given)
         return Value(torch.tensor(given.data_ptr()), tl.pointer_type(TRITON_DTYPES[given.dtype]))
     if isinstance(given, TensorDescriptor):
         memory.add(given.base)
-        return Descriptor(given)
+        return Descriptor(given, box)
     if isinstance(given, tuple):
         parts = [argument(part, memory) for part in given]
         return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
     return given if given is None else value(given)
 
 
-def simulate(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any], seed: int) -> None:
+def simulate(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any], boxes: tuple[Any, ...],
+    seed: int,
+) -> None:  # fmt: skip
     """Run a launch of a Gluon kernel."""
     memory = GlobalMemory()
     machine = Machine(seed, grid, memory)
@@ -204,8 +208,10 @@ def simulate(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], met
         p.name for p in kernel.params if type(given[p.name]) is int and given[p.name] == 1 and not p.do_not_specialize
     }
     fixed = {p.name for p in kernel.params if p.is_constexpr} | ones
+    descriptors = [name for name in kernel.arg_names if isinstance(given[name], TensorDescriptor)]
+    box_of = dict(zip(descriptors, boxes or [None] * len(descriptors), strict=True))
     bound = [
-        functions.simulated(given[name]) if name in fixed else argument(given[name], memory)
+        functions.simulated(given[name]) if name in fixed else argument(given[name], memory, box_of.get(name))
         for name in kernel.arg_names
     ]  # fmt: skip
     run = functions.function(kernel.fn)
@@ -225,14 +231,17 @@ def simulated_hopper(seed: int = 0, num_sms: int = 6) -> Iterator[list[str]]:
     """
     launch, simulated_names = launcher.launch, []
 
-    def launch_simulated(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any]) -> Any:
+    def launch_simulated(
+        kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any],
+        boxes: tuple[Any, ...] = (),
+    ) -> Any:  # fmt: skip
         if not isinstance(kernel, gluon._runtime.GluonJITFunction):
             overlapping = {"PDL": False, "launch_pdl": False}  # each kernel begins when the one before has ended
             return launch(
                 kernel, grid, arguments, meta | {name: overlapping[name] for name in overlapping if name in meta}
             )
         simulated_names.append(kernel.__name__)
-        return simulate(kernel, grid, arguments, meta, seed)
+        return simulate(kernel, grid, arguments, meta, boxes, seed)
 
     properties = HOPPER(num_sms=num_sms)
     with pytest.MonkeyPatch.context() as patch:

@@ -63,6 +63,14 @@ class Copy(NamedTuple):
     barrier: Barrier
 
 
+class RowCopies(NamedTuple):
+    """The copies of 16 bytes of a function's threads since they last let copies arrive at a barrier."""
+
+    warps: "Warps"
+    parts: list[tuple[Tile, torch.Tensor]]
+    barrier: Barrier
+
+
 class Product(NamedTuple):
     """A product that tensor cores compute, with what shared memory held when it began."""
 
@@ -86,6 +94,7 @@ class Pending(Value):
 
 
 NUMBERS = itertools.count(1)
+COPIED = 255  # in place of the warps that stored: row copies wrote there, which a fence of any warps covers
 
 
 class Warps:
@@ -95,7 +104,7 @@ class Warps:
         self.program, self.number, self.num_warps, self.function = program, number, num_warps, function
         self.products: list[Product] = []
         self.loads: list[Load] = []  # from places that TMA writes, not all complete
-        self.groups: list[list[tuple[Tile, torch.Tensor]]] = [[]]  # of copies of 16 bytes; the last is open
+        self.row_copies: list[tuple[Tile, torch.Tensor]] = []  # of 16 bytes, which do not yet arrive at a barrier
         self.id = next(NUMBERS)
         self.stores: list[Any] = []  # to global memory, since their last barrier
         self.stores_before_barrier: list[Any] = []  # since their last release
@@ -173,7 +182,7 @@ class Machine:
         self.random = random.Random(seed)
         self.grid, self.memory = grid, memory
         self.warps: list[Warps] = []
-        self.copies: list[Copy] = []
+        self.copies: list[Copy | RowCopies] = []
         self.failure: BaseException | None = None
         self.local = threading.local()
         self.all_over = threading.Semaphore(0)
@@ -199,14 +208,29 @@ class Machine:
                 return
             able = left if self.failure is not None else [warps for warps in left if warps.ready()]
             if self.copies and (not able or self.random.random() < self.hurry):
-                self.arrive(self.copies.pop(self.random.randrange(len(self.copies))))
+                self.arrive(self.take_copy())
             elif able:
                 self.random.choice(able).turn.release()
                 return
             else:
                 self.failure = Deadlock(f"{len(left)} functions wait for barriers")
 
-    def arrive(self, copy: Copy) -> None:
+    def take_copy(self) -> Copy | RowCopies:
+        """Choose a copy that arrives next. Copies of the same threads arrive in order."""
+        chosen = self.random.choice(self.copies)
+        if isinstance(chosen, RowCopies):
+            chosen = next(c for c in self.copies if isinstance(c, RowCopies) and c.warps is chosen.warps)
+        self.copies = [copy for copy in self.copies if copy is not chosen]
+        return chosen
+
+    def arrive(self, copy: Copy | RowCopies) -> None:
+        if isinstance(copy, RowCopies):
+            for into, numbers in copy.parts:
+                into.allocation.arriving.set(into.place().lines, 0)
+                into.write(numbers)
+                into.allocation.unfenced.set(into.place().lines, COPIED)
+            copy.barrier.arrive(32 * copy.warps.num_warps)
+            return
         copy.into.allocation.arriving.set(copy.into.place().lines, 0)
         copy.into.write(copy.numbers)
         copy.barrier.receive(copy.numbers.numel() * copy.into.itemsize)
@@ -270,6 +294,7 @@ class Machine:
         own.loads.clear()
         for allocation in own.program.allocations:
             allocation.unfenced.clear(own.number + 1)
+            allocation.unfenced.clear(COPIED)
 
     # mbarrier
 
@@ -298,10 +323,15 @@ class Machine:
             or desc.layout.swizzle_byte_width != into.layout.swizzle_byte_width
         ):
             raise AccessError(f"a box of {desc.block_shape} is loaded into a tile of {into.shape}")
+        if desc.extents != desc.block_shape:  # TMA writes rows of [1, columns], however many it loads
+            rows, columns = desc.extents[0] * desc.extents[1], desc.extents[2]
+            if into.first[0] + rows > into.extent[0]:
+                raise AccessError(f"{rows} rows are loaded into a tile of {into.extent}")
+            into = into.part(shape=[rows, 1, columns])
         into.check_fenced()
         self.local.warps.check_loads()
         into.allocation.written_by_tma.set(into.place().lines, 1)
-        numbers = desc.box([int(c) for c in coordinates])
+        numbers = desc.box([int(c) for c in coordinates]).reshape(into.shape)
         begin_copy(into)
         self.copies.append(Copy(into, numbers, self.local.warps.program.barrier(barrier)))
 
@@ -310,17 +340,14 @@ class Machine:
     def copy_async(self, into: Tile, pointer: Value, mask: Any) -> None:
         numbers = self.memory.load(pointer, mask, 0).data
         begin_copy(into)
-        self.local.warps.groups[-1].append((into, numbers))
+        self.local.warps.row_copies.append((into, numbers))
 
-    def commit_group(self) -> None:
-        self.local.warps.groups.append([])
-
-    def wait_group(self, number: int) -> None:
+    def arrive_after_copies(self, barrier: Tile, increment_count: bool) -> None:
+        """Let every thread arrive at a barrier when all its copies are complete."""
+        assert not increment_count
         own = self.local.warps
-        while len(own.groups) - 1 > int(number):
-            for into, numbers in own.groups.pop(0):
-                into.allocation.arriving.set(into.place().lines, 0)
-                into.store(Value(numbers, into.dtype))
+        self.copies.append(RowCopies(own, own.row_copies, own.program.barrier(barrier)))
+        own.row_copies = []
 
     # Tensor cores
 

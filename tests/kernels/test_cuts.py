@@ -60,7 +60,8 @@ def wanted(lens, num_programs, slots, window=CAUSAL, max_decode_queries=0):
     decoding = [
         -(-x // BLOCK_N) for x, (queries, _), count in zip(first, lens, blocks, strict=False) if queries and not count
     ]
-    work = sum(count * tile for count, tile in zip(blocks[:SEQS], tiles, strict=False)) + sum(decoding)
+    both = [-(-of_blocks[0] // BLOCK_N) + tile if of_blocks else 0 for of_blocks, tile in zip(seen, tiles, strict=True)]
+    work = sum(count * tiles // 2 for count, tiles in zip(blocks[:SEQS], both, strict=False)) + sum(decoding)
     work *= WORK_TILES_EACH
     share, found, used = max(work // num_programs, LEAST), {}, 0
     overhead = (sum(blocks[:SEQS]) + len(decoding)) * WORK_TILES_EACH * (cuts.OVERHEAD.value // BLOCK_N)

@@ -192,9 +192,9 @@ def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, bound=LONG,
     assert verdict.passed, (plan, verdict)
     starts = [0, *itertools.accumulate(queries for queries, _ in lens)]
     found = []
-    for row, column, program in loads:
+    for row, head, program in loads:
         seq = max(seq for seq, (queries, _) in enumerate(lens) if queries and starts[seq] <= row)
-        found.append((seq, column // spec.head_dim, program))
+        found.append((seq, head, program))
     return plan, state, found
 
 

@@ -20,7 +20,7 @@ class HopperConfig:
 
     Attributes:
         num_warpgroups: consumer warpgroups of a CTA; each owns 64 rows of a work tile.
-        block_t: query tokens of a work tile, a multiple of 8. As many heads of one KV head as fit share its rows.
+        block_t: query tokens of a work tile. As many heads of one KV head as fit share its rows.
         block_n: keys of one tile.
         num_stages: stages of the pipelines of K and V tiles.
         num_q_stages: stages of the pipeline of queries.
@@ -38,9 +38,7 @@ class HopperConfig:
 
     def __post_init__(self) -> None:
         require_int("num_warpgroups", self.num_warpgroups, 1, 2)
-        require_int("block_t", self.block_t, 8, 64 * self.num_warpgroups)
-        if self.block_t % 8:  # rows of queries that TMA loads at once
-            raise ValueError(f"block_t must be a multiple of 8, got {self.block_t}; pass one")
+        require_int("block_t", self.block_t, 1, 64 * self.num_warpgroups)
         require_int("block_n", self.block_n, 16, 256, power_of_two=True)
         require_int("num_stages", self.num_stages, 1)
         require_int("num_q_stages", self.num_q_stages, 1)

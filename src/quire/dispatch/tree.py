@@ -237,13 +237,11 @@ def queries_of_tile(rows: int, group_size: int, queries: int, ragged: bool) -> i
     lens = [1 << i for i in range(queries.bit_length())] if ragged else [queries]
 
     def work_tiles(heads: int) -> int:
-        block_t = rows // heads // 8 * 8
-        return sum(-(-n // block_t) for n in lens) * (group_size // heads)
+        return sum(-(-n // (rows // heads)) for n in lens) * (group_size // heads)
 
     # Of equal ones, that with most heads.
-    most = min(rows // 8, group_size)
-    heads = min((n for n in range(most, 0, -1) if group_size % n == 0), key=work_tiles)
-    return rows // heads // 8 * 8
+    heads = min((n for n in range(min(rows, group_size), 0, -1) if group_size % n == 0), key=work_tiles)
+    return rows // heads
 
 
 @cache

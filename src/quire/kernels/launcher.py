@@ -88,6 +88,7 @@ class LaunchCache:
         fixed: tuple[Any, ...],
         meta: dict[str, Any],
         descriptors: tuple[Any, ...] = (),
+        boxes: tuple[Any, ...] = (),
     ) -> None:
         """Launch `kernel` through Triton's binder, and keep the compiled kernel under `key`, unless that is None.
 
@@ -99,8 +100,9 @@ class LaunchCache:
             fixed: the arguments after them and after the descriptors.
             meta: constexprs and compiler options, by name.
             descriptors: the arguments between both, of which `relaunch` takes the matrices.
+            boxes: as for `launch`.
         """
-        compiled = launch(kernel, grid, (*tensors, *descriptors, *fixed), meta)
+        compiled = launch(kernel, grid, (*tensors, *descriptors, *fixed), meta, boxes)
         if compiled is None or key is None:
             return
         formats, run = (), compiled.run
@@ -116,8 +118,18 @@ class LaunchCache:
         self.compiled[key] = CompiledLaunch(compiled, device, address_of(fixed) + constants, formats, run)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any]) -> Any:
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any], boxes: tuple[Any, ...] = ()
+) -> Any:
     """Launch a kernel through Triton's binder; if `compile_for` names another device, only compile it.
+
+    Args:
+        kernel: a jit function.
+        grid: number of programs along each axis.
+        arguments: that come first.
+        meta: constexprs and compiler options, by name.
+        boxes: of each descriptor, the extents that TMA loads at a time, or None for those of the descriptor. Triton
+            compiles for powers of two alone.
 
     Returns:
         The compiled kernel; None in Triton's interpreter, or if it was only compiled.
@@ -127,6 +139,10 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta:
         hash_callees(function)
     target = cross_compilation()
     if target is None:
+        if boxes:
+            from quire.kernels.tensor_maps import set_boxes
+
+            set_boxes(kernel.warmup(*arguments, grid=grid, **COMPILER_OPTIONS, **meta), boxes)
         return kernel[grid](*arguments, **COMPILER_OPTIONS, **meta)
     compiled = kernel.warmup(*arguments, grid=grid, **COMPILER_OPTIONS, **meta)
     target.on_compile(kernel.__name__, compiled, meta)

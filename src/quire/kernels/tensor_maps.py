@@ -64,6 +64,22 @@ class Format:
         return tuple(ENCODE(descriptor, self.metadata, *[None] * (ENCODER_ARGUMENTS - 2)))
 
 
+def set_boxes(compiled: Any, boxes: Sequence[tuple[int, ...] | None]) -> None:
+    """Let TMA load other boxes than a kernel was compiled for, before its first launch.
+
+    A kernel gives TMA the place of a box alone; its extents are in the tensor map. So they need be no powers of two.
+
+    Args:
+        compiled: the kernel.
+        boxes: the extents of each tensor descriptor's boxes, or None for those that it was compiled for.
+    """
+    metadata, kinds = compiled.metadata, compiled.metadata.tensordesc_meta
+    changed = [
+        of_one if box is None else {**of_one, "block_size": [*box]} for of_one, box in zip(kinds, boxes, strict=True)
+    ]
+    compiled.metadata = metadata._replace(tensordesc_meta=changed)
+
+
 def launcher_of(compiled: Any, descriptors: Sequence[Any]) -> tuple[tuple[Format, ...], Any]:
     """Return the formats of a kernel that was launched with these descriptors, and its launcher for tensor maps.
 

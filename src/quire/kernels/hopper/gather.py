@@ -3,9 +3,8 @@
 Each row of a tile may be in another page. The four warps of the producer copy rows in pieces of 16 bytes (`cp.async`)
 to where TMA would put them, so consumers read the same tiles. Rows that may not be read are filled with zeros.
 
-Copies write by the generic proxy, and tensor cores read by the async proxy. So the producer waits for its copies, and
-fences, before it hands a tile over. Meanwhile other copies are in flight: it waits for the values of a tile when it has
-begun to copy the keys of the next.
+The producer waits for no copy. When a thread has begun its copies of a tile, it lets them arrive at the tile's barrier
+as soon as they are complete, and begins those of the next tile.
 
 Where `HopperLaunch.boxes` says so, a tile that lies in one page, and that is all visible, is one box of TMA, which can
 begin at any row of a page.
@@ -14,15 +13,9 @@ begin at any row of a page.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quire.kernels.hopper.pipeline import (
-    buffers_of,
-    columns_of,
-    expect_bytes,
-    load_rows,
-    producer_acquire,
-    producer_commit,
-)
+from quire.kernels.hopper.pipeline import buffers_of, columns_of, expect_bytes, load_rows, producer_acquire
 
 # This was renamed after Triton 3.6.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -78,10 +71,11 @@ def gather_tile(
     # In units of 16 bytes, int32 suffices. Multiplied by VEC, the compiler knows that they are such units.
     head_ptr = source + (head * (stride_head // VEC)).to(gl.int64) * VEC
     offsets = (pages * (stride_page // VEC) + slots * (stride_slot // VEC)).to(gl.int64) * VEC
-    buffers = buffers_of(pipe, producer_acquire(pipe, i))
+    stage = producer_acquire(pipe, i)
+    buffers = buffers_of(pipe, stage)
     for at in gl.static_range(len(buffers)):
         gather_columns(buffers[at], head_ptr, offsets, pages >= 0, at * pipe.tiles.shape[2], WIDTH, LAYOUT)
-    async_copy.commit_group()
+    async_copy.mbarrier_arrive(pipe.full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -137,7 +131,6 @@ def begin_tile(
             if len(desc.block_shape) == 3:  # heads are a dimension
                 column = (column > 0).to(gl.int32)
             load_box(desc, row, head * column + first_column, pipe, i)
-            async_copy.commit_group()  # of no copies
         else:
             gather_tile(source, head, pipe, i, places[0], pos, stride_page, stride_slot, stride_head, WIDTH, PAGE_SIZE)
 
@@ -148,16 +141,6 @@ def load_box(desc, row, column, pipe, i):
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     BYTES: gl.constexpr = columns_of(pipe.tiles, pipe.more) * pipe.tiles.dtype.primitive_bitwidth // 8
     stage = producer_acquire(pipe, i)
+    mbarrier.arrive(pipe.full.index(stage), count=32 * WARPS - 1)  # for the other threads
     expect_bytes(pipe.full, stage, BLOCK_N * BYTES)
     load_rows(desc, row, column, pipe.full.index(stage), buffers_of(pipe, stage), 0, BLOCK_N)
-
-
-@gluon.jit
-def hand_over(pipe, i, is_box, NEWER: gl.constexpr, HAS_BOXES: gl.constexpr):
-    """Let consumers read the i-th use when its copies are complete. Copies of NEWER later tiles may be in flight.
-
-    is_box: whether TMA loads it, and hands it over.
-    """
-    if not HAS_BOXES or not is_box:
-        async_copy.wait_group(NEWER)
-        producer_commit(pipe, i)

@@ -80,6 +80,7 @@ def consume(
         scoring.key_begin is None and outputs.out_scale_ptr is None
     )
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
+    tokens = rows // HEADS  # counted from the work tile's first
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
 
     work_i = 0
@@ -89,10 +90,10 @@ def consume(
     while work.q_len > 0:
         slopes = None
         if scoring.slopes_ptr is not None:
-            slopes = load_of_heads(scoring.slopes_ptr + work.head, rows, BLOCK_T, OWNED)
+            slopes = load_of_heads(scoring.slopes_ptr + work.head, rows, HEADS, OWNED)
         sight = None
         if scoring.key_begin is not None:
-            sight = sight_of_rows(published, stage, work, rows, scoring, BLOCK_T, OWNED)
+            sight = sight_of_rows(published, stage, work, rows, scoring, HEADS, OWNED)
         scale = scoring.scale
         if scoring.k_scale_ptr is not None:
             scale *= gl.load(scoring.k_scale_ptr + work.head // GROUP * stride_scale)
@@ -111,23 +112,23 @@ def consume(
             cut = read_cut(published, stage)
         if FP8_MMA:
             acc, m_i, l_i = attend_work_tile_in_fp8(
-                q[0], k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, OF_SCORES,
+                q[0], k_pipe, v_pipe, tile_i, tokens, cols, work, sight, slopes, scale, scoring, OF_SCORES,
                 layout_of_out(HEAD_DIM_V, DEPTH), BLOCK_T, SCORE_MOD,
             )  # fmt: skip
             accs = (acc,)
         elif FIXED_SPLIT > 0:
             accs, m_i, l_i = attend_work_tile_in_splits(
-                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, HEAD_DIM, HEAD_DIM_V,
+                q, k_pipe, v_pipe, tile_i, tokens, cols, work, slopes, scale, scoring, OF_SCORES, HEAD_DIM, HEAD_DIM_V,
                 BLOCK_T, SCORE_MOD, FIXED_SPLIT,
             )  # fmt: skip
         elif is_capped(SCORE_MOD):
             accs, m_i, l_i = attend_capped_work_tile(
-                q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
+                q, k_pipe, v_pipe, tile_i, tokens, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, KV_BOX,
             )  # fmt: skip
         else:
             accs, m_i, l_i = attend_work_tile(
-                q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
+                q, k_pipe, v_pipe, tile_i, tokens, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY,
             )  # fmt: skip
         if scoring.key_begin is not None:  # not kept in registers meanwhile, which hold what rows see
@@ -137,7 +138,7 @@ def consume(
             accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
         if outputs.partials is None:
             finish(
-                wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0,
+                wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, HEADS, OWNED, FIXED_SPLIT > 0,
                 PARTS, EARLY,
             )  # fmt: skip
         else:
@@ -145,21 +146,21 @@ def consume(
                 cut = read_cut(published, stage)
             if cut.shift == 0:
                 finish(
-                    wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False, PARTS,
+                    wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, HEADS, OWNED, False, PARTS,
                     EARLY,
                 )  # fmt: skip
             else:
                 WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
                 SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)
                 is_last = store_and_arrive(
-                    outputs.partials, outputs.arrivals, cut, work, wg, accs, m_i, l_i, SIZE, WARPGROUPS, BLOCK_T, OWNED
+                    outputs.partials, outputs.arrivals, cut, work, wg, accs, m_i, l_i, SIZE, WARPGROUPS, HEADS, OWNED
                 )
                 if is_last:
                     accs, m_i, l_i = combine_partials(
-                        outputs.partials, cut, work, wg, OF_SCORES, DEPTH, HEAD_DIM_V, SIZE, WARPGROUPS, BLOCK_T, OWNED
+                        outputs.partials, cut, work, wg, OF_SCORES, DEPTH, HEAD_DIM_V, SIZE, WARPGROUPS, HEADS, OWNED
                     )
                     finish(
-                        wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False,
+                        wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, HEADS, OWNED, False,
                         PARTS, EARLY,
                     )  # fmt: skip
                 elif not EARLY:
@@ -170,9 +171,9 @@ def consume(
 
 
 @gluon.jit
-def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+def sight_of_rows(published, stage, work, rows, scoring, HEADS: gl.constexpr, OWNED: gl.constexpr):
     """Return the intervals that the rows of a work tile see."""
-    tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
+    tokens = tokens_of_rows(work, rows, HEADS, OWNED)
     begin, end = load_intervals(
         scoring.key_begin, scoring.key_end, work.q_start + tokens, tokens < work.q_len, work.seq_len
     )
@@ -192,7 +193,7 @@ def hopper_kernel(
     slopes_ptr,  # [num_q_heads], or None
     k_scale_ptr, v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
     k_source, v_source,  # TMA descriptors; where KV_BOX is 0, pointers to slot 0 of page 0
-    q_desc,  # TMA descriptor
+    q_desc,  # TMA descriptor of boxes of BLOCK_T query tokens and HEADS heads, whatever its type says
     k_tile_desc, v_tile_desc,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32
@@ -202,14 +203,13 @@ def hopper_kernel(
     max_decode_queries,  # sequences with at most this many queries belong to the decode launch; 0 if there is none
     num_seqs, num_splits,
     section,  # blocks of heads of which all work tiles come before those of other heads; None: there is one section
-    stride_table, stride_q_head, stride_out_token, stride_out_head, stride_lse,
+    stride_table, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr,
-    HEADS: gl.constexpr,  # of a work tile, with BLOCK_T rows each
+    HEADS: gl.constexpr,  # of a work tile, with BLOCK_T query tokens each
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     QUANTISED_STAGES: gl.constexpr, FP8_MMA: gl.constexpr,
     KV_BOX: gl.constexpr,  # slots of a page in one TMA load; 0: the rows of tiles are gathered (`gather.py`)
-    Q_BOX: gl.constexpr,
     FIXED_SPLIT: gl.constexpr,  # keys of a split of a batch-invariant plan, a multiple of BLOCK_N; else 0
     STRIDE_UNIT: gl.constexpr,  # of `views.stride_unit`, for the strides of out
     PARTS: gl.constexpr,  # parts of the values' columns; a work tile has one of them, of HEAD_DIM_V columns
@@ -227,11 +227,14 @@ def hopper_kernel(
     STORED: gl.constexpr = k_source.dtype.element_ty if GATHERS else k_source.dtype
     NUMBER: gl.constexpr = STORED if QUANTISED_STAGES == 0 or FP8_MMA else gl.float16
     PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if GATHERS else 1
-    k_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS, STAGES, WARPGROUPS)
+    COPYING_WARPS: gl.constexpr = GATHER_WARPS if GATHERS else 0
+    K_COPYING_WARPS: gl.constexpr = COPYING_WARPS if QUANTISED_STAGES == 0 or FP8_MMA else 0
+    V_COPYING_WARPS: gl.constexpr = COPYING_WARPS if QUANTISED_STAGES == 0 else 0
+    k_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS, STAGES, WARPGROUPS, K_COPYING_WARPS)
     if FP8_MMA:
         v_pipe = make_pipeline(NUMBER, COLUMNS_V, BLOCK_N, STAGES, WARPGROUPS)
     else:
-        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, WARPGROUPS)
+        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, WARPGROUPS, V_COPYING_WARPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
     # A producer that loads intervals needs more registers, and so does one that cuts, if consumers can spare them.
@@ -267,8 +270,8 @@ def hopper_kernel(
                     BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
-                    batch, tile_counter, num_splits, section, stride_table, stride_q_head, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
+                    batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
                     MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [PRODUCER_WARPS],
@@ -286,8 +289,8 @@ def hopper_kernel(
                     BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
-                    batch, tile_counter, num_splits, section, stride_table, stride_q_head, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
+                    batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
                     MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [4, PRODUCER_WARPS],
@@ -299,8 +302,8 @@ def hopper_kernel(
     else:
         k_raw = k_pipe
         if not FP8_MMA:
-            k_raw = make_pipeline(STORED, BLOCK_N, COLUMNS, QUANTISED_STAGES, 1)
-        v_raw = make_pipeline(STORED, BLOCK_N, COLUMNS_V, QUANTISED_STAGES, 1)
+            k_raw = make_pipeline(STORED, BLOCK_N, COLUMNS, QUANTISED_STAGES, 1, COPYING_WARPS)
+        v_raw = make_pipeline(STORED, BLOCK_N, COLUMNS_V, QUANTISED_STAGES, 1, COPYING_WARPS)
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -313,8 +316,8 @@ def hopper_kernel(
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
-                    batch, tile_counter, num_splits, section, stride_table, stride_q_head, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, Q_BOX, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
+                    batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
                     MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [4, 4, PRODUCER_WARPS],

@@ -4,6 +4,9 @@ A pipeline has STAGES tiles and two barriers for each of them. `full` completes 
 arrived, or with `producer_commit`. `empty` completes when every consumer has released the tile. There is one spare
 `full` barrier, for a tile that the producer has to change before consumers may read it. The i-th use of a pipeline is
 of stage `i % STAGES`, and waits for phase `i // STAGES` of that stage's barriers.
+
+The tiles of some pipelines are copied row by row (`gather.py`). Then `full` completes when the copies of every thread
+of the producer have arrived, and there is no spare barrier.
 """
 
 from typing import Any, NamedTuple
@@ -33,9 +36,10 @@ class SmemPipeline(NamedTuple):
 
 @gluon.jit
 def make_pipeline(
-    element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr
-):
-    """Allocate a pipeline whose tiles are released by CONSUMERS warpgroups."""
+    element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    COPYING_WARPS: gl.constexpr = 0,
+):  # fmt: skip
+    """Allocate a pipeline whose tiles are released by CONSUMERS warpgroups, and copied by COPYING_WARPS if any."""
     BITS: gl.constexpr = element.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(SWIZZLE_BYTES.value, COLUMNS * BITS // 8), BITS, 2)
     FIRST: gl.constexpr = largest_power_of_two(COLUMNS)
@@ -43,7 +47,17 @@ def make_pipeline(
     more = ()
     if COLUMNS > FIRST:
         more = (gl.allocate_shared_memory(element, [STAGES, ROWS, COLUMNS - FIRST], LAYOUT),)
-    return SmemPipeline(tiles, more, make_barriers(STAGES + 1, 1), make_barriers(STAGES, CONSUMERS))
+    if COPYING_WARPS > 0:
+        full = make_barriers(STAGES, 32 * COPYING_WARPS)
+    else:
+        full = make_barriers(STAGES + 1, 1)
+    return SmemPipeline(tiles, more, full, make_barriers(STAGES, CONSUMERS))
+
+
+@gluon.constexpr_function
+def is_copied(full, empty):
+    """Whether the tiles of a pipeline with these barriers are copied row by row."""
+    return full.shape[0] == empty.shape[0]
 
 
 @gluon.constexpr_function
@@ -166,13 +180,15 @@ def consumer_wait(pipe, i):
     """Wait until the i-th use has been filled, and return its stage."""
     STAGES: gl.constexpr = pipe.empty.shape[0]
     wait(pipe.full, i % STAGES, i // STAGES)
+    if is_copied(pipe.full, pipe.empty):
+        fence_async_shared()  # tensor cores access shared memory by the async proxy, copies by the generic one
     return i % STAGES
 
 
 @gluon.jit
 def producer_commit(pipe, i):
     """Let consumers read the i-th use, which this warpgroup filled by stores."""
-    fence_async_shared()  # tensor cores access shared memory by the async proxy, stores by the generic one
+    fence_async_shared()  # as in `consumer_wait`
     mbarrier.arrive(pipe.full.index(i % pipe.empty.shape[0]), count=1)
 
 

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from quire.kernels.hopper.gather import begin_tile, hand_over, load_places
+from quire.kernels.hopper.gather import begin_tile, load_places
 from quire.kernels.hopper.pipeline import (
     buffers_of,
     columns_of,
@@ -33,10 +33,10 @@ from quire.kernels.hopper.work_tile import WorkTile, power_of_two, publish_work_
 @gluon.jit
 def produce(
     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc, batch,
-    tile_counter, num_splits, section, stride_table, stride_q_head, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    tile_counter, num_splits, section, stride_table, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, Q_BOX: gl.constexpr, KV_BOX: gl.constexpr, FIRST_TO_LAST: gl.constexpr,
-    PARTS: gl.constexpr, CUT_SLOTS: gl.constexpr, MIXED: gl.constexpr, lse_ptr, stride_lse,
+    PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr,
+    CUT_SLOTS: gl.constexpr, MIXED: gl.constexpr, lse_ptr, stride_lse,
 ):  # fmt: skip
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
 
@@ -57,6 +57,7 @@ def produce(
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
     # The only buffer of queries becomes free late, so the next work tile's first keys are loaded before its queries.
     KEYS_FIRST: gl.constexpr = q_pipe.tiles.shape[0] == 1
+    QUERIES: gl.constexpr = q_desc.block_shape[0]
     SPARE: gl.constexpr = v_pipe.tiles.shape[0]  # the pipeline's spare barrier
     THREADS: gl.constexpr = 32 * gl.num_warps()
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -64,9 +65,7 @@ def produce(
     kv = batch.kv
     work_i = 0
     tile_i = 0
-    handed = 0  # tiles of values that consumers may read
     edge_i = 0
-    values_are_box = batch.num_seqs < 0  # whether TMA loads the last tile of values: see `gather.py`
     k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the TMA matrix
     k_row, k_col = kv.k_head // kv.k_slot, kv.k_head % kv.k_slot  # one of them is 0
     v_row, v_col = kv.v_head // kv.v_slot, kv.v_head % kv.v_slot
@@ -118,9 +117,6 @@ def produce(
         pos = tile * BLOCK_N
         if GATHERS:
             pages = load_places(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE, HAS_BOXES)
-            if tile_i > handed:  # consumers need the last values of a work tile to end it
-                hand_over(v_pipe, tile_i - 1, values_are_box, 0, HAS_BOXES)
-                handed = tile_i
         else:
             pages = load_page_numbers(row, pos + lane * KV_BOX, pos + BLOCK_N, kv_low, kv_high, PAGE_SIZE, KV_BOX)
         if SPLITS and (pos >= kv_stop) & (split < num_splits - 1):  # the last split adds sinks
@@ -142,9 +138,9 @@ def produce(
             stage = producer_acquire(q_pipe, work_i)
             publish_work_tile(published, stage, work, keys)
             expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
-            for first in gl.static_range(0, BLOCK_ROWS, Q_BOX):
-                q_row, q_col = work.q_start + work.token + first % BLOCK_T, (head + first // BLOCK_T) * stride_q_head
-                load_rows(q_desc, q_row, q_col, q_pipe.full.index(stage), buffers_of(q_pipe, stage), first, Q_BOX)
+            load_rows(
+                q_desc, work.q_start + work.token, head, q_pipe.full.index(stage), buffers_of(q_pipe, stage), 0, QUERIES
+            )
             work_i += 1
 
         while left > 0:
@@ -167,11 +163,6 @@ def produce(
                         k_source, k_tile_desc, kv_head, k_pipe, tile_i, places_of_rows, tile * BLOCK_N,
                         kv.k_page, kv.k_slot, kv.k_head, 0, HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
-                if left < work.num_tiles:
-                    hand_over(v_pipe, tile_i - 1, values_are_box, 1, HAS_BOXES)
-                if HAS_BOXES:
-                    values_are_box = places_of_rows[1]
-                hand_over(k_pipe, tile_i, values_are_box, 0, HAS_BOXES)
                 begin_tile(
                     v_source, v_tile_desc, kv_head, v_pipe, tile_i, places_of_rows, tile * BLOCK_N,
                     kv.v_page, kv.v_slot, kv.v_head, first_value, HEAD_DIM_V, PAGE_SIZE,
@@ -206,8 +197,6 @@ def produce(
             tile += STEP
             left -= 1
         index, backwards = taken_work_tile(queue, lane, taken, backwards, MIXED)
-    if GATHERS and tile_i > handed:
-        hand_over(v_pipe, tile_i - 1, values_are_box, 0, HAS_BOXES)
     if index == last_find(queue):  # the last program resets the counter for the next launch
         gl.store(tile_counter, 0)
     stage = producer_acquire(q_pipe, work_i)
@@ -246,9 +235,9 @@ def store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T: gl.constexpr, HE
     ROWS: gl.constexpr = power_of_two(HEADS * BLOCK_T)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = gl.arange(0, ROWS, LAYOUT)
-    tokens = work.token + rows % BLOCK_T
+    tokens = work.token + rows // HEADS
     offsets = (
-        (work.q_start + tokens).to(gl.int64) * stride_lse + (work.head + rows // BLOCK_T) * num_splits + work.split
+        (work.q_start + tokens).to(gl.int64) * stride_lse + (work.head + rows % HEADS) * num_splits + work.split
     )
     lse = gl.full([ROWS], float("-inf"), gl.float32, LAYOUT)
     gl.store(lse_ptr + offsets, lse, mask=(tokens < work.q_len) & (rows < HEADS * BLOCK_T))

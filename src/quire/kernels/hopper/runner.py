@@ -16,12 +16,13 @@ from quire.kernels.combine import combine_arguments, combine_kernel
 from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
-from quire.kernels.hopper.tma import has_heads, matrices_of_cache, matrix_of_queries
-from quire.kernels.hopper.work_tile import ROWS
+from quire.kernels.hopper.tma import matrices_of_cache, matrix_of_queries
 from quire.kernels.launch import Runner
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.scratch import TILE_COUNTER_BYTES
 from quire.kernels.views import Matrix
+
+LEAST_ROWS = 8  # of a box that the kernel is compiled for, of queries, whose boxes have other extents
 
 
 class HopperRunner:
@@ -38,6 +39,8 @@ class HopperRunner:
         self.launches = LaunchCache()
         self.known: Hashable = None  # of the last call, with what follows from it
         self.grid, self.matrices, self.boxes = (0, 1, 1), None, (0, 0)
+        spec = launch.request.spec
+        self.query_box = launch.config.block_t, launch.heads, columns_of_box(spec.head_dim, spec.dtype.itemsize)
         self.tile_counter = workspace[:TILE_COUNTER_BYTES].view(torch.int32)
         self.fallback: Runner | None = None  # bound when it is first needed
         self.decode = None if launch.decode is None else launch.decode.bind(batch, workspace)
@@ -48,7 +51,7 @@ class HopperRunner:
             self.partials = workspace[states_at : states_at + launch.cut_bytes].view(torch.float32)
             self.arrivals = workspace[launch.arrivals_at : size.counters].view(torch.int32)
         if launch.num_splits > 1:
-            spec, size = launch.request.spec, launch.scratch_size()
+            size = launch.scratch_size()
             tokens = launch.split_rows // (spec.num_q_heads * launch.num_splits)
             shape = tokens, spec.num_q_heads, launch.num_splits
             states = workspace[size.counters : size.total].view(torch.float32)
@@ -97,15 +100,14 @@ class HopperRunner:
             by_tma = (*by_tma[0], k_at, v_at), (*by_tma[1], *matrices[1:])
         if key is None or not self.launches.relaunch(key, grid, addresses, zip(*by_tma, strict=True)):
             decided, spec = self.decided, self.decided.request.spec
-            block_t = decided.config.block_t
-            q_box = min(block_t & -block_t, ROWS.value)
-            descriptors = (describe(q, matrices[0], q_box, spec.head_dim),)
+            descriptors, boxes = (describe(q, matrices[0], LEAST_ROWS, spec.head_dim),), (self.query_box,)
             if kv_box:
                 descriptors = (
                     describe(cache.k, matrices[1], kv_box, spec.head_dim),
                     describe(cache.v, matrices[2], kv_box, spec.head_dim_v),
                     *descriptors,
                 )
+                boxes = None, None, *boxes
             fixed, meta = self.arguments(q, cache, into, into_lse)
             if second_box:
                 descriptors = (
@@ -113,10 +115,11 @@ class HopperRunner:
                     describe(cache.k, matrices[1], second_box, spec.head_dim),
                     describe(cache.v, matrices[2], second_box, spec.head_dim_v),
                 )
+                boxes = *boxes, None, None
             else:
                 fixed = None, None, *fixed
-            meta |= {"KV_BOX": kv_box, "Q_BOX": q_box}
-            self.launches.launch(key, hopper_kernel, grid, tensors, fixed, meta, descriptors)
+            meta["KV_BOX"] = kv_box
+            self.launches.launch(key, hopper_kernel, grid, tensors, fixed, meta, descriptors, boxes)
         if self.split_out is not None:
             self.combine(out, lse, out_scale)
         if self.decode is not None:
@@ -147,8 +150,7 @@ class HopperRunner:
         decided, batch, spec = self.decided, self.batch, self.decided.request.spec
         kv = views.kv_layout(cache, batch, cache.dtype, share_offsets=False)
         stride_lse = 0 if lse is None else lse.stride(0)
-        stride_q_head = 1 if has_heads(spec.head_dim) else q.stride(1)
-        strides = batch.page_table.stride(0), stride_q_head, out.stride(0), out.stride(1), stride_lse
+        strides = batch.page_table.stride(0), out.stride(0), out.stride(1), stride_lse
         numbers = (
             spec.softmax_scale,
             spec.softcap or 0.0,
@@ -174,14 +176,16 @@ def matrices_of(q: torch.Tensor, cache: PagedKVCache) -> tuple[Matrix, Matrix, M
 
 
 def describe(tensor: torch.Tensor, matrix: Matrix, box_rows: int, head_dim: int) -> TensorDescriptor:
-    """Return the TMA descriptor of a matrix, for boxes of `box_rows` rows and one panel's columns.
-
-    A panel is as wide as TMA can swizzle, or as a head if that is less.
-    """
-    columns = min((head_dim + 63) // 64 * 64, SWIZZLE_BYTES.value // tensor.itemsize)
-    box = [box_rows, 1, columns] if has_heads(head_dim) else [box_rows, columns]
+    """Return the TMA descriptor of a matrix, for boxes of `box_rows` rows and one panel's columns."""
+    columns = columns_of_box(head_dim, tensor.itemsize)
+    box = [box_rows, 1, columns] if len(matrix.shape) == 3 else [box_rows, columns]
     layout = swizzled(columns * tensor.itemsize, 8 * tensor.itemsize, len(box))
     return TensorDescriptor(tensor, [*matrix.shape], [*matrix.strides], box, layout)
+
+
+def columns_of_box(head_dim: int, itemsize: int) -> int:
+    """Return the columns of a panel: as many as TMA can swizzle, or as a head if that is less."""
+    return min((head_dim + 63) // 64 * 64, SWIZZLE_BYTES.value // itemsize)
 
 
 @cache

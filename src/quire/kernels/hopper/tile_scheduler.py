@@ -101,15 +101,18 @@ def order_by_keys(
             has_prompts = num_seqs > 0
         mixed = has_prompts & (gl.max(singles.to(gl.int32), 0) > 0)
     most, least = gl.max(gl.where(owns, tiles, 0), 0), gl.min(gl.where(owns, tiles, 2147483647), 0)
-    work = gl.sum(counts * tiles, 0) * work_tiles_each  # may wrap around, which costs the order and nothing else
+    seen = counts * tiles  # by all row blocks, each with as many tiles as the last one
+    if MIXED:
+        first_start, first_stop = keys_of_band(0, q_len, first_pos, seq_len, window[0], window[1], BLOCK_T)
+        first_keys = gl.minimum(gl.maximum(first_stop - first_start, 0), (1 << 29) - BLOCK_N)
+        seen = counts * (tiles + (first_keys + BLOCK_N - 1) // BLOCK_N) // 2
+    work = gl.sum(seen, 0) * work_tiles_each  # may wrap around, which costs the order and nothing else
     ordered = (most > least) & (most * SHARE * gl.num_programs(0) > work)
     if CUT_SLOTS > 0:
         # A decoding sequence that a concurrent launch serves is as much work as one row block.
         blocks = gl.maximum(counts, gl.where(q_len > 0, 1, 0))
-        work = gl.sum(blocks * tiles, 0) * work_tiles_each
+        work = gl.sum(gl.where(owns, seen, blocks * tiles), 0) * work_tiles_each
         if may_cut(most, work, gl.sum(blocks, 0) * work_tiles_each, BLOCK_N):
-            first_start, first_stop = keys_of_band(0, q_len, first_pos, seq_len, window[0], window[1], BLOCK_T)
-            first_keys = gl.minimum(gl.maximum(first_stop - first_start, 0), (1 << 30) - BLOCK_N)
             counts = cut_sequences(
                 counts, tiles, first_keys, work, memory, work_tiles_each, CUT_SLOTS, BLOCK_T, BLOCK_N
             )

@@ -59,15 +59,18 @@ def has_heads(head_dim: int) -> bool:
 
 
 def matrix_of_queries(q: torch.Tensor) -> Matrix | None:
-    """Return queries as a matrix with one row per token; None if TMA cannot address them.
+    """Return queries as a matrix of the dimensions token, head and column; None if TMA cannot address them.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim].
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    if q.stride(1) >= q.stride(0) and num_q_heads > 1:
+    token, head, _ = q.stride()
+    if num_q_heads == 1:
+        head = token
+    if num_tokens == 0 or 0 in (token, head) or (q.data_ptr() | token * q.itemsize | head * q.itemsize) % 16:
         return None
-    return matrix_of(q, (1, num_tokens, num_q_heads, head_dim), (0, q.stride(0), q.stride(1)))
+    return Matrix((num_tokens, num_q_heads, head_dim), (token, head, 1))
 
 
 def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
