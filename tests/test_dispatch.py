@@ -489,7 +489,7 @@ def test_a_kernel_config_must_be_legal(changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_warpgroups": 3}, {"block_t": 256}, {"block_t": 4}, {"block_t": 20}, {"block_n": 100}, {"num_stages": 0},
+        {"num_warpgroups": 3}, {"block_t": 256}, {"block_t": 0}, {"block_n": 100}, {"num_stages": 0},
         {"num_q_stages": 0}, {"num_quantised_stages": -1}, {"fp8_mma": 2},
     ],
 )  # fmt: skip
@@ -612,7 +612,7 @@ BF16, E4M3, E5M2, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 def test_which_configuration_of_the_hopper_kernel_serves_a_spec(head_dim, kv_dtype, short, allow_fp8, fields):
     num_warpgroups, *rest = fields
-    heads_of = {1: 1, 2: 2, 3: 1, 6: 2, 8: 8, 12: 4, 16: 8 * num_warpgroups, 48: 8 * num_warpgroups}  # by group size
+    heads_of = {1: 1, 2: 2, 3: 1, 6: 2, 8: 8, 12: 4, 16: 16, 48: 16}  # by group size
     for group_size, heads in heads_of.items():
         spec = quire.AttentionSpec(
             num_q_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, kv_dtype=kv_dtype, allow_fp8=allow_fp8
@@ -637,7 +637,7 @@ def test_which_configuration_of_the_hopper_kernel_serves_a_spec(head_dim, kv_dty
 def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim_v, fields, short_fields):
     spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim_v)
     for short, (num_warpgroups, *rest) in ((False, fields), (True, short_fields)):
-        heads = min(spec.group_size & -spec.group_size, 8 * num_warpgroups)
+        heads = spec.group_size & -spec.group_size
         expected = HopperConfig(num_warpgroups, 64 * num_warpgroups // heads, *rest)
         assert hopper_config(spec, PROPERTIES, short, 4096, False) == expected
 
@@ -646,22 +646,24 @@ def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim
     ("group_size", "queries", "ragged", "heads_and_queries"),
     [
         (5, 4096, False, (1, 128)),
-        (5, 16, False, (5, 24)),
-        (5, 64, False, (5, 24)),
+        (5, 16, False, (5, 25)),
+        (5, 64, False, (5, 25)),
         (5, 128, False, (1, 128)),
-        (5, 256, True, (5, 24)),
-        (7, 16, False, (7, 16)),
-        (7, 1024, True, (7, 16)),
-        (3, 32, False, (3, 40)),
-        (9, 32, False, (3, 40)),
-        (9, 8, False, (9, 8)),
-        (11, 8, False, (11, 8)),
+        (5, 256, True, (5, 25)),
+        (7, 16, False, (7, 18)),
+        (7, 1024, True, (7, 18)),
+        (3, 32, False, (3, 42)),
+        (9, 32, False, (9, 14)),
+        (9, 8, False, (9, 14)),
+        (11, 8, False, (11, 11)),
         (11, 2048, False, (1, 128)),
         (6, 2048, False, (2, 64)),
         (4, 8, True, (4, 32)),
         (13, 4096, True, (1, 128)),
         (16, 1, False, (16, 8)),
-        (32, 1, False, (16, 8)),
+        (32, 1, False, (32, 4)),
+        (128, 1, False, (128, 1)),
+        (128, 2, False, (128, 1)),
     ],
 )
 def test_work_tiles_have_the_heads_that_waste_fewest_rows(group_size, queries, ragged, heads_and_queries):
@@ -773,7 +775,8 @@ def test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel():
     assert launch(4, 60, 32).name == "block"
     assert launch(4, 4096, 32, spec=replace(wide, sliding_window=60)).name in ("block", "split_kv")
     narrow = replace(wide, head_dim=128, head_dim_v=128)
-    assert launch(5, 16384, 2, spec=narrow).num_splits == 1
+    assert launch(5, 16384, 2, spec=narrow).num_splits == 15
+    assert launch(2, 16384, 2, spec=narrow).name == "split_kv"  # 32 rows of a sequence
 
 
 def test_work_tiles_suit_the_exact_number_of_queries_of_equal_sequences():
@@ -783,7 +786,7 @@ def test_work_tiles_suit_the_exact_number_of_queries_of_equal_sequences():
         launch = decide(Request(heads, 5, True, Bounds(queries, 19669, num_tokens), PROPERTIES), Options())[0]
         return launch.heads, launch.config.block_t
 
-    assert tile(661, 5 * 661) == (3, 40)  # 51 work tiles of a KV head, not 54
+    assert tile(661, 5 * 661) == (9, 14)  # 48 work tiles of a KV head, not 54
     assert tile(1024, 5 * 1024) == (1, 128)
 
 
@@ -853,15 +856,16 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     assert chunk.scratch_size() != launch(512, 16384).scratch_size()
     assert launch(64, 2048).num_splits == 8
     assert launch(64, 1200).num_splits == 4  # two tiles each at least
-    assert launch(31, 16384).name == "split_kv"
-    assert [launch(n, 16384).num_splits for n in (32, 128, 256, 512, 4096)] == [15, 4, 2, 1, 1]
+    assert [launch(n, 16384).name for n in (8, 9)] == ["split_kv", "hopper"]
+    assert [launch(n, 16384).num_splits for n in (9, 31, 32, 128, 256, 512, 4096)] == [15, 15, 15, 4, 2, 1, 1]
     assert launch(64, 16384, num_seqs=2).num_splits == 4
     few = launch(64, 16384, num_seqs=3, num_tokens=70)  # some of them may be decoding
     assert few.name == "hopper" and few.num_splits == 7 and few.cut_slots == 0 and few.decode is None
     assert few.split_rows >= 70 * 32 * 7
     ragged = launch(64, 16384, num_seqs=8, num_tokens=300)
     assert ragged.name == "hopper" and ragged.num_splits == 1 < ragged.cut_slots and ragged.decode is not None
-    assert launch(64, 1024).name == "split_kv"
+    assert launch(64, 1024).num_splits == 4 and launch(64, 1024, num_seqs=4).num_splits == 1
+    assert launch(300, 1024).num_splits == 1
 
 
 def test_intervals_take_the_hopper_kernel_where_a_band_does():
@@ -892,8 +896,10 @@ def test_intervals_take_the_hopper_kernel_where_a_band_does():
             {"num_q_heads": 24, "num_kv_heads": 4, "head_dim": 192},
             Bounds(1024, 4096, 3000),
             2,
-            True,
-        ),  # two of six heads
+            False,
+        ),
+        ({"num_q_heads": 48, "num_kv_heads": 2, "head_dim": 192}, Bounds(1024, 4096, 3000), 2, True),  # 12 of 24 heads
+        ({"num_q_heads": 24, "num_kv_heads": 4, "head_dim": 192}, Bounds(1024, 9000, 3000), 2, False),
         ({"num_q_heads": 16, "head_dim": 256}, Bounds(1024, 4096, 3000), 2, False),
         ({"num_q_heads": 16, "head_dim": 256}, Bounds(1024, 4097, 3000), 2, True),
         ({"kv_dtype": torch.float8_e4m3fn}, Bounds(1024, 4096, 3000), 2, True),

@@ -626,8 +626,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: full tiles by the first row's window": Mutant(
         ATTEND,
-        "(pos < high_pos - scoring.window_left)",
-        "(pos < low_pos - scoring.window_left)",
+        "full_start = high_pos - scoring.window_left",
+        "full_start = low_pos - scoring.window_left",
         SIMULATED + "features[{'sliding_window': 100}-None]",
     ),
     "Hopper: denominator not rescaled": Mutant(
@@ -857,14 +857,14 @@ IN_INTERPRETER = {
     ),
     "Hopper: full tiles of intervals a key too far": Mutant(
         ATTEND,
-        "> sight.full_stop)",
-        "> sight.full_stop + 1)",
+        "sight.full_start, sight.full_stop,",
+        "sight.full_start, sight.full_stop + 1,",
         SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
     ),
     "Hopper: full tiles of intervals a key too early": Mutant(
         ATTEND,
-        "(pos < sight.full_start)",
-        "(pos + 1 < sight.full_start)",
+        "sight.full_start, sight.full_stop,",
+        "sight.full_start - 1, sight.full_stop,",
         SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
     ),
     "Hopper: values outside of intervals not zeroed": Mutant(
@@ -904,9 +904,9 @@ IN_INTERPRETER = {
         SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[131-{'head_dim': 136}]",
     ),
     "Hopper: a tile handed over before its box has arrived": Mutant(
-        "kernels/hopper/gather.py",
-        "if not HAS_BOXES or not is_box:",
-        "if True:",
+        GATHER,
+        "count=32 * WARPS - 1)",
+        "count=32 * WARPS)",
         SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[131-{'head_dim': 136}]",
     ),
     "Hopper: a box of keys before the window, where rows are gathered": Mutant(
@@ -974,7 +974,7 @@ IN_INTERPRETER = {
     ),
     "Hopper: capped scores of keys that a row does not see": Mutant(
         "kernels/hopper/capped.py",
-        "return gl.exp2(hide_unseen(exponents, pos, rows, cols, work, sight, scoring, BLOCK_T))",
+        "return gl.exp2(hide_unseen(exponents, pos, tokens, cols, work, sight, scoring, BLOCK_T))",
         "return gl.exp2(exponents)",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-None]",
     ),
@@ -1026,8 +1026,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: converted tiles not fenced": Mutant(
         "kernels/hopper/pipeline.py",
-        "fence_async_shared()  # tensor cores access",
-        "pass  # tensor cores access",
+        "fence_async_shared()  # as in",
+        "pass  # as in",
         SIMULATED + "quantised_caches[kv_dtype0-64-16]",
     ),
     "Hopper: staged results not fenced": Mutant(
@@ -1058,7 +1058,28 @@ IN_INTERPRETER = {
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: gathered rows handed over before they arrive": Mutant(
-        GATHER, "async_copy.wait_group(NEWER)", "async_copy.wait_group(NEWER + 1)", SIMULATED + "pages[NHD-1]"
+        GATHER,
+        "async_copy.mbarrier_arrive(pipe.full.index(stage), increment_count=False)",
+        "mbarrier.arrive(pipe.full.index(stage), count=32 * WARPS)",
+        SIMULATED + "pages[NHD-1]",
+    ),
+    "Hopper: gathered rows not fenced": Mutant(
+        "kernels/hopper/pipeline.py",
+        "if is_copied(pipe.full, pipe.empty):",
+        "if False:",
+        SIMULATED + "pages[NHD-1]",
+    ),
+    "Hopper: boxes of queries of one head": Mutant(
+        "kernels/hopper/runner.py",
+        "launch.config.block_t, launch.heads, columns",
+        "launch.config.block_t * launch.heads, 1, columns",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: work by the last row block of each sequence alone": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "seen = counts * (tiles + (first_keys + BLOCK_N - 1) // BLOCK_N) // 2",
+        "seen = counts * tiles",
+        CUT + AS_SAID + "[{}-3000-40]",
     ),
     "Hopper: the last values released before their product": Mutant(
         ATTEND,

@@ -321,18 +321,15 @@ def hide_unseen(scores, pos, tokens, cols, work, sight, scoring, BLOCK_T: gl.con
     high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
     q_pos = low_pos + tokens
     if sight is None:
-        is_past_right = pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
-        is_partial = is_past_right | (pos < high_pos - scoring.window_left)
+        full_start = high_pos - scoring.window_left
+        full_stop = gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
+        first, last = q_pos - scoring.window_left, gl.minimum(q_pos + scoring.window_right, work.seq_len - 1)
     else:
-        is_partial = (pos + scores.shape[1] > sight.full_stop) | (pos < sight.full_start)
-    if is_partial:  # else every row sees every key of the tile
-        if sight is None:
-            first_col = q_pos - scoring.window_left - pos
-            last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
-        else:
-            first_col, last_col = sight.first - pos, sight.last - pos
-        visible = (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
-        scores = gl.where(visible, scores, float("-inf"))
+        full_start, full_stop, first, last = sight.full_start, sight.full_stop, sight.first, sight.last
+    if pos + scores.shape[1] > full_stop:  # else every row sees the last keys of the tile
+        scores = gl.where(cols[None, :] <= (last - pos)[:, None], scores, float("-inf"))
+    if pos < full_start:  # and the first ones
+        scores = gl.where(cols[None, :] >= (first - pos)[:, None], scores, float("-inf"))
     return scores
 
 

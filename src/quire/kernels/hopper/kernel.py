@@ -237,8 +237,6 @@ def hopper_kernel(
         v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, WARPGROUPS, V_COPYING_WARPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
-    # A producer that loads intervals needs more registers, and so does one that cuts, if consumers can spare them.
-    MORE_REGISTERS: gl.constexpr = INTERVALS or (CUT_SLOTS > 0 and HEAD_DIM_V <= 192)
     places = published
     if not INTERVALS:  # of sequences in the order of work tiles
         PLACES: gl.constexpr = 4 if CUT_SLOTS > 0 else 2
@@ -275,7 +273,7 @@ def hopper_kernel(
                     MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [PRODUCER_WARPS],
-            [72 if GATHERS else 56 if MORE_REGISTERS else 40],
+            [72 if GATHERS else 56],
         )  # fmt: skip
     elif QUANTISED_STAGES == 0:
         fence_async_shared()
@@ -295,9 +293,7 @@ def hopper_kernel(
             ],
             [4, PRODUCER_WARPS],
             # Registers per thread of the second and the third function.
-            ([232, 48] if HEAD_DIM_V > 192 else [216, 72])
-            if GATHERS
-            else ([224, 56] if MORE_REGISTERS else [232, 40]),
+            [224, 56] if not GATHERS else [232, 48] if HEAD_DIM_V > 192 else [216, 72],
         )  # fmt: skip
     else:
         k_raw = k_pipe
@@ -325,5 +321,5 @@ def hopper_kernel(
             if GATHERS
             else [200, 72, 40]
             if FP8_MMA
-            else ([216, 40, 40] if INTERVALS else [208, 40, 56] if MORE_REGISTERS else [208, 56, 40]),
+            else ([216, 40, 40] if INTERVALS else [208, 40, 56] if CUT_SLOTS > 0 and HEAD_DIM_V <= 192 else [208, 56, 40]),
         )  # fmt: skip

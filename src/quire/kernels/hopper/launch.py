@@ -29,6 +29,7 @@ MOST_SPLITS_OF_CUT = 32  # as in `cuts.py`
 CUT_OVERHEAD = 192  # keys, as in `cuts.py`
 TALL = 128  # rows of two consumer warpgroups
 FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
+SOME_ROWS = 32  # of a sequence, up to which the portable kernels load keys as fast as they come
 NARROW = 32  # columns of a head, which the portable kernels do not pad to 64
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
@@ -125,13 +126,7 @@ class HopperLaunch:
 
     def num_work_tiles(self, num_tokens: int) -> int:
         """Return the most work tiles, before they are split, that `num_tokens` query tokens need over all heads."""
-        if num_tokens == 0:
-            return 0
-        request, block_t = self.request, self.config.block_t
-        blocks = min(
-            num_tokens // block_t + request.num_seqs, request.num_seqs * cdiv(request.bounds.max_query_len, block_t)
-        )
-        return blocks * (request.spec.num_q_heads // self.heads) * self.column_parts
+        return count_work_tiles(self.request, self.config, num_tokens) * self.column_parts
 
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid: the number that runs at once, or that of work tiles if it is smaller."""
@@ -257,7 +252,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     if options.batch_invariant:
         return propose_invariant(request, options)
     costs = tree.cost_model(spec, request.device)
-    config = choose_config(request, is_short(request, costs))
+    config = choose_config(request, suits_one_warpgroup(request, costs))
     if isinstance(config, str):
         return config
     if not request.has_cu_seqlens:
@@ -338,6 +333,39 @@ def is_short(request: Request, costs: CostModel) -> bool:
     return request.bounds.max_seq_len <= costs.short_context or 2 * request.keys_seen <= costs.short_context
 
 
+def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
+    """Return whether a program should have one consumer warpgroup, where it may.
+
+    It should on short contexts, or if its rows have room for all rows of a sequence. Chunks on short contexts should
+    have two if they then take fewer rounds of programs, or if so few programs run that it pays to split their keys.
+    """
+    if is_ragged(request) or is_wide(request.spec):
+        return is_short(request, costs)
+    if request.rows_per_seq <= TALL // 2:
+        return True
+    flat, tall = choose_config(request, short=True), choose_config(request, short=False)
+    if isinstance(flat, str) or isinstance(tall, str) or not is_short(request, costs) or not is_chunk(request):
+        return is_short(request, costs)
+    num_tokens, num_sms = request.bounds.num_tokens, request.device.num_sms
+    tiles, tall_tiles = count_work_tiles(request, flat, num_tokens), count_work_tiles(request, tall, num_tokens)
+    rounds, tall_rounds = cdiv(tiles, num_sms * flat.programs_per_sm), cdiv(tall_tiles, num_sms * tall.programs_per_sm)
+    return tall_rounds >= rounds and 4 * tall_tiles > num_sms
+
+
+def is_chunk(request: Request) -> bool:
+    """Return whether sequences have equally many queries, and at least three times as many keys before them."""
+    return not is_ragged(request) and request.bounds.max_seq_len >= 4 * request.bounds.max_query_len
+
+
+def count_work_tiles(request: Request, config: HopperConfig, num_tokens: int) -> int:
+    """Return the most work tiles that `num_tokens` query tokens need over all heads."""
+    if num_tokens == 0:
+        return 0
+    bounds, block_t, heads = request.bounds, config.block_t, config.heads(request.spec.group_size)
+    blocks = min(num_tokens // block_t + request.num_seqs, request.num_seqs * cdiv(bounds.max_query_len, block_t))
+    return blocks * (request.spec.num_q_heads // heads)
+
+
 def choose_config(request: Request, short: bool) -> HopperConfig | str:
     """Return the configuration for a batch; or, in words, what the kernel does not serve."""
     queries, ragged = max(1, request.bounds.max_query_len), is_ragged(request)
@@ -365,7 +393,10 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     if is_wide(request.spec):
         suits = request.rows_per_seq > FEW_ROWS and 2 * request.keys_seen > costs.short_context
     else:
-        suits = request.bounds.max_query_len >= config.block_t and not is_short(request, costs)
+        has_rows = request.rows_per_seq > SOME_ROWS and not is_ragged(request)
+        fills_tile = 8 * request.bounds.max_query_len >= 7 * config.block_t
+        has_keys = not is_short(request, costs) or (is_chunk(request) and config.num_warpgroups == 2)
+        suits = (has_rows or fills_tile) and has_keys
     if not suits or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms:
         return 1
     most = request.keys_seen // (costs.hopper_min_tiles_per_split * config.block_n)
@@ -429,5 +460,7 @@ def serves_decoding(launch: HopperLaunch, costs: CostModel) -> bool:
     """
     request, spec = launch.request, launch.request.spec
     loads_fast = launch.config.num_warpgroups == 1 or request.bounds.max_seq_len <= 4 * costs.short_context
+    if is_wide(spec) and spec.head_dim != tree.padded(spec.head_dim):
+        loads_fast = True  # the portable kernels multiply more columns than there are
     loads_once = launch.heads == spec.group_size and spec.kv_dtype is spec.dtype
     return loads_fast and loads_once and not (launch.fixed_split_size or request.has_intervals)
