@@ -192,7 +192,7 @@ def attended(monkeypatch, spec, lens, num_sms=1, section_heads=None, bound=LONG,
     assert verdict.passed, (plan, verdict)
     starts = [0, *itertools.accumulate(queries for queries, _ in lens)]
     found = []
-    for row, head, program in loads:
+    for head, row, program in loads:
         seq = max(seq for seq, (queries, _) in enumerate(lens) if queries and starts[seq] <= row)
         found.append((seq, head, program))
     return plan, state, found

@@ -626,8 +626,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: full tiles by the first row's window": Mutant(
         ATTEND,
-        "full_start = high_pos - scoring.window_left",
-        "full_start = low_pos - scoring.window_left",
+        "(pos < high_pos - scoring.window_left)",
+        "(pos < low_pos - scoring.window_left)",
         SIMULATED + "features[{'sliding_window': 100}-None]",
     ),
     "Hopper: denominator not rescaled": Mutant(
@@ -857,14 +857,14 @@ IN_INTERPRETER = {
     ),
     "Hopper: full tiles of intervals a key too far": Mutant(
         ATTEND,
-        "sight.full_start, sight.full_stop,",
-        "sight.full_start, sight.full_stop + 1,",
+        "> sight.full_stop)",
+        "> sight.full_stop + 1)",
         SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
     ),
     "Hopper: full tiles of intervals a key too early": Mutant(
         ATTEND,
-        "sight.full_start, sight.full_stop,",
-        "sight.full_start - 1, sight.full_stop,",
+        "(pos < sight.full_start)",
+        "(pos + 1 < sight.full_start)",
         SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
     ),
     "Hopper: values outside of intervals not zeroed": Mutant(
@@ -974,7 +974,7 @@ IN_INTERPRETER = {
     ),
     "Hopper: capped scores of keys that a row does not see": Mutant(
         "kernels/hopper/capped.py",
-        "return gl.exp2(hide_unseen(exponents, pos, tokens, cols, work, sight, scoring, BLOCK_T))",
+        "return gl.exp2(hide_unseen(exponents, pos, rows, cols, work, sight, scoring, BLOCK_T))",
         "return gl.exp2(exponents)",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-None]",
     ),
@@ -1071,8 +1071,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: boxes of queries of one head": Mutant(
         "kernels/hopper/runner.py",
-        "launch.config.block_t, launch.heads, columns",
-        "launch.config.block_t * launch.heads, 1, columns",
+        "launch.heads, launch.config.block_t, columns",
+        "1, launch.heads * launch.config.block_t, columns",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: work by the last row block of each sequence alone": Mutant(

@@ -135,7 +135,7 @@ def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
 
 @gluon.jit
 def attend_work_tile(
-    q, k_pipe, v_pipe, tile_i, tokens, cols, work, sight, slopes, scale, scoring, q_pipe, work_i,
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i,
     OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
     SCORE_MOD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def attend_work_tile(
     if EARLY and work.num_tiles == 1:
         consumer_release(q_pipe, work_i)
     p, m_i, l_i, _ = softmax_step(
-        scores, m_i, l_i, pos, tokens, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
+        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
     )
     p = gl.convert_layout(p.to(element), OF_P)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
@@ -175,7 +175,7 @@ def attend_work_tile(
         accs, p = done[:NUM_ACCS], done[NUM_ACCS]
         consumer_release(v_pipe, i - 1)
         p, m_i, l_i, alpha = softmax_step(
-            scores, m_i, l_i, pos, tokens, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
+            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
         )
         accs = rescaled(accs, alpha) if LAZY else scaled(accs, alpha)
         p = gl.convert_layout(p.to(element), OF_P)
@@ -190,7 +190,7 @@ def attend_work_tile(
 
 @gluon.jit
 def attend_work_tile_in_splits(
-    q, k_pipe, v_pipe, tile_i, tokens, cols, work, slopes, scale, scoring,
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
     SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -210,7 +210,7 @@ def attend_work_tile_in_splits(
     scores = warpgroup_mma_wait(0, deps=[scores])
     consumer_release(k_pipe, tile_i)
     p, split_m, split_l, _ = softmax_step(
-        scores, split_m, no_sums, pos, tokens, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+        scores, split_m, no_sums, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
     )
     p = gl.convert_layout(p.to(element), OF_P)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
@@ -227,7 +227,7 @@ def attend_work_tile_in_splits(
             split_accs, split_m, _ = empty_state(OF_SCORES, HEAD_DIM_V, 16)
             split_l = no_sums
         p, split_m, split_l, alpha = softmax_step(
-            scores, split_m, split_l, pos, tokens, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+            scores, split_m, split_l, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
         )
         split_accs = scaled(split_accs, alpha)
         p = gl.convert_layout(p.to(element), OF_P)
@@ -273,7 +273,7 @@ def total(sums):
 
 @gluon.jit
 def attend_work_tile_in_fp8(
-    q, k_pipe, v_pipe, tile_i, tokens, cols, work, sight, slopes, scale, scoring,
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring,
     OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
     """Return the same as `attend_work_tile`, with fp8 products of the stored keys and the transposed values.
@@ -296,7 +296,7 @@ def attend_work_tile_in_fp8(
         scores = warpgroup_mma_wait(0, deps=[scores])
         consumer_release(k_pipe, i)
         p, m_i, l_i, alpha = softmax_step(
-            scores, m_i, l_i, pos, tokens, cols, work, sight, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
+            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
         )
         p = gl.convert_layout(to_fp8(permute_for_fp8_operand(p)), OF_P)
         v = v_pipe.tiles.index(consumer_wait(v_pipe, i))
@@ -312,30 +312,30 @@ def attend_work_tile_in_fp8(
 
 
 @gluon.jit
-def hide_unseen(scores, pos, tokens, cols, work, sight, scoring, BLOCK_T: gl.constexpr):
-    """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key.
-
-    `tokens` are the query tokens of the rows, counted from the work tile's first.
-    """
+def hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T: gl.constexpr):
+    """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key."""
     low_pos = work.first_pos + work.token
     high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
-    q_pos = low_pos + tokens
+    q_pos = low_pos + rows % BLOCK_T
     if sight is None:
-        full_start = high_pos - scoring.window_left
-        full_stop = gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
-        first, last = q_pos - scoring.window_left, gl.minimum(q_pos + scoring.window_right, work.seq_len - 1)
+        is_past_right = pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
+        is_partial = is_past_right | (pos < high_pos - scoring.window_left)
     else:
-        full_start, full_stop, first, last = sight.full_start, sight.full_stop, sight.first, sight.last
-    if pos + scores.shape[1] > full_stop:  # else every row sees the last keys of the tile
-        scores = gl.where(cols[None, :] <= (last - pos)[:, None], scores, float("-inf"))
-    if pos < full_start:  # and the first ones
-        scores = gl.where(cols[None, :] >= (first - pos)[:, None], scores, float("-inf"))
+        is_partial = (pos + scores.shape[1] > sight.full_stop) | (pos < sight.full_start)
+    if is_partial:  # else every row sees every key of the tile
+        if sight is None:
+            first_col = q_pos - scoring.window_left - pos
+            last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
+        else:
+            first_col, last_col = sight.first - pos, sight.last - pos
+        visible = (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
+        scores = gl.where(visible, scores, float("-inf"))
     return scores
 
 
 @gluon.jit
 def softmax_step(
-    scores, m_i, l_i, pos, tokens, cols, work, sight, slopes, scale, scoring,
+    scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
     LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
 ):  # fmt: skip
     """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
@@ -351,9 +351,9 @@ def softmax_step(
         scores = SCORE_MOD(scores, by_row(scale), scoring.softcap)
     elif SCORE_MOD is not None:
         exponent_scale = LOG2E
-        q_pos = work.first_pos + work.token + tokens
+        q_pos = work.first_pos + work.token + rows % BLOCK_T
         scores = SCORE_MOD(scores, by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
-    scores = hide_unseen(scores, pos, tokens, cols, work, sight, scoring, BLOCK_T)
+    scores = hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T)
     highest = gl.max(scores, 1) * exponent_scale
     m_new = raised(m_i, highest) if LAZY else gl.maximum(m_i, highest)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN

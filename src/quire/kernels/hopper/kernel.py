@@ -80,7 +80,6 @@ def consume(
         scoring.key_begin is None and outputs.out_scale_ptr is None
     )
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
-    tokens = rows // HEADS  # counted from the work tile's first
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
 
     work_i = 0
@@ -90,10 +89,10 @@ def consume(
     while work.q_len > 0:
         slopes = None
         if scoring.slopes_ptr is not None:
-            slopes = load_of_heads(scoring.slopes_ptr + work.head, rows, HEADS, OWNED)
+            slopes = load_of_heads(scoring.slopes_ptr + work.head, rows, BLOCK_T, OWNED)
         sight = None
         if scoring.key_begin is not None:
-            sight = sight_of_rows(published, stage, work, rows, scoring, HEADS, OWNED)
+            sight = sight_of_rows(published, stage, work, rows, scoring, BLOCK_T, OWNED)
         scale = scoring.scale
         if scoring.k_scale_ptr is not None:
             scale *= gl.load(scoring.k_scale_ptr + work.head // GROUP * stride_scale)
@@ -112,23 +111,23 @@ def consume(
             cut = read_cut(published, stage)
         if FP8_MMA:
             acc, m_i, l_i = attend_work_tile_in_fp8(
-                q[0], k_pipe, v_pipe, tile_i, tokens, cols, work, sight, slopes, scale, scoring, OF_SCORES,
+                q[0], k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, OF_SCORES,
                 layout_of_out(HEAD_DIM_V, DEPTH), BLOCK_T, SCORE_MOD,
             )  # fmt: skip
             accs = (acc,)
         elif FIXED_SPLIT > 0:
             accs, m_i, l_i = attend_work_tile_in_splits(
-                q, k_pipe, v_pipe, tile_i, tokens, cols, work, slopes, scale, scoring, OF_SCORES, HEAD_DIM, HEAD_DIM_V,
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, HEAD_DIM, HEAD_DIM_V,
                 BLOCK_T, SCORE_MOD, FIXED_SPLIT,
             )  # fmt: skip
         elif is_capped(SCORE_MOD):
             accs, m_i, l_i = attend_capped_work_tile(
-                q, k_pipe, v_pipe, tile_i, tokens, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, KV_BOX,
             )  # fmt: skip
         else:
             accs, m_i, l_i = attend_work_tile(
-                q, k_pipe, v_pipe, tile_i, tokens, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY,
             )  # fmt: skip
         if scoring.key_begin is not None:  # not kept in registers meanwhile, which hold what rows see
@@ -138,7 +137,7 @@ def consume(
             accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
         if outputs.partials is None:
             finish(
-                wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, HEADS, OWNED, FIXED_SPLIT > 0,
+                wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0,
                 PARTS, EARLY,
             )  # fmt: skip
         else:
@@ -146,21 +145,21 @@ def consume(
                 cut = read_cut(published, stage)
             if cut.shift == 0:
                 finish(
-                    wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, HEADS, OWNED, False, PARTS,
+                    wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False, PARTS,
                     EARLY,
                 )  # fmt: skip
             else:
                 WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
                 SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)
                 is_last = store_and_arrive(
-                    outputs.partials, outputs.arrivals, cut, work, wg, accs, m_i, l_i, SIZE, WARPGROUPS, HEADS, OWNED
+                    outputs.partials, outputs.arrivals, cut, work, wg, accs, m_i, l_i, SIZE, WARPGROUPS, BLOCK_T, OWNED
                 )
                 if is_last:
                     accs, m_i, l_i = combine_partials(
-                        outputs.partials, cut, work, wg, OF_SCORES, DEPTH, HEAD_DIM_V, SIZE, WARPGROUPS, HEADS, OWNED
+                        outputs.partials, cut, work, wg, OF_SCORES, DEPTH, HEAD_DIM_V, SIZE, WARPGROUPS, BLOCK_T, OWNED
                     )
                     finish(
-                        wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, HEADS, OWNED, False,
+                        wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False,
                         PARTS, EARLY,
                     )  # fmt: skip
                 elif not EARLY:
@@ -171,9 +170,9 @@ def consume(
 
 
 @gluon.jit
-def sight_of_rows(published, stage, work, rows, scoring, HEADS: gl.constexpr, OWNED: gl.constexpr):
+def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
     """Return the intervals that the rows of a work tile see."""
-    tokens = tokens_of_rows(work, rows, HEADS, OWNED)
+    tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
     begin, end = load_intervals(
         scoring.key_begin, scoring.key_end, work.q_start + tokens, tokens < work.q_len, work.seq_len
     )
@@ -193,7 +192,7 @@ def hopper_kernel(
     slopes_ptr,  # [num_q_heads], or None
     k_scale_ptr, v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
     k_source, v_source,  # TMA descriptors; where KV_BOX is 0, pointers to slot 0 of page 0
-    q_desc,  # TMA descriptor of boxes of BLOCK_T query tokens and HEADS heads, whatever its type says
+    q_desc,  # TMA descriptor of boxes of HEADS heads and BLOCK_T query tokens, whatever its type says
     k_tile_desc, v_tile_desc,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32
@@ -206,7 +205,7 @@ def hopper_kernel(
     stride_table, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SCORE_MOD: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr,
-    HEADS: gl.constexpr,  # of a work tile, with BLOCK_T query tokens each
+    HEADS: gl.constexpr,  # of a work tile, with BLOCK_T rows each
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     QUANTISED_STAGES: gl.constexpr, FP8_MMA: gl.constexpr,
     KV_BOX: gl.constexpr,  # slots of a page in one TMA load; 0: the rows of tiles are gathered (`gather.py`)
@@ -237,6 +236,8 @@ def hopper_kernel(
         v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, WARPGROUPS, V_COPYING_WARPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
+    # A producer that loads intervals needs more registers, and so do others, if consumers can spare them.
+    MORE_REGISTERS: gl.constexpr = INTERVALS or (HEAD_DIM_V <= 192 and FIXED_SPLIT == 0)
     places = published
     if not INTERVALS:  # of sequences in the order of work tiles
         PLACES: gl.constexpr = 4 if CUT_SLOTS > 0 else 2
@@ -293,7 +294,9 @@ def hopper_kernel(
             ],
             [4, PRODUCER_WARPS],
             # Registers per thread of the second and the third function.
-            [224, 56] if not GATHERS else [232, 48] if HEAD_DIM_V > 192 else [216, 72],
+            ([232, 48] if HEAD_DIM_V > 192 else [216, 72])
+            if GATHERS
+            else ([224, 56] if MORE_REGISTERS else [232, 40]),
         )  # fmt: skip
     else:
         k_raw = k_pipe

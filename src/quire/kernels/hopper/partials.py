@@ -36,7 +36,7 @@ def columns_at_once(head_dim_v):
 @gluon.jit
 def store_and_arrive(
     partials, arrivals, cut, work, wg: gl.constexpr, accs, m_i, l_i, SIZE: gl.constexpr, WARPGROUPS: gl.constexpr,
-    HEADS: gl.constexpr, OWNED: gl.constexpr,
+    BLOCK_T: gl.constexpr, OWNED: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's partial and count its arrival; return whether all splits have arrived.
 
@@ -57,7 +57,7 @@ def store_and_arrive(
     ptr += 2 * ROWS
     for i in gl.static_range(len(accs)):
         numbers = by_thread(accs[i])
-        owned = owned_by_thread(work, wg, numbers.shape[0], HEADS, OWNED)
+        owned = owned_by_thread(work, wg, numbers.shape[0], BLOCK_T, OWNED)
         gl.store(ptr + gl.arange(0, numbers.shape[0], numbers.type.layout), numbers, mask=owned)
         ptr += numbers.shape[0]
     barrier()  # the stores of all threads come before the arrival, which one thread makes
@@ -71,13 +71,13 @@ def store_and_arrive(
 @gluon.jit
 def combine_partials(
     partials, cut, work, wg: gl.constexpr, OF_SCORES: gl.constexpr, DEPTH: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    SIZE: gl.constexpr, WARPGROUPS: gl.constexpr, HEADS: gl.constexpr, OWNED: gl.constexpr,
+    SIZE: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, OWNED: gl.constexpr,
 ):  # fmt: skip
     """Return the state over all splits of a row block, of this warpgroup's rows."""
     ptr = partials + (cut.first_slot * WARPGROUPS + wg) * SIZE
     PIECES: gl.constexpr = pieces_of(HEAD_DIM_V, 64)
     COLUMNS: gl.constexpr = columns_at_once(HEAD_DIM_V)
-    owned = owned_by_thread(work, wg, ROWS * COLUMNS, HEADS, OWNED)
+    owned = owned_by_thread(work, wg, ROWS * COLUMNS, BLOCK_T, OWNED)
     accs = ()
     for i in gl.static_range(len(PIECES)):
         pieces = ()
@@ -145,14 +145,14 @@ def by_thread(acc):
 
 
 @gluon.jit
-def owned_by_thread(work, wg: gl.constexpr, NUMBERS: gl.constexpr, HEADS: gl.constexpr, OWNED: gl.constexpr):
+def owned_by_thread(work, wg: gl.constexpr, NUMBERS: gl.constexpr, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
     """Return, in the order of `by_thread`, which numbers are loaded and stored: four adjacent ones are, or none.
 
     They are of two rows, of which one has a query.
     """
     fours = gl.arange(0, NUMBERS, BY_THREAD) // 4
     row = wg * ROWS + fours // 32 % 4 * 16 + fours // 4 % 8
-    first, second = tokens_of_rows(work, row, HEADS, OWNED), tokens_of_rows(work, row + 8, HEADS, OWNED)
+    first, second = tokens_of_rows(work, row, BLOCK_T, OWNED), tokens_of_rows(work, row + 8, BLOCK_T, OWNED)
     return (first < work.q_len) | (second < work.q_len)
 
 

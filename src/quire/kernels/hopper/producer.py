@@ -57,7 +57,7 @@ def produce(
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
     # The only buffer of queries becomes free late, so the next work tile's first keys are loaded before its queries.
     KEYS_FIRST: gl.constexpr = q_pipe.tiles.shape[0] == 1
-    QUERIES: gl.constexpr = q_desc.block_shape[0]
+    LEAST_ROWS: gl.constexpr = q_desc.block_shape[0]
     SPARE: gl.constexpr = v_pipe.tiles.shape[0]  # the pipeline's spare barrier
     THREADS: gl.constexpr = 32 * gl.num_warps()
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -139,7 +139,7 @@ def produce(
             publish_work_tile(published, stage, work, keys)
             expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
             load_rows(
-                q_desc, work.q_start + work.token, head, q_pipe.full.index(stage), buffers_of(q_pipe, stage), 0, QUERIES
+                q_desc, head, work.q_start + work.token, q_pipe.full.index(stage), buffers_of(q_pipe, stage), 0, LEAST_ROWS
             )
             work_i += 1
 
@@ -235,9 +235,9 @@ def store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T: gl.constexpr, HE
     ROWS: gl.constexpr = power_of_two(HEADS * BLOCK_T)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = gl.arange(0, ROWS, LAYOUT)
-    tokens = work.token + rows // HEADS
+    tokens = work.token + rows % BLOCK_T
     offsets = (
-        (work.q_start + tokens).to(gl.int64) * stride_lse + (work.head + rows % HEADS) * num_splits + work.split
+        (work.q_start + tokens).to(gl.int64) * stride_lse + (work.head + rows // BLOCK_T) * num_splits + work.split
     )
     lse = gl.full([ROWS], float("-inf"), gl.float32, LAYOUT)
     gl.store(lse_ptr + offsets, lse, mask=(tokens < work.q_len) & (rows < HEADS * BLOCK_T))

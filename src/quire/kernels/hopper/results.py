@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
 @gluon.jit
 def finish(
     wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
-    HEADS: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
+    BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Normalise a work tile's results and write them.
 
@@ -57,7 +57,7 @@ def finish(
         split = 0
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
         if split == outputs.num_splits - 1:
-            sink = load_of_heads(outputs.sinks_ptr + work.head, rows, HEADS, OWNED) * LOG2E
+            sink = load_of_heads(outputs.sinks_ptr + work.head, rows, BLOCK_T, OWNED) * LOG2E
             m_new = gl.maximum(m_i, sink)
             alpha = gl.exp2(m_i - m_new)
             accs = scaled(accs, alpha)
@@ -66,10 +66,10 @@ def finish(
     empty = l_i == 0.0
     safe = gl.where(empty, 1.0, l_i)
     if outputs.lse_ptr is not None:
-        tokens = tokens_of_rows(work, rows, HEADS, OWNED)
+        tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
         lse = lse_of_rows(m_i, l_i)
         offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
-        offsets += (work.head + rows % HEADS) * outputs.num_splits + split
+        offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + split
         wanted = tokens < work.q_len
         if PARTS > 1:
             wanted = wanted & (work.split == 0)
@@ -98,7 +98,7 @@ def finish(
     if not EARLY:
         consumer_release(q_pipe, work_i)
     for i in gl.static_range(len(accs)):
-        write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, HEADS, OWNED)
+        write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T, OWNED)
 
 
 @gluon.jit
@@ -135,15 +135,15 @@ def bytes_of_queries(
 
 @gluon.jit
 def write_out(
-    wg: gl.constexpr, result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, HEADS: gl.constexpr,
+    wg: gl.constexpr, result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
     OWNED: gl.constexpr,
 ):  # fmt: skip
     """Write a work tile's results for the columns from FIRST on."""
     LAYOUT: gl.constexpr = result.type.layout
     out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    tokens = tokens_of_rows(work, out_rows, HEADS, OWNED)
+    tokens = tokens_of_rows(work, out_rows, BLOCK_T, OWNED)
     offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_out_token
-    offsets += (work.head + out_rows % HEADS).to(gl.int64) * outputs.stride_out_head
+    offsets += (work.head + out_rows // BLOCK_T).to(gl.int64) * outputs.stride_out_head
     offsets += work.split * HEAD_DIM_V
     offs_d = FIRST + gl.arange(0, result.shape[1], gl.SliceLayout(0, LAYOUT))
     inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM_V)[None, :]
@@ -166,18 +166,18 @@ def eight_columns_each(columns):
 
 
 @gluon.jit
-def load_of_heads(ptr, rows, HEADS: gl.constexpr, OWNED: gl.constexpr):
+def load_of_heads(ptr, rows, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
     """Load a number for the head of each row, as float32; `ptr` is that of the work tile's first head."""
     if OWNED is None:
-        return gl.load(ptr + rows % HEADS).to(gl.float32)
+        return gl.load(ptr + rows // BLOCK_T).to(gl.float32)
     else:
-        return gl.load(ptr + rows % HEADS, mask=rows < OWNED, other=0.0).to(gl.float32)
+        return gl.load(ptr + rows // BLOCK_T, mask=rows < OWNED, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def tokens_of_rows(work, rows, HEADS: gl.constexpr, OWNED: gl.constexpr):
+def tokens_of_rows(work, rows, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
     """Return the query token of each row, counted from the sequence's first. Rows from OWNED on have one beyond all."""
-    tokens = work.token + rows // HEADS
+    tokens = work.token + rows % BLOCK_T
     if OWNED is not None:
         tokens += gl.where(rows < OWNED, 0, 1 << 30)
     return tokens

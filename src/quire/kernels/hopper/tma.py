@@ -59,7 +59,7 @@ def has_heads(head_dim: int) -> bool:
 
 
 def matrix_of_queries(q: torch.Tensor) -> Matrix | None:
-    """Return queries as a matrix of the dimensions token, head and column; None if TMA cannot address them.
+    """Return queries as a matrix of the dimensions head, token and column; None if TMA cannot address them.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim].
@@ -70,7 +70,7 @@ def matrix_of_queries(q: torch.Tensor) -> Matrix | None:
         head = token
     if num_tokens == 0 or 0 in (token, head) or (q.data_ptr() | token * q.itemsize | head * q.itemsize) % 16:
         return None
-    return Matrix((num_tokens, num_q_heads, head_dim), (token, head, 1))
+    return Matrix((num_q_heads, num_tokens, head_dim), (head, token, 1))
 
 
 def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
