@@ -503,7 +503,7 @@ def test_batch_invariant_prompts_with_wide_values_fit():
     spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=256, dtype=torch.bfloat16)
     plan, (kernel,) = Launch(spec, 1, 4096, 4096, 4096, options=(("batch_invariant", True),)).compile(TARGETS["sm90"])
     assert (plan.kernel, plan.launch.column_parts) == ("hopper", 2)
-    assert kernel.shared <= TARGETS["sm90"].shared_memory and kernel.spills <= ON_THE_STACK["hopper_kernel"], kernel
+    assert kernel.shared <= TARGETS["sm90"].shared_memory and kernel.spills <= 96, kernel
 
 
 APPENDS = [  # a tuned target has every kind of cache and of batch, others one

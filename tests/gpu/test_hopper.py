@@ -99,7 +99,8 @@ def assert_right(spec, lens, **problem):
         assert verdict.passed, (plan, verdict)
         served = plan.launch.for_cache(p.cache) is plan.launch  # else by the fallback
         assert served == (problem.get("scales") != "token")
-    assert plan.launch.config.num_warpgroups == 2 or plan.launch.request.keys_seen <= 512
+    request = plan.launch.request
+    assert plan.launch.config.num_warpgroups == 2 or request.keys_seen <= 512 or request.rows_per_seq <= 64
 
 
 @pytest.mark.parametrize(
@@ -789,7 +790,7 @@ def test_runs_with_intervals_are_bitwise_equal(extra, bound, problem):
 
 
 @pytest.mark.parametrize("page_size", [16, 1])
-@pytest.mark.parametrize("most", [1000, 2048])
+@pytest.mark.parametrize("most", [600, 2048])
 def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(most, page_size):
     spec = quire.AttentionSpec(**LLAMA)
     big = make_problem(spec, ((160, most),) * 3, device="cuda", page_size=page_size)
@@ -800,7 +801,7 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(most, 
     with torch.cuda.graph(graph):
         quire.attention(big.q, big.cache, plan, out=state)
     table = big.batch.page_table.clone()
-    assert plan.launch.config.num_warpgroups == (1 if most == 1000 else 2)
+    assert plan.launch.config.num_warpgroups == (1 if most == 600 else 2)
     for lens in ((160, 161, 200), (0, 127, 2048), (128, 129, 0), (1000, 1024, 1025), (2048, 2047, 1)):
         big.batch.seq_lens.copy_(torch.tensor(lens).clamp(max=most))
         big.batch.page_table.copy_(table[torch.randperm(3)])
