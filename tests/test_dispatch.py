@@ -891,13 +891,11 @@ def test_intervals_take_the_hopper_kernel_where_a_band_does():
         ({}, Bounds(2048, 4096, 3000), 1, False),
         ({}, Bounds(2049, 4096, 3000), 2, False),
         ({}, Bounds(1024, 4097, 3000), 2, True),  # 128 rows are multiplied by keys of long contexts
+        ({}, Bounds(300, 4096, 1024), 1, False),
+        ({}, Bounds(300, 4096, 1025), 2, False),  # most of the ten sequences may be chunks on long contexts
+        ({}, Bounds(600, 4096, 3000), 1, False),
         ({}, Bounds(5, 900, 20), 1, False),
-        (
-            {"num_q_heads": 24, "num_kv_heads": 4, "head_dim": 192},
-            Bounds(1024, 4096, 3000),
-            2,
-            False,
-        ),
+        ({"num_q_heads": 24, "num_kv_heads": 4, "head_dim": 192}, Bounds(1024, 4096, 3000), 2, False),
         ({"num_q_heads": 48, "num_kv_heads": 2, "head_dim": 192}, Bounds(1024, 4096, 3000), 2, True),  # 12 of 24 heads
         ({"num_q_heads": 24, "num_kv_heads": 4, "head_dim": 192}, Bounds(1024, 9000, 3000), 2, False),
         ({"num_q_heads": 16, "head_dim": 256}, Bounds(1024, 4096, 3000), 2, False),

@@ -29,6 +29,7 @@ from quire.plan import decide
 from quire.spec import AttentionSpec
 
 SHORTEST = "pass the least max_seq_len of a plan"
+MOST_EXACT = 256  # queries, up to which each number may have work tiles of its own size
 
 
 def workspace_size(
@@ -325,7 +326,8 @@ def query_lens(limit: int, group_size: int) -> list[int]:
     for low, high in itertools.pairwise(found):
         known = [kind(high)]
         more_rows = [rows // group_size + 1 for rows in powers(high * group_size)]
-        for queries in (*more_rows, *range(low // 8 * 8 + 8, high, 8)):  # a work tile has a multiple of 8
+        step = 1 if high <= MOST_EXACT else 8
+        for queries in (*more_rows, *range(low + step, high, step)):
             if low < queries < high and kind(queries) not in known:
                 known.append(kind(queries))
                 further.add(queries)

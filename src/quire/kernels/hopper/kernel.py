@@ -324,5 +324,7 @@ def hopper_kernel(
             if GATHERS
             else [200, 72, 40]
             if FP8_MMA
-            else ([216, 40, 40] if INTERVALS else [208, 40, 56] if CUT_SLOTS > 0 and HEAD_DIM_V <= 192 else [208, 56, 40]),
+            else [216, 40, 40]
+            if INTERVALS
+            else ([208, 40, 56] if CUT_SLOTS > 0 and HEAD_DIM_V <= 192 else [208, 56, 40]),
         )  # fmt: skip

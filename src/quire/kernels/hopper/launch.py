@@ -1,7 +1,7 @@
 """`HopperLaunch`: a launch of the Hopper kernel, and the choice of when to use it."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ TALL = 128  # rows of two consumer warpgroups
 FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
 SOME_ROWS = 32  # of a sequence, up to which the portable kernels load keys as fast as they come
 NARROW = 32  # columns of a head, which the portable kernels do not pad to 64
+MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to be decoding
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -434,6 +435,7 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     if not launch.fixed_split_size:
         # The longest contexts may be those of decoding sequences. Prompts then have short contexts.
         short = bounds.max_query_len <= 2 * costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
+        short = short and not may_be_chunks(request)
         config = choose_config(request, short or is_short(request, costs))
         assert isinstance(config, HopperConfig)
         launch = replace(launch, config=config)
@@ -445,6 +447,16 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     if not isinstance(decode, SplitKVLaunch) or (not batch_invariant and is_tiny(decode, request.num_seqs)):
         return launch
     return replace(launch, decode=replace(decode, max_decode_queries=max_queries))
+
+
+def may_be_chunks(request: Request) -> bool:
+    """Return whether most sequences of a ragged batch seem to be chunks on long contexts.
+
+    Contexts are much longer than the most queries, and sequences other than that with the most queries have too many
+    of them for most to be decoding. Powers of two decide.
+    """
+    queries, keys, num_tokens = (tree.power_of_two(bound) for bound in astuple(request.bounds))
+    return num_tokens > MOST_OF_OTHERS * tree.power_of_two(request.num_seqs) + queries and keys > 4 * queries
 
 
 def serves_decoding(launch: HopperLaunch, costs: CostModel) -> bool:

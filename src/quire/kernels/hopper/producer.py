@@ -138,9 +138,8 @@ def produce(
             stage = producer_acquire(q_pipe, work_i)
             publish_work_tile(published, stage, work, keys)
             expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
-            load_rows(
-                q_desc, head, work.q_start + work.token, q_pipe.full.index(stage), buffers_of(q_pipe, stage), 0, LEAST_ROWS
-            )
+            loaded = q_pipe.full.index(stage)
+            load_rows(q_desc, head, work.q_start + work.token, loaded, buffers_of(q_pipe, stage), 0, LEAST_ROWS)
             work_i += 1
 
         while left > 0:

@@ -99,7 +99,7 @@ class HopperRunner:
         if second_box:
             by_tma = (*by_tma[0], k_at, v_at), (*by_tma[1], *matrices[1:])
         if key is None or not self.launches.relaunch(key, grid, addresses, zip(*by_tma, strict=True)):
-            decided, spec = self.decided, self.decided.request.spec
+            spec = self.decided.request.spec
             descriptors, boxes = (describe(q, matrices[0], LEAST_ROWS, spec.head_dim),), (self.query_box,)
             if kv_box:
                 descriptors = (
