@@ -131,8 +131,8 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
     with compiling(TARGETS["sm90"]) as compiled:
         plan = launches.plan_of("chunk, split", SPEC, wanted)
         inputs = launches.make_inputs(plan, wanted)
-        heads_first = torch.empty(32, 64, 128, dtype=torch.float16).transpose(0, 1)
-        quire.attention(**inputs | {"q": heads_first}, plan=plan)
+        uneven = torch.empty(64, 32, 132, dtype=torch.float16)[..., :128]  # heads are 264 bytes apart
+        quire.attention(**inputs | {"q": uneven}, plan=plan)
         out = torch.empty_like(inputs["q"])
         ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None, None)
         assert [c.kernel for c in compiled] == ["split_kv_kernel", "hopper_kernel", "combine_kernel"]
