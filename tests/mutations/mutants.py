@@ -904,9 +904,9 @@ IN_INTERPRETER = {
         SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[131-{'head_dim': 136}]",
     ),
     "Hopper: a tile handed over before its box has arrived": Mutant(
-        GATHER,
-        "count=32 * WARPS - 1)",
-        "count=32 * WARPS)",
+        "kernels/hopper/pipeline.py",
+        "count=32 * gl.num_warps() - 1)",
+        "count=32 * gl.num_warps())",
         SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[131-{'head_dim': 136}]",
     ),
     "Hopper: a box of keys before the window, where rows are gathered": Mutant(
@@ -1058,9 +1058,9 @@ IN_INTERPRETER = {
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: gathered rows handed over before they arrive": Mutant(
-        GATHER,
+        "kernels/hopper/pipeline.py",
         "async_copy.mbarrier_arrive(pipe.full.index(stage), increment_count=False)",
-        "mbarrier.arrive(pipe.full.index(stage), count=32 * WARPS)",
+        "mbarrier.arrive(pipe.full.index(stage), count=32 * gl.num_warps())",
         SIMULATED + "pages[NHD-1]",
     ),
     "Hopper: gathered rows not fenced": Mutant(

@@ -13,9 +13,15 @@ begin at any row of a page.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quire.kernels.hopper.pipeline import buffers_of, columns_of, expect_bytes, load_rows, producer_acquire
+from quire.kernels.hopper.pipeline import (
+    buffers_of,
+    columns_of,
+    commit_copies,
+    expect_box,
+    load_rows,
+    producer_acquire,
+)
 
 # This was renamed after Triton 3.6.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -75,7 +81,7 @@ def gather_tile(
     buffers = buffers_of(pipe, stage)
     for at in gl.static_range(len(buffers)):
         gather_columns(buffers[at], head_ptr, offsets, pages >= 0, at * pipe.tiles.shape[2], WIDTH, LAYOUT)
-    async_copy.mbarrier_arrive(pipe.full.index(stage), increment_count=False)
+    commit_copies(pipe, stage)
 
 
 @gluon.jit
@@ -141,6 +147,5 @@ def load_box(desc, row, column, pipe, i):
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     BYTES: gl.constexpr = columns_of(pipe.tiles, pipe.more) * pipe.tiles.dtype.primitive_bitwidth // 8
     stage = producer_acquire(pipe, i)
-    mbarrier.arrive(pipe.full.index(stage), count=32 * WARPS - 1)  # for the other threads
-    expect_bytes(pipe.full, stage, BLOCK_N * BYTES)
+    expect_box(pipe, stage, BLOCK_N * BYTES)
     load_rows(desc, row, column, pipe.full.index(stage), buffers_of(pipe, stage), 0, BLOCK_N)

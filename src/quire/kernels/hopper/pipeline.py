@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # These were renamed after Triton 3.6.
@@ -138,6 +139,19 @@ def expect_bytes(barriers, stage, BYTES: gl.constexpr):
         mbarrier.arrive(barriers.index(stage), count=1)
     else:
         mbarrier.expect(barriers.index(stage), BYTES)
+
+
+@gluon.jit
+def commit_copies(pipe, stage):
+    """Let a stage be full when the copies that each thread of the producer has begun are complete."""
+    async_copy.mbarrier_arrive(pipe.full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def expect_box(pipe, stage, BYTES: gl.constexpr):
+    """Let a stage be full when BYTES bytes have been loaded, in a pipeline whose other tiles are copied."""
+    mbarrier.arrive(pipe.full.index(stage), count=32 * gl.num_warps() - 1)  # for all threads but one
+    expect_bytes(pipe.full, stage, BYTES)
 
 
 @gluon.jit
