@@ -282,10 +282,6 @@ def sizes(
             for num_tokens in sorted({*powers(max_num_tokens), min(equal - 1, max_num_tokens)}):
                 if num_tokens >= max_query_len:
                     yield num_seqs, max_query_len, num_tokens
-            fewer = num_seqs // 2 + 1  # which round up to as many
-            if fewer * max_query_len // 2 <= max_num_tokens < equal:
-                queries = min(max_query_len, max_num_tokens // fewer)
-                yield fewer, queries, fewer * queries
 
 
 def two_level_limits(costs: CostModel) -> list[int]:

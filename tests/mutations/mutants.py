@@ -1588,16 +1588,10 @@ OUTSIDE = {
         "return found",
         "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
     ),
-    "warm-up without numbers of rows between powers of two of queries": Mutant(
+    "warm-up without work tiles between powers of two of queries": Mutant(
         "service.py",
-        "for queries in (*more_rows, *range(low // 8 * 8 + 8, high, 8)):",
-        "for queries in range(low // 8 * 8 + 8, high, 8):",
-        "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
-    ),
-    "warm-up without equal sequences near the bound of tokens": Mutant(
-        "service.py",
-        "                yield fewer, queries, fewer * queries",
-        "                pass",
+        "for queries in (*more_rows, *range(low + step, high, step)):",
+        "for queries in more_rows:",
         "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
     ),
     "warm-up without the limits of one level": Mutant(
