@@ -29,7 +29,7 @@ from quire.plan import decide
 from quire.spec import AttentionSpec
 
 SHORTEST = "pass the least max_seq_len of a plan"
-MOST_EXACT = 256  # queries, up to which each number may have work tiles of its own size
+MOST_EXACT = 256  # queries; up to here, each number of queries is looked at
 
 
 def workspace_size(
