@@ -515,8 +515,10 @@ def test_unknown_devices_have_the_generic_tree():
 
 def test_the_choice_of_the_hopper_kernel_is_the_tree_s():
     unknown = replace(PROPERTIES, num_sms=77)
-    prefers = {q: prefers_hopper(SPEC, unknown, *rounded(SPEC, unknown, q, 4096, q)) for q in (1, 32, 33, 4096)}
-    assert prefers == {1: False, 32: False, 33: True, 4096: True}
+    prefers = {q: prefers_hopper(SPEC, unknown, *rounded(SPEC, unknown, q, 4096, q)) for q in (1, 4, 5, 8, 9, 4096)}
+    assert prefers == {1: False, 4: False, 5: True, 8: True, 9: True, 4096: True}
+    prefers = {q: prefers_hopper(SPEC, unknown, *rounded(SPEC, unknown, q, 64, 16 * q)) for q in (8, 32, 64)}
+    assert prefers == {8: False, 32: True, 64: True}
 
 
 def test_features_are_bounds_rounded_up():
@@ -765,15 +767,15 @@ def test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel():
 
     few = launch(5, 16384, 2)
     assert few.name == "hopper" and few.num_splits == 15 and few.num_work_tiles(10) == 8
-    assert [launch(5, keys, 2).num_splits for keys in (512, 513, 900)] == [1, 4, 7]
+    assert [launch(5, keys, 2).num_splits for keys in (512, 513, 900)] == [1, 5, 8]
     assert launch(4, 4096, 32).name == "hopper"
     ragged = launch(5, 32888, 43, 130)
     assert ragged.name == "hopper" and ragged.cut_slots > 0
     assert launch(1, 4096, 32).name == "split_kv"
     two_heads = replace(wide, num_q_heads=8)
     assert launch(4, 4096, 8, spec=two_heads).name == "split_kv"  # 8 rows of a sequence
-    assert launch(4, 60, 32).name == "block"
-    assert launch(4, 4096, 32, spec=replace(wide, sliding_window=60)).name in ("block", "split_kv")
+    assert launch(4, 30, 32).name == "block"
+    assert launch(4, 4096, 32, spec=replace(wide, sliding_window=30)).name in ("block", "split_kv")
     narrow = replace(wide, head_dim=128, head_dim_v=128)
     assert launch(5, 16384, 2, spec=narrow).num_splits == 15
     assert launch(2, 16384, 2, spec=narrow).name == "split_kv"  # 32 rows of a sequence
@@ -811,11 +813,12 @@ def test_ragged_batches_of_few_queries_on_long_contexts_are_cut_by_keys():
     assert launch(155, 42161, 58 * 155).name != "split_kv"  # equal ones
     assert launch(155, 8000, 1500).name != "split_kv"  # no long context
     assert launch(155, 42161, 1500, sliding_window=1000).name != "split_kv"  # of which a query sees little
-    # The Hopper kernel cuts those whose rows and columns fill its tiles.
-    wide = {"head_dim": 64, "head_dim_v": 64}
-    tall, low = launch(155, 42161, 1500, kernel=None, **wide), launch(6, 42161, 300, kernel=None, **wide)
+    # The Hopper kernel cuts those with enough rows for its tiles.
+    tall, low = launch(155, 42161, 1500, kernel=None), launch(6, 42161, 300, kernel=None)
     assert tall.name == "hopper" and tall.cut_slots > 0 and tall.fallback.name == low.name == "split_kv"
-    assert launch(155, 42161, 1500, kernel=None).name == "split_kv"
+    assert launch(7, 42161, 300, kernel=None).name == "hopper"
+    e4m3 = {"kv_dtype": torch.float8_e4m3fn, "head_dim": 128, "head_dim_v": 128}
+    assert [launch(queries, 42161, 1500, kernel=None, **e4m3).name for queries in (7, 155)] == ["split_kv", "hopper"]
 
 
 def test_a_short_window_is_a_short_context():
@@ -837,7 +840,7 @@ def test_short_prompts_with_wide_heads_go_to_the_hopper_kernel():
         return decide(Request(replace(SPEC, **heads | changes), 3, True, bounds, PROPERTIES), Options())[0].name
 
     assert name(378) == "hopper"
-    assert name(378, head_dim=128, head_dim_v=128) == "split_kv"
+    assert name(378, head_dim=128, head_dim_v=128, kv_dtype=torch.float8_e4m3fn) == "split_kv"
     assert name(1024) == "hopper" and name(1025) == "hopper"  # which cuts long contexts itself
 
 
@@ -855,7 +858,7 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     assert chunk.scratch_size() == launch(128, 9999).scratch_size()  # one workspace serves both
     assert chunk.scratch_size() != launch(512, 16384).scratch_size()
     assert launch(64, 2048).num_splits == 8
-    assert launch(64, 1200).num_splits == 4  # two tiles each at least
+    assert launch(64, 1200).num_splits == 5  # two tiles each, but for the last one
     assert [launch(n, 16384).name for n in (8, 9)] == ["split_kv", "hopper"]
     assert [launch(n, 16384).num_splits for n in (9, 31, 32, 128, 256, 512, 4096)] == [15, 15, 15, 4, 2, 1, 1]
     assert launch(64, 16384, num_seqs=2).num_splits == 4

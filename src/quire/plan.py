@@ -20,7 +20,7 @@ from quire.dispatch.tree import CHOICES, padded
 from quire.errors import UnsupportedError
 from quire.kernels import scratch
 from quire.kernels.cpu import launch as cpu
-from quire.kernels.hopper import launch as hopper
+from quire.kernels.hopper import choice as hopper
 from quire.kernels.launch import Launch, Runner
 from quire.kernels.mla import launch as mla
 from quire.kernels.mla_hopper import launch as mla_hopper

@@ -18,7 +18,7 @@ from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
 from quire.dispatch import tree
 from quire.dispatch.config import CostModel
 from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, is_served_by_torch
-from quire.dispatch.request import Bounds, Options, Request
+from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.empty_launches import EmptyLaunches
 from quire.errors import check_device, check_flag, check_integer, describe
 from quire.kernels.launch import Launch
@@ -252,10 +252,11 @@ def launches_within(
     `per_token` says of each kind of batches whether it has intervals and trees.
     """
     options, costs = Options(batch_invariant=batch_invariant), tree.cost_model(spec, device)
-    group_size = 0 if spec.latent else spec.group_size
+    lens = query_lens(max_num_tokens, spec.num_q_heads, 0 if spec.latent else spec.group_size, device.num_sms)
+    lens = [queries for queries in lens if queries >= min_query_len]
     seq_lens = sorted({*powers(max_seq_len), min_seq_len, *(n for n in two_level_limits(costs) if n < max_seq_len)})
     seq_lens = [seq_len for seq_len in seq_lens if seq_len >= min_seq_len]
-    for num_seqs, max_query_len, num_tokens in sizes(max_num_seqs, max_num_tokens, min_query_len, group_size):
+    for num_seqs, max_query_len, num_tokens in sizes(max_num_seqs, max_num_tokens, lens):
         one_query_each = max_query_len == 1 and num_tokens >= num_seqs
         for seq_len in seq_lens:
             bounds = Bounds(max_query_len, seq_len, num_tokens)
@@ -267,17 +268,13 @@ def launches_within(
                     yield decide(kind, options)[0]
 
 
-def sizes(
-    max_num_seqs: int, max_num_tokens: int, min_query_len: int, group_size: int
-) -> Iterator[tuple[int, int, int]]:
+def sizes(max_num_seqs: int, max_num_tokens: int, lens: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Enumerate `num_seqs`, `max_query_len` and `num_tokens` of batches within the bounds, as plans distinguish them.
 
-    Plans distinguish sequences with equal numbers of queries from others, and up to 32 and 256 sequences from more.
+    `lens` are what `query_lens` returns. Plans distinguish sequences with equal numbers of queries from others, and up to 32 and 256 sequences from more.
     """
     for num_seqs in sorted({min(n, max_num_seqs) for n in (33, 257, *powers(max_num_seqs))}):
-        for max_query_len in query_lens(max_num_tokens, group_size):
-            if max_query_len < min_query_len:
-                continue
+        for max_query_len in lens:
             equal = num_seqs * max_query_len
             for num_tokens in sorted({*powers(max_num_tokens), min(equal - 1, max_num_tokens)}):
                 if num_tokens >= max_query_len:
@@ -302,12 +299,12 @@ def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> tuple
 
 
 @lru_cache
-def query_lens(limit: int, group_size: int) -> list[int]:
+def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int) -> list[int]:
     """Return numbers of queries up to a limit, of which each stands for those that plans do not distinguish from it.
 
     These are powers of two. For latents, whose `group_size` is 0 here, they are also three times them. Of other heads
     there is also, between two powers, one for each number of rows that plans distinguish, and for each of the work
-    tiles that the Hopper kernel may have, full or not.
+    tiles that the Hopper kernel may have, full or not, and as many for one sequence as leave half of the SMs idle.
     """
     found = powers(limit)
     if group_size == 0:
@@ -315,8 +312,11 @@ def query_lens(limit: int, group_size: int) -> list[int]:
 
     def kind(queries: int) -> list[int]:
         ways = itertools.product(tree.ROWS_OF_TILES, ((queries, False), (tree.power_of_two(queries), True)))
-        tiles = [tree.queries_of_tile(rows, group_size, most, ragged) for rows, (most, ragged) in ways]
-        return [tree.power_of_two(queries * group_size), *tiles, *(queries < size for size in tiles)]
+        tiles = [(rows, tree.queries_of_tile(rows, group_size, most, ragged)) for rows, (most, ragged) in ways]
+        work_tiles = [cdiv(queries, size) * (num_q_heads // (rows // size)) for rows, size in tiles]
+        is_idle = [2 * number <= num_sms for number in work_tiles]
+        sizes = [size for _, size in tiles]
+        return [tree.power_of_two(queries * group_size), *sizes, *(queries < size for size in sizes), *is_idle]
 
     further: set[int] = set()
     for low, high in itertools.pairwise(found):

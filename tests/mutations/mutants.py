@@ -1559,19 +1559,19 @@ OUTSIDE = {
         SCHEDULER,
     ),
     "Hopper: as many splits as SMs": Mutant(
-        "kernels/hopper/launch.py",
+        "kernels/hopper/choice.py",
         "min(splits, most, costs.hopper_max_splits)",
         "min(splits, most)",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
     ),
     "Hopper: more states of splits than there is room for": Mutant(
-        "kernels/hopper/launch.py",
+        "kernels/hopper/choice.py",
         "splits = rows // (request.bounds.num_tokens * request.spec.num_q_heads)",
         "splits = rows // request.bounds.num_tokens",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
     ),
     "Hopper: a window counts as all keys": Mutant(
-        "kernels/hopper/launch.py",
+        "kernels/hopper/choice.py",
         "keys = tree.power_of_two(request.keys_seen)",
         "keys = tree.power_of_two(request.bounds.max_seq_len)",
         "test_dispatch.py::test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel",
@@ -1607,7 +1607,7 @@ OUTSIDE = {
         "test_dispatch.py::test_tiles_are_no_longer_than_what_a_query_sees_where_that_is_little",
     ),
     "Hopper: splits and a decode launch": Mutant(
-        "kernels/hopper/launch.py",
+        "kernels/hopper/choice.py",
         "is_ragged(request) and launch.num_splits == 1",
         "is_ragged(request)",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",

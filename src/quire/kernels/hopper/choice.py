@@ -1,0 +1,258 @@
+"""When the Hopper kernel serves a batch, with which configuration, and into how many splits its keys are cut."""
+
+from dataclasses import astuple, replace
+
+from quire.dispatch import tree
+from quire.dispatch.config import CostModel, HopperConfig
+from quire.dispatch.request import Bounds, Options, Request, cdiv
+from quire.kernels.hopper.launch import HopperLaunch, count_work_tiles, is_ragged, is_wide
+from quire.kernels.split_kv.choice import choose as choose_portable
+from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
+from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
+from quire.spec import AttentionSpec
+
+WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
+TALL_WIDE = 768  # queries and keys of equal prompts of wide heads, beyond which tiles are as tall as for long contexts
+TALL = 128  # rows of two consumer warpgroups
+FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
+SOME_ROWS = 32  # of a sequence, up to which the portable kernels load keys as fast as they come
+LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
+MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to be decoding
+MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
+
+
+def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | str:
+    """Return a launch of the Hopper kernel and the reason; or, in words, what it does not serve or is slower at."""
+    spec = request.spec
+    if spec.latent:
+        return "latents"
+    if request.has_tree:
+        return "draft trees"
+    if options.config is not None or options.num_splits is not None:
+        return "config or num_splits"
+    if options.batch_invariant:
+        return propose_invariant(request, options)
+    costs = tree.cost_model(spec, request.device)
+    config = choose_config(request, suits_one_warpgroup(request, costs))
+    if isinstance(config, str):
+        return config
+    if not request.has_cu_seqlens:
+        return "a batch without cu_seqlens_q"
+    fallback, reason = choose_portable(request, options)
+    launch = HopperLaunch(request, config, fallback)
+    launch = replace(launch, num_splits=choose_num_splits(launch, costs))
+    launch = replace(launch, section_heads=choose_section(launch, costs))
+    if options.kernel is None and not is_preferred(launch, costs):
+        return "batches for which the portable kernels are faster"
+    return with_decode_launch(launch, costs), reason
+
+
+def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch, str] | str:
+    """Return the same as `propose`, for a batch-invariant plan.
+
+    Tiles have as many keys as those of the portable kernels, which serve the plan's other batches.
+    """
+    spec = request.spec
+    if request.has_intervals:
+        return "intervals of keys with batch_invariant"
+    parts = cdiv(spec.head_dim_v, WIDEST_PART)
+    if spec.kv_dtype is not spec.dtype:
+        return "a quantised cache with batch_invariant"
+    if parts > 1 and spec.head_dim_v % (64 * parts):  # 64 columns are a panel of TMA
+        return f"values of {spec.head_dim_v} numbers with batch_invariant"
+    config = choose_config(request, short=False)
+    if isinstance(config, str):
+        return config
+    if not request.has_cu_seqlens:
+        return "a batch without cu_seqlens_q"
+    fallback, reason = choose_portable(request, options)
+    few_rows = has_one_split(request) and not fills(request, 64 * config.num_warpgroups)
+    if options.kernel is None and (fallback.name != "block" or few_rows):
+        return "batches for which the portable kernels are faster"
+    config, costs = with_keys(config, fallback.config.block_n, spec, parts), tree.cost_model(spec, request.device)
+    launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
+    launch = replace(launch, section_heads=choose_section(launch, costs))
+    return with_decode_launch(launch, costs, batch_invariant=True), reason
+
+
+def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
+    """Return whether this launch is taken to be faster than that of the portable kernels, its fallback.
+
+    It is if it splits the keys of sequences with equally many queries. If the fallback would cut keys, this launch is
+
+    * slower if it leaves SMs idle, but on few keys;
+    * slower for a quantised cache, whose tiles have rows for two consumer warpgroups, unless there are as many rows, or
+      wide heads;
+    * else faster if sequences have more rows than `SOME_ROWS`.
+
+    In all other cases the device's tree decides. Of a window, it is told the keys that the window shows.
+    """
+    request, spec = launch.request, launch.request.spec
+    rows_per_seq, rows_per_sm, _, queries_per_seq = rounded(request)
+    if launch.num_splits > 1 and not is_ragged(request):
+        return True
+    if launch.fallback.name != "block":
+        has_few_rows, cuts = rows_per_seq <= SOME_ROWS, launch.num_splits > 1 or launch.cut_slots > 0
+        is_idle = not cuts and 2 * launch.num_work_tiles(request.bounds.num_tokens) <= request.device.num_sms
+        if is_idle and request.keys_seen > (LEAST_SPLIT_OF_CHUNK if has_few_rows else costs.short_context):
+            return False
+        if spec.kv_dtype is spec.dtype:
+            if not has_few_rows:
+                return True
+        elif cuts and rows_per_seq >= TALL:
+            return True
+        elif not is_wide(spec):
+            return False
+    keys = tree.power_of_two(request.keys_seen)
+    return tree.prefers_hopper(spec, request.device, rows_per_seq, rows_per_sm, keys, queries_per_seq)
+
+
+def is_short(request: Request, costs: CostModel) -> bool:
+    """Return whether a row block attends to few keys. Of a prompt, it attends to a half on average."""
+    return request.bounds.max_seq_len <= costs.short_context or 2 * request.keys_seen <= costs.short_context
+
+
+def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
+    """Return whether a program should have one consumer warpgroup, where it may.
+
+    It should on short contexts, or if its rows have room for all rows of a sequence. Chunks on short contexts should
+    have two if they then take fewer rounds of programs.
+    """
+    if is_wide(request.spec):
+        return is_short(request, costs)
+    if is_ragged(request):  # most sequences have fewer rows than the one with the most
+        return is_short(request, costs) or rounded(request)[0] <= TALL
+    if request.rows_per_seq <= TALL // 2 or is_capped_and_narrow(request.spec):
+        return True
+    flat, tall = choose_config(request, short=True), choose_config(request, short=False)
+    if isinstance(flat, str) or isinstance(tall, str) or not is_short(request, costs) or not is_chunk(request):
+        return is_short(request, costs)
+    num_tokens, num_sms = request.bounds.num_tokens, request.device.num_sms
+    rounds, tall_rounds = (
+        cdiv(count_work_tiles(request, config, num_tokens), num_sms * config.programs_per_sm) for config in (flat, tall)
+    )
+    return tall_rounds >= rounds
+
+
+def is_capped_and_narrow(spec: AttentionSpec) -> bool:
+    """Return whether the loop for capped scores overlaps its products in tiles of 64 keys alone, at no cost."""
+    from quire.kernels.hopper.softcap import is_bounded
+
+    return is_bounded(spec) and max(spec.head_dim, spec.head_dim_v) <= 64
+
+
+def is_chunk(request: Request) -> bool:
+    """Return whether sequences have equally many queries, and at least three times as many keys before them."""
+    return not is_ragged(request) and request.bounds.max_seq_len >= 4 * request.bounds.max_query_len
+
+
+
+def choose_config(request: Request, short: bool) -> HopperConfig | str:
+    """Return the configuration for a batch; or, in words, what the kernel does not serve."""
+    queries, ragged = max(1, request.bounds.max_query_len), is_ragged(request)
+    if is_wide(request.spec) and not ragged and min(request.keys_seen, queries) > TALL_WIDE:
+        short = False
+    queries = tree.power_of_two(queries) if ragged else queries
+    return tree.hopper_config(request.spec, request.device, short, queries, ragged)
+
+
+def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: int) -> HopperConfig:
+    """Return a configuration with tiles of `block_n` keys, with as many bytes in all stages."""
+    before = config.block_n * (spec.head_dim + spec.head_dim_v)
+    after = block_n * (spec.head_dim + spec.head_dim_v // parts)
+    return replace(config, block_n=block_n, num_stages=max(2, config.num_stages * before // after))
+
+
+def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
+    """Return into how many splits the keys of each work tile are cut.
+
+    1, unless the work tiles would leave half of the device idle. Where lengths may differ, most splits have few keys.
+    So there are as many splits as their states have room. With more work tiles, programs cut (`cuts.py`).
+    """
+    request, config, device = launch.request, launch.config, launch.request.device
+    num_work_tiles = launch.num_work_tiles(request.bounds.num_tokens)
+    if is_wide(request.spec):
+        suits = request.rows_per_seq > FEW_ROWS and 2 * request.keys_seen > costs.short_context
+    else:
+        has_rows = request.rows_per_seq > SOME_ROWS and not is_ragged(request)
+        fills_tile = 8 * request.bounds.max_query_len >= 7 * config.block_t
+        has_keys = not is_short(request, costs) or (is_chunk(request) and request.keys_seen >= LEAST_SPLIT_OF_CHUNK)
+        suits = (has_rows or fills_tile) and has_keys
+    if not suits or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms:
+        return 1
+    most = cdiv(request.keys_seen, costs.hopper_min_tiles_per_split * config.block_n)
+    splits = device.num_sms // num_work_tiles
+    if is_ragged(request):
+        rows = 64 * config.num_warpgroups * device.num_sms
+        splits = rows // (request.bounds.num_tokens * request.spec.num_q_heads)
+    return max(1, min(splits, most, costs.hopper_max_splits))
+
+
+def choose_section(launch: HopperLaunch, costs: CostModel) -> int | None:
+    """Return how many KV heads are attended to at a time; None for all."""
+    spec, request = launch.request.spec, launch.request
+    tiles_of_head = launch.num_work_tiles(request.bounds.num_tokens) / spec.num_kv_heads
+    if launch.num_splits > 1 or request.bounds.max_query_len <= launch.config.block_t or not tiles_of_head:
+        return None
+    least = max(costs.hopper_section_heads, costs.hopper_section_tiles * request.device.num_sms / tiles_of_head)
+    for heads in range(1, spec.num_kv_heads):
+        if spec.num_kv_heads % heads == 0 and heads >= least:
+            return heads
+    return None
+
+
+def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: bool = False) -> HopperLaunch:
+    """Return the launch for a batch that may mix decoding sequences with prompts, maybe with a decode launch.
+
+    The host knows the number of tokens, not the length of each sequence. Lengths must differ if there are fewer tokens
+    than `num_seqs * max_query_len`.
+    """
+    request, bounds = launch.request, launch.request.bounds
+    max_queries = max(1, MAX_DECODE_ROWS // request.spec.group_size)
+    may_decode = request.num_seqs > 1 and is_ragged(request) and launch.num_splits == 1
+    if not may_decode or bounds.max_query_len <= max_queries:
+        return launch
+    if not launch.fixed_split_size:
+        # The longest contexts may be those of decoding sequences. Prompts then have short contexts.
+        short = bounds.max_query_len <= 2 * costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
+        short = short and not may_be_chunks(request)
+        config = choose_config(request, short or suits_one_warpgroup(request, costs))
+        assert isinstance(config, HopperConfig)
+        launch = replace(launch, config=config)
+    if serves_decoding(launch, costs):
+        return launch
+    num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
+    decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, num_tokens))
+    decode, _ = choose_portable(decoding, Options(batch_invariant=batch_invariant))
+    if not isinstance(decode, SplitKVLaunch) or (not batch_invariant and is_tiny(decode, request.num_seqs)):
+        return launch
+    return replace(launch, decode=replace(decode, max_decode_queries=max_queries))
+
+
+def may_be_chunks(request: Request) -> bool:
+    """Return whether most sequences of a ragged batch seem to be chunks on long contexts.
+
+    Contexts are much longer than the most queries, and sequences other than that with the most queries have too many
+    of them for most to be decoding. Powers of two decide.
+    """
+    queries, keys, num_tokens = (tree.power_of_two(bound) for bound in astuple(request.bounds))
+    return num_tokens > MOST_OF_OTHERS * tree.power_of_two(request.num_seqs) + queries and keys > 4 * queries
+
+
+def serves_decoding(launch: HopperLaunch, costs: CostModel) -> bool:
+    """Return whether the launch itself serves decoding sequences in a mixed batch.
+
+    Its programs then take prompts and decoding sequences from either end of the queue (`queue.py`). That is slower than
+    a decode launch in these cases:
+
+    * a program multiplies 128 rows by the keys of long contexts, which takes longer than to load them;
+    * tiles are converted, which takes longer than to load them;
+    * several work tiles of a decoding sequence load the same keys, each for some of its heads;
+    * keys of long sequences are not cut, since rows see intervals or the plan is batch-invariant.
+    """
+    request, spec = launch.request, launch.request.spec
+    loads_fast = launch.config.num_warpgroups == 1 or request.bounds.max_seq_len <= 4 * costs.short_context
+    if is_wide(spec) and spec.head_dim != tree.padded(spec.head_dim):
+        loads_fast = True  # the portable kernels multiply more columns than there are
+    loads_once = launch.heads == spec.group_size and spec.kv_dtype is spec.dtype
+    return loads_fast and loads_once and not (launch.fixed_split_size or request.has_intervals)
