@@ -871,6 +871,31 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     assert launch(300, 1024).num_splits == 1
 
 
+def test_few_queries_take_the_hopper_kernel_with_one_warpgroup():
+    """Unless the portable kernels would cut keys and this kernel leaves SMs idle, or there is little to do."""
+
+    def launch(max_query_len, max_seq_len, num_seqs, num_tokens=None, kernel=None, **changes):
+        bounds = Bounds(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len)
+        return decide(Request(replace(SPEC, **changes), num_seqs, True, bounds, PROPERTIES), Options(kernel=kernel))[0]
+
+    for batch in ((16, 300, 4), (16, 1000, 16), (8, 1000, 64), (8, 300, 16), (16, 64, 64), (32, 300, 1)):
+        few = launch(*batch)
+        assert (few.name, few.config.num_warpgroups, few.num_splits) == ("hopper", 1, 1), batch
+    assert launch(16, 64, 4).name == "block"
+    assert launch(32, 4000, 16).config.num_warpgroups == 2  # 128 rows
+    assert [launch(8, keys, 1).name for keys in (512, 513)] == ["hopper", "split_kv"]  # 32 rows, eight work tiles
+    assert [launch(4, 1000, 64).name, launch(8, 200, 16).name] == ["split_kv", "block"]
+    # Keys of chunks are split if SMs would be idle.
+    assert [launch(16, keys, 1).num_splits for keys in (511, 512, 1000)] == [1, 4, 8]
+    assert launch(16, 1000, 1).config.num_warpgroups == 1
+    # Most sequences of a ragged batch have fewer rows than the one with the most.
+    assert [launch(n, 9000, 64, 300).config.num_warpgroups for n in (32, 33)] == [1, 2]
+    # The loop for capped scores overlaps its products in tiles of 64 keys.
+    narrow = {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0}
+    assert [launch(2048, 2048, 1, **narrow | of).config.num_warpgroups for of in ({}, {"softcap": 51.0})] == [1, 2]
+    assert launch(16, 1000, 16, kv_dtype=torch.float8_e4m3fn).name == "split_kv"
+
+
 def test_intervals_take_the_hopper_kernel_where_a_band_does():
     for max_query_len, max_seq_len, num_seqs, num_tokens in itertools.product(
         (1, 16, 33, 64, 512), (512, 4096, 16384), (1, 8), (None, 600)

@@ -271,7 +271,8 @@ def launches_within(
 def sizes(max_num_seqs: int, max_num_tokens: int, lens: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Enumerate `num_seqs`, `max_query_len` and `num_tokens` of batches within the bounds, as plans distinguish them.
 
-    `lens` are what `query_lens` returns. Plans distinguish sequences with equal numbers of queries from others, and up to 32 and 256 sequences from more.
+    Plans distinguish sequences with equal numbers of queries from others, and up to 32 and 256 sequences from more.
+    `lens` are what `query_lens` returns.
     """
     for num_seqs in sorted({min(n, max_num_seqs) for n in (33, 257, *powers(max_num_seqs))}):
         for max_query_len in lens:

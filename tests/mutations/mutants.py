@@ -1594,6 +1594,12 @@ OUTSIDE = {
         "for queries in more_rows:",
         "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
     ),
+    "warm-up without prompts whose keys are split": Mutant(
+        "service.py",
+        ", *is_idle]",
+        "]",
+        "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
+    ),
     "warm-up without the limits of one level": Mutant(
         "service.py",
         "    return [tiles * block_n for tiles in limits for block_n in (16, 32, 64, 128, 256)]",
@@ -1605,6 +1611,30 @@ OUTSIDE = {
         "        config, reason = invariant_config(request)\n",
         "        config, reason = invariant_config(request)\n        config = shrunk(config, request)\n",
         "test_dispatch.py::test_tiles_are_no_longer_than_what_a_query_sees_where_that_is_little",
+    ),
+    "Hopper: few rows that leave SMs idle": Mutant(
+        "kernels/hopper/choice.py",
+        "if is_idle and (has_few_rows or not cuts)",
+        "if is_idle and not cuts",
+        "test_dispatch.py::test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel",
+    ),
+    "Hopper: short chunks are not split": Mutant(
+        "kernels/hopper/choice.py",
+        "or (is_chunk(request) and request.keys_seen >= LEAST_SPLIT_OF_CHUNK)",
+        "",
+        "test_dispatch.py::test_few_queries_take_the_hopper_kernel_with_one_warpgroup",
+    ),
+    "Hopper: two warpgroups for few rows of ragged batches": Mutant(
+        "kernels/hopper/choice.py",
+        "is_short(request, costs) or rounded(request)[0] <= TALL",
+        "is_short(request, costs)",
+        "test_dispatch.py::test_few_queries_take_the_hopper_kernel_with_one_warpgroup",
+    ),
+    "Hopper: two warpgroups for narrow heads with a softcap": Mutant(
+        "kernels/hopper/choice.py",
+        " or is_capped_and_narrow(request.spec)",
+        "",
+        "test_dispatch.py::test_few_queries_take_the_hopper_kernel_with_one_warpgroup",
     ),
     "Hopper: splits and a decode launch": Mutant(
         "kernels/hopper/choice.py",

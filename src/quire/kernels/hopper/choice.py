@@ -93,8 +93,9 @@ def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
         return True
     if launch.fallback.name != "block":
         has_few_rows, cuts = rows_per_seq <= SOME_ROWS, launch.num_splits > 1 or launch.cut_slots > 0
-        is_idle = not cuts and 2 * launch.num_work_tiles(request.bounds.num_tokens) <= request.device.num_sms
-        if is_idle and request.keys_seen > (LEAST_SPLIT_OF_CHUNK if has_few_rows else costs.short_context):
+        is_idle = 2 * launch.num_work_tiles(request.bounds.num_tokens) <= request.device.num_sms
+        few_keys = LEAST_SPLIT_OF_CHUNK if has_few_rows else costs.short_context
+        if is_idle and (has_few_rows or not cuts) and request.keys_seen > few_keys:
             return False
         if spec.kv_dtype is spec.dtype:
             if not has_few_rows:
@@ -144,7 +145,6 @@ def is_capped_and_narrow(spec: AttentionSpec) -> bool:
 def is_chunk(request: Request) -> bool:
     """Return whether sequences have equally many queries, and at least three times as many keys before them."""
     return not is_ragged(request) and request.bounds.max_seq_len >= 4 * request.bounds.max_query_len
-
 
 
 def choose_config(request: Request, short: bool) -> HopperConfig | str:
