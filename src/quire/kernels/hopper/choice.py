@@ -136,10 +136,14 @@ def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
 
 
 def is_capped_and_narrow(spec: AttentionSpec) -> bool:
-    """Return whether the loop for capped scores overlaps its products in tiles of 64 keys alone, at no cost."""
+    """Return whether scores take the loop of `capped.py`, and heads are so narrow that it is fastest with one warpgroup.
+
+    Its tiles then have 64 keys, and 64 rows for each head of 64 columns leave registers for two of them.
+    """
+    from quire.kernels import mods
     from quire.kernels.hopper.softcap import is_bounded
 
-    return is_bounded(spec) and max(spec.head_dim, spec.head_dim_v) <= 64
+    return mods.score_mod(spec) is mods.softcap and is_bounded(spec) and max(spec.head_dim, spec.head_dim_v) <= 64
 
 
 def is_chunk(request: Request) -> bool:
