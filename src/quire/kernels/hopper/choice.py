@@ -136,7 +136,7 @@ def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
 
 
 def is_capped_and_narrow(spec: AttentionSpec) -> bool:
-    """Return whether scores take the loop of `capped.py`, and heads are so narrow that it is fastest with one warpgroup.
+    """Return whether scores take the loop of `capped.py`, and heads are so narrow that one warpgroup is fastest.
 
     Its tiles then have 64 keys, and 64 rows for each head of 64 columns leave registers for two of them.
     """
