@@ -180,6 +180,7 @@ LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.flo
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 RAGGED = ((40, 1500), (9, 100), (3, 700), (0, 50), (33, 33), (20, 900))
 LONG, SHORT = 16384, 4000  # bounds of keys: programs of two consumer warpgroups, and of one
+MANY = 129  # queries, the bound of the former
 
 
 @pytest.fixture
@@ -191,8 +192,8 @@ def short_pieces(monkeypatch):
 
 def attend(p, bound=LONG, num_sms=12, seed=0, section_heads=None):
     """Attend; return the plan, the state and how many partials arrived at a counter."""
-    bounds, pages = p.bounds | {"max_seq_len": bound}, bound // p.cache.page_size + 1
-    batch = p.batch
+    batch, pages = p.batch, bound // p.cache.page_size + 1
+    bounds = p.bounds | {"max_seq_len": bound} | ({"max_query_len": MANY} if bound == LONG else {})
     if batch.cu_pages is None:
         batch = replace(batch, page_table=torch.nn.functional.pad(batch.page_table, (0, pages)))
     with simulated_hopper(num_sms=num_sms):

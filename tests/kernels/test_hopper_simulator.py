@@ -34,7 +34,7 @@ LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.flo
 MIXED = ((40, 200), (1, 17), (0, 50), (3, 0), (33, 33), (4, 70))
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 BFLOAT16 = {"dtype": torch.bfloat16}  # in which a softcap needs no running maximum
-LONG = 5000  # keys; with this bound, a program has two consumer warpgroups
+LONG, MANY = 5000, 129  # keys and queries; with these bounds, a program has two consumer warpgroups
 
 
 def int32(*values):
@@ -71,6 +71,8 @@ def make_plan(problem, max_seq_len=None, kernel="hopper", num_sms=1, **options):
     batch, bounds = problem.batch, problem.bounds | options
     if max_seq_len:  # more than any sequence has
         bounds |= {"max_seq_len": max_seq_len}
+        if kernel == "hopper" and batch.num_seqs > 1:
+            bounds["max_query_len"] = max(bounds["max_query_len"], MANY)
         if batch.cu_pages is None:
             pages = max_seq_len // problem.cache.page_size + 1
             batch = replace(batch, page_table=torch.nn.functional.pad(batch.page_table, (0, pages)))
