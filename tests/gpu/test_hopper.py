@@ -29,7 +29,7 @@ MIXED = (
 
 
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
-LONG = 5000  # keys; with this bound, a program has two consumer warpgroups
+LONG, MANY = 5000, 129  # keys and queries; with these bounds, a program has two consumer warpgroups
 SMALL = {"page_size": 1}  # pages whose rows are gathered
 
 
@@ -83,6 +83,8 @@ def solve(spec, lens, max_seq_len=None, **problem):
     batch, bounds = p.batch, p.bounds
     if max_seq_len:  # more than any sequence has
         bounds |= {"max_seq_len": max_seq_len}
+        if batch.num_seqs > 1:
+            bounds["max_query_len"] = max(bounds["max_query_len"], MANY)
         if batch.cu_pages is None:
             batch = replace(
                 batch, page_table=torch.nn.functional.pad(batch.page_table, (0, max_seq_len // p.cache.page_size + 1))
@@ -100,7 +102,7 @@ def assert_right(spec, lens, **problem):
         served = plan.launch.for_cache(p.cache) is plan.launch  # else by the fallback
         assert served == (problem.get("scales") != "token")
     request = plan.launch.request
-    assert plan.launch.config.num_warpgroups == 2 or request.keys_seen <= 512 or request.rows_per_seq <= 128
+    assert plan.launch.config.num_warpgroups == 2 or request.keys_seen <= 512 or request.rows_per_seq <= 64
 
 
 @pytest.mark.parametrize(
