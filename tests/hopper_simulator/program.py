@@ -311,7 +311,9 @@ class Machine:
         if self.random.random() < 0.5:
             self.pause()
 
-    def wait(self, tile: Tile, phase: Any) -> None:
+    def wait(self, tile: Tile, phase: Any, pred: Any = True) -> None:
+        if not pred:
+            return
         barrier, parity = self.local.warps.program.barrier(tile), int(phase)
         self.pause(lambda: barrier.is_over(parity))
 
@@ -343,9 +345,14 @@ class Machine:
         self.local.warps.row_copies.append((into, numbers))
 
     def arrive_after_copies(self, barrier: Tile, increment_count: bool) -> None:
-        """Let every thread arrive at a barrier when all its copies are complete."""
+        """Let every thread arrive at a barrier when all its copies are complete: at once if there are none."""
         assert not increment_count
         own = self.local.warps
+        if not own.row_copies:
+            own.program.barrier(barrier).arrive(32 * own.num_warps)
+            if self.random.random() < 0.5:
+                self.pause()
+            return
         self.copies.append(RowCopies(own, own.row_copies, own.program.barrier(barrier)))
         own.row_copies = []
 

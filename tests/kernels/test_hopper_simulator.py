@@ -110,6 +110,16 @@ def test_features(extra, bound):
     assert plan.launch.config.num_warpgroups == (2 if bound and plan.launch.request.keys_seen > 512 else 1)
 
 
+@pytest.mark.parametrize("page_size", [16, 1])
+@pytest.mark.parametrize(
+    "extra", [{}, {"sliding_window": 600, "sinks": True}, {"softcap": 20.0}, {"alibi": True}, {"causal": False}], ids=str
+)
+def test_keys_multiplied_ahead(extra, page_size):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": 128} | extra)
+    plan = assert_right(spec, ((40, 700), (1, 17), (0, 50), (3, 0), (33, 33), (200, 290)), LONG, page_size=page_size)
+    assert plan.launch.config.num_warpgroups == 2 and plan.launch.config.block_n == 128
+
+
 @pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}, BFLOAT16 | {"softcap": 20.0}], ids=str)
 def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     """A query, and the last key of a prompt, which the last of its queries alone sees."""
@@ -459,9 +469,9 @@ def test_more_sequences_than_are_looked_at_at_once():
     assert_right(quire.AttentionSpec(**LLAMA), lens)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_order_of_events_gives_the_same_bits(seed):
-    spec = quire.AttentionSpec(**LLAMA)
+@pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (64, 1), (64, 2), (128, 1), (128, 2)])
+def test_any_order_of_events_gives_the_same_bits(head_dim, seed):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim})
     p = make_problem(spec, ((40, 300), (70, 170)), page_size=1 if seed % 2 else 16)
     plan = make_plan(p, LONG if seed % 3 else None)
     first, other = (attend(p, plan, seed=s)[0] for s in (100, seed))

@@ -653,8 +653,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: queries released a tile early": Mutant(
         ATTEND,
-        "EARLY and i == tile_i + work.num_tiles - 1",
-        "EARLY and i == tile_i + work.num_tiles - 2",
+        "EARLY and i == stop - 1",
+        "EARLY and i == stop - 2",
         SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-True]",
     ),
     "Hopper: the first keys loaded twice": Mutant(
@@ -1020,7 +1020,7 @@ IN_INTERPRETER = {
     ),
     "Hopper: stages read before they are full": Mutant(
         "kernels/hopper/pipeline.py",
-        "wait(pipe.full, i % STAGES, i // STAGES)",
+        "wait(pipe.full, i % STAGES, i // STAGES, condition)",
         "pass",
         SIMULATED + "features[{}-None]",
     ),
@@ -1083,9 +1083,42 @@ IN_INTERPRETER = {
     ),
     "Hopper: the last values released before their product": Mutant(
         ATTEND,
-        "    done = warpgroup_mma_wait(0, deps=accs + (p,))\n    consumer_release(v_pipe, last)\n",
-        "    consumer_release(v_pipe, last)\n    done = warpgroup_mma_wait(0, deps=accs + (p,))\n",
-        SIMULATED + "any_order_of_events_gives_the_same_bits[0]",
+        "    done = warpgroup_mma_wait(0, deps=accs + (p,))\n    release_operand(v_pipe, stop - 1)\n",
+        "    release_operand(v_pipe, stop - 1)\n    done = warpgroup_mma_wait(0, deps=accs + (p,))\n",
+        SIMULATED + "any_order_of_events_gives_the_same_bits[64-0]",
+    ),
+    "Hopper: the next keys not waited for": Mutant(
+        ATTEND,
+        "        if NEXT_KEYS:\n            k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)\n"
+        "        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])\n        release_operand(k_pipe, i)\n        if EARLY",
+        "        k_stage = (i + 1) % k_pipe.empty.shape[0]\n"
+        "        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])\n        release_operand(k_pipe, i)\n        if EARLY",
+        SIMULATED + "any_order_of_events_gives_the_same_bits[64-1]",
+    ),
+    "Hopper: the next keys waited for where there are none": Mutant(
+        ATTEND,
+        "k_stage = consumer_wait(k_pipe, tile_i + 1, work.num_tiles > 1)\n    for i in range(tile_i + 1, stop):\n"
+        "        pos -= BLOCK_N",
+        "k_stage = consumer_wait(k_pipe, tile_i + 1)\n    for i in range(tile_i + 1, stop):\n        pos -= BLOCK_N",
+        SIMULATED + "features[{}-None]",
+    ),
+    "Hopper: a maximum of -inf subtracted": Mutant(
+        ATTEND, "shift = gl.maximum(m_new, LOWEST)", "shift = m_new", SIMULATED + "intervals[{}-16-anywhere]"
+    ),
+    "Hopper ahead: keys not waited for": Mutant(
+        "kernels/hopper/ahead.py",
+        "k_stage = consumer_wait(k_pipe, i + 1)",
+        "k_stage = (i + 1) % k_pipe.empty.shape[0]",
+        SIMULATED + "any_order_of_events_gives_the_same_bits[128-1]",
+    ),
+    "Hopper ahead: values released before their product": Mutant(
+        "kernels/hopper/ahead.py",
+        "        done = warpgroup_mma_wait(0, deps=accs + (p, next_scores))\n",
+        "        release_operand(v_pipe, i)\n        done = warpgroup_mma_wait(0, deps=accs + (p, next_scores))\n",
+        SIMULATED + "any_order_of_events_gives_the_same_bits[128-2]",
+    ),
+    "Hopper ahead: accumulators not rescaled": Mutant(
+        "kernels/hopper/ahead.py", "        accs = scaled(accs, alpha)\n", "", SIMULATED + "keys_multiplied_ahead[{}-16]"
     ),
     "Hopper: boxes of the first panel": Mutant(
         "kernels/hopper/pipeline.py",
@@ -1094,7 +1127,7 @@ IN_INTERPRETER = {
         SIMULATED + "widths[192-128]",
     ),
     "Hopper: the counter of work tiles not reset": Mutant(
-        PRODUCER, "gl.store(tile_counter, 0)", "pass", SIMULATED + "any_order_of_events_gives_the_same_bits[0]"
+        PRODUCER, "gl.store(tile_counter, 0)", "pass", SIMULATED + "any_order_of_events_gives_the_same_bits[64-0]"
     ),
     "Hopper: partials not all stored when one thread arrives": Mutant(
         PARTIALS, "    barrier()  # the stores", "    # the stores", CUT + "features[{}-16384]"

@@ -1,8 +1,8 @@
 """The consumers' loops of the Hopper kernel: products and softmax of the KV tiles of a work tile.
 
 Three are here: with one state over all tiles, with a state for each split of a batch-invariant plan, and with products
-in fp8. `capped.py` has the one for scores with a softcap. Softmax and states are those of `states.py`, written again in
-Gluon, where layouts are explicit.
+in fp8. `ahead.py` has the one for heads of 128, and `capped.py` the one for scores with a softcap. Softmax and states
+are those of `states.py`, written again in Gluon, where layouts are explicit.
 """
 
 from triton.experimental import gluon
@@ -10,13 +10,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from quire.kernels.hopper.convert import permute_for_fp8_operand, to_fp8
-from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, piece_of, pieces_of
+from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, piece_of, pieces_of, release_operand
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LN2, LOG2E, groups_of, log2
 
 SLACK = gl.constexpr(8.0)  # base-2 exponent by which a score may exceed the maximum that it is relative to
 LAZY_FROM = gl.constexpr(129)  # columns of values from which lazy rescaling is faster (NVIDIA H200, 2026-11-25)
+# Columns of values up to which it is faster to wait for the next keys while products run (NVIDIA H100, 2026-11-25): in
+# `attend_work_tile`, and with states of splits.
+NEXT_KEYS_UP_TO = gl.constexpr(64)
+NEXT_KEYS_OF_SPLITS_UP_TO = gl.constexpr(128)
+LOWEST = gl.constexpr(-3.0e38)  # less than any maximum
 
 
 @gluon.constexpr_function
@@ -145,6 +150,7 @@ def attend_work_tile(
     product.
     """
     LAZY: gl.constexpr = HEAD_DIM_V >= LAZY_FROM
+    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO  # are waited for while products run
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
     element: gl.constexpr = k_pipe.tiles.dtype
@@ -154,35 +160,42 @@ def attend_work_tile(
     pos = work.tile * BLOCK_N
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    consumer_release(k_pipe, tile_i)
+    release_operand(k_pipe, tile_i)
     if EARLY and work.num_tiles == 1:
         consumer_release(q_pipe, work_i)
     p, m_i, l_i, _ = softmax_step(
         scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
     )
     p = gl.convert_layout(p.to(element), OF_P)
-    for i in range(tile_i + 1, tile_i + work.num_tiles):
+    stop = tile_i + work.num_tiles
+    k_stage = tile_i
+    if NEXT_KEYS:
+        k_stage = consumer_wait(k_pipe, tile_i + 1, work.num_tiles > 1)
+    for i in range(tile_i + 1, stop):
         pos -= BLOCK_N
-        scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, i), zeros, HEAD_DIM)
+        if not NEXT_KEYS:
+            k_stage = consumer_wait(k_pipe, i)
+        scores = multiply_keys(q, k_pipe, k_stage, zeros, HEAD_DIM)
         accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), accs, HEAD_DIM_V)
+        if NEXT_KEYS:
+            k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)
         scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])
-        consumer_release(k_pipe, i)
-        if EARLY and i == tile_i + work.num_tiles - 1:
+        release_operand(k_pipe, i)
+        if EARLY and i == stop - 1:
             consumer_release(q_pipe, work_i)
         # The other warpgroup's softmax overlaps these two products. Overlapping the second product with the softmax of
         # this warpgroup was slower (NVIDIA H200).
         done = warpgroup_mma_wait(0, deps=accs + (p,))
         accs, p = done[:NUM_ACCS], done[NUM_ACCS]
-        consumer_release(v_pipe, i - 1)
+        release_operand(v_pipe, i - 1)
         p, m_i, l_i, alpha = softmax_step(
             scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
         )
         accs = rescaled(accs, alpha) if LAZY else scaled(accs, alpha)
         p = gl.convert_layout(p.to(element), OF_P)
-    last = tile_i + work.num_tiles - 1
-    accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), accs, HEAD_DIM_V)
+    accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, stop - 1), accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=accs + (p,))
-    consumer_release(v_pipe, last)
+    release_operand(v_pipe, stop - 1)
     if is_softcap(SCORE_MOD):
         m_i = maximum_with_cap(m_i, scoring.softcap)
     return done[:NUM_ACCS], m_i, l_i
@@ -199,6 +212,7 @@ def attend_work_tile_in_splits(
     Each split of FIXED_SPLIT keys has a state, and the result is the left fold of these, as in the portable kernels.
     """
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_OF_SPLITS_UP_TO
     NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
     element: gl.constexpr = k_pipe.tiles.dtype
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
@@ -208,20 +222,28 @@ def attend_work_tile_in_splits(
     pos = work.tile * BLOCK_N
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    consumer_release(k_pipe, tile_i)
+    release_operand(k_pipe, tile_i)
     p, split_m, split_l, _ = softmax_step(
         scores, split_m, no_sums, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
     )
     p = gl.convert_layout(p.to(element), OF_P)
-    for i in range(tile_i + 1, tile_i + work.num_tiles):
+    stop = tile_i + work.num_tiles
+    k_stage = tile_i
+    if NEXT_KEYS:
+        k_stage = consumer_wait(k_pipe, tile_i + 1, work.num_tiles > 1)
+    for i in range(tile_i + 1, stop):
         pos += BLOCK_N
-        scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, i), zeros, HEAD_DIM)
+        if not NEXT_KEYS:
+            k_stage = consumer_wait(k_pipe, i)
+        scores = multiply_keys(q, k_pipe, k_stage, zeros, HEAD_DIM)
         split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), split_accs, HEAD_DIM_V)
+        if NEXT_KEYS:
+            k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)
         scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])
-        consumer_release(k_pipe, i)
+        release_operand(k_pipe, i)
         done = warpgroup_mma_wait(0, deps=split_accs + (p,))
         split_accs, p = done[:NUM_ACCS], done[NUM_ACCS]
-        consumer_release(v_pipe, i - 1)
+        release_operand(v_pipe, i - 1)
         if pos % FIXED_SPLIT == 0:
             accs, m_i, l_i = fold_split(accs, m_i, l_i, split_accs, split_m, split_l)
             split_accs, split_m, _ = empty_state(OF_SCORES, HEAD_DIM_V, 16)
@@ -231,10 +253,9 @@ def attend_work_tile_in_splits(
         )
         split_accs = scaled(split_accs, alpha)
         p = gl.convert_layout(p.to(element), OF_P)
-    last = tile_i + work.num_tiles - 1
-    split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), split_accs, HEAD_DIM_V)
+    split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, stop - 1), split_accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=split_accs + (p,))
-    consumer_release(v_pipe, last)
+    release_operand(v_pipe, stop - 1)
     return fold_split(accs, m_i, l_i, done[:NUM_ACCS], split_m, split_l)
 
 
@@ -294,7 +315,7 @@ def attend_work_tile_in_fp8(
         k = k_pipe.tiles.index(consumer_wait(k_pipe, i))
         scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        consumer_release(k_pipe, i)
+        release_operand(k_pipe, i)
         p, m_i, l_i, alpha = softmax_step(
             scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
         )
@@ -302,7 +323,7 @@ def attend_work_tile_in_fp8(
         v = v_pipe.tiles.index(consumer_wait(v_pipe, i))
         product = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
-        consumer_release(v_pipe, i)
+        release_operand(v_pipe, i)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + product
         pos -= BLOCK_N
     m_i -= LIFT
@@ -345,6 +366,27 @@ def softmax_step(
         m_i, l_i: the new maximum and sum.
         alpha: the factor for acc.
     """
+    scores, exponent_scale, m_new, shift, alpha = new_maximum(
+        scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring, BLOCK_T, SCORE_MOD, LAZY
+    )
+    p, l_i = probabilities(scores, l_i, exponent_scale, shift, alpha, LIFT)
+    return p, m_new, l_i, alpha
+
+
+@gluon.jit
+def new_maximum(
+    scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring,
+    BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
+):  # fmt: skip
+    """Fold the scores of a tile into the running maximum: the first half of `softmax_step`.
+
+    Returns:
+        scores: with -inf where a row does not see a key.
+        exponent_scale: what makes exponents in base 2 of scores.
+        m_new: the new maximum, in base 2.
+        shift: what exponents are relative to.
+        alpha: the factor for acc and l_i.
+    """
     exponent_scale = scale * LOG2E
     if is_softcap(SCORE_MOD):
         exponent_scale = scoring.softcap * (2 * LOG2E)
@@ -356,15 +398,20 @@ def softmax_step(
     scores = hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T)
     highest = gl.max(scores, 1) * exponent_scale
     m_new = raised(m_i, highest) if LAZY else gl.maximum(m_i, highest)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
+    shift = gl.maximum(m_new, LOWEST)  # a row that has seen no key: -inf - -inf is NaN
+    return scores, exponent_scale, m_new, shift, gl.exp2(m_i - shift)
+
+
+@gluon.jit
+def probabilities(scores, l_i, exponent_scale, shift, alpha, LIFT: gl.constexpr):
+    """Return a tile's probabilities times 2^LIFT, and the new sum: the second half of `softmax_step`."""
     p = gl.exp2(scores * by_row(exponent_scale) - (shift - LIFT)[:, None])
-    alpha = gl.exp2(m_i - shift)
     if len(l_i.shape) == 1:
         l_i = l_i * alpha + gl.sum(p, 1)
     else:
         by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
-    return p, m_new, l_i, alpha
+    return p, l_i
 
 
 @gluon.jit

@@ -6,8 +6,8 @@ has two consumer warpgroups with 64 rows each. They take turns on the tensor cor
 other computes products. For short contexts a program has one consumer warpgroup, and an SM holds two programs. For a
 quantised cache a further warpgroup converts tiles between the producer and the consumers (`convert.py`).
 
-This is the structure of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2). The loops are in `attend.py` and
-`capped.py`.
+This is the structure of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2). The loops are in `attend.py`,
+`ahead.py` and `capped.py`.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.hopper.ahead import attend_work_tile_ahead, multiplies_ahead
 from quire.kernels.hopper.attend import (
     attend_work_tile,
     attend_work_tile_in_fp8,
@@ -29,7 +30,7 @@ from quire.kernels.hopper.capped import attend_capped_work_tile
 from quire.kernels.hopper.convert import convert, quantize_queries
 from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
 from quire.kernels.hopper.partials import combine_partials, size_of_partial, store_and_arrive
-from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, make_pipeline, pieces_of
+from quire.kernels.hopper.pipeline import THREADS, consumer_release, consumer_wait, make_pipeline, pieces_of
 from quire.kernels.hopper.producer import produce
 from quire.kernels.hopper.results import Outputs, finish, load_of_heads, tokens_of_rows
 from quire.kernels.hopper.softcap import is_capped
@@ -67,6 +68,7 @@ def consume(
     SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, KV_BOX: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
+    WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     element: gl.constexpr = k_pipe.tiles.dtype
     FP8_MMA: gl.constexpr = element.primitive_bitwidth == 8
@@ -125,6 +127,11 @@ def consume(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, KV_BOX,
             )  # fmt: skip
+        elif multiplies_ahead(BLOCK_N, HEAD_DIM, HEAD_DIM_V, WARPGROUPS, scoring.k_scale_ptr is not None):
+            accs, m_i, l_i = attend_work_tile_ahead(
+                q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY,
+            )  # fmt: skip
         else:
             accs, m_i, l_i = attend_work_tile(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
@@ -149,7 +156,6 @@ def consume(
                     EARLY,
                 )  # fmt: skip
             else:
-                WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
                 SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)
                 is_last = store_and_arrive(
                     outputs.partials, outputs.arrivals, cut, work, wg, accs, m_i, l_i, SIZE, WARPGROUPS, BLOCK_T, OWNED
@@ -229,11 +235,12 @@ def hopper_kernel(
     COPYING_WARPS: gl.constexpr = GATHER_WARPS if GATHERS else 0
     K_COPYING_WARPS: gl.constexpr = COPYING_WARPS if QUANTISED_STAGES == 0 or FP8_MMA else 0
     V_COPYING_WARPS: gl.constexpr = COPYING_WARPS if QUANTISED_STAGES == 0 else 0
-    k_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS, STAGES, WARPGROUPS, K_COPYING_WARPS)
+    RELEASES: gl.constexpr = WARPGROUPS if is_capped(SCORE_MOD) else WARPGROUPS * THREADS
+    k_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS, STAGES, RELEASES, K_COPYING_WARPS)
     if FP8_MMA:
-        v_pipe = make_pipeline(NUMBER, COLUMNS_V, BLOCK_N, STAGES, WARPGROUPS)
+        v_pipe = make_pipeline(NUMBER, COLUMNS_V, BLOCK_N, STAGES, RELEASES)
     else:
-        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, WARPGROUPS, V_COPYING_WARPS)
+        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, RELEASES, V_COPYING_WARPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
     # A producer that loads intervals needs more registers, and so do others, if consumers can spare them.

@@ -21,6 +21,7 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 SWIZZLE_BYTES = gl.constexpr(128)  # the widest row that TMA swizzles
+THREADS = gl.constexpr(128)  # of a warpgroup
 
 
 class SmemPipeline(NamedTuple):
@@ -37,10 +38,13 @@ class SmemPipeline(NamedTuple):
 
 @gluon.jit
 def make_pipeline(
-    element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, RELEASES: gl.constexpr,
     COPYING_WARPS: gl.constexpr = 0,
 ):  # fmt: skip
-    """Allocate a pipeline whose tiles are released by CONSUMERS warpgroups, and copied by COPYING_WARPS if any."""
+    """Allocate a pipeline whose tiles are free after RELEASES arrivals, and copied by COPYING_WARPS if any.
+
+    There is one arrival of each warpgroup (`consumer_release`), or one of each thread (`release_operand`).
+    """
     BITS: gl.constexpr = element.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(SWIZZLE_BYTES.value, COLUMNS * BITS // 8), BITS, 2)
     FIRST: gl.constexpr = largest_power_of_two(COLUMNS)
@@ -52,7 +56,7 @@ def make_pipeline(
         full = make_barriers(STAGES, 32 * COPYING_WARPS)
     else:
         full = make_barriers(STAGES + 1, 1)
-    return SmemPipeline(tiles, more, full, make_barriers(STAGES, CONSUMERS))
+    return SmemPipeline(tiles, more, full, make_barriers(STAGES, RELEASES))
 
 
 @gluon.constexpr_function
@@ -119,9 +123,9 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def wait(barriers, stage, phase):
-    """Wait until a barrier has completed its phase-th phase."""
-    mbarrier.wait(barriers.index(stage), phase & 1)
+def wait(barriers, stage, phase, condition=True):
+    """Wait until a barrier has completed its phase-th phase, if a condition holds."""
+    mbarrier.wait(barriers.index(stage), phase & 1, pred=condition)
 
 
 @gluon.jit
@@ -190,10 +194,10 @@ def load_rows(desc, row, head, barrier, buffers, FIRST: gl.constexpr, ROWS: gl.c
 
 
 @gluon.jit
-def consumer_wait(pipe, i):
-    """Wait until the i-th use has been filled, and return its stage."""
+def consumer_wait(pipe, i, condition=True):
+    """Wait until the i-th use has been filled, if a condition holds, and return its stage."""
     STAGES: gl.constexpr = pipe.empty.shape[0]
-    wait(pipe.full, i % STAGES, i // STAGES)
+    wait(pipe.full, i % STAGES, i // STAGES, condition)
     if is_copied(pipe.full, pipe.empty):
         fence_async_shared()  # tensor cores access shared memory by the async proxy, copies by the generic one
     return i % STAGES
@@ -208,5 +212,15 @@ def producer_commit(pipe, i):
 
 @gluon.jit
 def consumer_release(pipe, i):
-    """Let the producer overwrite the i-th use, which this warpgroup has read."""
+    """Let the producer overwrite the i-th use, which this warpgroup has read. All its warps arrive together."""
     mbarrier.arrive(pipe.empty.index(i % pipe.empty.shape[0]), count=1)
+
+
+@gluon.jit
+def release_operand(pipe, i):
+    """Let the producer overwrite the i-th use, when all products of this warpgroup with it are complete.
+
+    Each thread arrives for itself, so no warp waits for another. The instruction waits for a thread's copies, of which
+    consumers have none, and not for its loads. So this is not for tiles that are read by loads.
+    """
+    async_copy.mbarrier_arrive(pipe.empty.index(i % pipe.empty.shape[0]), increment_count=False)

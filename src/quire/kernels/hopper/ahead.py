@@ -1,0 +1,80 @@
+"""The consumers' loop of the Hopper kernel that multiplies the next keys during the softmax.
+
+So the tensor cores have work of a warpgroup while it computes exponentials. Two tiles of scores are in registers.
+
+ptxas waits for products where code branches. So masks and waits for tiles, which branch, come before the product of the
+next keys. From there to the end of a tile, the code does not branch.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
+
+from quire.kernels.hopper.attend import (
+    empty_state,
+    multiply_keys,
+    multiply_values,
+    new_maximum,
+    probabilities,
+    scaled,
+    softmax_step,
+)
+from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, pieces_of, release_operand
+from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
+from quire.kernels.hopper.work_tile import ROWS
+
+
+@gluon.constexpr_function
+def multiplies_ahead(block_n, head_dim, head_dim_v, num_warpgroups, is_quantised):
+    """Whether this loop is faster than `attend_work_tile` (NVIDIA H100, 2026-11-25)."""
+    return block_n == 128 and head_dim == 128 and head_dim_v == 128 and num_warpgroups == 2 and not is_quantised
+
+
+@gluon.jit
+def attend_work_tile_ahead(
+    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i,
+    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    SCORE_MOD: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Return what `attend_work_tile` does."""
+    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
+    element: gl.constexpr = k_pipe.tiles.dtype
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    accs, m_i, l_i = empty_state(OF_SCORES, HEAD_DIM_V, 16)
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
+    pos = work.tile * BLOCK_N
+    last = tile_i + work.num_tiles - 1
+    scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    release_operand(k_pipe, tile_i)
+    if EARLY and work.num_tiles == 1:
+        consumer_release(q_pipe, work_i)
+    for i in range(tile_i, last):
+        scores, exponent_scale, m_i, shift, alpha = new_maximum(
+            scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring, BLOCK_T, SCORE_MOD
+        )
+        k_stage = consumer_wait(k_pipe, i + 1)
+        v_stage = consumer_wait(v_pipe, i)
+        next_scores = multiply_keys(q, k_pipe, k_stage, zeros, HEAD_DIM)
+        accs = scaled(accs, alpha)
+        p, l_i = probabilities(scores, l_i, exponent_scale, shift, alpha, 0.0)
+        p = gl.convert_layout(p.to(element), OF_P)
+        accs = multiply_values(p, v_pipe, v_stage, accs, HEAD_DIM_V)
+        done = warpgroup_mma_wait(0, deps=accs + (p, next_scores))
+        accs, scores = done[:NUM_ACCS], done[NUM_ACCS + 1]
+        release_operand(k_pipe, i + 1)
+        release_operand(v_pipe, i)
+        if EARLY and i == last - 1:
+            consumer_release(q_pipe, work_i)
+        pos -= BLOCK_N
+    p, m_i, l_i, alpha = softmax_step(
+        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+    )
+    p = gl.convert_layout(p.to(element), OF_P)
+    accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), scaled(accs, alpha), HEAD_DIM_V)
+    done = warpgroup_mma_wait(0, deps=accs + (p,))
+    release_operand(v_pipe, last)
+    if is_softcap(SCORE_MOD):
+        m_i = maximum_with_cap(m_i, scoring.softcap)
+    return done[:NUM_ACCS], m_i, l_i
