@@ -114,7 +114,8 @@ def test_features(extra, bound):
 @pytest.mark.parametrize(
     "extra", [{}, {"sliding_window": 600, "sinks": True}, {"softcap": 20.0}, {"alibi": True}, {"causal": False}], ids=str
 )
-def test_keys_multiplied_ahead(extra, page_size):
+def test_heads_of_128(extra, page_size):
+    """Whose next keys are multiplied during the softmax, if they are not gathered."""
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": 128} | extra)
     plan = assert_right(spec, ((40, 700), (1, 17), (0, 50), (3, 0), (33, 33), (200, 290)), LONG, page_size=page_size)
     assert plan.launch.config.num_warpgroups == 2 and plan.launch.config.block_n == 128

@@ -1118,7 +1118,7 @@ IN_INTERPRETER = {
         SIMULATED + "any_order_of_events_gives_the_same_bits[128-2]",
     ),
     "Hopper ahead: accumulators not rescaled": Mutant(
-        "kernels/hopper/ahead.py", "        accs = scaled(accs, alpha)\n", "", SIMULATED + "keys_multiplied_ahead[{}-16]"
+        "kernels/hopper/ahead.py", "        accs = scaled(accs, alpha)\n", "", SIMULATED + "heads_of_128[{}-16]"
     ),
     "Hopper: boxes of the first panel": Mutant(
         "kernels/hopper/pipeline.py",

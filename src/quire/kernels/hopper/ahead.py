@@ -25,9 +25,10 @@ from quire.kernels.hopper.work_tile import ROWS
 
 
 @gluon.constexpr_function
-def multiplies_ahead(block_n, head_dim, head_dim_v, num_warpgroups, is_quantised):
+def multiplies_ahead(block_n, head_dim, head_dim_v, num_warpgroups, kv_box, is_quantised):
     """Whether this loop is faster than `attend_work_tile` (NVIDIA H100, 2026-11-25)."""
-    return block_n == 128 and head_dim == 128 and head_dim_v == 128 and num_warpgroups == 2 and not is_quantised
+    is_large = num_warpgroups == 2 and block_n == 128 and head_dim == 128 and head_dim_v == 128
+    return is_large and kv_box > 0 and not is_quantised
 
 
 @gluon.jit

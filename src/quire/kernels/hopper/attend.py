@@ -10,7 +10,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from quire.kernels.hopper.convert import permute_for_fp8_operand, to_fp8
-from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, piece_of, pieces_of, release_operand
+from quire.kernels.hopper.pipeline import (
+    consumer_release,
+    consumer_wait,
+    consumer_wait_for_both,
+    is_copied,
+    piece_of,
+    pieces_of,
+    release_operand,
+)
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LN2, LOG2E, groups_of, log2
@@ -151,6 +159,7 @@ def attend_work_tile(
     """
     LAZY: gl.constexpr = HEAD_DIM_V >= LAZY_FROM
     NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO  # are waited for while products run
+    BOTH: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty) and not NEXT_KEYS  # are waited for at once
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
     element: gl.constexpr = k_pipe.tiles.dtype
@@ -168,15 +177,19 @@ def attend_work_tile(
     )
     p = gl.convert_layout(p.to(element), OF_P)
     stop = tile_i + work.num_tiles
-    k_stage = tile_i
+    k_stage, v_stage = tile_i, tile_i
     if NEXT_KEYS:
         k_stage = consumer_wait(k_pipe, tile_i + 1, work.num_tiles > 1)
     for i in range(tile_i + 1, stop):
         pos -= BLOCK_N
-        if not NEXT_KEYS:
+        if BOTH:
+            k_stage, v_stage = consumer_wait_for_both(k_pipe, i, v_pipe, i - 1)
+        elif not NEXT_KEYS:
             k_stage = consumer_wait(k_pipe, i)
         scores = multiply_keys(q, k_pipe, k_stage, zeros, HEAD_DIM)
-        accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), accs, HEAD_DIM_V)
+        if not BOTH:
+            v_stage = consumer_wait(v_pipe, i - 1)
+        accs = multiply_values(p, v_pipe, v_stage, accs, HEAD_DIM_V)
         if NEXT_KEYS:
             k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)
         scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])

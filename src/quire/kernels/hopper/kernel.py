@@ -127,7 +127,7 @@ def consume(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, KV_BOX,
             )  # fmt: skip
-        elif multiplies_ahead(BLOCK_N, HEAD_DIM, HEAD_DIM_V, WARPGROUPS, scoring.k_scale_ptr is not None):
+        elif multiplies_ahead(BLOCK_N, HEAD_DIM, HEAD_DIM_V, WARPGROUPS, KV_BOX, scoring.k_scale_ptr is not None):
             accs, m_i, l_i = attend_work_tile_ahead(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY,

@@ -204,6 +204,14 @@ def consumer_wait(pipe, i, condition=True):
 
 
 @gluon.jit
+def consumer_wait_for_both(k_pipe, k_i, v_pipe, v_i):
+    """Wait for keys and for values, with one fence if they are copied, and return their stages."""
+    STAGES: gl.constexpr = k_pipe.empty.shape[0]
+    wait(k_pipe.full, k_i % STAGES, k_i // STAGES)
+    return k_i % STAGES, consumer_wait(v_pipe, v_i)
+
+
+@gluon.jit
 def producer_commit(pipe, i):
     """Let consumers read the i-th use, which this warpgroup filled by stores."""
     fence_async_shared()  # as in `consumer_wait`
