@@ -112,7 +112,9 @@ def test_features(extra, bound):
 
 @pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize(
-    "extra", [{}, {"sliding_window": 600, "sinks": True}, {"softcap": 20.0}, {"alibi": True}, {"causal": False}], ids=str
+    "extra",
+    [{}, {"sliding_window": 600, "sinks": True}, {"softcap": 20.0}, {"alibi": True}, {"causal": False}],
+    ids=str,
 )
 def test_heads_of_128(extra, page_size):
     """Whose next keys are multiplied during the softmax, if they are not gathered."""

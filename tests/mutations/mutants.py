@@ -1089,10 +1089,12 @@ IN_INTERPRETER = {
     ),
     "Hopper: the next keys not waited for": Mutant(
         ATTEND,
-        "        if NEXT_KEYS:\n            k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)\n"
-        "        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])\n        release_operand(k_pipe, i)\n        if EARLY",
-        "        k_stage = (i + 1) % k_pipe.empty.shape[0]\n"
-        "        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])\n        release_operand(k_pipe, i)\n        if EARLY",
+        "            k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)\n"
+        "        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])\n"
+        "        release_operand(k_pipe, i)\n        if EARLY",
+        "            k_stage = (i + 1) % k_pipe.empty.shape[0]\n"
+        "        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])\n"
+        "        release_operand(k_pipe, i)\n        if EARLY",
         SIMULATED + "any_order_of_events_gives_the_same_bits[64-1]",
     ),
     "Hopper: the next keys waited for where there are none": Mutant(

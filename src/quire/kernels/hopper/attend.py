@@ -158,7 +158,8 @@ def attend_work_tile(
     product.
     """
     LAZY: gl.constexpr = HEAD_DIM_V >= LAZY_FROM
-    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO  # are waited for while products run
+    # The next keys are waited for while products run. Functions of scores leave too few registers for that.
+    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO and SCORE_MOD is None
     BOTH: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty) and not NEXT_KEYS  # are waited for at once
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
@@ -328,7 +329,7 @@ def attend_work_tile_in_fp8(
         k = k_pipe.tiles.index(consumer_wait(k_pipe, i))
         scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        release_operand(k_pipe, i)
+        consumer_release(k_pipe, i)
         p, m_i, l_i, alpha = softmax_step(
             scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
         )
@@ -336,7 +337,7 @@ def attend_work_tile_in_fp8(
         v = v_pipe.tiles.index(consumer_wait(v_pipe, i))
         product = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
-        release_operand(v_pipe, i)
+        consumer_release(v_pipe, i)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + product
         pos -= BLOCK_N
     m_i -= LIFT

@@ -235,7 +235,7 @@ def hopper_kernel(
     COPYING_WARPS: gl.constexpr = GATHER_WARPS if GATHERS else 0
     K_COPYING_WARPS: gl.constexpr = COPYING_WARPS if QUANTISED_STAGES == 0 or FP8_MMA else 0
     V_COPYING_WARPS: gl.constexpr = COPYING_WARPS if QUANTISED_STAGES == 0 else 0
-    RELEASES: gl.constexpr = WARPGROUPS if is_capped(SCORE_MOD) else WARPGROUPS * THREADS
+    RELEASES: gl.constexpr = WARPGROUPS if is_capped(SCORE_MOD) or FP8_MMA else WARPGROUPS * THREADS
     k_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS, STAGES, RELEASES, K_COPYING_WARPS)
     if FP8_MMA:
         v_pipe = make_pipeline(NUMBER, COLUMNS_V, BLOCK_N, STAGES, RELEASES)
