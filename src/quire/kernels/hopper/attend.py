@@ -158,8 +158,7 @@ def attend_work_tile(
     product.
     """
     LAZY: gl.constexpr = HEAD_DIM_V >= LAZY_FROM
-    # The next keys are waited for while products run. Functions of scores leave too few registers for that.
-    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO and SCORE_MOD is None
+    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO  # are waited for while products run
     BOTH: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty) and not NEXT_KEYS  # are waited for at once
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
