@@ -29,7 +29,7 @@ MIXED = (
 
 
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
-LONG, MANY = 5000, 129  # keys and queries; with these bounds, a program has two consumer warpgroups
+LONG, MANY_QUERIES = 5000, 129  # keys and queries; with these bounds, a program has two consumer warpgroups
 SMALL = {"page_size": 1}  # pages whose rows are gathered
 
 
@@ -84,7 +84,7 @@ def solve(spec, lens, max_seq_len=None, **problem):
     if max_seq_len:  # more than any sequence has
         bounds |= {"max_seq_len": max_seq_len}
         if batch.num_seqs > 1:
-            bounds["max_query_len"] = max(bounds["max_query_len"], MANY)
+            bounds["max_query_len"] = max(bounds["max_query_len"], MANY_QUERIES)
         if batch.cu_pages is None:
             batch = replace(
                 batch, page_table=torch.nn.functional.pad(batch.page_table, (0, max_seq_len // p.cache.page_size + 1))
