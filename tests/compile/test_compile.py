@@ -184,9 +184,8 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
 def waits_for_products(launch, page_size):
     """Return how often a loop of the Hopper kernel waits: for both products at once if it multiplies keys ahead."""
     spec, config = launch.request.spec, launch.config
-    widths = config.block_n, spec.head_dim, spec.head_dim_v
-    box = page_size if page_size % 8 == 0 else 0  # other pages are gathered
-    return 1 if multiplies_ahead(*widths, config.num_warpgroups, box, spec.kv_dtype != spec.dtype) else 2
+    is_alike = page_size % 8 == 0 and spec.kv_dtype == spec.dtype and launch.num_splits == 1 and not launch.is_mixed
+    return 1 if multiplies_ahead(config.block_n, spec.head_dim, spec.head_dim_v, config.num_warpgroups, is_alike) else 2
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,13 @@ from quire.kernels.hopper.work_tile import ROWS
 
 
 @gluon.constexpr_function
-def multiplies_ahead(block_n, head_dim, head_dim_v, num_warpgroups, kv_box, is_quantised):
-    """Whether this loop is faster than `attend_work_tile` (NVIDIA H100, 2026-11-25)."""
-    is_large = num_warpgroups == 2 and block_n == 128 and head_dim == 128 and head_dim_v == 128
-    return is_large and kv_box > 0 and not is_quantised
+def multiplies_ahead(block_n, head_dim, head_dim_v, num_warpgroups, is_alike):
+    """Whether this loop is faster than `attend_work_tile` (NVIDIA H100, 2026-11-25).
+
+    It needs tiles sooner after the last ones. So it is for work that waits little for memory: is_alike says that keys
+    are not gathered, not quantised and not cut into splits, and that no decoding sequences are among the prompts.
+    """
+    return is_alike and num_warpgroups == 2 and block_n == 128 and head_dim == 128 and head_dim_v == 128
 
 
 @gluon.jit

@@ -65,7 +65,7 @@ class Sight(NamedTuple):
 def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, KV_BOX: gl.constexpr,
+    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, KV_BOX: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
     WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
@@ -127,7 +127,7 @@ def consume(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, KV_BOX,
             )  # fmt: skip
-        elif multiplies_ahead(BLOCK_N, HEAD_DIM, HEAD_DIM_V, WARPGROUPS, KV_BOX, scoring.k_scale_ptr is not None):
+        elif AHEAD:
             accs, m_i, l_i = attend_work_tile_ahead(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY,
@@ -243,6 +243,9 @@ def hopper_kernel(
         v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, RELEASES, V_COPYING_WARPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
+    HAS_SPLITS: gl.constexpr = FIXED_SPLIT > 0 or out_ptr.dtype.element_ty == gl.float32  # whose states are in float32
+    ALIKE: gl.constexpr = not (GATHERS or MIXED or HAS_SPLITS or k_scale_ptr is not None)
+    AHEAD: gl.constexpr = multiplies_ahead(BLOCK_N, HEAD_DIM, HEAD_DIM_V, WARPGROUPS, ALIKE)
     # A producer that loads intervals needs more registers, and so do others, if consumers can spare them.
     MORE_REGISTERS: gl.constexpr = INTERVALS or (HEAD_DIM_V <= 192 and FIXED_SPLIT == 0)
     places = published
@@ -273,7 +276,7 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
@@ -289,10 +292,10 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
@@ -315,10 +318,10 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
