@@ -30,7 +30,6 @@ from quire.kernels.hopper import convert as hopper_convert
 from quire.kernels.hopper import kernel as hopper_kernel
 from quire.kernels.hopper import runner as hopper_runner
 from quire.kernels.hopper import tile_scheduler as hopper_scheduler
-from quire.kernels.hopper.ahead import multiplies_ahead
 from quire.kernels.hopper.softcap import capped_exponents
 from quire.kernels.split_kv import kernel as split_kv
 from quire.targets import TARGETS, Launch, compiling
@@ -183,9 +182,7 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
 
 def waits_for_products(launch, page_size):
     """Return how often a loop of the Hopper kernel waits: for both products at once if it multiplies keys ahead."""
-    spec, config = launch.request.spec, launch.config
-    is_alike = page_size % 8 == 0 and spec.kv_dtype == spec.dtype and launch.num_splits == 1 and not launch.is_mixed
-    return 1 if multiplies_ahead(config.block_n, spec.head_dim, spec.head_dim_v, config.num_warpgroups, is_alike) else 2
+    return 1 if launch.multiplies_ahead and page_size % 8 == 0 else 2
 
 
 @pytest.mark.parametrize(

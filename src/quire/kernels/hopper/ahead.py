@@ -4,6 +4,8 @@ So the tensor cores have work of a warpgroup while it computes exponentials. Two
 
 ptxas waits for products where code branches. So masks and waits for tiles, which branch, come before the product of the
 next keys. From there to the end of a tile, the code does not branch.
+
+`HopperLaunch.multiplies_ahead` says where this is faster than `attend_work_tile`.
 """
 
 from triton.experimental import gluon
@@ -22,16 +24,6 @@ from quire.kernels.hopper.attend import (
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, pieces_of, release_operand
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
 from quire.kernels.hopper.work_tile import ROWS
-
-
-@gluon.constexpr_function
-def multiplies_ahead(block_n, head_dim, head_dim_v, num_warpgroups, is_alike):
-    """Whether this loop is faster than `attend_work_tile` (NVIDIA H100, 2026-11-25).
-
-    It needs tiles sooner after the last ones. So it is for work that waits little for memory: is_alike says that keys
-    are not gathered, not quantised and not cut into splits, and that no decoding sequences are among the prompts.
-    """
-    return is_alike and num_warpgroups == 2 and block_n == 128 and head_dim == 128 and head_dim_v == 128
 
 
 @gluon.jit

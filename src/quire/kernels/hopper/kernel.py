@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.ahead import attend_work_tile_ahead, multiplies_ahead
+from quire.kernels.hopper.ahead import attend_work_tile_ahead
 from quire.kernels.hopper.attend import (
     attend_work_tile,
     attend_work_tile_in_fp8,
@@ -220,6 +220,7 @@ def hopper_kernel(
     PARTS: gl.constexpr,  # parts of the values' columns; a work tile has one of them, of HEAD_DIM_V columns
     CUT_SLOTS: gl.constexpr,  # slots for partials of row blocks that are cut by keys; 0: none is cut
     MIXED: gl.constexpr,  # decoding sequences may be among the prompts
+    AHEAD: gl.constexpr,  # keys are multiplied ahead, if they are not gathered
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -243,9 +244,6 @@ def hopper_kernel(
         v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, RELEASES, V_COPYING_WARPS)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
-    HAS_SPLITS: gl.constexpr = FIXED_SPLIT > 0 or out_ptr.dtype.element_ty == gl.float32  # whose states are in float32
-    ALIKE: gl.constexpr = not (GATHERS or MIXED or HAS_SPLITS or k_scale_ptr is not None)
-    AHEAD: gl.constexpr = multiplies_ahead(BLOCK_N, HEAD_DIM, HEAD_DIM_V, WARPGROUPS, ALIKE)
     # A producer that loads intervals needs more registers, and so do others, if consumers can spare them.
     MORE_REGISTERS: gl.constexpr = INTERVALS or (HEAD_DIM_V <= 192 and FIXED_SPLIT == 0)
     places = published
@@ -276,7 +274,7 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
@@ -292,10 +290,10 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
@@ -318,10 +316,10 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD)),
+                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
