@@ -29,7 +29,7 @@ LAZY_FROM = gl.constexpr(129)  # columns of values from which lazy rescaling is 
 # `attend_work_tile`, and with states of splits.
 NEXT_KEYS_UP_TO = gl.constexpr(64)
 NEXT_KEYS_OF_SPLITS_UP_TO = gl.constexpr(128)
-LOWEST = gl.constexpr(-3.0e38)  # less than any maximum
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # of finite float32 numbers
 
 
 @gluon.constexpr_function
