@@ -106,6 +106,19 @@ def assert_right(spec, lens, **problem):
 
 
 @pytest.mark.parametrize(
+    "extra",
+    [{}, {"sliding_window": 1100, "sinks": True}, {"alibi": True}, {"causal": False}, {"softcap": 60.0}],
+    ids=str,
+)
+def test_keys_multiplied_ahead(extra):
+    """Sequences have the same number of queries, so none can be decoding, and there is enough work without splits."""
+    p, plan, state = solve(quire.AttentionSpec(**MANY | extra), ((700, 1300), (700, 2100), (700, 700)))
+    assert plan.launch.multiplies_ahead
+    verdict = error_budget(p, state)
+    assert verdict.passed, (plan, verdict)
+
+
+@pytest.mark.parametrize(
     ("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float16)]
 )
 @pytest.mark.parametrize(

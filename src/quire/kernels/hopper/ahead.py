@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from quire.kernels.hopper.attend import (
     empty_state,
+    first_scores,
     multiply_keys,
     multiply_values,
     new_maximum,
@@ -41,11 +42,7 @@ def attend_work_tile_ahead(
     OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
     pos = work.tile * BLOCK_N
     last = tile_i + work.num_tiles - 1
-    scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    release_operand(k_pipe, tile_i)
-    if EARLY and work.num_tiles == 1:
-        consumer_release(q_pipe, work_i)
+    scores = first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM, EARLY)
     for i in range(tile_i, last):
         scores, exponent_scale, m_i, shift, alpha = new_maximum(
             scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring, BLOCK_T, SCORE_MOD

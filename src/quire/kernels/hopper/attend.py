@@ -147,6 +147,17 @@ def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
 
 
 @gluon.jit
+def first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM: gl.constexpr, EARLY: gl.constexpr):
+    """Return the product of queries and the first tile of keys, and release what no later product needs."""
+    scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    release_operand(k_pipe, tile_i)
+    if EARLY and work.num_tiles == 1:
+        consumer_release(q_pipe, work_i)
+    return scores
+
+
+@gluon.jit
 def attend_work_tile(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i,
     OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
@@ -158,8 +169,10 @@ def attend_work_tile(
     product.
     """
     LAZY: gl.constexpr = HEAD_DIM_V >= LAZY_FROM
-    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO  # are waited for while products run
-    BOTH: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty) and not NEXT_KEYS  # are waited for at once
+    # The next keys are waited for while products run. Otherwise keys and values are waited for together, if they are
+    # copied, and else values after the product of keys has begun.
+    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO
+    TOGETHER: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty) and not NEXT_KEYS
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
     element: gl.constexpr = k_pipe.tiles.dtype
@@ -167,11 +180,7 @@ def attend_work_tile(
     accs, m_i, l_i = empty_state(OF_SCORES, HEAD_DIM_V, 16)
     OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
     pos = work.tile * BLOCK_N
-    scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    release_operand(k_pipe, tile_i)
-    if EARLY and work.num_tiles == 1:
-        consumer_release(q_pipe, work_i)
+    scores = first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM, EARLY)
     p, m_i, l_i, _ = softmax_step(
         scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
     )
@@ -182,12 +191,12 @@ def attend_work_tile(
         k_stage = consumer_wait(k_pipe, tile_i + 1, work.num_tiles > 1)
     for i in range(tile_i + 1, stop):
         pos -= BLOCK_N
-        if BOTH:
+        if TOGETHER:
             k_stage, v_stage = consumer_wait_for_both(k_pipe, i, v_pipe, i - 1)
         elif not NEXT_KEYS:
             k_stage = consumer_wait(k_pipe, i)
         scores = multiply_keys(q, k_pipe, k_stage, zeros, HEAD_DIM)
-        if not BOTH:
+        if not TOGETHER:
             v_stage = consumer_wait(v_pipe, i - 1)
         accs = multiply_values(p, v_pipe, v_stage, accs, HEAD_DIM_V)
         if NEXT_KEYS:

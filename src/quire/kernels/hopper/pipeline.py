@@ -228,7 +228,7 @@ def consumer_release(pipe, i):
 def release_operand(pipe, i):
     """Let the producer overwrite the i-th use, when all products of this warpgroup with it are complete.
 
-    Each thread arrives for itself, so no warp waits for another. The instruction waits for a thread's copies, of which
-    consumers have none, and not for its loads. So this is not for tiles that are read by loads.
+    Each thread arrives, and no warp waits for another one. The instruction waits for the asynchronous copies of a
+    thread, and consumers have none. It does not wait for loads, so tiles that are loaded need `consumer_release`.
     """
     async_copy.mbarrier_arrive(pipe.empty.index(i % pipe.empty.shape[0]), increment_count=False)
