@@ -91,7 +91,8 @@ def test_keys_are_multiplied_ahead_for_prompts_that_wait_little_for_memory():
     """Not in splits, in batches that may have decoding sequences, in batch-invariant plans, or of other heads."""
     assert decided(4096, 4096, 4096, 1).multiplies_ahead
     assert decided(700, 2100, 2100, 3).multiplies_ahead
-    assert not decided(700, 2100, 1500, 3).multiplies_ahead
+    ragged = decided(3000, 6000, 7000, 4)
+    assert ragged.config.num_warpgroups == 2 and ragged.num_splits == 1 and not ragged.multiplies_ahead
     split = decided(64, 16384, 64, 1)
     assert split.name == "hopper" and split.num_splits > 1 and not split.multiplies_ahead
     assert not decided(4096, 4096, 4096, 1, batch_invariant=True).multiplies_ahead

@@ -1605,6 +1605,12 @@ OUTSIDE = {
         "splits = rows // request.bounds.num_tokens",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
     ),
+    "keys multiplied ahead where sequences may be decoding": Mutant(
+        "kernels/hopper/launch.py",
+        "not self.fixed_split_size and not is_ragged(self.request)",
+        "not self.fixed_split_size",
+        "test_dispatch.py::test_keys_are_multiplied_ahead_for_prompts_that_wait_little_for_memory",
+    ),
     "Hopper: a window counts as all keys": Mutant(
         "kernels/hopper/choice.py",
         "keys = tree.power_of_two(request.keys_seen)",
