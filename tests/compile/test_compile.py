@@ -30,7 +30,9 @@ from quire.kernels.hopper import convert as hopper_convert
 from quire.kernels.hopper import kernel as hopper_kernel
 from quire.kernels.hopper import runner as hopper_runner
 from quire.kernels.hopper import tile_scheduler as hopper_scheduler
+from quire.kernels.hopper.partials import partials_at_once
 from quire.kernels.hopper.softcap import capped_exponents
+from quire.kernels.hopper.work_tile import power_of_two
 from quire.kernels.split_kv import kernel as split_kv
 from quire.targets import TARGETS, Launch, compiling
 from quire.tuning.space import hinted
@@ -59,6 +61,9 @@ ON_THE_STACK_OF_CAPPED = {64: (40, 40), 256: (32, 120)}
 # Most instructions of a loop that read or write the stack. With 3.9.0 and heads of 256, the two loops have 1 and 11.
 # If softmax and products did not overlap, they would have 1 each, and the stack would be 72 bytes.
 IN_CAPPED_LOOPS = {64: (0, 0), 256: (0, 11)}
+
+# Instructions on the stack in the loop of a launch that cuts and converts e4m3, with Triton 3.6.0 and with 3.9.0.
+IN_CONVERTING_LOOPS = 4, 6
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
@@ -193,17 +198,17 @@ def waits_for_products(launch, page_size):
         ({"head_dim": 64}, 16, 4096, 64),
         ({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 464),
         ({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 104),
-        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 112),
-        ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 152),
+        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 184),
+        ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 168),
         ({}, 1, 32768, 56),
         ({"head_dim": 232}, 1, 32768, 184),
     ],
     ids=str,
 )
 def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(extra, page_size, max_seq_len, on_the_stack):
-    """The loops of consumers do not spill, but for one register with ALiBi and Triton 3.9.0.
+    """The loops of consumers do not spill, but for one register with ALiBi and Triton 3.9.0, and for converted tiles.
 
-    Partials are stored and loaded 16 bytes at a time, past L1.
+    Partials are loaded 16 bytes at a time, past L1.
 
     The stack is the larger one of Triton 3.6.0 and 3.9.0. Results that wait while others are combined are on it.
     """
@@ -220,15 +225,23 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(extra, pag
     assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
     warpgroups = plan.launch.config.num_warpgroups
     assert texts[0]["ptx"].count("atom.global.gpu.acq_rel.add") == warpgroups
-    columns = 64 * cdiv(spec.head_dim_v, 64)
-    assert texts[0]["ptx"].count("ld.global.cg.v4.b32") == warpgroups * 2 * columns // 8
+    columns = power_of_two(spec.head_dim_v)
+    lanes = min(8, columns // 4)  # of a row, which each load four numbers of a partial at a time
+    loads = partials_at_once(columns) * columns // (4 * lanes)
+    assert texts[0]["ptx"].count("ld.global.cg.v4.b32") == warpgroups * loads
     found = loops.innermost_loops(loops.disassemble(texts[0]["cubin"]))
     attends = [x for x in found if loops.count_kinds(x)["tensor cores"] and loops.count_kinds(x)["exponentials"]]
     assert len(attends) == warpgroups
+    converts = spec.kv_dtype is not spec.dtype and not spec.allow_fp8
+    most_local = IN_CONVERTING_LOOPS[triton.__version__ != launches.OLDEST] if converts else int(spec.alibi)
     for loop in attends:
         print(loops.describe(loop))
         assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == waits_for_products(plan.launch, page_size)
-        assert loops.count_kinds(loop)["local memory"] <= int(spec.alibi)
+        assert loops.count_kinds(loop)["local memory"] <= most_local
+        if (
+            spec.kv_dtype is spec.dtype and not spec.alibi
+        ):  # two probabilities at a time, whose order is that of the product
+            assert loops.count_kinds(loop)["conversions"] == plan.launch.config.block_n // 4
 
 
 # With the oldest Triton, `make test` runs what has a tuned target in its name.

@@ -258,6 +258,14 @@ def test_widths(head_dim, head_dim_v):
 
 
 @pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_more_splits_than_are_combined_at_once(head_dim):
+    lens = (1, 3600), (20, 30), *((1, 40),) * 40
+    _, arrivals = assert_right({"head_dim": head_dim, "sinks": True}, lens, bound=SHORT, num_sms=64)
+    assert arrivals >= 2 * 32  # two KV heads
+
+
+@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("page_size", [1, 3, 8])
 @pytest.mark.parametrize("extra", [{}, {"head_dim": 128} | E4M3], ids=str)
 def test_pages(extra, page_size):

@@ -804,23 +804,35 @@ IN_INTERPRETER = {
         "ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS) * SIZE",
         CUT + "features[{}-16384]",
     ),
-    "Hopper: partials of the upper half of each warp's rows alone": Mutant(
+    "Hopper: a row of a partial for each row of the tile": Mutant(
+        PARTIALS, "head = index // num_tokens", "head = index // BLOCK_T", CUT + "features[{}-4000]"
+    ),
+    "Hopper: rows of the second warpgroup combined by the first": Mutant(
         PARTIALS,
-        "(first < work.q_len) | (second < work.q_len)",
-        "second < work.q_len",
-        CUT + "features[{}-4000]",
+        "of_first = ROWS // BLOCK_T * num_tokens",
+        "of_first = HEADS * num_tokens",
+        CUT + "features[{}-16384]",
+    ),
+    "Hopper: rows of a head on both warpgroups left out": Mutant(
+        PARTIALS,
+        "gl.minimum(ROWS % BLOCK_T, num_tokens)",
+        "0",
+        CUT + "features[{'num_q_heads': 6, 'num_kv_heads': 2}-16384]",
+    ),
+    "Hopper: a partial of another row block": Mutant(
+        PARTIALS, "present = split + i < num_splits", "present = split + i <= num_splits", CUT + "features[{}-4000]"
     ),
     "Hopper: as many splits of prompts as of decoding sequences": Mutant(
         CUTS, "gl.where(counts == 1, longer, 0)", "longer", CUT + AS_SAID + "[{}-3000-127]"
     ),
     "Hopper: a partial combined twice": Mutant(
-        PARTIALS, "load_columns(ptr + WARPGROUPS * SIZE, ", "load_columns(ptr, ", CUT + "features[{}-4000]"
+        PARTIALS, "at = i * WARPGROUPS * SIZE", "at = i // 2 * WARPGROUPS * SIZE", CUT + "features[{}-4000]"
     ),
     "Hopper: partials not rescaled": Mutant(
-        PARTIALS,
-        "acc_1 * gl.convert_layout(by_1, BY_ROW)[:, None]",
-        "acc_1 * gl.convert_layout(by_0, BY_ROW)[:, None]",
-        CUT + "features[{}-4000]",
+        PARTIALS, "acc += accs[i] * weight[:, None]", "acc += accs[i]", CUT + "features[{}-4000]"
+    ),
+    "Hopper: further partials read from the first ones": Mutant(
+        PARTIALS, "of_acc += AT_ONCE * WARPGROUPS * SIZE", "pass", CUT + "more_splits_than_are_combined_at_once[256]"
     ),
     "Hopper: no sinks where a row block sees no keys": Mutant(
         PRODUCER,
@@ -1044,8 +1056,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: queries never released where results are another warpgroup's": Mutant(
         KERNEL,
-        "                consumer_release(q_pipe, work_i)\n        work_i += 1",
-        "                pass\n        work_i += 1",
+        "                    consumer_release(q_pipe, work_i)\n                is_last",
+        "                    pass\n                is_last",
         CUT + "features[{}-16384]",
     ),
     "Hopper: values zeroed while they are loaded": Mutant(

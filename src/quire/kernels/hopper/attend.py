@@ -147,6 +147,25 @@ def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
 
 
 @gluon.jit
+def as_operand(p, element: gl.constexpr, PACKED: gl.constexpr):
+    """Round probabilities to the type of values.
+
+    PACKED: by an instruction that rounds two neighbours into one register, in the order that tensor cores want. Left to
+    itself, ptxas takes the other order in some kernels and swaps all halves before a product. In others it is faster.
+    """
+    if not PACKED:
+        return p.to(element)
+    elif element == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
 def first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM: gl.constexpr, EARLY: gl.constexpr):
     """Return the product of queries and the first tile of keys, and release what no later product needs."""
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
@@ -161,12 +180,12 @@ def first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM: gl.co
 def attend_work_tile(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i,
     OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
-    SCORE_MOD: gl.constexpr, EARLY: gl.constexpr,
+    SCORE_MOD: gl.constexpr, EARLY: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Return the state of a work tile's rows over its KV tiles, from the last tile to the first.
 
     The first tile that is used is the tile_i-th of the pipelines. EARLY: the queries are released after their last
-    product.
+    product. PACKED: as in `as_operand`.
     """
     LAZY: gl.constexpr = HEAD_DIM_V >= LAZY_FROM
     # The next keys are waited for while products run. Otherwise keys and values are waited for together, if they are
@@ -184,7 +203,7 @@ def attend_work_tile(
     p, m_i, l_i, _ = softmax_step(
         scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
     )
-    p = gl.convert_layout(p.to(element), OF_P)
+    p = gl.convert_layout(as_operand(p, element, PACKED), OF_P)
     stop = tile_i + work.num_tiles
     k_stage, v_stage = tile_i, tile_i
     if NEXT_KEYS:
@@ -214,7 +233,7 @@ def attend_work_tile(
             scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
         )
         accs = rescaled(accs, alpha) if LAZY else scaled(accs, alpha)
-        p = gl.convert_layout(p.to(element), OF_P)
+        p = gl.convert_layout(as_operand(p, element, PACKED), OF_P)
     accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, stop - 1), accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=accs + (p,))
     release_operand(v_pipe, stop - 1)

@@ -9,7 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from quire.kernels.hopper.attend import by_row, empty_state, hide_unseen, multiply_keys, multiply_values, total
+from quire.kernels.hopper.attend import (
+    as_operand,
+    by_row,
+    empty_state,
+    hide_unseen,
+    multiply_keys,
+    multiply_values,
+    total,
+)
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, pieces_of
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import log2
@@ -43,6 +51,7 @@ def attend_capped_work_tile(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i,
     OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
     SCORE_MOD: gl.constexpr, EARLY: gl.constexpr, KV_BOX: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """Return what `attend_work_tile` does, for capped scores.
 
@@ -65,7 +74,7 @@ def attend_capped_work_tile(
         consumer_release(q_pipe, work_i)
     numbers = probabilities(scores, pos, rows, cols, work, sight, scale, scoring, BLOCK_T, SCORE_MOD)
     sums = sums_of_threads(numbers)
-    p = gl.convert_layout(numbers.to(element), OF_P)
+    p = gl.convert_layout(as_operand(numbers, element, PACKED), OF_P)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
         pos -= BLOCK_N
         scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, i), zeros, HEAD_DIM)
@@ -80,7 +89,7 @@ def attend_capped_work_tile(
         sums += sums_of_threads(numbers)
         if OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)
-        p = gl.convert_layout(numbers.to(element), OF_P)
+        p = gl.convert_layout(as_operand(numbers, element, PACKED), OF_P)
     last = tile_i + work.num_tiles - 1
     accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), accs, HEAD_DIM_V)
     l_i = gl.convert_layout(total(sums), gl.SliceLayout(1, OF_SCORES))

@@ -29,7 +29,7 @@ from quire.kernels.hopper.attend import (
 from quire.kernels.hopper.capped import attend_capped_work_tile
 from quire.kernels.hopper.convert import convert, quantize_queries
 from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
-from quire.kernels.hopper.partials import combine_partials, size_of_partial, store_and_arrive
+from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
 from quire.kernels.hopper.pipeline import THREADS, consumer_release, consumer_wait, make_pipeline, pieces_of
 from quire.kernels.hopper.producer import produce
 from quire.kernels.hopper.results import Outputs, finish, load_of_heads, tokens_of_rows
@@ -81,6 +81,8 @@ def consume(
     EARLY: gl.constexpr = (q_pipe.tiles.shape[0] == 1 and element.primitive_bitwidth == 16 and FIXED_SPLIT == 0) and (
         scoring.key_begin is None and outputs.out_scale_ptr is None
     )
+    # Where row blocks are cut, of caches that are not quantised. Elsewhere it is slower.
+    PACKED: gl.constexpr = outputs.partials is not None and WARPGROUPS == 2 and scoring.k_scale_ptr is None
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
 
@@ -125,7 +127,7 @@ def consume(
         elif is_capped(SCORE_MOD):
             accs, m_i, l_i = attend_capped_work_tile(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, KV_BOX,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, KV_BOX, PACKED,
             )  # fmt: skip
         elif AHEAD:
             accs, m_i, l_i = attend_work_tile_ahead(
@@ -135,7 +137,7 @@ def consume(
         else:
             accs, m_i, l_i = attend_work_tile(
                 q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_T, SCORE_MOD, EARLY, PACKED,
             )  # fmt: skip
         if scoring.key_begin is not None:  # not kept in registers meanwhile, which hold what rows see
             work = read_work_tile(published, stage)
@@ -156,20 +158,14 @@ def consume(
                     EARLY,
                 )  # fmt: skip
             else:
-                SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)
-                is_last = store_and_arrive(
-                    outputs.partials, outputs.arrivals, cut, work, wg, accs, m_i, l_i, SIZE, WARPGROUPS, BLOCK_T, OWNED
-                )
-                if is_last:
-                    accs, m_i, l_i = combine_partials(
-                        outputs.partials, cut, work, wg, OF_SCORES, DEPTH, HEAD_DIM_V, SIZE, WARPGROUPS, BLOCK_T, OWNED
-                    )
-                    finish(
-                        wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False,
-                        PARTS, EARLY,
-                    )  # fmt: skip
-                elif not EARLY:
+                if not EARLY:
                     consumer_release(q_pipe, work_i)
+                is_last = store_and_arrive(
+                    outputs.partials, outputs.arrivals, cut, work, wg, accs, m_i, l_i, HEAD_DIM_V, WARPGROUPS, BLOCK_T,
+                    OWNED,
+                )  # fmt: skip
+                if is_last:
+                    combine_and_write(outputs, cut, work, wg, HEAD_DIM_V, WARPGROUPS, BLOCK_T, HEADS)
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
         work = read_work_tile(published, stage)

@@ -5,61 +5,74 @@ as float32 in the launch's scratch. Warpgroups do not share rows, so each one's 
 The last one reads the partials of all splits again, its own too, in the order of the keys. So results do not depend on
 which one is last, and none waits for another.
 
-Only threads of warpgroups with the same layouts read a partial. So a thread's numbers are stored next to each other.
+A program runs this code once or never, so its instructions come from L2. Most of the time would go into fetching them
+if columns were unrolled. So there is one loop over rows, whose body has few instructions.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.attend import empty_acc, layout_of_out
-from quire.kernels.hopper.pipeline import pieces_of
-from quire.kernels.hopper.results import tokens_of_rows
-from quire.kernels.hopper.work_tile import ROWS
+from quire.kernels.hopper.attend import lse_of_rows
+from quire.kernels.hopper.pipeline import THREADS, pieces_of
+from quire.kernels.hopper.results import tokens_of_rows, with_sink
+from quire.kernels.hopper.work_tile import ROWS, power_of_two
+from quire.kernels.states import as_stored
 
 # This was renamed after Triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-BY_THREAD = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+IN_FLIGHT = gl.constexpr(1024)  # numbers of a row, of several partials, whose loads are in flight together
+
+
+@gluon.constexpr_function
+def columns_of_partial(head_dim_v):
+    """Return the columns of a partial's accumulators."""
+    return (head_dim_v + 63) // 64 * 64
 
 
 @gluon.constexpr_function
 def size_of_partial(head_dim_v):
     """Return the float32 numbers of a warpgroup's partial."""
-    return ROWS.value * (2 + (head_dim_v + 63) // 64 * 64)
+    return ROWS.value * (2 + columns_of_partial(head_dim_v))
 
 
 @gluon.constexpr_function
-def columns_at_once(head_dim_v):
-    """Return how many columns of an accumulator are combined at once: fewer where registers hold many results."""
-    return 64 if head_dim_v <= 192 else 32
+def lanes_of_row(columns):
+    """Return how many lanes share a row. Each loads four adjacent columns at a time."""
+    return min(8, columns // 4)
+
+
+@gluon.constexpr_function
+def partials_at_once(columns):
+    """Return how many partials are loaded together."""
+    return min(16, IN_FLIGHT.value // columns)
 
 
 @gluon.jit
 def store_and_arrive(
-    partials, arrivals, cut, work, wg: gl.constexpr, accs, m_i, l_i, SIZE: gl.constexpr, WARPGROUPS: gl.constexpr,
-    BLOCK_T: gl.constexpr, OWNED: gl.constexpr,
+    partials, arrivals, cut, work, wg: gl.constexpr, accs, m_i, l_i, HEAD_DIM_V: gl.constexpr,
+    WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, OWNED: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's partial and count its arrival; return whether all splits have arrived.
 
     The last one sees what all others stored. It resets the counter to 0.
 
     Args:
-        partials: [slots, WARPGROUPS, SIZE] float32 scratch.
+        partials: [slots, WARPGROUPS, `size_of_partial`] float32 scratch.
         arrivals: [slots, WARPGROUPS] int32, 0 between launches, of which those of first slots are used.
         cut: how the row block is cut.
         work: the work tile. Rows without a query are not stored.
         wg: which warpgroup.
         accs, m_i, l_i: the state.
     """
+    SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)
+    COLUMNS: gl.constexpr = columns_of_partial(HEAD_DIM_V)
+    PIECES: gl.constexpr = pieces_of(HEAD_DIM_V, 64)
     rows = gl.arange(0, ROWS, m_i.type.layout)
     ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS + wg) * SIZE
     gl.store(ptr + rows, m_i)
     gl.store(ptr + ROWS + rows, l_i)
-    ptr += 2 * ROWS
     for i in gl.static_range(len(accs)):
-        numbers = by_thread(accs[i])
-        owned = owned_by_thread(work, wg, numbers.shape[0], BLOCK_T, OWNED)
-        gl.store(ptr + gl.arange(0, numbers.shape[0], numbers.type.layout), numbers, mask=owned)
-        ptr += numbers.shape[0]
+        store_columns(ptr + 2 * ROWS, accs[i], work, wg, PIECES[i][0], COLUMNS, BLOCK_T, OWNED)
     barrier()  # the stores of all threads come before the arrival, which one thread makes
     counter = arrivals + (cut.first_slot * WARPGROUPS + wg)
     is_last = gl.atomic_add(counter, 1, sem="acq_rel") == (1 << cut.shift) - 1
@@ -69,107 +82,104 @@ def store_and_arrive(
 
 
 @gluon.jit
-def combine_partials(
-    partials, cut, work, wg: gl.constexpr, OF_SCORES: gl.constexpr, DEPTH: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    SIZE: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, OWNED: gl.constexpr,
+def store_columns(
+    ptr, acc, work, wg: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr,
+    OWNED: gl.constexpr,
 ):  # fmt: skip
-    """Return the state over all splits of a row block, of this warpgroup's rows."""
-    ptr = partials + (cut.first_slot * WARPGROUPS + wg) * SIZE
-    PIECES: gl.constexpr = pieces_of(HEAD_DIM_V, 64)
-    COLUMNS: gl.constexpr = columns_at_once(HEAD_DIM_V)
-    owned = owned_by_thread(work, wg, ROWS * COLUMNS, BLOCK_T, OWNED)
-    accs = ()
-    for i in gl.static_range(len(PIECES)):
-        pieces = ()
-        for j in gl.static_range(PIECES[i][1] // COLUMNS):
-            acc, m_i, l_i = combine_columns(
-                ptr, 1 << cut.shift, owned, PIECES[i][0] + j * COLUMNS, COLUMNS, OF_SCORES, DEPTH, SIZE, WARPGROUPS
+    """Store an accumulator as the columns from FIRST on of [ROWS, COLUMNS] at `ptr`."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    owned = tokens_of_rows(work, wg * ROWS + rows, BLOCK_T, OWNED) < work.q_len
+    gl.store((ptr + rows * COLUMNS)[:, None] + columns[None, :], acc, mask=owned[:, None])
+
+
+@gluon.jit
+def combine_and_write(
+    outputs, cut, work, wg: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr,
+    HEADS: gl.constexpr,
+):  # fmt: skip
+    """Combine the partials of this warpgroup's rows that have a query, and write their results.
+
+    Rows are taken without those between them that have none: `num_tokens` of each head.
+    """
+    PADDED: gl.constexpr = power_of_two(HEAD_DIM_V)
+    LANES: gl.constexpr = lanes_of_row(PADDED)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
+    STEP: gl.constexpr = THREADS // LANES  # rows
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    num_tokens = gl.minimum(work.q_len - work.token, BLOCK_T)
+    # Of a tile, the first warpgroup has the first ROWS rows.
+    of_first = ROWS // BLOCK_T * num_tokens + gl.minimum(ROWS % BLOCK_T, num_tokens)
+    begin, end = 0, HEADS * num_tokens
+    if WARPGROUPS == 2:
+        of_first = gl.minimum(of_first, end)
+        if wg == 0:
+            end = of_first
+        else:
+            begin = of_first
+    columns = gl.arange(0, PADDED, gl.SliceLayout(0, LAYOUT))
+    first = outputs.partials + (cut.first_slot * WARPGROUPS + wg) * size_of_partial(HEAD_DIM_V)
+    for step in range(begin, end, STEP):
+        index = step + gl.arange(0, STEP, OF_ROWS)
+        owned = index < end
+        head = index // num_tokens
+        token = index - head * num_tokens
+        row = gl.where(owned, head * BLOCK_T + token - wg * ROWS, 0)
+        acc, m_i, l_i = combine_rows(first, 1 << cut.shift, row, owned, columns, HEAD_DIM_V, WARPGROUPS)
+        if outputs.sinks_ptr is not None:
+            sink = gl.load(outputs.sinks_ptr + work.head + head, mask=owned, other=0.0).to(gl.float32)
+            accs, m_i, l_i = with_sink((acc,), m_i, l_i, sink)
+            acc = accs[0]
+        position = (work.q_start + work.token + token).to(gl.int64)
+        if outputs.lse_ptr is not None:
+            gl.store(
+                outputs.lse_ptr + position * outputs.stride_lse + work.head + head, lse_of_rows(m_i, l_i), mask=owned
             )
-            pieces = pieces + (acc,)
-        accs = accs + (gl.convert_layout(joined(pieces), layout_of_out(PIECES[i][1], DEPTH)),)
-    return accs, m_i, l_i
+        result = acc * (1.0 / gl.where(l_i == 0.0, 1.0, l_i))[:, None]
+        offsets = position * outputs.stride_out_token + (work.head + head).to(gl.int64) * outputs.stride_out_head
+        gl.store(
+            outputs.out_ptr + offsets[:, None] + columns[None, :],
+            as_stored(result, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty),
+            mask=owned[:, None] & (columns < HEAD_DIM_V)[None, :],
+        )
 
 
 @gluon.jit
-def combine_columns(
-    ptr, num_splits, owned, FIRST: gl.constexpr, COLUMNS: gl.constexpr, OF_SCORES: gl.constexpr, DEPTH: gl.constexpr,
-    SIZE: gl.constexpr, WARPGROUPS: gl.constexpr,
-):  # fmt: skip
-    """Return the combined state of COLUMNS columns from FIRST on; `ptr` is the warpgroup's first partial.
+def combine_rows(first, num_splits, row, owned, columns, HEAD_DIM_V: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Return the combined state of some rows of the partials from `first` on.
 
-    Splits are taken two at a time, whose loads are in flight together. Their number is even.
+    Loads bypass L1, since other warpgroups stored the partials.
     """
-    acc = empty_acc(COLUMNS, DEPTH)
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, OF_SCORES)
-    OF_ACC: gl.constexpr = layout_of_out(COLUMNS, DEPTH)
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, OF_ACC)
-    m_i = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
-    l_i = gl.zeros([ROWS], gl.float32, OF_ROWS)
-    for _ in range(0, num_splits, 2):
-        m_0, l_0, acc_0 = load_columns(ptr, owned, FIRST, COLUMNS, OF_ROWS, OF_ACC)
-        m_1, l_1, acc_1 = load_columns(ptr + WARPGROUPS * SIZE, owned, FIRST, COLUMNS, OF_ROWS, OF_ACC)
-        m_new = gl.maximum(m_i, gl.maximum(m_0, m_1))
+    COLUMNS: gl.constexpr = columns_of_partial(HEAD_DIM_V)
+    SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)
+    AT_ONCE: gl.constexpr = partials_at_once(columns.shape[0])
+    inside = owned[:, None] & (columns < COLUMNS)[None, :]
+    LAYOUT: gl.constexpr = inside.type.layout
+    m_i = gl.full([inside.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+    l_i = gl.zeros([inside.shape[0]], gl.float32, gl.SliceLayout(1, LAYOUT))
+    acc = gl.zeros([inside.shape[0], inside.shape[1]], gl.float32, LAYOUT)
+    of_row = first + row
+    of_acc = (first + 2 * ROWS + row * COLUMNS)[:, None] + columns[None, :]
+    for split in range(0, num_splits, AT_ONCE):
+        ms, ls, accs = (), (), ()
+        for i in gl.static_range(AT_ONCE):
+            at = i * WARPGROUPS * SIZE
+            present = split + i < num_splits
+            ms = ms + (gl.load(of_row + at, mask=owned & present, other=float("-inf"), cache_modifier=".cg"),)
+            ls = ls + (gl.load(of_row + ROWS + at, mask=owned & present, other=0.0, cache_modifier=".cg"),)
+            accs = accs + (gl.load(of_acc + at, mask=inside & present, other=0.0, cache_modifier=".cg"),)
+        m_new = m_i
+        for i in gl.static_range(AT_ONCE):
+            m_new = gl.maximum(m_new, ms[i])
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha, by_0, by_1 = gl.exp2(m_i - shift), gl.exp2(m_0 - shift), gl.exp2(m_1 - shift)
-        l_i, m_i = l_i * alpha + l_0 * by_0 + l_1 * by_1, m_new
-        acc = acc * gl.convert_layout(alpha, BY_ROW)[:, None]
-        acc += acc_0 * gl.convert_layout(by_0, BY_ROW)[:, None]
-        acc += acc_1 * gl.convert_layout(by_1, BY_ROW)[:, None]
-        ptr += 2 * WARPGROUPS * SIZE
+        alpha = gl.exp2(m_i - shift)
+        l_i, m_i = l_i * alpha, m_new
+        acc = acc * alpha[:, None]
+        for i in gl.static_range(AT_ONCE):
+            weight = gl.exp2(ms[i] - shift)
+            l_i += ls[i] * weight
+            acc += accs[i] * weight[:, None]
+        of_row += AT_ONCE * WARPGROUPS * SIZE
+        of_acc += AT_ONCE * WARPGROUPS * SIZE
     return acc, m_i, l_i
-
-
-@gluon.jit
-def load_columns(ptr, owned, FIRST: gl.constexpr, COLUMNS: gl.constexpr, OF_ROWS: gl.constexpr, OF_ACC: gl.constexpr):
-    """Return m_i, l_i and COLUMNS columns of the accumulator of the partial at `ptr`, whose other rows are 0.
-
-    Loads bypass L1, since other warpgroups stored the partial.
-    """
-    rows = gl.arange(0, ROWS, OF_ROWS)
-    m_i = gl.load(ptr + rows, cache_modifier=".cg")
-    l_i = gl.load(ptr + ROWS + rows, cache_modifier=".cg")
-    NUMBERS: gl.constexpr = ROWS * COLUMNS
-    offs = (2 + FIRST) * ROWS + gl.arange(0, NUMBERS, BY_THREAD)
-    numbers = gl.load(ptr + offs, mask=owned, other=0.0, cache_modifier=".cg")
-    acc = numbers.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, COLUMNS])
-    return m_i, l_i, gl.convert_layout(acc, OF_ACC)
-
-
-@gluon.jit
-def by_thread(acc):
-    """Return the numbers of an accumulator in an order in which each thread has four adjacent ones."""
-    GROUPS: gl.constexpr = acc.shape[1] // 8
-    # Rows are (warp, half, lane // 4), columns are (group, lane % 4, which of two).
-    numbers = acc.reshape([4, 2, 8, GROUPS, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([ROWS * acc.shape[1]])
-    return gl.convert_layout(numbers, BY_THREAD)
-
-
-@gluon.jit
-def owned_by_thread(work, wg: gl.constexpr, NUMBERS: gl.constexpr, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
-    """Return, in the order of `by_thread`, which numbers are loaded and stored: four adjacent ones are, or none.
-
-    They are of two rows, of which one has a query.
-    """
-    fours = gl.arange(0, NUMBERS, BY_THREAD) // 4
-    row = wg * ROWS + fours // 32 % 4 * 16 + fours // 4 % 8
-    first, second = tokens_of_rows(work, row, BLOCK_T, OWNED), tokens_of_rows(work, row + 8, BLOCK_T, OWNED)
-    return (first < work.q_len) | (second < work.q_len)
-
-
-@gluon.jit
-def joined(pieces):
-    """Return accumulators of the same width as one, the first one on the left."""
-    if len(pieces) == 1:
-        return pieces[0]
-    elif len(pieces) == 2:
-        return side_by_side(pieces[0], pieces[1])
-    else:
-        HALF: gl.constexpr = len(pieces) // 2
-        return side_by_side(joined(pieces[:HALF]), joined(pieces[HALF:]))
-
-
-@gluon.jit
-def side_by_side(left, right):
-    """Return two accumulators as one."""
-    WIDTH: gl.constexpr = 2 * left.shape[1]
-    return gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, WIDTH])

@@ -55,14 +55,11 @@ def finish(
     split = work.split
     if PARTS > 1:  # of columns: each has all keys
         split = 0
-    if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
+    if outputs.sinks_ptr is not None:
         if split == outputs.num_splits - 1:
-            sink = load_of_heads(outputs.sinks_ptr + work.head, rows, BLOCK_T, OWNED) * LOG2E
-            m_new = gl.maximum(m_i, sink)
-            alpha = gl.exp2(m_i - m_new)
-            accs = scaled(accs, alpha)
-            l_i = l_i * alpha + gl.exp2(sink - m_new)
-            m_i = m_new
+            accs, m_i, l_i = with_sink(
+                accs, m_i, l_i, load_of_heads(outputs.sinks_ptr + work.head, rows, BLOCK_T, OWNED)
+            )
     empty = l_i == 0.0
     safe = gl.where(empty, 1.0, l_i)
     if outputs.lse_ptr is not None:
@@ -99,6 +96,15 @@ def finish(
         consumer_release(q_pipe, work_i)
     for i in gl.static_range(len(accs)):
         write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T, OWNED)
+
+
+@gluon.jit
+def with_sink(accs, m_i, l_i, sink):
+    """Return a state with one more key for each row, of score `sink` and value 0."""
+    sink *= LOG2E
+    m_new = gl.maximum(m_i, sink)
+    alpha = gl.exp2(m_i - m_new)
+    return scaled(accs, alpha), m_new, l_i * alpha + gl.exp2(sink - m_new)
 
 
 @gluon.jit
