@@ -43,6 +43,7 @@ from quire.dispatch.tree_file import (
 from quire.plan import decide
 from quire.service import launches_within
 from quire.targets import TARGETS
+from tests.extended import extended
 
 SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 PROPERTIES = replace(TARGETS["sm90"].properties, num_sms=120)  # of no device that a tree is shipped for
@@ -202,9 +203,20 @@ def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
     assert decide(request, Options(batch_invariant=True))[0].config.block_m == 16
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("limits", [(40, 600, 5000), (300, 3000, 131072)], ids=str)
-@pytest.mark.parametrize("heads", [(12, 2, 64), (28, 4, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "limits", "batch_invariant"),
+    [
+        ((12, 2, 64), (40, 600, 5000), False),
+        ((12, 2, 64), (40, 600, 5000), True),
+        extended((12, 2, 64), (300, 3000, 131072), False),
+        extended((12, 2, 64), (300, 3000, 131072), True),
+        ((28, 4, 128), (40, 600, 5000), False),
+        ((28, 4, 128), (40, 600, 5000), True),
+        ((28, 4, 128), (300, 3000, 131072), False),
+        ((28, 4, 128), (300, 3000, 131072), True),
+    ],
+    ids=str,
+)
 def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_workspace(heads, limits, batch_invariant):
     num_q_heads, num_kv_heads, head_dim = heads
     spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
@@ -231,12 +243,12 @@ def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_worksp
         ((6, 1, 64), {}, (64, 2048, 32768)),
         ((52, 4, 128), {}, (64, 2048, 32768)),
         ((44, 4, 144), {"sinks": True}, (64, 2048, 32768)),
-        ((11, 1, 216), {"sliding_window": 131}, (64, 2048, 32768)),
-        ((11, 1, 192), {}, (33, 1000, 5000)),
-        ((15, 1, 64), {}, (64, 2048, 32768)),
-        ((8, 1, 64), {}, (33, 1000, 5000)),
+        extended((11, 1, 216), {"sliding_window": 131}, (64, 2048, 32768)),
+        extended((11, 1, 192), {}, (33, 1000, 5000)),
+        extended((15, 1, 64), {}, (64, 2048, 32768)),
+        extended((8, 1, 64), {}, (33, 1000, 5000)),
         ((64, 8, 64), {"sliding_window": 17}, (256, 8192, 16384)),
-        ((64, 4, 256), {}, (64, 2048, 32768)),
+        extended((64, 4, 256), {}, (64, 2048, 32768)),
         ((16, 2, 128), {"softcap": 30.0}, (33, 1000, 5000)),
     ],
     ids=str,

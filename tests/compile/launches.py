@@ -114,6 +114,22 @@ def selection(target: str, features: str) -> list[tuple[str, int]]:
     return [(list(BATCHES)[turn % len(BATCHES)], dim)]
 
 
+def is_extended(target: str, features: str, batch: str, head_dim: int) -> bool:
+    """Return whether a launch of `selection` only repeats what others show.
+
+    In turn, one of gfx942 and of the other targets has the portable kernels with a feature. What gfx942 leaves out it
+    compiles with the oldest Triton. So it is with its batches without features. Of these, a target without a tree has
+    one, in turn, and no odd head dims.
+    """
+    if target == "sm90" or triton.__version__ == OLDEST:
+        return False
+    if features != "plain":
+        return (target == "gfx942") == bool(COMPILED.index(features) % 2)
+    if target == "gfx942":
+        return head_dim in HEAD_DIMS and list(BATCHES).index(batch) % 2 == 1
+    return head_dim in ODD_HEAD_DIMS or batch == ("decode, split", "prefill")[list(TARGETS).index(target) % 2]
+
+
 def plain_selection(target: str) -> list[tuple[str, int]]:
     """Return the launches without features: on tuned targets each batch, with head dims in turn."""
     batches, column, oldest = list(BATCHES), list(TARGETS).index(target), triton.__version__ == OLDEST
@@ -251,6 +267,13 @@ LATENT_LAUNCHES = {  # of each target, the kind of latents and the batch: no tar
     ),
     "gfx950": (("records, float16", "decode"),),
 }  # fmt: skip
+
+
+MORE_LATENT_LAUNCHES = {  # those whose target has others, and whose kind and batch other targets have
+    "sm80": (("e4m3", "decode"),),
+    "sm90": (("bfloat16", "prompt"), ("e4m3", "many heads")),
+    "gfx942": (("bfloat16", "one long"), ("no rotary columns", "prompt")),
+}
 
 
 def latent_spec(features: str, num_q_heads: int = 16) -> quire.AttentionSpec:

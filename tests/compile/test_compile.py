@@ -3,7 +3,7 @@
 No GPU is needed. A kernel takes seconds, so each target compiles some launches, in rotation (`launches.selection`).
 Each kernel, each feature and each target has launches, and tuned targets compile every feature. Features that do not
 depend on the target are compiled together (`launches.COMBINED`). `python -m tests.compile TARGET` compiles all
-combinations.
+combinations. `make test-extended` compiles launches that differ less from others.
 """
 
 import os
@@ -22,7 +22,6 @@ import quire
 from quire import api, targets
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import compile_for
-from quire.dispatch.request import cdiv
 from quire.dispatch.tree import forget_trees
 from quire.kernels import primitives
 from quire.kernels.block import kernel as block
@@ -34,10 +33,12 @@ from quire.kernels.hopper.partials import partials_at_once
 from quire.kernels.hopper.softcap import capped_exponents
 from quire.kernels.hopper.work_tile import power_of_two
 from quire.kernels.split_kv import kernel as split_kv
+from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.targets import TARGETS, Launch, compiling
 from quire.tuning.space import hinted
 from tests.compile import launches, loops
 from tests.compile.launches import TUNED
+from tests.extended import extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -70,7 +71,11 @@ FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that o
 # Defaults of sm90 that do spill, with the most bytes that Triton 3.6.0 or 3.9.0 spills: they must not grow.
 KNOWN_SPILLS = {("e4m3", "chunk, split", 128): 160}
 CASES = [  # a kernel takes seconds, so each launch is a test, which two processes can share
-    pytest.param(target, features, batch, dim, id=f"{target}-{features}-{batch}-{dim}")
+    pytest.param(
+        *(target, features, batch, dim),
+        id=f"{target}-{features}-{batch}-{dim}",
+        marks=[pytest.mark.extended] if launches.is_extended(target, features, batch, dim) else [],
+    )
     for target in TARGETS
     for features in launches.COMPILED
     if features != "fp8 products" or target in FP8_PRODUCTS
@@ -85,10 +90,10 @@ CASES += [pytest.param("sm90", *case, id="-".join(map(str, ("sm90", *case)))) fo
         (192, 128, 4096, True),
         (128, 192, 1024, False),
         (24, 24, 4096, True),
-        (72, 72, 1024, False),
-        (96, 96, 4096, False),
-        (112, 112, 1024, True),
-        (160, 160, 4096, True),
+        extended(72, 72, 1024, False),
+        extended(96, 96, 4096, False),
+        extended(112, 112, 1024, True),
+        extended(160, 160, 4096, True),
         (224, 224, 1024, False),
     ],
 )
@@ -106,7 +111,7 @@ def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, he
         assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
 
 
-@pytest.mark.parametrize(("group_size", "queries", "heads"), [(5, 16, 5), (7, 64, 7)])
+@pytest.mark.parametrize(("group_size", "queries", "heads"), [extended(5, 16, 5), (7, 64, 7)])
 def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, heads):
     """A work tile has all heads of a group, and some rows without a query."""
     spec = quire.AttentionSpec(num_q_heads=2 * group_size, num_kv_heads=2, head_dim=120, sinks=True, alibi=True)
@@ -121,7 +126,7 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
     [
         ({"head_dim": 64}, 4, 1024),
         ({"head_dim": 24, "head_dim_v": 200}, 2, 4096),
-        ({"head_dim": 256}, 1, 4096),
+        extended({"head_dim": 256}, 1, 4096),
         ({"head_dim": 256}, 131, 4096),
         ({"head_dim": 128, "kv_dtype": torch.int8}, 1, 4096),
         ({"head_dim": 128, "kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 12, 4096),
@@ -153,9 +158,9 @@ INTERVALS = ("key_begin", "key_end")
     [
         ("prefill", 128, {}, 16),
         ("prefill", 64, {}, 1),
-        ("prompt", 128, {"softcap": 30.0, "sinks": True}, 16),
+        extended("prompt", 128, {"softcap": 30.0, "sinks": True}, 16),
         ("chunk, split", 64, {"kv_dtype": torch.int8}, 16),
-        ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn}, 16),
+        extended("prefill", 128, {"kv_dtype": torch.float8_e4m3fn}, 16),
         ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16),
     ],
     ids=str,
@@ -193,15 +198,15 @@ def waits_for_products(launch, page_size):
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len", "on_the_stack"),
     [
-        ({}, 16, 32768, 40),
+        extended({}, 16, 32768, 40),
         ({"head_dim": 64, "alibi": True}, 16, 4096, 72),
-        ({"head_dim": 64}, 16, 4096, 64),
+        extended({"head_dim": 64}, 16, 4096, 64),
         ({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 464),
-        ({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 104),
+        extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 104),
         ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 184),
         ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 168),
         ({}, 1, 32768, 56),
-        ({"head_dim": 232}, 1, 32768, 184),
+        extended({"head_dim": 232}, 1, 32768, 184),
     ],
     ids=str,
 )
@@ -216,6 +221,8 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(extra, pag
     texts, read = [], targets.inspect
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(targets, "inspect", lambda *launch: texts.append(launch[1].asm) or read(*launch))
+        # The launch for decoding sequences is another kernel, which other tests compile.
+        patch.setattr(SplitKVLaunch, "bind", lambda *plan: lambda *tensors: None)
         launch = Launch(spec, 8, 512, max_seq_len, 1600, page_size, options=(("kernel", "hopper"),))
         plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.launch.cut_slots > 0 and compiled[0].kernel == "hopper_kernel"
@@ -312,15 +319,30 @@ def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch,
 
 
 def test_every_target_and_every_feature_has_its_turn():
-    """The rotation leaves none out. With the oldest Triton, one tuned target compiles a feature, else both do."""
-    cases = {case.values[:2] for case in CASES}
-    assert {target for target, features in cases if features == "plain"} == set(TARGETS)
-    assert {target for target, features in cases if features != "plain"} == set(TARGETS)
-    for features in set(launches.COMPILED) - {"plain", "fp8 products"}:
-        tuned = [target for target in TUNED if (target, features) in cases]
-        assert len(tuned) == (1 if triton.__version__ == launches.OLDEST else 2), features
-        assert [target for target in TARGETS if target not in TUNED and (target, features) in cases], features
-    assert ("sm90", "fp8 products") in cases
+    """The rotation leaves none out, nor do the extended cases.
+
+    With the oldest Triton, one tuned target compiles a feature. Else sm90 does and, in turn, gfx942 or another target.
+    """
+    is_oldest = triton.__version__ == launches.OLDEST
+    others = [target for target in TARGETS if target not in TUNED]
+    rotation = [case for case in CASES if case.values[1:] not in KNOWN_SPILLS]
+    by_default = {case.values[:2] for case in rotation if not case.marks}
+    every = {case.values[:2] for case in rotation}
+    assert {target for target, features in by_default if features == "plain"} == set(TARGETS)
+    assert {target for target, features in by_default if features != "plain"} == set(TARGETS)
+    for turn, features in enumerate(launches.COMPILED):
+        if features in ("plain", "fp8 products"):
+            continue
+        of_tuned, of_others = (
+            [[target for target in targets if (target, features) in cases] for cases in (by_default, every)]
+            for targets in (TUNED, others)
+        )
+        if is_oldest:
+            assert of_tuned == [[TUNED[turn % 2]]] * 2 and of_others[0] == of_others[1] != [], features
+        else:
+            assert of_tuned == [["sm90"] if turn % 2 else [*TUNED], [*TUNED]], features
+            assert of_others[0] == (of_others[1] if turn % 2 else []) and len(of_others[1]) == 1, features
+    assert ("sm90", "fp8 products") in by_default
 
 
 def test_prompts_in_pages_of_528_have_boxes_of_two_kinds():
@@ -376,8 +398,8 @@ def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
     ("batch", "head_dim", "extra"),
     [
         ("prefill", 128, {}),
-        ("prefill", 256, {}),
-        ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn}),
+        extended("prefill", 256, {}),
+        extended("prefill", 128, {"kv_dtype": torch.float8_e4m3fn}),
         ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}),
     ],
     ids=str,
@@ -447,15 +469,17 @@ def test_products_in_fp8_change_nothing_on_targets_without_them(target):
 @pytest.mark.parametrize(
     ("target", "features", "head_dim", "batch_invariant"),
     [
-        *(("sm90", "plain", head_dim, False) for head_dim in launches.HEAD_DIMS),
+        extended("sm90", "plain", 64, False),
+        ("sm90", "plain", 128, False),
+        ("sm90", "plain", 256, False),
         ("sm90", "plain", 128, True),
         ("sm90", "e4m3", 128, False),
-        ("sm90", "e4m3", 256, True),
+        extended("sm90", "e4m3", 256, True),
         ("sm90", "plain", 256, True),
-        ("sm80", "plain", 256, True),
-        ("gfx942", "plain", 64, True),
+        extended("sm80", "plain", 256, True),
+        extended("gfx942", "plain", 64, True),
         ("gfx942", "plain", 256, True),
-        ("gfx942", "e4m3", 128, True),
+        extended("gfx942", "e4m3", 128, True),
         ("gfx942", "e4m3", 256, False),
     ],
 )
@@ -472,7 +496,7 @@ def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, h
 
 
 @pytest.mark.parametrize(
-    ("target", "batch"), [("sm90", "prefill"), ("sm90", "drafts"), ("gfx942", "prefill"), ("sm80", "prefill")]
+    ("target", "batch"), [("sm90", "prefill"), ("sm90", "drafts"), ("gfx942", "prefill"), extended("sm80", "prefill")]
 )
 def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, batch):
     with compiling(TARGETS[target]) as compiled:
@@ -483,8 +507,10 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
     assert kernel.spills <= (0 if target == "gfx942" else 128), kernel  # bytes of a thread
 
 
-@pytest.mark.parametrize(("num_q_heads", "head_dim"), [(32, 128), (16, 256)])
-@pytest.mark.parametrize("queries", [64, 4096])
+@pytest.mark.parametrize(
+    ("queries", "num_q_heads", "head_dim"),
+    [(64, 16, 256), extended(64, 32, 128), extended(4096, 16, 256), (4096, 32, 128)],
+)
 def test_wgmma_of_batch_invariant_portable_kernels_do_not_wait_for_one_another(queries, num_q_heads, head_dim):
     """A loop waits once for scores and once for products with values."""
     spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=8, head_dim=head_dim, dtype=torch.bfloat16)
@@ -509,15 +535,22 @@ def test_wgmma_of_batch_invariant_portable_kernels_do_not_wait_for_one_another(q
         assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == 2, loops.describe(loop)
 
 
-@pytest.mark.parametrize("target", ["sm90", "gfx942", "sm80"])
-def test_states_of_splits_are_folded_without_spills(target):
-    spec = launches.make_spec(128, launches.FEATURES["plain"])
-    for queries, seq_len in ((64, 8192), (1, 131072)):
-        plan, compiled = Launch(spec, 1, queries, seq_len, queries, options=(("batch_invariant", True),)).compile(
-            TARGETS[target]
-        )
-        assert [c.kernel for c in compiled] == ["split_kv_kernel", "fold_kernel"], plan
-        assert compiled[1].spills == 0 and compiled[1].num_warps == 1, compiled[1]
+@pytest.mark.parametrize(
+    ("target", "queries", "seq_len"),
+    [
+        ("sm90", 64, 8192), ("gfx942", 1, 131072), ("sm80", 1, 131072),
+        extended("sm90", 1, 131072), extended("gfx942", 64, 8192), extended("sm80", 64, 8192),
+    ],
+)  # fmt: skip
+def test_states_of_splits_are_folded_without_spills(target, queries, seq_len):
+    launch = Launch(
+        launches.make_spec(128, launches.FEATURES["plain"]),
+        *(1, queries, seq_len, queries),
+        options=(("batch_invariant", True),),
+    )
+    plan, compiled = launch.compile(TARGETS[target])
+    assert [c.kernel for c in compiled] == ["split_kv_kernel", "fold_kernel"], plan
+    assert compiled[1].spills == 0 and compiled[1].num_warps == 1, compiled[1]
 
 
 def test_batch_invariant_prompts_with_wide_values_fit():
@@ -528,10 +561,12 @@ def test_batch_invariant_prompts_with_wide_values_fit():
 
 
 APPENDS = [  # a tuned target has every kind of cache and of batch, others one
-    *(("sm90", "decode, 64", 128, features) for features in ("plain", "e4m3")), ("sm90", "decode, short", 64, "plain"),
-    *(("sm90", *case) for case in (("drafts", 128, "e4m3"), ("drafts", 128, "trees"), ("decode, split", 256, "MQA"))),
-    ("gfx942", "decode, 64", 128, "e4m3"), ("gfx942", "drafts", 64, "plain"), ("gfx942", "decode, split", 256, "MQA"),
-    ("sm80", "decode, 64", 128, "e4m3"), ("sm80", "decode, split", 64, "plain"),
+    *(("sm90", "decode, 64", 128, features) for features in ("plain", "e4m3")),
+    ("sm90", "drafts", 128, "trees"), ("sm90", "decode, split", 256, "MQA"),
+    extended("sm90", "decode, short", 64, "plain"), extended("sm90", "drafts", 128, "e4m3"),
+    ("gfx942", "decode, 64", 128, "e4m3"), extended("gfx942", "drafts", 64, "plain"),
+    extended("gfx942", "decode, split", 256, "MQA"),
+    ("sm80", "decode, 64", 128, "e4m3"), extended("sm80", "decode, split", 64, "plain"),
     ("sm86", "decode, 64", 64, "vLLM's original"), ("sm89", "drafts", 128, "e4m3"),
     ("sm100", "decode, 64", 128, "plain"), ("sm120", "decode, split", 128, "float32"),
     ("gfx90a", "decode, 64", 64, "groups of 5"), ("gfx950", "decode, split", 128, "e4m3"),
@@ -559,9 +594,9 @@ ROTATIONS = [  # batch, width, features, and what is rotated: by default, all of
     *(("sm90", "decode, 64", 128, features, {}) for features in ("plain", "e4m3")),
     ("sm90", "decode, 64", 128, "plain", {"rotary_dim": 96, "interleaved": True, "qk_norm": False}),
     ("sm90", "drafts", 128, "e4m3", {"rotary_dim": 64}), ("sm90", "decode, split", 256, "MQA", {"rope": False}),
-    ("gfx942", "decode, 64", 128, "e4m3", {}), ("gfx942", "drafts", 64, "plain", {"interleaved": True}),
-    ("sm80", "decode, 64", 128, "plain", {}), ("sm80", "decode, split", 64, "plain", {"qk_norm": False}),
-    ("sm89", "drafts", 128, "e4m3", {"interleaved": True}), ("sm100", "decode, 64", 128, "plain", {}),
+    extended("gfx942", "decode, 64", 128, "e4m3", {}), ("gfx942", "drafts", 64, "plain", {"interleaved": True}),
+    extended("sm80", "decode, 64", 128, "plain", {}), ("sm80", "decode, split", 64, "plain", {"qk_norm": False}),
+    extended("sm89", "drafts", 128, "e4m3", {"interleaved": True}), ("sm100", "decode, 64", 128, "plain", {}),
 ]  # fmt: skip
 
 
@@ -682,19 +717,23 @@ def test_the_mla_kernel_for_hopper_gpus_takes_fp8_latents_without_a_scale(num_q_
     assert [name for name, _, _ in first_stages] == ["mla_hopper_kernel", "mla_combine_kernel"]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_writes_copies_and_merges_compile_and_do_not_spill(target):
-    """Each target compiles a quarter of the features, half of the widths and half of the kinds of latents."""
+@pytest.mark.parametrize(("target", "share"), [case for x in TARGETS for case in ((x, 9), extended(x, 3))])
+def test_writes_copies_and_merges_compile_and_do_not_spill(target, share):
+    """Each target compiles a share of the features, one of the widths and two of the kinds of latents, in turn."""
     turn = list(TARGETS).index(target)
+    assert share <= len(TARGETS)
+    records = [name for name, latents in launches.LATENTS.items() if latents[2] == "fp8_ds_mla"]
+    others = [name for name in launches.LATENTS if name not in records]
+    turn_of_latents = turn + share  # others than those of the other share
     with compiling(TARGETS[target]) as compiled:
-        for features in list(launches.FEATURES)[turn % 4 :: 4]:
+        for features in list(launches.FEATURES)[turn % share :: share]:
             launches.write(64, features)
             launches.merge(80, features)
-        for width in ((192, 512), (256, 512))[turn % 2]:
-            launches.write(width, "plain")
-            launches.merge(width, "plain")
-        for features in list(launches.LATENTS)[turn % 2 :: 2]:
-            launches.write_latents(features)
+        width = (192, 256, 512)[turn_of_latents % 3]
+        launches.write(width, "plain")
+        launches.merge(width, "plain")
+        for kinds in (records, others):
+            launches.write_latents(kinds[turn_of_latents % len(kinds)])
     written = {"write_kernel", "write_latent_kernel", "write_record_kernel"}
     assert {c.kernel for c in compiled} == {*written, "copy_kernel", "combine_kernel"}
     assert not [c for c in compiled if c.spills or c.shared > TARGETS[target].shared_memory]
@@ -743,9 +782,9 @@ LATENTS_MAY_SPILL = ("records", "records, float16", "odd widths")
 @pytest.mark.parametrize(
     ("target", "features", "batch"),
     [
-        (target, *launch)
+        extended(target, *launch) if launch in launches.MORE_LATENT_LAUNCHES.get(target, ()) else (target, *launch)
         for target in TARGETS
-        for launch in launches.LATENT_LAUNCHES.get(target, [("bfloat16", "decode")])
+        for launch in launches.LATENT_LAUNCHES[target]
     ],
 )
 def test_attention_over_latents_compiles_fits_and_does_not_spill(target, features, batch):
@@ -760,7 +799,8 @@ def test_attention_over_latents_compiles_fits_and_does_not_spill(target, feature
 
 
 @pytest.mark.parametrize(
-    ("target", "features"), [("sm80", "bfloat16"), ("sm89", "e4m3"), ("sm90", "bfloat16"), ("gfx942", "bfloat16")]
+    ("target", "features"),
+    [extended("sm80", "bfloat16"), ("sm89", "e4m3"), ("sm90", "bfloat16"), ("gfx942", "bfloat16")],
 )
 def test_batch_invariant_attention_over_latents_fits(target, features):
     """The loop stores the states of splits through shared memory, which must fit next to the tiles."""
@@ -785,7 +825,11 @@ def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
 
 @pytest.mark.parametrize(
     ("num_q_heads", "kv_dtype"),
-    [(heads, kv_dtype) for heads in (16, 32, 128) for kv_dtype in (None, torch.float8_e4m3fn)],
+    [
+        *((16, None), extended(16, torch.float8_e4m3fn)),
+        *(extended(32, None), (32, torch.float8_e4m3fn)),
+        *((128, None), (128, torch.float8_e4m3fn)),
+    ],
 )
 def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
     """Consumers hold 64 registers of the output for 16 heads, otherwise 128: of 255, or of 208 for 128 fp8 heads."""

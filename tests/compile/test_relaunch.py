@@ -28,6 +28,7 @@ from quire.kernels.tensor_maps import KEPT, Format
 from quire.plan import make_plan
 from quire.targets import TARGETS
 from tests.compile import launches
+from tests.extended import extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -97,7 +98,7 @@ CASES = [  # `test_compile` compiles the same kernels, so one of the two finds t
 CASES += [("sm90", "pages of 1, flat", "chunk, split", 128)]
 E4M3_OUTPUT = "sinks, lse, e4m3 output"
 CASES += [("sm80", E4M3_OUTPUT, "decode, split", 128), ("sm90", E4M3_OUTPUT, "prompt", 256)]
-CASES += [("sm90", E4M3_OUTPUT, "chunk, split", 128), ("sm90", E4M3_OUTPUT, "mixed", 128)]
+CASES += [("sm90", E4M3_OUTPUT, "chunk, split", 128), extended("sm90", E4M3_OUTPUT, "mixed", 128)]
 
 
 @pytest.mark.parametrize(("target", "features", "batch", "head_dim"), CASES)

@@ -6,6 +6,7 @@ which warps stored them and have not fenced yet. Of each load from a place that 
 complete.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -139,7 +140,11 @@ class GlobalMemory:
     def where(pointer: Value, mask: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the addresses, and which of them are accessed."""
         addresses = pointer.data.numpy()
-        mask = np.True_ if mask is None else value(mask).data.numpy()
+        if mask is None:
+            return np.array(addresses).view(np.uint64), np.ones(addresses.shape, bool)
+        mask = value(mask).data.numpy()
+        if mask.shape == addresses.shape:
+            return np.array(addresses).view(np.uint64), np.array(mask)
         shape = np.broadcast_shapes(addresses.shape, mask.shape)
         return np.array(np.broadcast_to(addresses, shape)).view(np.uint64), np.array(np.broadcast_to(mask, shape))
 
@@ -195,15 +200,14 @@ class Tile:
         return self.dtype.primitive_bitwidth // 8
 
     def part(self, **changed: Any) -> "Tile":
-        fields = {name: getattr(self, name) for name in ("allocation", "dtype", "shape", "layout", "base", "extent")}
-        return Tile(**fields | {"first": self.first, "transposed": self.transposed} | changed)
+        return Tile(**vars(self) | changed)
 
     def index(self, i: Any) -> "Tile":
         i = int(i)
         if not 0 <= i < self.shape[0] or self.transposed or any(self.first):
             raise AccessError(f"index {i} of {self.shape}")
         rest = self.shape[1:]
-        base = self.base + i * int(np.prod(rest)) * self.itemsize
+        base = self.base + i * math.prod(rest) * self.itemsize
         return self.part(shape=rest, base=base, extent=tuple(rest), first=(0,) * len(rest))
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> "Tile":
@@ -222,7 +226,7 @@ class Tile:
         shape = [int(size) for size in shape]
         if any(self.first) or self.transposed or tuple(self.shape) != self.extent:
             raise AccessError("a part of a tile is reinterpreted")
-        if np.prod(shape) * dtype.primitive_bitwidth > np.prod(self.shape) * self.dtype.primitive_bitwidth:
+        if math.prod(shape) * dtype.primitive_bitwidth > math.prod(self.shape) * self.dtype.primitive_bitwidth:
             raise AccessError(f"{shape} of {dtype} in a tile of {self.shape} of {self.dtype}")
         return Tile(self.allocation, dtype, shape, layout, self.base)
 

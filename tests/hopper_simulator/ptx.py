@@ -195,5 +195,5 @@ def run_on_tiles(text: str, constraints: str, args: list[Any], pack: int) -> Any
     for first in range(0, len(held[0]), pack):
         inputs = [number for tile in held for number in tile[first : first + pack]]
         registers = run(text, {f"${place}": number for place, number in zip(places, inputs, strict=True)})
-        made += [np.broadcast_to(registers[f"${i}"], (WARPS, LANES)) for i in range(pack)]
-    return of_tile(np.stack(made))
+        made += [registers[f"${i}"] for i in range(pack)]
+    return of_tile(np.stack([x if np.shape(x) == (WARPS, LANES) else np.broadcast_to(x, (WARPS, LANES)) for x in made]))

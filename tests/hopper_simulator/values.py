@@ -43,7 +43,7 @@ def computed(operation: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(operation)
     def compute(*args: Any, **options: Any) -> Any:
         result = operation(*args, **options)
-        for x in (*args, *options.values()):
+        for x in (*args, *options.values()) if options else args:
             if isinstance(x, Value) and x.loads:
                 for made in result if isinstance(result, tuple) else (result,):
                     made.loads = made.loads | x.loads
@@ -142,9 +142,28 @@ def common_dtype(a: Any, b: Any) -> tl.dtype:
     return a.dtype if a.dtype.primitive_bitwidth > b.dtype.primitive_bitwidth else b.dtype
 
 
-def operands(a: Any, b: Any, dtype: tl.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both operands in the type in which they meet."""
-    return as_dtype(a, TORCH_DTYPES[dtype]), as_dtype(b, TORCH_DTYPES[dtype])
+MET: dict[tuple[Any, Any], torch.dtype] = {}  # by the dtypes of two values, or the class of a number
+
+
+def operands(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both operands in the type in which they meet. This is called for each operation, so it is one function."""
+    x, y = (a.data if isinstance(a, Value) else None), (b.data if isinstance(b, Value) else None)
+    kinds = (a.__class__ if x is None else x.dtype), (b.__class__ if y is None else y.dtype)
+    dtype = MET.get(kinds)
+    if dtype is None:
+        dtype = TORCH_DTYPES[common_dtype(a, b)]
+        # An int64 may be a pointer, and the type of two numbers depends on their size.
+        if torch.int64 not in kinds and (x is not None or y is not None):
+            MET[kinds] = dtype
+    if x is None:
+        x = constant(a, dtype)
+    elif kinds[0] is not dtype:
+        x = x.to(dtype)
+    if y is None:
+        y = constant(b, dtype)
+    elif kinds[1] is not dtype:
+        y = y.to(dtype)
+    return x, y
 
 
 def as_dtype(x: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -159,44 +178,44 @@ def constant(x: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(x, dtype=dtype)
 
 
-def arithmetic(operation: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Value]:
-    """Return an operation whose result has the type of its operands."""
+def of_two(operation: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Value]:
+    """Return an operation on two operands, in the type in which they meet."""
 
-    @computed
     def compute(a: Any, b: Any) -> Value:
-        return Value(operation(*operands(a, b, common_dtype(a, b))))
-
-    return compute
-
-
-def comparison(operation: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Value]:
-    """Return an operation whose result is a truth value."""
-
-    @computed
-    def compute(a: Any, b: Any) -> Value:
-        return Value(operation(*operands(a, b, common_dtype(a, b))))
+        result = Value(operation(*operands(a, b)))
+        if isinstance(a, Value) and a.loads:
+            result.loads = a.loads
+        if isinstance(b, Value) and b.loads:
+            result.loads = result.loads | b.loads
+        return result
 
     return compute
 
 
 def is_pointer(x: Any) -> bool:
-    return isinstance(x, Value) and x.dtype.is_ptr()
+    return isinstance(x, Value) and x.data.dtype is torch.int64 and x.dtype.is_ptr()
+
+
+def add(a: Any, b: Any) -> Value:
+    if is_pointer(b):
+        return advance(b, a)
+    return advance(a, b) if is_pointer(a) else sum_of_two(a, b)
 
 
 @computed
-def add(a: Any, b: Any) -> Value:
-    if is_pointer(b):
-        a, b = b, a
-    if is_pointer(a):
-        size = a.dtype.element_ty.primitive_bitwidth // 8
-        return Value(a.data + value(b).data.to(torch.int64) * size, a.dtype)
-    return Value(torch.add(*operands(a, b, common_dtype(a, b))))
+def advance(pointer: Value, elements: Any) -> Value:
+    size = pointer.dtype.element_ty.primitive_bitwidth // 8
+    return Value(pointer.data + value(elements).data.to(torch.int64) * size, pointer.dtype)
 
 
 @computed
 def divide(a: Any, b: Any) -> Value:
     dtype = common_dtype(a, b)
-    return Value(torch.div(*operands(a, b, dtype if dtype.is_floating() else tl.float32)))
+    dtype = TORCH_DTYPES[dtype if dtype.is_floating() else tl.float32]
+    return Value(torch.div(as_dtype(a, dtype), as_dtype(b, dtype)))
+
+
+sum_of_two = of_two(torch.add)
 
 
 def whole_quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -206,28 +225,28 @@ def whole_quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 OPERATIONS = {
     "add": add,
     "truediv": divide,
-    "sub": arithmetic(torch.sub),
-    "mul": arithmetic(torch.mul),
-    "floordiv": arithmetic(whole_quotient),
-    "mod": arithmetic(torch.fmod),
-    "and": arithmetic(torch.bitwise_and),
-    "or": arithmetic(torch.bitwise_or),
-    "xor": arithmetic(torch.bitwise_xor),
-    "lshift": arithmetic(torch.bitwise_left_shift),
-    "rshift": arithmetic(torch.bitwise_right_shift),
-    "lt": comparison(torch.lt),
-    "le": comparison(torch.le),
-    "gt": comparison(torch.gt),
-    "ge": comparison(torch.ge),
-    "eq": comparison(torch.eq),
-    "ne": comparison(torch.ne),
+    "sub": of_two(torch.sub),
+    "mul": of_two(torch.mul),
+    "floordiv": of_two(whole_quotient),
+    "mod": of_two(torch.fmod),
+    "and": of_two(torch.bitwise_and),
+    "or": of_two(torch.bitwise_or),
+    "xor": of_two(torch.bitwise_xor),
+    "lshift": of_two(torch.bitwise_left_shift),
+    "rshift": of_two(torch.bitwise_right_shift),
+    "lt": of_two(torch.lt),
+    "le": of_two(torch.le),
+    "gt": of_two(torch.gt),
+    "ge": of_two(torch.ge),
+    "eq": of_two(torch.eq),
+    "ne": of_two(torch.ne),
 }
 
 
 def give_operators() -> None:
     """Give values the operators of Python."""
     for name, operation in OPERATIONS.items():
-        setattr(Value, f"__{name}__", lambda a, b, operation=operation: operation(a, b))
+        setattr(Value, f"__{name}__", operation)
         if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
             setattr(Value, f"__r{name}__", lambda b, a, operation=operation: operation(a, b))
 
@@ -241,7 +260,7 @@ def by_element(operation: Callable[..., torch.Tensor]) -> Callable[[Any], Value]
 
 @computed
 def where(condition: Any, a: Any, b: Any) -> Value:
-    a, b = operands(a, b, common_dtype(a, b))
+    a, b = operands(a, b)
     return Value(torch.where(value(condition).data, a, b))
 
 

@@ -24,6 +24,7 @@ pytest.importorskip("triton.experimental.gluon")
 from quire.kernels.hopper.attend import rescaled_acc
 from quire.kernels.hopper.convert import quantize_results
 from quire.kernels.hopper.softcap import capped_exponents
+from tests.extended import extended
 from tests.growth import with_growing_scores
 from tests.hopper_simulator.launch import Functions, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
@@ -189,7 +190,7 @@ def test_bfloat16(bound):
         {"softcap": 20.0},
         {"softcap": 1.5, "sinks": True, "sliding_window": 100},
         {"softcap": 50.0, "head_dim": 128, "softmax_scale": 10.0},
-        {"softcap": 50.0, "head_dim": 80, "head_dim_v": 136, "num_q_heads": 6},
+        extended({"softcap": 50.0, "head_dim": 80, "head_dim_v": 136, "num_q_heads": 6}),
         {"softcap": 51.0},
     ],
     ids=str,
@@ -336,7 +337,7 @@ def test_group_sizes(heads):
     assert_right(spec, ((24, 100), (24, 24), (9, 70)))
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 4, 8, 24, 128, 528])
+@pytest.mark.parametrize("page_size", [1, 3, 4, extended(8), 24, extended(128), 528])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(page_size, layout):
     assert_right(quire.AttentionSpec(**LLAMA), page_size=page_size, layout=layout, flat_table=layout == "HND")
@@ -410,7 +411,7 @@ def test_splits(extra, page_size, lens):
 
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("page_size", [16, 1])
-@pytest.mark.parametrize("extra", [{}, {"head_dim": 128, "sinks": True}, {"head_dim": 128} | E4M3], ids=str)
+@pytest.mark.parametrize("extra", [{}, extended({"head_dim": 128, "sinks": True}), {"head_dim": 128} | E4M3], ids=str)
 def test_intervals(extra, page_size, sight):
     """Slots that no row sees hold NaN."""
     bound = LONG if sight == "anywhere" else None
@@ -482,7 +483,7 @@ def test_any_order_of_events_gives_the_same_bits(head_dim, seed):
     assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *map(extended, range(4, 8))])
 def test_whole_space(seed):
     draw = random.Random(seed)
     kv_heads, causal = draw.randint(1, 3), draw.choice([True, False])
@@ -574,7 +575,7 @@ def test_queries_of_latents_in_two_parts_of_any_strides(num_q_heads, fields):
         assert torch.equal(quire.attention(parts, p.cache, plan), whole.out)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *map(extended, range(3, 6))])
 def test_whole_space_of_latents(seed):
     draw = random.Random(seed)
     kind = draw.choice([{}, E4M3, PRODUCTS_IN_FP8])

@@ -1262,6 +1262,7 @@ VLLM_MLA = "engines/test_vllm_mla.py::test_"
 VLLM_SHARDED, VLLM_SPANS, VLLM_ENCODERS = (
     f"engines/test_vllm_{of}.py::test_" for of in ("sharded", "spans", "encoders")
 )
+WARM_UP = "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup[{}-{{}}-(64, 2048, 32768)]"
 RELAUNCH = "compile/test_relaunch.py::test_tensors_of_another_kind_go_through_the_binder"
 TENSOR_MAPS = "compile/test_relaunch.py::test_"
 INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
@@ -1639,25 +1640,25 @@ OUTSIDE = {
         "service.py",
         "return sorted({*found, *further})",
         "return found",
-        "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
+        WARM_UP.format("(6, 1, 64)"),
     ),
     "warm-up without work tiles between powers of two of queries": Mutant(
         "service.py",
         "for queries in (*more_rows, *range(low + step, high, step)):",
         "for queries in more_rows:",
-        "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
+        WARM_UP.format("(6, 1, 64)"),
     ),
     "warm-up without prompts whose keys are split": Mutant(
         "service.py",
         ", *is_idle]",
         "]",
-        "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
+        WARM_UP.format("(6, 1, 64)"),
     ),
     "warm-up without the limits of one level": Mutant(
         "service.py",
         "    return [tiles * block_n for tiles in limits for block_n in (16, 32, 64, 128, 256)]",
         "    return []",
-        "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup",
+        WARM_UP.format("(52, 4, 128)"),
     ),
     "batch-invariant tiles as short as contexts": Mutant(
         "kernels/split_kv/choice.py",

@@ -132,10 +132,11 @@ def run_judge(mutant: Mutant, folder: str, log: str) -> int:
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"  # of the processes that judges start
     sys.dont_write_bytecode = True
     judge = str(ROOT / "tests" / mutant.judge)
-    # Most judges fail. To show where, pytest would parse the files of the traceback.
-    brief = "-q", "--tb=native"
-    quiet = "-W", "ignore::pytest.PytestAssertRewriteWarning"  # of what the parent has imported
-    code = pytest.main(["-x", *brief, "-p", "no:cacheprovider", *quiet, "--rootdir", str(ROOT), judge])
+    # Most judges fail. To show where, pytest would parse the files of the traceback, and to say what was compared, it
+    # would rewrite the judge's file in each child.
+    brief = "-q", "--tb=native", "--assert=plain"
+    every = "-m", ""  # case, also an extended one
+    code = pytest.main(["-x", *brief, *every, "-p", "no:cacheprovider", "--rootdir", str(ROOT), judge])
     import quire
 
     assert str(quire.__file__).startswith(folder)
