@@ -846,12 +846,6 @@ IN_INTERPRETER = {
         "pass",
         SIMULATED + "splits[((64, 500), (0, 50), (20, 0))-{'sinks': True, 'softcap': 20.0}-16]",
     ),
-    "Hopper: sinks and results of the last split": Mutant(
-        "kernels/hopper/tile_scheduler.py",
-        "tile, num_tiles, split), keys",
-        "tile, num_tiles, keys[2] if CUT_SLOTS > 0 else split), keys",
-        CUT + "features[{'sinks': True, 'softcap': 20.0, 'alibi': True}-4000]",
-    ),
     "Hopper: partials where the decode launch's are": Mutant(
         "kernels/hopper/launch.py",
         "return max(self.counters, 128 * cdiv(decode, 128))",
