@@ -142,12 +142,13 @@ test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready
 	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) tests/engines
 
 test-vllm: $(VLLM:%=test-vllm-%)
-# Mutants are of Quire's code, which is the same under both: the newest judges them.
+# The newest also judges mutants, and compares bits: both are of Quire's code, which is the same under all.
 test-vllm-$(lastword $(VLLM)): MUTANTS := tests/mutations
+test-vllm-$(lastword $(VLLM)): BITS := tests/engines/test_vllm_bits.py
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
 	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py tests/test_examples.py $(MUTANTS) -k vllm
-	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) tests/engines/test_vllm_bits.py
+	$(if $(BITS),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) $(BITS))
 
 dist: $(VENV)/.ready
 	rm -rf dist
