@@ -55,6 +55,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -792,7 +793,7 @@ def draw(results: list[dict[str, Any]]) -> Any:
             axis.set_xticks(range(len(at_point)), list(at_point))
             axis.grid(axis="x", visible=False)
             axis.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
-        axis.set_title(title)
+        axis.set_title(textwrap.fill(title, 50))
     add_legend(figure)
     return figure
 
