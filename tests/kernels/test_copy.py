@@ -85,6 +85,12 @@ def test_pages_and_their_scales_are_copied_and_nothing_else(dtype, layout, strid
     check_copy(dst, src, torch.tensor([[4, 0], [0, 3]]))
 
 
+def test_a_negative_destination_is_not_a_page_before_the_first():
+    """Here there is such a page."""
+    k, v = (random_memory(torch.float16, 8, SIZE, HEADS, dim)[2:] for dim in (DIM, DIM_V))
+    check_copy(make_cache(4), quire.PagedKVCache(k, v), torch.tensor([[1, 5], [2, -1]]))
+
+
 def test_copy_on_write_within_a_cache():
     cache = make_cache(6, torch.int8, scales=True)
     check_copy(cache, cache, torch.tensor([[0, 2], [0, 3], [1, 5]]))

@@ -442,7 +442,10 @@ IN_INTERPRETER = {
     ),
     # copy.py
     "a negative destination copied to": Mutant(
-        "kernels/copy.py", "if (from_page < 0) | (to_page < 0):", "if from_page < 0:", COPY
+        "kernels/copy.py",
+        "if (from_page < 0) | (to_page < 0):",
+        "if from_page < 0:",
+        COPY + "::test_a_negative_destination_is_not_a_page_before_the_first",
     ),
     "pages copied backwards": Mutant(
         "kernels/copy.py",

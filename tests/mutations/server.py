@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "src" / "quire"
-PASSED, FAILED = 0, 1  # exit codes of pytest
+PASSED, FAILED, PYTEST_FAILED = 0, 1, 3  # exit codes of pytest
 TOO_LONG = 120  # seconds
 # What judges import of other packages. PyTorch imports its parts and SymPy when a first operator of a kind needs them.
 IMPORTED_ONCE = (
@@ -55,8 +55,11 @@ class Verdict(NamedTuple):
 
     @property
     def noticed(self) -> bool:
-        """Whether a test failed, or the process crashed."""
-        return self.status == FAILED or self.status in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+        """Whether a test failed, or the process crashed.
+
+        pytest itself may crash where a broken kernel wrote to memory that is not its own.
+        """
+        return self.status in (FAILED, PYTEST_FAILED, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 
 
 class Server:
