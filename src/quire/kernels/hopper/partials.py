@@ -99,9 +99,9 @@ def combine_and_write(
     outputs, cut, work, wg: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr,
     HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Combine the partials of this warpgroup's rows that have a query, and write their results.
+    """Combine the partials of this warpgroup's rows, and write the results.
 
-    Rows are taken without those between them that have none: `num_tokens` of each head.
+    Only rows with a query are combined. Each head has `num_tokens` of them, and BLOCK_T rows of the tile.
     """
     PADDED: gl.constexpr = power_of_two(HEAD_DIM_V)
     LANES: gl.constexpr = lanes_of_row(PADDED)
