@@ -142,18 +142,18 @@ def test_short_batch_invariant_prompts_have_row_blocks_for_most_of_the_device():
 
 
 def test_large_states_of_splits_are_folded_by_another_launch_where_row_blocks_are_few():
-    def folds_apart(queries, seq_len, num_seqs=1):
-        return decided(queries, seq_len, queries * num_seqs, num_seqs, batch_invariant=True).folds_apart
+    def combines_apart(queries, seq_len, num_seqs=1):
+        return decided(queries, seq_len, queries * num_seqs, num_seqs, batch_invariant=True).combines_apart
 
-    assert [folds_apart(1, keys) for keys in (1024, 8192, 131072)] == [False, False, True]
-    assert [folds_apart(64, keys) for keys in (512, 1024, 8192)] == [False, True, True]
-    assert [folds_apart(16, *rest) for rest in ((8192,), (4096, 4))] == [True, True]
-    assert not folds_apart(4, 2048, 16)
+    assert [combines_apart(1, keys) for keys in (1024, 8192, 131072)] == [False, False, True]
+    assert [combines_apart(64, keys) for keys in (512, 1024, 8192)] == [False, True, True]
+    assert [combines_apart(16, *rest) for rest in ((8192,), (4096, 4))] == [True, True]
+    assert not combines_apart(4, 2048, 16)
     # 32 row blocks of 8 KV heads fill the device: others attend while one program folds.
-    assert [folds_apart(8, 4096, num_seqs) for num_seqs in (8, 32)] == [True, False]
-    assert [folds_apart(1, 131072, num_seqs) for num_seqs in (8, 32)] == [True, False]
+    assert [combines_apart(8, 4096, num_seqs) for num_seqs in (8, 32)] == [True, False]
+    assert [combines_apart(1, 131072, num_seqs) for num_seqs in (8, 32)] == [True, False]
     decoding = decided(2048, 32768, 4126, 32, batch_invariant=True).decode  # concurrent with the Hopper kernel
-    assert decoding.max_decode_queries and not decoding.folds_apart
+    assert decoding.max_decode_queries and not decoding.combines_apart
 
 
 def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_a_time():
@@ -705,17 +705,23 @@ def test_work_tiles_have_the_heads_that_waste_fewest_rows(group_size, queries, r
 def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
     """The programs of an SM are no constexpr, but constexprs follow from them."""
     launches = []
-    for num_q_heads, num_kv_heads, programs, keys in itertools.product((12,), (2, 12), (1, 2), (128, 32768)):
-        spec = replace(SPEC, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=128)
+    devices = PROPERTIES, TARGETS["sm80"].properties  # of which one combines in a second launch
+    for device, num_kv_heads, programs, keys in itertools.product(devices, (2, 12), (1, 2), (128, 2048, 32768)):
+        spec = replace(SPEC, num_q_heads=12, num_kv_heads=num_kv_heads, head_dim=128)
         config = KernelConfig(16, 64, 4, 3, False, programs, 128, 128)
-        launch, _ = decide(Request(spec, 1, False, Bounds(1, keys, 1), PROPERTIES), Options(config=config))
+        launch, _ = decide(Request(spec, 1, False, Bounds(1, keys, 1), device), Options(config=config))
         launches.append(launch)
+
+    def kernels(launch):
+        apart = launch.constexprs_apart() if getattr(launch, "combines_apart", False) else None
+        return launch.name, launch.constexprs(), apart
+
     pairs = list(itertools.combinations(launches, 2))
-    same_kernel = [(a.name, a.constexprs()) == (b.name, b.constexprs()) for a, b in pairs]
-    assert [a.compile_key() == b.compile_key() for a, b in pairs] == same_kernel
-    assert any(same_kernel)
-    one, two = (launch for launch in launches if launch.request.spec.num_kv_heads == 2 and launch.name == "split_kv")
-    assert one.compile_key() != two.compile_key()
+    same_kernels = [kernels(a) == kernels(b) for a, b in pairs]
+    assert [a.compile_key() == b.compile_key() for a, b in pairs] == same_kernels
+    assert any(same_kernels)
+    for device in devices:
+        assert len({launch.compile_key() for launch in launches if launch.request.device == device}) > 2
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_which_launch_folds_states_changes_nothing(case, fold_from, device, monk
     for limit in (1, 1 << 30):
         fold_from(limit)
         plan = quire.plan(spec, problem.batch, **problem.bounds, num_splits=3, batch_invariant=True)
-        assert plan.launch.folds_apart == (limit == 1)
+        assert plan.launch.combines_apart == (limit == 1)
         states.append(quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True))
     assert equal(*states)
 

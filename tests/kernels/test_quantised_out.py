@@ -127,7 +127,7 @@ def test_the_launch_that_folds_states_quantises(case, device, monkeypatch):
     lens = ((1, 20), (1, 0), (1, 600)) if case == "decode" else ((3, 600), (1, 300))
     problem = make_problem(quire.AttentionSpec(**HEADS, sinks=True), lens, device=device)
     plan = quire.plan(problem.spec, problem.batch, **problem.bounds, num_splits=3, batch_invariant=True)
-    assert plan.launch.folds_apart
+    assert plan.launch.combines_apart
     assert_rounded_once(problem, plan, 0.013)
     forget_trees()
 

@@ -13,10 +13,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from quire.dispatch.tree import padded
+from quire.kernels.launch import states_at_once
 from quire.kernels.launcher import LaunchCache
-from quire.kernels.states import LOG2E, as_stored, combine, finish
+from quire.kernels.states import LOG2E, as_stored, combine_at_once, finish
 from quire.state import State
 
+NUMBERS_OF_A_WARP = 2048  # of the states that a program reads at once
 LAUNCHES = LaunchCache()  # by what `merge_states` depends on besides the addresses
 
 
@@ -34,7 +36,7 @@ def combine_kernel(
     num_seqs, num_states,
     stride_state, stride_token, stride_head, stride_lses_state, stride_lses_token, stride_lses_head,
     stride_out_token, stride_out_head, stride_lse,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, PDL: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -43,23 +45,25 @@ def combine_kernel(
         if token >= tl.load(cu_seqlens_q + num_seqs):  # the token belongs to no sequence
             return
     offs_dv, one = tl.arange(0, BLOCK_DV), tl.arange(0, 1)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    m_i = tl.full([1], float("-inf"), tl.float32)
-    l_i = tl.zeros([1], tl.float32)
-    lse_ptrs = lses + token * stride_lses_token + head * stride_lses_head + one
-    out_ptrs = outs + token * stride_token + head * stride_head + one[:, None] + offs_dv[None, :]
-    for i in tl.range(0, num_states):  # pyright: ignore[reportGeneralTypeIssues]
-        other_lse = tl.load(lse_ptrs + tl.cast(i, tl.int64) * stride_lses_state)
+    acc, m_i, l_i = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0
+    lses += token * stride_lses_token + head * stride_lses_head
+    outs += token * stride_token + head * stride_head
+    for first in tl.range(0, num_states, AT_ONCE, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        i = (first + tl.arange(0, AT_ONCE)).to(tl.int64)
         # A state over no keys has weight 0, whatever its out holds. Its lse is -inf, or +inf from flash-attn.
+        other_lse = tl.load(lses + i * stride_lses_state, mask=i < num_states, other=float("-inf"))
         empty = tl.abs(other_lse) == float("inf")
-        held = (~empty)[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
-        other = tl.load(out_ptrs + tl.cast(i, tl.int64) * stride_state, mask=held, other=0.0).to(tl.float32)
+        out_ptrs = outs + (i * stride_state)[:, None] + offs_dv[None, :]
+        # They are read before their lse is known.
+        other = tl.load(out_ptrs, mask=(i < num_states)[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0)
+        other = tl.where(empty[:, None], 0.0, other.to(tl.float32))
         # A normalised state is (acc, m_i, l_i) = (out, lse, 1); without keys its sum is 0.
         other_m = tl.where(empty, float("-inf"), other_lse * LOG2E)
-        acc, m_i, l_i = combine(acc, m_i, l_i, other, other_m, tl.where(empty, 0.0, 1.0))
-    out, lse = finish(acc, m_i, l_i)
+        acc, m_i, l_i = combine_at_once(acc, m_i, l_i, other, other_m, tl.where(empty, 0.0, 1.0))
+    m_i, l_i = tl.full([1], m_i, tl.float32), tl.full([1], l_i, tl.float32)
+    out, lse = finish((acc[None, :],), m_i, l_i)
     ptrs = out_ptr + token * stride_out_token + head * stride_out_head + one[:, None] + offs_dv[None, :]
-    tl.store(ptrs, as_stored(out, out_scale_ptr, out_ptr.dtype.element_ty), mask=(offs_dv < HEAD_DIM_V)[None, :])
+    tl.store(ptrs, as_stored(out[0], out_scale_ptr, out_ptr.dtype.element_ty), mask=(offs_dv < HEAD_DIM_V)[None, :])
     if lse_ptr is not None:
         tl.store(lse_ptr + token * stride_lse + head + one, lse)
 
@@ -114,4 +118,7 @@ def combine_arguments(
     """
     dim = outs.shape[3]
     strides = (*outs.stride()[:3], *lses.stride(), *out_strides[:2], 0 if lse is None else lse.stride(0))
-    return (len(outs), *strides), {"HEAD_DIM_V": dim, "BLOCK_DV": padded(dim), "PDL": False, "num_warps": 1}
+    at_once = states_at_once(len(outs))
+    num_warps = max(1, at_once * padded(dim) // NUMBERS_OF_A_WARP)
+    meta = {"HEAD_DIM_V": dim, "BLOCK_DV": padded(dim), "AT_ONCE": at_once, "PDL": False, "num_warps": num_warps}
+    return (len(outs), *strides), meta

@@ -33,6 +33,11 @@ def once(method: Callable[[Any], T]) -> Callable[[Any], T]:
     return kept
 
 
+def states_at_once(num_states: int) -> int:
+    """Return how many states a program of `combine.combine_kernel` reads at once; each number is a kernel."""
+    return 4 if num_states <= 4 else 16
+
+
 class Runner(Protocol):
     """Run a decided launch; `quire.attention` has checked the arguments.
 

@@ -215,6 +215,19 @@ class PortableRunner(KernelRunner):
         norm_rope = None if rope is None and qk_norm is None else views.norm_rope_of(rope, qk_norm)
         self(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
 
+    def packs_fp8(self, q: torch.Tensor, cache: PagedKVCache) -> bool:
+        """Return whether the kernel reads fp8 numbers in pairs."""
+        from quire.kernels import mods
+
+        config = self.decided.config
+        can = cache.dtype in mods.FP8X2_DECODERS and q.dtype.itemsize == 2 and cache.scale_kind != "token"
+        return can and views.can_pack_fp8(cache) and min(config.block_d, config.block_dv) >= 32
+
+    def block_n(self, q: torch.Tensor, cache: PagedKVCache) -> int:
+        """Return the keys of a tile: fewer where numbers are converted one at a time, which takes registers."""
+        block_n = self.decided.config.block_n
+        return block_n if cache.dtype is q.dtype or self.packs_fp8(q, cache) else max(16, block_n // 2)
+
     def arguments(
         self,
         q: torch.Tensor,
@@ -232,9 +245,7 @@ class PortableRunner(KernelRunner):
 
         decided, batch = self.decided, self.batch
         config, device = decided.config, decided.request.device
-        quantised = cache.dtype is not q.dtype
-        packed = cache.dtype in mods.FP8X2_DECODERS and q.dtype.itemsize == 2 and cache.scale_kind != "token"
-        packed = packed and views.can_pack_fp8(cache) and min(config.block_d, config.block_dv) >= 32
+        packed = self.packs_fp8(q, cache)
         if packed:
             element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, device.native_fp8x2)
         else:
@@ -253,8 +264,7 @@ class PortableRunner(KernelRunner):
             meta["maxnreg"] = min(
                 MOST_REGISTERS, REGISTERS // (32 * config.num_warps * config.programs_per_sm) // 8 * 8
             )
-        if quantised and not packed:  # conversion of one number at a time takes registers: use shorter tiles
-            meta["BLOCK_N"] = max(16, config.block_n // 2)
+        meta["BLOCK_N"] = self.block_n(q, cache)
         strides = (
             batch.page_table.stride(0),
             q.stride(0),

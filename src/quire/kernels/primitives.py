@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.kernels.panels import columns_of, elements_of, num_panels, panel_is_full
 from quire.kernels.rotate import load_rotated
 from quire.kernels.states import encode, softmax_step
 
@@ -198,39 +199,40 @@ def load_queries(
 ):  # fmt: skip
     """Load the queries of a row block, whose rows begin at `ptrs`; with `norm_rope`, rotate them by their tokens.
 
-    With PACKED_FP8, return the even dims and the odd dims, both float16, and the power of two by which each row was
-    divided.
+    They are a tuple of panels. With PACKED_FP8, it is what `scale_to_float16` returns of even and odd columns.
     """
+    EACH: tl.constexpr = 2 if PACKED_FP8 else 1
+    columns, q = columns_of(HEAD_DIM, EACH, owned.shape[0]), ()
+    for i in tl.static_range(len(columns)):
+        if ROTARY_DIM is None:
+            keep = owned[:, None] & (columns[i] < HEAD_DIM)[None, :]
+            q = q + (tl.load(ptrs[:, None] + columns[i][None, :], mask=keep, other=0.0),)
+        else:
+            q = q + (
+                load_rotated(
+                    ptrs, owned, token, norm_rope.q_weight, norm_rope, columns[i], HEAD_DIM, BLOCK_D, ROTARY_DIM,
+                    INTERLEAVED,
+                ),
+            )  # fmt: skip
     if PACKED_FP8:
-        offs_d = 2 * tl.arange(0, BLOCK_D // 2)
-        if ROTARY_DIM is None:
-            keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
-            even = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0).to(tl.float32)
-            odd = tl.load(ptrs[:, None] + (offs_d + 1)[None, :], mask=keep, other=0.0).to(tl.float32)
-        else:
-            even = load_rotated(
-                ptrs, owned, token, norm_rope.q_weight, norm_rope, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
-            ).to(tl.float32)
-            odd = load_rotated(
-                ptrs, owned, token, norm_rope.q_weight, norm_rope, offs_d + 1, HEAD_DIM, BLOCK_D, ROTARY_DIM,
-                INTERLEAVED,
-            ).to(tl.float32)  # fmt: skip
-        # The largest magnitude of a row becomes 2^13 or more. Magnitudes down to 2^-27 of it are then exact in float16.
-        peak = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
-        exponent = tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 14)
-        down = ((267 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(13 - e), e = exponent - 127
-        up = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
-        return (even * down[:, None]).to(tl.float16), (odd * down[:, None]).to(tl.float16), up
-    else:
-        offs_d = tl.arange(0, BLOCK_D)
-        if ROTARY_DIM is None:
-            keep = owned[:, None] & (offs_d < HEAD_DIM)[None, :]
-            q = tl.load(ptrs[:, None] + offs_d[None, :], mask=keep, other=0.0)
-        else:
-            q = load_rotated(
-                ptrs, owned, token, norm_rope.q_weight, norm_rope, offs_d, HEAD_DIM, BLOCK_D, ROTARY_DIM, INTERLEAVED
-            )
-        return q
+        q = scale_to_float16(q)
+    return q
+
+
+@triton.jit
+def scale_to_float16(q):
+    """Return panels of queries in float16, and after the last the power of two by which each row was divided."""
+    peak = tl.max(tl.abs(q[0].to(tl.float32)), 1)
+    for i in tl.static_range(1, len(q)):
+        peak = tl.maximum(peak, tl.max(tl.abs(q[i].to(tl.float32)), 1))
+    # The largest magnitude of a row becomes 2^13 or more. Magnitudes down to 2^-27 of it are then exact in float16.
+    exponent = tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 14)
+    down = ((267 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(13 - e), e = exponent - 127
+    up = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+    scaled = ()
+    for i in tl.static_range(len(q)):
+        scaled = scaled + ((q[i].to(tl.float32) * down[:, None]).to(tl.float16),)
+    return scaled + (up,)
 
 
 @triton.jit
@@ -242,7 +244,7 @@ def attend_tile(
 
     Args:
         acc, m_i, l_i: the running state.
-        q: [BLOCK_M, BLOCK_D], from `load_queries`.
+        q: from `load_queries`.
         cache: views.CacheTensors.
         kv: views.KVLayout.
         kv_head: KV head.
@@ -264,11 +266,9 @@ def attend_tile(
     else:
         slot = kv_pos % T.PAGE_SIZE
     EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
-    offs_d, offs_dv = tl.arange(0, T.BLOCK_D // EACH), tl.arange(0, T.BLOCK_DV // EACH)
     page = page.to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)
-        offs_d, offs_dv = offs_d.to(tl.int64), offs_dv.to(tl.int64)
     offs_head = kv_head * in_units(kv.k_head, T.STRIDE_UNIT)
     k_head, v_head = cache.k + offs_head, cache.v + offs_head  # the same in every tile
     offs_k = slot * in_units(kv.k_slot, T.STRIDE_UNIT) + page * in_units(kv.k_page, T.STRIDE_UNIT)
@@ -276,29 +276,29 @@ def attend_tile(
     if kv.v_page is not None:
         v_head = cache.v + kv_head * in_units(kv.v_head, T.STRIDE_UNIT)
         offs_v = slot * in_units(kv.v_slot, T.STRIDE_UNIT) + page * in_units(kv.v_page, T.STRIDE_UNIT)
-    k_ptrs = k_head + offs_k[:, None] + dim_offsets(offs_d, kv.k_vec, T.K_VEC, T.BLOCK_D // EACH)[None, :]
-    v_ptrs = v_head + offs_v[:, None] + dim_offsets(offs_dv, kv.v_vec, T.V_VEC, T.BLOCK_DV // EACH)[None, :]
-    k = load_tile(k_ptrs, keep, offs_d, MASKED, T.HEAD_DIM // EACH, T.BLOCK_D // EACH)
-    v = load_tile(v_ptrs, keep, offs_dv, MASKED, T.HEAD_DIM_V // EACH, T.BLOCK_DV // EACH)
+    k_rows, v_rows = k_head + offs_k[:, None], v_head + offs_v[:, None]
+    ROWS: tl.constexpr = rows.owned.shape[0]
+    k = load_heads(k_rows, kv.k_vec, keep, MASKED, T.HEAD_DIM, EACH, ROWS, T.BLOCK_D, T.K_VEC, T.WIDE_OFFSETS)
+    v = load_heads(v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH, ROWS, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS)
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
-    SCALE_V: tl.constexpr = T.TOKEN_SCALES and q.dtype == tl.float16 if not T.PACKED_FP8 else False
+    SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16
+    k = decode_panels(k, q[0].dtype, T)
+    v = decode_panels(v, tl.float32 if SCALE_V else q[0].dtype, T)
+    scores = tl.dot(q[0], tl.trans(k[0]), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+    for i in tl.static_range(1, len(k)):
+        scores = tl.dot(q[i], tl.trans(k[i]), scores, input_precision=T.INPUT_PRECISION)
     if T.PACKED_FP8:
-        q_even, q_odd, q_scale = q
-        k_even, k_odd = T.DECODE(k)
-        v = T.DECODE(v)
-        scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))  # [BLOCK_M, BLOCK_N]
-        scores = scores * q_scale[:, None]
-    else:
-        v = T.DECODE(v, tl.float32 if SCALE_V else q.dtype)
-        scores = tl.dot(q, tl.trans(T.DECODE(k, q.dtype)), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+        scores = scores * q[len(k)][:, None]
     v_scale = None
     if T.TOKEN_SCALES:
         offs_scale = slot * kv.scale_slot + kv_head * kv.scale_head + page * kv.scale_page
         scores *= tl.load(cache.k_scale + offs_scale, mask=keep, other=0.0)[None, :]
         v_scale = tl.load(cache.v_scale + offs_scale, mask=keep, other=0.0)
         if SCALE_V:
-            v = (v * v_scale[:, None]).to(q.dtype)
-            v_scale = None
+            scaled = ()
+            for i in tl.static_range(len(v)):
+                scaled = scaled + ((v[i] * v_scale[:, None]).to(q[0].dtype),)
+            v, v_scale = scaled, None
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     if MASKED:
@@ -314,11 +314,10 @@ def attend_tile(
         acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION
     )
     if T.WAIT:
-        if T.PACKED_FP8:
-            even, odd = acc
-            acc = wait_for(even), wait_for(odd)
-        else:
-            acc = wait_for(acc)
+        waited = ()
+        for i in tl.static_range(len(acc)):
+            waited = waited + (wait_for(acc[i]),)
+        acc = waited
     return acc, m_i, l_i
 
 
@@ -392,12 +391,40 @@ def store_rows(
 
 
 @triton.jit
-def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Load [BLOCK_N, BLOCK] elements, with masks only where they are needed."""
-    if MASKED and DIM == BLOCK:
+def load_heads(
+    ptrs, stride_vec, keep, MASKED: tl.constexpr, DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Load the panels of the heads that begin at `ptrs` [BLOCK_N, 1], for row blocks of ROWS rows."""
+    panels = ()
+    for i in tl.static_range(num_panels(DIM, EACH, ROWS)):
+        offs_d = elements_of(DIM, EACH, ROWS, i)
+        if WIDE_OFFSETS:
+            offs_d = offs_d.to(tl.int64)
+        at = ptrs + dim_offsets(offs_d, stride_vec, VEC, BLOCK // EACH)[None, :]
+        panels = panels + (load_tile(at, keep, offs_d, MASKED, DIM // EACH, panel_is_full(DIM, EACH, ROWS, i)),)
+    return panels
+
+
+@triton.jit
+def decode_panels(stored, dtype: tl.constexpr, T: tl.constexpr):
+    """Return panels of numbers; of pairs, even and odd columns."""
+    numbers = ()
+    for i in tl.static_range(len(stored)):
+        if T.PACKED_FP8:
+            numbers = numbers + T.DECODE(stored[i])
+        else:
+            numbers = numbers + (T.DECODE(stored[i], dtype),)
+    return numbers
+
+
+@triton.jit
+def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, FULL: tl.constexpr):
+    """Load columns `offs_d` of heads of DIM columns, with masks only where needed. FULL: there are no others."""
+    if MASKED and FULL:
         return tl.load(ptrs, mask=keep[:, None], other=0.0)
     if MASKED:
         return tl.load(ptrs, mask=keep[:, None] & (offs_d < DIM)[None, :], other=0.0)
-    if DIM == BLOCK:
+    if FULL:
         return tl.load(ptrs)
     return tl.load(ptrs, mask=(offs_d < DIM)[None, :], other=0.0)

@@ -3,6 +3,8 @@
 A running state is `(acc, m_i, l_i)`: acc is the output before normalisation, m_i is the maximum of the scores as a
 base-2 exponent, and l_i is the sum of exponentials relative to m_i. An empty state has m_i = -inf. The names are those
 of FlashAttention-2 (arXiv 2307.08691, section 3.1).
+
+acc is a tuple of tensors, one for each panel of the output's columns (`panels.py`).
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import mods
+from quire.kernels.panels import num_panels, panel_width
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -29,38 +32,24 @@ class Outputs(NamedTuple):
 
 
 @triton.jit
-def empty_state(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8: tl.constexpr, SUMS: tl.constexpr = 1):
-    """Return the state over no keys. With PACKED_FP8, acc is two tensors: even columns and odd columns.
+def empty_state(BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, EACH: tl.constexpr, SUMS: tl.constexpr = 1):
+    """Return the state over no keys. Where a stored element is EACH = 2 numbers, panels are even and odd columns.
 
     With SUMS > 1, l_i has that many sums for each row, of groups of keys. `total` adds them.
     """
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M] if SUMS == 1 else [BLOCK_M, SUMS], tl.float32)
-    if PACKED_FP8:
-        return (
-            (tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)),
-            m_i,
-            l_i,
-        )
-    else:
-        return tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), m_i, l_i
-
-
-@triton.jit
-def join_even_odd(acc, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED_FP8: tl.constexpr):
-    """Return acc as one tensor with its columns in order."""
-    if PACKED_FP8:
-        even, odd = acc
-        return tl.reshape(tl.join(even, odd), [BLOCK_M, BLOCK_DV])
-    else:
-        return acc
+    acc = ()
+    for i in tl.static_range(num_panels(HEAD_DIM_V, EACH, BLOCK_M) * EACH):
+        acc = acc + (tl.zeros([BLOCK_M, panel_width(HEAD_DIM_V, EACH, BLOCK_M, i // EACH)], tl.float32),)
+    return acc, m_i, l_i
 
 
 @triton.jit
 def softmax_step(
     acc, m_i, l_i, scores, v, v_scale, exponent_scale, PACKED_FP8: tl.constexpr, INPUT_PRECISION: tl.constexpr
 ):
-    """Fold one tile of scores [M, N] and values [N, DV] into a running state.
+    """Fold one tile of scores [M, N] and values, a tuple of panels [N, width], into a running state.
 
     `scores * exponent_scale` are base-2 exponents.
     """
@@ -76,13 +65,11 @@ def softmax_step(
         l_i = tl.fma(l_i, alpha[:, None] + tl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
     if v_scale is not None:
         p = p * v_scale[None, :]
-    if PACKED_FP8:
-        even, odd = acc
-        v_even, v_odd = v
-        p = p.to(tl.float16)
-        return (tl.dot(p, v_even, even * alpha[:, None]), tl.dot(p, v_odd, odd * alpha[:, None])), m_new, l_i
-    else:
-        return tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION), m_new, l_i
+    p = p.to(v[0].dtype)
+    new_acc = ()
+    for i in tl.static_range(len(acc)):
+        new_acc = new_acc + (tl.dot(p, v[i], acc[i] * alpha[:, None], input_precision=INPUT_PRECISION),)
+    return new_acc, m_new, l_i
 
 
 @triton.constexpr_function
@@ -120,42 +107,52 @@ def total(sums):
 
 
 @triton.jit
-def combine(acc, m_i, l_i, other_acc, other_m, other_l, PACKED_FP8: tl.constexpr = False):
+def combine(acc, m_i, l_i, other_acc, other_m, other_l):
     """Combine two states over disjoint keys: rescale both to the larger maximum and add."""
     m_new = tl.maximum(m_i, other_m)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha, beta = tl.exp2(m_i - shift), tl.exp2(other_m - shift)
     # An explicit fma, so that all kernels round alike, whatever the compiler fuses around it.
     l_i = tl.fma(l_i, alpha, other_l * beta)
-    if PACKED_FP8:
-        even, odd = acc
-        other_even, other_odd = other_acc
-        return (weighted_sum(even, alpha, other_even, beta), weighted_sum(odd, alpha, other_odd, beta)), m_new, l_i
-    else:
-        return weighted_sum(acc, alpha, other_acc, beta), m_new, l_i
+    new_acc = ()
+    for i in tl.static_range(len(acc)):
+        alphas = alpha[:, None] + tl.zeros_like(acc[i])
+        new_acc = new_acc + (tl.fma(acc[i], alphas, other_acc[i] * beta[:, None]),)
+    return new_acc, m_new, l_i
 
 
 @triton.jit
-def fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8: tl.constexpr):
+def combine_at_once(acc, m_i, l_i, accs, ms, ls):
+    """Combine a state of one row, [columns], with the states `accs`, [number, columns], of which empty ones are 0.
+
+    All are rescaled to one maximum.
+    """
+    m_new = tl.maximum(m_i, tl.max(ms, 0))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, betas = tl.exp2(m_i - shift), tl.exp2(ms - shift)
+    return acc * alpha + tl.sum(accs * betas[:, None], 0), m_new, l_i * alpha + tl.sum(ls * betas, 0)
+
+
+@triton.jit
+def fold_split(acc, m_i, l_i, split_acc, split_m, split_l):
     """Add the state of a split to the state of those before it. Batch-invariant results are such left folds."""
-    return combine(acc, m_i, l_i, split_acc, split_m, total(split_l), PACKED_FP8)
-
-
-@triton.jit
-def weighted_sum(acc, alpha, other, beta):
-    """Return acc * alpha + other * beta, with one factor per row."""
-    return tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), other * beta[:, None])
+    return combine(acc, m_i, l_i, split_acc, split_m, total(split_l))
 
 
 @triton.jit
 def finish(acc, m_i, l_i):
-    """Normalise a state: return (out, lse), 0 and -inf where no key was seen, NaN where a score was."""
+    """Normalise a state: return (out, lse), 0 and -inf where no key was seen, NaN where a score was.
+
+    out is a tuple of panels, as acc is.
+    """
     empty = l_i == 0.0
     safe = tl.where(empty, 1.0, l_i)
     inverse = 1.0 / safe
     # One Newton step: the error of `/` on a GPU is up to two units in the last place.
     inverse = tl.fma(inverse, tl.fma(-safe, inverse, tl.zeros_like(safe) + 1.0), inverse)
-    out = acc * inverse[:, None]
+    out = ()
+    for i in tl.static_range(len(acc)):
+        out = out + (acc[i] * inverse[:, None],)
     lse = tl.where(empty, float("-inf"), tl.fma(m_i, tl.zeros_like(m_i) + LN2, tl.log(safe)))
     return out, lse
 
@@ -181,15 +178,19 @@ def as_stored(out, out_scale_ptr, element: tl.constexpr):
 
 
 @triton.jit
-def store_result(outputs, acc, m_i, l_i, v_scale, rows, offs_dv, HEAD_DIM_V: tl.constexpr):
-    """Finish a state and write columns `offs_dv` of its rows to `outputs`."""
+def store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V: tl.constexpr):
+    """Finish a state and write its rows to `outputs`; `columns` are those that each panel of acc holds."""
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
         sink = tl.load(outputs.sinks_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32) * LOG2E
-        acc, m_i, l_i = combine(acc, m_i, l_i, tl.zeros_like(acc), sink, tl.zeros_like(sink) + 1.0)
+        zeros = ()
+        for i in tl.static_range(len(acc)):
+            zeros = zeros + (tl.zeros_like(acc[i]),)
+        acc, m_i, l_i = combine(acc, m_i, l_i, zeros, sink, tl.zeros_like(sink) + 1.0)
     out, lse = finish(acc, m_i, l_i)
     ptrs = outputs.out_ptr + (rows.token * outputs.stride_token + rows.head.to(tl.int64) * outputs.stride_head)[:, None]
-    ptrs += offs_dv[None, :]
-    out = as_stored(out * v_scale, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
-    tl.store(ptrs, out, mask=rows.owned[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+    for i in tl.static_range(len(out)):
+        stored = as_stored(out[i] * v_scale, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
+        inside = rows.owned[:, None] & (columns[i] < HEAD_DIM_V)[None, :]
+        tl.store(ptrs + columns[i][None, :], stored, mask=inside)
     if outputs.lse_ptr is not None:
         tl.store(outputs.lse_ptr + rows.token * outputs.stride_lse + rows.head, lse, mask=rows.owned)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.panels import join_pairs
 from quire.kernels.primitives import (
     Scoring,
     Sight,
@@ -26,7 +27,7 @@ from quire.kernels.primitives import (
     table_row,
     write_new,
 )
-from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, join_even_odd, store_result
+from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, store_result
 
 
 @triton.jit
@@ -82,6 +83,7 @@ def block_kernel(
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
+    EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
     T: tl.constexpr = Tiling(
         BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
@@ -151,7 +153,7 @@ def block_kernel(
     q_ptrs = q_ptr + rows.token * in_units(stride_q_token, STRIDE_UNIT)
     q_ptrs += rows.head.to(tl.int64) * in_units(stride_q_head, STRIDE_UNIT)
     q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, PACKED_FP8, rows.token, norm_rope, ROTARY_DIM, INTERLEAVED)
-    acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
+    acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, EACH)
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
@@ -187,7 +189,7 @@ def block_kernel(
         # Tiles are taken in order, and each split has a state, as in the split-KV kernel.
         TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
         SUMS: tl.constexpr = groups_of(BLOCK_N)
-        split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8, SUMS)
+        split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
         masked = start
         if FULL_TILE_LOOP:
             masked = tl.where(full_start == start, full_stop, start)
@@ -199,8 +201,8 @@ def block_kernel(
                 )  # fmt: skip
                 page = next_page
                 if (tile + 1) % TILES == 0:
-                    acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
-                    split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8, SUMS)
+                    acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l)
+                    split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
         for tile in tl.range(masked, stop):
             next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
             split_acc, split_m, split_l = attend_tile(
@@ -209,14 +211,14 @@ def block_kernel(
             )  # fmt: skip
             page = next_page
             if (tile + 1) % TILES == 0:
-                acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
-                split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8, SUMS)
+                acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l)
+                split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
         # The last split may be shorter. To fold a state over no keys changes nothing.
-        acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
+        acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l)
 
     if PDL:
         gdc_launch_dependents()
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
-    acc = join_even_odd(acc, BLOCK_M, BLOCK_DV, PACKED_FP8)
-    store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_DV), HEAD_DIM_V)
+    acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
+    store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)

@@ -12,7 +12,7 @@ from quire.dispatch import tree
 from quire.dispatch.config import HopperConfig
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.hopper.tma import has_boxes, matrices_of_cache, page_box
-from quire.kernels.launch import Runner, once
+from quire.kernels.launch import Runner, once, states_at_once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
 from quire.kernels.split_kv.launch import SplitKVLaunch
@@ -188,7 +188,7 @@ class HopperLaunch:
         decode = None if self.decode is None else self.decode.compile_key()
         return (
             self.name,
-            self.num_splits > 1,
+            self.num_splits > 1 and states_at_once(self.num_splits),
             self.section_heads is None,
             self.request.has_intervals,  # arguments that may be None
             self.is_long,

@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.primitives import Scoring, find_pages, find_rows, load_queries, load_tile, table_row
+from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, load_tile, scale_to_float16, table_row
 from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
-from quire.kernels.states import LOG2E, Outputs, combine, empty_state, join_even_odd, store_result
+from quire.kernels.states import LOG2E, Outputs, combine, store_result
 
 
 class LatentTiling(NamedTuple):
@@ -121,7 +121,8 @@ def attend_latents(
             scores = products if i == 0 else scores + products
     if T.ROPE > 0:
         r_rows = tl.expand_dims(latents.rope + (page * kv.rope_page + before * T.ROPE_SLOT) + slot * T.ROPE_SLOT, 1)
-        r = T.DECODE_ROPE(load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.BLOCK_R), q_pe.dtype)
+        r = load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.ROPE == T.BLOCK_R)
+        r = T.DECODE_ROPE(r, q_pe.dtype)
         scores += tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
@@ -149,17 +150,21 @@ def attend_latents(
 
 @triton.jit
 def load_query_parts(ptrs, owned, T: tl.constexpr):
-    """Load the columns of the queries that meet c: one tensor for each part of them, as `load_queries` does.
+    """Load the columns of the queries that meet c: one tensor for each part of them.
 
-    With PACKED_FP8, the parts are even and odd columns, and the third tensor is what `load_queries` divided by.
+    With PACKED_FP8, return what `scale_to_float16` does of two parts, even and odd columns.
     """
     if T.PACKED_FP8:
-        return load_queries(ptrs, owned, T.RANK, T.BLOCK_C, True)
+        columns, parts = 2 * tl.arange(0, T.BLOCK_C // 2), ()
+        keep = owned[:, None] & (columns < T.RANK)[None, :]
+        for i in tl.static_range(2):
+            parts = parts + (tl.load(ptrs[:, None] + (columns + i)[None, :], mask=keep, other=0.0),)
+        return scale_to_float16(parts)
     else:
         WIDTH: tl.constexpr = T.BLOCK_C // T.PARTS
         q = ()
         for i in tl.static_range(T.PARTS):
-            q = q + (load_queries(ptrs + i * WIDTH, owned, T.RANK - i * WIDTH, WIDTH, False),)
+            q = q + (load_rows(ptrs + i * WIDTH, owned, T.RANK - i * WIDTH, WIDTH),)
         return q
 
 
@@ -177,18 +182,19 @@ def empty_parts(BLOCK_M: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def join_parts(acc, m_i, l_i, BLOCK_M: tl.constexpr, T: tl.constexpr):
-    """Return a state with acc as one tensor, its columns in order, and l_i as one number for each row."""
+    """Return a state whose acc is one panel of all columns in order, and whose l_i is one number for each row."""
     l_i = tl.sum(l_i, 1)
     if T.PACKED_FP8:
-        return join_even_odd(acc, BLOCK_M, T.BLOCK_C, True), m_i, l_i
+        even, odd = acc
+        return (tl.reshape(tl.join(even, odd), [BLOCK_M, T.BLOCK_C]),), m_i, l_i
     elif T.PARTS == 4:
         a, b, c, d = acc
-        return concatenate(concatenate(a, b, BLOCK_M), concatenate(c, d, BLOCK_M), BLOCK_M), m_i, l_i
+        return (concatenate(concatenate(a, b, BLOCK_M), concatenate(c, d, BLOCK_M), BLOCK_M),), m_i, l_i
     elif T.PARTS == 2:
         a, b = acc
-        return concatenate(a, b, BLOCK_M), m_i, l_i
+        return (concatenate(a, b, BLOCK_M),), m_i, l_i
     else:
-        return acc[0], m_i, l_i
+        return acc, m_i, l_i
 
 
 @triton.jit
@@ -273,6 +279,7 @@ def mla_kernel(
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+    columns = (tl.arange(0, BLOCK_C),)
 
     while unit < high:  # one band, or those of its units that are in this partition
         q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_bands = sequence_span(
@@ -303,7 +310,7 @@ def mla_kernel(
         q_pe = None
         if ROPE > 0:
             pe_ptrs = q_pe_ptr + rows.token * stride_pe_token + head * stride_pe_head
-            q_pe = load_queries(pe_ptrs, rows.owned, ROPE, BLOCK_R, False)
+            q_pe = load_rows(pe_ptrs, rows.owned, ROPE, BLOCK_R)
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
@@ -322,7 +329,7 @@ def mla_kernel(
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
             last = tl.minimum(stop * TILES, tl.cdiv(kv_stop, BLOCK_N)) - 1
-            acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_C, False)
+            acc, m_i, l_i = join_parts(*empty_parts(BLOCK_M, T), BLOCK_M, T)
             split_acc, split_m, split_l = empty_parts(BLOCK_M, T)
             for tile in tl.range(start * TILES, last + 1):
                 next_page = find_pages(table, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
@@ -337,7 +344,7 @@ def mla_kernel(
                         acc, m_i, l_i = combine(acc, m_i, l_i, joined, joined_m, joined_l)
                     else:
                         slot = (band_unit + tile // TILES - first) * ROW_BLOCKS + row_block
-                        store_partial(scratch, joined, joined_m, joined_l, slot, True, False, BLOCK_M, P)
+                        store_partial(scratch, joined, joined_m, joined_l, columns, slot, True, BLOCK_M, P)
                     split_acc, split_m, split_l = empty_parts(BLOCK_M, T)
         # What the compiler knows of the rows would stay in registers through the loop. So they are computed again.
         first_row = after(page, first_row, PAGE_SIZE % BLOCK_N == 0)
@@ -346,10 +353,10 @@ def mla_kernel(
             if (unit + num_here == high) & (size <= EARLY_EXIT_MAX_TILES):
                 gdc_launch_dependents()
         if num_here == num_units:
-            store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_C), RANK)
+            store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, RANK)
         else:
             is_last, slots = store_and_arrive(
-                scratch, acc, m_i, l_i, partition, row_block, unit, band_unit, num_units, size, BLOCK_M, P
+                scratch, acc, m_i, l_i, columns, partition, row_block, unit, band_unit, num_units, size, BLOCK_M, P
             )
             if is_last:
                 stored = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, PARTIAL_ROWS)

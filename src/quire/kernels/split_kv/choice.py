@@ -10,13 +10,12 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
 from quire.kernels.block.launch import BlockLaunch
-from quire.kernels.split_kv.launch import FILLED, FIXED_SPLIT_SIZE, SplitKVLaunch, rounded_up
+from quire.kernels.split_kv.launch import FILLED, FIXED_SPLIT_SIZE, SplitKVLaunch, may_be_uneven, rounded_up
 from quire.spec import AttentionSpec
 
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
 KEYS_OF_WIDE_VALUES = 64  # of a tile of eight warps, where values are wider than 128
-LONG_CONTEXT, KEYS_FOR_EACH_QUERY = 8192, 64  # least keys of a sequence that may keep one program busy for long
 FEW_KEYS = 64  # that a query sees
 MANY_ROWS, MANY_WIDE_ROWS = 64, 128  # for each SM, which row blocks of 16 serve slower than taller ones
 IDLE = 8  # programs that a device has room for, for each row block, where it is nearly idle
@@ -143,14 +142,10 @@ def choose_partitions(
     num_blocks = block.num_row_blocks(request.bounds.num_tokens)
     if num_blocks == 0:
         return block
-    split = SplitKVLaunch(
-        request,
-        config,
-        1,
-        costs,
-        combine_cost=costs.combine_cost if options.num_splits is None and not options.batch_invariant else 0.0,
-        fixed_split_size=fixed_split_size,
-    )
+    split = SplitKVLaunch(request, config, 1, costs, fixed_split_size=fixed_split_size)
+    if options.num_splits is None and not options.batch_invariant:
+        combine_cost = costs.combine_apart_cost if split.combines_apart else costs.combine_cost
+        split = replace(split, combine_cost=combine_cost)
     if options.batch_invariant:
         wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
         num_partitions = min(wanted, split.max_units)
@@ -205,18 +200,6 @@ def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
         return 0
     shortest = min_partition_tiles(tiles, split.combine_cost, split.costs, split.two_level_min_tiles)
     return min(split.capacity, num_blocks * cdiv(tiles, shortest))
-
-
-def may_be_uneven(request: Request) -> bool:
-    """Return whether one sequence of a ragged batch may have few queries and very many keys, and most others few keys.
-
-    58 sequences of up to 155 queries on up to 42,161 keys, 10/2 heads of 24, took 157 us cut and 638 not; 50 of up to
-    13 on up to 2,532, 128/8 heads of 184, 207 cut, and 123 by the Hopper kernel (NVIDIA H200, 2026-11-23).
-    """
-    bounds = request.bounds
-    is_ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
-    least = max(LONG_CONTEXT, KEYS_FOR_EACH_QUERY * power_of_two(bounds.max_query_len))
-    return is_ragged and request.keys_seen >= least
 
 
 def min_partition_tiles(mean: float, combine_cost: float, costs: CostModel, two_level_min_tiles: int) -> int:

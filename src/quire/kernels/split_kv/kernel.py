@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.panels import columns_of, join_pairs
 from quire.kernels.primitives import (
     Scoring,
     Sight,
@@ -33,9 +34,9 @@ from quire.kernels.primitives import (
     table_row,
     write_new,
 )
-from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
+from quire.kernels.split_kv.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
-from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, join_even_odd, store_result, total
+from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, store_result, total
 
 
 @triton.jit(
@@ -75,13 +76,14 @@ def split_kv_kernel(
     SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,  # of Schedule
     INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,
     FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
-    FOLDS_APART: tl.constexpr,  # another launch folds the states of splits (`fold.py`)
+    COMBINES_APART: tl.constexpr,  # another launch combines (`apart.py`)
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
     MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr, FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
+    EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
     BAND: tl.constexpr = kv.key_begin is None and kv.tree_bits is None  # rows see the band of their positions
     T: tl.constexpr = Tiling(
@@ -163,7 +165,7 @@ def split_kv_kernel(
                     new, norm_rope, cache, kv, q_start, q_len, kv_head, NEW_TOKENS, ENCODE, ROTARY_DIM, INTERLEAVED, T
                 )
                 tl.debug_barrier()
-        acc, m_i, l_i = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8)
+        acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, EACH)
         if FIXED_SPLIT == 0:
             masked = tile_begin  # the first tile that needs masks
             if FULL_TILE_LOOP:  # most tiles of a long partition are full: every row sees every key
@@ -197,7 +199,7 @@ def split_kv_kernel(
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
             last = tl.minimum((begin + num_here) * TILES, tl.cdiv(seq_stop, BLOCK_N)) - 1
             SUMS: tl.constexpr = groups_of(BLOCK_N)
-            split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8, SUMS)
+            split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
             for tile in tl.range(begin * TILES, last + 1):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 split_acc, split_m, split_l = attend_tile(
@@ -207,25 +209,27 @@ def split_kv_kernel(
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
                     if unit == block_unit:
-                        acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)
+                        acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l)
                     else:
                         slot = (block_unit + tile // TILES - first) * NUM_KV_HEADS + kv_head
-                        split_sum = total(split_l)
-                        store_partial(scratch, split_acc, split_m, split_sum, slot, True, PACKED_FP8, BLOCK_M, P)
-                    split_acc, split_m, split_l = empty_state(BLOCK_M, BLOCK_DV, PACKED_FP8, SUMS)
-        acc = join_even_odd(acc, BLOCK_M, BLOCK_DV, PACKED_FP8)
+                        split_sum, columns = total(split_l), columns_of(HEAD_DIM_V, EACH, BLOCK_M)
+                        store_partial(scratch, split_acc, split_m, split_sum, columns, slot, True, BLOCK_M, P)
+                    split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
+        acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
         if PDL:
-            if (unit + num_here == high) & (size <= EARLY_EXIT_MAX_TILES):
+            if (unit + num_here == high) & (COMBINES_APART | (size <= EARLY_EXIT_MAX_TILES)):
                 gdc_launch_dependents()
         if num_here == num_units:
-            store_result(outputs, acc, m_i, l_i, v_scale, rows, tl.arange(0, BLOCK_DV), HEAD_DIM_V)
-        elif FOLDS_APART:
-            if unit == block_unit:  # only the program that begins a row block has a state left
-                slot = (unit + num_here - 1) * NUM_KV_HEADS + kv_head
-                store_partial(scratch, acc, m_i, l_i, slot, True, False, BLOCK_M, P)
+            store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
+        elif COMBINES_APART:
+            left = (FIXED_SPLIT == 0) | (unit == block_unit)  # with splits, only where the row block begins
+            slot = unit + num_here - 1
+            if FIXED_SPLIT == 0:
+                slot = slot_of_partial(partition, block_unit // size)
+            store_partial(scratch, acc, m_i, l_i, columns, slot * NUM_KV_HEADS + kv_head, left, BLOCK_M, P)
         else:
             is_last, slots = store_and_arrive(
-                scratch, acc, m_i, l_i, partition, kv_head, unit, block_unit, num_units, size, BLOCK_M, P
+                scratch, acc, m_i, l_i, columns, partition, kv_head, unit, block_unit, num_units, size, BLOCK_M, P
             )
             if is_last:
                 stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)

@@ -1,5 +1,6 @@
 """`SplitKVLaunch`: a launch of the split-KV kernel."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,11 @@ from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
 
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
+APART_FROM, DRAFTS_APART_FROM = 2, 4  # partials of a mean row block, of one query and of drafts
+TALL = 8  # rows of a partial: four of them take 5.5 us, and 6.3 without a second launch (NVIDIA H200, 2026-11-26)
+MOST_AT_ONCE = 64  # partials of a row
+PARTIALS_OF_FEW_BLOCKS = 8  # of a row block where sequences have several, which are cut if half of the device idles
+LONG_CONTEXT, KEYS_FOR_EACH_QUERY = 8192, 64  # least keys of a sequence that may keep one program busy for long
 FOLD_APART_FROM = 512  # rows of all states of a row block, from which another launch folds them
 FILLED = 0.75  # of the SMs have a row block of a KV head
 INTERVALS_AT_ONCE = 8
@@ -72,51 +78,91 @@ class SplitKVLaunch(PortableLaunch):
     @property
     def is_two_level(self) -> bool:
         """Whether the kernel can combine partials in two levels: if they are large, or if there may be many of them."""
-        if self.fixed_split_size:
+        if self.fixed_split_size or self.combines_apart:
             return False
         if self.request.bounds.max_query_len > 1:
             return self.partial_rows >= 16
         return cdiv(self.request.bounds.max_seq_len, self.config.block_n) > self._two_level_min_tiles
 
     @property
-    def folds_apart(self) -> bool:
-        """Whether a second launch folds the states of splits.
+    def combines_apart(self) -> bool:
+        """Whether a second launch combines partials, or folds the states of splits.
 
-        It does if one program would take long to fold those of a row block, and if there are too few row blocks for the
-        device. Else other programs attend while one folds.
+        It does if there are so few row blocks for the device that most are cut. Else other programs attend while one
+        combines. Of very few partials with few rows, a program combines all in the time that a second launch takes.
         """
-        if not self.fixed_split_size or self.max_decode_queries:  # the latter is concurrent with the Hopper kernel
+        if self.max_decode_queries:  # concurrent with the Hopper kernel
             return False
         request = rounded_up(self.request)
+        if not self.fixed_split_size:
+            tiles = cdiv(request.bounds.max_seq_len, self.config.block_n)
+            pays = tiles > self.costs.min_split_tiles or self.partial_rows >= TALL
+            least = APART_FROM if request.bounds.max_query_len == 1 else DRAFTS_APART_FROM
+            return pays and self.mean_partials >= least and request.device.supports_pdl
         splits = cdiv(request.bounds.max_seq_len, self.fixed_split_size)
         row_blocks = replace(self, request=request).num_row_blocks(request.bounds.num_tokens)
         few = row_blocks * request.spec.num_kv_heads < FILLED * request.device.num_sms
         return few and splits * self.partial_rows >= FOLD_APART_FROM
 
     @property
-    def fold_columns(self) -> int:
-        """Columns of a row that a program of the second launch folds.
+    def mean_partials(self) -> int:
+        """Partials of a mean row block, if all programs that the device holds attend.
 
-        A thread takes four where states have many rows, and one where there are fewer elements than threads.
+        Numbers are rounded so that `service.launches_within` meets what depends on them: those of tokens and queries,
+        as decision trees have them, not that of sequences. Where sequences have several row blocks, it is a guess.
         """
+        bounds = rounded_up(self.request).bounds
+        if self.multi_block:
+            partials = 1 if may_be_uneven(self.request) else PARTIALS_OF_FEW_BLOCKS
+        else:
+            partials = self.capacity // cdiv(bounds.num_tokens, power_of_two(max(1, bounds.max_query_len)))
+        return min(cdiv(bounds.max_seq_len, self.config.block_n), partials)
+
+    @property
+    def partials_at_once(self) -> int:
+        """Partials of a row that a program of the second launch combines at once."""
+        return min(MOST_AT_ONCE, max(4, power_of_two(self.mean_partials)))
+
+    @property
+    def columns_apart(self) -> int:
+        """Columns of a row that a program of the second launch combines.
+
+        To fold, a thread takes four where states have many rows, and one where there are fewer elements than threads.
+        """
+        if not self.fixed_split_size:
+            at_once = self.partials_at_once  # of which a warp holds 1,024 numbers, or 2,048 where there are many
+            return min(128 if at_once <= 8 else 64 if at_once <= 32 else 32, self.config.block_dv)
         return min(32 if self.partial_rows < 16 else 128, self.config.block_dv)
 
-    def num_fold_programs(self, num_tokens: int) -> int:
-        """Return the programs of the launch that folds, for a batch of `num_tokens` query tokens."""
+    def num_programs_apart(self, num_tokens: int) -> int:
+        """Return the programs of the second launch, for a batch of `num_tokens` query tokens."""
         rows = self.num_row_blocks(num_tokens) * self.request.spec.num_kv_heads * self.partial_rows
-        return rows * (self.config.block_dv // self.fold_columns)
+        return rows * (self.config.block_dv // self.columns_apart)
 
-    def fold_constexprs(self) -> dict[str, Any]:
-        """Return the constexprs and compiler options of the kernel that folds."""
+    def constexprs_apart(self) -> dict[str, Any]:
+        """Return the constexprs and compiler options of the second launch."""
         names = (
-            "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_M", "PARTIAL_ROWS", "FIXED_SPLIT", "SEQS",
-            "MORE_SEQS", "INTERVALS", "MORE_INTERVALS", "PDL",
+            "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "PARTIAL_ROWS", "FIXED_SPLIT",
+            "SEQS", "MORE_SEQS", "INTERVALS", "MORE_INTERVALS", "MIN_SPLIT_TILES", "TWO_LEVEL_DISCOUNT",
+            "TWO_LEVEL_MIN_TILES", "PDL",
         )  # fmt: skip
-        of_kernel, columns = self.constexprs(), self.fold_columns
+        of_kernel, columns = self.constexprs(), self.columns_apart
+        ahead = self.partials_at_once
+        if self.fixed_split_size:
+            ahead = 32 if columns <= 32 else 8
         options = {"launch_pdl": True} if of_kernel["PDL"] else {}
         return {name: of_kernel[name] for name in names} | {
-            "COLUMNS": columns, "AHEAD": 32 if columns <= 32 else 8, "num_warps": 1,
+            "COLUMNS": columns, "AHEAD": ahead, "num_warps": 1,
         } | options  # fmt: skip
+
+    @property
+    def min_split_tiles(self) -> int:
+        """As in `CostModel`; 0 where partials cost so little that partitions need not end where a sequence does."""
+        return 0 if self.combines_apart else self.costs.min_split_tiles
+
+    def compile_key(self) -> Hashable:
+        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
+        return super().compile_key(), self.combines_apart and (self.columns_apart, self.partials_at_once)
 
     @property
     def two_level_min_tiles(self) -> int:
@@ -158,8 +204,8 @@ class SplitKVLaunch(PortableLaunch):
             "MORE_SEQS": self.request.num_seqs > self.seqs_at_once, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once,
             "MORE_INTERVALS": self.request.has_intervals and self.request.bounds.max_query_len > self.intervals_at_once,
-            "FIXED_SPLIT": self.fixed_split_size, "FOLDS_APART": self.folds_apart, "TWO_LEVEL": self.is_two_level,
-            "MIN_SPLIT_TILES": costs.min_split_tiles, "TWO_LEVEL_DISCOUNT": costs.two_level_combine_discount,
+            "FIXED_SPLIT": self.fixed_split_size, "COMBINES_APART": self.combines_apart, "TWO_LEVEL": self.is_two_level,
+            "MIN_SPLIT_TILES": self.min_split_tiles, "TWO_LEVEL_DISCOUNT": costs.two_level_combine_discount,
             "TWO_LEVEL_MIN_TILES": self.two_level_min_tiles, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
             "EARLY_EXIT_MAX_TILES": costs.early_exit_max_tiles,
             "FULL_TILE_LOOP_MIN_TILES": costs.full_tile_loop_min_tiles,
@@ -192,10 +238,10 @@ class SplitKVLaunch(PortableLaunch):
         spec = self.request.spec
         numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, batch.num_seqs
         fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
-        if self.folds_apart:
-            from quire.kernels.split_kv.runner import FoldingRunner
+        if self.combines_apart:
+            from quire.kernels.split_kv.runner import ApartRunner
 
-            return FoldingRunner(self, batch, split_kv_kernel, fixed)
+            return ApartRunner(self, batch, split_kv_kernel, fixed)
         return PortableRunner(self, batch, split_kv_kernel, fixed)
 
     def describe_partitions(self, lanes: str) -> str:
@@ -207,7 +253,8 @@ class SplitKVLaunch(PortableLaunch):
             details += f", more than {self.seqs_at_once} sequences"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
-            details += ", folded in a second launch" if self.folds_apart else ""
+        if self.combines_apart:
+            details += ", combined in a second launch"
         if self.max_decode_queries:
             details += f", sequences of at most {self.max_decode_queries} queries"
         return details
@@ -215,6 +262,18 @@ class SplitKVLaunch(PortableLaunch):
     def __str__(self) -> str:
         lanes = f"{self.request.spec.num_kv_heads} KV heads"
         return f"split-KV kernel: {self.describe_config()}, {self.describe_partitions(lanes)}"
+
+
+def may_be_uneven(request: Request) -> bool:
+    """Return whether one sequence of a ragged batch may have few queries and very many keys, and most others few keys.
+
+    58 sequences of up to 155 queries on up to 42,161 keys, 10/2 heads of 24, took 157 us cut and 638 not; 50 of up to
+    13 on up to 2,532, 128/8 heads of 184, 207 cut, and 123 by the Hopper kernel (NVIDIA H200, 2026-11-23).
+    """
+    bounds = request.bounds
+    is_ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
+    least = max(LONG_CONTEXT, KEYS_FOR_EACH_QUERY * power_of_two(bounds.max_query_len))
+    return is_ragged and request.keys_seen >= least
 
 
 def rounded_up(request: Request) -> Request:

@@ -40,8 +40,9 @@ class Slots(NamedTuple):
 
 @triton.jit
 def store_and_arrive(
-    scratch, acc, m_i, l_i, partition, lane, unit, block_unit, num_units, size, BLOCK_M: tl.constexpr, P: tl.constexpr
-):
+    scratch, acc, m_i, l_i, columns, partition, lane, unit, block_unit, num_units, size,
+    BLOCK_M: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     """Write this program's partial of a row block and count its arrival.
 
     With FIXED_SPLIT, a row block's later splits are stored already. Only the program that begins it has a state left.
@@ -49,6 +50,7 @@ def store_and_arrive(
     Args:
         scratch: views.Partials.
         acc, m_i, l_i: the state over this program's units of the row block.
+        columns: those that each panel of acc holds.
         partition, lane: of this program.
         unit: the first unit of the row block that is in this partition.
         block_unit: the first unit of the row block.
@@ -70,9 +72,9 @@ def store_and_arrive(
     else:
         first_slot, next_slot, step = 2 * first_partition + 1, 2 * first_partition + 2, 2
         num_partials = num_arrivals
-        slot = 2 * partition + (partition == first_partition).to(tl.int32)
+        slot = slot_of_partial(partition, first_partition)
     begun = (not P.FIXED_SPLIT) | (unit == block_unit)
-    store_partial(scratch, acc, m_i, l_i, slot * P.LANES + lane, begun, False, BLOCK_M, P)
+    store_partial(scratch, acc, m_i, l_i, columns, slot * P.LANES + lane, begun, BLOCK_M, P)
     counter, arrives = 2 * first_partition + 1, num_arrivals > 0
     if P.TWO_LEVEL_MIN_PARTIALS is not None:
         # First level: the last program to arrive in a group of adjacent partials combines them into the first. Second
@@ -96,34 +98,31 @@ def store_and_arrive(
 
 
 @triton.jit
+def slot_of_partial(partition, first_partition):
+    """Return where a partition's partial of a row block is; a partition may end one row block and begin another."""
+    return 2 * partition + (partition == first_partition).to(tl.int32)
+
+
+@triton.jit
 def store_combined(scratch, slots, lane, outputs, v_scale, rows, P: tl.constexpr):
     """Combine a row block's partials, a group of columns at a time, and write its result; `rows` are P.ROWS rows."""
     for column_group in tl.range(P.BLOCK_DV // P.COLUMNS, num_stages=1):
         columns = column_group * P.COLUMNS + tl.arange(0, P.COLUMNS)
         acc, m_i, l_i = combine_partials(scratch, slots, lane, columns, P)
-        store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, P.HEAD_DIM_V)
+        store_result(outputs, (acc,), m_i, l_i, v_scale, rows, (columns,), P.HEAD_DIM_V)
 
 
 @triton.jit
-def store_partial(
-    scratch, acc, m_i, l_i, slot, wanted, PACKED_FP8: tl.constexpr, BLOCK_M: tl.constexpr, P: tl.constexpr
-):
-    """Write a state to slot `slot` of the scratch, if `wanted`."""
+def store_partial(scratch, acc, m_i, l_i, columns, slot, wanted, BLOCK_M: tl.constexpr, P: tl.constexpr):
+    """Write a state to slot `slot` of the scratch, if `wanted`; `columns` are those that each panel of acc holds."""
     offs_m = tl.arange(0, BLOCK_M)
     rows = slot * P.ROWS + offs_m
     keep = (offs_m < P.ROWS) & wanted
     tl.store(scratch.m_i + rows, m_i, mask=keep)
     tl.store(scratch.l_i + rows, l_i, mask=keep)
     ptrs = scratch.acc + rows.to(tl.int64)[:, None] * P.HEAD_DIM_V
-    if PACKED_FP8:
-        even, odd = acc
-        offs_dv = 2 * tl.arange(0, P.BLOCK_DV // 2)
-        inside = keep[:, None] & (offs_dv < P.HEAD_DIM_V)[None, :]
-        tl.store(ptrs + offs_dv[None, :], even, mask=inside)
-        tl.store(ptrs + (offs_dv + 1)[None, :], odd, mask=inside)
-    else:
-        offs_dv = tl.arange(0, P.BLOCK_DV)
-        tl.store(ptrs + offs_dv[None, :], acc, mask=keep[:, None] & (offs_dv < P.HEAD_DIM_V)[None, :])
+    for i in tl.static_range(len(acc)):
+        tl.store(ptrs + columns[i][None, :], acc[i], mask=keep[:, None] & (columns[i] < P.HEAD_DIM_V)[None, :])
 
 
 @triton.jit
@@ -192,7 +191,8 @@ def combine_partials(scratch, slots, lane, offs_dv, P: tl.constexpr):
             accs = accs + (tl.load(acc_ptrs, mask=inside, other=0.0, cache_modifier=".cg"),)
         if P.FIXED_SPLIT:
             for i in tl.static_range(WIDTH):
-                acc, m_i, l_i = combine(acc, m_i, l_i, accs[i], ms[i], ls[i])
+                panels, m_i, l_i = combine((acc,), m_i, l_i, (accs[i],), ms[i], ls[i])
+                acc = panels[0]
         else:
             m_new = m_i
             for i in tl.static_range(WIDTH):

@@ -1,4 +1,4 @@
-"""`FoldingRunner`: run the split-KV kernel, and then the launch that folds the states of splits."""
+"""`ApartRunner`: run the split-KV kernel, and then the launch that combines its partials."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import torch
 from quire.cache import PagedKVCache
 from quire.kernels import views
 from quire.kernels.portable import PortableRunner
-from quire.kernels.split_kv.fold import fold_kernel
+from quire.kernels.split_kv.apart import combine_apart_kernel
 from quire.kernels.split_kv.launch import SplitKVLaunch
 
 
-class FoldingRunner(PortableRunner):
-    """Run a launch of the split-KV kernel for one batch, and the fold after it."""
+class ApartRunner(PortableRunner):
+    """Run a launch of the split-KV kernel for one batch, and the launch that combines after it."""
 
     def __call__(
         self,
@@ -29,7 +29,7 @@ class FoldingRunner(PortableRunner):
         super().__call__(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
         decided = self.decided
         assert isinstance(decided, SplitKVLaunch)
-        grid = (decided.num_fold_programs(q.shape[0]), 1, 1)
+        grid = (decided.num_programs_apart(q.shape[0]), 1, 1)
         if grid[0] == 0:
             return
         stored = views.output_tensor(out, decided.request.device.native_fp8)
@@ -38,18 +38,19 @@ class FoldingRunner(PortableRunner):
         key = None
         if not any((at or 0) % 16 for at in (addresses[0], *addresses[2:4])):
             dtype, stride_lse = None if sinks is None else sinks.dtype, None if lse is None else lse.stride(0)
-            key = "fold", cache.kind, out.stride(), out.dtype, stride_lse, dtype
+            key = "apart", cache.kind, out.stride(), out.dtype, stride_lse, dtype
             if self.launches.relaunch(key, grid, addresses):
                 return
-        fixed, meta = self.fold_arguments(decided, cache, out, lse)
-        self.launches.launch(key, fold_kernel, grid, tensors, fixed, meta)
+        fixed, meta = self.arguments_apart(decided, cache, out, lse)
+        meta["BLOCK_N"] = self.block_n(q, cache)
+        self.launches.launch(key, combine_apart_kernel, grid, tensors, fixed, meta)
 
-    def fold_arguments(
+    def arguments_apart(
         self, decided: SplitKVLaunch, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of `fold_kernel` after the tensors of a layer, and those by name."""
+        """Return the arguments of `combine_apart_kernel` after the tensors of a layer, and those by name."""
         kv = views.kv_layout(cache, self.batch, cache.dtype)
-        starts, scratch, _, _, window_left, window_right, num_seqs, num_partitions, _ = self.fixed
+        starts, scratch, _, _, window_left, window_right, num_seqs, num_partitions, combine_cost = self.fixed
         strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-        fixed = kv, starts, scratch, window_left, window_right, num_seqs, num_partitions, *strides
-        return fixed, decided.fold_constexprs()
+        fixed = kv, starts, scratch, window_left, window_right, num_seqs, num_partitions, combine_cost, *strides
+        return fixed, decided.constexprs_apart()

@@ -124,6 +124,20 @@ def min_partition_units(mean, combine_cost, S: tl.constexpr):
 
 
 @triton.jit
+def partition_size(total, longest, num_seqs, num_partitions, combine_cost, S: tl.constexpr):
+    """Return the units of every partition but the last, of `total` units; the longest sequence has `longest`."""
+    shortest = min_partition_units(total.to(tl.float32) / num_seqs, combine_cost, S)
+    size = tl.maximum(tl.cdiv(total, num_partitions), (shortest + 0.5).to(tl.int32))
+    if S.MAX_DECODE_QUERIES > 0:  # all sequences may belong to the other kernel
+        size, longest = tl.maximum(size, 1), tl.maximum(longest, 1)
+    # If all sequences are equal, a slightly longer partition may end where a sequence ends, with nothing to combine.
+    # This is a select, not a branch: with a branch, Triton 3.9.0 keeps no loads in flight in the loop over tiles.
+    shorter, longer = tl.cdiv(longest, tl.maximum(longest // size, 1)), tl.cdiv(size, longest) * longest
+    even = tl.where(size < longest, shorter, longer)
+    return tl.where((longest * num_seqs == total) & (combine_cost > 0) & (even <= size + S.MIN_SPLIT_TILES), even, size)
+
+
+@triton.jit
 def find_partition(
     kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S: tl.constexpr
 ):
@@ -142,15 +156,7 @@ def find_partition(
             more = count_units(kv, cu_seqlens_q, first, num_seqs, window_left, window_right, S)
             total += tl.sum(more, 0)
             longest = tl.maximum(longest, tl.max(more, 0))
-    shortest = min_partition_units(total.to(tl.float32) / num_seqs, combine_cost, S)
-    size = tl.maximum(tl.cdiv(total, num_partitions), (shortest + 0.5).to(tl.int32))
-    if S.MAX_DECODE_QUERIES > 0:  # all sequences may belong to the other kernel
-        size, longest = tl.maximum(size, 1), tl.maximum(longest, 1)
-    # If all sequences are equal, a slightly longer partition may end where a sequence ends, with nothing to combine.
-    # This is a select, not a branch: with a branch, Triton 3.9.0 keeps no loads in flight in the loop over tiles.
-    shorter, longer = tl.cdiv(longest, tl.maximum(longest // size, 1)), tl.cdiv(size, longest) * longest
-    even = tl.where(size < longest, shorter, longer)
-    size = tl.where((longest * num_seqs == total) & (combine_cost > 0) & (even <= size + S.MIN_SPLIT_TILES), even, size)
+    size = partition_size(total, longest, num_seqs, num_partitions, combine_cost, S)
     low = partition * size
     high = tl.minimum(low + size, total)
     seq, seq_unit = find_sequence(units, 0, low)
@@ -185,9 +191,11 @@ def find_row_block(kv, cu_seqlens_q, num_seqs, index, window_left, window_right,
         row_block: which of the sequence's row blocks it is.
         seq_unit: that sequence's first unit.
         num_units: units of the batch.
+        longest: most units of a sequence.
         num_row_blocks: row blocks of the batch.
     """
-    seq, first_block, seq_unit, num_units, num_row_blocks = index * 0, index * 0, index * 0, index * 0, index * 0
+    seq, first_block, seq_unit = index * 0, index * 0, index * 0
+    num_units, longest, num_row_blocks = index * 0, index * 0, index * 0
     for first in tl.range(0, num_seqs if S.MORE_SEQS else 1, S.SEQS, num_stages=1):
         seqs = first + tl.arange(0, S.SEQS)
         _, _, _, _, _, _, units, blocks = sequence_span(
@@ -200,5 +208,6 @@ def find_row_block(kv, cu_seqlens_q, num_seqs, index, window_left, window_right,
         first_block = tl.maximum(first_block, tl.max(tl.where(before, ends, 0), 0))
         seq_unit += tl.sum(tl.where(before, units * blocks, 0), 0)
         num_units += tl.sum(units * blocks, 0)
+        longest = tl.maximum(longest, tl.max(units * blocks, 0))
         num_row_blocks += tl.sum(blocks, 0)
-    return seq, index - first_block, seq_unit, num_units, num_row_blocks
+    return seq, index - first_block, seq_unit, num_units, longest, num_row_blocks

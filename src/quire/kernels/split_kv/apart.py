@@ -1,10 +1,12 @@
-"""Fold the states of splits in a separate launch, after the split-KV kernel of a batch-invariant plan.
+"""Combine the partials of row blocks in a launch of its own, after the split-KV kernel.
 
-One program that folds the states of a tall row block, or of a long context, would take longer than attention itself.
-The fold is in the order of splits, but each row and column of it is by itself. So programs share the rows and columns
-of a row block, and a result has the bits that one program would compute.
+One program that combines many partials, or tall ones, may take as long as attention itself. Here programs share the
+rows and columns of a row block. They find their row block while the split-KV kernel ends.
 
-Grid: [num_row_blocks * num_kv_heads * PARTIAL_ROWS * slices]. A program, of one warp, folds COLUMNS columns of a row.
+The states of batch-invariant splits are folded in key order. Each row and column of the fold is by itself, so a result
+has the bits that one program would compute.
+
+Grid: [num_row_blocks * num_kv_heads * PARTIAL_ROWS * slices]. A program combines COLUMNS columns of a row.
 """
 
 import triton
@@ -12,15 +14,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from quire.kernels.primitives import find_rows
-from quire.kernels.split_kv.schedule import Schedule, find_row_block, sequence_span
-from quire.kernels.states import Outputs, store_result
+from quire.kernels.split_kv.schedule import Schedule, find_row_block, partition_size, sequence_span
+from quire.kernels.states import Outputs, combine_at_once, store_result
 
 
 @triton.jit(
     do_not_specialize=["window_left", "window_right", "num_seqs", "num_partitions", "stride_lse"],
     do_not_specialize_on_alignment=["out_scale_ptr"],
 )
-def fold_kernel(
+def combine_apart_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
     out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
@@ -29,46 +31,86 @@ def fold_kernel(
     kv,  # views.KVLayout, of which lengths, intervals and the stride of scales are used
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
-    window_left, window_right, num_seqs, num_partitions, stride_out_token, stride_out_head, stride_lse,
+    window_left, window_right, num_seqs, num_partitions, combine_cost, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTIAL_ROWS: tl.constexpr,  # rows of a row block, and those of them that are stored
-    FIXED_SPLIT: tl.constexpr,  # keys of a split
+    BLOCK_N: tl.constexpr, FIXED_SPLIT: tl.constexpr,  # of the split-KV kernel
     SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,  # of Schedule
+    MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
     COLUMNS: tl.constexpr,  # of a program
     AHEAD: tl.constexpr,  # states that are loaded together
     PDL: tl.constexpr,  # programmatic dependent launch
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-    S: tl.constexpr = Schedule(GROUP, BLOCK_M, FIXED_SPLIT, SEQS, MORE_SEQS, 0, 0, 0, 0, INTERVALS, MORE_INTERVALS)
+    S: tl.constexpr = Schedule(
+        GROUP, BLOCK_M, FIXED_SPLIT if FIXED_SPLIT > 0 else BLOCK_N, SEQS, MORE_SEQS, 0, MIN_SPLIT_TILES,
+        TWO_LEVEL_DISCOUNT, TWO_LEVEL_MIN_TILES, INTERVALS, MORE_INTERVALS,
+    )  # fmt: skip
     SLICES: tl.constexpr = BLOCK_DV // COLUMNS
     pid = tl.program_id(0)
+    if PDL:  # whoever waits for this launch waits for the split-KV kernel too
+        if pid == 0:
+            gdc_wait()
     columns = pid % SLICES * COLUMNS + tl.arange(0, COLUMNS)
     row = pid // SLICES % PARTIAL_ROWS  # of the row block
     kv_head = pid // (SLICES * PARTIAL_ROWS) % NUM_KV_HEADS
     index = pid // (SLICES * PARTIAL_ROWS * NUM_KV_HEADS)
-    seq, row_block, seq_unit, num_units_of_batch, num_row_blocks = find_row_block(
+    seq, row_block, seq_unit, total, longest, num_row_blocks = find_row_block(
         kv, cu_seqlens_q, num_seqs, index, window_left, window_right, S
     )
     if index < num_row_blocks:
         q_start, q_len, first_pos, _, _, _, num_units, _ = sequence_span(
             kv, cu_seqlens_q, seq, window_left, window_right, S
         )
-        # The program that began the row block has folded its splits, into the slot of the last of them.
-        size = tl.cdiv(num_units_of_batch, num_partitions)
+        size = partition_size(total, longest, num_seqs, num_partitions, combine_cost, S)
         block_unit = seq_unit + row_block * num_units
-        first, stop = (block_unit // size + 1) * size - 1, block_unit + num_units
-        if (first + 1 < stop) & (row_block * BLOCK_M + row < q_len * GROUP):
-            acc, m_i, l_i = fold_slots(
-                scratch, first, stop, kv_head, row, columns, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM_V, AHEAD
-            )
+        first_partition = block_unit // size
+        stop = block_unit + num_units
+        if ((first_partition + 1) * size < stop) & (row_block * BLOCK_M + row < q_len * GROUP):
+            if PDL:
+                gdc_wait()
+            if FIXED_SPLIT > 0:
+                # The program that began the row block has folded its splits, into the slot of the last of them.
+                acc, m_i, l_i = fold_slots(
+                    scratch, (first_partition + 1) * size - 1, stop, kv_head, row, columns, NUM_KV_HEADS, PARTIAL_ROWS,
+                    HEAD_DIM_V, AHEAD,
+                )  # fmt: skip
+            else:
+                acc, m_i, l_i = combine_slots(
+                    scratch, 2 * first_partition + 1, (stop - 1) // size - first_partition + 1, kv_head, row, columns,
+                    NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM_V, AHEAD,
+                )  # fmt: skip
             v_scale = 1.0
             if v_scale_ptr is not None:
                 v_scale = tl.load(v_scale_ptr + kv_head.to(tl.int64) * kv.scale_head)
             rows = find_rows(row_block * BLOCK_M + row, q_start, q_len, first_pos, kv_head, GROUP, 1)
             outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
             m_i, l_i = tl.full([1], m_i, tl.float32), tl.full([1], l_i, tl.float32)
-            store_result(outputs, acc[None, :], m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
+            store_result(outputs, (acc[None, :],), m_i, l_i, v_scale, rows, (columns,), HEAD_DIM_V)
+
+
+@triton.jit
+def combine_slots(
+    scratch, first_slot, num_partials, kv_head, row, columns,
+    NUM_KV_HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Return the combined state of a row's partials, whose maximum and sum are scalars.
+
+    The partials are in `first_slot` and in every second slot from the next on. AHEAD of them are rescaled to one
+    maximum at a time.
+    """
+    acc, m_i, l_i = tl.zeros(columns.shape, tl.float32), float("-inf"), 0.0
+    inside = (columns < HEAD_DIM_V)[None, :]
+    for done in tl.range(0, num_partials, AHEAD, num_stages=1):
+        i = done + tl.arange(0, AHEAD)
+        present = i < num_partials
+        slot = first_slot + tl.where(i == 0, 0, 2 * i - 1)
+        at = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * PARTIAL_ROWS + row
+        other_m = tl.load(scratch.m_i + at, mask=present, other=float("-inf"), cache_modifier=".cg")
+        other_l = tl.load(scratch.l_i + at, mask=present, other=0.0, cache_modifier=".cg")
+        acc_ptrs = scratch.acc + (at * HEAD_DIM_V)[:, None] + columns[None, :]
+        other_acc = tl.load(acc_ptrs, mask=present[:, None] & inside, other=0.0, cache_modifier=".cg")
+        acc, m_i, l_i = combine_at_once(acc, m_i, l_i, other_acc, other_m, other_l)
+    return acc, m_i, l_i
 
 
 @triton.jit

@@ -1,0 +1,73 @@
+"""Panels: the columns of a head as tensors, whose widths are powers of two.
+
+The sizes of Triton's tensors are powers of two, and the width of a head may be none. A head of 168 columns, padded to
+256, would multiply 88 columns of zeros. Panels of 128 and 64 have 24.
+
+A stored element is EACH numbers: two where fp8 numbers are read in pairs, else one. Panels are of stored elements. A
+pair's numbers are decoded into a panel of even columns and one of odd columns.
+"""
+
+import triton
+import triton.language as tl
+
+LEAST_WIDTH = 16  # of an operand of `tl.dot`
+LEAST_REST = 32  # stored elements of a second panel; four warps share 8 columns each
+FEW_ROWS, WIDE = 32, 256  # rows that multiply so little that only wide heads gain from a second panel
+
+
+@triton.constexpr_function
+def panel_widths(DIM, EACH, ROWS):
+    """Return the stored elements of each panel of a head: one panel, or two where these hold less padding."""
+    elements = DIM // EACH
+    whole = max(LEAST_WIDTH, triton.next_power_of_2(elements))
+    first = whole // 2
+    rest = max(LEAST_REST, triton.next_power_of_2(elements - first))
+    pays = rest < first < elements and (ROWS > FEW_ROWS or whole * EACH >= WIDE)
+    return (first, rest) if pays else (whole,)
+
+
+@triton.constexpr_function
+def num_panels(DIM, EACH, ROWS):
+    """Return how many panels hold a head."""
+    return len(panel_widths(DIM, EACH, ROWS))
+
+
+@triton.constexpr_function
+def panel_width(DIM, EACH, ROWS, i):
+    """Return the stored elements of panel i."""
+    return panel_widths(DIM, EACH, ROWS)[i]
+
+
+@triton.constexpr_function
+def panel_is_full(DIM, EACH, ROWS, i):
+    """Return whether panel i has no padding."""
+    return sum(panel_widths(DIM, EACH, ROWS)[: i + 1]) * EACH <= DIM
+
+
+@triton.jit
+def elements_of(DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, i: tl.constexpr):
+    """Return the stored elements of panel i, numbered from the head's first on."""
+    return i * panel_width(DIM, EACH, ROWS, 0) + tl.arange(0, panel_width(DIM, EACH, ROWS, i))
+
+
+@triton.jit
+def columns_of(DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr):
+    """Return the columns of a head that panels of numbers hold; those of pairs are even, and odd."""
+    columns = ()
+    for i in tl.static_range(num_panels(DIM, EACH, ROWS) * EACH):
+        columns = columns + (elements_of(DIM, EACH, ROWS, i // EACH) * EACH + i % EACH,)
+    return columns
+
+
+@triton.jit
+def join_pairs(panels, DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr):
+    """Return panels of numbers with their columns in order, and these columns."""
+    joined, columns = (), ()
+    for i in tl.static_range(num_panels(DIM, EACH, ROWS)):
+        if EACH == 2:
+            pairs = tl.join(panels[2 * i], panels[2 * i + 1])
+            joined = joined + (tl.reshape(pairs, [ROWS, 2 * pairs.shape[1]]),)
+        else:
+            joined = joined + (panels[i],)
+        columns = columns + (i * EACH * panel_width(DIM, EACH, ROWS, 0) + tl.arange(0, joined[i].shape[1]),)
+    return joined, columns
