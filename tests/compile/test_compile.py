@@ -582,7 +582,8 @@ def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target
     """Decode on an SM of sm90 has room for three programs, as without new tokens."""
     with compiling(TARGETS[target]) as compiled:
         plan = launches.append(batch, head_dim, features)
-    (kernel,) = compiled
+    kernel, *others = compiled
+    assert [other.kernel for other in others] in ([], ["combine_apart_kernel"])
     print(f"{target:7} {features:18} {batch} {kernel}")
     assert kernel.kernel == f"{plan.kernel}_kernel"
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
@@ -611,7 +612,8 @@ def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(targe
     """
     with compiling(TARGETS[target]) as compiled:
         plan = launches.rotate(batch, head_dim, features, **how)
-    (kernel,) = compiled
+    kernel, *others = compiled
+    assert [other.kernel for other in others] in ([], ["combine_apart_kernel"])
     print(f"{target:7} {features:18} {batch} {how} {kernel}")
     assert kernel.kernel == f"{plan.kernel}_kernel"
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import quire
 from quire import intervals
 from quire.dispatch.config import KernelConfig
+from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.plan import make_plan
 from quire.testing import error_budget, make_problem, owned_slots
 
@@ -108,8 +109,9 @@ def test_splits_of_long_sequences(num_splits, solve, assert_within_budget):
         (((1, 780), (1, 5), (1, 0)), HEADS, 30, 1),
     ],
 )
-def test_many_states_of_single_queries(lens, heads, num_splits, times, device, assert_within_budget):
-    """With room for many programs, states are many and merged in two steps."""
+def test_many_states_of_single_queries(lens, heads, num_splits, times, device, assert_within_budget, monkeypatch):
+    """With room for many programs, partials are many and combined in two levels, where no second launch does it."""
+    monkeypatch.setattr(SplitKVLaunch, "combines_apart", False)
     spec = quire.AttentionSpec(**heads, sinks=True, dtype=torch.float32)
     p = make_problem(spec, lens, device=device, one_query=True)
     config = KernelConfig(

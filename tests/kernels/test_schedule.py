@@ -55,6 +55,6 @@ def test_a_plan_and_its_kernel_are_given_the_same_constants(device):
     launch = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=1 << 17).launch
     constexprs, costs = launch.constexprs(), launch.costs
     assert launch.name == "split_kv"
-    assert constexprs["MIN_SPLIT_TILES"] == costs.min_split_tiles
+    assert constexprs["MIN_SPLIT_TILES"] == launch.min_split_tiles
     assert constexprs["TWO_LEVEL_DISCOUNT"] == costs.two_level_combine_discount
     assert constexprs["TWO_LEVEL_MIN_TILES"] == launch.two_level_min_tiles

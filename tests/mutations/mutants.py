@@ -10,6 +10,7 @@ FULL_TILES = ATTENTION + "full_tiles_in_a_loop_without_masks"
 BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
 LONG = ATTENTION + "splits_of_long_sequences"
+BY_A_SECOND_LAUNCH = "kernels/test_apart.py::test_partials_are_combined_by_the_last_program_or_by_a_second_launch"
 WHICH_FOLDS = "kernels/test_invariance.py::test_which_launch_folds_states_changes_nothing"
 HOW_SPLIT = "kernels/test_invariance.py::test_how_a_prompt_is_split_changes_nothing[{}]"
 SHARED = "kernels/test_shared_prefix.py::test_"
@@ -295,21 +296,60 @@ IN_INTERPRETER = {
     ),
     "splits of a fixed size added in another order": Mutant(
         "kernels/split_kv/kernel.py",
-        "acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l, PACKED_FP8)",
-        "acc, m_i, l_i = combine(split_acc, split_m, total(split_l), acc, m_i, l_i, PACKED_FP8)",
+        "acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l)",
+        "acc, m_i, l_i = fold_split(split_acc, split_m, total(split_l), acc, m_i, l_i[:, None])",
         "kernels/test_invariance.py",
     ),
     "a fold apart that begins a state late": Mutant(
-        "kernels/split_kv/fold.py",
-        "first, stop = (block_unit // size + 1) * size - 1,",
-        "first, stop = (block_unit // size + 1) * size,",
+        "kernels/split_kv/apart.py",
+        "scratch, (first_partition + 1) * size - 1, stop",
+        "scratch, (first_partition + 1) * size, stop",
         WHICH_FOLDS + "[decode]",
     ),
     "a fold apart forgets what is between its first rounds": Mutant(
-        "kernels/split_kv/fold.py",
+        "kernels/split_kv/apart.py",
         "tl.range(first + num_first, stop",
         "tl.range(first + AHEAD, stop",
         WHICH_FOLDS + "[several rounds]",
+    ),
+    "partials of a second launch read from each slot": Mutant(
+        "kernels/split_kv/apart.py", "tl.where(i == 0, 0, 2 * i - 1)", "i", BY_A_SECOND_LAUNCH + "[decode-True]"
+    ),
+    "the last partial of a second launch left out": Mutant(
+        "kernels/split_kv/apart.py",
+        "(stop - 1) // size - first_partition + 1",
+        "(stop - 1) // size - first_partition",
+        BY_A_SECOND_LAUNCH + "[decode-True]",
+    ),
+    "a second launch combines one round of partials": Mutant(
+        "kernels/split_kv/apart.py",
+        "tl.range(0, num_partials, AHEAD, num_stages=1)",
+        "tl.range(0, AHEAD, AHEAD, num_stages=1)",
+        BY_A_SECOND_LAUNCH + "[more partials than fit-True]",
+    ),
+    "a second launch with tiles of another length": Mutant(
+        "kernels/split_kv/runner.py",
+        'meta["BLOCK_N"] = self.block_n(q, cache)',
+        'meta["BLOCK_N"] = decided.config.block_n',
+        BY_A_SECOND_LAUNCH + "[int8-True]",
+    ),
+    "a second launch combines row blocks that are whole": Mutant(
+        "kernels/split_kv/apart.py",
+        "if ((first_partition + 1) * size < stop) &",
+        "if ((first_partition + 1) * size <= stop) &",
+        "kernels/test_apart.py::test_the_second_launch_writes_whole_row_blocks_no_second_time",
+    ),
+    "states combined at once without the sum so far": Mutant(
+        "kernels/states.py",
+        "l_i * alpha + tl.sum(ls * betas, 0)",
+        "tl.sum(ls * betas, 0)",
+        BY_A_SECOND_LAUNCH + "[more partials than fit-True]",
+    ),
+    "a second panel that begins a column late": Mutant(
+        "kernels/panels.py",
+        "return i * panel_width(DIM, EACH, ROWS, 0) + tl.arange",
+        "return i * panel_width(DIM, EACH, ROWS, 0) + i + tl.arange",
+        "kernels/test_apart.py::test_heads_in_two_panels",
     ),
     "row blocks of a fold apart found one too late": Mutant(
         "kernels/split_kv/schedule.py", "before = ends <= index", "before = ends < index", WHICH_FOLDS + "[decode]"

@@ -63,7 +63,8 @@ def combine_kernel(
     m_i, l_i = tl.full([1], m_i, tl.float32), tl.full([1], l_i, tl.float32)
     out, lse = finish((acc[None, :],), m_i, l_i)
     ptrs = out_ptr + token * stride_out_token + head * stride_out_head + one[:, None] + offs_dv[None, :]
-    tl.store(ptrs, as_stored(out[0], out_scale_ptr, out_ptr.dtype.element_ty), mask=(offs_dv < HEAD_DIM_V)[None, :])
+    result = as_stored(out[0], out_scale_ptr, out_ptr.dtype.element_ty)  # pyright: ignore[reportGeneralTypeIssues]
+    tl.store(ptrs, result, mask=(offs_dv < HEAD_DIM_V)[None, :])
     if lse_ptr is not None:
         tl.store(lse_ptr + token * stride_lse + head + one, lse)
 

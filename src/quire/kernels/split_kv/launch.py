@@ -255,6 +255,7 @@ class SplitKVLaunch(PortableLaunch):
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
         if self.combines_apart:
             details += ", combined in a second launch"
+            details += "" if self.fixed_split_size else f", {self.partials_at_once} at once"
         if self.max_decode_queries:
             details += f", sequences of at most {self.max_decode_queries} queries"
         return details
