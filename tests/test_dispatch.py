@@ -156,6 +156,16 @@ def test_large_states_of_splits_are_folded_by_another_launch_where_row_blocks_ar
     assert decoding.max_decode_queries and not decoding.combines_apart
 
 
+def test_a_launch_that_runs_with_the_hopper_kernel_combines_by_itself():
+    spec = replace(SPEC, num_q_heads=64, num_kv_heads=4, head_dim=128)
+    alone, _ = decide(Request(spec, 8, True, Bounds(1, 8192, 8), PROPERTIES), Options())
+    mixed, _ = decide(Request(spec, 9, True, Bounds(512, 8192, 520), PROPERTIES), Options())
+    assert (alone.name, mixed.name, mixed.decode.max_decode_queries) == ("split_kv", "hopper", 1)
+    assert (alone.combines_apart, mixed.decode.combines_apart) == (True, False)
+    assert alone.combine_cost == alone.costs.combine_apart_cost < mixed.decode.combine_cost
+    assert mixed.decode.combine_cost == mixed.decode.costs.combine_cost
+
+
 def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_a_time():
     def of(head_dim_v):
         spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=256, head_dim_v=head_dim_v)

@@ -227,10 +227,10 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
         return launch
     num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
     decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, num_tokens))
-    decode, _ = choose_portable(decoding, Options(batch_invariant=batch_invariant))
+    decode, _ = choose_portable(decoding, Options(batch_invariant=batch_invariant), max_queries)
     if not isinstance(decode, SplitKVLaunch) or (not batch_invariant and is_tiny(decode, request.num_seqs)):
         return launch
-    return replace(launch, decode=replace(decode, max_decode_queries=max_queries))
+    return replace(launch, decode=decode)
 
 
 def may_be_chunks(request: Request) -> bool:

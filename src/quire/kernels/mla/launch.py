@@ -1,6 +1,7 @@
 """`MLALaunch`: a launch of the portable MLA kernel, and its runner."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class MLALaunch(SplitKVLaunch):
         tiles = cdiv(self.request.bounds.max_seq_len, self.config.block_n)
         return not self.fixed_split_size and tiles > self._two_level_min_tiles
 
-    @property
+    @cached_property
     def combines_apart(self) -> bool:
         """False: the last program to arrive at a row block combines its partials."""
         return False

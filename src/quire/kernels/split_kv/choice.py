@@ -33,8 +33,8 @@ def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLa
     return "latents" if request.spec.latent else choose(request, options)
 
 
-def choose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str]:
-    """Return a launch of one of the portable kernels, and the reason."""
+def choose(request: Request, options: Options, max_decode_queries: int = 0) -> tuple[SplitKVLaunch | BlockLaunch, str]:
+    """Return a launch of one of the portable kernels, and the reason; `max_decode_queries` is of `SplitKVLaunch`."""
     spec, device = request.spec, request.device
     if options.config is not None:
         config, reason = options.config, "config given by the caller"
@@ -43,7 +43,7 @@ def choose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLau
     else:
         config, reason = tree.select(spec, device, *rounded(request))
         config = shrunk(config, request)
-    launch = choose_partitions(request, config, tree.cost_model(spec, device), options)
+    launch = choose_partitions(request, config, tree.cost_model(spec, device), options, max_decode_queries)
     if isinstance(launch, SplitKVLaunch):
         reason += (
             f", {launch.num_partitions} partitions for each of {spec.num_kv_heads} KV heads on {device.num_sms} SMs"
@@ -127,7 +127,7 @@ def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: D
 
 
 def choose_partitions(
-    request: Request, config: KernelConfig, costs: CostModel, options: Options
+    request: Request, config: KernelConfig, costs: CostModel, options: Options, max_decode_queries: int = 0
 ) -> SplitKVLaunch | BlockLaunch:
     """Decide into how many partitions a batch is cut, per KV head; if it is not cut, return a `BlockLaunch`.
 
@@ -136,13 +136,14 @@ def choose_partitions(
         config: the kernel's configuration.
         costs: constants of the device.
         options: the caller's `num_splits` and `batch_invariant`.
+        max_decode_queries: of `SplitKVLaunch`.
     """
     fixed_split_size = FIXED_SPLIT_SIZE if options.batch_invariant else 0
     block = BlockLaunch(request, config, fixed_split_size)
     num_blocks = block.num_row_blocks(request.bounds.num_tokens)
     if num_blocks == 0:
         return block
-    split = SplitKVLaunch(request, config, 1, costs, fixed_split_size=fixed_split_size)
+    split = SplitKVLaunch(request, config, 1, costs, 0.0, fixed_split_size, max_decode_queries)
     if options.num_splits is None and not options.batch_invariant:
         combine_cost = costs.combine_apart_cost if split.combines_apart else costs.combine_cost
         split = replace(split, combine_cost=combine_cost)

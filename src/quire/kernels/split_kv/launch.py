@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class SplitKVLaunch(PortableLaunch):
             return self.partial_rows >= 16
         return cdiv(self.request.bounds.max_seq_len, self.config.block_n) > self._two_level_min_tiles
 
-    @property
+    @cached_property
     def combines_apart(self) -> bool:
         """Whether a second launch combines partials, or folds the states of splits.
 
@@ -104,7 +105,7 @@ class SplitKVLaunch(PortableLaunch):
         few = row_blocks * request.spec.num_kv_heads < FILLED * request.device.num_sms
         return few and splits * self.partial_rows >= FOLD_APART_FROM
 
-    @property
+    @cached_property
     def mean_partials(self) -> int:
         """Partials of a mean row block, if all programs that the device holds attend.
 
@@ -123,7 +124,7 @@ class SplitKVLaunch(PortableLaunch):
         """Partials of a row that a program of the second launch combines at once."""
         return min(MOST_AT_ONCE, max(4, power_of_two(self.mean_partials)))
 
-    @property
+    @cached_property
     def columns_apart(self) -> int:
         """Columns of a row that a program of the second launch combines.
 
