@@ -430,7 +430,7 @@ def test_launches_that_compile_alike_are_compiled_once():
     found = launches([(case, configs_of(case, SM90, True)) for case in cases], SM90)
     names = [name for stands_for in found.values() for name in stands_for]
     assert len(names) == len(set(names)) == sum(len(configs_of(case, SM90, True)) for case in cases)
-    assert len(names) > 2 * len(found)
+    assert len(names) > 1.5 * len(found)
 
 
 @pytest.fixture
