@@ -136,7 +136,12 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
         quire.attention(**inputs | {"q": uneven}, plan=plan)
         out = torch.empty_like(inputs["q"])
         ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None, None)
-        assert [c.kernel for c in compiled] == ["split_kv_kernel", "hopper_kernel", "combine_kernel"]
+        assert [c.kernel for c in compiled] == [
+            "split_kv_kernel",
+            "combine_apart_kernel",
+            "hopper_kernel",
+            "combine_kernel",
+        ]
     assert plan.launch.num_splits > 1
 
 
