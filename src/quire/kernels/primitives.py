@@ -420,7 +420,7 @@ def decode_panels(stored, dtype: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, FULL: tl.constexpr):
-    """Load columns `offs_d` of heads of DIM columns, with masks only where needed. FULL: there are no others."""
+    """Load columns `offs_d` of heads of DIM columns, with masks only where needed. If FULL, all are below DIM."""
     if MASKED and FULL:
         return tl.load(ptrs, mask=keep[:, None], other=0.0)
     if MASKED:

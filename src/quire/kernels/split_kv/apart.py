@@ -1,7 +1,7 @@
-"""Combine the partials of row blocks in a launch of its own, after the split-KV kernel.
+"""The second launch: it combines the partials of row blocks after the split-KV kernel.
 
-One program that combines many partials, or tall ones, may take as long as attention itself. Here programs share the
-rows and columns of a row block. They find their row block while the split-KV kernel ends.
+One program that combines many partials, or tall ones, may take as long as attention itself. Here many programs share
+the rows and columns of a row block. They find their row block while the split-KV kernel ends.
 
 The states of batch-invariant splits are folded in key order. Each row and column of the fold is by itself, so a result
 has the bits that one program would compute.
