@@ -620,7 +620,9 @@ def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(targe
     if target in NO_SPILLS:
         # As for `append`: e4m3 decode has a bound of registers. Outside of the loop over tiles, 96 bytes are spilled.
         around = 96 if features == "e4m3" else BY_CHOICE
-        assert kernel.spills <= (around if kernel.registers < REGISTERS else 0), kernel
+        # With Triton 3.6.0, a norm over 256 columns spills 16 bytes before that loop, beside all registers.
+        full = 16 if triton.__version__ == launches.OLDEST and head_dim == 256 else 0
+        assert kernel.spills <= (around if kernel.registers < REGISTERS else full), kernel
     if (target, batch, head_dim) == ("sm90", "decode, 64", 128):
         planned = plan.launch.config.programs_per_sm
         assert kernel.occupancy >= (planned if triton.__version__ == launches.OLDEST else 3), kernel

@@ -3,6 +3,7 @@
 import re
 import struct
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -62,13 +63,11 @@ def instructions(call: Callable[[], None], target: str, fused: bool, monkeypatch
 
 
 @pytest.mark.parametrize("target", ["sm90", "gfx942"])
-def test_writes_copies_and_merges_have_the_same_instructions_with_and_without_fusion(target, monkeypatch):
-    """So their bits do not depend on it. AMD's logarithm does in Triton 3.6.0: the last sum of a merged state's lse."""
-    calls = [lambda: launches.write(64, "plain"), lambda: launches.write(64, "int8 per token")]
-    if (target, triton.__version__) != ("gfx942", launches.OLDEST):
-        calls.append(lambda: launches.merge(80, "plain"))
-    for call in calls:
-        fused, apart = (instructions(call, target, fused, monkeypatch) for fused in (True, False))
+def test_writes_and_copies_have_the_same_instructions_with_and_without_fusion(target, monkeypatch):
+    """So their bits do not depend on it."""
+    for features in ("plain", "int8 per token"):
+        call = partial(launches.write, 64, features)
+        fused, apart = (instructions(call, target, on, monkeypatch) for on in (True, False))
         assert fused == apart and all(fused)
-    fused, apart = (instructions(multiply_and_add, target, fused, monkeypatch) for fused in (True, False))
+    fused, apart = (instructions(multiply_and_add, target, on, monkeypatch) for on in (True, False))
     assert fused != apart  # what does depend on it is seen
