@@ -58,7 +58,13 @@ IN_INTERPRETER = {
         "kernels/states.py", "l_i = l_i * alpha + tl.sum(p, 1)", "l_i = l_i + tl.sum(p, 1)", LONG + "[1]"
     ),
     "states added without weights": Mutant(
-        "kernels/states.py", "tl.fma(l_i, alpha, other_l * beta)", "l_i + other_l", MERGE + "::test_any_tree_shape"
+        "kernels/states.py", "tl.fma(l_i, alpha, other_l * beta)", "l_i + other_l", ATTENTION + "features[sinks-1]"
+    ),
+    "sums of merged states added without weights": Mutant(
+        "kernels/states.py", "tl.sum(ls * betas, 0)", "tl.sum(ls, 0)", MERGE + "::test_any_tree_shape"
+    ),
+    "merged states not rescaled": Mutant(
+        "kernels/states.py", "accs * betas[:, None]", "accs", MERGE + "::test_any_tree_shape"
     ),
     "sink forgotten": Mutant(
         "kernels/states.py",
