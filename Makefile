@@ -88,9 +88,9 @@ $(SGLANG_NEEDS)/.ready: tests/engines/sglang_cpu/requirements.txt | $(VENV)/.pip
 demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
-# Two suites run at a time, also if make is not told so. What a suite needs and another target may make at the same time
-# is made before.
-test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready $(SGLANG:%=.overlays/sglang-%/.ready)
+# Two suites run at a time, also if make is not told so. What suites need is made before: make would begin the suites
+# that need nothing first, and those of an engine last.
+test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM:%=.overlays/vllm-%/.ready) $(SGLANG:%=.overlays/sglang-%/.ready)
 	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test-suites
 
 # The longest suite begins first. An engine's suite is one process, since another process would import the engine again,

@@ -34,3 +34,16 @@ def first_stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict, str]]
     monkeypatch.setattr(JITFunction, "_do_compile", first_stage)
     monkeypatch.setattr(targets, "inspect", collect)
     return collected
+
+
+@pytest.fixture
+def assembled(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """Collect the code of each kernel that is compiled in the test, by stage."""
+    collected, inspect = [], targets.inspect
+
+    def collect(name, kernel, *others):
+        collected.append(kernel.asm)
+        return inspect(name, kernel, *others)
+
+    monkeypatch.setattr(targets, "inspect", collect)
+    return collected

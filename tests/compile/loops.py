@@ -65,6 +65,12 @@ def count_kinds(opcodes: list[str]) -> Counter[str]:
     return kinds
 
 
+def attending(code: dict) -> list[list[str]]:
+    """Return the innermost loops of a kernel for an NVIDIA GPU that compute scores and their exponentials."""
+    kinds = [(loop, count_kinds(loop)) for loop in innermost_loops(disassemble(code["cubin"]))]
+    return [loop for loop, counts in kinds if counts["tensor cores"] and counts["exponentials"]]
+
+
 def describe(opcodes: list[str]) -> str:
     """Return one line about a loop."""
     return f"{len(opcodes)} instructions: " + ", ".join(f"{n} {kind}" for kind, n in count_kinds(opcodes).most_common())

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import quire
-from quire import api, targets
+from quire import api
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import compile_for
 from quire.dispatch.tree import forget_trees
@@ -166,12 +166,10 @@ INTERVALS = ("key_begin", "key_end")
     ],
     ids=str,
 )
-def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, head_dim, extra, page_size):
+def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, head_dim, extra, page_size, assembled):
     """Not in its loops: the stack that is left holds what lives around them."""
     wanted = launches.Features(extra, page_size=page_size, lse=True, per_token=INTERVALS)
-    cubins, read = [], targets.inspect
-    with pytest.MonkeyPatch.context() as patch, compiling(TARGETS["sm90"]) as compiled:
-        patch.setattr(targets, "inspect", lambda *launch: cubins.append(launch[1].asm["cubin"]) or read(*launch))
+    with compiling(TARGETS["sm90"]) as compiled:
         plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted)
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
     assert plan.kernel == compiled[0].kernel.removesuffix("_kernel") == "hopper"
@@ -179,11 +177,7 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
     assert compiled[0].spills <= ON_THE_STACK_OF_INTERVALS, compiled[0]
     assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
     assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
-    attends = [
-        loop
-        for loop in loops.innermost_loops(loops.disassemble(cubins[0]))
-        if loops.count_kinds(loop)["tensor cores"] and loops.count_kinds(loop)["exponentials"]
-    ]
+    attends = loops.attending(assembled[0])
     assert len(attends) == plan.launch.config.num_warpgroups
     for loop in attends:
         print(loops.describe(loop))
@@ -211,7 +205,9 @@ def waits_for_products(launch, page_size):
     ],
     ids=str,
 )
-def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(extra, page_size, max_seq_len, on_the_stack):
+def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
+    extra, page_size, max_seq_len, on_the_stack, assembled, monkeypatch
+):
     """The loops of consumers do not spill, but for one register with ALiBi and Triton 3.9.0, and for converted tiles.
 
     Partials are loaded 16 bytes at a time, past L1.
@@ -219,47 +215,40 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(extra, pag
     The stack is the larger one of Triton 3.6.0 and 3.9.0. Results that wait while others are combined are on it.
     """
     spec = quire.AttentionSpec(**{"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128} | extra)
-    texts, read = [], targets.inspect
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(targets, "inspect", lambda *launch: texts.append(launch[1].asm) or read(*launch))
-        # The launch for decoding sequences is another kernel, which other tests compile.
-        patch.setattr(SplitKVLaunch, "bind", lambda *plan: lambda *tensors: None)
-        launch = Launch(spec, 8, 512, max_seq_len, 1600, page_size, options=(("kernel", "hopper"),))
-        plan, compiled = launch.compile(TARGETS["sm90"])
+    # The launch for decoding sequences is another kernel, which other tests compile.
+    monkeypatch.setattr(SplitKVLaunch, "bind", lambda *plan: lambda *tensors: None)
+    launch = Launch(spec, 8, 512, max_seq_len, 1600, page_size, options=(("kernel", "hopper"),))
+    plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.launch.cut_slots > 0 and compiled[0].kernel == "hopper_kernel"
     print(compiled[0])
     assert compiled[0].spills <= on_the_stack, compiled[0]
     assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
     assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
     warpgroups = plan.launch.config.num_warpgroups
-    assert texts[0]["ptx"].count("atom.global.gpu.acq_rel.add") == warpgroups
+    assert assembled[0]["ptx"].count("atom.global.gpu.acq_rel.add") == warpgroups
     columns = power_of_two(spec.head_dim_v)
     lanes = min(8, columns // 4)  # of a row, which each load four numbers of a partial at a time
     loads = partials_at_once(columns) * columns // (4 * lanes)
-    assert texts[0]["ptx"].count("ld.global.cg.v4.b32") == warpgroups * loads
-    found = loops.innermost_loops(loops.disassemble(texts[0]["cubin"]))
-    attends = [x for x in found if loops.count_kinds(x)["tensor cores"] and loops.count_kinds(x)["exponentials"]]
+    assert assembled[0]["ptx"].count("ld.global.cg.v4.b32") == warpgroups * loads
+    attends = loops.attending(assembled[0])
     assert len(attends) == warpgroups
-    converts = spec.kv_dtype is not spec.dtype and not spec.allow_fp8
+    is_quantised = spec.kv_dtype is not spec.dtype
+    converts = is_quantised and not spec.allow_fp8
     most_local = IN_CONVERTING_LOOPS[triton.__version__ != launches.OLDEST] if converts else int(spec.alibi)
     for loop in attends:
         print(loops.describe(loop))
         assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == waits_for_products(plan.launch, page_size)
         assert loops.count_kinds(loop)["local memory"] <= most_local
-        if (
-            spec.kv_dtype is spec.dtype and not spec.alibi
-        ):  # two probabilities at a time, whose order is that of the product
+        if not is_quantised and not spec.alibi:  # two probabilities at a time, whose order is that of the product
             assert loops.count_kinds(loop)["conversions"] == plan.launch.config.block_n // 4
 
 
 # With the oldest Triton, `make test` runs what has a tuned target in its name.
 @pytest.mark.parametrize("head_dim", ON_THE_STACK_OF_CAPPED, ids="sm90-{}".format)
-def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim):
+def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim, assembled):
     """Its softmax overlaps its product with values, for heads of these widths. Its loop waits for products twice."""
     wanted = launches.Features({"softcap": 30.0}, lse=True)
-    cubins, read = [], targets.inspect
-    with pytest.MonkeyPatch.context() as patch, compiling(TARGETS["sm90"]) as compiled:
-        patch.setattr(targets, "inspect", lambda *launch: cubins.append(launch[1].asm["cubin"]) or read(*launch))
+    with compiling(TARGETS["sm90"]) as compiled:
         plan = launches.plan_of("prefill", launches.make_spec(head_dim, wanted), wanted)
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
     assert plan.kernel == "hopper" and plan.launch.constexprs()["SCORE_MOD"] is capped_exponents
@@ -268,8 +257,7 @@ def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim):
     assert compiled[0].spills <= ON_THE_STACK_OF_CAPPED[head_dim][is_newer], compiled[0]
     assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
     assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
-    found = loops.innermost_loops(loops.disassemble(cubins[0]))
-    attends = [x for x in found if loops.count_kinds(x)["tensor cores"] and loops.count_kinds(x)["exponentials"]]
+    attends = loops.attending(assembled[0])
     assert len(attends) == plan.launch.config.num_warpgroups
     for loop in attends:
         print(loops.describe(loop))
@@ -408,12 +396,10 @@ def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
     ],
     ids=str,
 )
-def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, head_dim, extra):
+def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, head_dim, extra, assembled):
     """Not in its loops."""
     wanted = launches.Features(extra, out_scale=True)
-    cubins, read = [], targets.inspect
-    with pytest.MonkeyPatch.context() as patch, compiling(TARGETS["sm90"]) as compiled:
-        patch.setattr(targets, "inspect", lambda *launch: cubins.append(launch[1].asm["cubin"]) or read(*launch))
+    with compiling(TARGETS["sm90"]) as compiled:
         plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted)
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
     assert plan.kernel == compiled[0].kernel.removesuffix("_kernel") == "hopper"
@@ -421,8 +407,7 @@ def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, hea
     assert compiled[0].spills <= ON_THE_STACK_OF_E4M3_OUTPUTS, compiled[0]
     assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
     assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
-    found = loops.innermost_loops(loops.disassemble(cubins[0]))
-    attends = [loop for loop in found if loops.count_kinds(loop)["exponentials"]]
+    attends = loops.attending(assembled[0])
     assert attends and not any(loops.count_kinds(loop)["local memory"] for loop in attends)
 
 
@@ -515,25 +500,20 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
     ("queries", "num_q_heads", "head_dim"),
     [(64, 16, 256), extended(64, 32, 128), extended(4096, 16, 256), (4096, 32, 128)],
 )
-def test_wgmma_of_batch_invariant_portable_kernels_do_not_wait_for_one_another(queries, num_q_heads, head_dim):
+def test_wgmma_of_batch_invariant_portable_kernels_do_not_wait_for_one_another(
+    queries, num_q_heads, head_dim, assembled
+):
     """A loop waits once for scores and once for products with values."""
     spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=8, head_dim=head_dim, dtype=torch.bfloat16)
     options = (("batch_invariant", True), ("kernel", "portable"))
-    cubins, read = [], targets.inspect
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(targets, "inspect", lambda *launch: cubins.append(launch[1].asm["cubin"]) or read(*launch))
-        plan, compiled = Launch(spec, 1, queries, 8192, queries, options=options).compile(TARGETS["sm90"])
+    plan, compiled = Launch(spec, 1, queries, 8192, queries, options=options).compile(TARGETS["sm90"])
     kernel = compiled[0]
     print(plan.kernel, kernel)
     assert plan.kernel == {64: "split_kv", 4096: "block"}[queries] and plan.launch.config.block_m >= 64
     assert kernel.shared <= TARGETS["sm90"].shared_memory and kernel.occupancy >= 1, kernel
     # Of heads of 256, accumulators take 128 registers of a thread.
     assert kernel.spills <= (128 if head_dim == 128 else 256), kernel
-    attends = [
-        loop
-        for loop in loops.innermost_loops(loops.disassemble(cubins[0]))
-        if any(op.startswith("HGMMA") for op in loop)
-    ]
+    attends = loops.attending(assembled[0])
     assert attends
     for loop in attends:
         assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == 2, loops.describe(loop)
@@ -620,7 +600,7 @@ def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(targe
     if target in NO_SPILLS:
         # As for `append`: e4m3 decode has a bound of registers. Outside of the loop over tiles, 96 bytes are spilled.
         around = 96 if features == "e4m3" else BY_CHOICE
-        # With Triton 3.6.0, a norm over 256 columns spills 16 bytes before that loop, beside all registers.
+        # With Triton 3.6.0, a norm over 256 columns takes all registers and 16 bytes, before that loop.
         full = 16 if triton.__version__ == launches.OLDEST and head_dim == 256 else 0
         assert kernel.spills <= (around if kernel.registers < REGISTERS else full), kernel
     if (target, batch, head_dim) == ("sm90", "decode, 64", 128):

@@ -132,7 +132,10 @@ BATCHES = [  # by default, each count with one number of programs, in turn
     for j, count in enumerate(COUNTS)
 ]
 for some in ({"max_decode_queries": 3}, {"window": (900, 0)}, {"window": (1 << 30, 1 << 30)}):
-    BATCHES += [(some, programs, count) for programs, count in ((6, 40), (132, 9), (132, 200), (3000, 127))]
+    BATCHES += [
+        *((some, programs, count) for programs, count in ((6, 40), (132, 9), (3000, 127))),
+        extended(some, 132, 200),
+    ]
 
 
 @pytest.mark.parametrize(("options", "num_programs", "count"), BATCHES, ids=str)
@@ -270,7 +273,7 @@ def test_widths(head_dim, head_dim_v):
 
 
 @pytest.mark.usefixtures("short_pieces")
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, extended(256)])
 def test_more_splits_than_are_combined_at_once(head_dim):
     lens = (1, 3600), (20, 30), *((1, 40),) * 40
     _, arrivals = assert_right({"head_dim": head_dim, "sinks": True}, lens, bound=SHORT, num_sms=64)
@@ -278,16 +281,28 @@ def test_more_splits_than_are_combined_at_once(head_dim):
 
 
 @pytest.mark.usefixtures("short_pieces")
-@pytest.mark.parametrize("page_size", [1, 3, 8])
-@pytest.mark.parametrize("extra", [{}, {"head_dim": 128} | E4M3], ids=str)
+@pytest.mark.parametrize(
+    ("extra", "page_size"),
+    [
+        *(({}, 1), extended({}, 3), ({}, 8)),
+        *(extended({"head_dim": 128} | E4M3, 1), ({"head_dim": 128} | E4M3, 3), extended({"head_dim": 128} | E4M3, 8)),
+    ],
+    ids=str,
+)
 def test_pages(extra, page_size):
     assert assert_right(extra, page_size=page_size, layout="HND")[1] > 0
 
 
 @pytest.mark.usefixtures("short_pieces")
-@pytest.mark.parametrize("scales", ["tensor", "head"])
 @pytest.mark.parametrize(
-    "extra", [E4M3, {"kv_dtype": torch.float8_e5m2}, {"kv_dtype": torch.int8}, E4M3 | {"allow_fp8": True}], ids=str
+    ("extra", "scales"),
+    [
+        *((E4M3, "head"), extended(E4M3, "tensor")),
+        *(({"kv_dtype": torch.float8_e5m2}, "tensor"), extended({"kv_dtype": torch.float8_e5m2}, "head")),
+        *(({"kv_dtype": torch.int8}, "head"), extended({"kv_dtype": torch.int8}, "tensor")),
+        *((E4M3 | {"allow_fp8": True}, "tensor"), extended(E4M3 | {"allow_fp8": True}, "head")),
+    ],
+    ids=str,
 )
 def test_quantised_caches(extra, scales):
     plan, arrivals = assert_right({"head_dim": 128, "sinks": True} | extra, scales=scales)

@@ -21,6 +21,7 @@ pytest.importorskip("triton.experimental.gluon")
 import triton.language as tl
 
 from quire.kernels.hopper import cuts, queue, tile_scheduler
+from tests.extended import extended
 from tests.hopper_simulator.launch import Functions, argument, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine, Program
@@ -211,7 +212,7 @@ def each_once(items):
 
 
 @pytest.mark.usefixtures("small_parts_count")
-@pytest.mark.parametrize("page_size", [16, 1])
+@pytest.mark.parametrize("page_size", [extended(16), 1])
 def test_the_longest_sequence_of_a_launch_comes_first(page_size, monkeypatch):
     """Sequences of one row block come last. Pages of 1 have a producer of four warps."""
     plan, state, loads = attended_in_order(page_size)
@@ -226,7 +227,7 @@ def test_the_longest_sequence_of_a_launch_comes_first(page_size, monkeypatch):
 
 
 @pytest.mark.usefixtures("small_parts_count")
-@pytest.mark.parametrize(("num_sms", "page_size"), [(2, 16), (3, 16), (4, 1)])
+@pytest.mark.parametrize(("num_sms", "page_size"), [extended(2, 16), (3, 16), (4, 1)])
 def test_half_of_the_programs_begin_with_sequences_of_one_row_block(num_sms, page_size, monkeypatch):
     spec = quire.AttentionSpec(**WIDE)
     _, state, loads = attended(monkeypatch, spec, RAGGED, num_sms=num_sms, bound=FOR_ALL, page_size=page_size)

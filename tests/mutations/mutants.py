@@ -881,7 +881,7 @@ IN_INTERPRETER = {
         PARTIALS, "acc += accs[i] * weight[:, None]", "acc += accs[i]", CUT + "features[{}-4000]"
     ),
     "Hopper: further partials read from the first ones": Mutant(
-        PARTIALS, "of_acc += AT_ONCE * WARPGROUPS * SIZE", "pass", CUT + "more_splits_than_are_combined_at_once[256]"
+        PARTIALS, "of_acc += AT_ONCE * WARPGROUPS * SIZE", "pass", CUT + "more_splits_than_are_combined_at_once[64]"
     ),
     "Hopper: no sinks where a row block sees no keys": Mutant(
         PRODUCER,

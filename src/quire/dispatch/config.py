@@ -6,6 +6,7 @@
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 
 from quire.dispatch.device import DeviceProperties
 from quire.spec import AttentionSpec
@@ -65,6 +66,7 @@ class HopperConfig:
         return 3 - self.num_warpgroups
 
 
+@cache
 def heads_that_fit(rows: int, block_t: int, group_size: int) -> int:
     """Return how many heads of `block_t` rows each fit, if they are to divide the group."""
     return max(heads for heads in range(1, rows // block_t + 1) if group_size % heads == 0)

@@ -52,7 +52,7 @@ def walk(tree: Any, features: dict[str, float]) -> Any:
 
 def power_of_two(value: float) -> int:
     """Round up to a power of two."""
-    return 1 << max(0, math.ceil(value) - 1).bit_length()
+    return 1 << (math.ceil(value) - 1).bit_length() if value > 1 else 1
 
 
 def padded(dim: int) -> int:

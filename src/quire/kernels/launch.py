@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def once(method: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Keep the result of a frozen dataclass's method with the object."""
+    """Keep the result of a method of a frozen dataclass, or of a function of one, with the object."""
     name = f"_{method.__name__}"
 
     @wraps(method)

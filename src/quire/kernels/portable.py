@@ -87,7 +87,7 @@ class PortableLaunch(ABC):
         """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
         request = self.request
         absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
-        return self.name, *absent, *sorted(self.constexprs().items(), key=lambda item: item[0])
+        return self.name, *absent, *self.constexprs().items()
 
     def for_cache(self, cache: PagedKVCache) -> "PortableLaunch":
         """Return this launch, which serves every cache."""

@@ -40,8 +40,9 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
         return "a batch without cu_seqlens_q"
     fallback, reason = choose_portable(request, options)
     launch = HopperLaunch(request, config, fallback)
-    launch = replace(launch, num_splits=choose_num_splits(launch, costs))
-    launch = replace(launch, section_heads=choose_section(launch, costs))
+    num_splits = choose_num_splits(launch, costs)
+    section_heads = choose_section(launch, costs) if num_splits == 1 else None
+    launch = replace(launch, num_splits=num_splits, section_heads=section_heads)
     if options.kernel is None and not is_preferred(launch, costs):
         return "batches for which the portable kernels are faster"
     return with_decode_launch(launch, costs), reason
@@ -193,10 +194,10 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
 
 
 def choose_section(launch: HopperLaunch, costs: CostModel) -> int | None:
-    """Return how many KV heads are attended to at a time; None for all."""
+    """Return how many KV heads are attended to at a time, where keys are not split; None for all."""
     spec, request = launch.request.spec, launch.request
     tiles_of_head = launch.num_work_tiles(request.bounds.num_tokens) / spec.num_kv_heads
-    if launch.num_splits > 1 or request.bounds.max_query_len <= launch.config.block_t or not tiles_of_head:
+    if request.bounds.max_query_len <= launch.config.block_t or not tiles_of_head:
         return None
     least = max(costs.hopper_section_heads, costs.hopper_section_tiles * request.device.num_sms / tiles_of_head)
     for heads in range(1, spec.num_kv_heads):
@@ -212,7 +213,7 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     than `num_seqs * max_query_len`.
     """
     request, bounds = launch.request, launch.request.bounds
-    max_queries = max(1, MAX_DECODE_ROWS // request.spec.group_size)
+    max_queries = most_decode_queries(request.spec)
     may_decode = request.num_seqs > 1 and is_ragged(request) and launch.num_splits == 1
     if not may_decode or bounds.max_query_len <= max_queries:
         return launch
@@ -231,6 +232,11 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     if not isinstance(decode, SplitKVLaunch) or (not batch_invariant and is_tiny(decode, request.num_seqs)):
         return launch
     return replace(launch, decode=decode)
+
+
+def most_decode_queries(spec: AttentionSpec) -> int:
+    """Return the most queries of a sequence that a decode launch serves."""
+    return max(1, MAX_DECODE_ROWS // spec.group_size)
 
 
 def may_be_chunks(request: Request) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class HopperLaunch:
             return None
         return self.section_heads * self.request.spec.group_size // self.heads
 
-    @property
+    @cached_property
     def cut_slots(self) -> int:
         """Slots for partials of row blocks that programs cut by keys where lengths differ; 0 if none is cut.
 
@@ -193,7 +194,7 @@ class HopperLaunch:
             self.request.has_intervals,  # arguments that may be None
             self.is_long,
             decode,
-            *sorted(self.constexprs().items(), key=lambda item: item[0]),
+            *self.constexprs().items(),
         )
 
     @property

@@ -10,6 +10,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
 from quire.kernels.block.launch import BlockLaunch
+from quire.kernels.launch import once
 from quire.kernels.split_kv.launch import FILLED, FIXED_SPLIT_SIZE, SplitKVLaunch, may_be_uneven, rounded_up
 from quire.spec import AttentionSpec
 
@@ -22,8 +23,9 @@ IDLE = 8  # programs that a device has room for, for each row block, where it is
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
 
+@once
 def rounded(request: Request) -> tuple[int, float, int, int]:
-    """Return the features of a batch that decision trees use; see `tree.rounded`."""
+    """Return the features of a batch that decision trees use; see `tree.rounded`. They are kept with the request."""
     bounds = request.bounds
     return tree.rounded(request.spec, request.device, bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens)
 
@@ -33,8 +35,12 @@ def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLa
     return "latents" if request.spec.latent else choose(request, options)
 
 
+@lru_cache(maxsize=1)
 def choose(request: Request, options: Options, max_decode_queries: int = 0) -> tuple[SplitKVLaunch | BlockLaunch, str]:
-    """Return a launch of one of the portable kernels, and the reason; `max_decode_queries` is of `SplitKVLaunch`."""
+    """Return a launch of one of the portable kernels, and the reason; `max_decode_queries` is of `SplitKVLaunch`.
+
+    The last choice is kept: the Hopper family asks for it before the portable one does.
+    """
     spec, device = request.spec, request.device
     if options.config is not None:
         config, reason = options.config, "config given by the caller"
@@ -51,6 +57,9 @@ def choose(request: Request, options: Options, max_decode_queries: int = 0) -> t
     return launch, reason
 
 
+tree.CHOICES.append(choose)
+
+
 def shrunk(config: KernelConfig, request: Request) -> KernelConfig:
     """Return a configuration with no more keys in flight than queries see, if they see few.
 
@@ -59,12 +68,15 @@ def shrunk(config: KernelConfig, request: Request) -> KernelConfig:
     took 30.2 us with 3 stages of 64 keys, and 9.9 with one of 16 (NVIDIA H200, 2026-11-24).
     """
     keys_seen = power_of_two(request.keys_seen)
-    if keys_seen > FEW_KEYS:
-        return config
+    return config if keys_seen > FEW_KEYS else for_few_keys(config, keys_seen, rounded(request)[1])
+
+
+@lru_cache(maxsize=4096)
+def for_few_keys(config: KernelConfig, keys_seen: int, rows_per_sm: float) -> KernelConfig:
+    """Return what `shrunk` does, for queries that see few keys."""
     block_n = min(config.block_n, max(16, keys_seen))
     tiles = cdiv(keys_seen, block_n)
     config = replace(config, block_n=block_n, num_stages=min(config.num_stages, tiles))
-    _, rows_per_sm, _, _ = rounded(request)
     if tiles == 1 and rows_per_sm <= (MANY_WIDE_ROWS if config.block_d > 128 else MANY_ROWS):
         config = replace(config, block_m=16, num_warps=4, full_tile_loop=False)
     smallest = min(config.block_m, config.block_n)  # of a matrix instruction of AMD's GPUs
@@ -144,9 +156,7 @@ def choose_partitions(
     if num_blocks == 0:
         return block
     split = SplitKVLaunch(request, config, 1, costs, 0.0, fixed_split_size, max_decode_queries)
-    if options.num_splits is None and not options.batch_invariant:
-        combine_cost = costs.combine_apart_cost if split.combines_apart else costs.combine_cost
-        split = replace(split, combine_cost=combine_cost)
+    combine_cost = 0.0
     if options.batch_invariant:
         wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
         num_partitions = min(wanted, split.max_units)
@@ -156,13 +166,13 @@ def choose_partitions(
     elif options.num_splits is not None:
         num_partitions = options.num_splits * num_blocks if options.num_splits > 1 else 0
     elif is_tiny(split, num_blocks):
-        split = replace(split, combine_cost=0.0)
         num_partitions = num_blocks * cdiv(split.request.bounds.max_seq_len, split.config.block_n)
     else:
-        num_partitions = partitions_that_pay(split, num_blocks)
+        combine_cost = costs.combine_apart_cost if split.combines_apart else costs.combine_cost
+        num_partitions = partitions_that_pay(split, num_blocks, combine_cost)
     if num_partitions == 0 or split.max_units >= MAX_UNITS:
         return block
-    return replace(split, num_partitions=num_partitions)
+    return SplitKVLaunch(request, config, num_partitions, costs, combine_cost, fixed_split_size, max_decode_queries)
 
 
 def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
@@ -189,7 +199,7 @@ def is_tiny(split: SplitKVLaunch, num_blocks: int) -> bool:
     return is_short and bounds.max_query_len == 1 and IDLE * num_blocks <= split.capacity
 
 
-def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
+def partitions_that_pay(split: SplitKVLaunch, num_blocks: int, combine_cost: float) -> int:
     """Return how many partitions fill the device; 0 to leave row blocks uncut.
 
     If sequences have several row blocks, they are cut only if the row blocks would leave half of the device idle, or if
@@ -199,7 +209,7 @@ def partitions_that_pay(split: SplitKVLaunch, num_blocks: int) -> int:
     keeps_busy = split.multi_block and 2 * num_blocks > split.capacity and not may_be_uneven(split.request)
     if tiles <= split.costs.min_split_tiles or keeps_busy:
         return 0
-    shortest = min_partition_tiles(tiles, split.combine_cost, split.costs, split.two_level_min_tiles)
+    shortest = min_partition_tiles(tiles, combine_cost, split.costs, split.two_level_min_tiles)
     return min(split.capacity, num_blocks * cdiv(tiles, shortest))
 
 

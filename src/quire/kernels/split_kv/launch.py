@@ -94,12 +94,13 @@ class SplitKVLaunch(PortableLaunch):
         """
         if self.max_decode_queries:  # concurrent with the Hopper kernel
             return False
-        request = rounded_up(self.request)
         if not self.fixed_split_size:
-            tiles = cdiv(request.bounds.max_seq_len, self.config.block_n)
+            bounds = self.request.bounds
+            tiles = cdiv(power_of_two(max(1, bounds.max_seq_len)), self.config.block_n)
             pays = tiles > self.costs.min_split_tiles or self.partial_rows >= TALL
-            least = APART_FROM if request.bounds.max_query_len == 1 else DRAFTS_APART_FROM
-            return pays and self.mean_partials >= least and request.device.supports_pdl
+            least = APART_FROM if bounds.max_query_len == 1 else DRAFTS_APART_FROM
+            return pays and self.mean_partials >= least and self.request.device.supports_pdl
+        request = rounded_up(self.request)
         splits = cdiv(request.bounds.max_seq_len, self.fixed_split_size)
         row_blocks = replace(self, request=request).num_row_blocks(request.bounds.num_tokens)
         few = row_blocks * request.spec.num_kv_heads < FILLED * request.device.num_sms
@@ -112,12 +113,13 @@ class SplitKVLaunch(PortableLaunch):
         Numbers are rounded so that `service.launches_within` meets what depends on them: those of tokens and queries,
         as decision trees have them, not that of sequences. Where sequences have several row blocks, it is a guess.
         """
-        bounds = rounded_up(self.request).bounds
+        bounds = self.request.bounds
         if self.multi_block:
             partials = 1 if may_be_uneven(self.request) else PARTIALS_OF_FEW_BLOCKS
         else:
-            partials = self.capacity // cdiv(bounds.num_tokens, power_of_two(max(1, bounds.max_query_len)))
-        return min(cdiv(bounds.max_seq_len, self.config.block_n), partials)
+            tokens, queries = power_of_two(max(1, bounds.num_tokens)), power_of_two(max(1, bounds.max_query_len))
+            partials = self.capacity // cdiv(tokens, queries)
+        return min(cdiv(power_of_two(max(1, bounds.max_seq_len)), self.config.block_n), partials)
 
     @property
     def partials_at_once(self) -> int:
@@ -275,7 +277,7 @@ def may_be_uneven(request: Request) -> bool:
     bounds = request.bounds
     is_ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
     least = max(LONG_CONTEXT, KEYS_FOR_EACH_QUERY * power_of_two(bounds.max_query_len))
-    return is_ragged and request.keys_seen >= least
+    return is_ragged and power_of_two(request.keys_seen) >= least
 
 
 def rounded_up(request: Request) -> Request:
