@@ -117,11 +117,11 @@ def selection(target: str, features: str) -> list[tuple[str, int]]:
 def is_extended(target: str, features: str, batch: str, head_dim: int) -> bool:
     """Return whether a launch of `selection` only repeats what others show.
 
-    In turn, one of gfx942 and of the other targets has the portable kernels with a feature. What gfx942 leaves out it
-    compiles with the oldest Triton. So it is with its batches without features. Of these, a target without a tree has
-    one, in turn, and no odd head dims.
+    In turn, sm90 has a feature, or gfx942 and, of every second feature, another target. What a tuned target leaves out
+    it compiles with the oldest Triton. So it is with gfx942's batches without features. Of these, a target without a
+    tree has one, in turn, and no odd head dims.
     """
-    if target == "sm90" or triton.__version__ == OLDEST:
+    if triton.__version__ == OLDEST or features == "fp8 products" or (target, features) == ("sm90", "plain"):
         return False
     if features != "plain":
         return (target == "gfx942") == bool(COMPILED.index(features) % 2)
@@ -271,7 +271,7 @@ LATENT_LAUNCHES = {  # of each target, the kind of latents and the batch: no tar
 
 MORE_LATENT_LAUNCHES = {  # those whose target has others, and whose kind and batch other targets have
     "sm80": (("e4m3", "decode"),),
-    "sm90": (("bfloat16", "prompt"), ("e4m3", "many heads")),
+    "sm90": (("bfloat16", "prompt"), ("e4m3", "many heads"), ("records", "decode")),
     "gfx942": (("bfloat16", "one long"), ("no rotary columns", "prompt")),
 }
 

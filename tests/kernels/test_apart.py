@@ -9,6 +9,7 @@ from quire import intervals
 from quire.dispatch.config import KernelConfig
 from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.testing import make_problem
+from tests.extended import extended
 
 HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
 PARTIALS = {
@@ -24,8 +25,14 @@ PARTIALS = {
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("case", PARTIALS)
+@pytest.mark.parametrize(
+    ("case", "apart"),
+    [
+        (case, apart) if apart or case in ("decode", "several row blocks") else extended(case, apart)
+        for case in PARTIALS
+        for apart in (False, True)
+    ],
+)
 def test_partials_are_combined_by_the_last_program_or_by_a_second_launch(
     case, apart, device, assert_within_budget, monkeypatch
 ):
