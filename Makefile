@@ -132,10 +132,12 @@ test-quick: $(VENV)/.ready
 	$(PYTEST) $(IN_TWO) $(NOT_QUICK:%=--ignore tests/%) -k "not ($(SLOW))"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
 
+# Hopper GPUs, on which this Triton was measured, and attention on one of AMD's.
+OLD_COMPILED := (sm90 or the_hopper_kernel or wgmma or wide_values or (gfx942 and attention_compiles)) and not sees_a_spill
 test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
 	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER))"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_TWO) tests/compile -k "(sm90 or (gfx942 and attention_compiles)) and not sees_a_spill"
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_TWO) tests/compile -k "$(OLD_COMPILED)"
 
 test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== Transformers 5.17.0"

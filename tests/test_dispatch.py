@@ -166,6 +166,18 @@ def test_a_launch_that_runs_with_the_hopper_kernel_combines_by_itself():
     assert mixed.decode.combine_cost == mixed.decode.costs.combine_cost
 
 
+def test_sequences_with_fewer_queries_than_the_longest_one_count_as_row_blocks():
+    """A second launch combines the partials of a few sequences, whichever of them have drafts."""
+
+    def combines_apart(num_seqs, queries, num_tokens):
+        launch, _ = decide(Request(SPEC, num_seqs, True, Bounds(queries, 8192, num_tokens), PROPERTIES), Options())
+        assert launch.name == "split_kv"
+        return launch.combines_apart
+
+    assert combines_apart(8, 1, 8) and combines_apart(5, 4, 8)
+    assert not combines_apart(32, 1, 32) and not combines_apart(32, 1, 8) and not combines_apart(32, 4, 35)
+
+
 def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_a_time():
     def of(head_dim_v):
         spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=256, head_dim_v=head_dim_v)

@@ -110,15 +110,17 @@ class SplitKVLaunch(PortableLaunch):
     def mean_partials(self) -> int:
         """Partials of a mean row block, if all programs that the device holds attend.
 
-        Numbers are rounded so that `service.launches_within` meets what depends on them: those of tokens and queries,
-        as decision trees have them, not that of sequences. Where sequences have several row blocks, it is a guess.
+        Numbers are rounded to powers of two, so that `service.launches_within` meets what depends on them. Where
+        sequences have several row blocks, it is a guess.
         """
         bounds = self.request.bounds
         if self.multi_block:
             partials = 1 if may_be_uneven(self.request) else PARTIALS_OF_FEW_BLOCKS
         else:
             tokens, queries = power_of_two(max(1, bounds.num_tokens)), power_of_two(max(1, bounds.max_query_len))
-            partials = self.capacity // cdiv(tokens, queries)
+            # A sequence has a row block, also one without queries, or with fewer of them than the longest one.
+            row_blocks = max(cdiv(tokens, queries), power_of_two(self.request.num_seqs) // 2)
+            partials = self.capacity // row_blocks
         return min(cdiv(power_of_two(max(1, bounds.max_seq_len)), self.config.block_n), partials)
 
     @property
