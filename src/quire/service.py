@@ -255,16 +255,14 @@ def launches_within(
     options, costs = Options(batch_invariant=batch_invariant), tree.cost_model(spec, device)
     lens = query_lens(max_num_tokens, spec.num_q_heads, 0 if spec.latent else spec.group_size, device.num_sms)
     lens = [queries for queries in lens if queries >= min_query_len]
-    seq_lens = {min_seq_len, *powers(max_seq_len)}
-    seq_lens, all_seq_lens = (
-        sorted(n for n in lens if min_seq_len <= n <= max_seq_len)
-        for lens in (seq_lens, seq_lens | {*two_level_limits(costs)})
-    )
+    seq_lens = sorted(n for n in {min_seq_len, *powers(max_seq_len)} if n >= min_seq_len)
+    limits = [n for n in two_level_limits(costs) if min_seq_len <= n <= max_seq_len]
+    with_limits = sorted({*seq_lens, *limits})
     for num_seqs, max_query_len, num_tokens in sizes(max_num_seqs, max_num_tokens, lens):
         one_query_each = max_query_len == 1 and num_tokens >= num_seqs
-        # Of other heads than latents, keys decide whether partials of one query are combined in two levels.
-        counts_tiles = spec.latent or max_query_len == 1 or most_decode_queries(spec) == 1
-        for seq_len in all_seq_lens if counts_tiles else seq_lens:
+        # Only partials of one query, and of latents, are combined in two levels or not by the number of keys.
+        has_limits = spec.latent or max_query_len == 1 or most_decode_queries(spec) == 1
+        for seq_len in with_limits if has_limits else seq_lens:
             bounds = Bounds(max_query_len, seq_len, num_tokens)
             for has_cu_seqlens in (False, True) if one_query_each else (True,):
                 for has_intervals, has_tree in per_token:

@@ -51,7 +51,7 @@ def walk(tree: Any, features: dict[str, float]) -> Any:
 
 
 def power_of_two(value: float) -> int:
-    """Round up to a power of two."""
+    """Round up to a power of two; return 1 for numbers below it."""
     return 1 << (math.ceil(value) - 1).bit_length() if value > 1 else 1
 
 

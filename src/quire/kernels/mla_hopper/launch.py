@@ -54,7 +54,7 @@ class MLAHopperLaunch:
     @property
     def partial_rows(self) -> int:
         """Rows of a partial, a power of two."""
-        return min(ROWS, power_of_two(max(1, self.request.rows_per_seq)))
+        return min(ROWS, power_of_two(self.request.rows_per_seq))
 
     @property
     def columns(self) -> int:
@@ -113,7 +113,7 @@ class MLAHopperLaunch:
     @once
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs of the combine. They depend on powers of two only, so that there are few of them."""
-        num_seqs, row_blocks = power_of_two(max(1, self.request.num_seqs)), power_of_two(self.row_blocks)
+        num_seqs, row_blocks = power_of_two(self.request.num_seqs), power_of_two(self.row_blocks)
         by_sequence = num_seqs <= FEW_SEQS
         partials = max(1, self.request.device.num_sms // row_blocks // num_seqs) if by_sequence else 2
         parts = min(16, max(2, power_of_two(partials)))

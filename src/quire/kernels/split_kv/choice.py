@@ -111,12 +111,12 @@ def invariant_config(request: Request) -> tuple[KernelConfig, str]:
 
 def has_one_split(request: Request) -> bool:
     """Return whether no sequence of a batch-invariant plan has more than one split."""
-    return power_of_two(max(1, request.bounds.max_seq_len)) <= FIXED_SPLIT_SIZE
+    return power_of_two(request.bounds.max_seq_len) <= FIXED_SPLIT_SIZE
 
 
 def fills(request: Request, block_m: int) -> bool:
     """Return whether row blocks of `block_m` rows fill most of the device."""
-    rows = power_of_two(max(1, request.bounds.num_tokens)) * request.spec.group_size
+    rows = power_of_two(request.bounds.num_tokens) * request.spec.group_size
     return cdiv(rows, block_m) * request.spec.num_kv_heads >= FILLED * request.device.num_sms
 
 
