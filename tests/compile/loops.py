@@ -65,10 +65,15 @@ def count_kinds(opcodes: list[str]) -> Counter[str]:
     return kinds
 
 
+def loops_with(code: dict, *kinds: str) -> list[list[str]]:
+    """Return the innermost loops of a kernel for an NVIDIA GPU that have instructions of each kind."""
+    found = innermost_loops(disassemble(code["cubin"]))
+    return [loop for loop in found if all(count_kinds(loop)[kind] for kind in kinds)]
+
+
 def attending(code: dict) -> list[list[str]]:
     """Return the innermost loops of a kernel for an NVIDIA GPU that compute scores and their exponentials."""
-    kinds = [(loop, count_kinds(loop)) for loop in innermost_loops(disassemble(code["cubin"]))]
-    return [loop for loop, counts in kinds if counts["tensor cores"] and counts["exponentials"]]
+    return loops_with(code, "tensor cores", "exponentials")
 
 
 def describe(opcodes: list[str]) -> str:
