@@ -255,12 +255,10 @@ def compile_all(launches: Sequence[Launch], target: Target) -> Iterator[tuple[La
             for done in as_completed(waiting):
                 yield waiting[done], *done.result()
         except BaseException:  # an interrupt does not wait until the compilations that are under way end
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
+            pool.shutdown(cancel_futures=True)
             raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _prepare_process() -> None:

@@ -655,12 +655,15 @@ def does_not_compile(
 
 
 COMPILE_GLUON = """
+import threading
+
 import quire
 from quire.targets import TARGETS, Launch, compile_all
 
 launch = Launch(quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=64), 8, 512, 512, 4096)
 ((_, words, compiled),) = compile_all([launch], TARGETS["sm90"])
 assert "Hopper kernel" in words and compiled, words
+assert threading.active_count() == 1, "one that still ends would write to a closed pipe when the process ends"
 """
 
 
