@@ -380,7 +380,7 @@ Other cells name the targets or the batches that are served, or say what the ker
 
 The kernels that a plan takes for decode and for a prompt of 2,048 tokens, in this order where they differ.
 `split_kv` and `block` are the two kernels of the family `portable`. Where it says "none", a plan is refused.
-The tests compile for all targets. Only the H200 was measured ([results](results/README.md)).
+The tests compile for all targets. The H200 and the H100 were measured, no other ([results](results/README.md)).
 
 {by_target}
 NVIDIA's targets are sm80 (A100), sm86 (A40), sm89 (L40S), sm90 (H100, H200), sm100 (B200) and sm120 (RTX PRO 6000).

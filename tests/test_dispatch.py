@@ -142,18 +142,18 @@ def test_short_batch_invariant_prompts_have_row_blocks_for_most_of_the_device():
 
 
 def test_large_states_of_splits_are_folded_by_another_launch_where_row_blocks_are_few():
-    def combines_apart(queries, seq_len, num_seqs=1):
-        return decided(queries, seq_len, queries * num_seqs, num_seqs, batch_invariant=True).combines_apart
+    def has_combine_launch(queries, seq_len, num_seqs=1):
+        return decided(queries, seq_len, queries * num_seqs, num_seqs, batch_invariant=True).has_combine_launch
 
-    assert [combines_apart(1, keys) for keys in (1024, 8192, 131072)] == [False, False, True]
-    assert [combines_apart(64, keys) for keys in (512, 1024, 8192)] == [False, True, True]
-    assert [combines_apart(16, *rest) for rest in ((8192,), (4096, 4))] == [True, True]
-    assert not combines_apart(4, 2048, 16)
+    assert [has_combine_launch(1, keys) for keys in (1024, 8192, 131072)] == [False, False, True]
+    assert [has_combine_launch(64, keys) for keys in (512, 1024, 8192)] == [False, True, True]
+    assert [has_combine_launch(16, *rest) for rest in ((8192,), (4096, 4))] == [True, True]
+    assert not has_combine_launch(4, 2048, 16)
     # 32 row blocks of 8 KV heads fill the device: others attend while one program folds.
-    assert [combines_apart(8, 4096, num_seqs) for num_seqs in (8, 32)] == [True, False]
-    assert [combines_apart(1, 131072, num_seqs) for num_seqs in (8, 32)] == [True, False]
+    assert [has_combine_launch(8, 4096, num_seqs) for num_seqs in (8, 32)] == [True, False]
+    assert [has_combine_launch(1, 131072, num_seqs) for num_seqs in (8, 32)] == [True, False]
     decoding = decided(2048, 32768, 4126, 32, batch_invariant=True).decode  # concurrent with the Hopper kernel
-    assert decoding.max_decode_queries and not decoding.combines_apart
+    assert decoding.max_decode_queries and not decoding.has_combine_launch
 
 
 def test_a_launch_that_runs_with_the_hopper_kernel_combines_by_itself():
@@ -161,21 +161,21 @@ def test_a_launch_that_runs_with_the_hopper_kernel_combines_by_itself():
     alone, _ = decide(Request(spec, 8, True, Bounds(1, 8192, 8), PROPERTIES), Options())
     mixed, _ = decide(Request(spec, 9, True, Bounds(512, 8192, 520), PROPERTIES), Options())
     assert (alone.name, mixed.name, mixed.decode.max_decode_queries) == ("split_kv", "hopper", 1)
-    assert (alone.combines_apart, mixed.decode.combines_apart) == (True, False)
-    assert alone.combine_cost == alone.costs.combine_apart_cost < mixed.decode.combine_cost
+    assert (alone.has_combine_launch, mixed.decode.has_combine_launch) == (True, False)
+    assert alone.combine_cost == alone.costs.combine_launch_cost < mixed.decode.combine_cost
     assert mixed.decode.combine_cost == mixed.decode.costs.combine_cost
 
 
 def test_sequences_with_fewer_queries_than_the_longest_one_count_as_row_blocks():
     """A second launch combines the partials of a few sequences, whichever of them have drafts."""
 
-    def combines_apart(num_seqs, queries, num_tokens):
+    def has_combine_launch(num_seqs, queries, num_tokens):
         launch, _ = decide(Request(SPEC, num_seqs, True, Bounds(queries, 8192, num_tokens), PROPERTIES), Options())
         assert launch.name == "split_kv"
-        return launch.combines_apart
+        return launch.has_combine_launch
 
-    assert combines_apart(8, 1, 8) and combines_apart(5, 4, 8)
-    assert not combines_apart(32, 1, 32) and not combines_apart(32, 1, 8) and not combines_apart(32, 4, 35)
+    assert has_combine_launch(8, 1, 8) and has_combine_launch(5, 4, 8)
+    assert not has_combine_launch(32, 1, 32) and not has_combine_launch(32, 1, 8) and not has_combine_launch(32, 4, 35)
 
 
 def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_a_time():
@@ -735,8 +735,8 @@ def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
         launches.append(launch)
 
     def kernels(launch):
-        apart = launch.constexprs_apart() if getattr(launch, "combines_apart", False) else None
-        return launch.name, launch.constexprs(), apart
+        combine = launch.combine_constexprs() if getattr(launch, "has_combine_launch", False) else None
+        return launch.name, launch.constexprs(), combine
 
     pairs = list(itertools.combinations(launches, 2))
     same_kernels = [kernels(a) == kernels(b) for a, b in pairs]

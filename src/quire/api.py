@@ -124,9 +124,9 @@ def attention(
     Decode, drafted tokens and (chunked) prefill may be mixed in one batch. The keys and values of this step are in the
     cache already (`write_kv`), or they are given as `k`, `v` and `slot_mapping`. These are written first, and the
     result and the cache are, bit for bit, those of `write_kv` and then `attention`. For at most 64 sequences of at most
-    16 queries, one launch does both. There are two launches if the kernel is Hopper's, or one for latents or shared
-    prefixes, if scales are per token, and with query_offsets or with intervals but no tree. Rows of `out` that belong
-    to no sequence are left as they are.
+    16 queries, the launch that attends also writes. A launch before it writes if the kernel is Hopper's, or one for
+    latents or shared prefixes, if scales are per token, and with query_offsets or with intervals but no tree. Rows of
+    `out` that belong to no sequence are left as they are.
 
     Args:
         q: queries, [num_tokens, num_q_heads, head_dim], of the spec's dtype; any strides with a contiguous head. For

@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def saved_keys(self) -> int:
-        """Keys that a flat plan would read again: of each run that shares keys, those times its further sequences."""
+        """Keys that only a flat plan would read: of each run, its shared keys times its sequences after the first."""
         return self.launch.saved_keys if isinstance(self.launch, shared.SharedPrefixLaunch) else 0
 
     def appender(self, cache: PagedKVCache) -> PortableRunner | None:

@@ -305,11 +305,11 @@ def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> tuple
 
 @lru_cache
 def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int) -> list[int]:
-    """Return numbers of queries up to a limit, of which each stands for those that plans do not distinguish from it.
+    """Return numbers of queries up to a limit, each of which stands for all that plans treat like it.
 
-    These are powers of two. For latents, whose `group_size` is 0 here, they are also three times them. Of other heads
-    there is also, between two powers, one for each number of rows that plans distinguish, and for each of the work
-    tiles that the Hopper kernel may have, full or not, and as many for one sequence as leave half of the SMs idle.
+    Powers of two are such numbers. For latents, whose `group_size` is 0 here, so are three times them. For other heads
+    there is a further one between two powers wherever one of these changes: the rows, rounded up to a power of two; the
+    queries of a work tile of the Hopper kernel, and whether they fill it; and whether half of the SMs are idle.
     """
     found = powers(limit)
     if group_size == 0:

@@ -549,7 +549,7 @@ def test_states_of_splits_are_folded_without_spills(target, queries, seq_len):
         options=(("batch_invariant", True),),
     )
     plan, compiled = launch.compile(TARGETS[target])
-    assert [c.kernel for c in compiled] == ["split_kv_kernel", "combine_apart_kernel"], plan
+    assert [c.kernel for c in compiled] == ["split_kv_kernel", "combine_partials_kernel"], plan
     assert compiled[1].spills == 0 and compiled[1].num_warps == 1, compiled[1]
 
 
@@ -580,7 +580,7 @@ def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target
     with compiling(TARGETS[target]) as compiled:
         plan = launches.append(batch, head_dim, features)
     kernel, *others = compiled
-    assert [other.kernel for other in others] in ([], ["combine_apart_kernel"])
+    assert [other.kernel for other in others] in ([], ["combine_partials_kernel"])
     print(f"{target:7} {features:18} {batch} {kernel}")
     assert kernel.kernel == f"{plan.kernel}_kernel"
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
@@ -612,7 +612,7 @@ def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(
     with compiling(TARGETS[target]) as compiled:
         plan = launches.rotate(batch, head_dim, features, **how)
     kernel, *others = compiled
-    assert [other.kernel for other in others] in ([], ["combine_apart_kernel"])
+    assert [other.kernel for other in others] in ([], ["combine_partials_kernel"])
     print(f"{target:7} {features:18} {batch} {how} {kernel}")
     assert kernel.kernel == f"{plan.kernel}_kernel"
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel

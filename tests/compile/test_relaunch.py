@@ -131,7 +131,7 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
     if launch.name == "hopper":
         has_second = launch.decode is not None or launch.num_splits > 1
     else:
-        has_second = launch.name == "split_kv" and launch.combines_apart
+        has_second = launch.name == "split_kv" and launch.has_combine_launch
     assert len(again) == (2 if has_second else 1)
     assert (launch.name == "hopper" and launch.num_splits > 1) == (
         target == "sm90" and batch == "chunk, split" and head_dim == 128

@@ -61,7 +61,7 @@ def test_nothing_compiles_for_outputs_in_e4m3_after_warmup(append, without_compi
                 quire.attention(q, cache, plan, **new, out_scale=scale)
                 with pytest.raises(AssertionError, match="compiled in service"):
                     quire.attention(q, cache, plan, **new)
-    combining = {"combine_kernel", "combine_apart_kernel"}
+    combining = {"combine_kernel", "combine_partials_kernel"}
     assert kernels == {"write_kernel", "block_kernel", "split_kv_kernel", "hopper_kernel"} | combining
 
 
@@ -121,7 +121,7 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
                     with pytest.raises(AssertionError, match="compiled in service"):
                         quire.attention(q, cache, plan, **new)
     write = "norm_rope_kernel" if append == "rotated" else "write_kernel"
-    assert kernels == {write, "block_kernel", "split_kv_kernel", "combine_apart_kernel"} | (
+    assert kernels == {write, "block_kernel", "split_kv_kernel", "combine_partials_kernel"} | (
         set() if "token" in kind else {"hopper_kernel", "combine_kernel"}
     )
     assert any("decode launch" in name for name in names) == (kind == "e4m3")
@@ -138,7 +138,7 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
         ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None, None)
         assert [c.kernel for c in compiled] == [
             "split_kv_kernel",
-            "combine_apart_kernel",
+            "combine_partials_kernel",
             "hopper_kernel",
             "combine_kernel",
         ]

@@ -467,7 +467,7 @@ def test_the_kernels_of_trees_are_compiled_before_the_first_graph(monkeypatch):
     ]  # fmt: skip
 
 
-def test_latents_come_as_one_tensor_or_with_their_rope_columns_apart():
+def test_latents_come_as_one_tensor_or_with_their_rope_combine_columns():
     server, layer = Server("mla", 64), latent_layer()
     for mode, counts in ((ForwardMode.EXTEND, {3: 70, 5: 9}), (ForwardMode.DECODE, {3: 1, 5: 1})):
         batch = server.step(mode, counts)

@@ -111,7 +111,7 @@ def test_splits_of_long_sequences(num_splits, solve, assert_within_budget):
 )
 def test_many_states_of_single_queries(lens, heads, num_splits, times, device, assert_within_budget, monkeypatch):
     """With room for many programs, partials are many and combined in two levels, where no second launch does it."""
-    monkeypatch.setattr(SplitKVLaunch, "combines_apart", False)
+    monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", False)
     spec = quire.AttentionSpec(**heads, sinks=True, dtype=torch.float32)
     p = make_problem(spec, lens, device=device, one_query=True)
     config = KernelConfig(

@@ -77,7 +77,7 @@ def fold_from(monkeypatch):
     """Return a function that says from how many rows of states on another launch folds them, in batches of any size."""
 
     def set_limit(rows):
-        monkeypatch.setattr(split_kv, "FOLD_APART_FROM", rows)
+        monkeypatch.setattr(split_kv, "FOLD_LAUNCH_FROM", rows)
         monkeypatch.setattr(split_kv, "FILLED", float("inf"))
         forget_trees()
 
@@ -107,7 +107,7 @@ def test_which_launch_folds_states_changes_nothing(case, fold_from, device, monk
     for limit in (1, 1 << 30):
         fold_from(limit)
         plan = quire.plan(spec, problem.batch, **problem.bounds, num_splits=3, batch_invariant=True)
-        assert plan.launch.combines_apart == (limit == 1)
+        assert plan.launch.has_combine_launch == (limit == 1)
         states.append(quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True))
     assert equal(*states)
 

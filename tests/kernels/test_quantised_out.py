@@ -121,13 +121,13 @@ def test_the_launch_that_folds_states_quantises(case, device, monkeypatch):
     from quire.dispatch.tree import forget_trees
     from quire.kernels.split_kv import launch as split_kv
 
-    monkeypatch.setattr(split_kv, "FOLD_APART_FROM", 1)
+    monkeypatch.setattr(split_kv, "FOLD_LAUNCH_FROM", 1)
     monkeypatch.setattr(split_kv, "FILLED", float("inf"))
     forget_trees()
     lens = ((1, 20), (1, 0), (1, 600)) if case == "decode" else ((3, 600), (1, 300))
     problem = make_problem(quire.AttentionSpec(**HEADS, sinks=True), lens, device=device)
     plan = quire.plan(problem.spec, problem.batch, **problem.bounds, num_splits=3, batch_invariant=True)
-    assert plan.launch.combines_apart
+    assert plan.launch.has_combine_launch
     assert_rounded_once(problem, plan, 0.013)
     forget_trees()
 

@@ -10,7 +10,9 @@ FULL_TILES = ATTENTION + "full_tiles_in_a_loop_without_masks"
 BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
 LONG = ATTENTION + "splits_of_long_sequences"
-BY_A_SECOND_LAUNCH = "kernels/test_apart.py::test_partials_are_combined_by_the_last_program_or_by_a_second_launch"
+BY_A_SECOND_LAUNCH = (
+    "kernels/test_combine_launch.py::test_partials_are_combined_by_the_last_program_or_by_a_second_launch"
+)
 WHICH_FOLDS = "kernels/test_invariance.py::test_which_launch_folds_states_changes_nothing"
 HOW_SPLIT = "kernels/test_invariance.py::test_how_a_prompt_is_split_changes_nothing[{}]"
 SHARED = "kernels/test_shared_prefix.py::test_"
@@ -306,29 +308,29 @@ IN_INTERPRETER = {
         "acc, m_i, l_i = fold_split(split_acc, split_m, total(split_l), acc, m_i, l_i[:, None])",
         "kernels/test_invariance.py",
     ),
-    "a fold apart that begins a state late": Mutant(
-        "kernels/split_kv/apart.py",
+    "a combine launch whose fold begins a state late": Mutant(
+        "kernels/split_kv/combine.py",
         "scratch, (first_partition + 1) * size - 1, stop",
         "scratch, (first_partition + 1) * size, stop",
         WHICH_FOLDS + "[decode]",
     ),
-    "a fold apart forgets what is between its first rounds": Mutant(
-        "kernels/split_kv/apart.py",
+    "a combine launch whose fold forgets what is between its first rounds": Mutant(
+        "kernels/split_kv/combine.py",
         "tl.range(first + num_first, stop",
         "tl.range(first + AHEAD, stop",
         WHICH_FOLDS + "[several rounds]",
     ),
     "partials of a second launch read from each slot": Mutant(
-        "kernels/split_kv/apart.py", "tl.where(i == 0, 0, 2 * i - 1)", "i", BY_A_SECOND_LAUNCH + "[decode-True]"
+        "kernels/split_kv/combine.py", "tl.where(i == 0, 0, 2 * i - 1)", "i", BY_A_SECOND_LAUNCH + "[decode-True]"
     ),
     "the last partial of a second launch left out": Mutant(
-        "kernels/split_kv/apart.py",
+        "kernels/split_kv/combine.py",
         "(stop - 1) // size - first_partition + 1",
         "(stop - 1) // size - first_partition",
         BY_A_SECOND_LAUNCH + "[decode-True]",
     ),
     "a second launch combines one round of partials": Mutant(
-        "kernels/split_kv/apart.py",
+        "kernels/split_kv/combine.py",
         "tl.range(0, num_partials, AHEAD, num_stages=1)",
         "tl.range(0, AHEAD, AHEAD, num_stages=1)",
         BY_A_SECOND_LAUNCH + "[more partials than fit-True]",
@@ -340,10 +342,10 @@ IN_INTERPRETER = {
         BY_A_SECOND_LAUNCH + "[int8-True]",
     ),
     "a second launch combines row blocks that are whole": Mutant(
-        "kernels/split_kv/apart.py",
+        "kernels/split_kv/combine.py",
         "if ((first_partition + 1) * size < stop) &",
         "if ((first_partition + 1) * size <= stop) &",
-        "kernels/test_apart.py::test_the_second_launch_writes_whole_row_blocks_no_second_time",
+        "kernels/test_combine_launch.py::test_the_second_launch_writes_whole_row_blocks_no_second_time",
     ),
     "states combined at once without the sum so far": Mutant(
         "kernels/states.py",
@@ -355,12 +357,12 @@ IN_INTERPRETER = {
         "kernels/panels.py",
         "return i * panel_width(DIM, EACH, ROWS, 0) + tl.arange",
         "return i * panel_width(DIM, EACH, ROWS, 0) + i + tl.arange",
-        "kernels/test_apart.py::test_heads_in_two_panels",
+        "kernels/test_combine_launch.py::test_heads_in_two_panels",
     ),
-    "row blocks of a fold apart found one too late": Mutant(
+    "row blocks of a combine launch found one too late": Mutant(
         "kernels/split_kv/schedule.py", "before = ends <= index", "before = ends < index", WHICH_FOLDS + "[decode]"
     ),
-    "a fold apart looks at the first sequences alone": Mutant(
+    "a combine launch looks at the first sequences alone": Mutant(
         "kernels/split_kv/schedule.py",
         "num_seqs if S.MORE_SEQS else 1, S.SEQS",
         "S.SEQS, S.SEQS",

@@ -198,7 +198,7 @@ class CostModel:
     Attributes:
         combine_cost: time to combine one partial, in units of the time to attend to one tile. More splits shorten the
             loop over tiles and add partials; this constant decides where the sum of both is least.
-        combine_apart_cost: the same where another launch combines: its programs share the partials of a block.
+        combine_launch_cost: the same where another launch combines: its programs share the partials of a block.
         two_level_combine_discount: factor on `combine_cost` for sequences so long that their partials are combined in
             two levels, by several programs at once.
         min_split_tiles: a sequence of at most this many tiles is not split. A partition may also be this many tiles
@@ -226,7 +226,7 @@ class CostModel:
     """
 
     combine_cost: float
-    combine_apart_cost: float
+    combine_launch_cost: float
     two_level_combine_discount: float
     min_split_tiles: int
     early_exit_max_tiles: int

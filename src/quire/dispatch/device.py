@@ -43,10 +43,10 @@ class DeviceProperties:
 
     @property
     def alike_rows(self) -> int:
-        """Rows of a tile up to which products are taken to round a row alike, however many rows there are.
+        """Most rows of tiles whose products give a row the same bits, whatever the number of rows.
 
-        Datacenter Blackwell, which has as much shared memory as Hopper and no wgmma, multiplies 64 rows by other
-        instructions than 32. Whether their bits are equal was not tried. On Hopper, where that is so too, they are.
+        Hopper multiplies 64 rows by other instructions than 32, and their bits are equal. So does datacenter Blackwell,
+        which has as much shared memory as Hopper and no wgmma. Whether its bits are equal was not tried.
         """
         return 32 if self.supports_pdl and not self.has_wgmma and self.shared_memory > 200 * 1024 else 128
 

@@ -224,9 +224,9 @@ def hopper_config(
 def queries_of_tile(rows: int, group_size: int, queries: int, ragged: bool) -> int:
     """Return how many query tokens a work tile has, such that a KV head's work tiles are fewest.
 
-    A work tile has as many heads as fit besides. With one head it wastes no rows on long prompts. With all heads of a
-    group it wastes none on a few queries, and loads keys and values once for all heads. Of ragged batches, sequences of
-    each power of two of queries are as many.
+    A work tile has as many heads as fit next to these queries. With one head it wastes no rows on long prompts. With
+    all heads of a group it wastes none on a few queries, and loads keys and values once for all heads. A ragged batch
+    is taken to have equally many sequences of 1, 2, 4, 8 queries, and so on.
 
     Args:
         rows: of a work tile.
@@ -239,7 +239,7 @@ def queries_of_tile(rows: int, group_size: int, queries: int, ragged: bool) -> i
     def work_tiles(heads: int) -> int:
         return sum(-(-n // (rows // heads)) for n in lens) * (group_size // heads)
 
-    # Of equal ones, that with most heads.
+    # Of equal counts, the one with the most heads.
     heads = min((n for n in range(min(rows, group_size), 0, -1) if group_size % n == 0), key=work_tiles)
     return rows // heads
 

@@ -37,7 +37,7 @@ class Tiling(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The run-time numbers that norm_rope products into scores, and the window of keys that a query sees."""
+    """The run-time numbers that turn products into scores, and the window of keys that a query sees."""
 
     scale: Any  # softmax scale, times the key scale of the head
     exponent_scale: Any  # factor from the scores that `softmax_step` takes to base-2 exponents
@@ -341,8 +341,8 @@ def write_new(
     With `norm_rope`, the keys are rotated. The bytes are those of `write_kv`. The caller reads them after a barrier.
     """
     i = tl.arange(0, NEW_TOKENS)
-    # The sum is kv_head. The compiler does not know that, or it would keep addresses in registers from one sequence to
-    # the next.
+    # A token's number is not negative, so this adds 0. The compiler cannot know that. So it computes addresses again
+    # for each sequence, and does not keep them in registers.
     kv_head = (kv_head + tl.minimum(first, 0)).to(tl.int64)
     token = (first + i).to(tl.int64)
     position = tl.load(new.slot_mapping + token, mask=i < count, other=-1)

@@ -33,7 +33,8 @@ def load_rotated(
     x = loaded.to(tl.float32)
     if weight is not None:
         scale = inverse_rms(ptrs, inside, norm_rope.eps, DIM, BLOCK)
-        # Adds 0, when the scale is known. The compiler does not know that, or weights would take registers before.
+        # A scale is not negative, so this adds 0. The compiler cannot know that. So it loads weights after the scale is
+        # computed, and not into registers that are needed before.
         weight += tl.multiple_of((tl.max(scale, 0) < 0).to(tl.int32), 16)
         x = x * scale[:, None] * tl.load(weight + offs_d, mask=offs_d < DIM, other=0.0).to(tl.float32)[None, :]
     if ROTARY_DIM > 0:

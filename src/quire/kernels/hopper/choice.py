@@ -15,9 +15,9 @@ WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose con
 TALL_WIDE = 768  # queries and keys of equal prompts of wide heads, beyond which tiles are as tall as for long contexts
 TALL = 128  # rows of two consumer warpgroups
 FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
-SOME_ROWS = 32  # of a sequence, up to which the portable kernels load keys as fast as they come
+SOME_ROWS = 32  # of a sequence, up to which the portable kernels are bound by memory
 LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
-MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to be decoding
+MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -110,7 +110,7 @@ def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
 
 
 def is_short(request: Request, costs: CostModel) -> bool:
-    """Return whether a row block attends to few keys. Of a prompt, it attends to a half on average."""
+    """Return whether contexts have at most `short_context` keys, or rows see at most half as many (a window)."""
     return request.bounds.max_seq_len <= costs.short_context or 2 * request.keys_seen <= costs.short_context
 
 
@@ -242,8 +242,8 @@ def most_decode_queries(spec: AttentionSpec) -> int:
 def may_be_chunks(request: Request) -> bool:
     """Return whether most sequences of a ragged batch seem to be chunks on long contexts.
 
-    Contexts are much longer than the most queries, and sequences other than that with the most queries have too many
-    of them for most to be decoding. Powers of two decide.
+    They do if there are more than four times as many keys as queries, and if the sequences besides the longest have
+    more than MOST_OF_OTHERS queries on average. All numbers are rounded up to powers of two first.
     """
     queries, keys, num_tokens = (tree.power_of_two(bound) for bound in astuple(request.bounds))
     return num_tokens > MOST_OF_OTHERS * tree.power_of_two(request.num_seqs) + queries and keys > 4 * queries

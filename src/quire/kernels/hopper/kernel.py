@@ -1,10 +1,11 @@
 """The Hopper kernel: prompts on Hopper GPUs, persistent and warp-specialised.
 
-Grid: [min(num_work_tiles * num_splits, programs that the GPU holds at once)]. A program owns one work tile after the
-other (`tile_scheduler.py`). Its producer warp loads queries, keys and values by TMA, page by page (`producer.py`). It
-has two consumer warpgroups with 64 rows each. They take turns on the tensor cores: one computes its softmax while the
-other computes products. For short contexts a program has one consumer warpgroup, and an SM holds two programs. For a
-quantised cache a further warpgroup converts tiles between the producer and the consumers (`convert.py`).
+Grid: [min(num_work_tiles * most splits of one, programs that the GPU holds at once)]. A program owns one work tile
+after the other (`tile_scheduler.py`). Its producer warp loads queries, keys and values by TMA, page by page
+(`producer.py`). It has two consumer warpgroups with 64 rows each. They take turns on the tensor cores: one computes its
+softmax while the other computes products. For short contexts or few rows a program has one consumer warpgroup, and an
+SM holds two programs. For a quantised cache a further warpgroup converts tiles between the producer and the consumers
+(`convert.py`).
 
 This is the structure of FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2). The loops are in `attend.py`,
 `ahead.py` and `capped.py`.
@@ -76,12 +77,13 @@ def consume(
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
     ALL_OWNED: gl.constexpr = q_pipe.tiles.shape[1] == HEADS * BLOCK_T
     OWNED: gl.constexpr = None if ALL_OWNED else HEADS * BLOCK_T  # rows of queries; others are not written
-    # The only buffer of queries is released after their last product, so that the next ones arrive while results are
+    # The only buffer of queries is released after the last product, so that the next queries arrive while results are
     # written. Otherwise results are staged there, or the work tile is read once more after the loop.
     EARLY: gl.constexpr = (q_pipe.tiles.shape[0] == 1 and element.primitive_bitwidth == 16 and FIXED_SPLIT == 0) and (
         scoring.key_begin is None and outputs.out_scale_ptr is None
     )
-    # Where row blocks are cut, of caches that are not quantised. Elsewhere it is slower.
+    # Pairs of probabilities are rounded together where row blocks are cut and the cache is not quantised. Elsewhere
+    # that is slower.
     PACKED: gl.constexpr = outputs.partials is not None and WARPGROUPS == 2 and scoring.k_scale_ptr is None
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
@@ -187,14 +189,14 @@ def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr, 
     do_not_specialize=["max_decode_queries", "num_seqs", "section", "stride_table", "window_left", "window_right"],
 )
 def hopper_kernel(
-    out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM], or scratch for the states of splits
+    out_ptr,  # [num_tokens, num_q_heads, PARTS * HEAD_DIM_V], or scratch for the states of splits
     out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or scratch for the states of splits, or None
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     k_scale_ptr, v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
     k_source, v_source,  # TMA descriptors; where KV_BOX is 0, pointers to slot 0 of page 0
-    q_desc,  # TMA descriptor of boxes of HEADS heads and BLOCK_T query tokens, whatever its type says
+    q_desc,  # TMA descriptor of boxes of HEADS heads and BLOCK_T query tokens; its type says `runner.LEAST_ROWS`
     k_tile_desc, v_tile_desc,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32

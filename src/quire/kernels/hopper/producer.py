@@ -19,7 +19,7 @@ from quire.kernels.hopper.pipeline import (
     producer_acquire,
     wait,
 )
-from quire.kernels.hopper.queue import first_work_tile, last_find, make_queue, take, taken_work_tile
+from quire.kernels.hopper.queue import first_work_tile, last_number, make_queue, take, taken_work_tile
 from quire.kernels.hopper.tile_scheduler import (
     count_row_blocks,
     find_work_tile,
@@ -196,7 +196,7 @@ def produce(
             tile += STEP
             left -= 1
         index, backwards = taken_work_tile(queue, lane, taken, backwards, MIXED)
-    if index == last_find(queue):  # the last program resets the counter for the next launch
+    if index == last_number(queue):  # the last program resets the counter for the next launch
         gl.store(tile_counter, 0)
     stage = producer_acquire(q_pipe, work_i)
     publish_work_tile(published, stage, WorkTile(0, 0, 0, 0, 0, 0, 0, 0, 0), ())

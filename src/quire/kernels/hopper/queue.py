@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-BITS = gl.constexpr(16)  # of the counter, which count what was taken from the front, where some are taken from the back
-MOST = gl.constexpr((1 << 16) - 1)  # work tiles that they count
+FRONT_BITS = gl.constexpr(16)  # low bits of the counter: work tiles taken from the front. The others count the back's.
+MOST = gl.constexpr((1 << 16) - 1)  # work tiles that 16 bits count
 
 
 class Queue(NamedTuple):
@@ -48,7 +48,7 @@ def take(counter, lane, wanted, backwards, MIXED: gl.constexpr):
     """Take a work tile, in the lane where `wanted` is set. Its load is in flight until `taken_work_tile` is called."""
     one = lane * 0 + 1
     if MIXED:
-        one = lane * 0 + gl.where(backwards, 1 << BITS, 1)
+        one = lane * 0 + gl.where(backwards, 1 << FRONT_BITS, 1)
     return gl.atomic_add(counter + lane, one, mask=wanted, sem="relaxed")
 
 
@@ -56,15 +56,15 @@ def take(counter, lane, wanted, backwards, MIXED: gl.constexpr):
 def taken_work_tile(queue, lane, taken, backwards, MIXED: gl.constexpr):
     """Return what was taken, and whether this program still takes from the back.
 
-    What is not less than `num_work_tiles` means that there is no more. Of all programs, the last one to find that gets
-    `last_find`.
+    A number of `num_work_tiles` or more means that there is no more. Each program is told so once. The last one gets
+    the number that `last_number` returns, and resets the counter.
     """
     number = gl.sum(gl.where(lane == 0, taken, 0), 0)
     if not MIXED:
         return gl.num_programs(0) + number, backwards
     front, back = number, 0
     if queue.from_back > 0:
-        front, back = number & MOST, (number >> BITS) & MOST
+        front, back = number & MOST, (number >> FRONT_BITS) & MOST
     of_front = gl.num_programs(0) - queue.from_back + front
     of_back = queue.num_work_tiles - 1 - queue.from_back - back
     work_tile = gl.where(backwards, of_back, of_front)
@@ -75,6 +75,6 @@ def taken_work_tile(queue, lane, taken, backwards, MIXED: gl.constexpr):
 
 
 @gluon.jit
-def last_find(queue):
-    """Return what the last program finds that looks for another work tile in vain."""
+def last_number(queue):
+    """Return the number that the last program gets which asks for a work tile in vain."""
     return queue.num_work_tiles + gl.num_programs(0) - 1

@@ -22,7 +22,7 @@ from quire.kernels.launcher import LaunchCache
 from quire.kernels.scratch import TILE_COUNTER_BYTES
 from quire.kernels.views import Matrix
 
-LEAST_ROWS = 8  # of a box that the kernel is compiled for, of queries, whose boxes have other extents
+LEAST_ROWS = 8  # of a box of queries, as the kernel's type has it; the box itself may be no power of two (`set_boxes`)
 
 
 class HopperRunner:

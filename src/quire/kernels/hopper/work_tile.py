@@ -95,10 +95,10 @@ def tiles_of_keys(kv_start, kv_stop, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def last_and_number(low, high, stop):
+def last_and_count(low, high, stop):
     """Return the last of the tiles from `low` to `high`, and how many there are.
 
-    If there are none, it is one that no row sees, from `stop`.
+    An empty range gives one tile, `stop`, of which no row sees a key.
     """
     return gl.where(high > low, high - 1, stop), gl.maximum(high - low, 1)
 
@@ -109,7 +109,7 @@ def split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N: gl.constexpr):
     start, stop = tiles_of_keys(kv_start, kv_stop, BLOCK_N)
     low = start + (stop - start) * split // num_splits
     high = start + (stop - start) * (split + 1) // num_splits
-    return last_and_number(low, high, stop)
+    return last_and_count(low, high, stop)
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def split_of_cut(kv_start, kv_stop, cut, BLOCK_N: gl.constexpr):
     start, stop = tiles_of_keys(kv_start, kv_stop, BLOCK_N)
     low = start + ((stop - start) * cut.split >> cut.shift)
     high = start + ((stop - start) * (cut.split + 1) >> cut.shift)
-    return last_and_number(low, high, stop)
+    return last_and_count(low, high, stop)
 
 
 @gluon.jit

@@ -68,7 +68,7 @@ class MLALaunch(SplitKVLaunch):
         return not self.fixed_split_size and tiles > self._two_level_min_tiles
 
     @cached_property
-    def combines_apart(self) -> bool:
+    def has_combine_launch(self) -> bool:
         """False: the last program to arrive at a row block combines its partials."""
         return False
 
@@ -98,7 +98,7 @@ class MLALaunch(SplitKVLaunch):
         rope = spec.qk_rope_head_dim
         drop = (
             "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "FULL_TILE_LOOP", "MULTI_BLOCK",
-            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS", "COMBINES_APART", "WGMMA",
+            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS", "COMBINE_LAUNCH", "WGMMA",
         )  # fmt: skip
         return {name: value for name, value in super().constexprs().items() if name not in drop} | {
             "NUM_Q_HEADS": spec.num_q_heads, "RANK": spec.kv_lora_rank, "ROPE": rope, "BLOCK_C": config.block_dv,

@@ -5,7 +5,7 @@ nothing. So keys and values are the rows here, and (token, query head) pairs the
 [64 keys, COLUMNS], and the output is [512, COLUMNS], transposed. One warpgroup holds all of it, and reads half of the
 shared memory for a tile that two warpgroups of `many_rows.py` read.
 
-Queries are small here, so there is room for two and a half tiles, whose quarters form a ring (`ring.py`).
+Queries are small here, so there is room for at least two and a half tiles, whose quarters form a ring (`ring.py`).
 """
 
 from typing import Any, NamedTuple

@@ -79,8 +79,8 @@ class MLAHopperLaunch:
     def combine_cost(self) -> float:
         """Cost of the partials of one tile, for `schedule.Costs`.
 
-        Cut into partitions of s tiles, t tiles cost t / s partials, whose cost is that of their rows, and the time of s
-        tiles. The least sum is where s is the root of t times this number (NVIDIA H200, 2026-11-22).
+        With cost c, t tiles in partitions of s tiles take the time of s + c * t / s tiles. That is least where s is the
+        root of c * t. The cost is that of a partial's rows (NVIDIA H200, 2026-11-22).
         """
         return max(32, self.row_blocks * self.partial_rows) / 1280
 
@@ -148,9 +148,10 @@ class MLAHopperLaunch:
 
     def __str__(self) -> str:
         products = "products in fp8, " if self.fp8_mma else ""
+        blocks = "1 row block" if self.row_blocks == 1 else f"{self.row_blocks} row blocks"
         return (
-            f"Hopper MLA kernel: {ROWS} rows × {ROWS} keys, {products}{self.num_partitions} partitions × "
-            f"{self.row_blocks} row blocks; fallback for small pages and latents that TMA cannot address: "
+            f"Hopper MLA kernel: {self.columns} rows × {TILE} keys, {products}{self.num_partitions} partitions × "
+            f"{blocks}; fallback for small pages and latents that TMA cannot address: "
             f"{self.fallback}"
         )
 

@@ -29,7 +29,7 @@ class Lengths(NamedTuple):
 class Costs(NamedTuple):
     """What a cut and a sequence cost, in the time of tiles."""
 
-    combine: Any  # of the partials of one tile, squared: the shortest partition is the root of this times all tiles
+    combine: Any  # c of a partial: t tiles in partitions of s tiles take s + c * t / s, which is least at sqrt(c * t)
     sequence: Any  # of beginning a sequence, where sequences differ
 
 

@@ -18,8 +18,8 @@ TALL_TILE = 16384  # most elements of scores and of an accumulator for eight war
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
 KEYS_OF_WIDE_VALUES = 64  # of a tile of eight warps, where values are wider than 128
 FEW_KEYS = 64  # that a query sees
-MANY_ROWS, MANY_WIDE_ROWS = 64, 128  # for each SM, which row blocks of 16 serve slower than taller ones
-IDLE = 8  # programs that a device has room for, for each row block, where it is nearly idle
+MANY_ROWS, MANY_WIDE_ROWS = 64, 128  # for each SM, above which taller row blocks are faster than those of 16 rows
+IDLE = 8  # programs for each row block: a device with room for that many is nearly idle
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 
 
@@ -168,7 +168,7 @@ def choose_partitions(
     elif is_tiny(split, num_blocks):
         num_partitions = num_blocks * cdiv(split.request.bounds.max_seq_len, split.config.block_n)
     else:
-        combine_cost = costs.combine_apart_cost if split.combines_apart else costs.combine_cost
+        combine_cost = costs.combine_launch_cost if split.has_combine_launch else costs.combine_cost
         num_partitions = partitions_that_pay(split, num_blocks, combine_cost)
     if num_partitions == 0 or split.max_units >= MAX_UNITS:
         return block

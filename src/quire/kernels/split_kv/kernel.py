@@ -5,8 +5,8 @@ KV head. It processes the partition's row blocks one after the other.
 
 A row block inside one partition is finished by its program. For a row block that is cut, each program writes a partial
 state to scratch. A program writes at most two partials: for the row block that it enters midway and for the one that it
-leaves unfinished. The last program to arrive at a row block (atomic counter) combines its partials in key order
-(`reduce.py`), so results are deterministic.
+leaves unfinished. The last program to arrive at a row block (atomic counter) combines its partials (`reduce.py`), or a
+second launch combines those of all row blocks (`combine.py`). Both combine in key order, so results are deterministic.
 
 For batch-invariant results (FIXED_SPLIT), partitions are cut only at multiples of FIXED_SPLIT keys, which are splits. A
 row block is the left fold of the states of its splits, so its sum does not depend on the cut.
@@ -76,7 +76,7 @@ def split_kv_kernel(
     SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,  # of Schedule
     INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,
     FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
-    COMBINES_APART: tl.constexpr,  # another launch combines (`apart.py`)
+    COMBINE_LAUNCH: tl.constexpr,  # another launch combines (`combine.py`)
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
     MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr, FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
@@ -217,11 +217,11 @@ def split_kv_kernel(
                     split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
         acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
         if PDL:
-            if (unit + num_here == high) & (COMBINES_APART | (size <= EARLY_EXIT_MAX_TILES)):
+            if (unit + num_here == high) & (COMBINE_LAUNCH | (size <= EARLY_EXIT_MAX_TILES)):
                 gdc_launch_dependents()
         if num_here == num_units:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
-        elif COMBINES_APART:
+        elif COMBINE_LAUNCH:
             left = (FIXED_SPLIT == 0) | (unit == block_unit)  # with splits, only where the row block begins
             slot = unit + num_here - 1
             if FIXED_SPLIT == 0:

@@ -17,13 +17,14 @@ from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
 
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
-APART_FROM, DRAFTS_APART_FROM = 2, 4  # partials of a mean row block, of one query and of drafts
+# Partials of a mean row block from which on a second launch combines them: with one query, and with drafts.
+COMBINE_LAUNCH_FROM, DRAFTS_COMBINE_LAUNCH_FROM = 2, 4
 TALL = 8  # rows of a partial: four of them take 5.5 us, and 6.3 without a second launch (NVIDIA H200, 2026-11-26)
 MOST_AT_ONCE = 64  # partials of a row
 PARTIALS_OF_FEW_BLOCKS = 8  # of a row block where sequences have several, which are cut if half of the device idles
 LONG_CONTEXT, KEYS_FOR_EACH_QUERY = 8192, 64  # least keys of a sequence that may keep one program busy for long
-FOLD_APART_FROM = 512  # rows of all states of a row block, from which another launch folds them
-FILLED = 0.75  # of the SMs have a row block of a KV head
+FOLD_LAUNCH_FROM = 512  # rows of all states of a row block, from which on a second launch folds them
+FILLED = 0.75  # row blocks of all KV heads for each SM, from which on the device counts as filled
 INTERVALS_AT_ONCE = 8
 
 
@@ -79,14 +80,14 @@ class SplitKVLaunch(PortableLaunch):
     @property
     def is_two_level(self) -> bool:
         """Whether the kernel can combine partials in two levels: if they are large, or if there may be many of them."""
-        if self.fixed_split_size or self.combines_apart:
+        if self.fixed_split_size or self.has_combine_launch:
             return False
         if self.request.bounds.max_query_len > 1:
             return self.partial_rows >= 16
         return cdiv(self.request.bounds.max_seq_len, self.config.block_n) > self._two_level_min_tiles
 
     @cached_property
-    def combines_apart(self) -> bool:
+    def has_combine_launch(self) -> bool:
         """Whether a second launch combines partials, or folds the states of splits.
 
         It does if there are so few row blocks for the device that most are cut. Else other programs attend while one
@@ -98,13 +99,13 @@ class SplitKVLaunch(PortableLaunch):
             bounds = self.request.bounds
             tiles = cdiv(power_of_two(bounds.max_seq_len), self.config.block_n)
             pays = tiles > self.costs.min_split_tiles or self.partial_rows >= TALL
-            least = APART_FROM if bounds.max_query_len == 1 else DRAFTS_APART_FROM
+            least = COMBINE_LAUNCH_FROM if bounds.max_query_len == 1 else DRAFTS_COMBINE_LAUNCH_FROM
             return pays and self.mean_partials >= least and self.request.device.supports_pdl
         request = rounded_up(self.request)
         splits = cdiv(request.bounds.max_seq_len, self.fixed_split_size)
         row_blocks = replace(self, request=request).num_row_blocks(request.bounds.num_tokens)
         few = row_blocks * request.spec.num_kv_heads < FILLED * request.device.num_sms
-        return few and splits * self.partial_rows >= FOLD_APART_FROM
+        return few and splits * self.partial_rows >= FOLD_LAUNCH_FROM
 
     @cached_property
     def mean_partials(self) -> int:
@@ -129,7 +130,7 @@ class SplitKVLaunch(PortableLaunch):
         return min(MOST_AT_ONCE, max(4, power_of_two(self.mean_partials)))
 
     @cached_property
-    def columns_apart(self) -> int:
+    def combine_columns(self) -> int:
         """Columns of a row that a program of the second launch combines.
 
         To fold, a thread takes four where states have many rows, and one where there are fewer elements than threads.
@@ -139,19 +140,19 @@ class SplitKVLaunch(PortableLaunch):
             return min(128 if at_once <= 8 else 64 if at_once <= 32 else 32, self.config.block_dv)
         return min(32 if self.partial_rows < 16 else 128, self.config.block_dv)
 
-    def num_programs_apart(self, num_tokens: int) -> int:
+    def num_combine_programs(self, num_tokens: int) -> int:
         """Return the programs of the second launch, for a batch of `num_tokens` query tokens."""
         rows = self.num_row_blocks(num_tokens) * self.request.spec.num_kv_heads * self.partial_rows
-        return rows * (self.config.block_dv // self.columns_apart)
+        return rows * (self.config.block_dv // self.combine_columns)
 
-    def constexprs_apart(self) -> dict[str, Any]:
+    def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch."""
         names = (
             "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "PARTIAL_ROWS", "FIXED_SPLIT",
             "SEQS", "MORE_SEQS", "INTERVALS", "MORE_INTERVALS", "MIN_SPLIT_TILES", "TWO_LEVEL_DISCOUNT",
             "TWO_LEVEL_MIN_TILES", "PDL",
         )  # fmt: skip
-        of_kernel, columns = self.constexprs(), self.columns_apart
+        of_kernel, columns = self.constexprs(), self.combine_columns
         ahead = self.partials_at_once
         if self.fixed_split_size:
             ahead = 32 if columns <= 32 else 8
@@ -163,11 +164,11 @@ class SplitKVLaunch(PortableLaunch):
     @property
     def min_split_tiles(self) -> int:
         """As in `CostModel`; 0 where partials cost so little that partitions need not end where a sequence does."""
-        return 0 if self.combines_apart else self.costs.min_split_tiles
+        return 0 if self.has_combine_launch else self.costs.min_split_tiles
 
     def compile_key(self) -> Hashable:
         """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
-        return super().compile_key(), self.combines_apart and (self.columns_apart, self.partials_at_once)
+        return super().compile_key(), self.has_combine_launch and (self.combine_columns, self.partials_at_once)
 
     @property
     def two_level_min_tiles(self) -> int:
@@ -209,9 +210,10 @@ class SplitKVLaunch(PortableLaunch):
             "MORE_SEQS": self.request.num_seqs > self.seqs_at_once, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once,
             "MORE_INTERVALS": self.request.has_intervals and self.request.bounds.max_query_len > self.intervals_at_once,
-            "FIXED_SPLIT": self.fixed_split_size, "COMBINES_APART": self.combines_apart, "TWO_LEVEL": self.is_two_level,
-            "MIN_SPLIT_TILES": self.min_split_tiles, "TWO_LEVEL_DISCOUNT": costs.two_level_combine_discount,
-            "TWO_LEVEL_MIN_TILES": self.two_level_min_tiles, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
+            "FIXED_SPLIT": self.fixed_split_size, "COMBINE_LAUNCH": self.has_combine_launch,
+            "TWO_LEVEL": self.is_two_level, "MIN_SPLIT_TILES": self.min_split_tiles,
+            "TWO_LEVEL_DISCOUNT": costs.two_level_combine_discount, "TWO_LEVEL_MIN_TILES": self.two_level_min_tiles,
+            "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
             "EARLY_EXIT_MAX_TILES": costs.early_exit_max_tiles,
             "FULL_TILE_LOOP_MIN_TILES": costs.full_tile_loop_min_tiles,
         }  # fmt: skip
@@ -243,10 +245,10 @@ class SplitKVLaunch(PortableLaunch):
         spec = self.request.spec
         numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, batch.num_seqs
         fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
-        if self.combines_apart:
-            from quire.kernels.split_kv.runner import ApartRunner
+        if self.has_combine_launch:
+            from quire.kernels.split_kv.runner import CombineRunner
 
-            return ApartRunner(self, batch, split_kv_kernel, fixed)
+            return CombineRunner(self, batch, split_kv_kernel, fixed)
         return PortableRunner(self, batch, split_kv_kernel, fixed)
 
     def describe_partitions(self, lanes: str) -> str:
@@ -258,7 +260,7 @@ class SplitKVLaunch(PortableLaunch):
             details += f", more than {self.seqs_at_once} sequences"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
-        if self.combines_apart:
+        if self.has_combine_launch:
             details += ", combined in a second launch"
             details += "" if self.fixed_split_size else f", {self.partials_at_once} at once"
         if self.max_decode_queries:

@@ -1,4 +1,4 @@
-"""Combine the partials of a row block. The last program to arrive at the row block does it.
+"""Combine the partials of a row block in the last program to arrive at it; `combine.py` does so in another launch.
 
 A partial is the state of one row block over some of its keys: acc, m_i and l_i of `states.py`, as float32 in the
 plan's scratch. A slot of the scratch holds a partial of each lane. Lanes are the programs that share a partition: one

@@ -1,4 +1,4 @@
-"""`ApartRunner`: run the split-KV kernel, and then the launch that combines its partials."""
+"""`CombineRunner`: run the split-KV kernel, and then the launch that combines its partials."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ import torch
 from quire.cache import PagedKVCache
 from quire.kernels import views
 from quire.kernels.portable import PortableRunner
-from quire.kernels.split_kv.apart import combine_apart_kernel
+from quire.kernels.split_kv.combine import combine_partials_kernel
 from quire.kernels.split_kv.launch import SplitKVLaunch
 
 
-class ApartRunner(PortableRunner):
+class CombineRunner(PortableRunner):
     """Run a launch of the split-KV kernel for one batch, and the launch that combines after it."""
 
     def __call__(
@@ -29,7 +29,7 @@ class ApartRunner(PortableRunner):
         super().__call__(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
         decided = self.decided
         assert isinstance(decided, SplitKVLaunch)
-        grid = (decided.num_programs_apart(q.shape[0]), 1, 1)
+        grid = (decided.num_combine_programs(q.shape[0]), 1, 1)
         if grid[0] == 0:
             return
         stored = views.output_tensor(out, decided.request.device.native_fp8)
@@ -38,19 +38,19 @@ class ApartRunner(PortableRunner):
         key = None
         if not any((at or 0) % 16 for at in (addresses[0], *addresses[2:4])):
             dtype, stride_lse = None if sinks is None else sinks.dtype, None if lse is None else lse.stride(0)
-            key = "apart", cache.kind, out.stride(), out.dtype, stride_lse, dtype
+            key = "combine", cache.kind, out.stride(), out.dtype, stride_lse, dtype
             if self.launches.relaunch(key, grid, addresses):
                 return
-        fixed, meta = self.arguments_apart(decided, cache, out, lse)
+        fixed, meta = self.combine_arguments(decided, cache, out, lse)
         meta["BLOCK_N"] = self.block_n(q, cache)
-        self.launches.launch(key, combine_apart_kernel, grid, tensors, fixed, meta)
+        self.launches.launch(key, combine_partials_kernel, grid, tensors, fixed, meta)
 
-    def arguments_apart(
+    def combine_arguments(
         self, decided: SplitKVLaunch, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of `combine_apart_kernel` after the tensors of a layer, and those by name."""
+        """Return the arguments of `combine_partials_kernel` after the tensors of a layer, and those by name."""
         kv = views.kv_layout(cache, self.batch, cache.dtype)
         starts, scratch, _, _, window_left, window_right, num_seqs, num_partitions, combine_cost = self.fixed
         strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
         fixed = kv, starts, scratch, window_left, window_right, num_seqs, num_partitions, combine_cost, *strides
-        return fixed, decided.constexprs_apart()
+        return fixed, decided.combine_constexprs()

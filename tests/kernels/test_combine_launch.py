@@ -36,7 +36,7 @@ PARTIALS = {
 def test_partials_are_combined_by_the_last_program_or_by_a_second_launch(
     case, apart, device, assert_within_budget, monkeypatch
 ):
-    monkeypatch.setattr(SplitKVLaunch, "combines_apart", apart)
+    monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", apart)
     features, lens, more = PARTIALS[case]
     spec = quire.AttentionSpec(**HEADS | {"dtype": torch.float32} | features)
     p = make_problem(spec, lens, device=device, one_query=case == "decode", **more)
@@ -51,7 +51,7 @@ def test_partials_are_combined_by_the_last_program_or_by_a_second_launch(
 @pytest.mark.triton
 def test_the_second_launch_writes_whole_row_blocks_no_second_time(device, monkeypatch):
     """A row block inside one partition is finished by its program; the second launch leaves it alone."""
-    monkeypatch.setattr(SplitKVLaunch, "combines_apart", True)
+    monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", True)
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
     p = make_problem(spec, ((1, 16), (1, 16), (1, 16)), device=device, one_query=True)
     config = KernelConfig(16, 16, 4, 2, False, programs_per_sm=64, block_d=16, block_dv=16)

@@ -22,7 +22,7 @@ from quire.kernels.states import Outputs, combine_at_once, store_result
     do_not_specialize=["window_left", "window_right", "num_seqs", "num_partitions", "stride_lse"],
     do_not_specialize_on_alignment=["out_scale_ptr"],
 )
-def combine_apart_kernel(
+def combine_partials_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
     out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
