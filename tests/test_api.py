@@ -9,6 +9,7 @@ import triton
 
 import quire
 from quire import reference
+from quire.dispatch.device import is_served_by_torch
 from quire.testing import Oracle, check_batch, make_problem
 
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
@@ -521,3 +522,64 @@ def test_scales_of_keys_and_values_have_the_same_strides():
     for scales in ((scale, other), (other, scale), (torch.ones(2), torch.ones(2, 2)[:, 0])):
         with pytest.raises(ValueError, match="v_scale must have k_scale's shape"):
             quire.PagedKVCache(k, v, "NHD", *scales)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_scales_given_as_numbers_do_not_depend_on_the_default_dtype(default):
+    spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, kv_dtype=torch.float8_e4m3fn)
+    latent = quire.AttentionSpec.mla(num_q_heads=4, softmax_scale=0.2, kv_dtype=torch.float8_e4m3fn)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)  # which loaders of models do
+    try:
+        caches = [quire.PagedKVCache.empty(s, num_pages=2, page_size=4) for s in (spec, latent)]
+        caches.append(quire.PagedKVCache(caches[0].k, caches[0].v, "NHD", 0.1, 3))
+    finally:
+        torch.set_default_dtype(before)
+    for cache, (k_scale, v_scale) in zip(caches, ((1, 1), (1, 1), (0.1, 3)), strict=True):
+        assert cache.k_scale.dtype is cache.v_scale.dtype is torch.float32
+        assert torch.equal(cache.k_scale[:1], torch.tensor([k_scale])) and torch.equal(
+            cache.v_scale[:1], torch.tensor([v_scale])
+        )
+
+
+def test_nothing_is_written_for_a_plan_that_does_not_fit(device):
+    p = make_problem(SPEC, ((1, 16), (1, 16)), page_size=4, device=device)
+    p.batch.page_table[1, :3] = p.batch.page_table[0, :3]
+    k, v = torch.ones(2, 2, 2, 16, device=device)
+    slots = p.batch.page_table[:, 3].long() * 4 + 3
+    uneven = quire.plan(SPEC, p.batch, **p.bounds, shared_prefix=6)
+    refused = [(uneven, "cache must have a page size that divides the 6 keys")]
+    if is_served_by_torch(torch.device(device)):  # where contents are read
+        short = quire.plan(SPEC, p.batch, max_query_len=1, max_seq_len=15)
+        refused.append((short, "max_seq_len must bound every sequence, got 15"))
+    before = p.cache.k.nan_to_num()
+    for plan, message in refused:
+        with pytest.raises(ValueError, match=message):
+            quire.attention(p.q, p.cache, plan, k=k, v=v, slot_mapping=slots)
+        assert torch.equal(p.cache.k.nan_to_num(), before)
+
+
+def test_check_batch_knows_which_batches_write():
+    """Queries with offsets are not the last keys, keys that are not paged have no slots, and shares are incomplete."""
+    cache = quire.PagedKVCache.empty(SPEC, num_pages=4, page_size=4)
+    table = int32(0, 1).expand(2, 2).contiguous()
+    with pytest.raises(ValueError, match="one sequence"):
+        check_batch(quire.Batch(table, int32(7, 8), int32(0, 2, 4)), cache)
+    check_batch(quire.Batch(table, int32(7, 8), int32(0, 2, 4)), cache, writes=False)
+    check_batch(quire.Batch(table, int32(7, 8), int32(0, 2, 4), query_offsets=int32(9, 9)), cache)
+    packed = quire.PagedKVCache(torch.zeros(8, 2, 16), torch.zeros(8, 2, 16), "THD")
+    check_batch(quire.Batch(int32(0, 0)[:, None], int32(4, 8), int32(0, 2, 4), paged=False), packed)
+
+
+def test_packed_keys_that_change_in_place(device):
+    """As `Batch.varlen` says: the lengths are a tensor of their own."""
+    starts = torch.tensor([0, 5, 9], dtype=torch.int32, device=device)
+    batch = quire.Batch.varlen(starts, starts)
+    plan = quire.plan(SPEC, batch, max_query_len=9, max_seq_len=9, num_tokens=9)
+    q, (k, v) = torch.randn(9, 4, 16, device=device), torch.randn(2, 9, 2, 16, device=device)
+    starts.copy_(int32(0, 2, 9))
+    torch.sub(starts[1:], starts[:-1], out=batch.seq_lens)
+    out = quire.varlen_attention(q, k, v, plan)
+    again = quire.Batch.varlen(starts.clone(), starts.clone())
+    expected = quire.varlen_attention(q, k, v, quire.plan(SPEC, again, max_query_len=9, max_seq_len=9, num_tokens=9))
+    assert torch.equal(out, expected)

@@ -311,6 +311,42 @@ def test_the_call_after_those_skipped_is_recorded(path, device):
     assert torch.equal(call.tensors["q"], 2 * problem.q.cpu())
 
 
+def test_a_union_counts_as_its_calls(path, device):
+    problem = make_problem(quire.AttentionSpec(**SMALL), ((1, 50), (1, 9)), device=device)
+    both = quire.intervals.prefix_and_window(problem.batch, 2, prefix=1, size=4)
+    plans = [quire.plan(problem.spec, b, **problem.bounds) for b in both]
+    for skip in range(2):
+        with debug.record(path, contents=True, skip=skip):
+            quire.union_attention(problem.q, problem.cache, plans)
+        assert torch.equal(debug.load(path).tensors["key_begin"], both[skip].key_begin.cpu())
+    with pytest.warns(UserWarning, match="2 calls of quire.attention"), debug.record(path, skip=2):
+        quire.union_attention(problem.q, problem.cache, plans)
+
+
+def test_sinks_in_float64_are_recorded(path, device):
+    problem, plan = small(device, sinks=True)
+    problem = replace(problem, sinks=problem.sinks.double())
+    assert debug.replay(recorded(path, problem, plan, contents=True), device).passed
+
+
+def test_an_empty_view_of_a_buffer_is_recorded(path, device):
+    """Its address is 0, wherever the buffer is."""
+    buffer = torch.zeros(64, dtype=torch.int32, device=device)
+    problem, _ = small(device)
+    batch = quire.Batch(buffer[:0].view(0, 2), buffer[:0], buffer[32:33])
+    problem = replace(problem, batch=batch, q=problem.q[:0])
+    plan = quire.plan(problem.spec, batch, max_query_len=1, max_seq_len=8)
+    assert debug.replay(recorded(path, problem, plan), device).passed
+
+
+@pytest.mark.parametrize("contents", [False, True])
+def test_the_default_device_does_not_matter(contents, path, device):
+    problem, plan = small(device)
+    with torch.device("meta"):
+        done = debug.replay(recorded(path, problem, plan, contents=contents), device)
+    assert done.passed, done
+
+
 def test_a_call_that_fails_leaves_a_file(path, device, monkeypatch):
     problem, plan = small(device)
 

@@ -213,6 +213,13 @@ def test_every_token_is_on_one_rank_at_the_end_of_its_pages(size, interleave):
         assert shard.num_keys(torch.tensor(-3)) == 0
 
 
+def test_turns_may_be_longer_than_int32_counts():
+    lens = torch.tensor([5, 7], dtype=torch.int32)
+    found = [ContextShard(rank, 4, 1 << 30).num_keys(lens) for rank in range(4)]
+    assert [n.tolist() for n in found] == [[5, 7], [0, 0], [0, 0], [0, 0]]
+    assert {n.dtype for n in found} == {torch.int32}
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_steps_of_a_ring_see_each_visible_key_once(size):
     spec, lens = quire.AttentionSpec(**HEADS), [37, 3, 0, 20]
@@ -249,6 +256,20 @@ def test_one_rank_alone_gives_what_attention_gives(alone):
     for scatter_heads in (False, True):
         state = sharded_attention(q, cache, plan, scatter_heads=scatter_heads)
         assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
+
+
+def test_states_of_any_width_and_of_no_tokens_are_merged(alone):
+    q, cache, plan = decode_call()
+    empty = quire.Batch(torch.zeros(0, 4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
+    none = quire.plan(plan.spec, empty, max_query_len=1, max_seq_len=16)
+    for scatter_heads in (False, True):
+        state = sharded_attention(q[:0], cache, none, scatter_heads=scatter_heads)
+        assert state.out.shape == (0, 4, 16) and state.lse.shape == (0, 4)
+    for shape in ((1, 1, 7), (3, 1, 9), (5, 4, 16), (0, 4, 16)):
+        given = quire.State(torch.randn(shape).to(torch.bfloat16), torch.randn(shape[:2]))
+        merged = merge_over_ranks(given)
+        assert torch.equal(merged.out, given.out)
+        torch.testing.assert_close(merged.lse, given.lse)
 
 
 def test_a_spec_that_shares_of_keys_cannot_serve_is_refused(alone):

@@ -7,6 +7,7 @@ import torch
 
 import quire
 from quire.dispatch.device import interprets
+from quire.kernels.shared_prefix.runner import filled
 from quire.testing import error_budget
 from tests.kernels.test_shared_prefix import DECODE, ONE, PAGE, SEVERAL, SPEC, TREE, attend, shared_problem
 
@@ -127,3 +128,10 @@ def test_a_cache_with_other_pages_is_served_by_the_same_plan(device):
     wider = shared_problem(SPEC, DECODE, ONE, device=device, page_size=2 * PAGE)
     problem.batch.page_table[:, : wider.batch.page_table.shape[1]] = wider.batch.page_table
     assert error_budget(wider, quire.attention(wider.q, wider.cache, plan, return_lse=True)).passed
+
+
+def test_numbers_that_the_device_writes():
+    """In a captured graph, where a copy from the host would run again."""
+    for numbers in ([], [3], [0, 0, 4, 4, 4, 0, 7]):
+        found = filled(numbers, torch.device("cpu"))
+        assert found.dtype is torch.int32 and found.tolist() == numbers

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from quire import ops
+from quire import checks, ops
 from quire.cache import PagedKVCache
 from quire.cache_checks import check_copy_pages, check_write_kv, check_write_latent
 from quire.checks import check_attention, check_merge_states, check_out, check_out_scale, check_varlen
@@ -211,6 +211,7 @@ def attention(
         if appender is not None:
             appender.append(first, cache, out, lse, sinks, alibi_slopes, *new, out_scale=out_scale)
             return out if lse is None else State(out, lse)
+        plan.check_before_write(cache, num_tokens)
         if rope is None and qk_norm is None:
             write: Any = write_latent if spec.latent else write_kv
             write(*new[:2], cache, new[2])
@@ -401,10 +402,10 @@ def union_attention(
     """
     check_union(plans)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
-    for plan in plans:  # all of them before anything is launched
-        check_attention(q, cache, plan, sinks if plan.spec.sinks else None, alibi_slopes)
+    for plan in plans:  # all of them before anything is launched; `quire.debug.record` counts the calls below
+        checks.check_attention(q, cache, plan, sinks if plan.spec.sinks else None, alibi_slopes)
     if sinks is not None and not plans[0].spec.sinks:
-        check_attention(q, cache, plans[0], sinks, alibi_slopes)
+        checks.check_attention(q, cache, plans[0], sinks, alibi_slopes)
     states = [
         attention(q, cache, p, sinks=sinks if p.spec.sinks else None, alibi_slopes=alibi_slopes, return_lse=True)
         for p in plans

@@ -13,8 +13,11 @@ from quire.cache import PagedKVCache
 from quire.spec import AttentionSpec
 
 
-def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True) -> None:
+def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True, writes: bool = True) -> None:
     """Check lengths, page numbers and intervals, and that no two sequences write to one page.
+
+    Sequences are taken to write their last keys, as many as they have queries. A batch with `query_offsets`, or whose
+    keys are not paged, is not taken to write.
 
     This copies to the host and waits: use it to debug, not in a serving loop.
 
@@ -22,12 +25,15 @@ def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True)
         batch: the sequences.
         cache: the pages that they index.
         shared_pages: allow sequences to share pages that none of them writes in this step (a common prefix).
+        writes: whether the step writes the last keys. False where they are elsewhere, as on most ranks that share
+            contexts.
 
     Raises:
         ValueError: a contract is broken; the message names the sequence and the value.
     """
     check_reads(batch, cache)
-    check_writers(batch, cache, shared_pages)
+    if writes and batch.paged and batch.query_offsets is None:
+        check_writers(batch, cache, shared_pages)
     check_intervals(batch)
 
 
@@ -189,7 +195,7 @@ def check_writers(batch: Batch, cache: PagedKVCache, shared_pages: bool) -> None
     readers: dict[int, int] = {}
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
         q_len = starts[seq + 1] - starts[seq]
-        if 0 < kv_len < q_len and batch.query_offsets is None:
+        if 0 < kv_len < q_len:
             raise ValueError(
                 f"seq_lens must include the new tokens, got {kv_len} keys for {q_len} queries of sequence {seq}; "
                 "add the step's tokens"

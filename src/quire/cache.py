@@ -377,7 +377,7 @@ class PagedKVCache:
             )
         advice = "1.0 is no scale"
         if not isinstance(scale, torch.Tensor):
-            scale = torch.tensor(check_positive(name, scale, advice), device=self.device)
+            scale = torch.full((), check_positive(name, scale, advice), dtype=torch.float32, device=self.device)
         check_tensor(name, scale, advice)
         if scale.dtype != torch.float32 or scale.device != self.device:
             raise ValueError(f"{name} must be float32 on {self.device}, got {describe(scale)}; convert it")

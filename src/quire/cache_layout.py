@@ -83,7 +83,9 @@ def check_latent_scale(scale: Any, latents: torch.Tensor) -> torch.Tensor:
         stored = "fp8_ds_mla records, which hold theirs" if latents.dtype is torch.uint8 else str(latents.dtype)
         raise ValueError(f"scale must be left out for latents of {stored}, got {describe(scale)}; it belongs to e4m3")
     if not isinstance(scale, torch.Tensor):
-        scale = torch.tensor(check_positive("scale", scale, "1.0 is no scale"), device=latents.device)
+        scale = torch.full(
+            (), check_positive("scale", scale, "1.0 is no scale"), dtype=torch.float32, device=latents.device
+        )
     check_tensor("scale", scale, "pass a number")
     if scale.numel() != 1 or scale.dim() > 1:
         raise ValueError(f"scale must be a number or hold one element, got {describe(scale)}; scales are per tensor")

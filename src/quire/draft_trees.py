@@ -155,7 +155,7 @@ def from_flashinfer(packed_custom_mask: torch.Tensor, qo_lens: Sequence[int], kv
         raise ValueError(
             f"kv_lens must have qo_lens' {len(qo_lens)} entries, got {len(kv_lens)}; one for each sequence"
         )
-    packed, words, at = packed_custom_mask.cpu(), [torch.zeros(0, dtype=torch.int64)], 0
+    packed, words, at = packed_custom_mask.cpu(), [torch.zeros(0, dtype=torch.int64, device="cpu")], 0
     for seq, (num_drafts, kv_len) in enumerate(zip(qo_lens, kv_lens, strict=True)):
         num_drafts = check_num_drafts(f"qo_lens[{seq}]", num_drafts, least=0)
         kv_len = check_integer(f"kv_lens[{seq}]", kv_len, "drafts count too", num_drafts, LARGEST)
@@ -165,7 +165,7 @@ def from_flashinfer(packed_custom_mask: torch.Tensor, qo_lens: Sequence[int], kv
                 f"packed_custom_mask must have {at + size} bytes for the first {seq + 1} sequences, "
                 f"got {packed.shape[0]}; a sequence has qo_len * kv_len bits, in whole bytes"
             )
-        bits = packed[at : at + size, None].int() >> torch.arange(8) & 1
+        bits = packed[at : at + size, None].int() >> torch.arange(8, device="cpu") & 1
         mask = bits.flatten()[: num_drafts * kv_len].view(num_drafts, kv_len).bool()
         context, drafts = mask[:, : kv_len - num_drafts], mask[:, kv_len - num_drafts :]
         if not bool(context.all()):
@@ -174,7 +174,7 @@ def from_flashinfer(packed_custom_mask: torch.Tensor, qo_lens: Sequence[int], kv
                 f"packed_custom_mask must be 1 before the drafts, got 0 for key {key} and draft {row} of sequence "
                 f"{seq}; a general dense mask is not served: say what is seen by key_begin"
             )
-        words.append((drafts.long() << torch.arange(num_drafts)).sum(1))
+        words.append((drafts.long() << torch.arange(num_drafts, device="cpu")).sum(1))
         at += size
     return torch.cat(words).to(packed_custom_mask.device)
 

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 import torch
 
 from quire.batch import Batch
+from quire.batch_check import check_reads
 from quire.cache import PagedKVCache
 from quire.checks import check_plan_arguments
 from quire.dispatch.config import KernelConfig
@@ -87,6 +88,14 @@ class Plan:
         """Return what writes a step's keys and values in the launch that attends, or None where no launch does both."""
         runner = self.runner
         return runner if isinstance(runner, PortableRunner) and runner.can_append(cache) else None
+
+    def check_before_write(self, cache: PagedKVCache, num_tokens: int) -> None:
+        """Raise ValueError where the runner would, so that nothing is written by then."""
+        if isinstance(self.launch, shared.SharedPrefixLaunch):
+            self.launch.check_page_size(cache.page_size)
+        if is_served_by_torch(self.batch.device):
+            lens = {"max_query_len": self.bounds.max_query_len, "max_seq_len": self.bounds.max_seq_len}
+            check_reads(self.batch, cache, self.spec, num_tokens=num_tokens, **lens)
 
     def __repr__(self) -> str:
         bounds = self.bounds
@@ -207,7 +216,8 @@ def plan(
 def decide_once(request: Request, options: Options, families: tuple[tuple[str, Proposal], ...]) -> tuple[Launch, str]:
     """Return what `decide` returns, and keep it: a server asks for the same in most steps.
 
-    A launch keeps what follows from it in turn, such as its encoding.
+    A launch keeps what follows from it in turn, such as its encoding. `families` are those of FAMILIES: with others, it
+    is decided anew.
 
     Raises:
         ValueError, UnsupportedError: as `check_device` and `decide`.

@@ -243,12 +243,13 @@ def poison(cache: PagedKVCache, owned: torch.Tensor) -> None:
         return
     every = slice(None)
     index = {"NHD": (page, slot), "HND": (page, every, slot), "HDNX": (page, every, every, slot)}[cache.layout]
-    value = torch.tensor(127 if cache.dtype is torch.int8 else float("nan")).to(cache.dtype)
+    nothing = 127.0 if cache.dtype is torch.int8 else float("nan")
+    value = torch.full((), nothing, dtype=torch.float32, device=cache.device).to(cache.dtype)
     for stored in (cache.k, cache.v):
         if value.dtype.itemsize == 1:  # indexing is not implemented for every 8-bit float
-            stored.view(torch.uint8)[index] = value.view(torch.uint8).to(stored.device)
+            stored.view(torch.uint8)[index] = value.view(torch.uint8)
         else:
-            stored[index] = value.to(stored.device)
+            stored[index] = value
     for scale in (cache.k_scale, cache.v_scale):
         if scale is not None and cache.scale_kind == "token":
             scale[page, slot] = float("nan")

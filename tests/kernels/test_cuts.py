@@ -70,7 +70,7 @@ def wanted(lens, num_programs, slots, window=CAUSAL, max_decode_queries=0):
     for seq, of_blocks in enumerate(seen):
         num_splits, whole = 1, len(of_blocks)
         if gains and of_blocks and seq < SEQS and tiles[seq] > share:
-            most = cuts.MOST_SPLITS.value if len(of_blocks) == 1 else 8
+            most = launch.MOST_SPLITS_OF_CUT if len(of_blocks) == 1 else 8
             num_splits = next(n for n in (2, 4, 8, 16, 32) if tiles[seq] <= n * share or n == most)
             least = max(share, tiles[seq] // 2) * BLOCK_N
             # The first row block that sees more, if each one saw BLOCK_T keys more than the one before.

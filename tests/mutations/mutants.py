@@ -989,7 +989,7 @@ IN_INTERPRETER = {
     ),
     "Hopper: a running maximum of all capped scores": Mutant(
         "kernels/hopper/launch.py",
-        "capped_exponents if is_bounded(spec) else softcap",
+        "capped_exponents if has_bounded_scores(spec) else softcap",
         "softcap",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-None]",
     ),
@@ -1665,7 +1665,7 @@ OUTSIDE = {
     ),
     "keys multiplied ahead where sequences may be decoding": Mutant(
         "kernels/hopper/launch.py",
-        "not self.fixed_split_size and not is_ragged(self.request)",
+        "not self.fixed_split_size and not self.request.is_ragged",
         "not self.fixed_split_size",
         "test_dispatch.py::test_keys_are_multiplied_ahead_for_prompts_that_wait_little_for_memory",
     ),
@@ -1737,8 +1737,8 @@ OUTSIDE = {
     ),
     "Hopper: splits and a decode launch": Mutant(
         "kernels/hopper/choice.py",
-        "is_ragged(request) and launch.num_splits == 1",
-        "is_ragged(request)",
+        "request.is_ragged and launch.num_splits == 1",
+        "request.is_ragged",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
     ),
     "Hopper: the kernel of another layer relaunched": Mutant(

@@ -144,8 +144,9 @@ def units_read(batch: Batch, page_size: int, num_units: int) -> torch.Tensor:
             found.append(row[: -(-max(length, 0) // page_size)].long())
         else:
             first = int(batch.page_table[seq, 0])
-            found.append(torch.arange(max(first, 0), min(first + max(length, 0), num_units)))
-    units = torch.cat([*found, torch.arange(0)]).unique()
+            end = min(first + max(length, 0), num_units)
+            found.append(torch.arange(max(first, 0), end, device=batch.device))
+    units = torch.cat([*found, torch.arange(0, device=batch.device)]).unique()
     return units[(units >= 0) & (units < num_units)]
 
 

@@ -17,6 +17,7 @@ DTYPES = {
         torch.float16,
         torch.bfloat16,
         torch.float32,
+        torch.float64,
         torch.float8_e4m3fn,
         torch.float8_e5m2,
         torch.int8,
@@ -81,7 +82,7 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
         storages.setdefault((str(tensor.device), tensor.untyped_storage().data_ptr()), []).append(name)
     places = {}
     for number, names in enumerate(storages.values()):
-        first = min(tensors[name].data_ptr() for name in names)
+        first = min((tensors[name].data_ptr() for name in names if tensors[name].numel()), default=0)
         first -= first % ALIGNMENT
         for name in names:
             tensor = tensors[name]

@@ -90,8 +90,9 @@ def replay(
     if not callable(on_step):
         raise TypeError(f"on_step must be a function of a sentence, got {describe(on_step)}; pass print, for instance")
     on_step("making the tensors")
-    call = renumber(call, max_bytes, notes)
-    problem, pair, new = rebuild(call, device)
+    with torch.device("cpu"):  # whatever the default is: the tensors that were recorded are there
+        call = renumber(call, max_bytes, notes)
+        problem, pair, new = rebuild(call, device)
     bounds = {name: call.bounds[name] for name in ("max_query_len", "max_seq_len")}
     try:
         check_reads(problem.batch, problem.cache, call.spec, num_tokens=problem.q.shape[0], **bounds)

@@ -46,6 +46,11 @@ class Request:
     has_tree: bool = False
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether sequences must differ in their numbers of queries. Some may then have one query."""
+        return self.bounds.num_tokens < self.num_seqs * self.bounds.max_query_len
+
+    @property
     def rows_per_seq(self) -> int:
         """Most rows of any sequence. A row is a query token and a query head of one KV head."""
         return self.bounds.max_query_len * self.spec.group_size

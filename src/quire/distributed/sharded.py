@@ -69,7 +69,8 @@ class ContextShard:
         """
         lens = check_lens("seq_lens", seq_lens).clamp(min=0)
         size, turn = self.interleave, self.interleave * self.world_size
-        return lens // turn * size + (lens % turn - self.rank * size).clamp(0, size)
+        whole = lens.long()  # a turn may be longer than int32 counts
+        return (whole // turn * size + (whole % turn - self.rank * size).clamp(0, size)).to(lens.dtype)
 
     def slot_mapping(self, positions: torch.Tensor, page_table: torch.Tensor, page_size: int) -> torch.Tensor:
         """Return the slots of new tokens in this rank's cache, for `quire.write_kv`; -1 for those of other ranks.
@@ -281,14 +282,18 @@ def merge_packed(
 
 
 def packed_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of a state of this shape in one buffer: its out, then its lse."""
+    """Return the bytes of a state of this shape in one buffer: its out and its lse, at least one ALIGNMENT."""
     num_rows = shape[0] * shape[1]
-    return -(-num_rows * (shape[2] * dtype.itemsize + 4) // ALIGNMENT) * ALIGNMENT
+    return max(1, -(-(lse_at(shape, dtype) + 4 * num_rows) // ALIGNMENT)) * ALIGNMENT
+
+
+def lse_at(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the byte at which the lse of a packed state begins: the first multiple of 4 after its out."""
+    return -(-shape[0] * shape[1] * shape[2] * dtype.itemsize // 4) * 4
 
 
 def unpack(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> quire.State:
     """Return the state in a buffer of `packed_bytes`, or the states in its rows, as views."""
-    num_rows, several = shape[0] * shape[1], buffer.shape[:-1]
-    end = num_rows * shape[2] * dtype.itemsize
-    out = buffer[..., :end].view(dtype).view(*several, *shape)
-    return quire.State(out, buffer[..., end : end + 4 * num_rows].view(torch.float32).view(*several, *shape[:2]))
+    num_rows, several, begin = shape[0] * shape[1], buffer.shape[:-1], lse_at(shape, dtype)
+    out = buffer.view(dtype)[..., : num_rows * shape[2]].view(*several, *shape)
+    return quire.State(out, buffer[..., begin : begin + 4 * num_rows].view(torch.float32).view(*several, *shape[:2]))

@@ -5,7 +5,7 @@ from dataclasses import astuple, replace
 from quire.dispatch import tree
 from quire.dispatch.config import CostModel, HopperConfig
 from quire.dispatch.request import Bounds, Options, Request, cdiv
-from quire.kernels.hopper.launch import HopperLaunch, count_work_tiles, is_ragged, is_wide
+from quire.kernels.hopper.launch import HopperLaunch, count_work_tiles, has_bounded_scores, is_wide
 from quire.kernels.split_kv.choice import choose as choose_portable
 from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
@@ -90,7 +90,7 @@ def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
     """
     request, spec = launch.request, launch.request.spec
     rows_per_seq, rows_per_sm, _, queries_per_seq = rounded(request)
-    if launch.num_splits > 1 and not is_ragged(request):
+    if launch.num_splits > 1 and not request.is_ragged:
         return True
     if launch.fallback.name != "block":
         has_few_rows, cuts = rows_per_seq <= SOME_ROWS, launch.num_splits > 1 or launch.cut_slots > 0
@@ -122,7 +122,7 @@ def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
     """
     if is_wide(request.spec):
         return is_short(request, costs)
-    if is_ragged(request):  # most sequences have fewer rows than the one with the most
+    if request.is_ragged:  # most sequences have fewer rows than the one with the most
         return is_short(request, costs) or rounded(request)[0] <= TALL
     if request.rows_per_seq <= TALL // 2 or is_capped_and_narrow(request.spec):
         return True
@@ -142,19 +142,19 @@ def is_capped_and_narrow(spec: AttentionSpec) -> bool:
     Measured with heads of 64 on up to 4,096 keys (NVIDIA H100, 2026-11-25).
     """
     from quire.kernels import mods
-    from quire.kernels.hopper.softcap import is_bounded
 
-    return mods.score_mod(spec) is mods.softcap and is_bounded(spec) and max(spec.head_dim, spec.head_dim_v) <= 64
+    is_narrow = max(spec.head_dim, spec.head_dim_v) <= 64
+    return is_narrow and mods.score_mod(spec) is mods.softcap and has_bounded_scores(spec)
 
 
 def is_chunk(request: Request) -> bool:
     """Return whether sequences have equally many queries, and at least three times as many keys before them."""
-    return not is_ragged(request) and request.bounds.max_seq_len >= 4 * request.bounds.max_query_len
+    return not request.is_ragged and request.bounds.max_seq_len >= 4 * request.bounds.max_query_len
 
 
 def choose_config(request: Request, short: bool) -> HopperConfig | str:
     """Return the configuration for a batch; or, in words, what the kernel does not serve."""
-    queries, ragged = max(1, request.bounds.max_query_len), is_ragged(request)
+    queries, ragged = max(1, request.bounds.max_query_len), request.is_ragged
     if is_wide(request.spec) and not ragged and min(request.keys_seen, queries) > TALL_WIDE:
         short = False
     queries = tree.power_of_two(queries) if ragged else queries
@@ -179,7 +179,7 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     if is_wide(request.spec):
         suits = request.rows_per_seq > FEW_ROWS and 2 * request.keys_seen > costs.short_context
     else:
-        has_rows = request.rows_per_seq > SOME_ROWS and not is_ragged(request)
+        has_rows = request.rows_per_seq > SOME_ROWS and not request.is_ragged
         fills_tile = 8 * request.bounds.max_query_len >= 7 * config.block_t
         has_keys = not is_short(request, costs) or (is_chunk(request) and request.keys_seen >= LEAST_SPLIT_OF_CHUNK)
         suits = (has_rows or fills_tile) and has_keys
@@ -187,7 +187,7 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
         return 1
     most = cdiv(request.keys_seen, costs.hopper_min_tiles_per_split * config.block_n)
     splits = device.num_sms // num_work_tiles
-    if is_ragged(request):
+    if request.is_ragged:
         rows = 64 * config.num_warpgroups * device.num_sms
         splits = rows // (request.bounds.num_tokens * request.spec.num_q_heads)
     return max(1, min(splits, most, costs.hopper_max_splits))
@@ -214,7 +214,7 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     """
     request, bounds = launch.request, launch.request.bounds
     max_queries = most_decode_queries(request.spec)
-    may_decode = request.num_seqs > 1 and is_ragged(request) and launch.num_splits == 1
+    may_decode = request.num_seqs > 1 and request.is_ragged and launch.num_splits == 1
     if not may_decode or bounds.max_query_len <= max_queries:
         return launch
     if not launch.fixed_split_size:

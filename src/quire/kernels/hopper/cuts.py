@@ -18,7 +18,6 @@ from quire.kernels.hopper.pipeline import reinterpret
 
 LEAST_KEYS = gl.constexpr(512)  # a row block of at most this many keys is not cut
 OVERHEAD = gl.constexpr(192)  # keys that a row block could see in the time that a work tile takes for other things
-MOST_SPLITS = gl.constexpr(32)  # of the row block of a sequence that has one; 8 of others
 SHIFT_BITS = gl.constexpr(3)  # of a word of a sequence, which say how many splits its row blocks have
 
 

@@ -22,7 +22,10 @@ from quire.spec import AttentionSpec
 WIDE = 128  # columns of a head, beyond which the portable kernels are slow
 LONG = 1024  # keys that a query may see, beyond which further tensor maps are worth the time to fetch them
 CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
-MOST_SPLITS_OF_CUT = 32  # as in `cuts.py`
+MOST_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of others (`cuts.py`)
+# Of larger caps, sums could overflow float32. With this one, sums over 2^17 keys with values of up to 2^38 do not.
+LARGEST_CAP_WITHOUT_MAXIMUM = 50.0
+CAPPED_SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the coefficients in `softcap.py` can hold
 CUT_OVERHEAD = 192  # keys, as in `cuts.py`
 
 
@@ -83,7 +86,7 @@ class HopperLaunch:
         """
         request, bounds = self.request, self.request.bounds
         may_differ = tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
-        may_differ = may_differ or is_ragged(request)
+        may_differ = may_differ or request.is_ragged
         no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
         if request.num_seqs == 1 or not may_differ or no_cuts:
             return 0
@@ -103,7 +106,7 @@ class HopperLaunch:
         if self.cut_slots:
             return True
         orders = request.num_seqs > 1 and not request.has_intervals and not self.fixed_split_size
-        return orders and self.num_splits == 1 and self.decode is None and is_ragged(request)
+        return orders and self.num_splits == 1 and self.decode is None and request.is_ragged
 
     @property
     def multiplies_ahead(self) -> bool:
@@ -112,12 +115,10 @@ class HopperLaunch:
         It holds tiles longer, so fewer are on their way. So it is for work that waits little for memory: large tiles of
         prompts, without splits, and no batch that may have decoding sequences among them (NVIDIA H100, 2026-11-25).
         """
-        from quire.kernels.hopper.softcap import is_bounded
-
         spec, config = self.request.spec, self.config
         is_large = config.num_warpgroups == 2 and config.block_n == 128 and spec.head_dim == spec.head_dim_v == 128
-        is_plain = spec.kv_dtype == spec.dtype and not is_bounded(spec)
-        is_whole = self.num_splits == 1 and not self.fixed_split_size and not is_ragged(self.request)
+        is_plain = spec.kv_dtype == spec.dtype and not has_bounded_scores(spec)
+        is_whole = self.num_splits == 1 and not self.fixed_split_size and not self.request.is_ragged
         return is_large and is_plain and is_whole
 
     @property
@@ -168,12 +169,12 @@ class HopperLaunch:
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
         from quire.kernels import mods
-        from quire.kernels.hopper.softcap import capped_exponents, is_bounded, softcap
+        from quire.kernels.hopper.softcap import capped_exponents, softcap
 
         spec, config = self.request.spec, self.config
         score_mod = mods.score_mod(spec)
         if score_mod is mods.softcap and not self.fixed_split_size:  # which rounds as the portable kernels do
-            score_mod = capped_exponents if is_bounded(spec) else softcap
+            score_mod = capped_exponents if has_bounded_scores(spec) else softcap
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
             "HEAD_DIM_V": spec.head_dim_v // self.column_parts, "PARTS": self.column_parts,
@@ -248,9 +249,12 @@ class HopperLaunch:
         )
 
 
-def is_ragged(request: Request) -> bool:
-    """Return whether sequences must differ in their numbers of queries. Some may then have one query."""
-    return request.bounds.num_tokens < request.num_seqs * request.bounds.max_query_len
+def has_bounded_scores(spec: AttentionSpec) -> bool:
+    """Return whether a softcap bounds scores so that the softmax needs no maximum (`capped.py`)."""
+    least, most = CAPPED_SCALES
+    cap = spec.softcap or 0.0
+    has_range = spec.kv_dtype == torch.bfloat16 and 0 < cap <= LARGEST_CAP_WITHOUT_MAXIMUM
+    return has_range and least <= abs(spec.softmax_scale) / cap <= most
 
 
 def is_wide(spec: AttentionSpec) -> bool:

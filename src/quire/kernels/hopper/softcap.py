@@ -13,16 +13,11 @@ A warp whose scores in a tile are all small skips the second form. That changes 
 
 import struct
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.states import LOG2E
-from quire.spec import AttentionSpec
 
-# Of larger caps, sums could overflow float32. With this one, sums over 2^17 keys with values of up to 2^38 do not.
-LARGEST_CAP_WITHOUT_MAXIMUM = 50.0
-SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the polynomial's coefficients can hold
 SMALL = 0.5  # the largest abs(x) of the polynomial
 # Of x, x^3, x^5 and x^7 in tanh(x): a minimax fit for abs(x) <= SMALL, with an error of at most 1.3e-7.
 COEFFICIENTS = (0.99999767629104286, -0.3332065563065047, 0.13145149691582684, -0.04337259215984544)
@@ -59,14 +54,6 @@ BY_EITHER = (  # a division would care for numbers below 2^-126, and these are a
     f"{POLYNOMIAL} abs.f32 a, X; setp.le.f32 small, a, limitROW; mul.f32 a, X, factorROW; ex2.approx.ftz.f32 a, a; "
     f"add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; fma.rn.f32 a, a, twice, cap; selp.f32 X, b, a, small;"
 )
-
-
-def is_bounded(spec: AttentionSpec) -> bool:
-    """Return whether capped scores need no maximum."""
-    least, most = SCALES
-    cap = spec.softcap or 0.0
-    has_range = spec.kv_dtype == torch.bfloat16 and 0 < cap <= LARGEST_CAP_WITHOUT_MAXIMUM
-    return has_range and least <= abs(spec.softmax_scale) / cap <= most
 
 
 @gluon.constexpr_function

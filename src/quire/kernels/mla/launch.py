@@ -13,9 +13,7 @@ from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import padded, power_of_two
-from quire.kernels.launch import once
 from quire.kernels.portable import KernelRunner
-from quire.kernels.scratch import ScratchSize, counter_bytes
 from quire.kernels.split_kv.choice import MAX_UNITS, min_partition_tiles, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
@@ -73,9 +71,9 @@ class MLALaunch(SplitKVLaunch):
         return False
 
     @property
-    def capacity(self) -> int:
-        """Partitions whose programs the device holds at once."""
-        return max(1, self.request.device.num_sms * self.config.programs_per_sm // self.row_blocks)
+    def lanes(self) -> int:
+        """Programs that share a partition: one for each row block of a band."""
+        return self.row_blocks
 
     def num_row_blocks(self, num_tokens: int) -> int:
         """Return the bands of a batch of `num_tokens` query tokens, with one spare band for each sequence."""
@@ -87,10 +85,6 @@ class MLALaunch(SplitKVLaunch):
         if not self.multi_block:
             return request.num_seqs
         return num_tokens * request.spec.num_q_heads // (self.row_blocks * self.config.block_m) + request.num_seqs
-
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
-        return self.num_partitions * self.row_blocks if self.num_row_blocks(num_tokens) else 0
 
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
@@ -118,14 +112,6 @@ class MLALaunch(SplitKVLaunch):
             return 2
         one_product = self.config.block_m == 16 and self.config.block_dv >= 256
         return 4 if one_product and not self.fixed_split_size else 1
-
-    @once
-    def scratch_size(self) -> ScratchSize:
-        """Return the size of the scratch for partials and arrival counters."""
-        num_slots = self.max_units if self.fixed_split_size else 2 * self.num_partitions
-        counters = counter_bytes(self.request.device, self.num_partitions * self.row_blocks)
-        rows = 32 * cdiv(num_slots * self.row_blocks * self.partial_rows, 32)
-        return ScratchSize(counters + 4 * rows * (self.request.spec.head_dim_v + 2), counters)
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> "MLARunner":
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
@@ -290,9 +276,8 @@ def choose_num_partitions(launch: MLALaunch, options: Options) -> int:
     if options.num_splits is not None:
         return max(1, options.num_splits * num_bands)
     capacity = launch.capacity
-    if (
-        launch.multi_block
-    ):  # the first bands of a prompt see few keys: with more partitions, the last ones fill the gaps
+    if launch.multi_block:
+        # The first bands of a prompt see few keys. With more partitions, the last ones fill the gaps.
         capacity *= BANDS_PER_PROGRAM
     if options.batch_invariant:
         return max(1, min(capacity, launch.max_units))

@@ -182,9 +182,9 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
         return "sliding windows"
     if spec.softcap or spec.alibi or spec.sinks:
         return "softcap, ALiBi or sinks"
-    fallback, _ = propose_portable(request, options)
-    if not isinstance(fallback, MLALaunch):
-        return "what the fallback does not serve"
-    launch = MLAHopperLaunch(request, fallback)
+    proposal = propose_portable(request, options)
+    if isinstance(proposal, str):
+        return f"{proposal}, which the fallback does not serve"
+    launch = MLAHopperLaunch(request, proposal[0])
     reason = f"{launch.num_partitions} partitions × {launch.row_blocks} row blocks fill {request.device.num_sms} SMs"
     return launch, reason

@@ -45,6 +45,15 @@ class SharedPrefixLaunch:
         """Keys that are read once for a run, and that a flat plan would read once more for each further sequence."""
         return sum((num_seqs - 1) * num_keys for level in self.levels for num_seqs, num_keys in level)
 
+    def check_page_size(self, page_size: int) -> None:
+        """Raise ValueError unless runs of sequences share whole pages of this size."""
+        uneven = [num_keys for level in self.levels for _, num_keys in level if num_keys % page_size]
+        if uneven:
+            raise ValueError(
+                f"cache must have a page size that divides the {uneven[0]} keys that sequences share, got {page_size}; "
+                "share whole pages"
+            )
+
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of all attention launches."""
         return sum(launch.num_programs(num_tokens) for launch in self.launches)

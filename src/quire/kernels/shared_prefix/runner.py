@@ -4,7 +4,7 @@ Every launch has a separate batch. Its page table is a view of the plan's table,
 plan's lengths at each call. So an engine can change the plan's batch in place, as with other plans.
 """
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -78,12 +78,7 @@ class SharedPrefixRunner:
     def batches(self, page_size: int) -> list[Batch]:
         """Return the batches of all launches, for a cache with pages of this size."""
         levels, batch = self.decided.levels, self.batch
-        uneven = [num_keys for level in levels for _, num_keys in level if num_keys % page_size]
-        if uneven:
-            raise ValueError(
-                f"cache must have a page size that divides the {uneven[0]} keys that sequences share, got {page_size}; "
-                "share whole pages"
-            )
+        self.decided.check_page_size(page_size)
         before = [0] * batch.num_seqs  # keys of the levels above
         parts = []
         for level, firsts, starts in zip(levels, self.firsts, self.query_starts, strict=True):
@@ -158,8 +153,21 @@ def make_combine(batch: Batch) -> Any:
 
 def on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
     """Return host numbers as an int32 tensor, without waiting for the device."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return filled(numbers, device)  # a replay would copy again, from memory that another tensor may have by then
     tensor = torch.tensor(numbers, dtype=torch.int32, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def filled(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """Return host numbers as an int32 tensor, which the device writes by itself: one launch for equal neighbours."""
+    tensor = torch.empty(len(numbers), dtype=torch.int32, device=device)
+    first = 0
+    for number, equal in groupby(numbers):
+        end = first + len(list(equal))
+        tensor[first:end].fill_(number)
+        first = end
+    return tensor
 
 
 def rows_of_table(batch: Batch, seqs: list[int], entries: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -185,9 +185,14 @@ class SplitKVLaunch(PortableLaunch):
         return costs.two_level_min_tiles
 
     @property
+    def lanes(self) -> int:
+        """Programs that share a partition: one for each KV head."""
+        return self.request.spec.num_kv_heads
+
+    @property
     def capacity(self) -> int:
-        """Programs that the device holds at once, for each KV head."""
-        return max(1, self.request.device.num_sms * self.config.programs_per_sm // self.request.spec.num_kv_heads)
+        """Partitions whose programs the device holds at once."""
+        return max(1, self.request.device.num_sms * self.config.programs_per_sm // self.lanes)
 
     @property
     def max_units(self) -> int:
@@ -198,9 +203,7 @@ class SplitKVLaunch(PortableLaunch):
 
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
-        if self.num_row_blocks(num_tokens) == 0:
-            return 0
-        return self.num_partitions * self.request.spec.num_kv_heads
+        return self.num_partitions * self.lanes if self.num_row_blocks(num_tokens) else 0
 
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
@@ -221,11 +224,10 @@ class SplitKVLaunch(PortableLaunch):
     @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials and arrival counters."""
-        spec = self.request.spec
         num_slots = self.max_units if self.fixed_split_size else 2 * self.num_partitions
-        counters = counter_bytes(self.request.device, self.num_partitions * spec.num_kv_heads)
-        rows = 32 * cdiv(num_slots * spec.num_kv_heads * self.partial_rows, 32)
-        return ScratchSize(counters + 4 * rows * (spec.head_dim_v + 2), counters)
+        counters = counter_bytes(self.request.device, self.num_partitions * self.lanes)
+        rows = 32 * cdiv(num_slots * self.lanes * self.partial_rows, 32)
+        return ScratchSize(counters + 4 * rows * (self.request.spec.head_dim_v + 2), counters)
 
     def partials(self, workspace: torch.Tensor) -> Any:
         """Return `views.Partials`: the partials and the arrival counters in a workspace of `scratch_size` bytes."""
@@ -275,15 +277,14 @@ class SplitKVLaunch(PortableLaunch):
 def may_be_uneven(request: Request) -> bool:
     """Return whether one sequence of a ragged batch may have few queries and very many keys, and most others few keys.
 
-    Powers of two decide.
+    Keys are rounded up to a power of two first, as queries are.
 
     58 sequences of up to 155 queries on up to 42,161 keys, 10/2 heads of 24, took 157 us cut and 638 not; 50 of up to
     13 on up to 2,532, 128/8 heads of 184, 207 cut, and 123 by the Hopper kernel (NVIDIA H200, 2026-11-23).
     """
     bounds = request.bounds
-    is_ragged = bounds.num_tokens < request.num_seqs * bounds.max_query_len
     least = max(LONG_CONTEXT, KEYS_FOR_EACH_QUERY * power_of_two(bounds.max_query_len))
-    return is_ragged and power_of_two(request.keys_seen) >= least
+    return request.is_ragged and power_of_two(request.keys_seen) >= least
 
 
 def rounded_up(request: Request) -> Request:
