@@ -467,7 +467,7 @@ def test_the_kernels_of_trees_are_compiled_before_the_first_graph(monkeypatch):
     ]  # fmt: skip
 
 
-def test_latents_come_as_one_tensor_or_with_their_rope_combine_columns():
+def test_latents_come_as_one_tensor_or_with_their_rope_columns_apart():
     server, layer = Server("mla", 64), latent_layer()
     for mode, counts in ((ForwardMode.EXTEND, {3: 70, 5: 9}), (ForwardMode.DECODE, {3: 1, 5: 1})):
         batch = server.step(mode, counts)
@@ -525,6 +525,7 @@ def test_a_graph_is_replayed_with_other_lengths_and_fewer_requests(kind, mode):
 
     prepare(backend, dummy(), capture=True)
     step = backend.forward_metadata
+    assert step.max_seq_len == backend.plans.bounds()["max_seq_len"]  # of which the workspace and the warm-up know
     q, k, v = server.inputs(layer, 4 * width)
     backend.forward(q, k, v, layer, dummy())
     backend.on_after_cuda_graph_warmup()
@@ -552,6 +553,25 @@ def prepare(backend, batch, capture: bool) -> None:
             batch.batch_size, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_sum, None,
             batch.forward_mode, batch.spec_info, batch.seq_lens_cpu,
         )  # fmt: skip
+
+
+def test_drafts_past_the_longest_context_get_a_larger_workspace(monkeypatch):
+    asked = []
+    monkeypatch.setattr(quire, "workspace_size", lambda spec, **bounds: asked.append(bounds["max_seq_len"]) or 0)
+    server, layer = Server(), make_layer()
+    longest = server.backend.max_seq_len
+    plans, spec = server.backend.plans, server.backend.layers.bind(layer, has_sinks=False).spec
+    for max_seq_len in (longest, longest + 8, longest):
+        plans.workspace(spec, 4, 32, max_seq_len, {})
+    assert asked == [longest, longest + 8]
+
+
+def test_counts_of_new_tokens_may_be_a_tensor():
+    server, layer = Server(), make_layer()
+    batch = server.step(ForwardMode.EXTEND, {3: 7, 5: 2})
+    batch.extend_seq_lens_cpu = torch.tensor(batch.extend_seq_lens_cpu)
+    server.backend.init_forward_metadata(batch)
+    assert server.forward(batch, {3: 7, 5: 2}, layer, 9)
 
 
 def test_rows_that_pad_an_eager_step_are_zero():

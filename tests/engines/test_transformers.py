@@ -230,6 +230,64 @@ def test_plain_forward_passes_refuse_masks_that_are_not_served(what):
             model(ids[:1], attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool, device=DEVICE))
 
 
+def test_a_vision_tower_attends_within_images_and_windows():
+    """It packs images into one sequence, and windows of images, and says where each begins."""
+    text = dict(SMALL, bos_token_id=None, rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]})
+    vision = dict(
+        depth=4, hidden_size=64, intermediate_size=96, num_heads=4, out_hidden_size=64, window_size=56,
+        fullatt_block_indexes=[1, 3],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval().to(DEVICE)
+    for name, weights in model.named_parameters():
+        weights.data *= 10 if "qkv" in name else 1  # so that it matters which patches are seen
+    grid = torch.tensor([[1, 8, 12], [1, 4, 8]], device=DEVICE)
+    patches = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 14 * 14, device=DEVICE)
+
+    def see() -> torch.Tensor:
+        with torch.no_grad():
+            return model.model.visual(patches, grid_thw=grid).last_hidden_state
+
+    model.set_attn_implementation("eager")
+    expected = see()
+    hook.use(model)
+    torch.testing.assert_close(see(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert hook.last_plan().batch.num_seqs == 2
+
+
+@pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks", "bits"])
+def test_what_would_change_the_result_is_refused(name):
+    x = torch.zeros(1, 4, 3, 16, device=DEVICE)
+    given = {name: torch.zeros(1, device=DEVICE)}
+    known = {"position_ids": torch.arange(3, device=DEVICE)[None], "output_attentions": False, "sinks": None}
+    out, _ = hook.attention_forward(None, x, x, x, None, scaling=1.0, **known)
+    assert out.shape == (1, 3, 4, 16)
+    with pytest.raises(quire.UnsupportedError, match=f"{name} must be left out, got one"):
+        hook.attention_forward(None, x, x, x, None, scaling=1.0, **known | given)
+
+
+def test_keys_that_are_not_contiguous_are_copied():
+    q, k = torch.randn(2, 1, 4, 3, 16, device=DEVICE)
+    strided = k.transpose(2, 3).contiguous().transpose(2, 3)
+    expected, _ = hook.attention_forward(None, q, k, k, None, scaling=1.0)
+    assert torch.equal(hook.attention_forward(None, q, strided, strided, None, scaling=1.0)[0], expected)
+
+
+def test_models_that_select_keys_are_refused(monkeypatch):
+    model, _ = eager("llama", [])
+    model.config.index_topk = 8  # as DeepSeek-V3.2 has it
+    with pytest.raises(quire.UnsupportedError, match="got LlamaForCausalLM, which selects keys"):
+        hook.use(model)
+    del model.config.index_topk
+    monkeypatch.setattr(type(model.model), "_compatible_flash_implementations", ["MiniMaxAI/msa"])  # as MiniMax-M3
+    with pytest.raises(quire.UnsupportedError, match="got LlamaForCausalLM, which selects keys"):
+        hook.use(model)
+    monkeypatch.setattr(type(model.model), "_compatible_flash_implementations", ["flash_attention_4"])
+    hook.use(model)
+    assert model.model._compatible_flash_implementations == ["flash_attention_4", hook.NAME]
+
+
 def test_a_bidirectional_model_is_refused_as_one():
     model, _ = eager("llama", [])
     model.config.is_causal = False

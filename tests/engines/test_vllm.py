@@ -234,6 +234,7 @@ def make_layer(
     interleave: int = 1,
     backend=QuireBackend,
     attn_type=AttentionType.DECODER,
+    encoder=None,  # what the configs of the scheduler and of the model say of it
 ) -> tuple[Layer, QuireMetadataBuilder]:
     spec = problem.spec
     before = torch.get_default_dtype()
@@ -259,8 +260,10 @@ def make_layer(
         layer._k_scale, layer._v_scale = problem.cache.k_scale[0].clone(), problem.cache.v_scale[0].clone()
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
-        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=64),
-        model_config=SimpleNamespace(max_model_len=128),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=16, max_num_batched_tokens=64, **(vars(encoder[0]) if encoder else {})
+        ),
+        model_config=SimpleNamespace(max_model_len=128, hf_config=encoder[1] if encoder else None),
         additional_config=additional or {},
         parallel_config=SimpleNamespace(dcp_comm_backend="ag_rs", cp_kv_cache_interleave_size=interleave),
     )

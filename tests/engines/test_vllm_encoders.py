@@ -6,6 +6,7 @@ The engine's embeddings are compared with those of the same model in Transformer
 
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,34 @@ def test_an_encoder_attends_to_the_step_s_own_tokens_in_both_directions(kind, pa
     assert len(builder.plans) == 1
     layer.kv_cache = empty
     builder.build_for_cudagraph_capture(common)
+
+
+@pytest.mark.parametrize("attn_type", [AttentionType.DECODER, AttentionType.ENCODER_DECODER])
+def test_plans_stay_within_the_bounds_of_their_workspace(attn_type, monkeypatch):
+    """Contexts of cross-attention are the encoder's. The decoder's page tables are as wide, and it sees less."""
+    asked, planned = [], []
+    monkeypatch.setattr(quire, "workspace_size", lambda spec, **bounds: asked.append(bounds["max_seq_len"]) or 64)
+    monkeypatch.setattr(quire, "plan", lambda *batch, **bounds: planned.append(bounds))
+    problem = make_problem(replace(SPEC, causal=False), ((1, 40), (3, 37)), device=DEVICE)
+    encoder = SimpleNamespace(max_num_encoder_input_tokens=300), SimpleNamespace(max_source_positions=1500)
+    _, builder = make_layer(problem, attn_type=attn_type, encoder=encoder)
+    crosses = attn_type == AttentionType.ENCODER_DECODER
+    assert asked == [1500 if crosses else 128]
+    assert builder.workspace is None  # vLLM may have a memory pool in use, which does not survive a sleep
+    builder.reserve_workspace()
+    workspace = builder.workspace
+    assert workspace.shape == (64,) and not workspace.any()
+    builder.reserve_workspace()
+    assert builder.workspace is workspace
+    table, lens = (
+        torch.zeros(2, 100, dtype=torch.int32, device=DEVICE),
+        torch.zeros(2, dtype=torch.int32, device=DEVICE),
+    )
+    for longest, bound in ((60, 64), (70, 128), (100, 128), (1100, 1500 if crosses else 1100)):
+        builder.plan_for(
+            problem.spec, table, lens, None, page_size=16, num_tokens=2, max_query_len=1, max_seq_len=longest
+        )
+        assert planned[-1]["max_seq_len"] == bound and planned[-1]["workspace"] is workspace
 
 
 @pytest.mark.parametrize("kind", ["NHD", "rows"])

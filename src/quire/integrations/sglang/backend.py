@@ -90,7 +90,8 @@ class QuireBackend(base.AttentionBackend):
             max_query_len = batch.spec_info.draft_token_num
             num_tokens, longest = num_seqs * max_query_len, longest + max_query_len
         else:
-            max_query_len, num_tokens = max(batch.extend_seq_lens_cpu), sum(batch.extend_seq_lens_cpu)
+            query_lens = [int(n) for n in batch.extend_seq_lens_cpu]  # a list, or a tensor of SGLang 0.5.12
+            max_query_len, num_tokens = max(query_lens), sum(query_lens)
         max_seq_len = min(max(LEAST_KEYS, 1 << max(0, longest - 1).bit_length()), self.max_seq_len)
         max_seq_len = max(max_seq_len, longest)  # drafts may pass the longest context
         width = -(-max_seq_len // self.page_size)
@@ -176,6 +177,7 @@ class QuireBackend(base.AttentionBackend):
         self.graph_memory = StepMemory(self.device, self.has_window_pool)
         drafts = max(1, max_num_tokens // max(max_bs, 1))
         self.graph_max_seq_len = self.max_seq_len + drafts
+        self.plans.max_seq_len = max(self.plans.max_seq_len, self.graph_max_seq_len)  # so they are warmed up for it
         width = -(-self.graph_max_seq_len // self.page_size)
         self.graph_memory.reserve(max_bs, max_bs * width, max_num_tokens)
         self.captured.clear()

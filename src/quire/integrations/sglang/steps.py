@@ -112,12 +112,14 @@ class Plans:
         }
 
     def workspace(
-        self, spec: AttentionSpec, num_seqs: int, num_tokens: int, seen: dict[str, Any]
+        self, spec: AttentionSpec, num_seqs: int, num_tokens: int, max_seq_len: int, seen: dict[str, Any]
     ) -> torch.Tensor | None:
         """Return scratch memory for a plan. A larger step than any before gets new memory, and so do later plans."""
-        if num_tokens > self.max_num_tokens or num_seqs > self.max_num_seqs:
-            self.max_num_tokens = max(self.max_num_tokens, 1 << (num_tokens - 1).bit_length())
+        if num_tokens > self.max_num_tokens or num_seqs > self.max_num_seqs or max_seq_len > self.max_seq_len:
+            if num_tokens > self.max_num_tokens:
+                self.max_num_tokens = 1 << (num_tokens - 1).bit_length()
             self.max_num_seqs = max(self.max_num_seqs, num_seqs)
+            self.max_seq_len = max(self.max_seq_len, max_seq_len)
             self.workspaces.clear()
             self.kept.clear()
         key = spec, *seen.values()
@@ -140,7 +142,7 @@ class Plans:
         key = spec, num_tokens, step.max_query_len, step.max_seq_len, addresses, shape, step.captured
         plan = self.kept.get(key)
         if plan is None:
-            workspace = self.workspace(computed, step.seq_lens.shape[0], num_tokens, seen)
+            workspace = self.workspace(computed, step.seq_lens.shape[0], num_tokens, step.max_seq_len, seen)
             plan = quire.plan(
                 computed,
                 batch,

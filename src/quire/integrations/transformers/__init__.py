@@ -40,6 +40,7 @@ from quire import AttentionSpec, Batch, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.arguments import shown
 from quire.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from quire.integrations.flash_attn.kvcache import contiguous_last
 from quire.integrations.transformers.batching import (
     Call,
     Step,
@@ -55,6 +56,10 @@ SUPPORTED = (Version("5.17"), Version("5.24"))  # from, and before
 NO_PREFIX = Version("5.19")  # from here on, names of paged implementations have no prefix `paged|`
 # Transformers gives CUDA graphs and decoding by page tables to names that contain "flash" and, after it, a 2 or 3.
 NAME = "quire_flash_2"
+# Tensors among the keyword arguments of a forward pass that say nothing new: causality and lengths are known.
+KNOWN = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "num_items_in_batch")
+# Arguments that some models pass to their attention, and that change its result.
+UNSERVED = ("position_bias", "indices", "block_indices", "sinks")
 
 
 def install() -> str:
@@ -83,8 +88,9 @@ def use(model: transformers.PreTrainedModel) -> str:
     """Install Quire and set it on a loaded model.
 
     Some models (gpt-oss) list the implementations with "flash" in their names that may serve them, and replace any
-    other without an error. Quire serves attention sinks, so its name is added to this model's list. In a model with
-    latent attention `config.head_dim` becomes the width of the keys, which continuous batching needs.
+    other without an error. Quire serves attention sinks, so its name is added to a list that has a kind of flash
+    attention. In a model with latent attention `config.head_dim` becomes the width of the keys, which continuous
+    batching needs.
 
     Args:
         model: a decoder-only model that continuous batching runs.
@@ -94,17 +100,23 @@ def use(model: transformers.PreTrainedModel) -> str:
 
     Raises:
         TypeError: `model` is not a model of Transformers.
-        UnsupportedError: this version of Transformers is outside the supported range.
+        UnsupportedError: this version of Transformers is outside the supported range, or the model attends to keys that
+            it selects (DeepSeek-V3.2, MiniMax-M3).
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {shown(model)}; load one first")
     name = install()
-    modules: Any = torch.nn.Module.modules(model)
-    for module in modules:
-        listed = getattr(module, "_compatible_flash_implementations", None)
-        if listed is not None and NAME not in listed:
-            module._compatible_flash_implementations = [*listed, NAME]
     config: Any = model.config.get_text_config(decoder=True)
+    modules: list[Any] = list(torch.nn.Module.modules(model))
+    lists = [getattr(module, "_compatible_flash_implementations", None) or [NAME] for module in modules]
+    if getattr(config, "index_topk", None) or not all("flash" in " ".join(listed) for listed in lists):
+        raise UnsupportedError(
+            f"model must attend to all keys or to a window of them, got {type(model).__name__}, which selects keys; "
+            "load it with attn_implementation='sdpa'"
+        )
+    for module, listed in zip(modules, lists, strict=True):
+        if NAME not in listed:
+            module._compatible_flash_implementations = [*listed, NAME]
     if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_nope_head_dim", None):
         config.head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     model.set_attn_implementation(name)
@@ -180,11 +192,15 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attend as Transformers' attention interface asks; see `transformers.AttentionInterface`.
 
+    Outside continuous batching, `cu_seq_lens_q` and `cu_seq_lens_k` of `step` say which tokens are one sequence, for
+    example an image, or a window of one, in a vision tower.
+
     Returns:
         out [batch, num_queries, num_q_heads, head_dim], and None for the weights.
 
     Raises:
-        UnsupportedError: dropout, or, outside continuous batching, padding, a static cache or a mask of another kind.
+        UnsupportedError: dropout, a bias or a selection of keys; or, outside continuous batching, padding, a static
+            cache or a mask of another kind.
     """
     if dropout:
         raise UnsupportedError(f"dropout must be 0, got {dropout}; Quire serves inference: call model.eval()")
@@ -194,6 +210,11 @@ def attention_forward(
             "cache, packed sequences or another mask; generate by continuous batching (`model.generate_batch`), or "
             "without `cache_implementation` and with prompts of one length at a time"
         )
+    for name, given in step.items():
+        if given is not None and (
+            name in UNSERVED or (cache is None and name not in KNOWN and isinstance(given, torch.Tensor))
+        ):
+            raise UnsupportedError(f"{name} must be left out, got one; load the model with attn_implementation='sdpa'")
     engine = None if cache is None else engine_of(cache)
     layer = None if engine is None else engine.layer(cache, module.layer_idx, key.shape[-1], value.shape[-1])
     spec = layer_spec(
@@ -209,19 +230,31 @@ def attention_forward(
         sinks=s_aux is not None,
     )
     if engine is None or layer is None:
-        return contiguous_attention(query, key, value, spec, s_aux), None
+        return contiguous_attention(query, key, value, spec, s_aux, step), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     call = Call(spec, s_aux, engine, layer, Step.of(step, layer, num_tokens=q.shape[0]))
     return attend(q, k, v, call).unsqueeze(0), None
 
 
 def contiguous_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+    step: dict[str, Any],
 ) -> torch.Tensor:
     """Attend in an ordinary forward pass, to keys and values as they are; the queries are the last of the tokens."""
     (num_seqs, _, q_len, _), kv_len = query.shape, key.shape[2]
-    cu_q = torch.arange(0, (num_seqs + 1) * q_len, q_len, dtype=torch.int32, device=query.device)
-    cu_k = torch.arange(0, (num_seqs + 1) * kv_len, kv_len, dtype=torch.int32, device=query.device)
-    plan = remember(quire.plan(spec, Batch.varlen(cu_q, cu_k), max_query_len=q_len, max_seq_len=kv_len))
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    return quire.varlen_attention(q, k, v, plan, sinks=sinks).unflatten(0, (num_seqs, q_len))
+    q, k, v = (contiguous_last(x.transpose(1, 2).flatten(0, 1)) for x in (query, key, value))
+    cu_q, cu_k = step.get("cu_seq_lens_q"), step.get("cu_seq_lens_k")
+    if cu_q is None or cu_k is None:
+        cu_q = torch.arange(0, (num_seqs + 1) * q_len, q_len, dtype=torch.int32, device=q.device)
+        cu_k = torch.arange(0, (num_seqs + 1) * kv_len, kv_len, dtype=torch.int32, device=q.device)
+        longest = q_len, kv_len
+    else:  # the sequences are packed
+        cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
+        longest = int(step.get("max_length_q") or len(q)), int(step.get("max_length_k") or len(k))
+    batch = Batch.varlen(cu_q, cu_k)
+    plan = quire.plan(spec, batch, max_query_len=longest[0], max_seq_len=longest[1], num_tokens=len(q))
+    return quire.varlen_attention(q, k, v, remember(plan), sinks=sinks).unflatten(0, (num_seqs, q_len))

@@ -209,6 +209,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> QuireMetadata:
         """Return a step's metadata: vLLM's, unchanged."""
+        self.reserve_workspace()
         common = common_attn_metadata
         if not isinstance(common.causal, bool) and self.shares is not None:
             raise UnsupportedError(

@@ -198,6 +198,7 @@ class QuireMLAMetadataBuilder(mla.MLACommonMetadataBuilder[QuireMLAMetadata], Pl
         **others: Any,
     ) -> QuireMLADecode:
         """Return the metadata of a step's decodes."""
+        self.reserve_workspace()
         num_decodes = seq_lens_device.shape[0]
         longest = int(query_start_loc_cpu.diff().max())  # of the decodes; the step's prefills have more
         max_query_len = max(1, longest, -(-num_decode_tokens // num_decodes))  # a capture may count tokens only

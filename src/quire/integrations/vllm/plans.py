@@ -18,6 +18,7 @@ from quire.integrations.engine import LEAST_KEYS
 from quire.integrations.vllm import contract
 
 envs: Any = contract.load("vllm.envs")
+ENCODER_DECODER = contract.load("vllm.v1.attention.backend").AttentionType.ENCODER_DECODER
 
 SHARES = "kv_sharing_target_layer_name"  # an attribute of a layer that attends to another's keys
 MAX_PLANS = 256  # kept by a builder
@@ -36,7 +37,7 @@ class Planner:
         max_num_tokens: int | None = None,
         kinds_of: Callable[[AttentionSpec], list[Kind]] = lambda spec: [(spec, {})],
     ) -> None:
-        """Reserve the scratch memory of the largest plan.
+        """Find the bounds of plans, and how much scratch memory the largest one needs.
 
         Args:
             layer_names: of the group.
@@ -51,18 +52,29 @@ class Planner:
         self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in names}
         kinds = [kind for spec in self.layers for kind in kinds_of(spec)]
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        longest = longest_context([layers[name].impl for name in names], vllm_config)
         self.bounds: dict[str, Any] = {
             "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
             "max_num_tokens": max_num_tokens or vllm_config.scheduler_config.max_num_batched_tokens,
-            "max_seq_len": vllm_config.model_config.max_model_len,
-            "min_seq_len": min(LEAST_KEYS, vllm_config.model_config.max_model_len),
+            "max_seq_len": longest,
+            "min_seq_len": min(LEAST_KEYS, longest),
             "batch_invariant": self.batch_invariant,
         }
-        num_bytes = max(quire.workspace_size(spec, **self.bounds, **has, device=device) for spec, has in kinds)
-        self.workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
+        sizes = [quire.workspace_size(spec, **self.bounds, **has, device=device) for spec, has in kinds]
+        self.workspace_size, self.workspace_device = max(sizes), device
+        self.workspace: torch.Tensor | None = None
         self.plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         extra = vllm_config.additional_config
         self.warm = isinstance(extra, dict) and not extra.get("quire_warmup", True)
+
+    def reserve_workspace(self) -> None:
+        """Allocate the scratch memory, for the first step.
+
+        Not before: vLLM 0.20 makes builders while it allocates its cache from a pool of memory whose contents are lost
+        when the server sleeps. The counters in a workspace must be 0 before each launch.
+        """
+        if self.workspace is None and self.workspace_size:
+            self.workspace = torch.zeros(self.workspace_size, dtype=torch.uint8, device=self.workspace_device)
 
     def compile_ahead(self, pages_of: Callable[[Any], PagedKVCache], further: Callable[[], list[str]] = list) -> None:
         """Before the first capture, compile what any step can need, so that no request waits for a compiler.
@@ -105,11 +117,13 @@ class Planner:
     ) -> Plan:
         """Return a plan: an earlier one if bounds and memory are the same.
 
-        The bound of the keys is the next power of two, or the table's width, so that decoding does not need a new plan
-        for every token. Where keys are not paged, the table says where those of each sequence begin.
+        The bound of the keys is the next power of two, or the longest context, or the table's width, so that decoding
+        does not need a new plan for every token. Where keys are not paged, the table says where those of each sequence
+        begin.
         """
-        max_seq_len = max(LEAST_KEYS, 1 << max(0, max_seq_len - 1).bit_length())
-        max_seq_len = min(max_seq_len, table.shape[1] * page_size)
+        rounded = max(LEAST_KEYS, 1 << max(0, max_seq_len - 1).bit_length())
+        rounded = min(rounded, max(max_seq_len, self.bounds["max_seq_len"]))
+        max_seq_len = min(rounded, table.shape[1] * page_size)
         memory = (
             table.data_ptr(),
             table.stride(0),
@@ -155,6 +169,16 @@ class Planner:
             max_seq_len=max_query_len,
             paged=False,
         )
+
+
+def longest_context(impls: list[Any], vllm_config: Any) -> int:
+    """Return the most keys of a sequence: those of the model's context, or of an encoder if layers attend to one."""
+    longest = vllm_config.model_config.max_model_len
+    if not any(getattr(impl, "attn_type", None) == ENCODER_DECODER for impl in impls):
+        return longest
+    of_encoder = getattr(vllm_config.scheduler_config, "max_num_encoder_input_tokens", 0) or 0
+    positions = getattr(getattr(vllm_config.model_config, "hf_config", None), "max_source_positions", 0) or 0
+    return max(longest, of_encoder, positions)
 
 
 def unpaged(spec: AttentionSpec, device: torch.device) -> PagedKVCache:
