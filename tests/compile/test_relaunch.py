@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -469,3 +470,41 @@ def test_a_second_write_passes_what_the_binder_passes(kind, passed, monkeypatch)
     monkeypatch.setattr(module, "LAUNCHES", LaunchCache())
     call(*arguments)
     assert len(passed) == 3 and passed[1] == passed[2] != passed[0]
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    """Whichever device is the current one: Triton asks for that, and knows no other."""
+    current, launched = [0], []
+
+    @contextlib.contextmanager
+    def use_device(device):
+        before, current[0] = current[0], device.index if isinstance(device, torch.device) else device
+        yield
+        current[0] = before
+
+    class Kernel:
+        __name__, arg_names = "kernel", ["x", "BLOCK"]
+
+        def __getitem__(self, grid):
+            def run(x, **meta):
+                launched.append(current[0])
+                return SimpleNamespace(run=run_again, function=None, packed_metadata=None)
+
+            return run
+
+    def run_again(*arguments):
+        launched.append(current[0])
+
+    active = SimpleNamespace(get_current_device=lambda: current[0], get_current_stream=lambda device: device)
+    monkeypatch.setattr(driver, "_active", active)
+    monkeypatch.setattr(torch.cuda, "device", use_device)
+    monkeypatch.setattr("quire.kernels.launcher.hash_callees", lambda function: None)
+    with FakeTensorMode():
+        tensors = [torch.empty(3, device=f"cuda:{i}") for i in (1, 0, 1)]
+    kept = LaunchCache()
+    for x in tensors:
+        if not kept.relaunch(x.device, (1, 1, 1), (0,)):
+            kept.launch(x.device, Kernel(), (1, 1, 1), (x,), (), {"BLOCK": 16})
+    current[0] = 2
+    assert kept.relaunch(tensors[0].device, (1, 1, 1), (0,)) and current[0] == 2
+    assert launched == [1, 0, 1, 1]

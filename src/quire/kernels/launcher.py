@@ -61,7 +61,8 @@ class LaunchCache:
         There is none either while a profiler has hooks on Triton's launches, which only the binder calls.
 
         Args:
-            key: everything but the plan, if there is one, on which the compiled kernel and its fixed arguments depend.
+            key: everything but the plan, if there is one, on which the compiled kernel and its fixed arguments depend,
+                the device of the tensors included.
             grid: number of programs along each axis.
             tensors: addresses, or tuples of them, in the order of the kernel's first parameters.
             matrices: addresses of the tensors that TMA loads, and what they are for TMA.
@@ -71,8 +72,9 @@ class LaunchCache:
             return False
         active: Any = driver.active
         device = active.get_current_device()
-        if device != found.device:
-            return False
+        if device != found.device:  # where the tensors are
+            with torch.cuda.device(found.device):
+                return self.relaunch(key, grid, tensors, matrices)
         for (address, matrix), into in zip(matrices, found.formats, strict=True):
             tensors += into.tensor_map(address, matrix.shape, matrix.strides)
         kernel, stream = found.kernel, active.get_current_stream(device)
@@ -102,17 +104,18 @@ class LaunchCache:
             descriptors: the arguments between both, of which `relaunch` takes the matrices.
             boxes: as for `launch`.
         """
-        compiled = launch(kernel, grid, (*tensors, *descriptors, *fixed), meta, boxes)
-        if compiled is None or key is None:
-            return
-        formats, run = (), compiled.run
-        if descriptors:
-            from quire.kernels.tensor_maps import launcher_of  # here, since it imports the driver of NVIDIA's GPUs
+        with on_device_of(tensors):
+            compiled = launch(kernel, grid, (*tensors, *descriptors, *fixed), meta, boxes)
+            if compiled is None or key is None:
+                return
+            formats, run = (), compiled.run
+            if descriptors:
+                from quire.kernels.tensor_maps import launcher_of  # here, since it imports the driver of NVIDIA's GPUs
 
-            formats, run = launcher_of(compiled, descriptors)
+                formats, run = launcher_of(compiled, descriptors)
+            active: Any = driver.active
+            device = active.get_current_device()
         constants = tuple(meta.get(name) for name in kernel.arg_names[len(tensors) + len(descriptors) + len(fixed) :])
-        active: Any = driver.active
-        device = active.get_current_device()
         if len(self.compiled) >= MOST_LAUNCHES:
             self.compiled.clear()
         self.compiled[key] = CompiledLaunch(compiled, device, address_of(fixed) + constants, formats, run)
@@ -121,7 +124,7 @@ class LaunchCache:
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any], boxes: tuple[Any, ...] = ()
 ) -> Any:
-    """Launch a kernel through Triton's binder; if `compile_for` names another device, only compile it.
+    """Launch a kernel through Triton's binder, where its tensors are; if `compile_for` names a device, only compile it.
 
     Args:
         kernel: a jit function.
@@ -139,14 +142,21 @@ def launch(
         hash_callees(function)
     target = cross_compilation()
     if target is None:
-        if boxes:
-            from quire.kernels.tensor_maps import set_boxes
+        with on_device_of(arguments):
+            if boxes:
+                from quire.kernels.tensor_maps import set_boxes
 
-            set_boxes(kernel.warmup(*arguments, grid=grid, **COMPILER_OPTIONS, **meta), boxes)
-        return kernel[grid](*arguments, **COMPILER_OPTIONS, **meta)
+                set_boxes(kernel.warmup(*arguments, grid=grid, **COMPILER_OPTIONS, **meta), boxes)
+            return kernel[grid](*arguments, **COMPILER_OPTIONS, **meta)
     compiled = kernel.warmup(*arguments, grid=grid, **COMPILER_OPTIONS, **meta)
     target.on_compile(kernel.__name__, compiled, meta)
     return None
+
+
+def on_device_of(arguments: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the device of the arguments' first tensor is the current one: Triton launches there."""
+    device = next((value.device for value in arguments if isinstance(value, torch.Tensor)), None)
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
 
 
 def hash_callees(function: Any, callers: tuple[Any, ...] = ()) -> None:
