@@ -133,7 +133,7 @@ test-quick: $(VENV)/.ready
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
 
 # Hopper GPUs, on which this Triton was measured, and attention on one of AMD's.
-OLD_COMPILED := (sm90 or the_hopper_kernel or wgmma or wide_values or (gfx942 and attention_compiles)) and not sees_a_spill
+OLD_COMPILED := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents or wgmma or wide_values or (gfx942 and attention_compiles)) and not sees_a_spill
 test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
 	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER))"
@@ -144,12 +144,12 @@ test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready
 	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) tests/engines
 
 test-vllm: $(VLLM:%=test-vllm-%)
-# The newest also judges mutants, and compares bits: both are of Quire's code, which is the same under all.
-test-vllm-$(lastword $(VLLM)): MUTANTS := tests/mutations
+# The newest also runs the example, judges mutants, and compares bits: these are of Quire's code, which is the same under all.
+test-vllm-$(lastword $(VLLM)): MORE := tests/test_examples.py tests/mutations
 test-vllm-$(lastword $(VLLM)): BITS := tests/engines/test_vllm_bits.py
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py tests/test_examples.py $(MUTANTS) -k vllm
+	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k vllm
 	$(if $(BITS),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) $(BITS))
 
 dist: $(VENV)/.ready

@@ -835,6 +835,7 @@ def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
     assert 2 * config.block_n * row <= tiles < 2.2 * config.block_n * row, kernel
 
 
+@of_the_oldest_triton
 @pytest.mark.parametrize(
     ("num_q_heads", "kv_dtype"),
     [
@@ -856,6 +857,7 @@ def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
     assert all(c.spills <= on_the_stack.get(c.kernel, 0) for c in compiled), compiled
 
 
+@of_the_oldest_triton
 @pytest.mark.parametrize("num_q_heads", [16, 128])
 def test_fp8_products_of_latents_compile_for_more_than_32_rows(num_q_heads):
     """Fewer rows have the launch without them."""

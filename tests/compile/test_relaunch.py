@@ -99,7 +99,9 @@ ROTATION = [  # `test_compile` compiles the same kernels, so one of the two find
 CASES = [extended(*case) if launches.is_extended(*case) else case for case in ROTATION]
 CASES += [("sm90", "pages of 1, flat", "chunk, split", 128)]
 E4M3_OUTPUT = "sinks, lse, e4m3 output"
-CASES += [("sm80", E4M3_OUTPUT, "decode, split", 128), ("sm90", E4M3_OUTPUT, "chunk, split", 128)]
+CASES += [("sm80", E4M3_OUTPUT, "decode, split", 128)]
+of_hopper = pytest.param if triton.__version__ == launches.OLDEST else extended  # whose kernels take longest to compile
+CASES += [of_hopper("sm90", E4M3_OUTPUT, "chunk, split", 128)]
 CASES += [extended("sm90", E4M3_OUTPUT, "prompt", 256), extended("sm90", E4M3_OUTPUT, "mixed", 128)]
 
 
@@ -357,7 +359,7 @@ def test_a_profiler_is_told_of_every_launch(prompts, hook):
 LATENT_CASES = [  # launches of `test_compile`: sequences, queries and keys of each, query heads, page size
     ("sm80", "no rotary columns", (*launches.LATENT_BATCHES["drafts"], 64)),
     ("sm80", "records, float16", (*launches.LATENT_BATCHES["one long"], 64)),
-    ("sm90", "e4m3", (8, 1, 4096, 16, 16)),
+    of_hopper("sm90", "e4m3", (8, 1, 4096, 16, 16)),
 ]
 
 

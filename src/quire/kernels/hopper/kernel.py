@@ -184,6 +184,26 @@ def sight_of_rows(published, stage, work, rows, scoring, BLOCK_T: gl.constexpr, 
     return Sight(begin, end - 1, keys.full_start, keys.full_stop)
 
 
+@gluon.constexpr_function
+def registers_of_two(gathers, more, columns_v):
+    """Return the registers of a thread of the second consumer warpgroup and of the producer."""
+    if gathers:
+        return [232, 48] if columns_v > 192 else [216, 72]
+    return [224, 56] if more else [232, 40]
+
+
+@gluon.constexpr_function
+def registers_of_three(gathers, fp8_mma, intervals, cuts_narrow):
+    """Return the registers of a thread of the second consumer warpgroup, of the converter and of the producer."""
+    if gathers:
+        return [192, 72, 56] if fp8_mma else [208, 40, 56]
+    if fp8_mma:
+        return [200, 72, 40]
+    if intervals:
+        return [216, 40, 40]
+    return [208, 40, 56] if cuts_narrow else [208, 56, 40]
+
+
 @gluon.jit(
     do_not_specialize_on_alignment=["num_splits", "out_scale_ptr", "stride_lse"],
     do_not_specialize=["max_decode_queries", "num_seqs", "section", "stride_table", "window_left", "window_right"],
@@ -299,10 +319,7 @@ def hopper_kernel(
                     MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [4, PRODUCER_WARPS],
-            # Registers per thread of the second and the third function.
-            ([232, 48] if HEAD_DIM_V > 192 else [216, 72])
-            if GATHERS
-            else ([224, 56] if MORE_REGISTERS else [232, 40]),
+            registers_of_two(GATHERS, MORE_REGISTERS, HEAD_DIM_V),
         )  # fmt: skip
     else:
         k_raw = k_pipe
@@ -326,11 +343,5 @@ def hopper_kernel(
                     MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [4, 4, PRODUCER_WARPS],
-            ([192, 72, 56] if FP8_MMA else [208, 40, 56])
-            if GATHERS
-            else [200, 72, 40]
-            if FP8_MMA
-            else [216, 40, 40]
-            if INTERVALS
-            else ([208, 40, 56] if CUT_SLOTS > 0 and HEAD_DIM_V <= 192 else [208, 56, 40]),
+            registers_of_three(GATHERS, FP8_MMA, INTERVALS, CUT_SLOTS > 0 and HEAD_DIM_V <= 192),
         )  # fmt: skip
