@@ -216,8 +216,8 @@ def plan(
 def decide_once(request: Request, options: Options, families: tuple[tuple[str, Proposal], ...]) -> tuple[Launch, str]:
     """Return what `decide` returns, and keep it: a server asks for the same in most steps.
 
-    A launch keeps what follows from it in turn, such as its encoding. `families` are those of FAMILIES: with others, it
-    is decided anew.
+    A launch keeps what follows from it in turn, such as its encoding. `families` are those of FAMILIES: for
+    others, it is decided again.
 
     Raises:
         ValueError, UnsupportedError: as `check_device` and `decide`.
