@@ -29,78 +29,38 @@ Queries = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 @overload
 def attention(
-    q: Queries,
-    cache: PagedKVCache,
-    plan: Plan,
-    *,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    slot_mapping: torch.Tensor | None = None,
-    rope: Rope | None = None,
-    qk_norm: QKNorm | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
+    q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None, return_lse: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Queries,
-    cache: PagedKVCache,
-    plan: Plan,
-    *,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    slot_mapping: torch.Tensor | None = None,
-    rope: Rope | None = None,
-    qk_norm: QKNorm | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    out: State,
-    out_scale: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> State: ...
+    q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+    out: State, out_scale: torch.Tensor | None = None, return_lse: bool = False,
+) -> State: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Queries,
-    cache: PagedKVCache,
-    plan: Plan,
-    *,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    slot_mapping: torch.Tensor | None = None,
-    rope: Rope | None = None,
-    qk_norm: QKNorm | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    out: torch.Tensor | State | None = None,
-    out_scale: torch.Tensor | None = None,
-    return_lse: Literal[True],
-) -> State: ...
+    q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | State | None = None, out_scale: torch.Tensor | None = None, return_lse: Literal[True],
+) -> State: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Queries,
-    cache: PagedKVCache,
-    plan: Plan,
-    *,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    slot_mapping: torch.Tensor | None = None,
-    rope: Rope | None = None,
-    qk_norm: QKNorm | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    out: torch.Tensor | State | None = None,
-    out_scale: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | State: ...
+    q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | State | None = None, out_scale: torch.Tensor | None = None, return_lse: bool = False,
+) -> torch.Tensor | State: ...  # fmt: skip
 
 
 def attention(

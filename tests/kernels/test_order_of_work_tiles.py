@@ -255,7 +255,7 @@ def test_programs_empty_the_queue_from_both_ends(seed):
     memory = GlobalMemory()
     machine = Machine(seed, (num_programs,), memory)
     functions = Functions(machine)
-    names = "make_queue", "first_work_tile", "take", "taken_work_tile", "last_find"
+    names = "make_queue", "first_work_tile", "take", "taken_work_tile", "last_number"
     call = {name: functions.function(getattr(queue, name).fn) for name in names}
     counter = torch.zeros(1, dtype=torch.int32)
     at, lane = argument(counter, memory), Value(torch.arange(4, dtype=torch.int32))
@@ -269,7 +269,7 @@ def test_programs_empty_the_queue_from_both_ends(seed):
             own.append((int(index), end))
             took, end = call["take"](at, lane, lane == 0, backwards, True), bool(backwards)
             index, backwards = call["taken_work_tile"](made, lane, took, backwards, True)
-        if int(index) == int(call["last_find"](made)):
+        if int(index) == int(call["last_number"](made)):
             last.append(index)
 
     machine.run([(Program(machine, (i,)), take_all) for i in range(num_programs)])
@@ -300,7 +300,7 @@ def test_no_program_has_two_of_the_longest_work_tiles(monkeypatch):
 @pytest.mark.usefixtures("small_parts_count")
 def test_more_work_tiles_than_are_counted_are_taken_from_the_front(monkeypatch):
     monkeypatch.setattr(queue, "MOST", tl.constexpr(15))
-    monkeypatch.setattr(queue, "BITS", tl.constexpr(4))
+    monkeypatch.setattr(queue, "FRONT_BITS", tl.constexpr(4))
     spec = quire.AttentionSpec(**WIDE)
     _, _, loads = attended(monkeypatch, spec, RAGGED, num_sms=2, bound=FOR_ALL)
     assert len(loads) == 20 and {seq for seq, _, program in loads[:2]} == {6}

@@ -52,7 +52,7 @@ VECTORS = SimpleNamespace(
 def scheduler(monkeypatch):
     """The module of work tiles, with arithmetic of Python's in place of Gluon's."""
     monkeypatch.setattr(work_tile, "gl", PLAIN)
-    for name in ("tiles_of_keys", "last_and_number"):
+    for name in ("tiles_of_keys", "last_and_count"):
         monkeypatch.setattr(work_tile, name, getattr(work_tile, name).fn)
     return work_tile
 

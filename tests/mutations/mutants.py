@@ -982,7 +982,7 @@ IN_INTERPRETER = {
         GATHER, "    source += first_column\n", "", SIMULATED + "batch_invariant_plans[{'head_dim': 256}-1]"
     ),
     "Hopper: no cap too large for a softmax without a maximum": Mutant(
-        SOFTCAP,
+        "kernels/hopper/launch.py",
         "0 < cap <= LARGEST_CAP_WITHOUT_MAXIMUM",
         "0 < cap",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 51.0}-16-None]",
@@ -1335,8 +1335,8 @@ OUTSIDE = {
     ),
     "ranks: the last turn is not cut": Mutant(
         "distributed/sharded.py",
-        "(lens % turn - self.rank * size).clamp(0, size)",
-        "(lens % turn > self.rank * size) * size",
+        "(whole % turn - self.rank * size).clamp(0, size)",
+        "(whole % turn > self.rank * size) * size",
         "test_distributed.py::test_every_token_is_on_one_rank_at_the_end_of_its_pages",
     ),
     "ranks: early queries see a higher rank's keys": Mutant(
@@ -1960,6 +1960,24 @@ OUTSIDE = {
         "    v = v[..., :head_dim_v]\n",
         "",
         TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention[deepseek-v3]",
+    ),
+    "Transformers: packed sequences taken for one": Mutant(
+        "integrations/transformers/__init__.py",
+        "if cu_q is None or cu_k is None:",
+        "if cu_q is None or cu_k is not None:",
+        "engines/test_transformers.py::test_a_vision_tower_attends_within_images_and_windows",
+    ),
+    "vLLM: a workspace as long as the decoder's context": Mutant(
+        "integrations/vllm/plans.py",
+        "return max(longest, of_encoder, positions)",
+        "return longest",
+        "engines/test_vllm_encoders.py::test_plans_stay_within_the_bounds_of_their_workspace",
+    ),
+    "a launch on the current device": Mutant(
+        "kernels/launcher.py",
+        "        if device != found.device:",
+        "        if False:",
+        "compile/test_relaunch.py::test_kernels_are_launched_on_the_device_of_their_tensors",
     ),
     "vLLM: a plan of other memory": Mutant(
         "integrations/vllm/plans.py",
