@@ -118,7 +118,7 @@ def attention(
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: an argument does not fit the plan; nothing was written.
+        ValueError: an argument does not fit the plan; nothing was written, unless under `torch.compile`.
         UnsupportedError: nothing serves the request.
 
     Examples:
@@ -171,7 +171,8 @@ def attention(
         if appender is not None:
             appender.append(first, cache, out, lse, sinks, alibi_slopes, *new, out_scale=out_scale)
             return out if lse is None else State(out, lse)
-        plan.check_before_write(cache, num_tokens)
+        if not torch.compiler.is_compiling():
+            plan.check_before_write(cache, num_tokens)
         if rope is None and qk_norm is None:
             write: Any = write_latent if spec.latent else write_kv
             write(*new[:2], cache, new[2])
