@@ -108,7 +108,7 @@ class HopperRunner:
                     *descriptors,
                 )
                 boxes = None, None, *boxes
-            fixed, meta = self.arguments(q, cache, into, into_lse)
+            fixed, meta = self.arguments(cache, into, into_lse)
             if second_box:
                 descriptors = (
                     *descriptors,
@@ -144,7 +144,7 @@ class HopperRunner:
         self.launches.launch(key, combine_kernel, grid, tensors, fixed, meta)
 
     def arguments(
-        self, q: torch.Tensor, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
+        self, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the kernel's arguments after the descriptors, and those by name."""
         decided, batch, spec = self.decided, self.batch, self.decided.request.spec
