@@ -542,6 +542,22 @@ def test_scales_given_as_numbers_do_not_depend_on_the_default_dtype(default):
         )
 
 
+def test_a_cache_is_pickled_without_what_it_has_computed():
+    """The number of its kind is one of this process. In another one, it may be that of other strides."""
+    cache = quire.PagedKVCache.empty(SPEC, num_pages=2, page_size=4)
+    assert (cache.kind, cache.strides, cache.extents) and "kind" in cache.__dict__
+    again = pickle.loads(pickle.dumps(cache))
+    assert not {"kind", "strides", "extents"} & set(again.__dict__)
+    assert again.kind == cache.kind and again.k.shape == cache.k.shape and again.signature == cache.signature
+
+
+def test_caches_of_more_than_2_gib_are_another_kind():
+    """Triton compiles addresses of 32 bits for less, for AMD's GPUs."""
+    small, large = (torch.empty(size, dtype=torch.float32)[:512].view(4, 4, 2, 16) for size in (512, (1 << 29) + 512))
+    kinds = [quire.PagedKVCache(k, v).kind for k, v in ((small, small), (large, small), (small, large))]
+    assert len(set(kinds)) == 3 and quire.PagedKVCache(small.clone(), small).kind == kinds[0]
+
+
 def test_nothing_is_written_for_a_plan_that_does_not_fit(device):
     p = make_problem(SPEC, ((1, 16), (1, 16)), page_size=4, device=device)
     p.batch.page_table[1, :3] = p.batch.page_table[0, :3]

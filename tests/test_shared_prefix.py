@@ -7,7 +7,7 @@ import torch
 
 import quire
 from quire.dispatch.device import interprets
-from quire.kernels.shared_prefix.runner import filled
+from quire.kernels.shared_prefix import runner
 from quire.testing import error_budget
 from tests.kernels.test_shared_prefix import DECODE, ONE, PAGE, SEVERAL, SPEC, TREE, attend, shared_problem
 
@@ -133,5 +133,20 @@ def test_a_cache_with_other_pages_is_served_by_the_same_plan(device):
 def test_numbers_that_the_device_writes():
     """In a captured graph, where a copy from the host would run again."""
     for numbers in ([], [3], [0, 0, 4, 4, 4, 0, 7]):
-        found = filled(numbers, torch.device("cpu"))
+        found = runner.filled(numbers, torch.device("cpu"))
         assert found.dtype is torch.int32 and found.tolist() == numbers
+
+
+def test_what_a_capture_makes_serves_that_graph_alone(monkeypatch, device):
+    """Its numbers are written by replays, and there may be none: a capture may fail."""
+    problem = shared_problem(SPEC, DECODE, ONE, device=device)
+    plan = quire.plan(SPEC, problem.batch, **problem.bounds, shared_prefix=ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "is_capturing", lambda device: True)
+        patch.setattr(
+            runner, "filled", lambda numbers, device: torch.zeros(len(numbers), dtype=torch.int32, device=device)
+        )
+        quire.attention(problem.q, problem.cache, plan)
+    assert len(plan.runner.captured) == 1 and not plan.runner.runners
+    assert error_budget(problem, quire.attention(problem.q, problem.cache, plan, return_lse=True)).passed
+    assert len(plan.runner.captured) == 1 and list(plan.runner.runners) == [PAGE]

@@ -300,6 +300,11 @@ class PagedKVCache:
         k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
         return cls(k, v, layout, scale, scale)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is computed when it is first asked for: `kind` counts the kinds of one process."""
+        computed = [name for name, value in vars(type(self)).items() if isinstance(value, cached_property)]
+        return {name: value for name, value in self.__dict__.items() if name not in computed}
+
     @cached_property
     def records(self) -> LatentRecords:
         """The parts of the records of layout "fp8_ds_mla", as views."""
@@ -357,8 +362,10 @@ class PagedKVCache:
         """A number that two caches share only if one compiled kernel serves both."""
         odd_offsets = self.k.storage_offset() % 2, self.v.storage_offset() % 2
         alignment = tuple(s.data_ptr() % 16 for s in (self.k_scale, self.v_scale) if s is not None)
+        # For AMD's GPUs, Triton compiles other addresses where a tensor's memory is less than 2 GiB.
+        small = tuple(x.untyped_storage().nbytes() < 1 << 31 for x in (self.k, self.v, self.k_scale) if x is not None)
         facts = self.layout, self.page_size, self.strides, self.scale_kind, self.scale_strides
-        return _kind_of(self.dtype, self.is_latent, *facts, odd_offsets, alignment, self.has_wide_offsets)
+        return _kind_of(self.dtype, self.is_latent, *facts, odd_offsets, alignment, small, self.has_wide_offsets)
 
     @property
     def addresses(self) -> tuple[int, int, int | None, int | None]:

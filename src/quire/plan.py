@@ -128,8 +128,8 @@ def plan(
     """Decide how `batch` is launched, from host numbers only.
 
     Make a plan once per step and pass it to every layer with this spec. For a captured graph, make it once, with the
-    largest lengths that the graph has to serve. A plan holds scratch memory: two plans may run at the same time on two
-    streams; one plan may not.
+    largest lengths that the graph has to serve, before the capture begins. A plan holds scratch memory: two plans may
+    run at the same time, each on the stream that it was made on; one plan may not.
 
     Args:
         spec: what is computed.

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.attention.encoder_only_attention import create_e
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
 import quire
-from quire.integrations.vllm.backend import QuireBackend
+from quire.integrations.vllm.backend import QuireBackend, QuireMetadata
 from quire.testing import Problem, error_budget, make_problem
 from tests.engines.test_vllm import (  # noqa: F401
     DEVICE,
@@ -104,6 +104,9 @@ def test_plans_stay_within_the_bounds_of_their_workspace(attn_type, monkeypatch)
     crosses = attn_type == AttentionType.ENCODER_DECODER
     assert asked == [1500 if crosses else 128]
     assert builder.workspace is None  # vLLM may have a memory pool in use, which does not survive a sleep
+    _, other = make_layer(problem, attn_type=attn_type, encoder=encoder)
+    other.update_block_table(QuireMetadata(*[None] * 12), None, None)  # in place of `build`, if groups are alike
+    assert other.workspace is not None
     builder.reserve_workspace()
     workspace = builder.workspace
     assert workspace.shape == (64,) and not workspace.any()

@@ -179,6 +179,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
                     "is_mm_prefix_lm must be False where ranks share contexts, got True; "
                     "leave --decode-context-parallel-size out for this model"
                 )
+            self.supports_update_block_table = False  # a captured graph reads its own builder's lengths
             self.shares = Shares(group, [layer.impl for layer in layers], vllm_config, device)
             self.keep_plans(layer_names, vllm_config, device, kinds_of=self.shares.kinds)
 
@@ -237,6 +238,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
         self, metadata: QuireMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> QuireMetadata:
         """Return the metadata of another group of layers, which differs in its page table."""
+        self.reserve_workspace()
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, builder=self, plans={})
 
     def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int | None) -> Plan:

@@ -37,6 +37,7 @@ class SharedPrefixRunner:
             self.query_starts = [on_device(firsts, batch.device) for firsts in self.firsts]
             self.first_seqs = [starts.clone() for starts in self.query_starts]
         self.runners: dict[int, list[Runner]] = {}  # by page size
+        self.captured: list[list[Runner]] = []  # first needed while a graph was captured, which reads their numbers
         self.combine = None if self.served_by_torch else make_combine(batch)
 
     def __call__(
@@ -53,7 +54,10 @@ class SharedPrefixRunner:
         if runners is None:
             parts = zip(self.decided.launches, self.batches(cache.page_size), strict=True)
             runners = [launch.bind(part, self.workspace) for launch, part in parts]
-            self.runners[cache.page_size] = runners
+            if is_capturing(out.device):
+                self.captured.append(runners)  # whose numbers are written by replays alone
+            else:
+                self.runners[cache.page_size] = runners
         if self.served_by_torch:
             self.check_contents(cache, out.shape[0])
         torch.sub(self.batch.seq_lens, self.num_shared, out=self.own_lens)
@@ -151,9 +155,14 @@ def make_combine(batch: Batch) -> Any:
     return combine
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what is launched is captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
     """Return host numbers as an int32 tensor, without waiting for the device."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         return filled(numbers, device)  # a replay would copy again, from memory that another tensor may have by then
     tensor = torch.tensor(numbers, dtype=torch.int32, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
