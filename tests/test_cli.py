@@ -17,6 +17,7 @@ import quire
 import quire_command
 from quire import debug
 from quire.cli import COMMANDS, check, doctor_kernels, env, main, parse
+from quire.cli.check_lines import Check
 from quire.cli.exit_codes import INTERRUPTED, READER_LEFT
 from quire.testing import Verdict, make_problem
 
@@ -217,6 +218,44 @@ def test_output_in_ascii_lacks_some_characters(command, short, monkeypatch):
     assert main(arguments) == 0
     output.flush()
     assert output.buffer.getvalue().isascii() and len(output.buffer.getvalue()) > 20
+
+
+def test_output_in_the_c_locale_lacks_some_characters():
+    here = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "tune", "--explain"], env=here, capture_output=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout.isascii() and done.stderr == b""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_is_named():
+    with open("/dev/full", "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "quire", "env"], stdout=output, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr == b"the output must be a file that can be used, got No space left on device; name another\n"
+
+
+@pytest.mark.parametrize("arguments", [["tune", "--explain"], ["bench", "--report"], ["replay"]], ids=" ".join)
+def test_a_name_that_is_too_long_is_named(arguments, capsys):
+    assert main([*arguments, "x" * 300]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_json_of_checks_has_no_nan(monkeypatch, capsys):
+    nan = Check("write_kv", "float32", "a feature", float("nan"), float("inf"), False)
+    monkeypatch.setattr(check, "check_all", lambda *args: iter([nan]))
+    assert main(["check", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["error"] is found["over_budget"] is None
+
+
+def test_a_file_may_have_the_name_of_a_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["replay", "bench"]) == 2
+    assert capsys.readouterr().err.startswith("bench must be")
 
 
 # Interrupts

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,6 +200,9 @@ def test_tune_fits_again_only_if_it_can_write(written, tmp_path, capsys):
         (["--only", "no such case"], "--only must be part of the name of a case, got 'no such case'"),
         (["--only", "grid 1/17:"], "got 'grid 1/17:'; pass --grid N and --seed S too"),
         (["--trace", "/nowhere"], "--trace must be a file that can be read, got /nowhere"),
+        (["--trace", "/nowhere", "--quick"], "--trace must be given without --quick, got both"),
+        (["--peers", "Quire 0,"], "--peers must begin the names of some of"),
+        (["--peers", ","], "--peers must begin the names of some of"),
         (["--graphs"], "--graphs must be measured on a GPU, got none"),
     ],
 )
@@ -220,3 +224,12 @@ def test_libraries_that_do_not_exist_are_named(has_gpu, more, monkeypatch, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_tune_needs_a_gpu(capsys):
     refused(capsys, ["tune", "--quick"], "must have a GPU to measure, got none")
+
+
+def test_floors_take_no_run_s_place(tmp_path, capsys):
+    file = tmp_path / "results.json"
+    file.write_bytes((Path(__file__).parent.parent / "docs/results/h200.json").read_bytes())
+    before = file.read_bytes()
+    for source in (tmp_path, file):
+        refused(capsys, ["bench", "--make-guard", str(source), str(file)], "must write to another file than the run's")
+    assert file.read_bytes() == before

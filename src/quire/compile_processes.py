@@ -104,7 +104,7 @@ def start(job: bytes) -> subprocess.Popen[bytes]:
         file.write(job)
         file.seek(0)
         return subprocess.Popen(
-            [sys.executable, "-m", "quire.compile_processes"],
+            [sys.executable, "-P", "-m", "quire.compile_processes"],
             stdin=file,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -107,6 +107,12 @@ def test_a_trace_becomes_cases(tmp_path):
     assert found[3].decode_share == 30 / 32
 
 
+def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path):
+    trace = tmp_path / "served.csv"
+    trace.write_bytes("\ufeff90000,20\n300,5\n".encode())  # as Excel writes "CSV UTF-8"
+    assert max(s for case in cases_from_trace(trace) for _, s in case.lens) > 90000
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"prompt,output\n", b"12,30\nmany,few\n", b"12,30\n12\n", b"\xff\xfe\x00\x81", b'12,30\n"' + b"x" * 200_000],

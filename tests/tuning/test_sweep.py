@@ -12,7 +12,7 @@ from quire.cli import main, tune_sweep
 from quire.cli.tune import explain_tree
 from quire.dispatch.config import HINTS, KernelConfig
 from quire.dispatch.tree import fitted_trees, forget_trees
-from quire.dispatch.tree_file import check_tree, load_tree
+from quire.dispatch.tree_file import check_tree, load_tree, user_trees
 from quire.targets import TARGETS
 from quire.tuning.configs import (
     HOPPER,
@@ -417,6 +417,42 @@ def test_a_tree_is_fitted_again_from_records_alone(tmp_path, records, gpu, capsy
     assert tree["fitted_on"]["regret"]["held_out"]["mean"] < 1.05
     assert "held out: regret 1.0" in text
     assert "a tree that no plan uses yet" in text
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize(("name", "used"), [("mine.json", True), ("mine", False)])
+def test_the_command_says_whether_plans_use_a_tree(name, used, home, records, gpu, capsys, monkeypatch):
+    folder = home / ".config" / "quire" / "trees"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)  # so that the folder is named by no path of its own
+    sweep(FEW, records, SM90, True, gpu)
+    assert main(["tune", "--fit", str(records.path), "--output", name]) == 0
+    forget_trees()
+    assert ("plans use it from now on" in capsys.readouterr().out) == used == bool(user_trees())
+
+
+@pytest.mark.parametrize("name", ["mine.md", "records.json"])
+def test_a_table_takes_no_other_file_s_place(name, tmp_path, records, gpu, capsys):
+    sweep(FEW[:1], records, SM90, True, gpu)
+    written = tmp_path / "records.md"
+    written.write_bytes(records.path.read_bytes())
+    assert main(["tune", "--fit", str(written), "--output", str(tmp_path / name)]) == 2
+    assert "--output must not end in .md, nor have the records' name" in capsys.readouterr().err
+    assert written.read_bytes() == records.path.read_bytes()
+
+
+def test_records_survive_a_disk_that_is_full_when_a_sweep_goes_on(records, gpu, monkeypatch):
+    sweep(FEW[:1], records, SM90, True, gpu)
+    before = records.path.read_bytes()
+
+    def write_a_part(path, text):
+        path.write_bytes(text[:10].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(records.path), "write_text", write_a_part)
+    with pytest.raises(ValueError, match="must be a file that can be written, got No space left"):
+        Records.open(records.path, records.header)
+    assert records.path.read_bytes() == before
 
 
 def test_fitting_again_needs_records_and_an_output(tmp_path, records, capsys):

@@ -272,7 +272,7 @@ def cases_from_trace(path: Path, seed: int = 0, model: str = DEFAULT_MODEL) -> l
     """
     contract = f"{path} must hold `prompt tokens,output tokens` in every row"
     try:
-        rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+        rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{contract}, got {type(error).__name__}: {error}; give a CSV file in UTF-8") from None
     pairs = []

@@ -60,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard_output()
         return READER_LEFT
+    except OSError as error:  # a folder that may not be entered, a name that is too long, a full disk
+        if error.filename is None:
+            discard_output()
+        where = "the output" if error.filename is None else repr(str(error.filename))
+        print(f"{where} must be a file that can be used, got {error.strerror}; name another", file=sys.stderr)
+        return BAD_ARGUMENTS
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -72,8 +78,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    named = next((argument for argument in argv if not argument.startswith("-")), None)
     for name, summary in COMMANDS.items():
-        if name in argv:
+        if name == named:
             try:
                 import_module(f"quire.cli.{name}").add_parser(subparsers, summary)
             except ModuleNotFoundError as error:

@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         1 if a comparison found something slower, a floor was not held, a result of Quire's is wrong or missing, or an
         error ended the run; else 0.
     """
-    require_packages("bench", "bench", "rich", "matplotlib")
+    require_packages("bench", "bench", "rich", "matplotlib", "jinja2")
 
     from quire.cli import bench_print
     from quire.cli.bench_keep import earlier_run_kept, keep_earlier_run
@@ -329,10 +329,12 @@ def guarded_cases(guard: "Guard", cases: list[Case]) -> list[Case]:
 
 def write_guard(source: Path, file: Path, console: "Console") -> None:
     """Write the floors of a run."""
-    from quire.bench import guard
+    from quire.bench import guard, results
 
-    check_file("--make-guard", file)
     report = load("--make-guard", source)
+    if file.resolve() in (source.resolve(), (source / results.FILE_NAME).resolve()):
+        raise CommandError(f"--make-guard must write to another file than the run's, got {file} for both; name another")
+    check_file("--make-guard", file)
     try:
         made = guard.make_guard(report)
     except ValueError as error:
@@ -374,15 +376,20 @@ def write(report: "Report", folder: Path, console: "Console") -> None:
 def choose_cases(args: argparse.Namespace) -> list[Case]:
     """Return the cases that the arguments ask for."""
     if args.trace:
+        for option, value in {"--set": args.set, "--quick": args.quick}.items():
+            if value:
+                raise CommandError(f"--trace must be given without {option}, got both; leave one out")
         try:
-            return workloads.cases_from_trace(args.trace, model=args.model)
+            cases = [
+                case for case in workloads.cases_from_trace(args.trace, model=args.model) if args.only in case.name
+            ]
         except OSError as error:
             raise CommandError(
                 f"--trace must be a file that can be read, got {args.trace} ({error.strerror})"
             ) from None
         except ValueError as error:
             raise CommandError(f"--trace {error}") from None
-    if args.grid:
+    elif args.grid:
         cases = [case for case in grid.draw(args.grid, args.seed or 0) if args.only in case.name]
     else:
         cases = workloads.cases(["quick"] if args.quick else args.set, args.only)
@@ -401,7 +408,7 @@ def choose_peers(names: str | None, configs: list[dict[str, int | bool]], is_gri
     """
     peers = [peer for peer in PEERS if not is_grid or peer.name == QUIRE or not peer.name.startswith(QUIRE)]
     if names is not None:
-        prefixes = tuple(name.strip() for name in names.split(","))
+        prefixes = tuple(name.strip() for name in names.split(",") if name.strip())
         peers = [replace(peer, slow=False) for peer in PEERS if peer.name.startswith(prefixes)]
     variants = [
         Peer(
@@ -413,6 +420,6 @@ def choose_peers(names: str | None, configs: list[dict[str, int | bool]], is_gri
         for config in configs
     ]
     if not peers and not variants:
-        known = ", ".join(peer.name for peer in PEERS)
+        known = "; ".join(peer.name for peer in PEERS)
         raise CommandError(f"--peers must begin the names of some of {known}, got {names!r}; see the list")
     return peers[:1] + variants + peers[1:]

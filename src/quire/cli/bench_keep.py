@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from quire.bench.results import FILE_NAME, Report, load
@@ -51,7 +52,8 @@ def keep_earlier_run(folder: Path, console: Console, new: Report | None = None) 
     names = (f"{file.stem}.{number}{file.suffix}" for number in count(1))
     kept = next(path for path in map(folder.joinpath, names) if not path.exists())
     file.rename(kept)
-    say(f"{folder} has {what}: its {FILE_NAME} is now {kept.name}. --continue would go on with it.", console)
+    advice = " --continue would go on with it." if new is None and torch.cuda.is_available() else ""
+    say(f"{folder} has {what}: its {FILE_NAME} is now {kept.name}.{advice}", console)
     return kept
 
 

@@ -6,6 +6,7 @@ TRITON_INTERPRET=1, the Triton kernels in the interpreter, in float16 and float3
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,7 @@ from quire.api import attention, merge_states, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.cli import check_grid
-from quire.cli.arguments import add_grid, check_seed
+from quire.cli.arguments import CommandError, add_grid, check_seed
 from quire.cli.check_features import (
     FEATURES,
     HEADS,
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_seed(args)
     dtypes = [getattr(torch, name) for name in args.dtype] if args.dtype else default_dtypes()
+    if torch.bfloat16 in dtypes and interprets():
+        raise CommandError("--dtype must not be bfloat16 under Triton's interpreter, which has none; leave it out")
     drawn, width = None, FEATURE_WIDTH
     if args.grid:
         drawn = check_grid.draw_problems(args.grid, args.seed or 0, device, dtypes if args.dtype else dtypes[-2:])
@@ -100,13 +103,20 @@ def run(args: argparse.Namespace) -> int:
             is_stopped = True
     failed = sum(not check.passed for check in checks)
     if args.json:
-        print(json.dumps([asdict(check) for check in checks], indent=2))
+        print(json.dumps([as_numbers(asdict(check)) for check in checks], indent=2, allow_nan=False))
     else:
         print(f"{len(checks) - failed} passed, {failed} failed in {time.perf_counter() - begun:.0f} s")
     if is_stopped:
         print(f"interrupted after {len(checks)} of {total} checks", file=sys.stderr)
         return INTERRUPTED
     return 1 if failed else 0
+
+
+def as_numbers(check: dict[str, Any]) -> dict[str, Any]:
+    """Return a check for JSON, which has no NaN and no infinity: null stands for them."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in check.items()
+    }
 
 
 def heading(device: torch.device, width: int) -> str:

@@ -189,13 +189,15 @@ def run_kernels(is_interpreted: bool, status: StatusLine) -> Iterator[Finding]:
     status("starting a process that compiles and runs kernels")
     begun = 0
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages:
-        command = [sys.executable, "-m", "quire.cli.doctor_kernels"]
+        command = [sys.executable, "-P", "-m", "quire.cli.doctor_kernels"]  # without the modules of this folder
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=messages, text=True
         )
         assert process.stdout is not None
         try:
             for line in process.stdout:
+                if not line.startswith("{"):  # what something else printed
+                    continue
                 event = json.loads(line)
                 if "step" in event:
                     begun += 1

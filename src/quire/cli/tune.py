@@ -89,6 +89,11 @@ def run(args: argparse.Namespace) -> int:
 def check_files(tree: Path, records: Path) -> None:
     """Raise CommandError unless the tree can be written, and to another file than the records."""
     check_file("--output", tree)
+    table = tree.with_suffix(".md").resolve()
+    if table in (tree.resolve(), records.resolve()):
+        raise CommandError(
+            f"--output must not end in .md, nor have the records' name, got {tree}; a table gets that name"
+        )
     if tree.resolve() == records.resolve():
         raise CommandError(f"--output must be another file than the records, got {tree} for both; name another")
 

@@ -167,9 +167,12 @@ def is_recorded(job: Job, records: Records, tree: dict[str, Any]) -> bool:
 def save(tree: dict[str, Any], rows: Sequence[Comparison], path: Path, console: Console) -> None:
     """Write a tree with its regret, and a Markdown table next to it; print the table."""
     tree["fitted_on"] |= {"regret": summarize(rows)}
-    path.write_text(as_json(tree), encoding="utf-8")
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text(as_json(tree), encoding="utf-8")
+    partial.replace(path)
     path.with_suffix(".md").write_text(to_markdown(rows, tree["fitted_on"]), encoding="utf-8")
     print_rows(rows, console)
-    is_used = path.parent == user_folder()
+    folder = user_folder()
+    is_used = folder is not None and path.resolve().parent == folder.resolve() and path.suffix == ".json"
     words = "plans use it from now on" if is_used else "a tree that no plan uses yet"
     console.print(f"{path}: {words}", highlight=False, soft_wrap=True)

@@ -137,7 +137,8 @@ def renumber(call: Call, max_bytes: int, notes: list[str]) -> Call:
     if not call.paged or nbytes(places) > max_bytes:
         least = needed if not call.paged else nbytes(places)
         raise ValueError(
-            f"max_bytes must be at least {least} for this call, got {max_bytes}; allow more, or use another machine"
+            f"max_bytes must be at least {least} ({least / 2**30:.1f} GiB) for this call, got {max_bytes}; "
+            "allow more, or use another machine"
         )
     notes.append(
         f"The tensors took {needed / 2**30:.1f} GiB: pages are renumbered, and only the {len(units)} that the batch "

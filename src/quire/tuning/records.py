@@ -60,7 +60,9 @@ class Records:
             raise ValueError(f"{path} must be of the same sweep, got {words}; name another file with --records")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))  # without a last line that was cut off
+            partial = path.with_name(f"{path.name}.part")
+            partial.write_text("".join(json.dumps(line) + "\n" for line in lines))  # but a last line that was cut off
+            partial.replace(path)
         except OSError as error:
             raise ValueError(
                 f"{path} must be a file that can be written, got {error.strerror}; name another with --records"
