@@ -510,3 +510,5 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     current[0] = 2
     assert kept.relaunch(tensors[0].device, (1, 1, 1), (0,)) and current[0] == 2
     assert launched == [1, 0, 1, 1]
+    current[0] = "sm90"  # of a driver that only compiles
+    assert not kept.relaunch(tensors[0].device, (1, 1, 1), (0,))

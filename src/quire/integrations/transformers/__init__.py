@@ -56,8 +56,11 @@ SUPPORTED = (Version("5.17"), Version("5.24"))  # from, and before
 NO_PREFIX = Version("5.19")  # from here on, names of paged implementations have no prefix `paged|`
 # Transformers gives CUDA graphs and decoding by page tables to names that contain "flash" and, after it, a 2 or 3.
 NAME = "quire_flash_2"
-# Tensors among the keyword arguments of a forward pass that say nothing new: causality and lengths are known.
-KNOWN = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "num_items_in_batch")
+# Tensors among the keyword arguments of a forward pass that say nothing new, or that the mask is made of.
+KNOWN = (
+    "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "num_items_in_batch", "input_ids",
+    "inputs_embeds", "labels", "token_type_ids", "mm_token_type_ids",
+)  # fmt: skip
 # Arguments that some models pass to their attention, and that change its result.
 UNSERVED = ("position_bias", "indices", "block_indices", "sinks")
 
