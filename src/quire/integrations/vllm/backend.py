@@ -4,6 +4,7 @@
 attention (MLA).
 """
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -239,7 +240,9 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
     ) -> QuireMetadata:
         """Return the metadata of another group of layers, which differs in its page table."""
         self.reserve_workspace()
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, builder=self, plans={})
+        other = copy(metadata)  # which vLLM may have made of a class of its own
+        other.block_table, other.slot_mapping, other.builder, other.plans = blk_table, slot_mapping, self, {}
+        return other
 
     def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int | None) -> Plan:
         """Return a plan for a step: an earlier one if bounds and memory are the same."""
