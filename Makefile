@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-old-transformers test-vllm test-sglang check test-gpu sanitize clean
+.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-old-transformers test-engines test-vllm test-sglang check test-gpu sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
 	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions, two at a time; soonest: make -j2 -O test"
@@ -88,14 +88,16 @@ $(SGLANG_NEEDS)/.ready: tests/engines/sglang_cpu/requirements.txt | $(VENV)/.pip
 demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
-# Two suites run at a time, also if make is not told so. What suites need is made before: make would begin the suites
-# that need nothing first, and those of an engine last.
-test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM:%=.overlays/vllm-%/.ready) $(SGLANG:%=.overlays/sglang-%/.ready)
+# Two suites run at a time, also if make is not told so. What only has to be fetched is fetched before.
+test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready $(SGLANG:%=.overlays/sglang-%/.ready)
 	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test-suites
 
-# The longest suite begins first. An engine's suite is one process, since another process would import the engine again,
-# and none is left for the end, when a core would be idle.
-test-suites: test-newest test-vllm test-sglang test-old-transformers test-interpreter test-old-triton
+# The longest suite begins first. At the same time, vLLM is built, and suites of engines follow one another. An engine's
+# suite is one process, since another process would import the engine again.
+test-suites: test-newest test-engines test-interpreter test-old-triton
+
+test-engines: $(VENV)/.ready
+	@env -u MAKEFLAGS make --no-print-directory --keep-going --output-sync=target test-vllm test-sglang test-old-transformers
 
 INTERPRETED := tests/kernels tests/bench/test_naive.py tests/bench/test_measure.py tests/integrations tests/engines/test_transformers.py \
 	tests/test_api.py tests/test_service.py tests/test_recipes.py tests/mutations
