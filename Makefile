@@ -24,8 +24,10 @@ export GLIBC_TUNABLES ?= glibc.malloc.tcache_count=65535
 export MLIR_DISABLE_MULTITHREADING ?= 1
 # Tests start many processes. Without bytecode, each would compile its tests, and an engine of thousands of files, again.
 unexport PYTHONDONTWRITEBYTECODE
-# Two processes. One takes tests from the other when it has none left: some take a minute, most take milliseconds.
-IN_TWO := -n 2 --dist worksteal
+# Two processes, or three where there are four cores or more: suites run two at a time, and a process takes a gigabyte.
+# One that has no tests left takes them from others. Some take a minute, most take milliseconds.
+PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 3 ? 3 : 2)))
+IN_PARALLEL := -n $(PROCESSES) --dist worksteal
 
 .PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-old-transformers test-engines test-vllm test-sglang check test-gpu sanitize clean
 help:
@@ -104,17 +106,17 @@ INTERPRETED := tests/kernels tests/bench/test_naive.py tests/bench/test_measure.
 
 test-newest: $(VENV)/.ready
 	@echo "== CPU path, compile suite, commands, engines: newest Triton and Transformers"
-	$(PYTEST) $(IN_TWO)
+	$(PYTEST) $(IN_PARALLEL)
 
 test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
-	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) $(INTERPRETED)
+	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) $(INTERPRETED)
 
 # Cases with the marker `extended`. pyproject.toml leaves them out of the other runs, but for that on GPUs.
 test-extended: $(VENV)/.ready
 	@echo "== more cases of what other tests show: CPU path and compile suite, then Triton's interpreter, newest"
-	$(PYTEST) $(IN_TWO) -m extended
-	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) -m extended $(INTERPRETED)
+	$(PYTEST) $(IN_PARALLEL) -m extended
+	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) -m extended $(INTERPRETED)
 
 # These few take a sixth of the interpreter's time for kernels. They run on the newest Triton alone.
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once
@@ -131,15 +133,15 @@ NOT_QUICK := compile engines mutations bench tuning test_generate.py test_exampl
 SLOW := inductor or hostile_values or broken_header or importing_quire or at_import or without_a_home or opcheck
 SLOW_KERNELS := past_the_end or faster_interpreter or in_any_order or half_to_even or do_not_depend_on_the_batch or tanh
 test-quick: $(VENV)/.ready
-	$(PYTEST) $(IN_TWO) $(NOT_QUICK:%=--ignore tests/%) -k "not ($(SLOW))"
-	TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
+	$(PYTEST) $(IN_PARALLEL) $(NOT_QUICK:%=--ignore tests/%) -k "not ($(SLOW))"
+	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
 
 # Hopper GPUs, on which this Triton was measured, and attention on one of AMD's.
 OLD_COMPILED := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents or wgmma or wide_values or (gfx942 and attention_compiles)) and not sees_a_spill
 test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
-	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_TWO) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER))"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_TWO) tests/compile -k "$(OLD_COMPILED)"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER))"
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -k "$(OLD_COMPILED)"
 
 test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== Transformers 5.17.0"
