@@ -86,7 +86,8 @@ def attention(
     result and the cache are, bit for bit, those of `write_kv` and then `attention`. For at most 64 sequences of at most
     16 queries, the launch that attends also writes. A launch before it writes if the kernel is Hopper's, or one for
     latents or shared prefixes, if scales are per token, and with query_offsets or with intervals but no tree. Rows of
-    `out` that belong to no sequence are left as they are.
+    `out` that belong to no sequence are left as they are. There is no backward pass: q must not require a gradient, and
+    none reaches other tensors.
 
     Args:
         q: queries, [num_tokens, num_q_heads, head_dim], of the spec's dtype; any strides with a contiguous head. For
