@@ -169,8 +169,8 @@ class Batch:
 
         Each sequence is one page that begins at its first token, so the paged kernels serve it unchanged.
 
-        `page_table` is a view of `cu_seqlens_k`, and `seq_lens` a new tensor. Who changes `cu_seqlens_k` in place, for
-        example for a captured graph, also calls `torch.sub(cu_seqlens_k[1:], cu_seqlens_k[:-1], out=batch.seq_lens)`.
+        `page_table` is a view of `cu_seqlens_k`, and `seq_lens` is a new tensor. If you change `cu_seqlens_k` in place,
+        for example for a captured graph, call `torch.sub(cu_seqlens_k[1:], cu_seqlens_k[:-1], out=batch.seq_lens)` too.
 
         Args:
             cu_seqlens_q: [num_seqs + 1] int32, cumulative query counts; None where every sequence has one query.

@@ -363,7 +363,8 @@ class PagedKVCache:
         odd_offsets = self.k.storage_offset() % 2, self.v.storage_offset() % 2
         alignment = tuple(s.data_ptr() % 16 for s in (self.k_scale, self.v_scale) if s is not None)
         # For AMD's GPUs, Triton compiles other addresses where a tensor's memory is less than 2 GiB.
-        small = tuple(x.untyped_storage().nbytes() < 1 << 31 for x in (self.k, self.v, self.k_scale) if x is not None)
+        stored = [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
+        small = tuple(x.untyped_storage().nbytes() < 1 << 31 for x in stored)
         facts = self.layout, self.page_size, self.strides, self.scale_kind, self.scale_strides
         return _kind_of(self.dtype, self.is_latent, *facts, odd_offsets, alignment, small, self.has_wide_offsets)
 

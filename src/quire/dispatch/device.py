@@ -45,8 +45,8 @@ class DeviceProperties:
     def alike_rows(self) -> int:
         """Most rows of tiles whose products give a row the same bits, whatever the number of rows.
 
-        Hopper multiplies 64 rows by other instructions than 32, and their bits are equal. So does datacenter Blackwell,
-        which has as much shared memory as Hopper and no wgmma. Whether its bits are equal was not tried.
+        Hopper and datacenter Blackwell multiply 64 rows by other instructions than 32. On Hopper, the bits are equal.
+        On Blackwell, which has as much shared memory and no wgmma, this was not tried.
         """
         return 32 if self.supports_pdl and not self.has_wgmma and self.shared_memory > 200 * 1024 else 128
 

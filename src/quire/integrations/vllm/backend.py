@@ -240,7 +240,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
     ) -> QuireMetadata:
         """Return the metadata of another group of layers, which differs in its page table."""
         self.reserve_workspace()
-        other = copy(metadata)  # which vLLM may have made of a class of its own
+        other = copy(metadata)  # its class may be one of vLLM's
         other.block_table, other.slot_mapping, other.builder, other.plans = blk_table, slot_mapping, self, {}
         return other
 

@@ -124,8 +124,7 @@ class MLALaunch(SplitKVLaunch):
         return MLARunner(self, batch, mla_kernel, fixed)
 
     def __str__(self) -> str:
-        lanes = f"{self.row_blocks} row blocks"
-        return f"MLA kernel: {self.describe_config()}, {self.describe_partitions(lanes)}"
+        return f"MLA kernel: {self.describe_config()}, {self.describe_partitions('row blocks')}"
 
 
 class MLARunner(KernelRunner):

@@ -254,8 +254,8 @@ class SplitKVLaunch(PortableLaunch):
         return PortableRunner(self, batch, split_kv_kernel, fixed)
 
     def describe_partitions(self, lanes: str) -> str:
-        """Return in words how the batch is cut; `lanes` are the programs that share a partition."""
-        details = f"{self.num_partitions} partitions × {lanes}, partials of {self.partial_rows} rows"
+        """Return in words how the batch is cut; `lanes` names what each program of a partition has one of."""
+        details = f"{self.num_partitions} partitions × {self.lanes} {lanes}, partials of {self.partial_rows} rows"
         if self.is_two_level:
             details += ", two-level combine"
         if self.request.num_seqs > self.seqs_at_once:
@@ -270,8 +270,7 @@ class SplitKVLaunch(PortableLaunch):
         return details
 
     def __str__(self) -> str:
-        lanes = f"{self.request.spec.num_kv_heads} KV heads"
-        return f"split-KV kernel: {self.describe_config()}, {self.describe_partitions(lanes)}"
+        return f"split-KV kernel: {self.describe_config()}, {self.describe_partitions('KV heads')}"
 
 
 def may_be_uneven(request: Request) -> bool:
