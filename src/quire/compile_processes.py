@@ -76,8 +76,13 @@ def pickled(warm_up: EmptyLaunches, part: slice) -> bytes:
     active: Any = driver.active
     launches = [encode(launch) for launch in warm_up.launches[part]]
     properties = device_properties(warm_up.cache.device)
+    return pickle_job((active.get_current_target(), properties, replace(warm_up, launches=()), launches))
+
+
+def pickle_job(job: tuple[Any, ...]) -> bytes:
+    """Return what `Unpickler` reads."""
     file = io.BytesIO()
-    Pickler(file).dump((active.get_current_target(), properties, replace(warm_up, launches=()), launches))
+    Pickler(file).dump(job)
     return file.getvalue()
 
 
@@ -97,18 +102,25 @@ def first_to_lock(job: bytes) -> Iterator[bool]:
             yield True
 
 
-def start(job: bytes) -> subprocess.Popen[bytes]:
-    """Start a process that compiles a job. It reads a file, since a pipe is too small."""
+def start(job: bytes, module: str = "quire.compile_processes", answer: Any = subprocess.DEVNULL) -> Any:
+    """Start a process, a `subprocess.Popen`, in which a module does a job. It reads a file, since a pipe is too small.
+
+    Args:
+        job: what `pickle_job` returned.
+        module: which does it.
+        answer: a file for its output.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryFile() as file:
         file.write(job)
         file.seek(0)
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "quire.compile_processes"],
+            [sys.executable, "-P", "-m", module],
             stdin=file,
-            stdout=subprocess.DEVNULL,
+            stdout=answer,
             stderr=subprocess.DEVNULL,
             env=environment,
+            start_new_session=answer is not subprocess.DEVNULL,  # its own helpers can end with it
         )
 
 

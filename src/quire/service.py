@@ -7,12 +7,14 @@ compiles each of them once. `no_compilation` raises if a launch was not covered.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from quire import early_warmup
 from quire.cache import PagedKVCache
 from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
 from quire.dispatch import tree
@@ -163,15 +165,10 @@ def warmup(
     device = cache.device
     if is_served_by_torch(device):
         return []
-    from quire.compile_processes import helping, num_helpers
-    from quire.kernels.launcher import compile_together
-
-    launches: dict[Hashable, Launch] = {}
-    properties = device_properties(device)
-    for planned in distinct_launches(spec, properties, *limits, batch_invariant, per_token, least, shortest):
-        launch = planned.for_cache(cache)
-        launches.setdefault((launch.compile_key(), append and has_few_new_tokens(launch.request)), launch)
-    warm_up = EmptyLaunches(spec, cache, tuple(launches.values()), return_lse, append, norm_rope, out_scale)
+    bounds = spec, device_properties(device), *limits, batch_invariant, per_token, least, shortest
+    blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale)
+    warm_up = with_launches(blank, distinct_launches(*bounds))
+    early_warmup.wait(bounds)
     names: list[str] = []
 
     def report(name: str) -> None:
@@ -179,11 +176,53 @@ def warmup(
         if progress:
             progress(name)
 
-    with contextlib.ExitStack() as helpers, compile_together(device) as num_missing:
-        warm_up.run(report)
-        helpers.enter_context(helping(warm_up, num_helpers(num_missing())))
+    compile_missing(warm_up, report)
     warm_up.run()  # which loads them
     return names
+
+
+def begin_warmup(
+    spec: AttentionSpec,
+    cache: PagedKVCache,
+    device: torch.device,
+    *,
+    max_num_seqs: int,
+    max_num_tokens: int,
+    max_seq_len: int,
+    min_seq_len: int,
+    batch_invariant: bool,
+    append: bool,
+    intervals: bool = False,
+) -> None:
+    """Begin a warm-up in a process of its own, before there is a cache on the device; see `early_warmup`.
+
+    The arguments are those of a later call of `warmup`. The cache is like the one to come, but for where it is and how
+    many pages it has.
+    """
+    limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
+    per_token = kinds_of_batches(spec, intervals, False)
+    blank = EmptyLaunches(spec, cache, (), False, append, {}, False)
+    bounds = spec, device_properties(device), *limits, batch_invariant, per_token, 1, min_seq_len
+    early_warmup.begin(blank, bounds, device)
+
+
+def with_launches(blank: EmptyLaunches, planned: Iterable[Launch]) -> EmptyLaunches:
+    """Return a warm-up of planned launches, once for each kernel."""
+    launches: dict[Hashable, Launch] = {}
+    for plan in planned:
+        launch = plan.for_cache(blank.cache)
+        launches.setdefault((launch.compile_key(), blank.append and has_few_new_tokens(launch.request)), launch)
+    return replace(blank, launches=tuple(launches.values()))
+
+
+def compile_missing(warm_up: EmptyLaunches, report: Callable[[str], None] = lambda name: None) -> None:
+    """Compile the kernels of a warm-up that Triton's cache lacks, after a call of `report` with each launch."""
+    from quire.compile_processes import helping, num_helpers
+    from quire.kernels.launcher import compile_together
+
+    with contextlib.ExitStack() as helpers, compile_together(warm_up.cache.device) as num_missing:
+        warm_up.run(report)
+        helpers.enter_context(helping(warm_up, num_helpers(num_missing())))
 
 
 @contextlib.contextmanager
@@ -225,6 +264,8 @@ def distinct_launches(*bounds: Any) -> tuple[Launch, ...]:
 
     They are kept: a server asks for its workspace, and later warms up.
     """
+    if early := early_warmup.found(bounds):
+        return early
     found: dict[Hashable, Launch] = {}
     for launch in launches_within(*bounds):
         fallback = getattr(launch, "fallback", None)

@@ -45,6 +45,7 @@ from quire.testing import error_budget, make_problem, unwritten
 
 register()
 
+from quire.integrations.vllm import ahead
 from quire.integrations.vllm.backend import QuireBackend, QuireImpl, QuireMetadataBuilder
 
 NAME = contract.backend_name()
@@ -412,6 +413,54 @@ def test_plans_are_made_once_for_all_layers_and_kept_over_steps(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        "none",
+        "additional_config",
+        "cudagraph_mode",
+        "decode_context_parallel_size",
+        "is_mm_prefix_lm",
+        "attn_type",
+        "kv_sharing_target_layer_name",
+        "kv_cache_dtype",
+        "fp8",
+    ],
+)
+def test_a_warm_up_begins_when_a_layer_is_made(change, monkeypatch):
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
+    layer, builder = make_layer(problem, "fp8" if change == "fp8" else "auto")
+    impl, graphs = layer.impl, SimpleNamespace(has_full_cudagraphs=lambda: change != "cudagraph_mode")
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16),
+        compilation_config=SimpleNamespace(cudagraph_mode=graphs),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1 + (change == "decode_context_parallel_size")),
+        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=64),
+        model_config=SimpleNamespace(max_model_len=128, is_mm_prefix_lm=change == "is_mm_prefix_lm"),
+        additional_config={"quire_warmup": change != "additional_config"},
+    )
+    changed = {
+        "attn_type": {"spec": replace(SPEC, causal=False)},
+        "kv_sharing_target_layer_name": {"kv_sharing_target_layer_name": "another"},
+        "kv_cache_dtype": {"kv_cache_dtype": "int8_per_token_head"},
+    }
+    for name, value in changed.get(change, {}).items():
+        setattr(impl, name, value)
+    begun = []
+    monkeypatch.setattr(contract, "current_config", lambda: config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(contract, "expected_cache", lambda *sizes: torch.empty(2, 2, 16, *sizes[2:4], dtype=sizes[4]))
+    monkeypatch.setattr(ahead.service, "begin_warmup", lambda *args, **options: begun.append((args, options)))
+    ahead.begin(impl, impl.kv_dtype in (E4M3,))
+    if change not in ("none", "fp8"):
+        assert not begun
+        return
+    [((spec, pages, device), options)] = begun
+    assert (spec, device, options) == (impl.spec, torch.device("cuda", 0), builder.bounds | {"append": True})
+    assert pages.dtype is impl.kv_dtype and pages.scale_kind == ("head" if change == "fp8" else "none")
+
+
+@pytest.mark.parametrize(
     ("additional", "quantises"), [({}, False), ({}, True), ({"quire_warmup": False}, False)], ids=str
 )
 def test_kernels_are_compiled_before_the_first_capture(additional, quantises, monkeypatch):
@@ -714,11 +763,21 @@ def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_atten
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
     pages, bind = [], QuireImpl.bind
     monkeypatch.setattr(QuireImpl, "bind", lambda *args: (pages.append(bind(*args)), pages[-1])[1])
+    expected = []
+
+    def expect(impl, quantised):
+        assert contract.current_config().cache_config.block_size == page_size
+        expected.append(ahead.expected_pages(impl, page_size, quantised))
+
+    monkeypatch.setattr(ahead, "begin", expect)
     model = make_model(name, tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=64, block_size=page_size)
     assert generated == [[greedy(model, p) for p in prompts()]]
     assert pages and all(p.page_size == page_size for p in pages)
     assert all((p.strides[0].slot < p.strides[0].head) == (layout != "NHD") for p in pages)
+    found = {(p.layout, p.strides, p.page_size) for p in expected}
+    assert (found == {(p.layout, p.strides, p.page_size) for p in pages}) == (layout == "NHD" or NAME == "CUSTOM")
+    assert all(p.k.untyped_storage().nbytes() >= 1 << 31 for p in expected)
 
 
 @pytest.mark.filterwarnings("default")  # of vLLM's workers, which are forked and would inherit "error"

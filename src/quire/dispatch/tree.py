@@ -108,6 +108,7 @@ def features_of(
         "shared_kib": properties.shared_memory // 1024,
         "query_bytes": spec.dtype.itemsize,
         "kv_bytes": spec.kv_dtype.itemsize,
+        "int8_cache": int(spec.kv_dtype is torch.int8),  # its numbers take longer to convert
     }
 
 

@@ -22,7 +22,9 @@ from quire.dispatch.device import DeviceProperties
 USER_TREES = "~/.config/quire/trees"
 GENERIC = "generic"  # the shipped tree for every device, and a leaf of a fitted tree that leaves the choice to it
 MOST_LEVELS = 32  # of nodes
-SPEC_FEATURES = "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "query_bytes", "kv_bytes"
+SPEC_FEATURES = (
+    "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "query_bytes", "kv_bytes", "int8_cache",
+)  # fmt: skip
 BATCH_FEATURES = "rows_per_seq", "rows_per_sm", "keys_per_seq", "queries_per_seq"
 MOST_OF_LEAF = {
     "block_m": 256,

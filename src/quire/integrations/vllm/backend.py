@@ -14,7 +14,7 @@ import torch
 import quire
 from quire import AttentionSpec, PagedKVCache, Plan, UnsupportedError
 from quire.integrations import layer_spec
-from quire.integrations.vllm import contract
+from quire.integrations.vllm import ahead, contract
 from quire.integrations.vllm.plans import Kind, Launch, Planner, unpaged
 from quire.integrations.vllm.sharded import ShardedStep, Shares
 from quire.integrations.vllm.spans import has_spans, scheduled_spans, see_by_sequence, see_spans, without_window
@@ -330,6 +330,7 @@ class QuireImpl(base.AttentionImpl):
         self.quantises = False  # whether it was given an output_scale
         self.bound: torch.Tensor | None = None  # the cache that `pages` are a view of
         self.pages: Any = None
+        ahead.begin(self, quantised=self.kv_dtype in QUANTISED)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Return whether results are quantised as they are written: to e4m3, by one static scale.

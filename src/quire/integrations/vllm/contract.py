@@ -169,6 +169,23 @@ class CacheShape:
         return (1, 0, 2, 3, 4, 5) if include_num_layers_dimension else (0, 1, 2, 3, 4)
 
 
+def expected_cache(
+    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a layer's cache as vLLM lays it out unless it is told otherwise, on the CPU."""
+    if hasattr(load("vllm.v1.attention.backend").AttentionBackend, "supported_kv_cache_layouts"):
+        return torch.empty(num_pages, page_size, num_kv_heads, 2 * head_dim, dtype=dtype, device="cpu").transpose(1, 2)
+    shape = CacheShape.get_kv_cache_shape(num_pages, page_size, num_kv_heads, head_dim)
+    order = CacheShape.get_kv_cache_stride_order()
+    physical = torch.empty([shape[axis] for axis in order], dtype=dtype, device="cpu")
+    return physical.permute([order.index(axis) for axis in range(len(order))])
+
+
+def current_config() -> Any:
+    """Return vLLM's configuration while it makes a model; else None."""
+    return load("vllm.config.vllm").get_current_vllm_config_or_none()
+
+
 def context_group(kv_cache_spec: Any) -> Any:
     """Return the group of ranks that share each context (decode context parallelism); None if each holds it whole."""
     if not getattr(kv_cache_spec, "dcp_sharded", True):

@@ -51,21 +51,13 @@ class Planner:
         names = sorted(layer_names, key=lambda name: getattr(layers[name].impl, SHARES, None) is None)
         self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in names}
         kinds = [kind for spec in self.layers for kind in kinds_of(spec)]
-        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        longest = longest_context([layers[name].impl for name in names], vllm_config)
-        self.bounds: dict[str, Any] = {
-            "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
-            "max_num_tokens": max_num_tokens or vllm_config.scheduler_config.max_num_batched_tokens,
-            "max_seq_len": longest,
-            "min_seq_len": min(LEAST_KEYS, longest),
-            "batch_invariant": self.batch_invariant,
-        }
+        self.bounds = bounds_of([layers[name].impl for name in names], vllm_config, max_num_tokens)
+        self.batch_invariant: bool = self.bounds["batch_invariant"]
         sizes = [quire.workspace_size(spec, **self.bounds, **has, device=device) for spec, has in kinds]
         self.workspace_size, self.workspace_device = max(sizes), device
         self.workspace: torch.Tensor | None = None
         self.plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-        extra = vllm_config.additional_config
-        self.warm = isinstance(extra, dict) and not extra.get("quire_warmup", True)
+        self.warm = not warms_up(vllm_config)
 
     def reserve_workspace(self) -> None:
         """Allocate the scratch memory, for the first step.
@@ -169,6 +161,24 @@ class Planner:
             max_seq_len=max_query_len,
             paged=False,
         )
+
+
+def warms_up(vllm_config: Any) -> bool:
+    """Return whether kernels are compiled before the first capture, unless the user says otherwise."""
+    extra = vllm_config.additional_config
+    return not isinstance(extra, dict) or extra.get("quire_warmup", True)
+
+
+def bounds_of(impls: list[Any], vllm_config: Any, max_num_tokens: int | None = None) -> dict[str, Any]:
+    """Return the bounds of the plans of some layers, as `quire.warmup` takes them."""
+    longest = longest_context(impls, vllm_config)
+    return {
+        "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
+        "max_num_tokens": max_num_tokens or vllm_config.scheduler_config.max_num_batched_tokens,
+        "max_seq_len": longest,
+        "min_seq_len": min(LEAST_KEYS, longest),
+        "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
+    }
 
 
 def longest_context(impls: list[Any], vllm_config: Any) -> int:

@@ -1,0 +1,100 @@
+"""A warm-up that begins early: what its process finds and compiles is what the later warm-up would."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+
+import quire
+from quire import early_warmup, service
+from quire.early_warmup import Begun
+from quire.targets import TARGETS, compiling
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
+
+SPEC = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+BOUNDS = {"max_num_seqs": 1, "max_num_tokens": 1, "max_seq_len": 64, "min_seq_len": 64}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_begun(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(early_warmup, "BEGUN", {})
+    service.distinct_launches.cache_clear()
+    yield
+    for begun in early_warmup.BEGUN.values():
+        early_warmup.kill(begun.process)
+    service.distinct_launches.cache_clear()
+
+
+def pages(num_pages: int) -> quire.PagedKVCache:
+    return quire.PagedKVCache(*torch.empty(2, num_pages, 16, 2, 64, dtype=torch.float16))
+
+
+def test_a_warm_up_for_sm90_finds_what_was_compiled_early(monkeypatch):
+    hits = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **more: hits.append(cache_hit))
+    with compiling(replace(TARGETS["sm90"], name="sm90, early")):
+        service.begin_warmup(SPEC, pages(9), CPU, **BOUNDS, batch_invariant=False, append=True)
+        service.begin_warmup(SPEC, pages(9), CPU, **BOUNDS, batch_invariant=False, append=True)  # again: nothing
+        [(bounds, begun)] = early_warmup.BEGUN.items()
+        assert begun.process.wait(120) == 0
+        found = early_warmup.found(bounds)
+        assert found and service.distinct_launches(*bounds) is not None
+        assert not hits
+        names = quire.warmup(SPEC, pages(4), **BOUNDS, append=True)
+        assert not early_warmup.BEGUN
+        service.distinct_launches.cache_clear()
+        assert service.distinct_launches(*bounds) == found  # by this process now
+    assert len(names) > 1 and hits and all(hits)
+
+
+def test_a_process_that_ends_early_is_not_missed(monkeypatch):
+    with compiling(replace(TARGETS["sm90"], name="sm90, ended early")):
+        service.begin_warmup(SPEC, pages(9), CPU, **BOUNDS, batch_invariant=False, append=True)
+        [(bounds, begun)] = early_warmup.BEGUN.items()
+        early_warmup.kill(begun.process)
+        assert begun.process.returncode == -signal.SIGKILL and early_warmup.found(bounds) is None
+        assert quire.warmup(SPEC, pages(4), **BOUNDS, append=True) and not early_warmup.BEGUN
+
+
+def test_an_answer_counts_when_it_is_complete():
+    answer = tempfile.TemporaryFile()  # noqa: SIM115, `wait` closes it
+    early_warmup.BEGUN["bounds"] = Begun(subprocess.Popen(["true"]), answer)
+    assert early_warmup.found("other bounds") is None
+    for written, found in ((b"", None), (b"end", None), (b"\n", ())):
+        answer.write(written)
+        answer.flush()
+        assert early_warmup.found("bounds") == found
+    early_warmup.wait("bounds")
+    assert answer.closed and not early_warmup.BEGUN
+
+
+STARTS_ANOTHER = """
+import subprocess, sys, time
+sleep = "import time; time.sleep(60)"
+subprocess.Popen([sys.executable, "-c", sleep])
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_takes_too_long_ends_with_its_helpers(monkeypatch):
+    monkeypatch.setattr(early_warmup, "LONGEST", 0.01)
+    start = [sys.executable, "-c", STARTS_ANOTHER]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        early_warmup.BEGUN["bounds"] = Begun(process, tempfile.TemporaryFile())  # noqa: SIM115, `wait` closes it
+        began = time.monotonic()
+        early_warmup.wait("bounds")
+        assert process.returncode == -signal.SIGKILL
+        assert process.stdout.read() == b""  # which both processes held open
+    assert time.monotonic() - began < 30
