@@ -159,7 +159,7 @@ def test_large_states_of_splits_are_folded_by_another_launch_where_row_blocks_ar
 def test_a_launch_that_runs_with_the_hopper_kernel_combines_by_itself():
     spec = replace(SPEC, num_q_heads=64, num_kv_heads=4, head_dim=128)
     alone, _ = decide(Request(spec, 8, True, Bounds(1, 8192, 8), PROPERTIES), Options())
-    mixed, _ = decide(Request(spec, 9, True, Bounds(512, 8192, 520), PROPERTIES), Options())
+    mixed, _ = decide(Request(spec, 9, True, Bounds(512, 32768, 520), PROPERTIES), Options())
     assert (alone.name, mixed.name, mixed.decode.max_decode_queries) == ("split_kv", "hopper", 1)
     assert (alone.has_combine_launch, mixed.decode.has_combine_launch) == (True, False)
     assert alone.combine_cost == alone.costs.combine_launch_cost < mixed.decode.combine_cost
@@ -927,6 +927,27 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     assert launch(300, 1024).num_splits == 1
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "bounds", "num_warpgroups"),
+    [
+        (9, (512, 4096, 520), 1),
+        (9, (512, 8192, 520), 1),
+        (17, (2048, 8192, 2064), 1),
+        (17, (1024, 16384, 2064), 1),
+        (17, (1024, 16385, 2064), 2),
+        (17, (2049, 8192, 2065), 2),
+        (8, (2048, 8192, 2055), 2),  # a large chunk among few
+        (17, (1024, 8192, 4200), 2),  # several chunks
+        (2, (2048, 8192, 3500), 2),
+    ],
+    ids=str,
+)
+def test_where_most_sequences_decode_programs_have_one_warpgroup_and_no_decode_launch(num_seqs, bounds, num_warpgroups):
+    launch, _ = decide(Request(SPEC, num_seqs, True, Bounds(*bounds), PROPERTIES), Options())
+    assert (launch.name, launch.config.num_warpgroups) == ("hopper", num_warpgroups)
+    assert (launch.decode is not None) == (num_warpgroups == 2)
+
+
 def test_few_queries_take_the_hopper_kernel_with_one_warpgroup():
     """Unless the portable kernels would cut keys and this kernel leaves SMs idle, or there is little to do."""
 
@@ -945,7 +966,7 @@ def test_few_queries_take_the_hopper_kernel_with_one_warpgroup():
     assert [launch(16, keys, 1).num_splits for keys in (511, 512, 1000)] == [1, 4, 8]
     assert launch(16, 1000, 1).config.num_warpgroups == 1
     # Most sequences of a ragged batch have fewer rows than the one with the most.
-    assert [launch(n, 9000, 64, 300).config.num_warpgroups for n in (32, 33)] == [1, 2]
+    assert [launch(n, 9000, 64, 1200).config.num_warpgroups for n in (32, 33)] == [1, 2]
     # The loop for capped scores is faster so, with a softcap that needs no maximum.
     narrow = {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0}
     assert [launch(2048, 2048, 1, **narrow | of).config.num_warpgroups for of in ({}, {"softcap": 51.0})] == [1, 2]

@@ -13,17 +13,19 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from quire.dispatch.device import device_properties
+from quire.dispatch.device import DeviceProperties, device_properties
 from quire.empty_launches import EmptyLaunches
+from quire.kernels.launch import Launch
 from quire.kernels.stub_driver import compile_only
 from quire.launch_codec import decode, encode
 
@@ -50,8 +52,12 @@ class Unpickler(pickle.Unpickler):
 
 def num_helpers(num_kernels: int) -> int:
     """Return how many processes should help to compile as many kernels as are missing."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(MOST, cores - 2, num_kernels // KERNELS_EACH))
+    return max(0, min(MOST, num_cores() - 2, num_kernels // KERNELS_EACH))
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
@@ -130,14 +136,21 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def main() -> None:
-    """Compile the job on the standard input. A launch that fails here fails in the warm-up too, which says so."""
-    gpu, properties, warm_up, launches = Unpickler(sys.stdin.buffer).load()
-    torch.set_num_threads(1)
+def compile_launches(
+    warm_up: EmptyLaunches, launches: Iterable[Launch], gpu: GPUTarget, properties: DeviceProperties
+) -> None:
+    """Compile launches of a warm-up. One that fails here fails in the warm-up too, which says so."""
     with compile_only("a warm-up's target", gpu, properties):
         for launch in launches:
             with contextlib.suppress(Exception):
-                warm_up.attend(decode(launch))
+                warm_up.attend(launch)
+
+
+def main() -> None:
+    """Compile the job on the standard input."""
+    gpu, properties, warm_up, launches = Unpickler(sys.stdin.buffer).load()
+    torch.set_num_threads(1)
+    compile_launches(warm_up, map(decode, launches), gpu, properties)
     os._exit(0)  # at the end of a process that compiled Gluon, Triton 3.9's bindings print what they did not free
 
 

@@ -20,12 +20,15 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+from quire.dispatch.device import DeviceProperties
 from quire.empty_launches import EmptyLaunches
 from quire.kernels.launch import Launch
 from quire.launch_codec import decode, encode
 
 LONGEST = 120.0  # seconds to wait for a process
 END = b"end\n"  # of what a process has found
+MOST, SPARED = 12, 4  # processes that compile at once, and cores that are left to the server
+SLOWEST_FIRST = "hopper", "split_kv", "block", "mla_hopper", "mla"  # kernel families
 
 
 class Begun(NamedTuple):
@@ -94,8 +97,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def main() -> None:
     """Find and compile the launches of the job on the standard input; write them to the standard output."""
     from quire.compile_processes import Unpickler, first_to_lock
-    from quire.kernels.stub_driver import compile_only
-    from quire.service import compile_missing, distinct_launches, with_launches
+    from quire.service import distinct_launches, with_launches
 
     job = sys.stdin.buffer.read()
     target, blank, bounds = Unpickler(io.BytesIO(job)).load()
@@ -105,11 +107,32 @@ def main() -> None:
         sys.stdout.buffer.write(encode(launch).encode() + b"\n")
     sys.stdout.buffer.write(END)
     sys.stdout.buffer.flush()
-    # Of tensor-parallel ranks, one compiles.
-    with first_to_lock(job) as first, compile_only("a warm-up's target", target, bounds[1]):
+    with first_to_lock(job) as first:  # of tensor-parallel ranks
         if first:
-            compile_missing(with_launches(blank, launches))
-    os._exit(0)  # as in `compile_processes.main`
+            compile_all(with_launches(blank, launches), target, bounds[1])
+
+
+def compile_all(warm_up: EmptyLaunches, target: Any, properties: DeviceProperties) -> None:
+    """Compile the kernels of a warm-up in processes, which take one after the other, the longest first."""
+    from quire.compile_processes import compile_launches, num_cores
+    from quire.kernels.stub_driver import compile_only
+
+    launches = sorted(warm_up.launches, key=lambda launch: SLOWEST_FIRST.index(launch.name))
+    queue, fill = os.pipe()
+    os.write(fill, b"".join(i.to_bytes(2, "big") for i in range(len(launches))))
+    os.close(fill)
+    pids = []
+    for _ in range(min(MOST, max(1, num_cores() - SPARED))):
+        pid = os.fork()  # of a process with one thread and no GPU: it need not import anything again
+        if pid == 0:
+            taken = iter(lambda: os.read(queue, 2), b"")
+            compile_launches(warm_up, (launches[int.from_bytes(i, "big")] for i in taken), target, properties)
+            os._exit(0)
+        pids.append(pid)
+    with compile_only("a warm-up's target", target, properties):
+        warm_up.write()
+    for pid in pids:
+        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

@@ -165,6 +165,9 @@ def warmup(
     device = cache.device
     if is_served_by_torch(device):
         return []
+    from quire.compile_processes import helping, num_helpers
+    from quire.kernels.launcher import compile_together
+
     bounds = spec, device_properties(device), *limits, batch_invariant, per_token, least, shortest
     blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale)
     warm_up = with_launches(blank, distinct_launches(*bounds))
@@ -176,7 +179,9 @@ def warmup(
         if progress:
             progress(name)
 
-    compile_missing(warm_up, report)
+    with contextlib.ExitStack() as helpers, compile_together(device) as num_missing:
+        warm_up.run(report)
+        helpers.enter_context(helping(warm_up, num_helpers(num_missing())))
     warm_up.run()  # which loads them
     return names
 
@@ -213,16 +218,6 @@ def with_launches(blank: EmptyLaunches, planned: Iterable[Launch]) -> EmptyLaunc
         launch = plan.for_cache(blank.cache)
         launches.setdefault((launch.compile_key(), blank.append and has_few_new_tokens(launch.request)), launch)
     return replace(blank, launches=tuple(launches.values()))
-
-
-def compile_missing(warm_up: EmptyLaunches, report: Callable[[str], None] = lambda name: None) -> None:
-    """Compile the kernels of a warm-up that Triton's cache lacks, after a call of `report` with each launch."""
-    from quire.compile_processes import helping, num_helpers
-    from quire.kernels.launcher import compile_together
-
-    with contextlib.ExitStack() as helpers, compile_together(warm_up.cache.device) as num_missing:
-        warm_up.run(report)
-        helpers.enter_context(helping(warm_up, num_helpers(num_missing())))
 
 
 @contextlib.contextmanager

@@ -84,6 +84,16 @@ def test_tf32_only_when_asked():
     assert errors[False] < 1e-5 < errors[True] < 1e-2
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("lens", [((1, 2048),) * 32, ((1, 20000), (1, 5000)), ((70, 6000),)], ids=["32", "2", "chunk"])
+def test_long_contexts_in_float32(lens, batch_invariant):
+    """Products of float32 numbers add one key after the other; a sum over all keys of a sequence would be wrong."""
+    p = make_problem(quire.AttentionSpec(**LLAMA, dtype=torch.float32), lens, device="cuda")
+    plan = quire.plan(p.spec, p.batch, **p.bounds, batch_invariant=batch_invariant)
+    verdict = error_budget(p, quire.attention(p.q, p.cache, plan))
+    assert verdict.out < 0.7, verdict
+
+
 @pytest.mark.parametrize("query_len", [1, 4, 40])
 def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(query_len):
     spec = quire.AttentionSpec(**LLAMA)

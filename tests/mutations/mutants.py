@@ -54,7 +54,13 @@ IN_INTERPRETER = {
         ATTENTION + "features[causal-1]",
     ),
     "rescale dropped": Mutant(
-        "kernels/states.py", "v[i], acc[i] * alpha[:, None], input", "v[i], acc[i], input", LONG + "[1]"
+        "kernels/states.py", "tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), product)", "acc + product", LONG + "[1]"
+    ),
+    "rescale dropped, 16 bits": Mutant(
+        "kernels/states.py",
+        "v, acc * alpha[:, None], input",
+        "v, acc, input",
+        ATTENTION + "full_tiles_in_a_loop_without_masks[causal-dtype1]",
     ),
     "denominator not rescaled": Mutant(
         "kernels/states.py", "l_i = l_i * alpha + tl.sum(p, 1)", "l_i = l_i + tl.sum(p, 1)", LONG + "[1]"

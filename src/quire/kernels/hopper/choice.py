@@ -18,6 +18,7 @@ FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
 SOME_ROWS = 32  # of a sequence, up to which the portable kernels are bound by memory
 LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
 MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
+MOST_DECODE = 8  # sequences for each of the longest that a batch's tokens have room for
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -218,10 +219,7 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     if not may_decode or bounds.max_query_len <= max_queries:
         return launch
     if not launch.fixed_split_size:
-        # The longest contexts may be those of decoding sequences. Prompts then have short contexts.
-        short = bounds.max_query_len <= 2 * costs.short_context and bounds.max_seq_len <= 4 * costs.short_context
-        short = short and not may_be_chunks(request)
-        config = choose_config(request, short or suits_one_warpgroup(request, costs))
+        config = choose_config(request, loads_more(request, costs) or suits_one_warpgroup(request, costs))
         assert isinstance(config, HopperConfig)
         launch = replace(launch, config=config)
     if serves_decoding(launch, costs):
@@ -237,6 +235,23 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
 def most_decode_queries(spec: AttentionSpec) -> int:
     """Return the most queries of a sequence that a decode launch serves."""
     return max(1, MAX_DECODE_ROWS // spec.group_size)
+
+
+def loads_more(request: Request, costs: CostModel) -> bool:
+    """Return whether a ragged batch, if most of its sequences decode, loads more than it multiplies.
+
+    Its programs should then have one consumer warpgroup. The longest contexts may be those of decoding sequences, and
+    prompts then have short ones. Long contexts may as well be those of chunks, which two warpgroups serve faster. So
+    many sequences must share few queries there.
+    """
+    bounds = request.bounds
+    if bounds.max_query_len > 2 * costs.short_context:
+        return False
+    if bounds.max_seq_len <= 4 * costs.short_context:
+        return not may_be_chunks(request)
+    queries, _, num_tokens = (tree.power_of_two(bound) for bound in astuple(bounds))
+    few_queries = MOST_DECODE * num_tokens <= queries * tree.power_of_two(request.num_seqs)
+    return few_queries and bounds.max_seq_len <= 16 * costs.short_context
 
 
 def may_be_chunks(request: Request) -> bool:

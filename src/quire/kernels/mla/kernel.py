@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, load_tile, scale_to_float16, table_row
 from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
-from quire.kernels.states import LOG2E, Outputs, combine, store_result
+from quire.kernels.states import LOG2E, Outputs, add_product, combine, store_result
 
 
 class LatentTiling(NamedTuple):
@@ -144,7 +144,7 @@ def attend_latents(
         if T.SCALED and not SCALE_V:
             weights = p * scales[i][None, :]
         weights = weights.to(parts[i].dtype)
-        accs = accs + (tl.dot(weights, parts[i], acc[i] * alpha[:, None], input_precision=T.INPUT_PRECISION),)
+        accs = accs + (add_product(acc[i], alpha, weights, parts[i], T.INPUT_PRECISION),)
     return accs, m_new, l_i
 
 
