@@ -99,6 +99,7 @@ def main() -> None:
     from quire.compile_processes import Unpickler, first_to_lock
     from quire.service import distinct_launches, with_launches
 
+    os.nice(5)  # the server comes first
     job = sys.stdin.buffer.read()
     target, blank, bounds = Unpickler(io.BytesIO(job)).load()
     torch.set_num_threads(1)
