@@ -29,7 +29,7 @@ MIXED = (
 
 
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
-LONG, MANY_QUERIES = 5000, 129  # keys and queries; with these bounds, a program has two consumer warpgroups
+LONG, MANY_QUERIES = 20000, 129  # keys and queries; with these bounds, a program has two consumer warpgroups
 SMALL = {"page_size": 1}  # pages whose rows are gathered
 
 

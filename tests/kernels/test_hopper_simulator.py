@@ -35,7 +35,7 @@ LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.flo
 MIXED = ((40, 200), (1, 17), (0, 50), (3, 0), (33, 33), (4, 70))
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 BFLOAT16 = {"dtype": torch.bfloat16}  # in which a softcap needs no running maximum
-LONG, MANY = 5000, 129  # keys and queries; with these bounds, a program has two consumer warpgroups
+LONG, MANY = 20000, 129  # keys and queries; with these bounds, a program has two consumer warpgroups
 
 
 def int32(*values):
