@@ -501,6 +501,11 @@ def make_warmup() -> tuple[Callable, dict[str, Any]]:
     )
 
 
+def make_begin_warmup() -> tuple[Callable, dict[str, Any]]:
+    more = dict(return_lse=False, out_scale=False, append=False, min_query_len=1)
+    return make_service(quire.begin_warmup, cache=paged_problem().cache, device="cpu", **more)
+
+
 def make_warmup_with_rope() -> tuple[Callable, dict[str, Any]]:
     warmup, arguments = make_warmup()
     _, rotated = make_norm_rope(bare=False)
@@ -839,6 +844,7 @@ CALLS = {
     "write_latent, no rotary columns": Call(lambda: make_write_latent(rope=0), confirm_write_latent),
     "copy_pages": Call(make_copy, confirm_copy),
     "merge_states": Call(make_merge, confirm_merge),
+    "begin_warmup": Call(make_begin_warmup, lambda a, result: result is None),
     "warmup": Call(make_warmup, lambda a, result: result == []),
     "warmup, rotated": Call(make_warmup_with_rope, lambda a, result: result == []),
     "workspace_size": Call(lambda: make_service(quire.workspace_size, device="cpu"), lambda a, result: result == 0),

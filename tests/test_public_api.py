@@ -18,6 +18,7 @@ VERBS = (
     "attention",
     "copy_pages",
     "merge_states",
+    "begin_warmup",
     "no_compilation",
     "plan",
     "union_attention",

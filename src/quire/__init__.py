@@ -17,7 +17,7 @@ from quire.cache import PagedKVCache
 from quire.errors import OutOfPagesError, UnsupportedError
 from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan, plan
-from quire.service import no_compilation, warmup, workspace_size
+from quire.service import begin_warmup, no_compilation, warmup, workspace_size
 from quire.spec import AttentionSpec
 from quire.state import State
 
@@ -35,6 +35,7 @@ __all__ = [
     "State",
     "UnsupportedError",
     "attention",
+    "begin_warmup",
     "copy_pages",
     "merge_states",
     "no_compilation",

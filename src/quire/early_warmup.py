@@ -1,34 +1,29 @@
 """A warm-up that begins early: while a server loads weights, a process finds its launches and compiles them.
 
-A server knows the bounds of its batches, and how its caches will be laid out, long before it has caches. `begin` starts
-a process that does what `quire.warmup` does, but for loading. `found` returns the launches that it has found.
-`wait` waits until they are compiled. Nothing depends on the process: if it ends early, or was told of another cache,
-the warm-up does what is left.
+A server knows the bounds of its batches, and the strides of its caches, long before it has caches. `begin` starts a
+process (`early_compile.py`) that does what `quire.warmup` does, but for loading. `found` returns the launches that it
+has found. `wait` waits until they are compiled. Nothing depends on the process: if it ends early, or was told of
+another cache, the warm-up does what is left.
 """
 
 import atexit
 import contextlib
-import io
 import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Hashable
 from typing import IO, Any, NamedTuple
 
 import torch
 
-from quire.dispatch.device import DeviceProperties
 from quire.empty_launches import EmptyLaunches
 from quire.kernels.launch import Launch
-from quire.launch_codec import decode, encode
+from quire.launch_codec import decode
 
 LONGEST = 120.0  # seconds to wait for a process
 END = b"end\n"  # of what a process has found
-MOST, SPARED = 12, 4  # processes that compile at once, and cores that are left to the server
-SLOWEST_FIRST = "hopper", "split_kv", "block", "mla_hopper", "mla"  # kernel families
 
 
 class Begun(NamedTuple):
@@ -61,7 +56,7 @@ def begin(blank: EmptyLaunches, bounds: tuple[Any, ...], device: torch.device) -
             target = active.get_current_target()
         job = pickle_job((target, blank, bounds))
         answer = tempfile.TemporaryFile()  # noqa: SIM115, `wait` closes it
-        BEGUN[bounds] = Begun(start(job, "quire.early_warmup", answer), answer)
+        BEGUN[bounds] = Begun(start(job, "quire.early_compile", answer), answer)
         atexit.register(kill, BEGUN[bounds].process)
 
 
@@ -92,49 +87,3 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def main() -> None:
-    """Find and compile the launches of the job on the standard input; write them to the standard output."""
-    from quire.compile_processes import Unpickler, first_to_lock
-    from quire.service import distinct_launches, with_launches
-
-    os.nice(5)  # the server comes first
-    job = sys.stdin.buffer.read()
-    target, blank, bounds = Unpickler(io.BytesIO(job)).load()
-    torch.set_num_threads(1)
-    launches = distinct_launches(*bounds)
-    for launch in launches:
-        sys.stdout.buffer.write(encode(launch).encode() + b"\n")
-    sys.stdout.buffer.write(END)
-    sys.stdout.buffer.flush()
-    with first_to_lock(job) as first:  # of tensor-parallel ranks
-        if first:
-            compile_all(with_launches(blank, launches), target, bounds[1])
-
-
-def compile_all(warm_up: EmptyLaunches, target: Any, properties: DeviceProperties) -> None:
-    """Compile the kernels of a warm-up in processes, which take one after the other, the longest first."""
-    from quire.compile_processes import compile_launches, num_cores
-    from quire.kernels.stub_driver import compile_only
-
-    launches = sorted(warm_up.launches, key=lambda launch: SLOWEST_FIRST.index(launch.name))
-    queue, fill = os.pipe()
-    os.write(fill, b"".join(i.to_bytes(2, "big") for i in range(len(launches))))
-    os.close(fill)
-    pids = []
-    for _ in range(min(MOST, max(1, num_cores() - SPARED))):
-        pid = os.fork()  # of a process with one thread and no GPU: it need not import anything again
-        if pid == 0:
-            taken = iter(lambda: os.read(queue, 2), b"")
-            compile_launches(warm_up, (launches[int.from_bytes(i, "big")] for i in taken), target, properties)
-            os._exit(0)
-        pids.append(pid)
-    with compile_only("a warm-up's target", target, properties):
-        warm_up.write()
-    for pid in pids:
-        os.waitpid(pid, 0)
-
-
-if __name__ == "__main__":
-    main()

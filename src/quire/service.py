@@ -19,7 +19,7 @@ from quire.cache import PagedKVCache
 from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
 from quire.dispatch import tree
 from quire.dispatch.config import CostModel
-from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, is_served_by_torch
+from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.empty_launches import EmptyLaunches
 from quire.errors import check_device, check_flag, check_integer, describe
@@ -31,6 +31,7 @@ from quire.norm_rope_checks import check_norm_rope_alone
 from quire.plan import decide
 from quire.spec import AttentionSpec
 
+WHERE = "leave it out for the current GPU, or the CPU where there is none"
 SHORTEST = "pass the least max_seq_len of a plan"
 MOST_EXACT = 256  # queries; up to here, each number of queries is looked at
 
@@ -73,8 +74,7 @@ def workspace_size(
         >>> quire.workspace_size(spec, max_num_seqs=64, max_num_tokens=8192, max_seq_len=16384, device="cpu")
         0
     """
-    where = check_device("device", device, "leave it out for the current GPU, or the CPU where there is none")
-    where = where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
     shortest = check_integer("min_seq_len", min_seq_len, SHORTEST, 1, limits[2])
     per_token = kinds_of_batches(spec, intervals, trees)
@@ -147,15 +147,10 @@ def warmup(
         >>> quire.warmup(spec, cache, max_num_seqs=64, max_num_tokens=8192, max_seq_len=16384)  # none on a CPU
         []
     """
-    limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
-    advice = "pass the fewest queries of a batch's longest sequence"
-    least = check_integer("min_query_len", min_query_len, advice, 1, limits[1])
-    shortest = check_integer("min_seq_len", min_seq_len, SHORTEST, 1, limits[2])
-    per_token = kinds_of_batches(spec, intervals, trees)
-    check_cache(cache, spec)
-    check_flag("return_lse", return_lse, "say whether the lse is asked for")
-    check_flag("out_scale", out_scale, "say whether attention is given one")
-    check_flag("append", append, "say whether attention is given the step's keys and values")
+    ranges = check_ranges(
+        spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
+    )
+    check_what_launches(spec, cache, return_lse, out_scale, append)
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):
         if value is not None and not append:
             raise ValueError(f"append must be True with {name}, got False; {name} is for new tokens")
@@ -168,7 +163,7 @@ def warmup(
     from quire.compile_processes import helping, num_helpers
     from quire.kernels.launcher import compile_together
 
-    bounds = spec, device_properties(device), *limits, batch_invariant, per_token, least, shortest
+    bounds = spec, device_properties(device), *ranges
     blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale)
     warm_up = with_launches(blank, distinct_launches(*bounds))
     early_warmup.wait(bounds)
@@ -189,26 +184,89 @@ def warmup(
 def begin_warmup(
     spec: AttentionSpec,
     cache: PagedKVCache,
-    device: torch.device,
     *,
     max_num_seqs: int,
     max_num_tokens: int,
     max_seq_len: int,
+    min_query_len: int = 1,
+    min_seq_len: int = 1,
+    device: torch.device | str | None = None,
+    batch_invariant: bool = False,
+    intervals: bool = False,
+    trees: bool = False,
+    return_lse: bool = False,
+    out_scale: bool = False,
+    append: bool = False,
+) -> None:
+    """Begin to compile what a later `warmup` will need, in processes of its own, before there is a cache.
+
+    A server calls this before it loads weights, and `warmup` when its cache is there, with the same arguments. `warmup`
+    waits for the processes, and compiles what is still missing. Processes that are not needed end with the server.
+
+    Args:
+        spec: what is computed.
+        cache: like the one to come, but for its device and its number of pages; it is neither read nor written. One on
+            the CPU takes no memory until it is used: make it with `torch.empty`.
+        max_num_seqs: most sequences of a batch. This and what follows are as for `warmup`.
+        max_num_tokens: most query tokens of a batch.
+        max_seq_len: most keys of a sequence.
+        min_query_len: fewest queries of a batch's longest sequence.
+        min_seq_len: least `max_seq_len` of a plan.
+        device: of the cache to come; the current GPU when not given, or the CPU where there is none.
+        batch_invariant: whether the plans are.
+        intervals: whether batches may have `key_begin`.
+        trees: whether batches may have `tree_bits`.
+        return_lse: whether the lse is asked for.
+        out_scale: whether `quire.attention` is given one.
+        append: whether `quire.attention` is given the step's keys and values.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: a bound is out of range.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> cache = quire.PagedKVCache.empty(spec, num_pages=64, page_size=16, device="cpu")
+        >>> limits = {"max_num_seqs": 64, "max_num_tokens": 8192, "max_seq_len": 16384}
+        >>> quire.begin_warmup(spec, cache, device="cpu", **limits)  # nothing to compile on a CPU
+    """
+    where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ranges = check_ranges(
+        spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
+    )
+    check_what_launches(spec, cache, return_lse, out_scale, append)
+    if where.type in ("cpu", "cuda") and not interprets() and not is_served_by_torch(where):
+        blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale)
+        early_warmup.begin(blank, (spec, device_properties(where), *ranges), where)
+
+
+def check_ranges(
+    spec: AttentionSpec,
+    max_num_seqs: int,
+    max_num_tokens: int,
+    max_seq_len: int,
+    min_query_len: int,
     min_seq_len: int,
     batch_invariant: bool,
-    append: bool,
-    intervals: bool = False,
-) -> None:
-    """Begin a warm-up in a process of its own, before there is a cache on the device; see `early_warmup`.
-
-    The arguments are those of a later call of `warmup`. The cache is like the one to come, but for where it is and how
-    many pages it has.
-    """
+    intervals: bool,
+    trees: bool,
+) -> tuple[Any, ...]:
+    """Check the bounds of a warm-up; return the arguments of `distinct_launches` after the device's properties."""
     limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
-    per_token = kinds_of_batches(spec, intervals, False)
-    blank = EmptyLaunches(spec, cache, (), False, append, {}, False)
-    bounds = spec, device_properties(device), *limits, batch_invariant, per_token, 1, min_seq_len
-    early_warmup.begin(blank, bounds, device)
+    advice = "pass the fewest queries of a batch's longest sequence"
+    least = check_integer("min_query_len", min_query_len, advice, 1, limits[1])
+    shortest = check_integer("min_seq_len", min_seq_len, SHORTEST, 1, limits[2])
+    return *limits, batch_invariant, kinds_of_batches(spec, intervals, trees), least, shortest
+
+
+def check_what_launches(
+    spec: AttentionSpec, cache: PagedKVCache, return_lse: bool, out_scale: bool, append: bool
+) -> None:
+    """Check what else decides which kernels a warm-up compiles."""
+    check_cache(cache, spec)
+    check_flag("return_lse", return_lse, "say whether the lse is asked for")
+    check_flag("out_scale", out_scale, "say whether attention is given one")
+    check_flag("append", append, "say whether attention is given the step's keys and values")
 
 
 def with_launches(blank: EmptyLaunches, planned: Iterable[Launch]) -> EmptyLaunches:

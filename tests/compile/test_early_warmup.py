@@ -21,7 +21,6 @@ if triton.knobs.runtime.interpret:
 
 SPEC = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float16)
 BOUNDS = {"max_num_seqs": 1, "max_num_tokens": 1, "max_seq_len": 64, "min_seq_len": 64}
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +42,8 @@ def test_a_warm_up_for_sm90_finds_what_was_compiled_early(monkeypatch):
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **more: hits.append(cache_hit))
     with compiling(replace(TARGETS["sm90"], name="sm90, early")):
-        service.begin_warmup(SPEC, pages(9), CPU, **BOUNDS, batch_invariant=False, append=True)
-        service.begin_warmup(SPEC, pages(9), CPU, **BOUNDS, batch_invariant=False, append=True)  # again: nothing
+        quire.begin_warmup(SPEC, pages(9), device="cpu", **BOUNDS, append=True)
+        quire.begin_warmup(SPEC, pages(9), device="cpu", **BOUNDS, append=True)  # again: nothing
         [(bounds, begun)] = early_warmup.BEGUN.items()
         assert begun.process.wait(120) == 0
         found = early_warmup.found(bounds)
@@ -59,7 +58,7 @@ def test_a_warm_up_for_sm90_finds_what_was_compiled_early(monkeypatch):
 
 def test_a_process_that_ends_early_is_not_missed(monkeypatch):
     with compiling(replace(TARGETS["sm90"], name="sm90, ended early")):
-        service.begin_warmup(SPEC, pages(9), CPU, **BOUNDS, batch_invariant=False, append=True)
+        quire.begin_warmup(SPEC, pages(9), device="cpu", **BOUNDS, append=True)
         [(bounds, begun)] = early_warmup.BEGUN.items()
         early_warmup.kill(begun.process)
         assert begun.process.returncode == -signal.SIGKILL and early_warmup.found(bounds) is None

@@ -450,13 +450,13 @@ def test_a_warm_up_begins_when_a_layer_is_made(change, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(contract, "expected_cache", lambda *sizes: torch.empty(2, 2, 16, *sizes[2:4], dtype=sizes[4]))
-    monkeypatch.setattr(ahead.service, "begin_warmup", lambda *args, **options: begun.append((args, options)))
+    monkeypatch.setattr(quire, "begin_warmup", lambda *args, **options: begun.append((args, options)))
     ahead.begin(impl, impl.kv_dtype in (E4M3,))
     if change not in ("none", "fp8"):
         assert not begun
         return
-    [((spec, pages, device), options)] = begun
-    assert (spec, device, options) == (impl.spec, torch.device("cuda", 0), builder.bounds | {"append": True})
+    [((spec, pages), options)] = begun
+    assert (spec, options) == (impl.spec, builder.bounds | {"append": True, "device": torch.device("cuda", 0)})
     assert pages.dtype is impl.kv_dtype and pages.scale_kind == ("head" if change == "fp8" else "none")
 
 

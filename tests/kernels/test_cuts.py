@@ -189,7 +189,7 @@ def test_sums_that_wrap_around_leave_slots_within_the_scratch(num_programs):
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 RAGGED = ((40, 1500), (9, 100), (3, 700), (0, 50), (33, 33), (20, 900))
-LONG, SHORT = 16384, 4000  # bounds of keys: programs of two consumer warpgroups, and of one
+LONG, SHORT = 20000, 4000  # bounds of keys: programs of two consumer warpgroups, and of one
 MANY = 129  # queries, the bound of the former
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from quire import PagedKVCache, service
+import quire
+from quire import PagedKVCache
 from quire.integrations.vllm import contract
 from quire.integrations.vllm.plans import SHARES, bounds_of, warms_up
 from quire.integrations.vllm.spans import has_spans
@@ -34,13 +35,9 @@ def begin(impl: Any, quantised: bool) -> None:
     page_size = config.cache_config.block_size
     if not is_decoder or not page_size or config.parallel_config.decode_context_parallel_size > 1:
         return
-    service.begin_warmup(
-        impl.spec,
-        expected_pages(impl, page_size, quantised),
-        torch.device("cuda", torch.cuda.current_device()),
-        **bounds_of([impl], config),
-        append=True,
-    )
+    pages = expected_pages(impl, page_size, quantised)
+    device = torch.device("cuda", torch.cuda.current_device())
+    quire.begin_warmup(impl.spec, pages, device=device, **bounds_of([impl], config), append=True)
 
 
 def captures_steps(config: Any) -> bool:
