@@ -6,7 +6,8 @@ from importlib.util import find_spec
 import pytest
 import triton
 
-from tests.mutations.mutants import IN_INTERPRETER, ON_HOPPER, OUTSIDE
+from tests.extended import extended
+from tests.mutations.mutants import IN_INTERPRETER, ON_HOPPER, OUTSIDE, SLOW
 from tests.mutations.server import PACKAGE, ROOT, Mutant, Server
 
 INTERPRETS = triton.knobs.runtime.interpret
@@ -27,6 +28,7 @@ def check(mutant: Mutant, server: Server) -> None:
 @pytest.mark.parametrize("name", IN_INTERPRETER | OUTSIDE | ON_HOPPER)
 def test_every_mutant_has_its_place_and_its_judge(name):
     """Those too that are judged only where an engine, a compiler or a GPU is there."""
+    assert SLOW <= set(IN_INTERPRETER)
     mutant = (IN_INTERPRETER | OUTSIDE | ON_HOPPER)[name]
     assert (PACKAGE / mutant.file).read_text().count(mutant.right) == 1
     file, _, test = mutant.judge.partition("::")
@@ -34,7 +36,7 @@ def test_every_mutant_has_its_place_and_its_judge(name):
 
 
 @pytest.mark.skipif(not INTERPRETS, reason="runs Triton kernels in the interpreter, which TRITON_INTERPRET=1 selects")
-@pytest.mark.parametrize("name", IN_INTERPRETER)
+@pytest.mark.parametrize("name", [extended(name) if name in SLOW else name for name in IN_INTERPRETER])
 def test_a_broken_kernel_is_noticed(name, server):
     check(IN_INTERPRETER[name], server)
 
