@@ -93,15 +93,20 @@ def pickle_job(job: tuple[Any, ...]) -> bytes:
 
 
 @contextlib.contextmanager
-def first_to_lock(job: bytes) -> Iterator[bool]:
-    """Yield whether no other process has locked the same job, and lock it in this context."""
+def first_to_lock(job: bytes, waits: bool = False) -> Iterator[bool]:
+    """Yield whether no other process has locked the same job, and lock it in this context.
+
+    Args:
+        job: whose lock it is.
+        waits: whether to wait for the other process.
+    """
     path = Path(knobs.cache.dir) / f"quire-{hashlib.sha256(job).hexdigest()[:16]}.lock"
     with contextlib.ExitStack() as stack:
         try:
             import fcntl  # which Windows lacks
 
             path.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context(path.open("ab")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(stack.enter_context(path.open("ab")), fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except (ImportError, OSError):
             yield False
         else:

@@ -22,6 +22,7 @@ from quire.empty_launches import EmptyLaunches
 from quire.kernels.launch import Launch
 from quire.launch_codec import decode
 
+MOST = 4  # processes of a server; each imports PyTorch
 LONGEST = 120.0  # seconds to wait for a process
 END = b"end\n"  # of what a process has found
 
@@ -37,7 +38,7 @@ BEGUN: dict[Hashable, Begun] = {}  # by the arguments of `service.distinct_launc
 
 
 def begin(blank: EmptyLaunches, bounds: tuple[Any, ...], device: torch.device) -> None:
-    """Start the process of a warm-up, unless it was started before or cannot be.
+    """Start the process of a warm-up, unless it was started before or cannot be, or there are many.
 
     Args:
         blank: a warm-up without launches. Its cache may be on the CPU.
@@ -48,7 +49,7 @@ def begin(blank: EmptyLaunches, bounds: tuple[Any, ...], device: torch.device) -
 
     from quire.compile_processes import pickle_job, start
 
-    if bounds in BEGUN:
+    if bounds in BEGUN or len(BEGUN) >= MOST:
         return
     active: Any = driver.active
     with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):

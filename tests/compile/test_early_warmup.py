@@ -12,7 +12,7 @@ import torch
 import triton
 
 import quire
-from quire import early_warmup, service
+from quire import compile_processes, early_warmup, service
 from quire.early_warmup import Begun
 from quire.targets import TARGETS, compiling
 
@@ -31,6 +31,7 @@ def nothing_begun(monkeypatch, tmp_path):
     yield
     for begun in early_warmup.BEGUN.values():
         early_warmup.kill(begun.process)
+        begun.answer.close()
     service.distinct_launches.cache_clear()
 
 
@@ -63,6 +64,30 @@ def test_a_process_that_ends_early_is_not_missed(monkeypatch):
         early_warmup.kill(begun.process)
         assert begun.process.returncode == -signal.SIGKILL and early_warmup.found(bounds) is None
         assert quire.warmup(SPEC, pages(4), **BOUNDS, append=True) and not early_warmup.BEGUN
+
+
+WAITS = """
+from quire.compile_processes import first_to_lock
+print("ready", flush=True)
+with first_to_lock(b"a", waits=True) as locked:
+    assert locked
+"""
+
+
+def test_a_server_has_a_few_processes_that_compile_one_after_the_other(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(compile_processes, "start", lambda *job: started.append(job) or subprocess.Popen(["true"]))
+    with compiling(replace(TARGETS["sm90"], name="sm90, many kinds")):
+        for queries in range(1, 9):
+            quire.begin_warmup(SPEC, pages(9), device="cpu", **BOUNDS | {"max_num_seqs": queries})
+    assert len(started) == early_warmup.MOST
+    with compile_processes.first_to_lock(b"a"):
+        other = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        assert other.poll() is None
+    with other:
+        assert other.wait(20) == 0
 
 
 def test_an_answer_counts_when_it_is_complete():
