@@ -34,18 +34,25 @@ KERNELS_EACH = 4  # at least: to start a process takes as long as some kernels
 
 
 class Pickler(pickle.Pickler):
-    """Pickle tensors as shapes, strides and dtypes. What they hold does not decide what is compiled."""
+    """Pickle tensors as shapes, strides and dtypes. What they hold, and where, does not decide what is compiled."""
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return what stands for a tensor; None for other objects."""
+        """Return what stands for a tensor or a device; None for other objects."""
+        if isinstance(obj, torch.device):
+            return ()
         return (tuple(obj.shape), obj.stride(), obj.dtype) if isinstance(obj, torch.Tensor) else None
 
 
 class Unpickler(pickle.Unpickler):
-    """Make tensors on the CPU of what `Pickler` wrote. Nothing writes to them, so they take no memory."""
+    """Make tensors on the CPU of what `Pickler` wrote. Nothing writes to them, so they take no memory.
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        """Return the tensor that `pid` stands for."""
+    Every device is the CPU, so these processes leave the memory of the GPU to the server.
+    """
+
+    def persistent_load(self, pid: Any) -> torch.Tensor | torch.device:
+        """Return the tensor or the device that `pid` stands for."""
+        if not pid:
+            return torch.device("cpu")
         shape, strides, dtype = pid
         return torch.empty_strided(shape, strides, dtype=dtype)
 

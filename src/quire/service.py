@@ -205,8 +205,8 @@ def begin_warmup(
 
     Args:
         spec: what is computed.
-        cache: like the one to come, but for its device and its number of pages; it is neither read nor written. One on
-            the CPU takes no memory until it is used: make it with `torch.empty`.
+        cache: like the one to come, but for its device and its number of pages; it is neither read nor written. On the
+            device "meta" it takes no memory.
         max_num_seqs: most sequences of a batch. This and what follows are as for `warmup`.
         max_num_tokens: most query tokens of a batch.
         max_seq_len: most keys of a sequence.

@@ -1,6 +1,7 @@
 """Processes that help a warm-up: what they compile is what the warm-up looks for in Triton's cache."""
 
 import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -65,6 +66,15 @@ def test_a_warm_up_for_sm90_finds_what_another_process_compiled(kind, tmp_path, 
         quire.warmup(spec, cache, **BOUNDS, **options)
     write = "write_latent_kernel" if kind == "latents" else "norm_rope_kernel"
     assert found[False] == {write} and found[True] and write not in found[True]
+
+
+def test_a_job_is_on_the_cpu_wherever_it_was():
+    """Else each process would take memory of the GPU."""
+    cache = quire.PagedKVCache(*torch.empty(2, 4, 16, 2, 64, dtype=torch.float16, device="meta"))
+    job = compile_processes.pickle_job((cache, torch.device("cuda", 1)))
+    read, device = compile_processes.Unpickler(io.BytesIO(job)).load()
+    assert device == read.device == read.k.device == torch.device("cpu")
+    assert read.strides == cache.strides and read.k.shape == cache.k.shape
 
 
 def test_as_many_processes_help_as_cores_and_kernels_deserve(monkeypatch):

@@ -35,16 +35,16 @@ def nothing_begun(monkeypatch, tmp_path):
     service.distinct_launches.cache_clear()
 
 
-def pages(num_pages: int) -> quire.PagedKVCache:
-    return quire.PagedKVCache(*torch.empty(2, num_pages, 16, 2, 64, dtype=torch.float16))
+def pages(num_pages: int, device: str = "cpu") -> quire.PagedKVCache:
+    return quire.PagedKVCache(*torch.empty(2, num_pages, 16, 2, 64, dtype=torch.float16, device=device))
 
 
 def test_a_warm_up_for_sm90_finds_what_was_compiled_early(monkeypatch):
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **more: hits.append(cache_hit))
     with compiling(replace(TARGETS["sm90"], name="sm90, early")):
-        quire.begin_warmup(SPEC, pages(9), device="cpu", **BOUNDS, append=True)
-        quire.begin_warmup(SPEC, pages(9), device="cpu", **BOUNDS, append=True)  # again: nothing
+        for _ in range(2):  # the second one is not begun
+            quire.begin_warmup(SPEC, pages(9, "meta"), device="cpu", **BOUNDS, append=True)
         [(bounds, begun)] = early_warmup.BEGUN.items()
         assert begun.process.wait(120) == 0
         found = early_warmup.found(bounds)

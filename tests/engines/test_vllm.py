@@ -449,7 +449,9 @@ def test_a_warm_up_begins_when_a_layer_is_made(change, monkeypatch):
     monkeypatch.setattr(contract, "current_config", lambda: config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(contract, "expected_cache", lambda *sizes: torch.empty(2, 2, 16, *sizes[2:4], dtype=sizes[4]))
+    monkeypatch.setattr(
+        contract, "expected_cache", lambda *sizes: torch.empty(2, 2, 16, *sizes[2:4], dtype=sizes[4], device="meta")
+    )
     monkeypatch.setattr(quire, "begin_warmup", lambda *args, **options: begun.append((args, options)))
     ahead.begin(impl, impl.kv_dtype in (E4M3,))
     if change not in ("none", "fp8"):

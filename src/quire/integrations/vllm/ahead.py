@@ -47,11 +47,11 @@ def captures_steps(config: Any) -> bool:
 
 
 def expected_pages(impl: Any, page_size: int, quantised: bool) -> PagedKVCache:
-    """Return pages like those that a layer will have, in memory of the host that nothing touches."""
+    """Return pages like those that a layer will have, without memory."""
     row = impl.num_kv_heads * impl.head_size * impl.kv_dtype.itemsize
     cache = contract.expected_cache(
         LARGE // (page_size * row) + 1, page_size, impl.num_kv_heads, impl.head_size, impl.kv_dtype
     )
     k, v, layout = contract.keys_and_values(cache, impl.head_size)
-    scale = torch.ones(()) if quantised else None
+    scale = torch.ones((), device="meta") if quantised else None
     return PagedKVCache(k, v, layout, scale, scale)

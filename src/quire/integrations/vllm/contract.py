@@ -172,12 +172,12 @@ class CacheShape:
 def expected_cache(
     num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a layer's cache as vLLM lays it out unless it is told otherwise, on the CPU."""
+    """Return a layer's cache as vLLM lays it out unless it is told otherwise, without memory."""
     if hasattr(load("vllm.v1.attention.backend").AttentionBackend, "supported_kv_cache_layouts"):
-        return torch.empty(num_pages, page_size, num_kv_heads, 2 * head_dim, dtype=dtype, device="cpu").transpose(1, 2)
+        return torch.empty(num_pages, page_size, num_kv_heads, 2 * head_dim, dtype=dtype, device="meta").transpose(1, 2)
     shape = CacheShape.get_kv_cache_shape(num_pages, page_size, num_kv_heads, head_dim)
     order = CacheShape.get_kv_cache_stride_order()
-    physical = torch.empty([shape[axis] for axis in order], dtype=dtype, device="cpu")
+    physical = torch.empty([shape[axis] for axis in order], dtype=dtype, device="meta")
     return physical.permute([order.index(axis) for axis in range(len(order))])
 
 
