@@ -34,6 +34,9 @@ def main() -> None:
         if first:
             with first_to_lock(b"an early warm-up", waits=True):  # one kind of layer after the other
                 compile_all(with_launches(blank, launches), target, bounds[1])
+    if not first:
+        with first_to_lock(job, waits=True):  # until another rank has compiled the same
+            pass
 
 
 def compile_all(warm_up: EmptyLaunches, target: Any, properties: DeviceProperties) -> None:

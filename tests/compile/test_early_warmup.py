@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
+from triton.runtime.driver import driver
 
 import quire
 from quire import compile_processes, early_warmup, service
 from quire.early_warmup import Begun
+from quire.empty_launches import EmptyLaunches
 from quire.targets import TARGETS, compiling
 
 if triton.knobs.runtime.interpret:
@@ -88,6 +90,24 @@ def test_a_server_has_a_few_processes_that_compile_one_after_the_other(tmp_path,
         assert other.poll() is None
     with other:
         assert other.wait(20) == 0
+
+
+def test_of_two_equal_processes_one_compiles_and_the_other_one_waits(tmp_path):
+    with compiling(replace(TARGETS["sm90"], name="sm90, ranks")):
+        blank = EmptyLaunches(SPEC, pages(9, "meta"), (), False, True, {}, False)
+        bounds = SPEC, TARGETS["sm90"].properties, 1, 1, 64, False, ((False, False),), 1, 64
+        job = compile_processes.pickle_job((driver.active.get_current_target(), blank, bounds))
+    with compile_processes.first_to_lock(job):
+        answer = tempfile.TemporaryFile()  # noqa: SIM115, `wait` closes it
+        process = compile_processes.start(job, "quire.early_compile", answer)
+        early_warmup.BEGUN[bounds] = Begun(process, answer)
+        while early_warmup.found(bounds) is None:
+            assert process.poll() is None
+            time.sleep(0.1)
+        time.sleep(0.5)
+        assert process.poll() is None
+    early_warmup.wait(bounds)
+    assert process.returncode == 0 and not [*tmp_path.rglob("*.cubin")]
 
 
 def test_an_answer_counts_when_it_is_complete():
