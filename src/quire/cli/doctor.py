@@ -34,7 +34,7 @@ EXAMPLES = """examples:
   quire doctor --interpret              # run the Triton kernels on the CPU, in Triton's interpreter; takes some seconds
 """
 DRIVERS = {"NVIDIA": Path("/proc/driver/nvidia/version"), "AMD": Path("/dev/kfd")}
-FEATURES_OF_TREES = re.compile(r" at [a-z_]+ [\d.e+-]+(?:, [a-z_]+ [\d.e+-]+)*")
+FEATURES_OF_TREES = re.compile(r" at [a-z]\w* [\d.e+-]+(?:, [a-z]\w* [\d.e+-]+)*")
 
 
 @dataclass(frozen=True)

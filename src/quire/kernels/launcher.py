@@ -8,6 +8,7 @@ with the arguments in order.
 import contextlib
 import inspect
 import os
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent import futures
 from types import ModuleType
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import AsyncCompileMode, knobs
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from quire.dispatch.device import COMPILER_OPTIONS, compile_for, cross_compilation, device_properties, interprets
 from quire.kernels.views import Matrix
@@ -191,11 +192,31 @@ def compile_together(device: torch.device) -> Iterator[Callable[[], int]]:
         yield lambda: 0
         return
     with (
+        one_parse_at_a_time(),
         futures.ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
         AsyncCompileMode(threads) as mode,
         compile_for(device_properties(device), lambda *compiled: None),
     ):
         yield lambda: len(futures.wait(mode.raw_futures, LOADING).not_done)
+
+
+@contextlib.contextmanager
+def one_parse_at_a_time() -> Iterator[None]:
+    """Let one thread at a time make syntax trees of jit functions in this context.
+
+    Python 3.11 counts their depth for all threads together. If two make trees at once, one may end with SystemError.
+    """
+    lock, parse = threading.Lock(), JITCallable.parse
+
+    def locked(self: Any) -> Any:
+        with lock:
+            return parse(self)
+
+    JITCallable.parse = locked
+    try:
+        yield
+    finally:
+        JITCallable.parse = parse
 
 
 def is_observed() -> bool:
