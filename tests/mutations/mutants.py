@@ -853,13 +853,13 @@ IN_INTERPRETER = {
         CUTS,
         "((in_cut >> shift) * HEAD_BLOCKS + head_block) << shift",
         "((in_cut >> shift) * HEAD_BLOCKS) << shift",
-        CUT + "features[{}-16384]",
+        CUT + "features[{}-20000]",
     ),
     "Hopper: warpgroups share the slots of partials": Mutant(
         PARTIALS,
         "ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS + wg) * SIZE",
         "ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS) * SIZE",
-        CUT + "features[{}-16384]",
+        CUT + "features[{}-20000]",
     ),
     "Hopper: a row of a partial for each row of the tile": Mutant(
         PARTIALS, "head = index // num_tokens", "head = index // BLOCK_T", CUT + "features[{}-4000]"
@@ -868,13 +868,13 @@ IN_INTERPRETER = {
         PARTIALS,
         "of_first = ROWS // BLOCK_T * num_tokens",
         "of_first = HEADS * num_tokens",
-        CUT + "features[{}-16384]",
+        CUT + "features[{}-20000]",
     ),
     "Hopper: rows of a head on both warpgroups left out": Mutant(
         PARTIALS,
         "gl.minimum(ROWS % BLOCK_T, num_tokens)",
         "0",
-        CUT + "features[{'num_q_heads': 6, 'num_kv_heads': 2}-16384]",
+        CUT + "features[{'num_q_heads': 6, 'num_kv_heads': 2}-20000]",
     ),
     "Hopper: a partial of another row block": Mutant(
         PARTIALS, "present = split + i < num_splits", "present = split + i <= num_splits", CUT + "features[{}-4000]"
@@ -1027,7 +1027,7 @@ IN_INTERPRETER = {
         "kernels/hopper/capped.py",
         "sums += sums_of_threads(numbers)",
         "sums = sums_of_threads(numbers)",
-        SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-5000]",
+        SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-20000]",
     ),
     "Hopper: rows that see no key have a capped score of 0": Mutant(
         "kernels/hopper/capped.py",
@@ -1051,7 +1051,7 @@ IN_INTERPRETER = {
         RESULTS,
         "return tile.slice(wg * ROWS, ROWS)",
         "return tile.slice(tile.shape[0] - (wg + 1) * ROWS, ROWS)",
-        SIMULATED + "outputs_in_e4m3[{}-5000]",
+        SIMULATED + "outputs_in_e4m3[{}-20000]",
     ),
     "Hopper: columns of e4m3 results left permuted": Mutant(
         RESULTS,
@@ -1109,7 +1109,7 @@ IN_INTERPRETER = {
         KERNEL,
         "                    consumer_release(q_pipe, work_i)\n                is_last",
         "                    pass\n                is_last",
-        CUT + "features[{}-16384]",
+        CUT + "features[{}-20000]",
     ),
     "Hopper: values zeroed while they are loaded": Mutant(
         PRODUCER, "wait(v_pipe.full, SPARE, edge_i)", "pass", SIMULATED + "features[{}-None]"
@@ -1195,10 +1195,10 @@ IN_INTERPRETER = {
         PRODUCER, "gl.store(tile_counter, 0)", "pass", SIMULATED + "any_order_of_events_gives_the_same_bits[64-0]"
     ),
     "Hopper: partials not all stored when one thread arrives": Mutant(
-        PARTIALS, "    barrier()  # the stores", "    # the stores", CUT + "features[{}-16384]"
+        PARTIALS, "    barrier()  # the stores", "    # the stores", CUT + "features[{}-20000]"
     ),
-    "Hopper: partials not released": Mutant(PARTIALS, 'sem="acq_rel"', 'sem="relaxed"', CUT + "features[{}-16384]"),
-    "Hopper: arrivals not reset": Mutant(PARTIALS, "gl.store(counter, 0)", "pass", CUT + "features[{}-16384]"),
+    "Hopper: partials not released": Mutant(PARTIALS, 'sem="acq_rel"', 'sem="relaxed"', CUT + "features[{}-20000]"),
+    "Hopper: arrivals not reset": Mutant(PARTIALS, "gl.store(counter, 0)", "pass", CUT + "features[{}-20000]"),
     "latents on Hopper: places overwritten": Mutant(
         LATENTS + "ring.py",
         "wait(ring.empty.index(place), use + 1)",
