@@ -198,10 +198,10 @@ def begin_warmup(
     out_scale: bool = False,
     append: bool = False,
 ) -> None:
-    """Begin to compile what a later `warmup` will need, in processes of its own, before there is a cache.
+    """Start processes that compile the kernels of a later `warmup`. The cache need not exist yet.
 
-    A server calls this before it loads weights, and `warmup` when its cache is there, with the same arguments. `warmup`
-    waits for the processes, and compiles what is still missing. Processes that are not needed end with the server.
+    A server calls this before it loads weights. It calls `warmup` with the same arguments when its cache exists.
+    `warmup` waits for the processes and compiles what is missing. Processes that still run end with the server.
 
     Args:
         spec: what is computed.

@@ -238,11 +238,11 @@ def most_decode_queries(spec: AttentionSpec) -> int:
 
 
 def loads_more(request: Request, costs: CostModel) -> bool:
-    """Return whether a ragged batch, if most of its sequences decode, loads more than it multiplies.
+    """Return whether a ragged batch is taken to load more than it multiplies, because most of its sequences decode.
 
-    Its programs should then have one consumer warpgroup. The longest contexts may be those of decoding sequences, and
-    prompts then have short ones. Long contexts may as well be those of chunks, which two warpgroups serve faster. So
-    many sequences must share few queries there.
+    Its programs then have one consumer warpgroup. The host does not know whose contexts are long: those of decoding
+    sequences, or those of chunks, which two warpgroups serve faster. So on long contexts, most sequences must have few
+    queries for this.
     """
     bounds = request.bounds
     if bounds.max_query_len > 2 * costs.short_context:
