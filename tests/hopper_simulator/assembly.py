@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from .program import Machine
 from .ptx import run_on_tiles
+from .tensor_core import read_product
 from .values import Value, computed, value
 
 
@@ -85,19 +87,33 @@ MEANINGS: dict[str, Callable[..., Any]] = {
 }
 
 
-def in_warps(*args: Value, text: str, constraints: str, pack: int) -> Value:
-    """What a text writes that a warp runs together. Its arguments are tiles of float32."""
+MARK = (
+    "{ .reg .b32 size; .reg .pred inside; mov.u32 size, %dynamic_smem_size; shl.b32 $0, $1, 10; "
+    "setp.lt.u32 inside, $0, size; mov.u32 size, global_smem; add.u32 $0, $0, size; "
+    "@inside st.shared.u32 [$0], $0; }"
+)  # an address at each KiB
+
+
+def in_warps(*args: Value, text: str, constraints: str, pack: int, several: bool) -> Any:
+    """What a text writes that a warp runs together, one tile or several. Its arguments are tiles of float32."""
     numbers = [x.data.contiguous().numpy() for x in args]
-    return Value(torch.from_numpy(run_on_tiles(text, constraints, numbers, pack)))
+    made = tuple(Value(torch.from_numpy(x)) for x in run_on_tiles(text, constraints, numbers, pack))
+    return made if several else made[0]
 
 
 def inline_asm_elementwise(
-    text: str, constraints: str, args: list[Any], *, dtype: Any, is_pure: bool, pack: int
+    machine: Machine, text: str, constraints: str, args: Any, *, dtype: Any, is_pure: bool, pack: int
 ) -> Any:
     """Compute what the text of some assembly says. A compiler may move it if it is pure."""
     args = [value(x) for x in args]
+    if "wgmma" in text:
+        return machine.multiply(*read_product(text, constraints, args))
+    if "st.shared" in text:
+        assert " ".join(text.split()) == MARK, text
+        machine.mark_shared_memory()
+        return args[0]
     if "vote.sync" in text:
-        meaning = partial(in_warps, text=text, constraints=constraints, pack=pack)
+        meaning = partial(in_warps, text=text, constraints=constraints, pack=pack, several=isinstance(dtype, tuple))
     else:
         meaning = MEANINGS[" ".join(text.split())]
     if is_pure:

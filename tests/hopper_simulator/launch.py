@@ -20,7 +20,7 @@ from triton.language.extra import cuda
 
 from quire.dispatch import device
 from quire.kernels import launcher
-from quire.kernels.hopper import gather, partials, pipeline
+from quire.kernels.hopper import addresses, gather, pipeline
 
 from . import values
 from .assembly import inline_asm_elementwise
@@ -84,7 +84,7 @@ def language(machine: Machine) -> types.SimpleNamespace:
         program_id=machine.program_id, num_programs=machine.num_programs, num_warps=machine.num_warps,
         warp_specialize=machine.warp_specialize, allocate_shared_memory=machine.allocate_shared_memory,
         load=machine.memory.load, store=machine.memory.store, atomic_add=machine.atomic_add,
-        inline_asm_elementwise=inline_asm_elementwise,
+        inline_asm_elementwise=partial(inline_asm_elementwise, machine),
         arange=values.arange, full=values.full, zeros=values.zeros, zeros_like=values.zeros_like,
         where=values.where, fma=values.fma, join=values.join, split=values.split,
         convert_layout=values.convert_layout, associative_scan=values.scan_of,
@@ -111,8 +111,8 @@ def simulated(machine: Machine) -> list[tuple[Any, Any]]:
     return [
         (gl, simulated_language), (tl, simulated_language), (hopper.mbarrier, barriers),
         (gather.async_copy, copies), (gather.copy_async, machine.copy_async),
-        (pipeline.tma_load, machine.tma_load), (pipeline.reinterpret, Tile.reinterpret),
-        (partials.barrier, machine.barrier),
+        (pipeline.tma_load, machine.tma_load), (addresses.reinterpret, Tile.reinterpret),
+        (addresses.barrier, machine.barrier),
         (hopper.fence_async_shared, machine.fence_async_shared), (hopper.warpgroup_mma, machine.warpgroup_mma),
         (hopper.warpgroup_mma_wait, machine.warpgroup_mma_wait),
         (cuda.gdc_wait, lambda: None), (cuda.gdc_launch_dependents, lambda: None),

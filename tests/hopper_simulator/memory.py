@@ -172,8 +172,8 @@ class Marks:
 class Allocation:
     """Bytes of shared memory, from an address that 1024 divides."""
 
-    def __init__(self, size: int, running_warps: Callable[[], Any]) -> None:
-        self.running_warps = running_warps
+    def __init__(self, size: int, running_warps: Callable[[], Any], address: int) -> None:
+        self.running_warps, self.address = running_warps, address
         self.bytes = torch.full(((size + 15) // 16 * 16,), UNWRITTEN, dtype=torch.uint8)
         self.lines = self.bytes.view(-1, 16)
         # Of each 16 bytes: whether a copy will write them, whether TMA has begun to write them at any time, and 1 + the
@@ -181,6 +181,11 @@ class Allocation:
         self.arriving = Marks(size)
         self.written_by_tma = Marks(size)
         self.unfenced = Marks(size)
+
+    def mark(self) -> None:
+        """Store the address of each KiB at its begin."""
+        words = self.bytes.view(torch.int32)[::256]
+        words.copy_(torch.arange(self.address, self.address + 1024 * len(words), 1024))
 
 
 class Tile:

@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 
 from .memory import UNWRITTEN, AccessError, Allocation, GlobalMemory, Tile
+from .tensor_core import COLUMNS, Part
 from .values import TORCH_DTYPES, Load, Value
 
 
@@ -74,8 +75,8 @@ class RowCopies(NamedTuple):
 class Product(NamedTuple):
     """A product that tensor cores compute, with what shared memory held when it began."""
 
-    tiles: tuple[tuple[Tile, torch.Tensor], ...]
-    result: "Pending"
+    tiles: tuple[tuple[Any, torch.Tensor], ...]
+    results: tuple["Pending", ...]
 
 
 class Pending(Value):
@@ -169,10 +170,20 @@ class Program:
     def __init__(self, machine: "Machine", ids: tuple[int, ...]) -> None:
         self.machine, self.ids = machine, ids
         self.allocations: list[Allocation] = []
+        self.free_address = 1024  # where the next allocation begins
+        self.is_marked = False  # each KiB of an allocation begins with its address
         self.barriers: dict[tuple[int, int], Barrier] = {}
 
     def barrier(self, tile: Tile) -> Barrier:
         return self.barriers[id(tile.allocation), tile.base]
+
+    def part(self, addresses: Any, dtype: torch.dtype) -> Part:
+        """Return the numbers at some addresses, of one allocation."""
+        for allocation in self.allocations:
+            at = addresses - allocation.address
+            if at.min() >= 0 and at.max() < len(allocation.bytes):
+                return Part(allocation, at, dtype)
+        raise AccessError(f"a product reads addresses {addresses.min()} to {addresses.max()}, of no allocation")
 
 
 class Machine:
@@ -285,9 +296,17 @@ class Machine:
         size = dtype.primitive_bitwidth // 8
         for extent in shape:
             size *= extent
-        allocation = Allocation(size, lambda: self.local.warps)
-        self.local.warps.program.allocations.append(allocation)
+        program = self.local.warps.program
+        allocation = Allocation(size, lambda: self.local.warps, program.free_address)
+        program.free_address += -(-size // 1024) * 1024
+        if program.is_marked:
+            allocation.mark()
+        program.allocations.append(allocation)
         return Tile(allocation, dtype, shape, layout)
+
+    def mark_shared_memory(self) -> None:
+        """Let each KiB of what is allocated from now on begin with its address."""
+        self.local.warps.program.is_marked = True
 
     def fence_async_shared(self) -> None:
         own = self.local.warps
@@ -372,10 +391,29 @@ class Machine:
         if bool(use_acc):
             product = product + (acc.unfinished_data if isinstance(acc, Pending) else acc.take())
         result = Pending(product)
-        self.local.warps.products.append(Product(held, result))
+        self.local.warps.products.append(Product(held, (result,)))
         if not is_async:
             self.warpgroup_mma_wait(0, [result])
         return result
+
+    def multiply(self, accs: list[Any], products: list[tuple[Value, Any, Any]]) -> tuple[Pending, ...]:
+        """Add products to accumulators, which are next to each other, as one group.
+
+        Args:
+            accs: accumulators.
+            products: left operands, and the addresses and the dtype of right ones in shared memory.
+        """
+        total = torch.cat([acc.unfinished_data if isinstance(acc, Pending) else acc.take() for acc in accs], 1).clone()
+        held = []
+        for left, addresses, dtype in products:
+            part = self.local.warps.program.part(addresses, dtype)
+            part.check_fenced()
+            right = part.read()
+            total[:, : right.shape[1]] += left.take().to(torch.float32) @ right.to(torch.float32)
+            held.append((part, right))
+        results = tuple(Pending(part) for part in total.split(COLUMNS, 1))
+        self.local.warps.products.append(Product(tuple(held), results))
+        return results
 
     def warpgroup_mma_wait(self, number: Any, deps: Any) -> Any:
         """Finish all products but the last few. Their operands must not have changed since they began."""
@@ -386,7 +424,8 @@ class Machine:
             for tile, held in product.tiles:
                 if not same_bits(tile.read(), held):
                     raise AccessError(f"a tile of {tile.shape} changed while tensor cores read it")
-            product.result.finished = True
+            for result in product.results:
+                result.finished = True
         return deps[0] if len(deps) == 1 else tuple(deps)
 
 

@@ -177,8 +177,8 @@ def of_tile(numbers: Any) -> Any:
     return parts.reshape(ROWS, len(numbers) * 2)
 
 
-def run_on_tiles(text: str, constraints: str, args: list[Any], pack: int) -> Any:
-    """Run a block of PTX on tiles, and return the one that it writes.
+def run_on_tiles(text: str, constraints: str, args: list[Any], pack: int) -> list[Any]:
+    """Run a block of PTX on tiles, and return those that it writes.
 
     Args:
         text: the block, for `pack` numbers of a thread from each tile.
@@ -188,12 +188,15 @@ def run_on_tiles(text: str, constraints: str, args: list[Any], pack: int) -> Any
     """
     names = constraints.split(",")
     places = [i if name == "f" else int(name) for i, name in enumerate(names) if name != "=f"]
-    assert names[:pack] == ["=f"] * pack and len(places) == pack * len(args), constraints
+    written = names.count("=f") // pack
+    assert names[: written * pack] == ["=f"] * written * pack and len(places) == pack * len(args), constraints
     shape = args[0].shape
     held = [of_threads(np.broadcast_to(x, shape)) for x in args]
-    made = []
+    made: list[list[Any]] = [[] for _ in range(written)]
     for first in range(0, len(held[0]), pack):
         inputs = [number for tile in held for number in tile[first : first + pack]]
         registers = run(text, {f"${place}": number for place, number in zip(places, inputs, strict=True)})
-        made += [registers[f"${i}"] for i in range(pack)]
-    return of_tile(np.stack([x if np.shape(x) == (WARPS, LANES) else np.broadcast_to(x, (WARPS, LANES)) for x in made]))
+        for i, numbers in enumerate(made):
+            of_result = range(i * pack, (i + 1) * pack)
+            numbers += [np.broadcast_to(registers[f"${at}"], (WARPS, LANES)) for at in of_result]
+    return [of_tile(np.stack(numbers)) for numbers in made]

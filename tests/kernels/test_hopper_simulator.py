@@ -21,7 +21,7 @@ if not interprets():
     pytest.skip("the other kernels of these plans run in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from quire.kernels.hopper.attend import rescaled_acc
+from quire.kernels.hopper.attend import rescaled
 from quire.kernels.hopper.convert import quantize_results
 from quire.kernels.hopper.softcap import capped_exponents
 from tests.extended import extended
@@ -167,13 +167,15 @@ def test_scores_that_grow_from_tile_to_tile(spec, lens, kernel, falling):
     assert error_budget(p, state).passed, error_budget(p, state)
 
 
-def test_a_warp_that_rescales_some_rows_of_an_accumulator_rescales_all():
+@pytest.mark.parametrize("columns", [128, 16])
+def test_a_warp_that_rescales_some_rows_of_an_accumulator_rescales_all(columns):
     """It skips the products if the factors of all of its rows are 1."""
     factor = torch.ones(64)
     factor[16:24], factor[40:48], factor[50], factor[61] = 0.5, 3.0, 0.25, 0.0
-    acc = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
-    run = Functions(Machine(0, (1,), GlobalMemory())).function(rescaled_acc.fn)
-    assert torch.equal(run(Value(acc), Value(factor)).data, acc * factor[:, None])
+    accs = torch.randn(2, 64, columns, generator=torch.Generator().manual_seed(0))
+    run = Functions(Machine(0, (1,), GlobalMemory())).function(rescaled.fn)
+    for acc, result in zip(accs, run(tuple(map(Value, accs)), Value(factor)), strict=True):
+        assert torch.equal(result.data, acc * factor[:, None])
 
 
 @pytest.mark.parametrize("bound", [None, LONG])
@@ -277,12 +279,26 @@ def test_what_a_warp_holds_changes_no_bit_of_its_other_capped_scores(other):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [(16, 16), (24, 40), (80, 80), (112, 96), (128, 256), (192, 128), (256, 64), (192, 192)]
+    ("head_dim", "head_dim_v"),
+    [(16, 16), (24, 40), (80, 80), (112, 96), (88, 232), (128, 256), (192, 128), (256, 64), (192, 192)],
 )
 def test_widths(head_dim, head_dim_v):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
     assert_right(spec, page_size=24, layout="HND")
     assert_right(spec, max_seq_len=LONG, page_size=2)
+
+
+@pytest.mark.parametrize("head_dim", [24, 96, 104, 200])
+def test_what_a_head_holds_changes_no_bit_of_another(head_dim):
+    """In memory, a head's keys and values follow those of the head before it."""
+    p = make_problem(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), ((40, 200), (33, 70)))
+    plan = make_plan(p)
+    expected, _ = attend(p, plan)
+    p.cache.k[:, :, 1], p.cache.v[:, :, 1] = float("nan"), float("inf")
+    state, _ = attend(p, plan)
+    of_first = p.spec.group_size
+    assert torch.equal(state.out[:, :of_first], expected.out[:, :of_first])
+    assert state.out[:, of_first : 2 * of_first].isnan().all()
 
 
 @pytest.mark.parametrize("bound", [None, LONG])
@@ -473,7 +489,7 @@ def test_more_sequences_than_are_looked_at_at_once():
     assert_right(quire.AttentionSpec(**LLAMA), lens)
 
 
-@pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (64, 1), (64, 2), (128, 1), (128, 2)])
+@pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (64, 1), (64, 2), (80, 0), (128, 1), (128, 2)])
 def test_any_order_of_events_gives_the_same_bits(head_dim, seed):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim})
     lens = ((130, 300), (130, 170)) if head_dim == 128 else ((40, 300), (70, 170))  # keys are multiplied ahead, or not

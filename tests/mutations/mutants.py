@@ -23,7 +23,7 @@ OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, ATTEND, PRODUCER, RESULTS = (
     f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer", "results")
 )
-GATHER, SOFTCAP = "kernels/hopper/gather.py", "kernels/hopper/softcap.py"
+GATHER, SOFTCAP, VALUE_COLUMNS = (f"kernels/hopper/{name}.py" for name in ("gather", "softcap", "value_columns"))
 HOPPER = "gpu/test_hopper.py::test_"
 CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 AS_SAID = "every_row_block_is_cut_as_a_plain_program_says"
@@ -692,15 +692,30 @@ IN_INTERPRETER = {
     ),
     "Hopper: accumulators not rescaled": Mutant(
         ATTEND,
-        "results = results + (rescaled_acc(accs[i], factor),)",
-        "results = results + (accs[i],)",
+        "return rescaled_together(accs, factor)",
+        "return accs",
         SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-True]",
     ),
     "latents: accumulators not rescaled": Mutant(
         ATTEND,
-        "results = results + (rescaled_acc(accs[i], factor),)",
+        "results = results + rescaled_together((accs[i],), factor)",
         "results = results + (accs[i],)",
         SIMULATED + "scores_that_grow_from_tile_to_tile[latents-False]",
+    ),
+    "Hopper: panels of values at half of their distance": Mutant(
+        VALUE_COLUMNS, "(keys * 128 // 16) << 16", "(keys * 64 // 16) << 16", SIMULATED + "widths[80-80]"
+    ),
+    "Hopper: the values of the first stage": Mutant(
+        VALUE_COLUMNS, "v_pipe.address[0] + stage * BYTES", "v_pipe.address[0]", SIMULATED + "widths[80-80]"
+    ),
+    "Hopper: columns of zeros before keys alone": Mutant(
+        PRODUCER, "0, LEAST_ROWS, ZEROS)", "0, LEAST_ROWS)", SIMULATED + "widths[24-40]"
+    ),
+    "Hopper: keys of the next head": Mutant(
+        "kernels/hopper/tma.py",
+        "k = matrix_of(cache.k, k_extents, ks[:3])",
+        "k = matrix_of(cache.k, k_extents, ks[:3], ends_at_head=False)",
+        SIMULATED + "what_a_head_holds_changes_no_bit_of_another[104]",
     ),
     "Hopper: an older maximum for any score": Mutant(
         ATTEND,
@@ -1146,17 +1161,17 @@ IN_INTERPRETER = {
     ),
     "Hopper: the last values released before their product": Mutant(
         ATTEND,
-        "    done = warpgroup_mma_wait(0, deps=accs + (p,))\n    release_operand(v_pipe, stop - 1)\n",
-        "    release_operand(v_pipe, stop - 1)\n    done = warpgroup_mma_wait(0, deps=accs + (p,))\n",
+        "    done = warpgroup_mma_wait(0, deps=accs + p)\n    release_operand(v_pipe, stop - 1)\n",
+        "    release_operand(v_pipe, stop - 1)\n    done = warpgroup_mma_wait(0, deps=accs + p)\n",
         SIMULATED + "any_order_of_events_gives_the_same_bits[64-0]",
     ),
     "Hopper: the next keys not waited for": Mutant(
         ATTEND,
         "            k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)\n"
-        "        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])\n"
+        "        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[scores])\n"
         "        release_operand(k_pipe, i)\n        if EARLY",
         "            k_stage = (i + 1) % k_pipe.empty.shape[0]\n"
-        "        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])\n"
+        "        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[scores])\n"
         "        release_operand(k_pipe, i)\n        if EARLY",
         SIMULATED + "any_order_of_events_gives_the_same_bits[64-1]",
     ),
@@ -1178,8 +1193,8 @@ IN_INTERPRETER = {
     ),
     "Hopper ahead: values released before their product": Mutant(
         "kernels/hopper/ahead.py",
-        "        done = warpgroup_mma_wait(0, deps=accs + (p, next_scores))\n",
-        "        release_operand(v_pipe, i)\n        done = warpgroup_mma_wait(0, deps=accs + (p, next_scores))\n",
+        "        done = warpgroup_mma_wait(0, deps=(next_scores,) + accs + p)\n",
+        "        release_operand(v_pipe, i)\n        done = warpgroup_mma_wait(0, deps=(next_scores,) + accs + p)\n",
         SIMULATED + "any_order_of_events_gives_the_same_bits[128-2]",
     ),
     "Hopper ahead: accumulators not rescaled": Mutant(

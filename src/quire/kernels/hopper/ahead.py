@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from quire.kernels.hopper.attend import (
+    as_operands,
     empty_state,
     first_scores,
     multiply_keys,
@@ -21,8 +22,9 @@ from quire.kernels.hopper.attend import (
     probabilities,
     scaled,
     softmax_step,
+    wide,
 )
-from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, pieces_of, release_operand
+from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, release_operand
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
 from quire.kernels.hopper.work_tile import ROWS
 
@@ -35,11 +37,9 @@ def attend_work_tile_ahead(
 ):  # fmt: skip
     """Return what `attend_work_tile` does."""
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
-    element: gl.constexpr = k_pipe.tiles.dtype
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
-    accs, m_i, l_i = empty_state(OF_SCORES, HEAD_DIM_V, 16)
-    OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
+    accs, m_i, l_i = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
+    NUM_ACCS: gl.constexpr = len(accs)
     pos = work.tile * BLOCK_N
     last = tile_i + work.num_tiles - 1
     scores = first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM, EARLY)
@@ -52,10 +52,10 @@ def attend_work_tile_ahead(
         next_scores = multiply_keys(q, k_pipe, k_stage, zeros, HEAD_DIM)
         accs = scaled(accs, alpha)
         p, l_i = probabilities(scores, l_i, exponent_scale, shift, alpha, 0.0)
-        p = gl.convert_layout(p.to(element), OF_P)
+        p = as_operands(p, v_pipe, accs)
         accs = multiply_values(p, v_pipe, v_stage, accs, HEAD_DIM_V)
-        done = warpgroup_mma_wait(0, deps=accs + (p, next_scores))
-        accs, scores = done[:NUM_ACCS], done[NUM_ACCS + 1]
+        done = warpgroup_mma_wait(0, deps=(next_scores,) + accs + p)
+        scores, accs = done[0], done[1 : NUM_ACCS + 1]
         release_operand(k_pipe, i + 1)
         release_operand(v_pipe, i)
         if EARLY and i == last - 1:
@@ -64,10 +64,10 @@ def attend_work_tile_ahead(
     p, m_i, l_i, alpha = softmax_step(
         scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
     )
-    p = gl.convert_layout(p.to(element), OF_P)
+    p = as_operands(p, v_pipe, accs)
     accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), scaled(accs, alpha), HEAD_DIM_V)
-    done = warpgroup_mma_wait(0, deps=accs + (p,))
+    done = warpgroup_mma_wait(0, deps=accs + p)
     release_operand(v_pipe, last)
     if is_softcap(SCORE_MOD):
         m_i = maximum_with_cap(m_i, scoring.softcap)
-    return done[:NUM_ACCS], m_i, l_i
+    return wide(done[:NUM_ACCS], HEAD_DIM_V), m_i, l_i

@@ -20,6 +20,7 @@ from quire.kernels.hopper.pipeline import (
     release_operand,
 )
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
+from quire.kernels.hopper.value_columns import PIECE, add_product, float32_each, num_pieces, pieces, wide
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LN2, LOG2E, groups_of, log2
 
@@ -57,12 +58,13 @@ def scaled(accs, factor):
 
 
 @gluon.constexpr_function
-def products_unless_all_are_one(numbers):
-    """Return PTX that multiplies a thread's numbers by factors, in place. A warp whose factors are all 1 skips this.
+def products_unless_all_are_one(numbers, each):
+    """Return PTX that multiplies a thread's numbers by `each` factors, in turn, in place.
 
-    Numbers and factors alternate between two rows by twos, as in the accumulator of a tensor-core instruction.
+    A warp whose factors are all 1 skips this. Numbers and factors alternate between two rows by twos, as in the
+    accumulator of a tensor-core instruction.
     """
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * numbers + i};" for i in range(numbers))
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * numbers + i % each};" for i in range(numbers))
     return (
         f"{{ .reg .pred one; setp.eq.f32 one, ${2 * numbers}, 0f3F800000; "
         f"setp.eq.and.f32 one, ${2 * numbers + 2}, 0f3F800000, one; vote.sync.all.pred one, one, 0xffffffff; "
@@ -71,28 +73,31 @@ def products_unless_all_are_one(numbers):
 
 
 @gluon.constexpr_function
-def in_place(numbers):
-    """Return the constraints of PTX that changes float32 registers in place and reads as many others."""
-    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)] + ["f"] * numbers)
+def in_place(numbers, each):
+    """Return the constraints of PTX that changes float32 registers in place and reads `each` others."""
+    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)] + ["f"] * each)
 
 
 @gluon.jit
 def rescaled(accs, factor):
     """Multiply accumulators by a factor per row. Nearly always, it is 1 for all rows of a warp: see `raised`."""
-    results = ()
-    for i in gl.static_range(len(accs)):
-        results = results + (rescaled_acc(accs[i], factor),)
-    return results
+    if accs[0].shape[1] == PIECE:
+        return rescaled_together(accs, factor)
+    else:
+        results = ()
+        for i in gl.static_range(len(accs)):
+            results = results + rescaled_together((accs[i],), factor)
+        return results
 
 
 @gluon.jit
-def rescaled_acc(acc, factor):
-    """Multiply one accumulator by a factor per row."""
-    NUMBERS: gl.constexpr = min(64, acc.shape[1] // 2)  # of a thread, which are multiplied together
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+def rescaled_together(accs, factor):
+    """Multiply accumulators of one layout by a factor per row, if any is not 1."""
+    EACH: gl.constexpr = min(64, accs[0].shape[1] // 2)  # of a thread, of one accumulator
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, accs[0].type.layout))[:, None]
     return gl.inline_asm_elementwise(
-        products_unless_all_are_one(NUMBERS), in_place(NUMBERS), [acc, factor], dtype=gl.float32, is_pure=False,
-        pack=NUMBERS,
+        products_unless_all_are_one(EACH * len(accs), EACH), in_place(EACH * len(accs), EACH), accs + (factor,),
+        dtype=float32_each(len(accs)), is_pure=False, pack=EACH,
     )  # fmt: skip
 
 
@@ -107,14 +112,23 @@ def raised(m_i, highest):
 
 
 @gluon.jit
-def empty_state(OF_SCORES: gl.constexpr, HEAD_DIM_V: gl.constexpr, DEPTH: gl.constexpr):
+def empty_state(OF_SCORES: gl.constexpr, v_pipe, HEAD_DIM_V: gl.constexpr):
     """Return the state over no keys. There is an accumulator for each piece of the values' columns."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+    COLUMNS: gl.constexpr = columns_of_accs(HEAD_DIM_V, len(v_pipe.address) > 0)
     accs = ()
-    for i in gl.static_range(len(pieces_of(HEAD_DIM_V, 64))):
-        accs = accs + (empty_acc(pieces_of(HEAD_DIM_V, 64)[i][1], DEPTH),)
+    for i in gl.static_range(len(COLUMNS)):
+        accs = accs + (empty_acc(COLUMNS[i], 256 // v_pipe.tiles.dtype.primitive_bitwidth),)
     return accs, m_i, l_i
+
+
+@gluon.constexpr_function
+def columns_of_accs(columns, in_pieces):
+    """Return the columns of each accumulator of products with values of so many columns."""
+    if in_pieces:
+        return (PIECE.value,) * num_pieces(columns)
+    return tuple(piece[1] for piece in pieces_of(columns, 64))
 
 
 @gluon.jit
@@ -136,18 +150,31 @@ def multiply_keys(q, k_pipe, stage, zeros, HEAD_DIM: gl.constexpr):
 @gluon.jit
 def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
     """Begin to add the product of probabilities and a tile of values to the accumulators."""
-    results = ()
-    for i in gl.static_range(len(accs)):
-        v = piece_of(v_pipe, stage, pieces_of(HEAD_DIM_V, 64)[i][0], pieces_of(HEAD_DIM_V, 64)[i][1])
-        operand = p
-        if i > 0:  # the same registers
-            operand = gl.convert_layout(p, gl.DotOperandLayout(0, accs[i].type.layout, 2))
-        results = results + (warpgroup_mma(operand, v, accs[i], is_async=True),)
-    return results
+    if len(v_pipe.address) > 0:
+        return add_product(p, v_pipe, stage, accs, HEAD_DIM_V)
+    else:
+        results = ()
+        for i in gl.static_range(len(accs)):
+            v = piece_of(v_pipe, stage, pieces_of(HEAD_DIM_V, 64)[i][0], pieces_of(HEAD_DIM_V, 64)[i][1])
+            operand = p[0]
+            if i > 0:  # the same registers
+                operand = gl.convert_layout(p[0], gl.DotOperandLayout(0, accs[i].type.layout, 2))
+            results = results + (warpgroup_mma(operand, v, accs[i], is_async=True),)
+        return results
 
 
 @gluon.jit
-def as_operand(p, element: gl.constexpr, PACKED: gl.constexpr):
+def as_operands(p, v_pipe, accs, PACKED: gl.constexpr = False):
+    """Return probabilities as the operands of `multiply_values`, of the type of values. PACKED: as in `rounded`."""
+    p = rounded(p, v_pipe.tiles.dtype, PACKED)
+    if len(v_pipe.address) > 0:
+        return pieces(p)
+    else:
+        return (gl.convert_layout(p, gl.DotOperandLayout(0, accs[0].type.layout, 2)),)
+
+
+@gluon.jit
+def rounded(p, element: gl.constexpr, PACKED: gl.constexpr):
     """Round probabilities to the type of values.
 
     PACKED: by an instruction that rounds two neighbours into one register, in the order that tensor cores want. Left to
@@ -193,17 +220,16 @@ def attend_work_tile(
     NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO
     TOGETHER: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty) and not NEXT_KEYS
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
-    element: gl.constexpr = k_pipe.tiles.dtype
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
-    accs, m_i, l_i = empty_state(OF_SCORES, HEAD_DIM_V, 16)
-    OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
+    accs, m_i, l_i = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
+    NUM_ACCS: gl.constexpr = len(accs)
+    IN_FLIGHT: gl.constexpr = 1 if len(v_pipe.address) > 0 else NUM_ACCS  # products with values
     pos = work.tile * BLOCK_N
     scores = first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM, EARLY)
     p, m_i, l_i, _ = softmax_step(
         scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
     )
-    p = gl.convert_layout(as_operand(p, element, PACKED), OF_P)
+    p = as_operands(p, v_pipe, accs, PACKED)
     stop = tile_i + work.num_tiles
     k_stage, v_stage = tile_i, tile_i
     if NEXT_KEYS:
@@ -220,26 +246,26 @@ def attend_work_tile(
         accs = multiply_values(p, v_pipe, v_stage, accs, HEAD_DIM_V)
         if NEXT_KEYS:
             k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)
-        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])
+        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[scores])
         release_operand(k_pipe, i)
         if EARLY and i == stop - 1:
             consumer_release(q_pipe, work_i)
         # The other warpgroup's softmax overlaps these two products. Overlapping the second product with the softmax of
         # this warpgroup was slower (NVIDIA H200).
-        done = warpgroup_mma_wait(0, deps=accs + (p,))
-        accs, p = done[:NUM_ACCS], done[NUM_ACCS]
+        done = warpgroup_mma_wait(0, deps=accs + p)
+        accs, p = done[:NUM_ACCS], done[NUM_ACCS:]
         release_operand(v_pipe, i - 1)
         p, m_i, l_i, alpha = softmax_step(
             scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
         )
         accs = rescaled(accs, alpha) if LAZY else scaled(accs, alpha)
-        p = gl.convert_layout(as_operand(p, element, PACKED), OF_P)
+        p = as_operands(p, v_pipe, accs, PACKED)
     accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, stop - 1), accs, HEAD_DIM_V)
-    done = warpgroup_mma_wait(0, deps=accs + (p,))
+    done = warpgroup_mma_wait(0, deps=accs + p)
     release_operand(v_pipe, stop - 1)
     if is_softcap(SCORE_MOD):
         m_i = maximum_with_cap(m_i, scoring.softcap)
-    return done[:NUM_ACCS], m_i, l_i
+    return wide(done[:NUM_ACCS], HEAD_DIM_V), m_i, l_i
 
 
 @gluon.jit
@@ -254,11 +280,10 @@ def attend_work_tile_in_splits(
     """
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_OF_SPLITS_UP_TO
-    NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
-    element: gl.constexpr = k_pipe.tiles.dtype
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
-    accs, m_i, l_i = empty_state(OF_SCORES, HEAD_DIM_V, 16)
-    OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
+    accs, m_i, l_i = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
+    NUM_ACCS: gl.constexpr = len(accs)
+    IN_FLIGHT: gl.constexpr = 1 if len(v_pipe.address) > 0 else NUM_ACCS  # products with values
     split_accs, split_m, no_sums = accs, m_i, sums_of_groups(zeros, groups_of(BLOCK_N))
     pos = work.tile * BLOCK_N
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
@@ -267,7 +292,7 @@ def attend_work_tile_in_splits(
     p, split_m, split_l, _ = softmax_step(
         scores, split_m, no_sums, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
     )
-    p = gl.convert_layout(p.to(element), OF_P)
+    p = as_operands(p, v_pipe, accs)
     stop = tile_i + work.num_tiles
     k_stage = tile_i
     if NEXT_KEYS:
@@ -280,24 +305,25 @@ def attend_work_tile_in_splits(
         split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), split_accs, HEAD_DIM_V)
         if NEXT_KEYS:
             k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)
-        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])
+        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[scores])
         release_operand(k_pipe, i)
-        done = warpgroup_mma_wait(0, deps=split_accs + (p,))
-        split_accs, p = done[:NUM_ACCS], done[NUM_ACCS]
+        done = warpgroup_mma_wait(0, deps=split_accs + p)
+        split_accs, p = done[:NUM_ACCS], done[NUM_ACCS:]
         release_operand(v_pipe, i - 1)
         if pos % FIXED_SPLIT == 0:
             accs, m_i, l_i = fold_split(accs, m_i, l_i, split_accs, split_m, split_l)
-            split_accs, split_m, _ = empty_state(OF_SCORES, HEAD_DIM_V, 16)
+            split_accs, split_m, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
             split_l = no_sums
         p, split_m, split_l, alpha = softmax_step(
             scores, split_m, split_l, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
         )
         split_accs = scaled(split_accs, alpha)
-        p = gl.convert_layout(p.to(element), OF_P)
+        p = as_operands(p, v_pipe, accs)
     split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, stop - 1), split_accs, HEAD_DIM_V)
-    done = warpgroup_mma_wait(0, deps=split_accs + (p,))
+    done = warpgroup_mma_wait(0, deps=split_accs + p)
     release_operand(v_pipe, stop - 1)
-    return fold_split(accs, m_i, l_i, done[:NUM_ACCS], split_m, split_l)
+    accs, m_i, l_i = fold_split(accs, m_i, l_i, done[:NUM_ACCS], split_m, split_l)
+    return wide(accs, HEAD_DIM_V), m_i, l_i
 
 
 @gluon.jit
@@ -308,11 +334,17 @@ def fold_split(accs, m_i, l_i, split_accs, split_m, split_l):
     alpha, beta = gl.exp2(m_i - shift), gl.exp2(split_m - shift)
     results = ()
     for i in gl.static_range(len(accs)):
-        LAYOUT: gl.constexpr = gl.SliceLayout(1, accs[i].type.layout)
-        by, other_by = gl.convert_layout(alpha, LAYOUT)[:, None], gl.convert_layout(beta, LAYOUT)[:, None]
-        results = results + (gl.fma(accs[i], by + gl.zeros_like(accs[i]), split_accs[i] * other_by),)
+        results = results + (fold_acc(accs[i], alpha, split_accs[i], beta),)
     split_total = gl.convert_layout(total(split_l), l_i.type.layout)
     return results, m_new, gl.fma(l_i, alpha, split_total * beta)
+
+
+@gluon.jit
+def fold_acc(acc, alpha, split_acc, beta):
+    """Return one accumulator of `fold_split`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    by, other_by = gl.convert_layout(alpha, LAYOUT)[:, None], gl.convert_layout(beta, LAYOUT)[:, None]
+    return gl.fma(acc, by + gl.zeros_like(acc), split_acc * other_by)
 
 
 @gluon.jit
@@ -348,7 +380,7 @@ def attend_work_tile_in_fp8(
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
     LIFT: gl.constexpr = 8.0  # probabilities are scaled by 2^8, so that small ones keep their bits
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
-    empty, m_i, l_i = empty_state(OF_SCORES, k_pipe.tiles.shape[2], 32)
+    empty, m_i, l_i = empty_state(OF_SCORES, v_pipe, k_pipe.tiles.shape[2])
     no_out = empty[0]
     acc = no_out
     pos = work.tile * BLOCK_N

@@ -10,15 +10,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from quire.kernels.hopper.attend import (
-    as_operand,
+    as_operands,
     by_row,
     empty_state,
     hide_unseen,
     multiply_keys,
     multiply_values,
     total,
+    wide,
 )
-from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, pieces_of
+from quire.kernels.hopper.pipeline import consumer_release, consumer_wait
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import log2
 
@@ -41,9 +42,9 @@ def sums_of_threads(p):
 @gluon.jit
 def end_of_values(accs, p, v_pipe, i):
     """Wait for the product of probabilities and the i-th tile of values, and release that tile."""
-    done = warpgroup_mma_wait(0, deps=accs + (p,))
+    done = warpgroup_mma_wait(0, deps=accs + p)
     consumer_release(v_pipe, i)
-    return done[: len(accs)], done[len(accs)]
+    return done[: len(accs)], done[len(accs) :]
 
 
 @gluon.jit
@@ -59,13 +60,11 @@ def attend_capped_work_tile(
     was slower (NVIDIA H200). Boxes of fewer than 16 rows make tiles load slowly, and an overlap frees values later.
     Tiles of 128 keys and values wider than 64 leave too few registers for two tiles of probabilities.
     """
-    NUM_ACCS: gl.constexpr = len(pieces_of(HEAD_DIM_V, 64))
     OVERLAPS: gl.constexpr = KV_BOX >= 16 and (k_pipe.tiles.shape[1] <= 64 or HEAD_DIM_V <= 64)
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    element: gl.constexpr = k_pipe.tiles.dtype
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
-    accs, _, _ = empty_state(OF_SCORES, HEAD_DIM_V, 16)
-    OF_P: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
+    accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
+    IN_FLIGHT: gl.constexpr = 1 if len(v_pipe.address) > 0 else len(accs)  # products with values
     pos = work.tile * BLOCK_N
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
     scores = warpgroup_mma_wait(0, deps=[scores])
@@ -74,12 +73,12 @@ def attend_capped_work_tile(
         consumer_release(q_pipe, work_i)
     numbers = probabilities(scores, pos, rows, cols, work, sight, scale, scoring, BLOCK_T, SCORE_MOD)
     sums = sums_of_threads(numbers)
-    p = gl.convert_layout(as_operand(numbers, element, PACKED), OF_P)
+    p = as_operands(numbers, v_pipe, accs, PACKED)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
         pos -= BLOCK_N
         scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, i), zeros, HEAD_DIM)
         accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), accs, HEAD_DIM_V)
-        scores = warpgroup_mma_wait(NUM_ACCS, deps=[scores])
+        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[scores])
         consumer_release(k_pipe, i)
         if EARLY and i == tile_i + work.num_tiles - 1:
             consumer_release(q_pipe, work_i)
@@ -89,9 +88,9 @@ def attend_capped_work_tile(
         sums += sums_of_threads(numbers)
         if OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)
-        p = gl.convert_layout(as_operand(numbers, element, PACKED), OF_P)
+        p = as_operands(numbers, v_pipe, accs, PACKED)
     last = tile_i + work.num_tiles - 1
     accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), accs, HEAD_DIM_V)
     l_i = gl.convert_layout(total(sums), gl.SliceLayout(1, OF_SCORES))
     accs, p = end_of_values(accs, p, v_pipe, last)
-    return accs, gl.where(l_i == 0.0, float("-inf"), 0.0), l_i
+    return wide(accs, HEAD_DIM_V), gl.where(l_i == 0.0, float("-inf"), 0.0), l_i

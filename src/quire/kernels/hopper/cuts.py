@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.pipeline import reinterpret
+from quire.kernels.hopper.addresses import reinterpret
 
 LEAST_KEYS = gl.constexpr(512)  # a row block of at most this many keys is not cut
 OVERHEAD = gl.constexpr(192)  # keys that a row block could see in the time that a work tile takes for other things

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from quire.kernels.hopper.pipeline import (
     buffers_of,
-    columns_of,
+    bytes_of_row,
     commit_copies,
     expect_box,
     load_rows,
@@ -145,7 +145,6 @@ def begin_tile(
 def load_box(desc, row, column, pipe, i):
     """Begin to load a tile by TMA, as one box."""
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
-    BYTES: gl.constexpr = columns_of(pipe.tiles, pipe.more) * pipe.tiles.dtype.primitive_bitwidth // 8
     stage = producer_acquire(pipe, i)
-    expect_box(pipe, stage, BLOCK_N * BYTES)
+    expect_box(pipe, stage, BLOCK_N * bytes_of_row(pipe.tiles, pipe.more, pipe.empty))
     load_rows(desc, row, column, pipe.full.index(stage), buffers_of(pipe, stage), 0, BLOCK_N)

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.hopper.addresses import mark_shared_memory
 from quire.kernels.hopper.ahead import attend_work_tile_ahead
 from quire.kernels.hopper.attend import (
     attend_work_tile,
@@ -239,6 +240,7 @@ def hopper_kernel(
     CUT_SLOTS: gl.constexpr,  # slots for partials of row blocks that are cut by keys; 0: none is cut
     MIXED: gl.constexpr,  # decoding sequences may be among the prompts
     AHEAD: gl.constexpr,  # keys are multiplied ahead, if they are not gathered
+    PIECES: gl.constexpr,  # products with values are those of `value_columns.py`
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -246,6 +248,8 @@ def hopper_kernel(
         gdc_launch_dependents()
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     COLUMNS_V: gl.constexpr = (HEAD_DIM_V + 63) // 64 * 64
+    if PIECES:
+        mark_shared_memory()
     q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, COLUMNS, Q_STAGES, WARPGROUPS)
     GATHERS: gl.constexpr = KV_BOX == 0
     STORED: gl.constexpr = k_source.dtype.element_ty if GATHERS else k_source.dtype
@@ -259,7 +263,7 @@ def hopper_kernel(
     if FP8_MMA:
         v_pipe = make_pipeline(NUMBER, COLUMNS_V, BLOCK_N, STAGES, RELEASES)
     else:
-        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, RELEASES, V_COPYING_WARPS)
+        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, RELEASES, V_COPYING_WARPS, PIECES)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
     # A producer that loads intervals needs more registers, and so do others, if consumers can spare them.

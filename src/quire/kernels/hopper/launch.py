@@ -12,7 +12,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch import tree
 from quire.dispatch.config import HopperConfig
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.hopper.tma import has_boxes, matrices_of_cache, page_box
+from quire.kernels.hopper.tma import has_boxes, has_pieces, matrices_of_cache, page_box
 from quire.kernels.launch import Runner, once, states_at_once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
@@ -182,7 +182,7 @@ class HopperLaunch:
             "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
             "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots, "MIXED": self.is_mixed,
-            "AHEAD": self.multiplies_ahead,
+            "AHEAD": self.multiplies_ahead, "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize),
         }  # fmt: skip
 
     def compile_key(self) -> Hashable:

@@ -12,14 +12,13 @@ rows, with few instructions. With columns unrolled, combining took up to 15 us l
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.hopper.addresses import barrier
 from quire.kernels.hopper.attend import lse_of_rows
 from quire.kernels.hopper.pipeline import THREADS, pieces_of
 from quire.kernels.hopper.results import tokens_of_rows, with_sink
 from quire.kernels.hopper.work_tile import ROWS, power_of_two
 from quire.kernels.states import as_stored
 
-# This was renamed after Triton 3.6.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 IN_FLIGHT = gl.constexpr(1024)  # numbers of a row, of several partials, whose loads are in flight together
 
 

@@ -16,9 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-# These were renamed after Triton 3.6.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+from quire.kernels.hopper.addresses import address_of, reinterpret
+
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed after Triton 3.6
 
 SWIZZLE_BYTES = gl.constexpr(128)  # the widest row that TMA swizzles
 THREADS = gl.constexpr(128)  # of a warpgroup
@@ -27,36 +27,42 @@ THREADS = gl.constexpr(128)  # of a warpgroup
 class SmemPipeline(NamedTuple):
     """Tiles and their barriers.
 
-    The width of a buffer is a power of two. So a tile of 192 columns is in two buffers.
+    The width of a buffer is a power of two. So a tile of 192 columns is in two buffers, or in three next to each other.
     """
 
-    tiles: Any  # [STAGES, rows, columns]
+    tiles: Any  # [STAGES * buffers next to each other, rows, columns]
     more: tuple  # a buffer of the columns after those, if there are more
     full: Any
     empty: Any
+    address: tuple  # that of the first tile, if it is known; the tile's panels are next to each other then
 
 
 @gluon.jit
 def make_pipeline(
     element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, RELEASES: gl.constexpr,
-    COPYING_WARPS: gl.constexpr = 0,
+    COPYING_WARPS: gl.constexpr = 0, ADDRESSED: gl.constexpr = False,
 ):  # fmt: skip
     """Allocate a pipeline whose tiles are free after RELEASES arrivals, and copied by COPYING_WARPS if any.
 
     There is one arrival of each warpgroup (`consumer_release`), or one of each thread (`release_operand`).
+    ADDRESSED: its panels are next to each other, and their address is known. Shared memory must be marked.
     """
     BITS: gl.constexpr = element.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(SWIZZLE_BYTES.value, COLUMNS * BITS // 8), BITS, 2)
-    FIRST: gl.constexpr = largest_power_of_two(COLUMNS)
-    tiles = gl.allocate_shared_memory(element, [STAGES, ROWS, FIRST], LAYOUT)
+    FIRST: gl.constexpr = width_of_buffer(COLUMNS, ADDRESSED)
+    BUFFERS: gl.constexpr = COLUMNS // FIRST if ADDRESSED else 1
+    tiles = gl.allocate_shared_memory(element, [STAGES * BUFFERS, ROWS, FIRST], LAYOUT)
     more = ()
-    if COLUMNS > FIRST:
+    if COLUMNS > FIRST * BUFFERS:
         more = (gl.allocate_shared_memory(element, [STAGES, ROWS, COLUMNS - FIRST], LAYOUT),)
+    address = ()
+    if ADDRESSED:
+        address = (address_of(tiles.index(0)),)
     if COPYING_WARPS > 0:
         full = make_barriers(STAGES, 32 * COPYING_WARPS)
     else:
         full = make_barriers(STAGES + 1, 1)
-    return SmemPipeline(tiles, more, full, make_barriers(STAGES, RELEASES))
+    return SmemPipeline(tiles, more, full, make_barriers(STAGES, RELEASES), address)
 
 
 @gluon.constexpr_function
@@ -72,9 +78,22 @@ def largest_power_of_two(number):
 
 
 @gluon.constexpr_function
-def columns_of(tiles, more):
-    """Return the columns of the tiles of a pipeline with these buffers."""
-    return sum(buffer.shape[2] for buffer in (tiles, *more))
+def width_of_buffer(columns, addressed):
+    """Return the columns of the first buffer of a tile."""
+    widest = largest_power_of_two(columns)
+    return 64 if addressed and widest < columns else widest
+
+
+@gluon.constexpr_function
+def columns_of(tiles, more, empty):
+    """Return the columns of the tiles of a pipeline with these buffers and barriers."""
+    return tiles.shape[0] // empty.shape[0] * tiles.shape[2] + sum(buffer.shape[2] for buffer in more)
+
+
+@gluon.constexpr_function
+def bytes_of_row(tiles, more, empty):
+    """Return the bytes of a row of such tiles."""
+    return columns_of(tiles, more, empty) * tiles.dtype.primitive_bitwidth // 8
 
 
 @gluon.constexpr_function
@@ -97,7 +116,10 @@ def pieces_of(width, least):
 @gluon.jit
 def buffers_of(pipe, stage):
     """Return the buffers of a stage's tile."""
-    buffers = (pipe.tiles.index(stage),)
+    BUFFERS: gl.constexpr = pipe.tiles.shape[0] // pipe.empty.shape[0]
+    buffers = ()
+    for i in gl.static_range(BUFFERS):
+        buffers = buffers + (pipe.tiles.index(stage * BUFFERS + i),)
     if len(pipe.more) > 0:
         buffers = buffers + (pipe.more[0].index(stage),)
     return buffers
@@ -166,7 +188,7 @@ def panels(tile):
 
 
 @gluon.jit
-def load_rows(desc, row, head, barrier, buffers, FIRST: gl.constexpr, ROWS: gl.constexpr):
+def load_rows(desc, row, head, barrier, buffers, FIRST: gl.constexpr, ROWS: gl.constexpr, ZEROS: gl.constexpr = 0):
     """Load ROWS rows of a head by TMA into a tile, from its row FIRST on, one load for each panel.
 
     Args:
@@ -177,6 +199,7 @@ def load_rows(desc, row, head, barrier, buffers, FIRST: gl.constexpr, ROWS: gl.c
         buffers: of the tile.
         FIRST: the tile's row that comes first.
         ROWS: of a box.
+        ZEROS: columns of zeros before those of the head.
     """
     HEIGHT: gl.constexpr = buffers[0].shape[0]
     COLUMNS: gl.constexpr = panels(buffers[0]).shape[1]
@@ -186,7 +209,7 @@ def load_rows(desc, row, head, barrier, buffers, FIRST: gl.constexpr, ROWS: gl.c
                 column = head + (i * buffers[0].shape[1] + panel * COLUMNS)
                 tma_load(desc, [row, column], barrier, panels(buffers[i]).slice(panel * HEIGHT + FIRST, ROWS))
             else:
-                column = i * buffers[0].shape[1] + panel * COLUMNS
+                column = i * buffers[0].shape[1] + panel * COLUMNS - ZEROS
                 boxes = reinterpret(
                     buffers[i], buffers[i].dtype, [panels(buffers[i]).shape[0], 1, COLUMNS], desc.layout
                 )

@@ -6,9 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from quire.kernels.hopper.addresses import reinterpret
 from quire.kernels.hopper.attend import lse_of_rows, queries_of, scaled
 from quire.kernels.hopper.convert import permute_for_fp8_operand, quantize_results, undo_permute_for_fp8_operand
-from quire.kernels.hopper.pipeline import SWIZZLE_BYTES, columns_of, consumer_release, pieces_of, reinterpret
+from quire.kernels.hopper.pipeline import SWIZZLE_BYTES, columns_of, consumer_release, pieces_of
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LOG2E, as_stored
 
@@ -47,7 +48,7 @@ def finish(
     LIKE_Q: gl.constexpr = element == q_pipe.tiles.dtype
     E4M3: gl.constexpr = outputs.out_scale_ptr is not None
     # Numbers of e4m3 are staged where the first buffer of queries is, which has twice as many bytes in a row.
-    WIDTH: gl.constexpr = 2 * q_pipe.tiles.shape[2] if E4M3 else columns_of(q_pipe.tiles, q_pipe.more)
+    WIDTH: gl.constexpr = 2 * q_pipe.tiles.shape[2] if E4M3 else columns_of(q_pipe.tiles, q_pipe.more, q_pipe.empty)
     STAGED: gl.constexpr = (LIKE_Q or E4M3) and WIDTH >= HEAD_DIM_V
     out_scale = None
     if E4M3:

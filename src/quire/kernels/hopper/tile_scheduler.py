@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.hopper.addresses import reinterpret
 from quire.kernels.hopper.cuts import add, cut_nothing, cut_of_work_tile, cut_sequences, may_cut
-from quire.kernels.hopper.pipeline import reinterpret
 from quire.kernels.hopper.work_tile import (
     WorkTile,
     keys_of_band,

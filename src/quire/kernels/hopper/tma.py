@@ -20,19 +20,24 @@ from quire.kernels.views import Matrix
 MAX_COORDINATE = 1 << 31  # TMA coordinates are int32
 
 
-def matrix_of(tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> Matrix | None:
+def matrix_of(
+    tensor: torch.Tensor, extents: tuple[int, int, int, int], strides: tuple[int, int, int], ends_at_head: bool = True
+) -> Matrix | None:
     """Return a tensor as a matrix; None if TMA cannot address it.
 
     Args:
         tensor: queries, keys or values.
         extents: pages, slots of a page, heads, elements of a head.
         strides: of pages, slots and heads, in elements.
+        ends_at_head: a box has zeros behind the end of a head, else what follows in memory.
     """
-    return None if tensor.data_ptr() % 16 else _matrix_of(tensor.itemsize, extents, strides)
+    return None if tensor.data_ptr() % 16 else _matrix_of(tensor.itemsize, extents, strides, ends_at_head)
 
 
 @lru_cache(maxsize=4096)
-def _matrix_of(itemsize: int, extents: tuple[int, int, int, int], strides: tuple[int, int, int]) -> Matrix | None:
+def _matrix_of(
+    itemsize: int, extents: tuple[int, int, int, int], strides: tuple[int, int, int], ends_at_head: bool
+) -> Matrix | None:
     (num_pages, page_size, num_heads, dim), (page, slot, head) = extents, strides
     if num_heads == 1:
         head = 0
@@ -47,7 +52,7 @@ def _matrix_of(itemsize: int, extents: tuple[int, int, int, int], strides: tuple
     if last // slot + 1 >= MAX_COORDINATE or num_columns >= MAX_COORDINATE:
         return None
     num_rows = last // slot + 1
-    if not has_heads(dim):
+    if not (ends_at_head and has_heads(dim)):
         return Matrix((num_rows, num_columns), (slot, 1))
     heads, head = (num_heads, head) if 0 < head < slot else (1, slot)
     return Matrix((num_rows, heads, dim), (slot, head, 1))
@@ -56,6 +61,11 @@ def _matrix_of(itemsize: int, extents: tuple[int, int, int, int], strides: tuple
 def has_heads(head_dim: int) -> bool:
     """Whether heads are a dimension of a descriptor, since their last panel is not full."""
     return head_dim % 64 != 0
+
+
+def has_pieces(head_dim_v: int, itemsize: int) -> bool:
+    """Whether products with values are those of `value_columns.py`, which read no column behind the end of a head."""
+    return itemsize == 2 and head_dim_v & (head_dim_v - 1) != 0
 
 
 def matrix_of_queries(q: torch.Tensor) -> Matrix | None:
@@ -84,7 +94,8 @@ def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
     (ks, vs), (k_extents, v_extents) = cache.strides, cache.extents
     if ks.vec_size != k_extents[3] or vs.vec_size != v_extents[3]:
         return None
-    k, v = matrix_of(cache.k, k_extents, ks[:3]), matrix_of(cache.v, v_extents, vs[:3])
+    k = matrix_of(cache.k, k_extents, ks[:3])
+    v = matrix_of(cache.v, v_extents, vs[:3], ends_at_head=not has_pieces(v_extents[3], cache.dtype.itemsize))
     if k is None or v is None:
         return None
     if not has_boxes(cache):  # rows are copied in pieces of 16 bytes, which are counted in int32

@@ -12,7 +12,7 @@ results are written, in the same order.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.pipeline import reinterpret
+from quire.kernels.hopper.addresses import reinterpret
 
 
 @gluon.jit

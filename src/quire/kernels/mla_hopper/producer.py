@@ -10,7 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from quire.kernels.hopper.pipeline import reinterpret, tma_load
+from quire.kernels.hopper.addresses import reinterpret
+from quire.kernels.hopper.pipeline import tma_load
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE, wait
 from quire.kernels.mla_hopper.schedule import TILE, first_tile, work_of
 

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.pipeline import reinterpret
+from quire.kernels.hopper.addresses import reinterpret
 from quire.kernels.mla_hopper.memory import QUARTER
 from quire.kernels.mla_hopper.schedule import ROWS, TILE
 
