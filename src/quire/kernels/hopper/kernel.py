@@ -86,6 +86,8 @@ def consume(
     # Pairs of probabilities are rounded together where row blocks are cut and the cache is not quantised. Elsewhere
     # that is slower.
     PACKED: gl.constexpr = outputs.partials is not None and WARPGROUPS == 2 and scoring.k_scale_ptr is None
+    # Queries of narrow heads: 0.987 to 1.003 of the time in 13 cases (NVIDIA H200, 2026-11-26).
+    IN_REGISTERS: gl.constexpr = HEAD_DIM <= 64 and WARPGROUPS == 2 and FIXED_SPLIT == 0 and not is_capped(SCORE_MOD)
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
 
@@ -106,7 +108,10 @@ def consume(
         if element == q_pipe.tiles.dtype:
             q = ()
             for i in gl.static_range(len(pieces_of(HEAD_DIM, 16))):
-                q = q + (queries_of(wg, q_pipe, stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1]),)
+                piece = queries_of(wg, q_pipe, stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1])
+                if IN_REGISTERS:
+                    piece = piece.load(gl.DotOperandLayout(0, OF_SCORES, 2))
+                q = q + (piece,)
         else:
             converted, inverse_scale = quantize_queries(
                 q_pipe.tiles.index(stage), element, wg * ROWS, 7 if FP8_MMA else 14, OF_SCORES

@@ -95,7 +95,9 @@ def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
     if ks.vec_size != k_extents[3] or vs.vec_size != v_extents[3]:
         return None
     k = matrix_of(cache.k, k_extents, ks[:3])
-    v = matrix_of(cache.v, v_extents, vs[:3], ends_at_head=not has_pieces(v_extents[3], cache.dtype.itemsize))
+    # Where TMA fills zeros slowly (`producer.zeros_before`), boxes of values have none, if products do not read them.
+    ends_at_head = v_extents[3] % 16 == 0 or not has_pieces(v_extents[3], cache.dtype.itemsize)
+    v = matrix_of(cache.v, v_extents, vs[:3], ends_at_head)
     if k is None or v is None:
         return None
     if not has_boxes(cache):  # rows are copied in pieces of 16 bytes, which are counted in int32
