@@ -22,6 +22,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # keeps all freed pieces of a size for the next call, not seven.
 export GLIBC_TUNABLES ?= glibc.malloc.tcache_count=65535
 export MLIR_DISABLE_MULTITHREADING ?= 1
+# vLLM compiles a few functions by PyTorch's compiler, in C++. To compile its headers ahead takes longer than it saves.
+export TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS ?= 0
 # Tests start many processes. Without bytecode, each would compile its tests, and an engine of thousands of files, again.
 unexport PYTHONDONTWRITEBYTECODE
 # Two processes, or three where there are four cores or more: suites run two at a time, and a process takes a gigabyte.
@@ -119,19 +121,19 @@ test-extended: $(VENV)/.ready
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) -m extended $(INTERPRETED)
 
 # These few take a sixth of the interpreter's time for kernels. They run on the newest Triton alone.
-LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once
+LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once or past_the_end or faster_interpreter
 # Of the remaining time, these take most: they are many cases of what others show once. The last three are Gluon in the
 # simulator, which takes nothing from Triton that differs between versions.
 LONGER := one_query_each or small_values or small_scales or full_tiles or quantised_caches or rest_of_the_batch or not_finite \
 	or (by_a_second_launch and not decode) or far_strides or two_levels or several_bands or test_cuts or test_order_of_work_tiles \
-	or (hopper_simulator and not (test_features or test_latents))
+	or (hopper_simulator and not test_features)
 
 # Two minutes of two cores: no compiler, not PyTorch's either, no engine, no mutants, no benchmark, few processes, and
 # every kernel in the interpreter.
 NOT_QUICK := compile engines mutations bench tuning test_generate.py test_examples.py test_cli.py test_distributed.py test_site.py \
 	test_doctor.py test_bad_input_packages.py
 SLOW := inductor or hostile_values or broken_header or importing_quire or at_import or without_a_home or opcheck
-SLOW_KERNELS := past_the_end or faster_interpreter or in_any_order or half_to_even or do_not_depend_on_the_batch or tanh
+SLOW_KERNELS := in_any_order or half_to_even or do_not_depend_on_the_batch or tanh
 test-quick: $(VENV)/.ready
 	$(PYTEST) $(IN_PARALLEL) $(NOT_QUICK:%=--ignore tests/%) -k "not ($(SLOW))"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
@@ -151,9 +153,11 @@ test-vllm: $(VLLM:%=test-vllm-%)
 # The newest also runs the example, judges mutants, and compares bits: these are of Quire's code, which is the same under all.
 test-vllm-$(lastword $(VLLM)): MORE := tests/test_examples.py tests/mutations
 test-vllm-$(lastword $(VLLM)): BITS := tests/engines/test_vllm_bits.py
+# The oldest leaves out a few that take long, and that show less of what differs between versions.
+test-vllm-$(firstword $(VLLM)): BUT := and not (script_that_measures or many_requests or any_width or choice_reaches)
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k vllm
+	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k "vllm $(BUT)"
 	$(if $(BITS),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) $(BITS))
 
 dist: $(VENV)/.ready

@@ -118,15 +118,15 @@ def is_extended(target: str, features: str, batch: str, head_dim: int) -> bool:
     """Return whether a launch of `selection` only repeats what others show.
 
     In turn, sm90 has a feature, or gfx942 and, of every second feature, another target. What a tuned target leaves out
-    it compiles with the oldest Triton. So it is with gfx942's batches without features. Of these, a target without a
-    tree has one, in turn, and no odd head dims.
+    it compiles with the oldest Triton. So it is with their batches without features. Of these, a target without a tree
+    has one, in turn, and no odd head dims.
     """
-    if triton.__version__ == OLDEST or features == "fp8 products" or (target, features) == ("sm90", "plain"):
+    if triton.__version__ == OLDEST or features == "fp8 products":
         return False
     if features != "plain":
         return (target == "gfx942") == bool(COMPILED.index(features) % 2)
-    if target == "gfx942":
-        return head_dim in HEAD_DIMS and list(BATCHES).index(batch) % 2 == 1
+    if target in TUNED:
+        return head_dim in HEAD_DIMS and list(BATCHES).index(batch) % 2 == TUNED.index(target)
     return head_dim in ODD_HEAD_DIMS or batch == ("decode, split", "prefill")[list(TARGETS).index(target) % 2]
 
 
@@ -269,7 +269,9 @@ LATENT_LAUNCHES = {  # of each target, the kind of latents and the batch: no tar
 }  # fmt: skip
 
 
-MORE_LATENT_LAUNCHES = {  # those whose target has others, and whose kind and batch other targets have
+MORE_LATENT_LAUNCHES = {  # those whose kind and batch other targets have, and whose target or one like it has others
+    "sm86": (("bfloat16", "prompt"),),
+    "gfx90a": (("no rotary columns", "decode"),),
     "sm80": (("e4m3", "decode"),),
     "sm90": (("bfloat16", "prompt"), ("e4m3", "many heads"), ("records", "decode")),
     "gfx942": (("bfloat16", "one long"), ("no rotary columns", "prompt")),

@@ -214,8 +214,8 @@ def waits_for_products(launch, page_size):
         extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 104),
         ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 184),
         extended({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 168),
-        ({}, 1, 32768, 56),
-        extended({"head_dim": 232}, 1, 32768, 184),
+        extended({}, 1, 32768, 56),
+        ({"head_dim": 232}, 1, 32768, 184),
     ],
     ids=str,
 )
@@ -568,9 +568,9 @@ APPENDS = [  # a tuned target has every kind of cache and of batch, others one
     ("gfx942", "decode, 64", 128, "e4m3"), extended("gfx942", "drafts", 64, "plain"),
     extended("gfx942", "decode, split", 256, "MQA"),
     ("sm80", "decode, 64", 128, "e4m3"), extended("sm80", "decode, split", 64, "plain"),
-    ("sm86", "decode, 64", 64, "vLLM's original"), ("sm89", "drafts", 128, "e4m3"),
+    extended("sm86", "decode, 64", 64, "vLLM's original"), ("sm89", "drafts", 128, "e4m3"),
     ("sm100", "decode, 64", 128, "plain"), ("sm120", "decode, split", 128, "float32"),
-    ("gfx90a", "decode, 64", 64, "groups of 5"), ("gfx950", "decode, split", 128, "e4m3"),
+    extended("gfx90a", "decode, 64", 64, "groups of 5"), ("gfx950", "decode, split", 128, "e4m3"),
 ]  # fmt: skip
 
 
@@ -593,9 +593,9 @@ def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target
 
 
 ROTATIONS = [  # batch, width, features, and what is rotated: by default, all of a head, NeoX's pairs, with a norm
-    *(("sm90", "decode, 64", 128, features, {}) for features in ("plain", "e4m3")),
+    extended("sm90", "decode, 64", 128, "plain", {}), ("sm90", "decode, 64", 128, "e4m3", {}),
     ("sm90", "decode, 64", 128, "plain", {"rotary_dim": 96, "interleaved": True, "qk_norm": False}),
-    ("sm90", "drafts", 128, "e4m3", {"rotary_dim": 64}), ("sm90", "decode, split", 256, "MQA", {"rope": False}),
+    extended("sm90", "drafts", 128, "e4m3", {"rotary_dim": 64}), ("sm90", "decode, split", 256, "MQA", {"rope": False}),
     extended("gfx942", "decode, 64", 128, "e4m3", {}), ("gfx942", "drafts", 64, "plain", {"interleaved": True}),
     extended("sm80", "decode, 64", 128, "plain", {}), ("sm80", "decode, split", 64, "plain", {"qk_norm": False}),
     extended("sm89", "drafts", 128, "e4m3", {"interleaved": True}), ("sm100", "decode, 64", 128, "plain", {}),
@@ -751,7 +751,7 @@ def test_writes_copies_and_merges_compile_and_do_not_spill(target, share):
     assert not [c for c in compiled if c.spills or c.shared > TARGETS[target].shared_memory]
 
 
-@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("target", ["gfx942", extended("gfx950")])
 def test_amd_s_hints_reach_its_compiler(target):
     """The hint for waves raises the occupancy; the hint for smaller matrix instructions lowers the registers."""
     spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -766,7 +766,7 @@ def test_amd_s_hints_reach_its_compiler(target):
     assert found["matrix_instr_nonkdim",].registers < found[()].registers
 
 
-@pytest.mark.parametrize(("target", "block_m", "block_n"), [("sm90", 64, 16), ("gfx942", 128, 32)])
+@pytest.mark.parametrize(("target", "block_m", "block_n"), [("sm90", 64, 16), extended("gfx942", 128, 32)])
 def test_the_suite_sees_a_spill(target, block_m, block_n, monkeypatch):
     """A configuration that the registers cannot hold is reported as spilling: the tests above can fail."""
     too_large = KernelConfig(
@@ -812,7 +812,7 @@ def test_attention_over_latents_compiles_fits_and_does_not_spill(target, feature
 
 @pytest.mark.parametrize(
     ("target", "features"),
-    [extended("sm80", "bfloat16"), ("sm89", "e4m3"), ("sm90", "bfloat16"), ("gfx942", "bfloat16")],
+    [extended("sm80", "bfloat16"), extended("sm89", "e4m3"), ("sm90", "bfloat16"), ("gfx942", "bfloat16")],
 )
 def test_batch_invariant_attention_over_latents_fits(target, features):
     """The loop stores the states of splits through shared memory, which must fit next to the tiles."""
@@ -824,7 +824,7 @@ def test_batch_invariant_attention_over_latents_fits(target, features):
         assert kernel.spills <= (BY_CHOICE if kernel.registers < REGISTERS else 0), kernel
 
 
-@pytest.mark.parametrize(("target", "batch"), [("sm80", "decode"), ("sm90", "decode"), ("sm90", "many heads")])
+@pytest.mark.parametrize(("target", "batch"), [("sm80", "decode"), ("sm90", "decode"), extended("sm90", "many heads")])
 def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
     """Shared memory holds the queries, and two tiles in flight: keys and values are not two copies of a tile."""
     with compiling(TARGETS[target]) as compiled:

@@ -17,6 +17,7 @@ import quire
 from quire import compile_processes, targets
 from quire.empty_launches import EmptyLaunches
 from quire.targets import TARGETS, compiling
+from tests.extended import extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -40,7 +41,7 @@ def warm_up_of(kind: str) -> tuple[quire.AttentionSpec, quire.PagedKVCache, dict
     return spec, cache, {"append": True, "rope": rope, "qk_norm": quire.QKNorm(*torch.ones(2, 64))}
 
 
-@pytest.mark.parametrize("kind", ["latents", "e4m3, rotated"])
+@pytest.mark.parametrize("kind", [extended("latents"), "e4m3, rotated"])
 def test_a_warm_up_for_sm90_finds_what_another_process_compiled(kind, tmp_path, monkeypatch):
     """All kernels but the one that writes, which the warm-up compiles first."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -20,6 +20,7 @@ import quire
 from quire.integrations.vllm.backend import QuireMetadataBuilder
 from tests.engines import test_vllm
 from tests.engines.test_vllm import DEVICE, NAME, engine, make_model
+from tests.extended import extended
 
 if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
     pytest.skip("PyTorch serves CPU tensors; TRITON_INTERPRET=1 runs the kernels", allow_module_level=True)
@@ -63,7 +64,12 @@ def last_log_probabilities(tokens: list[int], entries: list) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "drafts", "invariant"),
-    [("llama", False, True), ("llama", True, True), ("gemma2", False, True), ("llama", False, False)],
+    [
+        extended("llama", False, True),
+        ("llama", True, True),
+        ("gemma2", False, True),
+        ("llama", False, False),
+    ],
 )
 def test_generated_tokens_have_the_log_probabilities_of_one_prefill(
     name, drafts, invariant, tmp_path, monkeypatch, invariant_layers, drafts_on_cpu

@@ -310,7 +310,9 @@ def test_quantised_caches(extra, scales):
 
 
 @pytest.mark.usefixtures("short_pieces")
-@pytest.mark.parametrize("extra", [{}, {"head_dim": 256}, {"head_dim_v": 192}, E4M3 | {"head_dim": 128}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, extended({"head_dim": 256}), {"head_dim_v": 192}, E4M3 | {"head_dim": 128}], ids=str
+)
 def test_outputs_in_e4m3(extra):
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), RAGGED)
     p = replace(p, out_scale=torch.tensor([0.013]))

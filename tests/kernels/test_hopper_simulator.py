@@ -569,7 +569,12 @@ def test_lengths_of_latents(lens, num_q_heads, kv_dtype):
 
 @pytest.mark.parametrize(
     ("num_q_heads", "page_size", "fields"),
-    [(40, 64, {"causal": True}), (64, 8, {}), (128, 48, {"causal": True}), (33, 528, {"dtype": torch.bfloat16})],
+    [
+        (40, 64, {"causal": True}),
+        (64, 8, {}),
+        extended(128, 48, {"causal": True}),
+        (33, 528, {"dtype": torch.bfloat16}),
+    ],
 )
 def test_products_of_latents_in_fp8(num_q_heads, page_size, fields):
     assert_latents_are_right(latent_spec(num_q_heads, **PRODUCTS_IN_FP8 | fields), page_size=page_size)

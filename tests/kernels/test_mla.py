@@ -16,6 +16,7 @@ from quire.dispatch.tree import padded, power_of_two
 from quire.kernels.mla.launch import MAX_ROW_BLOCKS, propose, rounded_queries
 from quire.plan import decide
 from quire.testing import error_budget, make_problem, owned_slots
+from tests.extended import extended
 
 pytestmark = pytest.mark.triton
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17))
@@ -105,8 +106,7 @@ def test_prompts_have_several_bands(window, batch_invariant, device, assert_with
     assert_within_budget(p, state)
 
 
-@pytest.mark.parametrize("heads", [3, 20])
-@pytest.mark.parametrize("num_splits", [None, 30])
+@pytest.mark.parametrize(("num_splits", "heads"), [(None, 3), extended(None, 20), extended(30, 3), (30, 20)])
 def test_many_partials_are_combined_in_two_levels(num_splits, heads, device, assert_within_budget):
     p = make_problem(mla(heads, sinks=True), ((1, 900), (1, 5), (1, 0)), one_query=True, device=device)
     config = small(p.spec, programs_per_sm=64)

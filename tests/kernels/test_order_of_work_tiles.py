@@ -227,7 +227,7 @@ def test_the_longest_sequence_of_a_launch_comes_first(page_size, monkeypatch):
 
 
 @pytest.mark.usefixtures("small_parts_count")
-@pytest.mark.parametrize(("num_sms", "page_size"), [extended(2, 16), (3, 16), (4, 1)])
+@pytest.mark.parametrize(("num_sms", "page_size"), [extended(2, 16), extended(3, 16), (4, 1)])
 def test_half_of_the_programs_begin_with_sequences_of_one_row_block(num_sms, page_size, monkeypatch):
     spec = quire.AttentionSpec(**WIDE)
     _, state, loads = attended(monkeypatch, spec, RAGGED, num_sms=num_sms, bound=FOR_ALL, page_size=page_size)

@@ -1,7 +1,8 @@
 """The suite is itself tested: in a copy of the package with one place broken, the tests meant for it must fail."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import triton
@@ -20,6 +21,11 @@ def server() -> Iterator[Server]:
     server.close()
 
 
+def default_and_extended(names: Iterable[str]) -> list[Any]:
+    """Return the names of mutants for `pytest.mark.parametrize`; those whose judges are slow are extended cases."""
+    return [extended(name) if name in SLOW else name for name in names]
+
+
 def check(mutant: Mutant, server: Server) -> None:
     verdict = server.judge(mutant)
     assert verdict.noticed, f"{mutant.judge} ended with {verdict.status}\n{verdict.output}"
@@ -28,7 +34,7 @@ def check(mutant: Mutant, server: Server) -> None:
 @pytest.mark.parametrize("name", IN_INTERPRETER | OUTSIDE | ON_HOPPER)
 def test_every_mutant_has_its_place_and_its_judge(name):
     """Those too that are judged only where an engine, a compiler or a GPU is there."""
-    assert set(IN_INTERPRETER) >= SLOW
+    assert set(IN_INTERPRETER | OUTSIDE) >= SLOW
     mutant = (IN_INTERPRETER | OUTSIDE | ON_HOPPER)[name]
     assert (PACKAGE / mutant.file).read_text().count(mutant.right) == 1
     file, _, test = mutant.judge.partition("::")
@@ -36,7 +42,7 @@ def test_every_mutant_has_its_place_and_its_judge(name):
 
 
 @pytest.mark.skipif(not INTERPRETS, reason="runs Triton kernels in the interpreter, which TRITON_INTERPRET=1 selects")
-@pytest.mark.parametrize("name", [extended(name) if name in SLOW else name for name in IN_INTERPRETER])
+@pytest.mark.parametrize("name", default_and_extended(IN_INTERPRETER))
 def test_a_broken_kernel_is_noticed(name, server):
     check(IN_INTERPRETER[name], server)
 
@@ -44,7 +50,7 @@ def test_a_broken_kernel_is_noticed(name, server):
 @pytest.mark.skipif(
     INTERPRETS, reason="runs what serves CPU tensors and compiles kernels, which TRITON_INTERPRET=1 prevents"
 )
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", default_and_extended(OUTSIDE))
 def test_a_broken_function_is_noticed(name, server):
     mutant = OUTSIDE[name]
     for engine in ("transformers", "vllm"):
