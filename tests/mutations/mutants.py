@@ -727,7 +727,7 @@ IN_INTERPRETER = {
         ATTEND,
         "EARLY and i == stop - 1",
         "EARLY and i == stop - 2",
-        SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-True]",
+        SIMULATED + "widths[192-192]",
     ),
     "Hopper: the first keys loaded twice": Mutant(
         PRODUCER, "if KEYS_FIRST and work_i > 0:", "if KEYS_FIRST:", SIMULATED + "widths[192-128]"
