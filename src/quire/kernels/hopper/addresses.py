@@ -1,7 +1,8 @@
 """Addresses of tiles in shared memory, for assembly that reads them. Gluon does not tell them.
 
-A program first lets each KiB of its shared memory begin with its own address. Tiles of swizzled rows begin at such
-addresses. So the first word of such a tile is its address, until something else is stored there.
+A program first stores in each KiB of its shared memory the address of that KiB, as its first word. Tiles of swizzled
+rows begin at multiples of 1 KiB, so the first word of a tile is its address. `address_of` reads it before the tile is
+used.
 """
 
 from triton.experimental import gluon
@@ -14,7 +15,7 @@ reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.sh
 
 @gluon.jit
 def mark_shared_memory():
-    """Let each KiB of shared memory begin with its address, before anything else is there."""
+    """Store the address of each KiB of shared memory there, before barriers and tiles are."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     gl.inline_asm_elementwise(
         "{ .reg .b32 size; .reg .pred inside; mov.u32 size, %dynamic_smem_size; shl.b32 $0, $1, 10; "

@@ -1,6 +1,6 @@
 """Products with values of any number of columns, by the tensor-core instruction that has as many.
 
-The shape of a tensor in Gluon is powers of two, so Gluon's product of 96 columns is one of 128. The instruction itself
+The extents of Gluon's tensors are powers of two, so its product of 96 columns is one of 128. The instruction itself
 takes any multiple of 8. Here it is written as assembly. The accumulators of a tile are tensors of PIECE columns, whose
 registers, one piece after the other, are those of the instruction. The probabilities are split in pieces likewise.
 
