@@ -115,10 +115,14 @@ test-interpreter: $(VENV)/.ready
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) $(INTERPRETED)
 
 # Cases with the marker `extended`. pyproject.toml leaves them out of the other runs, but for that on GPUs.
-test-extended: $(VENV)/.ready
+# Triton 3.6.0 also runs what `test-old-triton` leaves out.
+test-extended: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== more cases of what other tests show: CPU path and compile suite, then Triton's interpreter, newest"
 	$(PYTEST) $(IN_PARALLEL) -m extended
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) -m extended $(INTERPRETED)
+	@echo "== Triton 3.6.0: all cases of the compile suite for Hopper GPUs, of attention for one of AMD's, and the interpreter"
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "$(OLD_MEASURED)"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "($(LONGER)) and not ($(LONGEST))"
 
 # These few take a sixth of the interpreter's time for kernels. They run on the newest Triton alone.
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once or past_the_end or faster_interpreter
@@ -126,7 +130,8 @@ LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks
 # simulator, which takes nothing from Triton that differs between versions.
 LONGER := one_query_each or small_values or small_scales or full_tiles or quantised_caches or rest_of_the_batch or not_finite \
 	or (by_a_second_launch and not decode) or far_strides or two_levels or several_bands or test_cuts or test_order_of_work_tiles \
-	or (hopper_simulator and not test_features)
+	or (hopper_simulator and not test_features) or folds_states or (rounded_once and not everything) or rotates_is_a_rotation \
+	or (appends_is_a_write and (prompts or cut or invariant))
 
 # Two minutes of two cores: no compiler, not PyTorch's either, no engine, no mutants, no benchmark, few processes, and
 # every kernel in the interpreter.
@@ -139,7 +144,13 @@ test-quick: $(VENV)/.ready
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
 
 # Hopper GPUs, on which this Triton was measured, and attention on one of AMD's.
-OLD_COMPILED := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents or wgmma or wide_values or (gfx942 and attention_compiles)) and not sees_a_spill
+OLD_MEASURED := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents or wgmma or wide_values or (gfx942 and attention_compiles)) and not sees_a_spill
+# Of these, each kind of Gluon kernel, and a launch of each other kernel. The newest Triton compiles the others by default.
+OLD_COMPILED := (the_hopper_kernel and not without) or mla_kernel_for_hopper_gpus_does_not or products_of_latents or wgmma or wide_values \
+	or (attention_compiles and (sm90 or gfx942)) or (a_relaunch_passes and sm90-plain) or (writes_new_tokens and sm90 and e4m3) \
+	or (rotates_new_tokens and sm90 and how2) or (attention_over_latents and sm90-bfloat16-decode) or (rotates_before and sm90) \
+	or (writes_copies and sm90) or (in_flight and sm90-plain-128-False) or sm90_finds_what_was_compiled_early \
+	or (same_instructions and sm90)
 test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
 	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER))"
@@ -147,14 +158,14 @@ test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
 
 test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== Transformers 5.17.0"
-	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) tests/engines
+	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_transformers.py tests/engines/test_measure_transformers.py
 
 test-vllm: $(VLLM:%=test-vllm-%)
 # The newest also runs the example, judges mutants, and compares bits: these are of Quire's code, which is the same under all.
 test-vllm-$(lastword $(VLLM)): MORE := tests/test_examples.py tests/mutations
 test-vllm-$(lastword $(VLLM)): BITS := tests/engines/test_vllm_bits.py
 # The oldest leaves out a few that take long, and that show less of what differs between versions.
-test-vllm-$(firstword $(VLLM)): BUT := and not (script_that_measures or many_requests or any_width or choice_reaches)
+test-vllm-$(firstword $(VLLM)): BUT := and not (script_that_measures or many_requests or any_width or choice_reaches or int8_with_scales)
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
 	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k "vllm $(BUT)"

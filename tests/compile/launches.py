@@ -89,6 +89,17 @@ OUT_OF_TURN = {  # prompts of sm90: some are cut; cut e4m3 of 128 spills 120 byt
     "pages of 528, MQA": ("prefill", 128),  # with two kinds of boxes
 }
 PROMPTS = (("prompt", 128), ("prefill", 64), ("prompt", 256))
+# By default, sm90 compiles these features, of which all but products in fp8 have portable kernels: a Gluon kernel takes
+# twice the time. The tests of each kind of Hopper kernel compile it with the oldest Triton.
+BY_SM90 = ("float32", "e4m3", "fp8 products", "float32, e4m3", "trees, window")
+PLAIN_BY_DEFAULT = (
+    *(("sm90", "decode", 128), ("sm90", "prefill", 192), ("sm90", "mixed", 128)),
+    *(("gfx942", "prompt", 256), ("gfx942", "decode, short", 128)),
+)
+OLDEST_BY_DEFAULT = (
+    *(("sm90", "plain", "decode, split"), ("sm90", "plain", "chunk, split"), ("gfx942", "plain", "prefill")),
+    *(("sm90", "tf32", "prefill"), ("sm90", "pages of 1, flat, groups of 5", "prompt")),
+)
 
 
 def selection(target: str, features: str) -> list[tuple[str, int]]:
@@ -117,16 +128,16 @@ def selection(target: str, features: str) -> list[tuple[str, int]]:
 def is_extended(target: str, features: str, batch: str, head_dim: int) -> bool:
     """Return whether a launch of `selection` only repeats what others show.
 
-    In turn, sm90 has a feature, or gfx942 and, of every second feature, another target. What a tuned target leaves out
-    it compiles with the oldest Triton. So it is with their batches without features. Of these, a target without a tree
-    has one, in turn, and no odd head dims.
+    One target has a feature: sm90 where its kernel is portable, otherwise gfx942. Of launches without features, a
+    target with a tree has a few of different kernels, and another target has one, in turn. The oldest Triton compiles
+    few launches of each kernel.
     """
-    if triton.__version__ == OLDEST or features == "fp8 products":
-        return False
+    if triton.__version__ == OLDEST:
+        return (target, features, batch) not in OLDEST_BY_DEFAULT
     if features != "plain":
-        return (target == "gfx942") == bool(COMPILED.index(features) % 2)
+        return target != ("sm90" if features in BY_SM90 else "gfx942")
     if target in TUNED:
-        return head_dim in HEAD_DIMS and list(BATCHES).index(batch) % 2 == TUNED.index(target)
+        return (target, batch, head_dim) not in PLAIN_BY_DEFAULT
     return head_dim in ODD_HEAD_DIMS or batch == ("decode, split", "prefill")[list(TARGETS).index(target) % 2]
 
 
@@ -269,13 +280,17 @@ LATENT_LAUNCHES = {  # of each target, the kind of latents and the batch: no tar
 }  # fmt: skip
 
 
-MORE_LATENT_LAUNCHES = {  # those whose kind and batch other targets have, and whose target or one like it has others
+MORE_LATENT_LAUNCHES = {  # those whose kind, or one like it, and batch other launches have
     "sm86": (("bfloat16", "prompt"),),
     "gfx90a": (("no rotary columns", "decode"),),
-    "sm80": (("e4m3", "decode"),),
-    "sm90": (("bfloat16", "prompt"), ("e4m3", "many heads"), ("records", "decode")),
-    "gfx942": (("bfloat16", "one long"), ("no rotary columns", "prompt")),
-}
+    "sm80": (("bfloat16", "decode"), ("e4m3", "decode"), ("records, float16", "one long")),
+    "sm90": (("bfloat16", "many heads"), ("bfloat16", "prompt"), ("e4m3", "many heads"), ("records", "decode")),
+    "sm100": (("bfloat16", "drafts"),),
+    "gfx942": (
+        ("bfloat16", "one long"), ("bfloat16", "many heads"), ("no rotary columns", "prompt"), ("e4m3", "drafts"),
+    ),
+    "gfx950": (("records, float16", "decode"),),
+}  # fmt: skip
 
 
 def latent_spec(features: str, num_q_heads: int = 16) -> quire.AttentionSpec:

@@ -69,6 +69,7 @@ IN_CAPPED_LOOPS = {64: (0, 0), 256: (0, 11)}
 IN_CONVERTING_LOOPS = 4, 6
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
+WRITTEN = (*NO_SPILLS, "sm120", "gfx950")  # of whose writes and copies some are no extended cases
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
 # Defaults of sm90 that do spill, with the most bytes that Triton 3.6.0 or 3.9.0 spills: they must not grow.
 KNOWN_SPILLS = {("e4m3", "chunk, split", 128): 160}
@@ -84,11 +85,7 @@ CASES = [  # a kernel takes seconds, so each launch is a test, which two process
     for batch, dim in launches.selection(target, features)
 ]
 CASES += [
-    pytest.param(
-        *("sm90", *case),
-        id="-".join(map(str, ("sm90", *case))),
-        marks=[] if triton.__version__ == launches.OLDEST else [pytest.mark.extended],
-    )
+    pytest.param(*("sm90", *case), id="-".join(map(str, ("sm90", *case))), marks=[pytest.mark.extended])
     for case in KNOWN_SPILLS
 ]
 
@@ -105,9 +102,9 @@ def of_the_oldest_triton(test: Callable) -> Callable:
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "max_seq_len", "featured"),
     [
-        (192, 128, 4096, True),
+        extended(192, 128, 4096, True),
         extended(128, 192, 1024, False),
-        (24, 24, 4096, True),
+        extended(24, 24, 4096, True),
         extended(72, 72, 1024, False),
         extended(96, 96, 4096, False),
         extended(112, 112, 1024, True),
@@ -130,7 +127,7 @@ def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, he
 
 
 @of_the_oldest_triton
-@pytest.mark.parametrize(("group_size", "queries", "heads"), [extended(5, 16, 5), (7, 64, 7)])
+@pytest.mark.parametrize(("group_size", "queries", "heads"), [extended(5, 16, 5), extended(7, 64, 7)])
 def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, heads):
     """A work tile has all heads of a group, and some rows without a query."""
     spec = quire.AttentionSpec(num_q_heads=2 * group_size, num_kv_heads=2, head_dim=120, sinks=True, alibi=True)
@@ -144,11 +141,11 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len"),
     [
-        ({"head_dim": 64}, 4, 1024),
-        ({"head_dim": 24, "head_dim_v": 200}, 2, 4096),
+        extended({"head_dim": 64}, 4, 1024),
+        extended({"head_dim": 24, "head_dim_v": 200}, 2, 4096),
         extended({"head_dim": 256}, 1, 4096),
         ({"head_dim": 256}, 131, 4096),
-        ({"head_dim": 128, "kv_dtype": torch.int8}, 1, 4096),
+        extended({"head_dim": 128, "kv_dtype": torch.int8}, 1, 4096),
         extended({"head_dim": 128, "kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 12, 4096),
     ],
     ids=str,
@@ -178,11 +175,11 @@ INTERVALS = ("key_begin", "key_end")
     ("batch", "head_dim", "extra", "page_size"),
     [
         ("prefill", 128, {}, 16),
-        ("prefill", 64, {}, 1),
+        extended("prefill", 64, {}, 1),
         extended("prompt", 128, {"softcap": 30.0, "sinks": True}, 16),
         extended("chunk, split", 64, {"kv_dtype": torch.int8}, 16),
         extended("prefill", 128, {"kv_dtype": torch.float8_e4m3fn}, 16),
-        ("prefill", 128, {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16),
+        extended("prefill", 128, {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16),
     ],
     ids=str,
 )
@@ -215,14 +212,14 @@ def waits_for_products(launch, page_size):
     ("extra", "page_size", "max_seq_len", "on_the_stack"),
     [
         extended({}, 16, 32768, 40),
-        ({"head_dim": 64, "alibi": True}, 16, 4096, 72),
+        extended({"head_dim": 64, "alibi": True}, 16, 4096, 72),
         extended({"head_dim": 64}, 16, 4096, 64),
         extended({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 464),
         extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 104),
         ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 184),
         extended({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 168),
         extended({}, 1, 32768, 56),
-        ({"head_dim": 232}, 1, 32768, 184),
+        extended({"head_dim": 232}, 1, 32768, 184),
     ],
     ids=str,
 )
@@ -265,7 +262,7 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
 
 
 @of_the_oldest_triton
-@pytest.mark.parametrize("head_dim", ON_THE_STACK_OF_CAPPED, ids="sm90-{}".format)
+@pytest.mark.parametrize("head_dim", [64, extended(256)], ids="sm90-{}".format)
 def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim, assembled):
     """Its softmax overlaps its product with values, for heads of these widths. Its loop waits for products twice."""
     wanted = launches.Features({"softcap": 30.0}, lse=True)
@@ -329,30 +326,33 @@ def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch,
 
 
 def test_every_target_and_every_feature_has_its_turn():
-    """The rotation leaves none out, nor do the extended cases.
+    """The rotation leaves none out, nor do the cases that are not extended.
 
-    Of two tuned targets, one compiles a feature with the oldest Triton and the other one with the newest.
+    Of two tuned targets, one compiles a feature with the oldest Triton and the other one with the newest, or both do.
     """
     is_oldest = triton.__version__ == launches.OLDEST
     others = [target for target in TARGETS if target not in TUNED]
     rotation = [case for case in CASES if case.values[1:] not in KNOWN_SPILLS]
     by_default = {case.values[:2] for case in rotation if not case.marks}
     every = {case.values[:2] for case in rotation}
-    assert {target for target, features in by_default if features == "plain"} == set(TARGETS)
-    assert {target for target, features in by_default if features != "plain"} == set(TARGETS)
+    assert {target for target, features in every if features == "plain"} == set(TARGETS)
+    assert {target for target, features in every if features != "plain"} == set(TARGETS)
+    if is_oldest:
+        assert {case[:2] for case in launches.OLDEST_BY_DEFAULT} == by_default
+        assert {target for target, _ in by_default} == set(TUNED)
+    else:
+        assert {target for target, features in by_default if features == "plain"} == set(TARGETS)
     for turn, features in enumerate(launches.COMPILED):
         if features in ("plain", "fp8 products"):
             continue
         of_tuned, of_others = (
-            [[target for target in targets if (target, features) in cases] for cases in (by_default, every)]
-            for targets in (TUNED, others)
+            [target for target in targets if (target, features) in every] for targets in (TUNED, others)
         )
-        if is_oldest:
-            assert of_tuned == [[TUNED[turn % 2]]] * 2 and of_others[0] == of_others[1] != [], features
-        else:
-            assert of_tuned == [["sm90" if turn % 2 else "gfx942"], [*TUNED]], features
-            assert of_others[0] == (of_others[1] if turn % 2 else []) and len(of_others[1]) == 1, features
-    assert ("sm90", "fp8 products") in by_default
+        assert of_tuned == ([TUNED[turn % 2]] if is_oldest else [*TUNED]) and len(of_others) == 1, features
+        if not is_oldest:
+            (target,) = (target for target in TARGETS if (target, features) in by_default)
+            assert target == ("sm90" if features in launches.BY_SM90 else "gfx942"), features
+    assert is_oldest or ("sm90", "fp8 products") in by_default
 
 
 def test_prompts_in_pages_of_528_have_boxes_of_two_kinds():
@@ -390,7 +390,7 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
 E4M3_OUTPUT = "sinks, lse, e4m3 output"
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [x if x in (*NO_SPILLS, "gfx950") else extended(x) for x in TARGETS])
 def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
     """Elsewhere bits are stored. The functions that round are those of the write kernel, which is compiled whole."""
     texts = {}
@@ -433,24 +433,24 @@ def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, hea
     assert attends and not any(loops.count_kinds(loop)["local memory"] for loop in attends)
 
 
-def test_an_output_in_e4m3_of_the_hopper_kernel_for_latents_is_refused_before_a_launch():
+def test_an_output_in_e4m3_of_the_hopper_kernel_for_latents_is_refused_before_a_launch(first_stages):
     spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1)
     cache = quire.PagedKVCache.empty(spec, 4, 64)
     batch = quire.Batch(torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
     q, scale = torch.empty(2, 16, 576, dtype=spec.dtype), torch.ones(1)
     new = {"k": torch.ones(2, 512).to(spec.dtype), "v": torch.ones(2, 64).to(spec.dtype)}
-    with compiling(TARGETS["sm90"]) as compiled:
+    with compiling(TARGETS["sm90"]):
         plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=256)
         assert plan.kernel == "mla_hopper"
         with pytest.raises(quire.UnsupportedError, match="out_scale must be left out for the kernel mla_hopper"):
             quire.attention(q, cache, plan, **new, slot_mapping=torch.arange(2), out_scale=scale)
-        assert compiled == []  # the write of the new tokens neither
+        assert first_stages == []  # the write of the new tokens neither
         plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=256, kernel="mla")  # as the message says
         quire.attention(q, cache, plan, out_scale=scale)
-    assert [kernel.kernel for kernel in compiled] == ["mla_kernel"]
+    assert [name for name, _, _ in first_stages] == ["mla_kernel"]
 
 
-@pytest.mark.parametrize("target", [x if x in (*NO_SPILLS, "sm120") else extended(x) for x in TARGETS])
+@pytest.mark.parametrize("target", [x if x in TUNED else extended(x) for x in TARGETS])
 def test_heads_wider_than_256_compile_fit_and_do_not_spill(target):
     """A block of 64 rows would spill: 64 x 512 accumulators take half of the registers that eight warps have."""
     turn = list(TARGETS).index(target)
@@ -482,8 +482,8 @@ def test_products_in_fp8_change_nothing_on_targets_without_them(target):
     [
         extended("sm90", "plain", 64, False),
         ("sm90", "plain", 128, False),
-        ("sm90", "plain", 256, False),
-        ("sm90", "plain", 128, True),
+        extended("sm90", "plain", 256, False),
+        extended("sm90", "plain", 128, True),
         ("sm90", "e4m3", 128, False),
         extended("sm90", "e4m3", 256, True),
         ("sm90", "plain", 256, True),
@@ -491,7 +491,7 @@ def test_products_in_fp8_change_nothing_on_targets_without_them(target):
         extended("gfx942", "plain", 64, True),
         ("gfx942", "plain", 256, True),
         extended("gfx942", "e4m3", 128, True),
-        ("gfx942", "e4m3", 256, False),
+        extended("gfx942", "e4m3", 256, False),
     ],
 )
 def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, head_dim, batch_invariant):
@@ -507,7 +507,8 @@ def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, h
 
 
 @pytest.mark.parametrize(
-    ("target", "batch"), [("sm90", "prefill"), ("sm90", "drafts"), ("gfx942", "prefill"), extended("sm80", "prefill")]
+    ("target", "batch"),
+    [extended("sm90", "prefill"), ("sm90", "drafts"), ("gfx942", "prefill"), extended("sm80", "prefill")],
 )
 def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, batch):
     with compiling(TARGETS[target]) as compiled:
@@ -521,7 +522,7 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
 @of_the_oldest_triton
 @pytest.mark.parametrize(
     ("queries", "num_q_heads", "head_dim"),
-    [(64, 16, 256), extended(64, 32, 128), extended(4096, 16, 256), (4096, 32, 128)],
+    [extended(64, 16, 256), (64, 32, 128), extended(4096, 16, 256), (4096, 32, 128)],
 )
 def test_wgmma_of_batch_invariant_portable_kernels_do_not_wait_for_one_another(
     queries, num_q_heads, head_dim, assembled
@@ -574,10 +575,10 @@ APPENDS = [  # a tuned target has every kind of cache and of batch, others one
     extended("sm90", "decode, short", 64, "plain"), extended("sm90", "drafts", 128, "e4m3"),
     ("gfx942", "decode, 64", 128, "e4m3"), extended("gfx942", "drafts", 64, "plain"),
     extended("gfx942", "decode, split", 256, "MQA"),
-    ("sm80", "decode, 64", 128, "e4m3"), extended("sm80", "decode, split", 64, "plain"),
-    extended("sm86", "decode, 64", 64, "vLLM's original"), ("sm89", "drafts", 128, "e4m3"),
-    ("sm100", "decode, 64", 128, "plain"), ("sm120", "decode, split", 128, "float32"),
-    extended("gfx90a", "decode, 64", 64, "groups of 5"), ("gfx950", "decode, split", 128, "e4m3"),
+    extended("sm80", "decode, 64", 128, "e4m3"), extended("sm80", "decode, split", 64, "plain"),
+    extended("sm86", "decode, 64", 64, "vLLM's original"), extended("sm89", "drafts", 128, "e4m3"),
+    extended("sm100", "decode, 64", 128, "plain"), extended("sm120", "decode, split", 128, "float32"),
+    extended("gfx90a", "decode, 64", 64, "groups of 5"), extended("gfx950", "decode, split", 128, "e4m3"),
 ]  # fmt: skip
 
 
@@ -603,9 +604,9 @@ ROTATIONS = [  # batch, width, features, and what is rotated: by default, all of
     extended("sm90", "decode, 64", 128, "plain", {}), ("sm90", "decode, 64", 128, "e4m3", {}),
     ("sm90", "decode, 64", 128, "plain", {"rotary_dim": 96, "interleaved": True, "qk_norm": False}),
     extended("sm90", "drafts", 128, "e4m3", {"rotary_dim": 64}), ("sm90", "decode, split", 256, "MQA", {"rope": False}),
-    extended("gfx942", "decode, 64", 128, "e4m3", {}), ("gfx942", "drafts", 64, "plain", {"interleaved": True}),
+    extended("gfx942", "decode, 64", 128, "e4m3", {}), extended("gfx942", "drafts", 64, "plain", {"interleaved": True}),
     extended("sm80", "decode, 64", 128, "plain", {}), ("sm80", "decode, split", 64, "plain", {"qk_norm": False}),
-    extended("sm89", "drafts", 128, "e4m3", {"interleaved": True}), ("sm100", "decode, 64", 128, "plain", {}),
+    extended("sm89", "drafts", 128, "e4m3", {"interleaved": True}), extended("sm100", "decode, 64", 128, "plain", {}),
 ]  # fmt: skip
 
 
@@ -636,7 +637,9 @@ def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(
         assert kernel.occupancy >= (planned if triton.__version__ == launches.OLDEST else 3), kernel
 
 
-@pytest.mark.parametrize(("target", "features"), [("sm90", "plain"), ("sm80", "e4m3"), ("gfx942", "int8 per token")])
+@pytest.mark.parametrize(
+    ("target", "features"), [("sm90", "plain"), extended("sm80", "e4m3"), ("gfx942", "int8 per token")]
+)
 def test_the_kernel_that_rotates_before_attention_compiles_and_does_not_spill(target, features):
     wanted = launches.FEATURES[features]
     with compiling(TARGETS[target]) as compiled:
@@ -736,7 +739,10 @@ def test_the_mla_kernel_for_hopper_gpus_takes_fp8_latents_without_a_scale(num_q_
     assert [name for name, _, _ in first_stages] == ["mla_hopper_kernel", "mla_combine_kernel"]
 
 
-@pytest.mark.parametrize(("target", "share"), [case for x in TARGETS for case in ((x, 9), extended(x, 3))])
+@pytest.mark.parametrize(
+    ("target", "share"),
+    [case for x in TARGETS for case in ((x, 9) if x in WRITTEN else extended(x, 9), extended(x, 3))],
+)
 def test_writes_copies_and_merges_compile_and_do_not_spill(target, share):
     """Each target compiles a share of the features, one of the widths and two of the kinds of latents, in turn."""
     turn = list(TARGETS).index(target)
@@ -819,7 +825,7 @@ def test_attention_over_latents_compiles_fits_and_does_not_spill(target, feature
 
 @pytest.mark.parametrize(
     ("target", "features"),
-    [extended("sm80", "bfloat16"), extended("sm89", "e4m3"), ("sm90", "bfloat16"), ("gfx942", "bfloat16")],
+    [extended("sm80", "bfloat16"), extended("sm89", "e4m3"), ("sm90", "bfloat16"), extended("gfx942", "bfloat16")],
 )
 def test_batch_invariant_attention_over_latents_fits(target, features):
     """The loop stores the states of splits through shared memory, which must fit next to the tiles."""
@@ -831,7 +837,9 @@ def test_batch_invariant_attention_over_latents_fits(target, features):
         assert kernel.spills <= (BY_CHOICE if kernel.registers < REGISTERS else 0), kernel
 
 
-@pytest.mark.parametrize(("target", "batch"), [("sm80", "decode"), ("sm90", "decode"), extended("sm90", "many heads")])
+@pytest.mark.parametrize(
+    ("target", "batch"), [extended("sm80", "decode"), ("sm90", "decode"), extended("sm90", "many heads")]
+)
 def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
     """Shared memory holds the queries, and two tiles in flight: keys and values are not two copies of a tile."""
     with compiling(TARGETS[target]) as compiled:
@@ -848,7 +856,7 @@ def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
     [
         *((16, None), extended(16, torch.float8_e4m3fn)),
         *(extended(32, None), extended(32, torch.float8_e4m3fn)),
-        *((128, None), (128, torch.float8_e4m3fn)),
+        *((128, None), extended(128, torch.float8_e4m3fn)),
     ],
 )
 def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):

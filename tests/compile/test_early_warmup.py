@@ -119,7 +119,7 @@ def test_threads_of_a_warm_up_parse_one_after_the_other(monkeypatch):
     def slow(*arguments, **options):
         inside.append(None)
         most.append(len(inside))
-        time.sleep(0.01)
+        time.sleep(0.002)
         inside.pop()
         return parse(*arguments, **options)
 

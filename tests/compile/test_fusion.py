@@ -15,6 +15,7 @@ from quire.dispatch.device import COMPILER_OPTIONS
 from quire.kernels.launcher import launch
 from quire.targets import TARGETS, compiling
 from tests.compile import launches
+from tests.extended import extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -62,7 +63,7 @@ def instructions(call: Callable[[], None], target: str, fused: bool, monkeypatch
     return [re.sub(r"(?m)\s*([;#]|//|\.loc|\.file).*$", "", text) for text in texts]
 
 
-@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm90", extended("gfx942")])
 def test_writes_and_copies_have_the_same_instructions_with_and_without_fusion(target, monkeypatch):
     """So their bits do not depend on it."""
     for features in ("plain", "int8 per token"):

@@ -6,6 +6,7 @@ import triton
 from quire import targets
 from quire.targets import TARGETS, compiling
 from tests.compile import launches, loops
+from tests.extended import extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -35,7 +36,7 @@ def test_the_loop_without_loops_inside_is_found_and_counted():
     assert loops.count_kinds(loop) == kinds and loops.describe(loop).startswith("25 instructions: 20 float, ")
 
 
-@pytest.mark.parametrize("head_dim", [128, 120])
+@pytest.mark.parametrize("head_dim", [extended(128), 120])
 def test_decode_s_loop_multiplies_on_tensor_cores_and_copies_ahead(head_dim, monkeypatch):
     """It copies 16 bytes at once, also where strides are multiples of 8 elements and not of 16."""
     monkeypatch.setattr(targets, "inspect", lambda name, kernel, *others: kernel.asm["cubin"])

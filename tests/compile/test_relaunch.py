@@ -97,11 +97,12 @@ ROTATION = [  # `test_compile` compiles the same kernels, so one of the two find
     if (target, features) != ("sm80", "fp8 products")
 ]
 IS_OLDEST = triton.__version__ == launches.OLDEST
-# Kernels for prompts on Hopper GPUs take longest to compile. The oldest Triton compiles all of these.
-LONG = [case for case in ROTATION if not IS_OLDEST and case[0] == "sm90" and case[1] in launches.OUT_OF_TURN]
+# Kernels for prompts on Hopper GPUs take longest to compile.
+OF_HOPPER = (*launches.OUT_OF_TURN, "fp8 products")
+LONG = [case for case in ROTATION if case[0] == "sm90" and case[1] in OF_HOPPER]
 CASES = [extended(*case) if launches.is_extended(*case) or case in LONG else case for case in ROTATION]
 of_hopper = pytest.param if IS_OLDEST else extended
-CASES += [of_hopper("sm90", "pages of 1, flat", "chunk, split", 128)]
+CASES += [extended("sm90", "pages of 1, flat", "chunk, split", 128)]
 E4M3_OUTPUT = "sinks, lse, e4m3 output"
 CASES += [("sm80", E4M3_OUTPUT, "decode, split", 128)]
 CASES += [extended("sm90", E4M3_OUTPUT, "chunk, split", 128)]
@@ -361,7 +362,7 @@ def test_a_profiler_is_told_of_every_launch(prompts, hook):
 
 LATENT_CASES = [  # launches of `test_compile`: sequences, queries and keys of each, query heads, page size
     ("sm80", "no rotary columns", (*launches.LATENT_BATCHES["drafts"], 64)),
-    ("sm80", "records, float16", (*launches.LATENT_BATCHES["one long"], 64)),
+    extended("sm80", "records, float16", (*launches.LATENT_BATCHES["one long"], 64)),
     of_hopper("sm90", "e4m3", (8, 1, 4096, 16, 16)),
 ]
 
