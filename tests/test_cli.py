@@ -20,6 +20,7 @@ from quire.cli import COMMANDS, check, doctor_kernels, env, main, parse
 from quire.cli.check_lines import Check
 from quire.cli.exit_codes import INTERRUPTED, READER_LEFT
 from quire.testing import Verdict, make_problem
+from tests.extended import extended
 
 SHORT = {  # arguments that print something after little work
     "generate": ["generate", "--device", "cpu", "--prompt", "é", "--max-new-tokens", "2", "--no-compare"],
@@ -124,7 +125,7 @@ def test_a_missing_package_is_named_with_what_to_install(command, package, extra
     assert f"quire {command} needs {package}, which is not installed; pip install 'quire[{extra}]'" in error
 
 
-@pytest.mark.parametrize("command", ["bench", "tune"])
+@pytest.mark.parametrize("command", ["bench", extended("tune")])
 def test_commands_that_need_triton_say_so_where_there_is_none(command):
     program = f"import sys; sys.modules['triton'] = None; from quire.cli import main; sys.exit(main([{command!r}]))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -146,7 +147,7 @@ sys.meta_path.insert(0, Missing)
     ("package", "program"),
     [
         ("sglang", "from quire.integrations import sglang; sglang.register()"),
-        ("vllm", "from quire.integrations import vllm; vllm.register()"),
+        extended("vllm", "from quire.integrations import vllm; vllm.register()"),
         ("transformers", "from quire.integrations import transformers; transformers.install()"),
     ],
 )

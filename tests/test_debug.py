@@ -21,6 +21,7 @@ from quire.debug import replaying
 from quire.debug.memory import Place, allocate, describe
 from quire.dispatch.device import is_served_by_torch
 from quire.testing import Problem, make_problem, random_norm_rope, unwritten
+from tests.extended import extended
 
 DTYPE = torch.float32
 SMALL = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32, "dtype": DTYPE}
@@ -475,7 +476,8 @@ def leaves(value, where=()):
         yield from leaves(value[key], (*where, key))
 
 
-def test_no_broken_header_is_run(path, device):
+@pytest.mark.parametrize("values", [(None, 2**61, "text", [[1]]), extended((-1, [], {}, 1.5))], ids=str)
+def test_no_broken_header_is_run(values, path, device):
     """Every value of the header is dropped, and replaced by values of other kinds: each is refused, or does no harm."""
     problem, plan = small(device)
     debug.save(path, problem.q, problem.cache, plan, contents=True)
@@ -483,7 +485,7 @@ def test_no_broken_header_is_run(path, device):
     original = json.loads(content["header"])
     count = 0
     for where in list(leaves(original))[1:]:
-        for bad in (None, -1, 2**61, "text", [], {}, [[1]], 1.5):
+        for bad in values:
             header = json.loads(content["header"])
             place = header
             for key in where[:-1]:
@@ -501,7 +503,7 @@ def test_no_broken_header_is_run(path, device):
             except (ValueError, TypeError, quire.UnsupportedError):
                 continue
             assert done.passed or done.error or done.verdict
-    assert count > 200
+    assert count > 100
 
 
 def test_a_broken_header_of_a_tensor_reaches_no_other_memory():

@@ -234,7 +234,7 @@ def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
         extended((12, 2, 64), (300, 3000, 131072), True),
         ((28, 4, 128), (40, 600, 5000), False),
         ((28, 4, 128), (40, 600, 5000), True),
-        ((28, 4, 128), (300, 3000, 131072), False),
+        extended((28, 4, 128), (300, 3000, 131072), False),
         extended((28, 4, 128), (300, 3000, 131072), True),
     ],
     ids=str,
@@ -262,7 +262,7 @@ def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_worksp
     ("heads", "features", "limits"),
     [
         ((4, 4, 216), {}, (33, 1000, 5000)),
-        ((6, 1, 64), {}, (64, 2048, 32768)),
+        extended((6, 1, 64), {}, (64, 2048, 32768)),
         ((52, 4, 128), {}, (64, 2048, 32768)),
         extended((44, 4, 144), {"sinks": True}, (64, 2048, 32768)),
         extended((11, 1, 216), {"sliding_window": 131}, (64, 2048, 32768)),

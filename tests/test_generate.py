@@ -16,6 +16,7 @@ import quire
 from quire.cli import console, generate, generate_engine, main
 from quire.cli.exit_codes import BAD_ARGUMENTS, INTERRUPTED
 from quire.integrations import transformers as integration
+from tests.extended import extended
 
 SHORT = ["generate", "--device", "cpu", "--prompt", "import ", "--max-new-tokens", "3"]
 
@@ -221,7 +222,7 @@ def run_until(word: str, patch: str) -> subprocess.Popen:
     raise AssertionError(process.stderr.read())
 
 
-@pytest.mark.parametrize(("word", "patch"), [("stopping", SLOW_STOP), ("stuck", SLOW_STEP)])
+@pytest.mark.parametrize(("word", "patch"), [("stopping", SLOW_STOP), extended("stuck", SLOW_STEP)])
 def test_an_interrupt_waits_for_no_thread(word, patch):
     """A second interrupt while the engine stops, or one while the model is in a step that does not end."""
     process = run_until(word, patch)

@@ -8,6 +8,7 @@ import torch
 import quire
 from quire.integrations import flash_attn
 from quire.testing import make_problem, random_norm_rope
+from tests.extended import extended
 
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=24, dtype=torch.float32, sinks=True)
 
@@ -155,8 +156,13 @@ def latent_step(q, new, slots, cache, plan):
     return quire.merge_states([state, quire.State(state.out * 2, state.lse)]).out + 1
 
 
-@pytest.mark.parametrize("kind", LATENTS)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        *(("aot_eager", kind) for kind in LATENTS),
+        *(("inductor", kind) if kind == "e4m3" else extended("inductor", kind) for kind in LATENTS),
+    ],
+)
 def test_compiled_is_eager_for_latents(backend, kind):
     p, plan, q, new, slots = latent_problem(kind)
     twin, third = clone_of(p.cache), clone_of(p.cache)

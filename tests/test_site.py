@@ -14,6 +14,7 @@ import quire
 import quire.debug
 import quire.testing
 from quire.integrations import flashinfer
+from tests.extended import extended
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -89,7 +90,7 @@ def shown(pages: list[str]) -> set[str]:
     return set(re.findall(r"\(figures/(\w+\.svg)\)", "".join((DOCS / page).read_text("utf-8") for page in pages)))
 
 
-@pytest.mark.parametrize("script", FIGURES)
+@pytest.mark.parametrize("script", [extended("draw_tour.py"), "draw_states.py"])
 def test_figures_can_be_drawn_again(script, tmp_path):
     pytest.importorskip("matplotlib", reason="figures need quire[bench]")
     # In a process of its own: the interpreter is chosen when Triton is imported.

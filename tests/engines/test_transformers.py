@@ -23,6 +23,7 @@ import quire
 from quire.integrations import flash_attn
 from quire.integrations import transformers as hook
 from quire.integrations.transformers import batching
+from tests.extended import extended
 
 SMALL = dict(
     vocab_size=97,
@@ -156,14 +157,16 @@ def padding_on_cpu(monkeypatch):
     monkeypatch.setattr(ModelRunner, "__init__", padded)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"] if INTERPRETED else MODELS)
+@pytest.mark.parametrize("name", [extended("llama"), extended("mistral"), "gpt-oss"] if INTERPRETED else MODELS)
 def test_continuous_batching_writes_the_tokens_of_eager_attention(name):
     model, expected = eager(name, prompts())
     assert batched(model, prompts()) == expected  # 70 tokens in steps of at most 32: prefill in chunks on top of a past
     assert (hook.last_plan().kernel == "torch") == (DEVICE == "cpu" and not INTERPRETED)
 
 
-@pytest.mark.parametrize(("name", "head_dim"), [("llama", 72), ("gemma3", 256), ("gemma2", 512), ("llama", 512)])
+@pytest.mark.parametrize(
+    ("name", "head_dim"), [("llama", 72), extended("gemma3", 256), ("gemma2", 512), extended("llama", 512)]
+)
 def test_heads_of_any_width_write_the_tokens_of_eager_attention(name, head_dim):
     """Full and sliding layers; 72 is no power of two."""
     sizes = {"head_dim": head_dim} | ({"query_pre_attn_scalar": head_dim} if name != "llama" else {})
@@ -178,7 +181,7 @@ def test_padded_as_for_cuda_graphs(name, padding_on_cpu):
     assert batched(model, prompts(), **padding) == expected
 
 
-@pytest.mark.parametrize(("name", "padded"), [("llama", False), ("llama", True), ("deepseek-v3", False)])
+@pytest.mark.parametrize(("name", "padded"), [extended("llama", False), ("llama", True), ("deepseek-v3", False)])
 def test_decode_by_page_table(name, padded, pages_on_cpu, monkeypatch, request):
     if padded:
         request.getfixturevalue("padding_on_cpu")
@@ -207,7 +210,9 @@ def test_a_cache_as_wide_as_the_rope_columns_is_refused(caplog):
     assert "config.head_dim must be the width of keys in the cache, 48, got 16" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss", "deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", [*map(extended, ["llama", "deepseek-v2"]), "mistral", "gemma2", "gpt-oss", "deepseek-v3"]
+)
 def test_plain_generate_serves_unpadded_batches(name):
     inputs = prompts()[3:]
     model, expected = eager(name, inputs)

@@ -126,15 +126,15 @@ def drawn(count, seed):
 
 
 PROGRAMS, COUNTS = (6, 132, 3000), (1, 2, 5, 9, 40, 127, 200, 128, 129)
-BATCHES = [  # by default, each count with one number of programs, in turn
-    (({}, programs, count) if i == j % 3 else extended({}, programs, count))
+BATCHES = [  # by default, each count but those like others with one number of programs, in turn
+    (({}, programs, count) if i == j % 3 and count not in (127, 200) else extended({}, programs, count))
     for i, programs in enumerate(PROGRAMS)
     for j, count in enumerate(COUNTS)
 ]
 for some in ({"max_decode_queries": 3}, {"window": (900, 0)}, {"window": (1 << 30, 1 << 30)}):
     BATCHES += [
-        *((some, programs, count) for programs, count in ((6, 40), (132, 9), (3000, 127))),
-        extended(some, 132, 200),
+        *((some, programs, count) for programs, count in ((6, 40), (132, 9))),
+        *(extended(some, programs, count) for programs, count in ((3000, 127), (132, 200))),
     ]
 
 
@@ -242,17 +242,17 @@ def assert_right(extra, lens=RAGGED, bound=LONG, num_sms=12, seed=0, section_hea
 @pytest.mark.parametrize(
     ("extra", "bound"),
     [
-        ({}, LONG),
+        extended({}, LONG),
         ({}, SHORT),
-        extended({"sinks": True, "softcap": 20.0, "alibi": True}, LONG),
-        ({"sinks": True, "softcap": 20.0, "alibi": True}, SHORT),
+        ({"sinks": True, "softcap": 20.0, "alibi": True}, LONG),
+        extended({"sinks": True, "softcap": 20.0, "alibi": True}, SHORT),
         ({"sliding_window": 1100, "sinks": True}, LONG),
         extended({"sliding_window": 1100, "sinks": True}, SHORT),
-        extended({"causal": False, "head_dim": 128}, LONG),
-        ({"causal": False, "head_dim": 128}, SHORT),
-        extended({"num_q_heads": 14, "head_dim": 80, "head_dim_v": 96}, LONG),
-        ({"num_q_heads": 14, "head_dim": 80, "head_dim_v": 96}, SHORT),
-        ({"num_q_heads": 6, "num_kv_heads": 2}, LONG),
+        ({"causal": False, "head_dim": 128}, LONG),
+        extended({"causal": False, "head_dim": 128}, SHORT),
+        ({"num_q_heads": 14, "head_dim": 80, "head_dim_v": 96}, LONG),
+        extended({"num_q_heads": 14, "head_dim": 80, "head_dim_v": 96}, SHORT),
+        extended({"num_q_heads": 6, "num_kv_heads": 2}, LONG),
         extended({"num_q_heads": 6, "num_kv_heads": 2}, SHORT),
     ],
     ids=str,
@@ -265,7 +265,7 @@ def test_features(extra, bound):
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
-    [(16, 16), extended(128, 192), extended(192, 128), (256, 256), extended(248, 248), (64, 184)],
+    [(16, 16), extended(128, 192), extended(192, 128), extended(256, 256), extended(248, 248), (64, 184)],
 )
 def test_widths(head_dim, head_dim_v):
     """Values wider than 128 have several accumulators, or one of 256 columns."""
@@ -298,7 +298,7 @@ def test_pages(extra, page_size):
     ("extra", "scales"),
     [
         *((E4M3, "head"), extended(E4M3, "tensor")),
-        *(({"kv_dtype": torch.float8_e5m2}, "tensor"), extended({"kv_dtype": torch.float8_e5m2}, "head")),
+        *(extended({"kv_dtype": torch.float8_e5m2}, scales) for scales in ("tensor", "head")),
         *(({"kv_dtype": torch.int8}, "head"), extended({"kv_dtype": torch.int8}, "tensor")),
         *((E4M3 | {"allow_fp8": True}, "tensor"), extended(E4M3 | {"allow_fp8": True}, "head")),
     ],
@@ -311,7 +311,7 @@ def test_quantised_caches(extra, scales):
 
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
-    "extra", [{}, extended({"head_dim": 256}), {"head_dim_v": 192}, E4M3 | {"head_dim": 128}], ids=str
+    "extra", [{}, extended({"head_dim": 256}), extended({"head_dim_v": 192}), E4M3 | {"head_dim": 128}], ids=str
 )
 def test_outputs_in_e4m3(extra):
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), RAGGED)
@@ -339,7 +339,7 @@ def test_sequences_that_are_not_looked_at_are_not_cut():
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
     ("bound", "seeds"),
-    [(LONG, range(1, 3)), (SHORT, range(1, 3)), extended(LONG, range(3, 7)), extended(SHORT, range(3, 7))],
+    [(LONG, range(1, 2)), (SHORT, range(1, 2)), extended(LONG, range(2, 7)), extended(SHORT, range(2, 7))],
     ids=str,
 )
 def test_any_order_of_programs_gives_the_same_bits(bound, seeds):
@@ -372,7 +372,7 @@ def test_lengths_that_change_in_place():
 
 
 @pytest.mark.usefixtures("short_pieces")
-@pytest.mark.parametrize("seed", [*range(5), *map(extended, range(5, 10))])
+@pytest.mark.parametrize("seed", [extended(0), 1, 2, *map(extended, range(3, 10))])
 def test_whole_space(seed):
     draw = random.Random(seed)
     kv_heads, causal = draw.randint(1, 3), draw.choice([True, False])

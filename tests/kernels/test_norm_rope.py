@@ -16,6 +16,7 @@ from quire import api, reference
 from quire.dispatch.device import is_served_by_torch
 from quire.spec import QUANTISED_DTYPES
 from quire.testing import Problem, make_problem, random_norm_rope, unwritten
+from tests.extended import some_extended
 from tests.kernels.test_append import bits_of, copy_of, random_like
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.float16}
@@ -84,7 +85,7 @@ IN_TWO_LAUNCHES: dict[str, tuple[dict, tuple, dict, dict, dict]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*IN_ONE_LAUNCH, *IN_TWO_LAUNCHES])
+@pytest.mark.parametrize("name", some_extended([*IN_ONE_LAUNCH, *IN_TWO_LAUNCHES], ["prompts"]))
 def test_a_step_that_rotates_is_a_rotation_and_a_step(name, device, options):
     features, lens, norm_rope, chosen, problem = (IN_ONE_LAUNCH | IN_TWO_LAUNCHES)[name]
     p, plan = solve(features, lens, norm_rope, options(**chosen), **problem, device=device)
@@ -211,7 +212,7 @@ def test_what_a_rotation_needs_is_named(device):
             quire.attention(p.q, cache, plan, **new, **{name: value})
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12 if torch.cuda.is_available() else 8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_whole_space(device, options, data):
     draw = data.draw

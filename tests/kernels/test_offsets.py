@@ -210,6 +210,8 @@ CASES = {
 
 
 NEED_TRITON = {case for case in CASES if case == "combine" or case.endswith("split")}  # PyTorch does not split
+# Kernels that split address keys and values by the functions of those that do not.
+REPEATING = "values, split", "slots, split", "vectors, split", "heads, split"
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +232,13 @@ def run_case() -> Iterator[Callable[[str], tuple[int, str]]]:
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="runs the interpreter's kernels, in sparse memory, which a GPU lacks"
 )
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.triton) if c in NEED_TRITON else c for c in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=[pytest.mark.triton] * (c in NEED_TRITON) + [pytest.mark.extended] * (c in REPEATING))
+        for c in CASES
+    ],
+)
 def test_far_strides_reach_what_they_say(case, run_case):
     status, messages = run_case(case)
     if status == OUT_OF_MEMORY:

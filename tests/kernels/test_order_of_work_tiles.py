@@ -286,15 +286,14 @@ def test_programs_empty_the_queue_from_both_ends(seed):
 
 
 @pytest.mark.usefixtures("small_parts_count")
-def test_no_program_has_two_of_the_longest_work_tiles(monkeypatch):
+@pytest.mark.parametrize(("decodes", "seqs"), [(0, [0, 0, 0, 0, 4]), extended(4, [16, 16, 16, 15, 15])])
+def test_no_program_has_two_of_the_longest_work_tiles(decodes, seqs, monkeypatch):
     """Four work tiles of a chunk of 1,500 keys take as long as five of decoding sequences each."""
-    spec, lens = quire.AttentionSpec(**WIDE), ((80, 1500), (1, 300), (1, 290), (1, 310), (1, 300))
-    _, _, loads = attended(monkeypatch, spec, lens, num_sms=5, bound=FOR_ALL)
+    chunk, decoding = ((80, 1500),), ((1, 300), (1, 290), (1, 310), (1, 300))
+    lens = decoding * decodes + chunk if decodes else chunk + decoding
+    _, _, loads = attended(monkeypatch, quire.AttentionSpec(**WIDE), lens, num_sms=5, bound=FOR_ALL)
     first = {program: seq for seq, _, program in reversed(loads)}
-    assert [first[program] for program in range(5)] == [0, 0, 0, 0, 4]
-    _, _, loads = attended(monkeypatch, spec, lens[1:] * 4 + lens[:1], num_sms=5, bound=FOR_ALL)
-    first = {program: seq for seq, _, program in reversed(loads)}
-    assert [first[program] for program in range(5)] == [16, 16, 16, 15, 15]
+    assert [first[program] for program in range(5)] == seqs
 
 
 @pytest.mark.usefixtures("small_parts_count")
@@ -302,8 +301,8 @@ def test_more_work_tiles_than_are_counted_are_taken_from_the_front(monkeypatch):
     monkeypatch.setattr(queue, "MOST", tl.constexpr(15))
     monkeypatch.setattr(queue, "FRONT_BITS", tl.constexpr(4))
     spec = quire.AttentionSpec(**WIDE)
-    _, _, loads = attended(monkeypatch, spec, RAGGED, num_sms=2, bound=FOR_ALL)
-    assert len(loads) == 20 and {seq for seq, _, program in loads[:2]} == {6}
+    _, _, loads = attended(monkeypatch, spec, RAGGED[:2] + RAGGED[3:7], num_sms=2, bound=FOR_ALL)
+    assert len(loads) == 16 and {seq for seq, _, program in loads[:2]} == {5}
     _, _, loads = attended(monkeypatch, spec, RAGGED[:2] + RAGGED[3:5], num_sms=2, bound=FOR_ALL)
     assert len(loads) == 8 and {seq for seq, _, program in loads if program == 1} != {3}
 

@@ -11,6 +11,7 @@ import torch
 import quire
 from quire import intervals, reference
 from quire.testing import Problem, error_budget, make_problem, unwritten
+from tests.extended import some_extended
 
 E4M3 = torch.float8_e4m3fn
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17))
@@ -59,7 +60,11 @@ PLANS = {  # fields of the spec, lengths, options of the plan, of the problem
 }
 
 
-@pytest.mark.parametrize("case", PLANS)
+# Others have "split keys" and more, and other dtypes of the cache.
+REPEATING = "split keys", "int8, scales per head", "values of another width", "intervals, split keys"
+
+
+@pytest.mark.parametrize("case", some_extended(PLANS, REPEATING))
 def test_a_float32_result_is_rounded_once(case, device, options):
     fields, lens, plan_options, of_problem = PLANS[case]
     problem = make_problem(quire.AttentionSpec(**HEADS | fields), lens, **of_problem, device=device)
