@@ -42,7 +42,7 @@ CASES = (
     ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
     ({"num_q_heads": 64, "num_kv_heads": 16}, ((150, 1300), (150, 300)), {"kernel": "hopper"}),  # keys multiplied ahead
     ({"head_dim": 64}, ((150, 1300), (300, 300), (1, 90)), {"kernel": "hopper"}),
-    ({"head_dim": 88}, ((150, 1300), (300, 300), (1, 90)), {"kernel": "hopper"}),  # products of `value_columns.py`
+    ({"head_dim": 88}, ((150, 1300), (300, 300), (1, 90)), {"kernel": "hopper"}),  # products of `products.py`
 )
 E4M3 = torch.float8_e4m3fn
 LATENTS = (

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 
 from .memory import UNWRITTEN, AccessError, Allocation, GlobalMemory, Tile
-from .tensor_core import COLUMNS, Part
+from .tensor_core import COLUMNS, Matrix, Part
 from .values import TORCH_DTYPES, Load, Value
 
 
@@ -396,21 +396,27 @@ class Machine:
             self.warpgroup_mma_wait(0, [result])
         return result
 
-    def multiply(self, accs: list[Any], products: list[tuple[Value, Any, Any]]) -> tuple[Pending, ...]:
+    def multiply(self, accs: list[Any], products: list[tuple[Any, Matrix]]) -> tuple[Pending, ...]:
         """Add products to accumulators, which are next to each other, as one group.
 
         Args:
             accs: accumulators.
-            products: left operands, and the addresses and the dtype of right ones in shared memory.
+            products: left operands, and right ones.
         """
         total = torch.cat([acc.unfinished_data if isinstance(acc, Pending) else acc.take() for acc in accs], 1).clone()
         held = []
-        for left, addresses, dtype in products:
-            part = self.local.warps.program.part(addresses, dtype)
-            part.check_fenced()
-            right = part.read()
-            total[:, : right.shape[1]] += left.take().to(torch.float32) @ right.to(torch.float32)
-            held.append((part, right))
+        for operands in products:
+            numbers = []
+            for operand in operands:
+                if isinstance(operand, Matrix):
+                    part = self.local.warps.program.part(operand.at, operand.dtype)
+                    part.check_fenced()
+                    numbers.append(part.read())
+                    held.append((part, numbers[-1]))
+                else:
+                    numbers.append(operand.take())
+            left, right = (number.to(torch.float32) for number in numbers)
+            total[:, : right.shape[1]] += left @ right
         results = tuple(Pending(part) for part in total.split(COLUMNS, 1))
         self.local.warps.products.append(Product(tuple(held), results))
         return results

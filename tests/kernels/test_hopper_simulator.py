@@ -227,7 +227,8 @@ def test_capped_scores_that_are_all_as_large_as_they_can_be(sign):
 def exponents(scores, scale, cap):
     """Return what the kernel makes of a tile of scores. Its assembly is run."""
     run = Functions(Machine(0, (1,), GlobalMemory())).function(capped_exponents.fn)
-    return run(Value(scores), Value(scale), Value(torch.tensor(cap))).data
+    (found,) = run((Value(scores),), Value(scale), Value(torch.tensor(cap)))
+    return found.data
 
 
 def is_close_to_tanh(found, scores, scale, cap):
@@ -286,6 +287,29 @@ def test_widths(head_dim, head_dim_v):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
     assert_right(spec, page_size=24, layout="HND")
     assert_right(spec, max_seq_len=LONG, page_size=2)
+
+
+@pytest.mark.parametrize(
+    ("extra", "page_size"),
+    [
+        ({"head_dim": 192}, 16),
+        ({"head_dim": 136, "sinks": True, "sliding_window": 150}, 32),
+        ({"head_dim": 152, "causal": False, "num_q_heads": 6, "layout": "HND"}, 80),
+        (BFLOAT16 | {"head_dim": 192, "softcap": 20.0, "head_dim_v": 144}, 64),
+        ({"head_dim": 176, "softcap": 20.0, "alibi": True}, 16),
+    ],
+    ids=str,
+)
+def test_tiles_of_96_keys(extra, page_size):
+    """Scores are in pieces then. Prompts are longer than a work tile, and boxes have at least 16 rows."""
+    layout = extra.pop("layout", "NHD")
+    p = make_problem(
+        quire.AttentionSpec(**LLAMA | extra), ((140, 400), (66, 192), (1, 90), (0, 5)), page_size=page_size, layout=layout
+    )
+    plan = make_plan(p, LONG)
+    assert plan.launch.keys_of_tile(p.cache) == 96
+    state, _ = attend(p, plan)
+    assert error_budget(p, state).passed, error_budget(p, state)
 
 
 @pytest.mark.parametrize("head_dim", [24, 96, 104, 200])
@@ -380,7 +404,7 @@ def test_tiles_that_lie_in_one_page_and_tiles_in_two(page_size, extra):
         scales="tensor",
     )  # fmt: skip
     plan = make_plan(p, LONG)
-    assert plan.launch.boxes(p.cache)[1] == plan.launch.config.block_n
+    assert plan.launch.boxes(p.cache)[1] == plan.launch.keys_of_tile(p.cache)
     state, _ = attend(p, plan)
     assert error_budget(p, state).passed, error_budget(p, state)
 

@@ -40,7 +40,7 @@ class HopperConfig:
     def __post_init__(self) -> None:
         require_int("num_warpgroups", self.num_warpgroups, 1, 2)
         require_int("block_t", self.block_t, 1, 64 * self.num_warpgroups)
-        require_int("block_n", self.block_n, 16, 256, power_of_two=True)
+        require_int("block_n", self.block_n, 16, 256, multiple_of=16)
         require_int("num_stages", self.num_stages, 1)
         require_int("num_q_stages", self.num_q_stages, 1)
         require_int("num_quantised_stages", self.num_quantised_stages, 0)
@@ -250,11 +250,19 @@ class CostModel:
                 raise ValueError(f"{field.name} must be a finite number from 0, got {value!r}; pass a measured ratio")
 
 
-def require_int(name: str, value: object, least: int, most: int | None = None, power_of_two: bool = False) -> None:
-    """Raise ValueError unless `value` is an int within the limits, and a power of two where asked."""
+def largest_power_of_two(number: int) -> int:
+    """Return the largest power of two that is not above a number."""
+    return 1 << (number.bit_length() - 1)
+
+
+def require_int(
+    name: str, value: object, least: int, most: int | None = None, power_of_two: bool = False, multiple_of: int = 1
+) -> None:
+    """Raise ValueError unless `value` is an int within the limits, and a power of two or a multiple where asked."""
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= (most or value):
-        if not power_of_two or value & (value - 1) == 0:
+        if value % multiple_of == 0 and (not power_of_two or value & (value - 1) == 0):
             return
-    kind = "a power of two" if power_of_two else "an int"
+    kind = "an int" if multiple_of == 1 else f"a multiple of {multiple_of}"
+    kind = "a power of two" if power_of_two else kind
     limits = f"from {least} to {most}" if most else f"of at least {least}"
     raise ValueError(f"{name} must be {kind} {limits}, got {value!r}; pass one within these limits")

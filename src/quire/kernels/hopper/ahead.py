@@ -16,9 +16,11 @@ from quire.kernels.hopper.attend import (
     as_operands,
     empty_state,
     first_scores,
+    keys_of,
     multiply_keys,
     multiply_values,
     new_maximum,
+    no_scores,
     probabilities,
     scaled,
     softmax_step,
@@ -26,7 +28,6 @@ from quire.kernels.hopper.attend import (
 )
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, release_operand
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
-from quire.kernels.hopper.work_tile import ROWS
 
 
 @gluon.jit
@@ -36,8 +37,8 @@ def attend_work_tile_ahead(
     SCORE_MOD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Return what `attend_work_tile` does."""
-    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    BLOCK_N: gl.constexpr = keys_of(cols)
+    zeros = no_scores(cols, OF_SCORES)
     accs, m_i, l_i = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
     NUM_ACCS: gl.constexpr = len(accs)
     pos = work.tile * BLOCK_N
@@ -54,8 +55,8 @@ def attend_work_tile_ahead(
         p, l_i = probabilities(scores, l_i, exponent_scale, shift, alpha, 0.0)
         p = as_operands(p, v_pipe, accs)
         accs = multiply_values(p, v_pipe, v_stage, accs, HEAD_DIM_V)
-        done = warpgroup_mma_wait(0, deps=(next_scores,) + accs + p)
-        scores, accs = done[0], done[1 : NUM_ACCS + 1]
+        done = warpgroup_mma_wait(0, deps=next_scores + accs + p)
+        scores, accs = done[: len(cols)], done[len(cols) : len(cols) + NUM_ACCS]
         release_operand(k_pipe, i + 1)
         release_operand(v_pipe, i)
         if EARLY and i == last - 1:

@@ -20,7 +20,16 @@ from quire.kernels.hopper.pipeline import (
     release_operand,
 )
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
-from quire.kernels.hopper.value_columns import PIECE, add_product, float32_each, num_pieces, pieces, wide
+from quire.kernels.hopper.products import (
+    PIECE,
+    add_product,
+    begin_scores,
+    float32_each,
+    layout_of_piece,
+    num_pieces,
+    pieces,
+    wide,
+)
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LN2, LOG2E, groups_of, log2
 
@@ -116,7 +125,7 @@ def empty_state(OF_SCORES: gl.constexpr, v_pipe, HEAD_DIM_V: gl.constexpr):
     """Return the state over no keys. There is an accumulator for each piece of the values' columns."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
-    COLUMNS: gl.constexpr = columns_of_accs(HEAD_DIM_V, len(v_pipe.address) > 0)
+    COLUMNS: gl.constexpr = columns_of_accs(HEAD_DIM_V, len(v_pipe.addresses) > 0)
     accs = ()
     for i in gl.static_range(len(COLUMNS)):
         accs = accs + (empty_acc(COLUMNS[i], 256 // v_pipe.tiles.dtype.primitive_bitwidth),)
@@ -139,18 +148,63 @@ def empty_acc(COLUMNS: gl.constexpr, DEPTH: gl.constexpr):
 
 @gluon.jit
 def multiply_keys(q, k_pipe, stage, zeros, HEAD_DIM: gl.constexpr):
-    """Begin the product of queries and a tile of keys."""
-    scores = zeros
-    for i in gl.static_range(len(q)):
-        k = piece_of(k_pipe, stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1])
-        scores = warpgroup_mma(q[i], k.permute((1, 0)), scores, use_acc=i > 0, is_async=True)
+    """Begin the product of queries and a tile of keys. It is a tuple of tensors like `zeros`."""
+    if len(k_pipe.addresses) > 0:
+        return begin_scores(q, k_pipe, stage, k_pipe.tiles.dtype, len(zeros) * PIECE, HEAD_DIM)
+    else:
+        scores = zeros[0]
+        for i in gl.static_range(len(q)):
+            k = piece_of(k_pipe, stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1])
+            scores = warpgroup_mma(q[i], k.permute((1, 0)), scores, use_acc=i > 0, is_async=True)
+        return (scores,)
+
+
+@gluon.constexpr_function
+def layout_of_scores(keys, depth):
+    """Return the layout of the scores of tiles of so many keys, or of their pieces if that is no power of two."""
+    if keys & (keys - 1):
+        return layout_of_piece()
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, depth])
+
+
+@gluon.jit
+def columns_of_scores(KEYS: gl.constexpr, OF_SCORES: gl.constexpr):
+    """Return the columns of each tensor of a tile's scores."""
+    COLUMNS: gl.constexpr = PIECE if KEYS & (KEYS - 1) else KEYS
+    columns = ()
+    for i in gl.static_range(KEYS // COLUMNS):
+        columns = columns + (i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, OF_SCORES)),)
+    return columns
+
+
+@gluon.jit
+def no_scores(cols, OF_SCORES: gl.constexpr):
+    """Return scores of 0 of a tile with columns `cols`."""
+    scores = ()
+    for i in gl.static_range(len(cols)):
+        scores = scores + (gl.zeros([ROWS, cols[i].shape[0]], gl.float32, OF_SCORES),)
     return scores
+
+
+@gluon.constexpr_function
+def keys_of(cols):
+    """Return how many keys the tiles with these columns have."""
+    return len(cols) * cols[0].shape[0]
+
+
+@gluon.jit
+def after(IN_FLIGHT: gl.constexpr, tensors):
+    """Wait until at most IN_FLIGHT products have not ended, and return tensors that are those of ended ones."""
+    if len(tensors) > 1:
+        return warpgroup_mma_wait(IN_FLIGHT, deps=tensors)
+    else:
+        return (warpgroup_mma_wait(IN_FLIGHT, deps=tensors),)
 
 
 @gluon.jit
 def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
     """Begin to add the product of probabilities and a tile of values to the accumulators."""
-    if len(v_pipe.address) > 0:
+    if len(v_pipe.addresses) > 0:
         return add_product(p, v_pipe, stage, accs, HEAD_DIM_V)
     else:
         results = ()
@@ -166,11 +220,14 @@ def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
 @gluon.jit
 def as_operands(p, v_pipe, accs, PACKED: gl.constexpr = False):
     """Return probabilities as the operands of `multiply_values`, of the type of values. PACKED: as in `rounded`."""
-    p = rounded(p, v_pipe.tiles.dtype, PACKED)
-    if len(v_pipe.address) > 0:
-        return pieces(p)
-    else:
-        return (gl.convert_layout(p, gl.DotOperandLayout(0, accs[0].type.layout, 2)),)
+    operands = ()
+    for i in gl.static_range(len(p)):
+        numbers = rounded(p[i], v_pipe.tiles.dtype, PACKED)
+        if len(v_pipe.addresses) > 0:
+            operands = operands + pieces(numbers)
+        else:
+            operands = operands + (gl.convert_layout(numbers, gl.DotOperandLayout(0, accs[0].type.layout, 2)),)
+    return operands
 
 
 @gluon.jit
@@ -196,7 +253,7 @@ def rounded(p, element: gl.constexpr, PACKED: gl.constexpr):
 def first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM: gl.constexpr, EARLY: gl.constexpr):
     """Return the product of queries and the first tile of keys, and release what no later product needs."""
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
-    scores = warpgroup_mma_wait(0, deps=[scores])
+    scores = after(0, scores)
     release_operand(k_pipe, tile_i)
     if EARLY and work.num_tiles == 1:
         consumer_release(q_pipe, work_i)
@@ -219,11 +276,11 @@ def attend_work_tile(
     # copied, and else values after the product of keys has begun.
     NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO
     TOGETHER: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty) and not NEXT_KEYS
-    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    BLOCK_N: gl.constexpr = keys_of(cols)
+    zeros = no_scores(cols, OF_SCORES)
     accs, m_i, l_i = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
     NUM_ACCS: gl.constexpr = len(accs)
-    IN_FLIGHT: gl.constexpr = 1 if len(v_pipe.address) > 0 else NUM_ACCS  # products with values
+    IN_FLIGHT: gl.constexpr = 1 if len(v_pipe.addresses) > 0 else NUM_ACCS  # products with values
     pos = work.tile * BLOCK_N
     scores = first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM, EARLY)
     p, m_i, l_i, _ = softmax_step(
@@ -246,7 +303,7 @@ def attend_work_tile(
         accs = multiply_values(p, v_pipe, v_stage, accs, HEAD_DIM_V)
         if NEXT_KEYS:
             k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)
-        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[scores])
+        scores = after(IN_FLIGHT, scores)
         release_operand(k_pipe, i)
         if EARLY and i == stop - 1:
             consumer_release(q_pipe, work_i)
@@ -278,16 +335,16 @@ def attend_work_tile_in_splits(
 
     Each split of FIXED_SPLIT keys has a state, and the result is the left fold of these, as in the portable kernels.
     """
-    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    BLOCK_N: gl.constexpr = keys_of(cols)
     NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_OF_SPLITS_UP_TO
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    zeros = no_scores(cols, OF_SCORES)
     accs, m_i, l_i = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
     NUM_ACCS: gl.constexpr = len(accs)
-    IN_FLIGHT: gl.constexpr = 1 if len(v_pipe.address) > 0 else NUM_ACCS  # products with values
-    split_accs, split_m, no_sums = accs, m_i, sums_of_groups(zeros, groups_of(BLOCK_N))
+    IN_FLIGHT: gl.constexpr = 1 if len(v_pipe.addresses) > 0 else NUM_ACCS  # products with values
+    split_accs, split_m, no_sums = accs, m_i, sums_of_groups(zeros[0], groups_of(BLOCK_N))
     pos = work.tile * BLOCK_N
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
-    scores = warpgroup_mma_wait(0, deps=[scores])
+    scores = after(0, scores)
     release_operand(k_pipe, tile_i)
     p, split_m, split_l, _ = softmax_step(
         scores, split_m, no_sums, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
@@ -305,7 +362,7 @@ def attend_work_tile_in_splits(
         split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), split_accs, HEAD_DIM_V)
         if NEXT_KEYS:
             k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)
-        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[scores])
+        scores = after(IN_FLIGHT, scores)
         release_operand(k_pipe, i)
         done = warpgroup_mma_wait(0, deps=split_accs + p)
         split_accs, p = done[:NUM_ACCS], done[NUM_ACCS:]
@@ -379,20 +436,20 @@ def attend_work_tile_in_fp8(
     BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
     LIFT: gl.constexpr = 8.0  # probabilities are scaled by 2^8, so that small ones keep their bits
-    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
     empty, m_i, l_i = empty_state(OF_SCORES, v_pipe, k_pipe.tiles.shape[2])
     no_out = empty[0]
     acc = no_out
     pos = work.tile * BLOCK_N
     for i in range(tile_i, tile_i + work.num_tiles):
         k = k_pipe.tiles.index(consumer_wait(k_pipe, i))
-        scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         consumer_release(k_pipe, i)
         p, m_i, l_i, alpha = softmax_step(
-            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
+            (scores,), m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
         )
-        p = gl.convert_layout(to_fp8(permute_for_fp8_operand(p)), OF_P)
+        p = gl.convert_layout(to_fp8(permute_for_fp8_operand(p[0])), OF_P)
         v = v_pipe.tiles.index(consumer_wait(v_pipe, i))
         product = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
@@ -408,22 +465,26 @@ def attend_work_tile_in_fp8(
 @gluon.jit
 def hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T: gl.constexpr):
     """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key."""
+    BLOCK_N: gl.constexpr = keys_of(cols)
     low_pos = work.first_pos + work.token
     high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
     q_pos = low_pos + rows % BLOCK_T
     if sight is None:
-        is_past_right = pos + scores.shape[1] > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
+        is_past_right = pos + BLOCK_N > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
         is_partial = is_past_right | (pos < high_pos - scoring.window_left)
     else:
-        is_partial = (pos + scores.shape[1] > sight.full_stop) | (pos < sight.full_start)
+        is_partial = (pos + BLOCK_N > sight.full_stop) | (pos < sight.full_start)
     if is_partial:  # else every row sees every key of the tile
         if sight is None:
             first_col = q_pos - scoring.window_left - pos
             last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
         else:
             first_col, last_col = sight.first - pos, sight.last - pos
-        visible = (cols[None, :] >= first_col[:, None]) & (cols[None, :] <= last_col[:, None])
-        scores = gl.where(visible, scores, float("-inf"))
+        shown = ()
+        for i in gl.static_range(len(scores)):
+            visible = (cols[i][None, :] >= first_col[:, None]) & (cols[i][None, :] <= last_col[:, None])
+            shown = shown + (gl.where(visible, scores[i], float("-inf")),)
+        scores = shown
     return scores
 
 
@@ -461,15 +522,22 @@ def new_maximum(
         alpha: the factor for acc and l_i.
     """
     exponent_scale = scale * LOG2E
-    if is_softcap(SCORE_MOD):
-        exponent_scale = scoring.softcap * (2 * LOG2E)
-        scores = SCORE_MOD(scores, by_row(scale), scoring.softcap)
-    elif SCORE_MOD is not None:
-        exponent_scale = LOG2E
+    if SCORE_MOD is not None:
+        exponent_scale = scoring.softcap * (2 * LOG2E) if is_softcap(SCORE_MOD) else LOG2E
         q_pos = work.first_pos + work.token + rows % BLOCK_T
-        scores = SCORE_MOD(scores, by_row(scale), q_pos, pos + cols, slopes, scoring.softcap)
+        changed = ()
+        for i in gl.static_range(len(scores)):
+            if is_softcap(SCORE_MOD):
+                score = SCORE_MOD(scores[i], by_row(scale), scoring.softcap)
+            else:
+                score = SCORE_MOD(scores[i], by_row(scale), q_pos, pos + cols[i], slopes, scoring.softcap)
+            changed = changed + (score,)
+        scores = changed
     scores = hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T)
-    highest = gl.max(scores, 1) * exponent_scale
+    largest = scores[0]
+    for i in gl.static_range(1, len(scores)):
+        largest = gl.maximum(largest, scores[i])
+    highest = gl.max(largest, 1) * exponent_scale
     m_new = raised(m_i, highest) if LAZY else gl.maximum(m_i, highest)
     shift = gl.maximum(m_new, LOWEST)  # a row that has seen no key: -inf - -inf is NaN
     return scores, exponent_scale, m_new, shift, gl.exp2(m_i - shift)
@@ -478,13 +546,24 @@ def new_maximum(
 @gluon.jit
 def probabilities(scores, l_i, exponent_scale, shift, alpha, LIFT: gl.constexpr):
     """Return a tile's probabilities times 2^LIFT, and the new sum: the second half of `softmax_step`."""
-    p = gl.exp2(scores * by_row(exponent_scale) - (shift - LIFT)[:, None])
+    p = ()
+    for i in gl.static_range(len(scores)):
+        p = p + (gl.exp2(scores[i] * by_row(exponent_scale) - (shift - LIFT)[:, None]),)
     if len(l_i.shape) == 1:
-        l_i = l_i * alpha + gl.sum(p, 1)
+        l_i = l_i * alpha + gl.sum(sum_of_pieces(p), 1)
     else:
         by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
-        l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
+        l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p[0], l_i.shape[1]))
     return p, l_i
+
+
+@gluon.jit
+def sum_of_pieces(p):
+    """Return the sum of a tile's pieces, number by number."""
+    numbers = p[0]
+    for i in gl.static_range(1, len(p)):
+        numbers += p[i]
+    return numbers
 
 
 @gluon.jit

@@ -10,30 +10,39 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from quire.kernels.hopper.attend import (
+    after,
     as_operands,
     by_row,
     empty_state,
     hide_unseen,
+    keys_of,
     multiply_keys,
     multiply_values,
+    no_scores,
+    sum_of_pieces,
     total,
     wide,
 )
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait
-from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import log2
 
 
 @gluon.jit
 def probabilities(scores, pos, rows, cols, work, sight, scale, scoring, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
     """Return the probabilities of the tile that begins at position `pos`, relative to an exponent of 0."""
-    exponents = SCORE_MOD(scores, by_row(scale), scoring.softcap)
-    return gl.exp2(hide_unseen(exponents, pos, rows, cols, work, sight, scoring, BLOCK_T))
+    exponents = hide_unseen(
+        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, BLOCK_T
+    )
+    p = ()
+    for i in gl.static_range(len(exponents)):
+        p = p + (gl.exp2(exponents[i]),)
+    return p
 
 
 @gluon.jit
 def sums_of_threads(p):
-    """Return the sum of each thread's probabilities in a row, [M, 4]. A row of p [M, N] belongs to four threads."""
+    """Return the sum of each thread's probabilities in a row, [M, 4]. A row of a piece [M, N] belongs to four threads."""
+    p = sum_of_pieces(p)
     for _ in gl.static_range(log2(p.shape[1] // 8)):
         p = gl.sum(p.reshape([p.shape[0], 2, p.shape[1] // 2]), 1)
     return gl.sum(p.reshape([p.shape[0], 4, 2]), 2)
@@ -60,14 +69,14 @@ def attend_capped_work_tile(
     was slower (NVIDIA H200). Boxes of fewer than 16 rows make tiles load slowly, and an overlap frees values later.
     Tiles of 128 keys and values wider than 64 leave too few registers for two tiles of probabilities.
     """
-    OVERLAPS: gl.constexpr = KV_BOX >= 16 and (k_pipe.tiles.shape[1] <= 64 or HEAD_DIM_V <= 64)
-    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
+    BLOCK_N: gl.constexpr = keys_of(cols)
+    OVERLAPS: gl.constexpr = KV_BOX >= 16 and (BLOCK_N <= 64 or HEAD_DIM_V <= 64)
+    zeros = no_scores(cols, OF_SCORES)
     accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
-    IN_FLIGHT: gl.constexpr = 1 if len(v_pipe.address) > 0 else len(accs)  # products with values
+    IN_FLIGHT: gl.constexpr = 1 if len(v_pipe.addresses) > 0 else len(accs)  # products with values
     pos = work.tile * BLOCK_N
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
-    scores = warpgroup_mma_wait(0, deps=[scores])
+    scores = after(0, scores)
     consumer_release(k_pipe, tile_i)
     if EARLY and work.num_tiles == 1:
         consumer_release(q_pipe, work_i)
@@ -78,7 +87,7 @@ def attend_capped_work_tile(
         pos -= BLOCK_N
         scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, i), zeros, HEAD_DIM)
         accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), accs, HEAD_DIM_V)
-        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[scores])
+        scores = after(IN_FLIGHT, scores)
         consumer_release(k_pipe, i)
         if EARLY and i == tile_i + work.num_tiles - 1:
             consumer_release(q_pipe, work_i)

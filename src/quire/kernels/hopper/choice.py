@@ -3,7 +3,7 @@
 from dataclasses import astuple, replace
 
 from quire.dispatch import tree
-from quire.dispatch.config import CostModel, HopperConfig
+from quire.dispatch.config import CostModel, HopperConfig, largest_power_of_two
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.hopper.launch import HopperLaunch, count_work_tiles, has_bounded_scores, is_wide
 from quire.kernels.split_kv.choice import choose as choose_portable
@@ -159,7 +159,10 @@ def choose_config(request: Request, short: bool) -> HopperConfig | str:
     if is_wide(request.spec) and not ragged and min(request.keys_seen, queries) > TALL_WIDE:
         short = False
     queries = tree.power_of_two(queries) if ragged else queries
-    return tree.hopper_config(request.spec, request.device, short, queries, ragged)
+    config = tree.hopper_config(request.spec, request.device, short, queries, ragged)
+    if isinstance(config, HopperConfig) and request.rows_per_seq <= 64 * config.num_warpgroups:
+        config = replace(config, block_n=largest_power_of_two(config.block_n))  # keys are read once, and wait for memory
+    return config
 
 
 def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: int) -> HopperConfig:

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from quire.kernels.hopper.pipeline import (
     buffers_of,
-    bytes_of_row,
+    bytes_of_tile,
     commit_copies,
     expect_box,
     load_rows,
@@ -146,5 +146,5 @@ def load_box(desc, row, column, pipe, i):
     """Begin to load a tile by TMA, as one box."""
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     stage = producer_acquire(pipe, i)
-    expect_box(pipe, stage, BLOCK_N * bytes_of_row(pipe.tiles, pipe.more, pipe.empty))
-    load_rows(desc, row, column, pipe.full.index(stage), buffers_of(pipe, stage), 0, BLOCK_N)
+    expect_box(pipe, stage, bytes_of_tile(pipe.tiles, pipe.more, pipe.empty))
+    load_rows(desc, row, column, pipe.full.index(stage), buffers_of(pipe, stage), BLOCK_N, 0, BLOCK_N)

@@ -24,7 +24,9 @@ from quire.kernels.hopper.attend import (
     attend_work_tile,
     attend_work_tile_in_fp8,
     attend_work_tile_in_splits,
+    columns_of_scores,
     layout_of_out,
+    layout_of_scores,
     queries_of,
     scaled,
 )
@@ -34,6 +36,7 @@ from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
 from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
 from quire.kernels.hopper.pipeline import THREADS, consumer_release, consumer_wait, make_pipeline, pieces_of
 from quire.kernels.hopper.producer import produce
+from quire.kernels.hopper.products import addresses_of_queries
 from quire.kernels.hopper.results import Outputs, finish, load_of_heads, tokens_of_rows
 from quire.kernels.hopper.softcap import is_capped
 from quire.kernels.hopper.tile_scheduler import SEQS, Batch
@@ -67,15 +70,14 @@ class Sight(NamedTuple):
 def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, KV_BOX: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK_N: gl.constexpr, SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, KV_BOX: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
     WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
-    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     element: gl.constexpr = k_pipe.tiles.dtype
     FP8_MMA: gl.constexpr = element.primitive_bitwidth == 8
     DEPTH: gl.constexpr = 256 // element.primitive_bitwidth  # of one tensor-core instruction, in elements
-    OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
+    OF_SCORES: gl.constexpr = layout_of_scores(BLOCK_N, DEPTH)
     ALL_OWNED: gl.constexpr = q_pipe.tiles.shape[1] == HEADS * BLOCK_T
     OWNED: gl.constexpr = None if ALL_OWNED else HEADS * BLOCK_T  # rows of queries; others are not written
     # The only buffer of queries is released after the last product, so that the next queries arrive while results are
@@ -89,7 +91,7 @@ def consume(
     # Queries of narrow heads: 0.987 to 1.003 of the time in 13 cases (NVIDIA H200, 2026-11-26).
     IN_REGISTERS: gl.constexpr = HEAD_DIM <= 64 and WARPGROUPS == 2 and FIXED_SPLIT == 0 and not is_capped(SCORE_MOD)
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
-    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OF_SCORES))
+    cols = columns_of_scores(BLOCK_N, OF_SCORES)
 
     work_i = 0
     tile_i = 0
@@ -105,7 +107,9 @@ def consume(
         scale = scoring.scale
         if scoring.k_scale_ptr is not None:
             scale *= gl.load(scoring.k_scale_ptr + work.head // GROUP * stride_scale)
-        if element == q_pipe.tiles.dtype:
+        if len(q_pipe.addresses) > 0:
+            q = addresses_of_queries(wg, q_pipe, stage)
+        elif element == q_pipe.tiles.dtype:
             q = ()
             for i in gl.static_range(len(pieces_of(HEAD_DIM, 16))):
                 piece = queries_of(wg, q_pipe, stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1])
@@ -245,7 +249,7 @@ def hopper_kernel(
     CUT_SLOTS: gl.constexpr,  # slots for partials of row blocks that are cut by keys; 0: none is cut
     MIXED: gl.constexpr,  # decoding sequences may be among the prompts
     AHEAD: gl.constexpr,  # keys are multiplied ahead, if they are not gathered
-    PIECES: gl.constexpr,  # products with values are those of `value_columns.py`
+    PIECES: gl.constexpr,  # products with values are those of `products.py`, and those with keys, if tiles are no power of two
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -253,9 +257,10 @@ def hopper_kernel(
         gdc_launch_dependents()
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     COLUMNS_V: gl.constexpr = (HEAD_DIM_V + 63) // 64 * 64
+    IN_PIECES: gl.constexpr = BLOCK_N & (BLOCK_N - 1) != 0  # scores, and products with keys are those of `products.py`
     if PIECES:
         mark_shared_memory()
-    q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, COLUMNS, Q_STAGES, WARPGROUPS)
+    q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, COLUMNS, Q_STAGES, WARPGROUPS, 0, IN_PIECES)
     GATHERS: gl.constexpr = KV_BOX == 0
     STORED: gl.constexpr = k_source.dtype.element_ty if GATHERS else k_source.dtype
     NUMBER: gl.constexpr = STORED if QUANTISED_STAGES == 0 or FP8_MMA else gl.float16
@@ -264,11 +269,11 @@ def hopper_kernel(
     K_COPYING_WARPS: gl.constexpr = COPYING_WARPS if QUANTISED_STAGES == 0 or FP8_MMA else 0
     V_COPYING_WARPS: gl.constexpr = COPYING_WARPS if QUANTISED_STAGES == 0 else 0
     RELEASES: gl.constexpr = WARPGROUPS if is_capped(SCORE_MOD) or FP8_MMA else WARPGROUPS * THREADS
-    k_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS, STAGES, RELEASES, K_COPYING_WARPS)
+    k_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS, STAGES, RELEASES, K_COPYING_WARPS, IN_PIECES, IN_PIECES)
     if FP8_MMA:
         v_pipe = make_pipeline(NUMBER, COLUMNS_V, BLOCK_N, STAGES, RELEASES)
     else:
-        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, RELEASES, V_COPYING_WARPS, PIECES)
+        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, RELEASES, V_COPYING_WARPS, PIECES, PIECES)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
     # A producer that loads intervals needs more registers, and so do others, if consumers can spare them.
@@ -301,11 +306,11 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
+                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, BLOCK_N, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
                     MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [PRODUCER_WARPS],
@@ -317,14 +322,14 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
+                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
+                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, BLOCK_N, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
                     MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [4, PRODUCER_WARPS],
@@ -340,15 +345,15 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
+                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
+                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, BLOCK_N, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
                     MIXED, outputs.lse_ptr, stride_lse)),
             ],
             [4, 4, PRODUCER_WARPS],

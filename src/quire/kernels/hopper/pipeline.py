@@ -27,42 +27,46 @@ THREADS = gl.constexpr(128)  # of a warpgroup
 class SmemPipeline(NamedTuple):
     """Tiles and their barriers.
 
-    The width of a buffer is a power of two. So a tile of 192 columns is in two buffers, or in three next to each other.
+    The extents of a buffer are powers of two. So a tile of 192 columns is in two buffers, or in three next to each other,
+    and a tile of 112 rows has panels of seven buffers.
     """
 
     tiles: Any  # [STAGES * buffers next to each other, rows, columns]
     more: tuple  # a buffer of the columns after those, if there are more
     full: Any
     empty: Any
-    address: tuple  # that of the first tile, if it is known; the tile's panels are next to each other then
+    addresses: tuple  # of the first tile, and of the columns after those in `tiles`, if they are known
 
 
 @gluon.jit
 def make_pipeline(
     element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, RELEASES: gl.constexpr,
-    COPYING_WARPS: gl.constexpr = 0, ADDRESSED: gl.constexpr = False,
+    COPYING_WARPS: gl.constexpr = 0, ADDRESSED: gl.constexpr = False, IN_A_ROW: gl.constexpr = False,
 ):  # fmt: skip
     """Allocate a pipeline whose tiles are free after RELEASES arrivals, and copied by COPYING_WARPS if any.
 
     There is one arrival of each warpgroup (`consumer_release`), or one of each thread (`release_operand`).
-    ADDRESSED: its panels are next to each other, and their address is known. Shared memory must be marked.
+    ADDRESSED: addresses are known. Shared memory must be marked. IN_A_ROW: a tile's panels are next to each other.
     """
     BITS: gl.constexpr = element.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(SWIZZLE_BYTES.value, COLUMNS * BITS // 8), BITS, 2)
-    FIRST: gl.constexpr = width_of_buffer(COLUMNS, ADDRESSED)
-    BUFFERS: gl.constexpr = COLUMNS // FIRST if ADDRESSED else 1
-    tiles = gl.allocate_shared_memory(element, [STAGES * BUFFERS, ROWS, FIRST], LAYOUT)
+    HEIGHT: gl.constexpr = height_of_buffer(ROWS)
+    FIRST: gl.constexpr = width_of_buffer(COLUMNS, IN_A_ROW, HEIGHT < ROWS)
+    BUFFERS: gl.constexpr = COLUMNS // FIRST * (ROWS // HEIGHT) if IN_A_ROW else 1
+    tiles = gl.allocate_shared_memory(element, [STAGES * BUFFERS, HEIGHT, FIRST], LAYOUT)
     more = ()
-    if COLUMNS > FIRST * BUFFERS:
+    if COLUMNS > FIRST and not IN_A_ROW:
         more = (gl.allocate_shared_memory(element, [STAGES, ROWS, COLUMNS - FIRST], LAYOUT),)
-    address = ()
+    addresses = ()
     if ADDRESSED:
-        address = (address_of(tiles.index(0)),)
+        addresses = (address_of(tiles.index(0)),)
+        for i in gl.static_range(len(more)):
+            addresses = addresses + (address_of(more[i].index(0)),)
     if COPYING_WARPS > 0:
         full = make_barriers(STAGES, 32 * COPYING_WARPS)
     else:
         full = make_barriers(STAGES + 1, 1)
-    return SmemPipeline(tiles, more, full, make_barriers(STAGES, RELEASES), address)
+    return SmemPipeline(tiles, more, full, make_barriers(STAGES, RELEASES), addresses)
 
 
 @gluon.constexpr_function
@@ -78,22 +82,30 @@ def largest_power_of_two(number):
 
 
 @gluon.constexpr_function
-def width_of_buffer(columns, addressed):
-    """Return the columns of the first buffer of a tile."""
+def width_of_buffer(columns, in_a_row, has_lower):
+    """Return the columns of the first buffer of a tile: one panel's, if other panels or buffers of it are next to it."""
     widest = largest_power_of_two(columns)
-    return 64 if addressed and widest < columns else widest
+    return 64 if has_lower or (in_a_row and widest < columns) else widest
 
 
 @gluon.constexpr_function
-def columns_of(tiles, more, empty):
-    """Return the columns of the tiles of a pipeline with these buffers and barriers."""
-    return tiles.shape[0] // empty.shape[0] * tiles.shape[2] + sum(buffer.shape[2] for buffer in more)
+def height_of_buffer(rows):
+    """Return the rows of each buffer of a tile: the largest power of two that divides those of the tile."""
+    return rows & -rows
 
 
 @gluon.constexpr_function
-def bytes_of_row(tiles, more, empty):
-    """Return the bytes of a row of such tiles."""
-    return columns_of(tiles, more, empty) * tiles.dtype.primitive_bitwidth // 8
+def columns_of(tiles, more):
+    """Return the columns of the tiles of a pipeline with these buffers, one for each stage."""
+    return tiles.shape[2] + sum(buffer.shape[2] for buffer in more)
+
+
+@gluon.constexpr_function
+def bytes_of_tile(tiles, more, empty):
+    """Return the bytes of a tile of a pipeline with these buffers and barriers."""
+    buffers = (tiles, *more)
+    numbers = sum(b.shape[0] // empty.shape[0] * b.shape[1] * b.shape[2] for b in buffers)
+    return numbers * tiles.dtype.primitive_bitwidth // 8
 
 
 @gluon.constexpr_function
@@ -188,7 +200,10 @@ def panels(tile):
 
 
 @gluon.jit
-def load_rows(desc, row, head, barrier, buffers, FIRST: gl.constexpr, ROWS: gl.constexpr, ZEROS: gl.constexpr = 0):
+def load_rows(
+    desc, row, head, barrier, buffers, HEIGHT: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr,
+    ZEROS: gl.constexpr = 0,
+):  # fmt: skip
     """Load ROWS rows of a head by TMA into a tile, from its row FIRST on, one load for each panel.
 
     Args:
@@ -197,23 +212,24 @@ def load_rows(desc, row, head, barrier, buffers, FIRST: gl.constexpr, ROWS: gl.c
         head: the head's first column in the matrix; or which head it is.
         barrier: that counts the bytes.
         buffers: of the tile.
+        HEIGHT: rows of the tile.
         FIRST: the tile's row that comes first.
         ROWS: of a box.
         ZEROS: columns of zeros before those of the head.
     """
-    HEIGHT: gl.constexpr = buffers[0].shape[0]
+    EACH: gl.constexpr = buffers[0].shape[0]  # rows of a buffer
     COLUMNS: gl.constexpr = panels(buffers[0]).shape[1]
-    for i in gl.static_range(len(buffers)):
-        for panel in gl.static_range(buffers[i].shape[1] // COLUMNS):
+    for i in gl.static_range(len(buffers) * EACH // HEIGHT):
+        buffer = buffers[i * (HEIGHT // EACH) + FIRST // EACH]
+        for panel in gl.static_range(buffer.shape[1] // COLUMNS):
+            column = i * buffers[0].shape[1] + panel * COLUMNS
             if len(desc.block_shape) == 2:
-                column = head + (i * buffers[0].shape[1] + panel * COLUMNS)
-                tma_load(desc, [row, column], barrier, panels(buffers[i]).slice(panel * HEIGHT + FIRST, ROWS))
+                rows = panels(buffer).slice(panel * EACH + FIRST % EACH, ROWS)
+                tma_load(desc, [row, head + column], barrier, rows)
             else:
-                column = i * buffers[0].shape[1] + panel * COLUMNS - ZEROS
-                boxes = reinterpret(
-                    buffers[i], buffers[i].dtype, [panels(buffers[i]).shape[0], 1, COLUMNS], desc.layout
-                )
-                tma_load(desc, [row, head, column], barrier, boxes.slice(panel * HEIGHT + FIRST, ROWS))
+                boxes = reinterpret(buffer, buffer.dtype, [panels(buffer).shape[0], 1, COLUMNS], desc.layout)
+                rows = boxes.slice(panel * EACH + FIRST % EACH, ROWS)
+                tma_load(desc, [row, head, column - ZEROS], barrier, rows)
 
 
 @gluon.jit

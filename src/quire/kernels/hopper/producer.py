@@ -12,7 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from quire.kernels.hopper.gather import begin_tile, load_places
 from quire.kernels.hopper.pipeline import (
     buffers_of,
-    bytes_of_row,
+    bytes_of_tile,
+    columns_of,
     expect_bytes,
     load_rows,
     panels,
@@ -45,7 +46,7 @@ def zeros_before(columns, first):
 def produce(
     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc, batch,
     tile_counter, num_splits, section, stride_table, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr,
     CUT_SLOTS: gl.constexpr, MIXED: gl.constexpr, lse_ptr, stride_lse,
 ):  # fmt: skip
@@ -60,11 +61,10 @@ def produce(
     STEP: gl.constexpr = 1 if FIRST_TO_LAST else -1
     GATHERS: gl.constexpr = KV_BOX == 0
     HAS_BOXES: gl.constexpr = GATHERS and k_tile_desc is not None
-    BLOCK_ROWS: gl.constexpr = HEADS * BLOCK_T
     HEAD_BLOCKS: gl.constexpr = NUM_KV_HEADS * GROUP // HEADS
-    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
-    V_BYTES: gl.constexpr = bytes_of_row(v_pipe.tiles, v_pipe.more, v_pipe.empty)
-    Q_BYTES: gl.constexpr = bytes_of_row(q_pipe.tiles, q_pipe.more, q_pipe.empty)
+    V_BYTES: gl.constexpr = bytes_of_tile(v_pipe.tiles, v_pipe.more, v_pipe.empty)
+    Q_NUMBERS: gl.constexpr = HEADS * BLOCK_T * columns_of(q_pipe.tiles, q_pipe.more)
+    Q_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
     # The only buffer of queries becomes free late, so the next work tile's first keys are loaded before its queries.
     KEYS_FIRST: gl.constexpr = q_pipe.tiles.shape[0] == 1
@@ -145,13 +145,14 @@ def produce(
                 else:
                     load_keys(
                         k_source, k_tile_desc, k_pipe, tile_i, pages_of_boxes(pages, lane, BLOCK_N // KV_BOX), pos,
-                        kv_low, kv_high, k_page, kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX, ZEROS,
+                        kv_low, kv_high, k_page, kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
                     )  # fmt: skip
             stage = producer_acquire(q_pipe, work_i)
             publish_work_tile(published, stage, work, keys)
-            expect_bytes(q_pipe.full, stage, BLOCK_ROWS * Q_BYTES)
+            expect_bytes(q_pipe.full, stage, Q_NUMBERS * q_pipe.tiles.dtype.primitive_bitwidth // 8)
             loaded = q_pipe.full.index(stage)
-            load_rows(q_desc, head, work.q_start + work.token, loaded, buffers_of(q_pipe, stage), 0, LEAST_ROWS, ZEROS)
+            buffers = buffers_of(q_pipe, stage)
+            load_rows(q_desc, head, work.q_start + work.token, loaded, buffers, Q_ROWS, 0, LEAST_ROWS, ZEROS)
             work_i += 1
 
         while left > 0:
@@ -182,7 +183,7 @@ def produce(
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     load_keys(
                         k_source, k_tile_desc, k_pipe, tile_i, of_boxes, tile * BLOCK_N, kv_low, kv_high, k_page,
-                        kv_head * k_row, kv_head * k_col, PAGE_SIZE, KV_BOX, ZEROS,
+                        kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
                     )  # fmt: skip
                 stage = producer_acquire(v_pipe, tile_i)
                 barrier = stage
@@ -191,16 +192,18 @@ def produce(
                     # it.
                     all_visible = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
                     barrier = gl.where(all_visible, stage, SPARE)
-                expect_bytes(v_pipe.full, barrier, BLOCK_N * V_BYTES)
+                expect_bytes(v_pipe.full, barrier, V_BYTES)
                 load_kv_tile(
                     v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), of_boxes, tile * BLOCK_N,
-                    kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col + first_value, PAGE_SIZE, KV_BOX,
+                    kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col + first_value, BLOCK_N, PAGE_SIZE,
+                    KV_BOX,
                 )  # fmt: skip
                 if not CONVERTED and barrier == SPARE:
                     wait(v_pipe.full, SPARE, edge_i)
-                    buffers = buffers_of(v_pipe, stage)
-                    for i in gl.static_range(len(buffers)):
-                        zero_invisible_rows(buffers[i], tile * BLOCK_N, kv_low, kv_high)
+                    tiles = buffers_of(v_pipe, stage)
+                    for i in gl.static_range(len(tiles)):
+                        first = i * tiles[i].shape[0] % BLOCK_N
+                        zero_invisible_rows(tiles[i], tile * BLOCK_N + first, kv_low, kv_high)
                     fence_async_shared()
                     expect_bytes(v_pipe.full, stage, 0)
                     edge_i += 1
@@ -217,16 +220,15 @@ def produce(
 
 @gluon.jit
 def load_keys(
-    k_source, k_tile_desc, k_pipe, tile_i, pages, pos, kv_low, kv_high, page_rows, row, col,
+    k_source, k_tile_desc, k_pipe, tile_i, pages, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     """Load the keys from position `pos` on, the tile_i-th tile of the pipeline."""
-    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
     stage = producer_acquire(k_pipe, tile_i)
-    expect_bytes(k_pipe.full, stage, BLOCK_N * bytes_of_row(k_pipe.tiles, k_pipe.more, k_pipe.empty))
+    expect_bytes(k_pipe.full, stage, bytes_of_tile(k_pipe.tiles, k_pipe.more, k_pipe.empty))
     load_kv_tile(
         k_source, k_tile_desc, k_pipe, stage, k_pipe.full.index(stage), pages, pos, kv_low, kv_high, page_rows, row,
-        col, PAGE_SIZE, KV_BOX, ZEROS,
+        col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
     )  # fmt: skip
 
 
@@ -262,7 +264,7 @@ def load_page_numbers(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, 
 
 @gluon.jit
 def load_kv_tile(
-    desc, tile_desc, pipe, stage, barrier, pages, pos, kv_low, kv_high, page_rows, row, col,
+    desc, tile_desc, pipe, stage, barrier, pages, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, ZEROS: gl.constexpr = 0,
 ):  # fmt: skip
     """Load a tile of keys or values from position `pos` on, one box of KV_BOX slots of a page at a time.
@@ -270,17 +272,17 @@ def load_kv_tile(
     The head of page 0 begins at (row, col) of the TMA matrix. With `tile_desc`, a tile that lies in one page, and that
     is all visible, is one box.
     """
-    BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     buffers = buffers_of(pipe, stage)
     is_box = False
     if tile_desc is not None:
         is_box = (pos >= kv_low) & (pos + BLOCK_N <= kv_high) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)
         if is_box:
-            load_rows(tile_desc, pages[0] * page_rows + row + pos % PAGE_SIZE, col, barrier, buffers, 0, BLOCK_N, ZEROS)
+            box_row = pages[0] * page_rows + row + pos % PAGE_SIZE
+            load_rows(tile_desc, box_row, col, barrier, buffers, BLOCK_N, 0, BLOCK_N, ZEROS)
     if not is_box:
         for box in gl.static_range(BLOCK_N // KV_BOX):
             box_row = pages[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE
-            load_rows(desc, box_row, col, barrier, buffers, box * KV_BOX, KV_BOX, ZEROS)
+            load_rows(desc, box_row, col, barrier, buffers, BLOCK_N, box * KV_BOX, KV_BOX, ZEROS)
 
 
 @gluon.jit
@@ -289,13 +291,13 @@ def zero_invisible_rows(values, pos, kv_low, kv_high):
 
     They may hold NaN, and 0 * NaN is NaN.
     """
-    BLOCK_N: gl.constexpr = values.shape[0]
+    HEIGHT: gl.constexpr = values.shape[0]
     PANELS: gl.constexpr = values.shape[1] // panels(values).shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    for first in gl.static_range(0, BLOCK_N, 8):
+    for first in gl.static_range(0, HEIGHT, 8):
         if (pos + first < kv_low) | (pos + first + 8 > kv_high):
             kv_pos = pos + first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
             seen = ((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]
             for panel in gl.static_range(PANELS):
-                rows = panels(values).slice(panel * BLOCK_N + first, 8)
+                rows = panels(values).slice(panel * HEIGHT + first, 8)
                 rows.store(gl.where(seen, rows.load(LAYOUT), 0.0))

@@ -48,7 +48,7 @@ def finish(
     LIKE_Q: gl.constexpr = element == q_pipe.tiles.dtype
     E4M3: gl.constexpr = outputs.out_scale_ptr is not None
     # Numbers of e4m3 are staged where the first buffer of queries is, which has twice as many bytes in a row.
-    WIDTH: gl.constexpr = 2 * q_pipe.tiles.shape[2] if E4M3 else columns_of(q_pipe.tiles, q_pipe.more, q_pipe.empty)
+    WIDTH: gl.constexpr = 2 * q_pipe.tiles.shape[2] if E4M3 else columns_of(q_pipe.tiles, q_pipe.more)
     STAGED: gl.constexpr = (LIKE_Q or E4M3) and WIDTH >= HEAD_DIM_V
     out_scale = None
     if E4M3:

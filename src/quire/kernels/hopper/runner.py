@@ -118,7 +118,7 @@ class HopperRunner:
                 boxes = *boxes, None, None
             else:
                 fixed = None, None, *fixed
-            meta["KV_BOX"] = kv_box
+            meta |= {"KV_BOX": kv_box, "BLOCK_N": self.decided.keys_of_tile(cache)}
             self.launches.launch(key, hopper_kernel, grid, tensors, fixed, meta, descriptors, boxes)
         if self.split_out is not None:
             self.combine(out, lse, out_scale)

@@ -16,6 +16,7 @@ import struct
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.hopper.products import float32_each
 from quire.kernels.states import LOG2E
 
 SMALL = 0.5  # the largest abs(x) of the polynomial
@@ -63,9 +64,9 @@ def is_capped(score_mod):
 
 
 @gluon.constexpr_function
-def for_rows(numbers, text):
+def for_rows(numbers, each, text):
     """Return PTX for both rows of a thread. Scores alternate between them by twos, and so do the factors."""
-    text = text.replace("CAP", f"${3 * numbers}")
+    text = text.replace("CAP", f"${2 * numbers + each}")
     return " ".join([text.replace("FACTOR", f"${2 * (numbers + row)}").replace("ROW", f"{row}") for row in range(2)])
 
 
@@ -77,19 +78,19 @@ def for_scores(numbers, text):
 
 
 @gluon.constexpr_function
-def exponents_of(numbers):
-    """Return PTX that replaces a thread's scores by exponents. As many factors follow the scores, and then the cap."""
+def exponents_of(numbers, each):
+    """Return PTX that replaces a thread's scores by exponents. `each` factors follow the scores, and then the cap."""
     return (
-        f"{{ {REGISTERS} {for_rows(numbers, OF_A_ROW)} "
+        f"{{ {REGISTERS} {for_rows(numbers, each, OF_A_ROW)} "
         f"{NO_MAXIMA} {for_scores(numbers, MAXIMA)} {ALL_ARE_SMALL} @!small bra.uni EITHER; "
         f"{for_scores(numbers, BY_POLYNOMIAL)} bra.uni DONE; EITHER: {for_scores(numbers, BY_EITHER)} DONE: }}"
     )
 
 
 @gluon.constexpr_function
-def constraints_of(numbers):
+def constraints_of(numbers, each):
     """Return the constraints of that PTX, which changes scores in place."""
-    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)] + ["f"] * (2 * numbers))
+    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)] + ["f"] * (2 * each))
 
 
 @gluon.jit
@@ -97,14 +98,15 @@ def capped_exponents(scores, scale, cap):
     """Return `cap * log2(e) * tanh(scale * scores / cap)`.
 
     Args:
-        scores: [M, N] products.
+        scores: a tuple of products [M, N].
         scale: a scalar or a column.
         cap: a scalar.
     """
-    NUMBERS: gl.constexpr = min(64, scores.shape[1] // 2)  # of a thread
+    EACH: gl.constexpr = min(64, scores[0].shape[1] // 2)  # of a thread, of one tensor
+    NUMBERS: gl.constexpr = EACH * len(scores)
     return gl.inline_asm_elementwise(
-        exponents_of(NUMBERS), constraints_of(NUMBERS), [scores, scale / cap, cap * LOG2E], dtype=gl.float32,
-        is_pure=False, pack=NUMBERS,
+        exponents_of(NUMBERS, EACH), constraints_of(NUMBERS, EACH), scores + (scale / cap, cap * LOG2E),
+        dtype=float32_each(len(scores)), is_pure=False, pack=EACH,
     )  # fmt: skip
 
 

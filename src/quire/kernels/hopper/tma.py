@@ -64,7 +64,7 @@ def has_heads(head_dim: int) -> bool:
 
 
 def has_pieces(head_dim_v: int, itemsize: int) -> bool:
-    """Whether products with values are those of `value_columns.py`, which read no column behind the end of a head."""
+    """Whether products with values are those of `products.py`, which read no column behind the end of a head."""
     return itemsize == 2 and head_dim_v & (head_dim_v - 1) != 0
 
 
