@@ -122,7 +122,7 @@ test-extended: $(VENV)/.ready $(OLD_TRITON)/.ready
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) -m extended $(INTERPRETED)
 	@echo "== Triton 3.6.0: all cases of the compile suite for Hopper GPUs, of attention for one of AMD's, and the interpreter"
 	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "$(OLD_MEASURED)"
-	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "($(LONGER)) and not ($(LONGEST))"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST))"
 
 # These few take a sixth of the interpreter's time for kernels. They run on the newest Triton alone.
 LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once or past_the_end or faster_interpreter
@@ -143,6 +143,9 @@ test-quick: $(VENV)/.ready
 	$(PYTEST) $(IN_PARALLEL) $(NOT_QUICK:%=--ignore tests/%) -k "not ($(SLOW))"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
 
+# Tests of launches and schedules, of kernels that other tests run.
+SAME_KERNELS := test_invariance or test_combine_launch or test_offsets or test_shared_prefix or test_partitions or test_work_tile or test_schedule
+
 # Hopper GPUs, on which this Triton was measured, and attention on one of AMD's.
 OLD_MEASURED := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents or wgmma or wide_values or (gfx942 and attention_compiles)) and not sees_a_spill
 # Of these, each kind of Gluon kernel, and a launch of each other kernel. The newest Triton compiles the others by default.
@@ -153,7 +156,7 @@ OLD_COMPILED := (the_hopper_kernel and not without) or mla_kernel_for_hopper_gpu
 	or (same_instructions and sm90)
 test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
-	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER))"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER) or $(SAME_KERNELS))"
 	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -k "$(OLD_COMPILED)"
 
 test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready

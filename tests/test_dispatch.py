@@ -229,10 +229,10 @@ def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
     ("heads", "limits", "batch_invariant"),
     [
         ((12, 2, 64), (40, 600, 5000), False),
-        ((12, 2, 64), (40, 600, 5000), True),
+        extended((12, 2, 64), (40, 600, 5000), True),
         extended((12, 2, 64), (300, 3000, 131072), False),
         extended((12, 2, 64), (300, 3000, 131072), True),
-        ((28, 4, 128), (40, 600, 5000), False),
+        extended((28, 4, 128), (40, 600, 5000), False),
         ((28, 4, 128), (40, 600, 5000), True),
         extended((28, 4, 128), (300, 3000, 131072), False),
         extended((28, 4, 128), (300, 3000, 131072), True),
@@ -261,7 +261,7 @@ def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_worksp
 @pytest.mark.parametrize(
     ("heads", "features", "limits"),
     [
-        ((4, 4, 216), {}, (33, 1000, 5000)),
+        extended((4, 4, 216), {}, (33, 1000, 5000)),
         extended((6, 1, 64), {}, (64, 2048, 32768)),
         ((52, 4, 128), {}, (64, 2048, 32768)),
         extended((44, 4, 144), {"sinks": True}, (64, 2048, 32768)),

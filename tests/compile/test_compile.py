@@ -69,7 +69,7 @@ IN_CAPPED_LOOPS = {64: (0, 0), 256: (0, 11)}
 IN_CONVERTING_LOOPS = 4, 6
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
-WRITTEN = (*NO_SPILLS, "sm120", "gfx950")  # of whose writes and copies some are no extended cases
+WRITTEN = (*NO_SPILLS, "gfx950")  # of whose writes and copies some are no extended cases
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
 # Defaults of sm90 that do spill, with the most bytes that Triton 3.6.0 or 3.9.0 spills: they must not grow.
 KNOWN_SPILLS = {("e4m3", "chunk, split", 128): 160}

@@ -17,6 +17,7 @@ import quire
 from quire.kernels.launcher import launch
 from quire.targets import TARGETS, compiling
 from tests.compile import launches
+from tests.extended import extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -57,7 +58,7 @@ def wrong(compiled: list) -> list[str]:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
-    "features", ["many, with lse", "e4m3", "int8 per token", "vLLM's original", "other value width"]
+    "features", ["many, with lse", extended("e4m3"), "int8 per token", "vLLM's original", extended("other value width")]
 )
 def test_strides_are_multiplied_as_int64(features, wide, first_stages, monkeypatch):
     monkeypatch.setattr(quire.PagedKVCache, "has_wide_offsets", wide)
