@@ -67,7 +67,7 @@ def last_log_probabilities(tokens: list[int], entries: list) -> list[float]:
     [
         extended("llama", False, True),
         ("llama", True, True),
-        extended("gemma2", False, True),
+        ("gemma2", False, True),
         ("llama", False, False),
     ],
 )
