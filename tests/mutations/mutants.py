@@ -23,7 +23,7 @@ OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, ATTEND, PRODUCER, RESULTS = (
     f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer", "results")
 )
-GATHER, SOFTCAP, VALUE_COLUMNS = (f"kernels/hopper/{name}.py" for name in ("gather", "softcap", "value_columns"))
+GATHER, SOFTCAP, VALUE_COLUMNS = (f"kernels/hopper/{name}.py" for name in ("gather", "softcap", "products"))
 HOPPER = "gpu/test_hopper.py::test_"
 CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 AS_SAID = "every_row_block_is_cut_as_a_plain_program_says"

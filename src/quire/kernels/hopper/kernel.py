@@ -249,7 +249,7 @@ def hopper_kernel(
     CUT_SLOTS: gl.constexpr,  # slots for partials of row blocks that are cut by keys; 0: none is cut
     MIXED: gl.constexpr,  # decoding sequences may be among the prompts
     AHEAD: gl.constexpr,  # keys are multiplied ahead, if they are not gathered
-    PIECES: gl.constexpr,  # products with values are those of `products.py`, and those with keys, if tiles are no power of two
+    PIECES: gl.constexpr,  # products with values are those of `products.py`, as all are if BLOCK_N is no power of two
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -257,8 +257,9 @@ def hopper_kernel(
         gdc_launch_dependents()
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     COLUMNS_V: gl.constexpr = (HEAD_DIM_V + 63) // 64 * 64
-    IN_PIECES: gl.constexpr = BLOCK_N & (BLOCK_N - 1) != 0  # scores, and products with keys are those of `products.py`
-    if PIECES:
+    IN_PIECES: gl.constexpr = BLOCK_N & (BLOCK_N - 1) != 0  # scores
+    V_IN_PIECES: gl.constexpr = PIECES or IN_PIECES
+    if V_IN_PIECES:
         mark_shared_memory()
     q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, COLUMNS, Q_STAGES, WARPGROUPS, 0, IN_PIECES)
     GATHERS: gl.constexpr = KV_BOX == 0
@@ -273,7 +274,7 @@ def hopper_kernel(
     if FP8_MMA:
         v_pipe = make_pipeline(NUMBER, COLUMNS_V, BLOCK_N, STAGES, RELEASES)
     else:
-        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, RELEASES, V_COPYING_WARPS, PIECES, PIECES)
+        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, RELEASES, V_COPYING_WARPS, V_IN_PIECES, V_IN_PIECES)
     published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
     # A producer that loads intervals needs more registers, and so do others, if consumers can spare them.
