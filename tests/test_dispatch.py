@@ -652,10 +652,10 @@ BF16, E4M3, E5M2, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
         (64, BF16, False, False, (2, 128, 4, 2, 0, False)),
         (128, BF16, False, False, (2, 128, 2, 2, 0, False)),
         (128, BF16, False, True, (2, 128, 2, 2, 0, False)),
-        (256, BF16, False, False, (2, 64, 2, 1, 0, False)),
+        (256, BF16, False, False, (2, 80, 2, 1, 0, False)),
         (64, BF16, True, False, (1, 64, 4, 2, 0, False)),
         (128, BF16, True, False, (1, 64, 2, 2, 0, False)),
-        (256, BF16, True, False, (2, 64, 2, 1, 0, False)),
+        (256, BF16, True, False, (2, 80, 2, 1, 0, False)),
         *[(64, kv, *yes, (2, 128, 3, 2, 2, False)) for kv in (E4M3, E5M2, INT8) for yes in BOTH_BY_BOTH],
         *[(128, kv, *yes, (2, 128, 2, 2, 1, False)) for kv in (E5M2, INT8) for yes in BOTH_BY_BOTH],
         *[(128, E4M3, short, False, (2, 128, 2, 2, 1, False)) for short in (False, True)],
@@ -680,10 +680,10 @@ def test_which_configuration_of_the_hopper_kernel_serves_a_spec(head_dim, kv_dty
         (64, 72, (2, 128, 2, 2), (1, 64, 2, 2)),
         (112, 16, (2, 128, 2, 2), (1, 64, 2, 2)),
         (192, 128, (2, 128, 2, 1), (2, 64, 3, 2)),
-        (192, 136, (2, 64, 2, 1), (2, 64, 2, 1)),
-        (128, 192, (2, 64, 2, 1), (2, 64, 2, 1)),
-        (200, 16, (2, 64, 2, 1), (2, 64, 2, 1)),
-        (16, 200, (2, 64, 2, 1), (2, 64, 2, 1)),
+        (192, 136, (2, 96, 2, 1), (2, 96, 2, 1)),
+        (128, 192, (2, 96, 2, 1), (2, 96, 2, 1)),
+        (200, 16, (2, 80, 2, 1), (2, 80, 2, 1)),
+        (16, 200, (2, 80, 2, 1), (2, 80, 2, 1)),
     ],
 )
 def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim_v, fields, short_fields):
@@ -692,6 +692,33 @@ def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim
         heads = spec.group_size & -spec.group_size
         expected = HopperConfig(num_warpgroups, 64 * num_warpgroups // heads, *rest)
         assert hopper_config(spec, PROPERTIES, short, 4096, False) == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "queries", "keys", "extra", "tiles"),
+    [  # sequences of equal lengths; keys and rows of a box
+        (192, 16, 4096, 4096, {}, (96, 16)),
+        (256, 64, 300, 3000, {}, (80, 16)),
+        (192, 64, 4096, 4096, {}, (96, 32)),
+        (192, 192, 4096, 4096, {"sliding_window": 2000}, (96, 32)),
+        (192, 16, 512, 512, {}, (64, 16)),
+        (192, 16, 16, 16384, {}, (64, 16)),
+        (192, 16, 4096, 4096, {"sliding_window": 1000}, (64, 16)),
+        (256, 16, 4096, 4096, {"softcap": 30.0}, (64, 16)),
+        (192, 8, 4096, 4096, {}, (64, 8)),
+        (192, 7, 4096, 4096, {}, (64, 0)),
+        (256, 1072, 4096, 4096, {}, (64, 16)),
+        (128, 16, 4096, 4096, {}, (128, 16)),
+    ],
+)
+def test_which_tiles_of_wide_heads_are_large(head_dim, page_size, queries, keys, extra, tiles):
+    spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim, **extra)
+    launch, _ = decide(Request(spec, 2, True, Bounds(queries, keys, 2 * queries), PROPERTIES), Options(kernel="hopper"))
+    cache = quire.PagedKVCache.empty(spec, 1, page_size)
+    assert (launch.keys_of_tile(cache), launch.boxes(cache)[0]) == tiles
+    ragged = Bounds(queries, keys, queries + 1)
+    launch, _ = decide(Request(spec, 2, True, ragged, PROPERTIES), Options(kernel="hopper"))
+    assert launch.keys_of_tile(cache) in (64, 128)
 
 
 @pytest.mark.parametrize(

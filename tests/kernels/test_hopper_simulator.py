@@ -15,14 +15,16 @@ import torch
 import quire
 from quire import intervals, reference
 from quire.dispatch.device import interprets
+from quire.dispatch.tree import forget_trees
 from quire.testing import error_budget, make_problem
 
 if not interprets():
     pytest.skip("the other kernels of these plans run in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from quire.kernels.hopper.attend import rescaled
+from quire.kernels.hopper import choice
 from quire.kernels.hopper.convert import quantize_results
+from quire.kernels.hopper.rescale import rescaled
 from quire.kernels.hopper.softcap import capped_exponents
 from tests.extended import extended
 from tests.growth import with_growing_scores
@@ -289,25 +291,37 @@ def test_widths(head_dim, head_dim_v):
     assert_right(spec, max_seq_len=LONG, page_size=2)
 
 
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """Tiles of wide heads are large, also where others would be faster."""
+    monkeypatch.setattr(choice, "suits_large_tiles", lambda request: True)
+    forget_trees()
+    yield
+    forget_trees()
+
+
 @pytest.mark.parametrize(
     ("extra", "page_size"),
     [
         ({"head_dim": 192}, 16),
         ({"head_dim": 136, "sinks": True, "sliding_window": 150}, 32),
         ({"head_dim": 152, "causal": False, "num_q_heads": 6, "layout": "HND"}, 80),
-        (BFLOAT16 | {"head_dim": 192, "softcap": 20.0, "head_dim_v": 144}, 64),
+        ({"head_dim": 192, "head_dim_v": 144}, 192),
+        (BFLOAT16 | {"head_dim": 192, "softcap": 20.0}, 64),
         ({"head_dim": 176, "softcap": 20.0, "alibi": True}, 16),
+        ({"head_dim": 256}, 48),
+        ({"head_dim": 24, "head_dim_v": 208}, 16),
+        ({"head_dim": 200, "head_dim_v": 232, "sliding_window": 150}, 16),
     ],
     ids=str,
 )
-def test_tiles_of_96_keys(extra, page_size):
-    """Scores are in pieces then. Prompts are longer than a work tile, and boxes have at least 16 rows."""
+def test_scores_in_pieces(extra, page_size, large_tiles):
+    """Tiles have 96 or 80 keys. Boxes have at least 16 rows."""
     layout = extra.pop("layout", "NHD")
-    p = make_problem(
-        quire.AttentionSpec(**LLAMA | extra), ((140, 400), (66, 192), (1, 90), (0, 5)), page_size=page_size, layout=layout
-    )
+    spec = quire.AttentionSpec(**LLAMA | extra)
+    p = make_problem(spec, ((140, 400), (66, 192), (1, 90), (0, 5)), page_size=page_size, layout=layout)
     plan = make_plan(p, LONG)
-    assert plan.launch.keys_of_tile(p.cache) == 96
+    assert plan.launch.keys_of_tile(p.cache) == (96 if spec.head_dim <= 192 else 80)
     state, _ = attend(p, plan)
     assert error_budget(p, state).passed, error_budget(p, state)
 

@@ -20,10 +20,10 @@ QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
 APPEND = "kernels/test_append.py::test_a_step_that_appends_is_a_write_and_a_step"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
-KERNEL, ATTEND, PRODUCER, RESULTS = (
-    f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "producer", "results")
+KERNEL, ATTEND, SOFTMAX, RESCALE = (f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "softmax", "rescale"))
+ANY_PRODUCTS, PRODUCER, RESULTS, GATHER, SOFTCAP = (
+    f"kernels/hopper/{name}.py" for name in ("products", "producer", "results", "gather", "softcap")
 )
-GATHER, SOFTCAP, VALUE_COLUMNS = (f"kernels/hopper/{name}.py" for name in ("gather", "softcap", "products"))
 HOPPER = "gpu/test_hopper.py::test_"
 CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 AS_SAID = "every_row_block_is_cut_as_a_plain_program_says"
@@ -31,6 +31,7 @@ ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 EXPONENTS = SIMULATED + "exponents_of_capped_scores[(0.2, 0.002)-50.0-64]"
 PRODUCTS = LATENTS + "many_rows_fp8.py"
+SCORES_IN_PIECES = SIMULATED + "scores_in_pieces[{'head_dim': 192}-16]"
 ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
 
 IN_INTERPRETER = {
@@ -670,43 +671,79 @@ IN_INTERPRETER = {
     ),
     # hopper/, in the simulator
     "Hopper: a key past the diagonal seen": Mutant(
-        ATTEND,
+        SOFTMAX,
         "gl.minimum(q_pos + scoring.window_right, work.seq_len - 1)",
         "gl.minimum(q_pos + 1 + scoring.window_right, work.seq_len - 1)",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: full tiles a key too far": Mutant(
-        ATTEND,
+        SOFTMAX,
         "gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)",
         "gl.minimum(low_pos + scoring.window_right + 2, work.seq_len)",
         SIMULATED + "a_prompt_that_begins_two_keys_before_the_end_of_a_tile",
     ),
     "Hopper: full tiles by the first row's window": Mutant(
-        ATTEND,
+        SOFTMAX,
         "(pos < high_pos - scoring.window_left)",
         "(pos < low_pos - scoring.window_left)",
         SIMULATED + "features[{'sliding_window': 100}-None]",
     ),
     "Hopper: denominator not rescaled": Mutant(
-        ATTEND, "l_i = l_i * alpha + gl.sum(p, 1)", "l_i = l_i + gl.sum(p, 1)", SIMULATED + "features[{}-None]"
+        SOFTMAX, "l_i = l_i * alpha + gl.sum(", "l_i = l_i + gl.sum(", SIMULATED + "features[{}-None]"
     ),
     "Hopper: accumulators not rescaled": Mutant(
-        ATTEND,
+        RESCALE,
         "return rescaled_together(accs, factor)",
         "return accs",
         SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-True]",
     ),
     "latents: accumulators not rescaled": Mutant(
-        ATTEND,
+        RESCALE,
         "results = results + rescaled_together((accs[i],), factor)",
         "results = results + (accs[i],)",
         SIMULATED + "scores_that_grow_from_tile_to_tile[latents-False]",
     ),
     "Hopper: panels of values at half of their distance": Mutant(
-        VALUE_COLUMNS, "(keys * 128 // 16) << 16", "(keys * 64 // 16) << 16", SIMULATED + "widths[80-80]"
+        ANY_PRODUCTS, "descriptor_of(keys * 128)", "descriptor_of(keys * 64)", SIMULATED + "widths[80-80]"
     ),
     "Hopper: the values of the first stage": Mutant(
-        VALUE_COLUMNS, "v_pipe.address[0] + stage * BYTES", "v_pipe.address[0]", SIMULATED + "widths[80-80]"
+        ANY_PRODUCTS, "v_pipe.addresses[0] + stage * BYTES", "v_pipe.addresses[0]", SIMULATED + "widths[80-80]"
+    ),
+    "Hopper: the keys of the first stage": Mutant(
+        ANY_PRODUCTS,
+        "k_pipe.addresses[0] + stage * BYTES",
+        "k_pipe.addresses[0]",
+        SCORES_IN_PIECES,
+    ),
+    "Hopper: the next panel of keys too near": Mutant(
+        ANY_PRODUCTS, "keys * 128 - 48 * 2", "keys * 64 - 48 * 2", SCORES_IN_PIECES
+    ),
+    "Hopper: the first panel of queries for all": Mutant(
+        ANY_PRODUCTS,
+        "(stage * PANELS + i) * tiles.shape[1]",
+        "stage * PANELS * tiles.shape[1]",
+        SCORES_IN_PIECES,
+    ),
+    "Hopper: the queries of the first warpgroup for both": Mutant(
+        ANY_PRODUCTS,
+        "* tiles.shape[1] + wg * ROWS",
+        "* tiles.shape[1]",
+        SCORES_IN_PIECES,
+    ),
+    "Hopper: the sums of the first scores": Mutant(
+        SOFTMAX, "        numbers += p[i]\n", "        pass\n", SCORES_IN_PIECES
+    ),
+    "Hopper: boxes in the first rows of a tile": Mutant(
+        "kernels/hopper/pipeline.py",
+        "buffers[i * (HEIGHT // EACH) + FIRST // EACH]",
+        "buffers[i * (HEIGHT // EACH)]",
+        SCORES_IN_PIECES,
+    ),
+    "Hopper: values zeroed as if all buffers began a tile": Mutant(
+        PRODUCER,
+        "first = i * tiles[i].shape[0] % BLOCK_N",
+        "first = 0",
+        SCORES_IN_PIECES,
     ),
     "Hopper: columns of zeros before keys alone": Mutant(
         PRODUCER, "0, LEAST_ROWS, ZEROS)", "0, LEAST_ROWS)", SIMULATED + "widths[24-40]"
@@ -718,7 +755,7 @@ IN_INTERPRETER = {
         SIMULATED + "what_a_head_holds_changes_no_bit_of_another[104]",
     ),
     "Hopper: an older maximum for any score": Mutant(
-        ATTEND,
+        RESCALE,
         "SLACK = gl.constexpr(8.0)",
         "SLACK = gl.constexpr(300.0)",
         SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-False]",
@@ -934,13 +971,13 @@ IN_INTERPRETER = {
         KERNEL, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", SIMULATED + "intervals[{}-16-window]"
     ),
     "Hopper: full tiles of intervals a key too far": Mutant(
-        ATTEND,
+        SOFTMAX,
         "> sight.full_stop)",
         "> sight.full_stop + 1)",
         SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
     ),
     "Hopper: full tiles of intervals a key too early": Mutant(
-        ATTEND,
+        SOFTMAX,
         "(pos < sight.full_start)",
         "(pos + 1 < sight.full_start)",
         SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
@@ -1033,7 +1070,7 @@ IN_INTERPRETER = {
         SIMULATED + "what_a_warp_holds_changes_no_bit_of_its_other_capped_scores[40.0]",
     ),
     "Hopper: accumulators of a warp rescaled by its first rows' factors alone": Mutant(
-        ATTEND,
+        RESCALE,
         "{2 * numbers + 2}, 0f3F800000, one",
         "{2 * numbers}, 0f3F800000, one",
         SIMULATED + "a_warp_that_rescales_some_rows_of_an_accumulator_rescales_all",
@@ -1052,8 +1089,10 @@ IN_INTERPRETER = {
     ),
     "Hopper: capped scores of keys that a row does not see": Mutant(
         "kernels/hopper/capped.py",
-        "return gl.exp2(hide_unseen(exponents, pos, rows, cols, work, sight, scoring, BLOCK_T))",
-        "return gl.exp2(exponents)",
+        "    exponents = hide_unseen(\n"
+        "        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, BLOCK_T\n"
+        "    )",
+        "    exponents = SCORE_MOD(scores, by_row(scale), scoring.softcap)",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-None]",
     ),
     "Hopper: gathered values of the next tile": Mutant(
@@ -1168,10 +1207,10 @@ IN_INTERPRETER = {
     "Hopper: the next keys not waited for": Mutant(
         ATTEND,
         "            k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)\n"
-        "        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[scores])\n"
+        "        scores = after(IN_FLIGHT, scores)\n"
         "        release_operand(k_pipe, i)\n        if EARLY",
         "            k_stage = (i + 1) % k_pipe.empty.shape[0]\n"
-        "        scores = warpgroup_mma_wait(IN_FLIGHT, deps=[scores])\n"
+        "        scores = after(IN_FLIGHT, scores)\n"
         "        release_operand(k_pipe, i)\n        if EARLY",
         SIMULATED + "any_order_of_events_gives_the_same_bits[64-1]",
     ),
@@ -1183,7 +1222,7 @@ IN_INTERPRETER = {
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: a maximum of -inf subtracted": Mutant(
-        ATTEND, "shift = gl.maximum(m_new, LOWEST)", "shift = m_new", SIMULATED + "intervals[{}-16-anywhere]"
+        SOFTMAX, "shift = gl.maximum(m_new, LOWEST)", "shift = m_new", SIMULATED + "intervals[{}-16-anywhere]"
     ),
     "Hopper ahead: keys not waited for": Mutant(
         "kernels/hopper/ahead.py",
@@ -1193,8 +1232,8 @@ IN_INTERPRETER = {
     ),
     "Hopper ahead: values released before their product": Mutant(
         "kernels/hopper/ahead.py",
-        "        done = warpgroup_mma_wait(0, deps=(next_scores,) + accs + p)\n",
-        "        release_operand(v_pipe, i)\n        done = warpgroup_mma_wait(0, deps=(next_scores,) + accs + p)\n",
+        "        done = warpgroup_mma_wait(0, deps=next_scores + accs + p)\n",
+        "        release_operand(v_pipe, i)\n        done = warpgroup_mma_wait(0, deps=next_scores + accs + p)\n",
         SIMULATED + "any_order_of_events_gives_the_same_bits[128-2]",
     ),
     "Hopper ahead: accumulators not rescaled": Mutant(
@@ -1202,8 +1241,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: boxes of the first panel": Mutant(
         "kernels/hopper/pipeline.py",
-        "column = head + (i * buffers[0].shape[1] + panel * COLUMNS)",
-        "column = head + i * buffers[0].shape[1]",
+        "column = i * buffers[0].shape[1] + panel * COLUMNS",
+        "column = i * buffers[0].shape[1]",
         SIMULATED + "widths[192-128]",
     ),
     "Hopper: the counter of work tiles not reset": Mutant(
@@ -2140,6 +2179,10 @@ SLOW = {
     "Hopper: arrivals not reset",
     "Hopper: as many splits of prompts as of decoding sequences",
     "Hopper: boxes of a tile from one slot",
+    "Hopper: values zeroed as if all buffers began a tile",
+    "Hopper: the next panel of keys too near",
+    "Hopper: the sums of the first scores",
+    "Hopper: boxes in the first rows of a tile",
     "Hopper: boxes of the first panel",
     "Hopper: capped scores of a row with another row's factor",
     "Hopper: capped scores of keys that a row does not see",

@@ -12,22 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from quire.kernels.hopper.attend import (
-    as_operands,
-    empty_state,
-    first_scores,
-    keys_of,
-    multiply_keys,
-    multiply_values,
-    new_maximum,
-    no_scores,
-    probabilities,
-    scaled,
-    softmax_step,
-    wide,
-)
+from quire.kernels.hopper.attend import first_scores
+from quire.kernels.hopper.operands import as_operands, empty_state, keys_of, multiply_keys, multiply_values, no_scores
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait, release_operand
+from quire.kernels.hopper.products import wide
+from quire.kernels.hopper.rescale import scaled
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
+from quire.kernels.hopper.softmax import new_maximum, probabilities, softmax_step
 
 
 @gluon.jit

@@ -9,21 +9,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from quire.kernels.hopper.attend import (
+from quire.kernels.hopper.operands import (
     after,
     as_operands,
-    by_row,
     empty_state,
-    hide_unseen,
     keys_of,
     multiply_keys,
     multiply_values,
     no_scores,
-    sum_of_pieces,
-    total,
-    wide,
+    products_of,
 )
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait
+from quire.kernels.hopper.products import wide
+from quire.kernels.hopper.softmax import by_row, hide_unseen, sum_of_pieces, total
 from quire.kernels.states import log2
 
 
@@ -41,7 +39,7 @@ def probabilities(scores, pos, rows, cols, work, sight, scale, scoring, BLOCK_T:
 
 @gluon.jit
 def sums_of_threads(p):
-    """Return the sum of each thread's probabilities in a row, [M, 4]. A row of a piece [M, N] belongs to four threads."""
+    """Return the sum of each thread's probabilities in a row, [M, 4]. A row of a piece belongs to four threads."""
     p = sum_of_pieces(p)
     for _ in gl.static_range(log2(p.shape[1] // 8)):
         p = gl.sum(p.reshape([p.shape[0], 2, p.shape[1] // 2]), 1)
@@ -73,7 +71,7 @@ def attend_capped_work_tile(
     OVERLAPS: gl.constexpr = KV_BOX >= 16 and (BLOCK_N <= 64 or HEAD_DIM_V <= 64)
     zeros = no_scores(cols, OF_SCORES)
     accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
-    IN_FLIGHT: gl.constexpr = 1 if len(v_pipe.addresses) > 0 else len(accs)  # products with values
+    IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
     pos = work.tile * BLOCK_N
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
     scores = after(0, scores)

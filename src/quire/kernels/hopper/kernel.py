@@ -20,23 +20,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.hopper.addresses import mark_shared_memory
 from quire.kernels.hopper.ahead import attend_work_tile_ahead
-from quire.kernels.hopper.attend import (
-    attend_work_tile,
-    attend_work_tile_in_fp8,
-    attend_work_tile_in_splits,
-    columns_of_scores,
-    layout_of_out,
-    layout_of_scores,
-    queries_of,
-    scaled,
-)
+from quire.kernels.hopper.attend import attend_work_tile, attend_work_tile_in_fp8, attend_work_tile_in_splits
 from quire.kernels.hopper.capped import attend_capped_work_tile
 from quire.kernels.hopper.convert import convert, quantize_queries
 from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
+from quire.kernels.hopper.operands import columns_of_scores, layout_of_out, layout_of_scores, queries_of
 from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
 from quire.kernels.hopper.pipeline import THREADS, consumer_release, consumer_wait, make_pipeline, pieces_of
 from quire.kernels.hopper.producer import produce
 from quire.kernels.hopper.products import addresses_of_queries
+from quire.kernels.hopper.rescale import scaled
 from quire.kernels.hopper.results import Outputs, finish, load_of_heads, tokens_of_rows
 from quire.kernels.hopper.softcap import is_capped
 from quire.kernels.hopper.tile_scheduler import SEQS, Batch
@@ -70,7 +63,8 @@ class Sight(NamedTuple):
 def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
-    BLOCK_N: gl.constexpr, SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, KV_BOX: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK_N: gl.constexpr, SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr,
+    KV_BOX: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Attend to the loaded tiles, and write the results of each work tile. Each consumer warpgroup runs this."""
     WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
@@ -88,6 +82,8 @@ def consume(
     # Pairs of probabilities are rounded together where row blocks are cut and the cache is not quantised. Elsewhere
     # that is slower.
     PACKED: gl.constexpr = outputs.partials is not None and WARPGROUPS == 2 and scoring.k_scale_ptr is None
+    # Tiles of 80 keys of the widest heads leave no shared memory through which threads could exchange results.
+    EXCHANGES: gl.constexpr = EARLY and BLOCK_N != 80
     # Queries of narrow heads: 0.987 to 1.003 of the time in 13 cases (NVIDIA H200, 2026-11-26).
     IN_REGISTERS: gl.constexpr = HEAD_DIM <= 64 and WARPGROUPS == 2 and FIXED_SPLIT == 0 and not is_capped(SCORE_MOD)
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
@@ -159,7 +155,7 @@ def consume(
         if outputs.partials is None:
             finish(
                 wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0,
-                PARTS, EARLY,
+                PARTS, EARLY, EXCHANGES,
             )  # fmt: skip
         else:
             if not EARLY:
@@ -167,7 +163,7 @@ def consume(
             if cut.shift == 0:
                 finish(
                     wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False, PARTS,
-                    EARLY,
+                    EARLY, EXCHANGES,
                 )  # fmt: skip
             else:
                 if not EARLY:

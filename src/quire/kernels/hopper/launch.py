@@ -27,7 +27,7 @@ MOST_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of oth
 LARGEST_CAP_WITHOUT_MAXIMUM = 50.0
 CAPPED_SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the coefficients in `softcap.py` can hold
 CUT_OVERHEAD = 192  # keys, as in `cuts.py`
-# Rows of a box in tiles of 96 keys. With eight, the twelve pages of a tile find no room in the producer's uniform
+# Rows of a box in tiles of 96 keys. Of eight, there are twelve, whose pages find no room in the producer's uniform
 # registers: 485 us instead of 349 (NVIDIA H200, 2026-11-26).
 MIN_BOX_OF_PIECES = 16
 
@@ -207,9 +207,10 @@ class HopperLaunch:
         return self.request.keys_seen > LONG
 
     def keys_of_tile(self, cache: PagedKVCache) -> int:
-        """Return the keys of a tile: a power of two where rows are gathered, or boxes of fewer than 16 rows are many."""
-        block_n = self.config.block_n
-        return block_n if page_box(cache) >= MIN_BOX_OF_PIECES else largest_power_of_two(block_n)
+        """Return the keys of a tile: a power of two where boxes are small, or where most tiles can be one box."""
+        block_n, box = self.config.block_n, page_box(cache)
+        even = largest_power_of_two(block_n)
+        return even if box < MIN_BOX_OF_PIECES or lie_in_one_page(even, cache) else block_n
 
     def boxes(self, cache: PagedKVCache) -> tuple[int, int]:
         """Return the rows of a TMA box of keys and values, and those of a second kind of box.
@@ -218,12 +219,12 @@ class HopperLaunch:
         that does not pay. Where rows are gathered, it pays for wide heads alone (NVIDIA H200, 2026-11-25).
         """
         block_n, box = self.keys_of_tile(cache), page_box(cache)
-        most_lie_in_one_page = box < block_n <= cache.page_size // 2
         if has_boxes(cache):
-            even = block_n & -block_n
-            return min(box, even), block_n if even == block_n and most_lie_in_one_page and self.is_long else 0
+            even = block_n & -block_n  # a box is in one buffer
+            is_box = even == block_n and lie_in_one_page(block_n, cache)
+            return min(box, even), block_n if is_box and self.is_long else 0
         pays = is_wide(self.request.spec) and cache.dtype.itemsize == 2
-        return 0, block_n if most_lie_in_one_page and pays else 0
+        return 0, block_n if lie_in_one_page(block_n, cache) and pays else 0
 
     def for_cache(self, cache: PagedKVCache) -> "HopperLaunch | PortableLaunch":
         """Return this launch, or its fallback if TMA cannot address the cache."""
@@ -256,6 +257,11 @@ class HopperLaunch:
             f"Hopper kernel: {config.block_t} queries × {self.heads} heads × {config.block_n} keys, {details}; "
             f"fallback for scales per token and tensors that TMA cannot address: {self.fallback}"
         )
+
+
+def lie_in_one_page(keys: int, cache: PagedKVCache) -> bool:
+    """Return whether most tiles of so many keys lie in one page, which is not a single box of the first kind."""
+    return page_box(cache) < keys <= cache.page_size // 2
 
 
 def has_bounded_scores(spec: AttentionSpec) -> bool:

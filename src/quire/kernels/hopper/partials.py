@@ -13,9 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.addresses import barrier
-from quire.kernels.hopper.attend import lse_of_rows
 from quire.kernels.hopper.pipeline import THREADS, pieces_of
 from quire.kernels.hopper.results import tokens_of_rows, with_sink
+from quire.kernels.hopper.softmax import lse_of_rows
 from quire.kernels.hopper.work_tile import ROWS, power_of_two
 from quire.kernels.states import as_stored
 

@@ -27,8 +27,8 @@ THREADS = gl.constexpr(128)  # of a warpgroup
 class SmemPipeline(NamedTuple):
     """Tiles and their barriers.
 
-    The extents of a buffer are powers of two. So a tile of 192 columns is in two buffers, or in three next to each other,
-    and a tile of 112 rows has panels of seven buffers.
+    The extents of a buffer are powers of two. So a tile of 192 columns is in two buffers, or in three next to each
+    other, and a panel of a tile of 96 rows is in three buffers.
     """
 
     tiles: Any  # [STAGES * buffers next to each other, rows, columns]
@@ -83,7 +83,7 @@ def largest_power_of_two(number):
 
 @gluon.constexpr_function
 def width_of_buffer(columns, in_a_row, has_lower):
-    """Return the columns of the first buffer of a tile: one panel's, if other panels or buffers of it are next to it."""
+    """Return the columns of a tile's first buffer: those of a panel, if others are next to it or below it."""
     widest = largest_power_of_two(columns)
     return 64 if has_lower or (in_a_row and widest < columns) else widest
 

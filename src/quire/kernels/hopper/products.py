@@ -59,7 +59,7 @@ def scores_text(keys, columns, q_panels, element):
             f"or.b64 {operand}, {operand}, {descriptor_of(16)};"
         )
     lines.append("wgmma.fence.sync.aligned;")
-    for i in range(0, (columns + 15) // 16):
+    for i in range((columns + 15) // 16):
         if i > 0:
             in_panel = i % 4 > 0
             if in_panel:

@@ -7,9 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from quire.kernels.hopper.addresses import reinterpret
-from quire.kernels.hopper.attend import lse_of_rows, queries_of, scaled
 from quire.kernels.hopper.convert import permute_for_fp8_operand, quantize_results, undo_permute_for_fp8_operand
+from quire.kernels.hopper.operands import queries_of
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES, columns_of, consumer_release, pieces_of
+from quire.kernels.hopper.rescale import scaled
+from quire.kernels.hopper.softmax import lse_of_rows
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LOG2E, as_stored
 
@@ -37,11 +39,13 @@ class Outputs(NamedTuple):
 def finish(
     wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
     BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
+    EXCHANGES: gl.constexpr,
 ):  # fmt: skip
     """Normalise a work tile's results and write them.
 
     A thread writes 16 adjacent bytes. For that, results are staged in the shared memory of the work tile's queries, if
-    that is wide enough, and it is then released. EARLY: it was released before, and four threads exchange columns.
+    that is wide enough, and it is then released. EARLY: it was released before. Then, if EXCHANGES, four threads
+    exchange columns, else a thread writes 4 adjacent bytes.
     The states of splits are float32, and are written from registers as they are.
     """
     element: gl.constexpr = outputs.out_ptr.dtype.element_ty
@@ -76,13 +80,13 @@ def finish(
     if INVARIANT:  # as `states.finish` does
         inverse = gl.fma(inverse, gl.fma(-safe, inverse, gl.zeros_like(safe) + 1.0), inverse)
     results = scaled(accs, inverse)
-    if EARLY and LIKE_Q:
+    if EXCHANGES and LIKE_Q:
         exchanged = ()
         for i in gl.static_range(len(accs)):
             result = results[i].to(element)
             exchanged = exchanged + (gl.convert_layout(result, eight_columns_each(result.shape[1])),)
         results = exchanged
-    elif STAGED:
+    elif STAGED and not EARLY:
         stage = work_i % q_pipe.empty.shape[0]
         loaded = ()
         for i in gl.static_range(len(accs)):

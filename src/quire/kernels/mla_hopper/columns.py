@@ -8,7 +8,7 @@ The output is [512, COLUMNS], transposed. In the kernels for few rows, keys are 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.attend import lse_of_rows
+from quire.kernels.hopper.softmax import lse_of_rows
 from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
 from quire.kernels.mla_hopper.schedule import TILE, queries_of
 

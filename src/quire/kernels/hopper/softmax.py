@@ -1,0 +1,156 @@
+"""The softmax of the Hopper kernel: that of `states.py`, written again in Gluon, where layouts are explicit.
+
+The scores of a tile are a tuple of tensors next to each other: one, or pieces if a tile's keys are no power of two.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quire.kernels.hopper.operands import keys_of
+from quire.kernels.hopper.rescale import raised
+from quire.kernels.hopper.softcap import is_softcap
+from quire.kernels.states import LN2, LOG2E, log2
+
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # of finite float32 numbers
+
+
+@gluon.jit
+def softmax_step(
+    scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
+    LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
+):  # fmt: skip
+    """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
+
+    Returns:
+        p: the probabilities, times 2^LIFT.
+        m_i, l_i: the new maximum and sum.
+        alpha: the factor for acc.
+    """
+    scores, exponent_scale, m_new, shift, alpha = new_maximum(
+        scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring, BLOCK_T, SCORE_MOD, LAZY
+    )
+    p, l_i = probabilities(scores, l_i, exponent_scale, shift, alpha, LIFT)
+    return p, m_new, l_i, alpha
+
+
+@gluon.jit
+def new_maximum(
+    scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring,
+    BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
+):  # fmt: skip
+    """Fold the scores of a tile into the running maximum: the first half of `softmax_step`.
+
+    Returns:
+        scores: with -inf where a row does not see a key.
+        exponent_scale: what makes exponents in base 2 of scores.
+        m_new: the new maximum, in base 2.
+        shift: what exponents are relative to.
+        alpha: the factor for acc and l_i.
+    """
+    exponent_scale = scale * LOG2E
+    if SCORE_MOD is not None:
+        exponent_scale = scoring.softcap * (2 * LOG2E) if is_softcap(SCORE_MOD) else LOG2E
+        q_pos = work.first_pos + work.token + rows % BLOCK_T
+        changed = ()
+        for i in gl.static_range(len(scores)):
+            if is_softcap(SCORE_MOD):
+                score = SCORE_MOD(scores[i], by_row(scale), scoring.softcap)
+            else:
+                score = SCORE_MOD(scores[i], by_row(scale), q_pos, pos + cols[i], slopes, scoring.softcap)
+            changed = changed + (score,)
+        scores = changed
+    scores = hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T)
+    largest = scores[0]
+    for i in gl.static_range(1, len(scores)):
+        largest = gl.maximum(largest, scores[i])
+    highest = gl.max(largest, 1) * exponent_scale
+    m_new = raised(m_i, highest) if LAZY else gl.maximum(m_i, highest)
+    shift = gl.maximum(m_new, LOWEST)  # a row that has seen no key: -inf - -inf is NaN
+    return scores, exponent_scale, m_new, shift, gl.exp2(m_i - shift)
+
+
+@gluon.jit
+def probabilities(scores, l_i, exponent_scale, shift, alpha, LIFT: gl.constexpr):
+    """Return a tile's probabilities times 2^LIFT, and the new sum: the second half of `softmax_step`."""
+    p = ()
+    for i in gl.static_range(len(scores)):
+        p = p + (gl.exp2(scores[i] * by_row(exponent_scale) - (shift - LIFT)[:, None]),)
+    if len(l_i.shape) == 1:
+        l_i = l_i * alpha + gl.sum(sum_of_pieces(p), 1)
+    else:
+        by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
+        l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p[0], l_i.shape[1]))
+    return p, l_i
+
+
+@gluon.jit
+def hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T: gl.constexpr):
+    """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key."""
+    BLOCK_N: gl.constexpr = keys_of(cols)
+    low_pos = work.first_pos + work.token
+    high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
+    q_pos = low_pos + rows % BLOCK_T
+    if sight is None:
+        is_past_right = pos + BLOCK_N > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
+        is_partial = is_past_right | (pos < high_pos - scoring.window_left)
+    else:
+        is_partial = (pos + BLOCK_N > sight.full_stop) | (pos < sight.full_start)
+    if is_partial:  # else every row sees every key of the tile
+        if sight is None:
+            first_col = q_pos - scoring.window_left - pos
+            last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
+        else:
+            first_col, last_col = sight.first - pos, sight.last - pos
+        shown = ()
+        for i in gl.static_range(len(scores)):
+            visible = (cols[i][None, :] >= first_col[:, None]) & (cols[i][None, :] <= last_col[:, None])
+            shown = shown + (gl.where(visible, scores[i], float("-inf")),)
+        scores = shown
+    return scores
+
+
+@gluon.jit
+def sums_of_groups(p, SUMS: gl.constexpr):
+    """Return sums over groups of the columns of p [M, N], as `states.sums_of_groups` does."""
+    for _ in gl.static_range(log2(p.shape[1] // (8 * SUMS))):
+        p = gl.sum(p.reshape([p.shape[0], 2, p.shape[1] // 2]), 1)
+    for _ in gl.static_range(3):
+        p = gl.sum(p.reshape([p.shape[0], p.shape[1] // 2, 2]), 2)
+    return p
+
+
+@gluon.jit
+def total(sums):
+    """Return the sum of each row's sums, as `states.total` does."""
+    for _ in gl.static_range(log2(sums.shape[1])):
+        sums = gl.sum(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]), 2)
+    return sums.reshape([sums.shape[0]])
+
+
+@gluon.jit
+def sum_of_pieces(p):
+    """Return the sum of a tile's pieces, number by number."""
+    numbers = p[0]
+    for i in gl.static_range(1, len(p)):
+        numbers += p[i]
+    return numbers
+
+
+@gluon.jit
+def lse_of_rows(m_i, l_i):
+    """Return the natural-log lse of finished states, -inf where no key was seen.
+
+    The fma is written out, as in `states.finish`. A compiler may fuse product and sum or not, as the code around them
+    is, and the same rows would have other bits in another variant of a kernel.
+    """
+    empty = l_i == 0.0
+    lse = gl.fma(m_i, gl.zeros_like(m_i) + LN2, gl.log(gl.where(empty, 1.0, l_i)))
+    return gl.where(empty, float("-inf"), lse)
+
+
+@gluon.jit
+def by_row(factor):
+    """Return a factor per row as a column; return a scalar factor unchanged."""
+    if isinstance(factor, gl.tensor) and len(factor.shape) == 1:
+        factor = factor[:, None]
+    return factor
