@@ -13,6 +13,8 @@ import torch
 import quire
 from quire import intervals
 from quire.dispatch.device import device_properties
+from quire.dispatch.tree import forget_trees
+from quire.kernels.hopper import choice
 from quire.plan import make_plan
 from quire.testing import error_budget, make_problem
 from tests.growth import with_growing_scores
@@ -226,6 +228,39 @@ def test_every_width(head_dim):
 def test_values_of_another_width(head_dim, head_dim_v, layout):
     spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=3, head_dim=head_dim, head_dim_v=head_dim_v)
     assert_right(spec, MIXED, layout=layout, page_size=24)
+
+
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """Tiles of wide heads are large, also where others would be faster."""
+    monkeypatch.setattr(choice, "suits_large_tiles", lambda request: True)
+    forget_trees()
+    yield
+    forget_trees()
+
+
+@pytest.mark.parametrize(
+    ("extra", "page_size"),
+    [
+        ({"head_dim": 192}, 16),
+        ({"head_dim": 136, "sinks": True, "sliding_window": 300, "dtype": torch.float16}, 32),
+        ({"head_dim": 152, "causal": False, "num_q_heads": 6}, 48),
+        ({"head_dim": 192, "head_dim_v": 144, "softcap": 20.0}, 64),
+        ({"head_dim": 176, "softcap": 20.0, "alibi": True, "sinks": True}, 192),
+        ({"head_dim": 256}, 16),
+        ({"head_dim": 200, "head_dim_v": 232, "sliding_window": 150}, 64),
+        ({"head_dim": 24, "head_dim_v": 208, "softcap": 60.0}, 48),
+    ],
+    ids=str,
+)
+def test_scores_in_pieces(extra, page_size, large_tiles):
+    """Tiles have 96 or 80 keys, in ragged batches too, which may be cut or split."""
+    spec = quire.AttentionSpec(**LLAMA | extra)
+    assert_right(spec, MIXED, page_size=page_size, layout="HND" if page_size == 48 else "NHD")
+    p, plan, state = solve(spec, ((700, 1300), (700, 2100), (700, 700)), page_size=page_size)
+    assert plan.launch.keys_of_tile(p.cache) in (80, 96)
+    verdict = error_budget(p, state)
+    assert verdict.passed, (plan, verdict)
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (88, 88), (192, 192), (40, 40), (224, 224)])
