@@ -247,18 +247,16 @@ def large_tiles(monkeypatch):
         ({"head_dim": 152, "causal": False, "num_q_heads": 6}, 48),
         ({"head_dim": 192, "head_dim_v": 144, "softcap": 20.0}, 64),
         ({"head_dim": 176, "softcap": 20.0, "alibi": True, "sinks": True}, 192),
-        ({"head_dim": 256}, 16),
-        ({"head_dim": 200, "head_dim_v": 232, "sliding_window": 150}, 64),
-        ({"head_dim": 24, "head_dim_v": 208, "softcap": 60.0}, 48),
+        ({"head_dim": 24, "head_dim_v": 168, "softcap": 60.0}, 48),
     ],
     ids=str,
 )
 def test_scores_in_pieces(extra, page_size, large_tiles):
-    """Tiles have 96 or 80 keys, in ragged batches too, which may be cut or split."""
+    """Tiles have 96 keys, in ragged batches too, which may be cut or split."""
     spec = quire.AttentionSpec(**LLAMA | extra)
     assert_right(spec, MIXED, page_size=page_size, layout="HND" if page_size == 48 else "NHD")
     p, plan, state = solve(spec, ((700, 1300), (700, 2100), (700, 700)), page_size=page_size)
-    assert plan.launch.keys_of_tile(p.cache) in (80, 96)
+    assert plan.launch.keys_of_tile(p.cache) == 96
     verdict = error_budget(p, state)
     assert verdict.passed, (plan, verdict)
 

@@ -166,11 +166,11 @@ def choose_config(request: Request, short: bool) -> HopperConfig | str:
 
 
 def suits_large_tiles(request: Request) -> bool:
-    """Return whether tiles of wide heads should have 96 or 80 keys instead of 64.
+    """Return whether tiles of wide heads should have 96 keys instead of 64.
 
     They should if several row blocks read the same keys, so that they rarely wait for memory, and if there are so many
-    keys that those of the last tile, which no query sees, count for little. Otherwise, and with a softcap, such tiles
-    took 2 to 21 % longer (NVIDIA H200, 2026-11-26).
+    keys that those of the last tile, which no query sees, count for little. Otherwise such tiles took 1 to 10 % longer
+    (NVIDIA H200, 2026-11-26).
     """
     has_keys = request.keys_seen > LONG and request.rows_per_seq > TALL
     return has_keys and not request.is_ragged and not request.spec.softcap

@@ -82,8 +82,6 @@ def consume(
     # Pairs of probabilities are rounded together where row blocks are cut and the cache is not quantised. Elsewhere
     # that is slower.
     PACKED: gl.constexpr = outputs.partials is not None and WARPGROUPS == 2 and scoring.k_scale_ptr is None
-    # Tiles of 80 keys of the widest heads leave no shared memory through which threads could exchange results.
-    EXCHANGES: gl.constexpr = EARLY and BLOCK_N != 80
     # Queries of narrow heads: 0.987 to 1.003 of the time in 13 cases (NVIDIA H200, 2026-11-26).
     IN_REGISTERS: gl.constexpr = HEAD_DIM <= 64 and WARPGROUPS == 2 and FIXED_SPLIT == 0 and not is_capped(SCORE_MOD)
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
@@ -155,7 +153,7 @@ def consume(
         if outputs.partials is None:
             finish(
                 wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, FIXED_SPLIT > 0,
-                PARTS, EARLY, EXCHANGES,
+                PARTS, EARLY,
             )  # fmt: skip
         else:
             if not EARLY:
@@ -163,7 +161,7 @@ def consume(
             if cut.shift == 0:
                 finish(
                     wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, BLOCK_T, OWNED, False, PARTS,
-                    EARLY, EXCHANGES,
+                    EARLY,
                 )  # fmt: skip
             else:
                 if not EARLY:

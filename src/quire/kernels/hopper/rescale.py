@@ -1,7 +1,6 @@
 """Rescale accumulators where the running maximum of a row grows.
 
-Of wide heads lazily, as FlashAttention 4 does: exponents may exceed what they are relative to, by SLACK. So accumulators
-are rescaled for the first tiles of a row and rarely afterwards.
+Those of wide values are rescaled lazily, for the first tiles of a row and rarely afterwards: see `raised`.
 """
 
 from triton.experimental import gluon

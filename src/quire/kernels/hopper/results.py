@@ -39,13 +39,11 @@ class Outputs(NamedTuple):
 def finish(
     wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
     BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
-    EXCHANGES: gl.constexpr,
 ):  # fmt: skip
     """Normalise a work tile's results and write them.
 
     A thread writes 16 adjacent bytes. For that, results are staged in the shared memory of the work tile's queries, if
-    that is wide enough, and it is then released. EARLY: it was released before. Then, if EXCHANGES, four threads
-    exchange columns, else a thread writes 4 adjacent bytes.
+    that is wide enough, and it is then released. EARLY: it was released before, and four threads exchange columns.
     The states of splits are float32, and are written from registers as they are.
     """
     element: gl.constexpr = outputs.out_ptr.dtype.element_ty
@@ -80,13 +78,13 @@ def finish(
     if INVARIANT:  # as `states.finish` does
         inverse = gl.fma(inverse, gl.fma(-safe, inverse, gl.zeros_like(safe) + 1.0), inverse)
     results = scaled(accs, inverse)
-    if EXCHANGES and LIKE_Q:
+    if EARLY and LIKE_Q:
         exchanged = ()
         for i in gl.static_range(len(accs)):
             result = results[i].to(element)
             exchanged = exchanged + (gl.convert_layout(result, eight_columns_each(result.shape[1])),)
         results = exchanged
-    elif STAGED and not EARLY:
+    elif STAGED:
         stage = work_i % q_pipe.empty.shape[0]
         loaded = ()
         for i in gl.static_range(len(accs)):
