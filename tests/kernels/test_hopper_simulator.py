@@ -113,7 +113,7 @@ def test_features(extra, bound):
     assert plan.launch.config.num_warpgroups == (2 if bound and plan.launch.request.keys_seen > 512 else 1)
 
 
-@pytest.mark.parametrize("page_size", [16, 1])
+@pytest.mark.parametrize("page_size", [16, extended(1)])
 @pytest.mark.parametrize(
     "extra",
     [{}, {"sliding_window": 600, "sinks": True}, {"softcap": 20.0}, {"alibi": True}, {"causal": False}],
@@ -186,8 +186,7 @@ def test_bfloat16(bound):
     assert_right(quire.AttentionSpec(**LLAMA | BFLOAT16), ((40, 200), (33, 33)), max_seq_len=bound)
 
 
-@pytest.mark.parametrize("bound", [None, LONG])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "bound"), [(1, None), (16, LONG), extended(1, LONG), extended(16, None)])
 @pytest.mark.parametrize(
     "extra",
     [
@@ -283,7 +282,17 @@ def test_what_a_warp_holds_changes_no_bit_of_its_other_capped_scores(other):
 
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
-    [(16, 16), (24, 40), (80, 80), (112, 96), (88, 232), (128, 256), (192, 128), (256, 64), (192, 192)],
+    [
+        (24, 40),
+        (80, 80),
+        (88, 232),
+        (128, 256),
+        (192, 128),
+        (192, 192),
+        extended(16, 16),
+        extended(112, 96),
+        extended(256, 64),
+    ],
 )
 def test_widths(head_dim, head_dim_v):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
@@ -306,10 +315,10 @@ def large_tiles(monkeypatch):
         ({"head_dim": 192}, 16),
         ({"head_dim": 136, "sinks": True, "sliding_window": 150}, 32),
         ({"head_dim": 152, "causal": False, "num_q_heads": 6, "layout": "HND"}, 80),
-        ({"head_dim": 192, "head_dim_v": 144}, 192),
+        extended({"head_dim": 192, "head_dim_v": 144}, 192),
         (BFLOAT16 | {"head_dim": 192, "softcap": 20.0}, 64),
         ({"head_dim": 176, "softcap": 20.0, "alibi": True}, 16),
-        ({"head_dim": 24, "head_dim_v": 168}, 48),
+        extended({"head_dim": 24, "head_dim_v": 168}, 48),
     ],
     ids=str,
 )
@@ -581,7 +590,9 @@ def assert_latents_are_right(spec, lens=LATENTS, partitions=2, page_size=64, **p
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("num_q_heads", "causal"), [(1, True), (8, False), (16, True), (40, False), (40, True)])
+@pytest.mark.parametrize(
+    ("num_q_heads", "causal"), [(1, True), extended(8, False), (16, True), extended(40, False), (40, True)]
+)
 def test_latents(num_q_heads, causal, kv_dtype):
     assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype, causal=causal))
 
@@ -592,7 +603,7 @@ def test_pages_of_latents(page_size, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("num_q_heads", [16, 64])
+@pytest.mark.parametrize("num_q_heads", [16, extended(64)])
 @pytest.mark.parametrize(
     "lens",
     [((1, 1),), ((1, 600),), tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3],

@@ -19,7 +19,7 @@ PIECE = gl.constexpr(16)  # columns of a piece; keys of one product with values,
 
 @gluon.constexpr_function
 def num_pieces(columns):
-    """Return how many accumulators so many columns have."""
+    """Return how many pieces so many columns are in."""
     return (columns + PIECE.value - 1) // PIECE.value
 
 
@@ -34,6 +34,7 @@ def descriptor_of(between_panels):
     """Return the descriptor of a matrix at address 0, with so many bytes between its panels of 64 columns.
 
     The numbers of bytes are in units of 16: between panels, and between rows of eight. Rows of 128 bytes are swizzled.
+    Only instructions for values read the first number: those for queries and keys stay in one panel.
     """
     return (between_panels // 16) << 16 | (1024 // 16) << 32 | 1 << 62
 
