@@ -127,10 +127,14 @@ def test_a_missing_package_is_named_with_what_to_install(command, package, extra
 
 @pytest.mark.parametrize("command", ["bench", extended("tune")])
 def test_commands_that_need_triton_say_so_where_there_is_none(command):
-    program = f"import sys; sys.modules['triton'] = None; from quire.cli import main; sys.exit(main([{command!r}]))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    program = "import sys; sys.modules['triton'] = None; from quire.cli import main; sys.exit(main())"
+    done, helped = (
+        subprocess.run([sys.executable, "-c", program, command, *options], capture_output=True, text=True)
+        for options in ([], ["--help"])
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert f"quire {command} needs triton, which is not installed; pip install triton" in done.stderr
+    assert helped.returncode == 0 and f"examples:\n  quire {command}" in helped.stdout, helped.stderr
 
 
 WITHOUT = """

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from quire.bench.case import Case
+from quire.bench.ceilings import measure_ceilings
 from quire.bench.measure import NoResult, Timing, compare
 from quire.bench.peers import PEERS, Peer, quire_calls
 from quire.bench.results import load
-from quire.bench.roofline import measure_ceilings
 from quire.cli import main
 from quire.dispatch.device import device_properties
 from quire.targets import Launch, compile_all, current_target

@@ -19,6 +19,7 @@ COMMANDS = {
     "env": "versions, device, and what a plan chooses and why",
     "replay": "run a recorded call again, and judge it by the oracle",
 }
+NEED_TRITON = "bench", "tune"
 EXAMPLES = """examples:
   quire doctor                          # is this machine fit?
   quire generate --model src/quire/demo_model     # in a clone: the demo model continues a few prompts
@@ -81,14 +82,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     named = next((argument for argument in argv if not argument.startswith("-")), None)
     for name, summary in COMMANDS.items():
         if name == named:
-            try:
-                import_module(f"quire.cli.{name}").add_parser(subparsers, summary)
-            except ModuleNotFoundError as error:
-                if error.name != "triton":
-                    raise
-                raise CommandError(
-                    f"quire {name} needs triton, which is not installed; pip install triton (wheels are for Linux)"
-                ) from None
+            import_module(f"quire.cli.{name}").add_parser(subparsers, summary)
         else:
             subparsers.add_parser(name, help=summary)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)  # where help is asked for, the process ends here
+    if args.command in NEED_TRITON:
+        try:
+            import_module("triton")
+        except ModuleNotFoundError:
+            raise CommandError(
+                f"quire {args.command} needs triton, which is not installed; pip install triton (wheels are for Linux)"
+            ) from None
+    return args

@@ -13,10 +13,11 @@ from rich.progress import Progress
 
 from quire.bench import cases as workloads
 from quire.bench.case import Case
+from quire.bench.ceilings import measure_ceilings
 from quire.bench.measure import NoResult, Peer, Timing, compare, describe_error
 from quire.bench.peers import quire_calls
 from quire.bench.results import FILE_NAME, QUIRE, Grid, RangeRow, Report, Row, make_row, provenance, save
-from quire.bench.roofline import DATA_SHEETS, Ceilings, from_data_sheet, measure_ceilings
+from quire.bench.roofline import DATA_SHEETS, Ceilings, from_data_sheet
 from quire.cli.bench_print import print_row
 from quire.cli.console import progress_bar
 from quire.targets import TARGETS, Launch, compile_all, current_target

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.bench.case import Case
 from quire.dispatch.config import HINTS, KernelConfig, reduced
@@ -12,8 +12,10 @@ from quire.dispatch.tree import decision, features_of, hopper_config, padded, ro
 from quire.dispatch.tree_file import GENERIC, load_tree
 from quire.kernels.launch import Launch
 from quire.plan import decide
-from quire.targets import Launch as LaunchToCompile
 from quire.tuning.space import legal_configs
+
+if TYPE_CHECKING:  # it needs Triton, as the help of a command does not
+    from quire.targets import Launch as LaunchToCompile
 
 HOPPER = "hopper"  # stands for the Hopper kernel, which has one configuration per spec
 SECTION, LATENT_SECTION = "attention", "mla"  # of a tree
@@ -96,8 +98,10 @@ def launch_of(case: Case, properties: DeviceProperties, config: Config | None = 
 
 def launches(
     wanted: Iterable[tuple[Case, Sequence[Config]]], properties: DeviceProperties
-) -> dict[LaunchToCompile, list[tuple[str, str]]]:
+) -> "dict[LaunchToCompile, list[tuple[str, str]]]":
     """Return the launches that differ in what is compiled, each with the (case, configuration) names it stands for."""
+    from quire.targets import Launch as LaunchToCompile
+
     found: dict[Hashable, LaunchToCompile] = {}
     stands_for: dict[LaunchToCompile, list[tuple[str, str]]] = defaultdict(list)
     for case, configs in wanted:

@@ -9,7 +9,6 @@ import torch
 import quire
 from quire.bench.inputs import Inputs
 from quire.bench.measure import Call, Planner
-from quire.bench.naive import naive_attention, owners
 from quire.bench.peers.arguments import refuse, refuse_other_values
 
 MAX_NAIVE_FLOPS = 5e10  # for which the naive kernel takes 20 ms (NVIDIA H200, 2026-11-21)
@@ -51,6 +50,8 @@ def naive_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
     refuse(spec.sinks or spec.sliding_window is not None or spec.kv_dtype != spec.dtype, "serves causal attention only")
     refuse(spec.softcap is not None, "serves causal attention only")
     refuse_other_values(spec)
+    from quire.bench.naive import naive_attention, owners  # which needs Triton, as the help of commands does not
+
     seq_of, pos_of = owners(case.query_lens, case.seq_lens, inputs.q.device)
 
     def plan(table: torch.Tensor) -> Call:
