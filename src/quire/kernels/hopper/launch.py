@@ -260,7 +260,7 @@ class HopperLaunch:
 
 
 def lie_in_one_page(keys: int, cache: PagedKVCache) -> bool:
-    """Return whether most tiles of so many keys lie in one page, which is not a single box of the first kind."""
+    """Return whether most tiles of so many keys lie in one page, and have more rows than a box of the first kind."""
     return page_box(cache) < keys <= cache.page_size // 2
 
 
