@@ -13,7 +13,9 @@ import triton
 
 import quire
 from quire.dispatch.device import is_served_by_torch
+from quire.dispatch.tree import forget_trees
 from quire.kernels import scratch
+from quire.kernels.hopper import choice
 from quire.testing import Problem, error_budget, make_problem
 
 GPU = torch.cuda.is_available()
@@ -122,3 +124,12 @@ def assert_within_budget() -> Callable[[Problem, torch.Tensor | quire.State], No
         assert verdict.passed, verdict
 
     return assert_within_budget
+
+
+@pytest.fixture
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles of wide heads are large in the Hopper kernel, also where others would be faster."""
+    monkeypatch.setattr(choice, "suits_large_tiles", lambda request: True)
+    forget_trees()
+    yield
+    forget_trees()

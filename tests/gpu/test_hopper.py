@@ -13,8 +13,6 @@ import torch
 import quire
 from quire import intervals
 from quire.dispatch.device import device_properties
-from quire.dispatch.tree import forget_trees
-from quire.kernels.hopper import choice
 from quire.plan import make_plan
 from quire.testing import error_budget, make_problem
 from tests.growth import with_growing_scores
@@ -228,15 +226,6 @@ def test_every_width(head_dim):
 def test_values_of_another_width(head_dim, head_dim_v, layout):
     spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=3, head_dim=head_dim, head_dim_v=head_dim_v)
     assert_right(spec, MIXED, layout=layout, page_size=24)
-
-
-@pytest.fixture
-def large_tiles(monkeypatch):
-    """Tiles of wide heads are large, also where others would be faster."""
-    monkeypatch.setattr(choice, "suits_large_tiles", lambda request: True)
-    forget_trees()
-    yield
-    forget_trees()
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,12 @@ import torch
 import quire
 from quire import intervals, reference
 from quire.dispatch.device import interprets
-from quire.dispatch.tree import forget_trees
 from quire.testing import error_budget, make_problem
 
 if not interprets():
     pytest.skip("the other kernels of these plans run in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from quire.kernels.hopper import choice
 from quire.kernels.hopper.convert import quantize_results
 from quire.kernels.hopper.rescale import rescaled
 from quire.kernels.hopper.softcap import capped_exponents
@@ -298,15 +296,6 @@ def test_widths(head_dim, head_dim_v):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
     assert_right(spec, page_size=24, layout="HND")
     assert_right(spec, max_seq_len=LONG, page_size=2)
-
-
-@pytest.fixture
-def large_tiles(monkeypatch):
-    """Tiles of wide heads are large, also where others would be faster."""
-    monkeypatch.setattr(choice, "suits_large_tiles", lambda request: True)
-    forget_trees()
-    yield
-    forget_trees()
 
 
 @pytest.mark.parametrize(
