@@ -129,7 +129,7 @@ def assert_within_budget() -> Callable[[Problem, torch.Tensor | quire.State], No
 @pytest.fixture
 def large_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles of wide heads are large in the Hopper kernel, also where others would be faster."""
-    monkeypatch.setattr(choice, "suits_large_tiles", lambda request: True)
+    monkeypatch.setattr(choice, "suits_large_tiles", lambda request, config: True)
     forget_trees()
     yield
     forget_trees()

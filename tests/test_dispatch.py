@@ -716,10 +716,10 @@ def test_which_tiles_of_wide_heads_are_large(head_dim, page_size, queries, keys,
     spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim, **extra)
     launch, _ = decide(Request(spec, 2, True, Bounds(queries, keys, 2 * queries), PROPERTIES), Options(kernel="hopper"))
     cache = quire.PagedKVCache.empty(spec, 1, page_size)
-    assert (launch.keys_of_tile(cache), launch.boxes(cache)[0]) == tiles
+    assert (launch.config_of(cache).block_n, launch.boxes(cache)[0]) == tiles
     ragged = Bounds(queries, keys, queries + 1)
     launch, _ = decide(Request(spec, 2, True, ragged, PROPERTIES), Options(kernel="hopper"))
-    assert launch.keys_of_tile(cache) in (64, 128)
+    assert launch.config_of(cache).block_n in (64, 128)
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_scores_in_pieces(extra, page_size, large_tiles):
     spec = quire.AttentionSpec(**LLAMA | extra)
     assert_right(spec, MIXED, page_size=page_size, layout="HND" if page_size == 48 else "NHD")
     p, plan, state = solve(spec, ((700, 1300), (700, 2100), (700, 700)), page_size=page_size)
-    assert plan.launch.keys_of_tile(p.cache) == 96
+    assert plan.launch.config_of(p.cache).block_n == 96
     verdict = error_budget(p, state)
     assert verdict.passed, (plan, verdict)
 

@@ -317,7 +317,7 @@ def test_scores_in_pieces(extra, page_size, large_tiles):
     spec = quire.AttentionSpec(**LLAMA | extra)
     p = make_problem(spec, ((140, 400), (66, 192), (1, 90), (0, 5)), page_size=page_size, layout=layout)
     plan = make_plan(p, LONG)
-    assert plan.launch.keys_of_tile(p.cache) == 96
+    assert plan.launch.config_of(p.cache).block_n == 96
     state, _ = attend(p, plan)
     assert error_budget(p, state).passed, error_budget(p, state)
 
@@ -414,7 +414,7 @@ def test_tiles_that_lie_in_one_page_and_tiles_in_two(page_size, extra):
         scales="tensor",
     )  # fmt: skip
     plan = make_plan(p, LONG)
-    assert plan.launch.boxes(p.cache)[1] == plan.launch.keys_of_tile(p.cache)
+    assert plan.launch.boxes(p.cache)[1] == plan.launch.config_of(p.cache).block_n
     state, _ = attend(p, plan)
     assert error_budget(p, state).passed, error_budget(p, state)
 

@@ -160,20 +160,21 @@ def choose_config(request: Request, short: bool) -> HopperConfig | str:
         short = False
     queries = tree.power_of_two(queries) if ragged else queries
     config = tree.hopper_config(request.spec, request.device, short, queries, ragged)
-    if isinstance(config, HopperConfig) and not suits_large_tiles(request):
-        config = replace(config, block_n=largest_power_of_two(config.block_n))
-    return config
+    if isinstance(config, str) or suits_large_tiles(request, config):
+        return config
+    return config.with_smaller_tiles(more_stages=request.rows_per_seq > TALL)
 
 
-def suits_large_tiles(request: Request) -> bool:
+def suits_large_tiles(request: Request, config: HopperConfig) -> bool:
     """Return whether tiles of wide heads should have 96 keys instead of 64.
 
     They should if several row blocks read the same keys, so that they rarely wait for memory, and if there are so many
     keys that those of the last tile, which no query sees, count for little. Otherwise such tiles took 1 to 10 % longer
-    (NVIDIA H200, 2026-11-26).
+    (NVIDIA H200, 2026-11-26), and up to 44 % where keys are split (NVIDIA H100, 2026-11-27).
     """
     has_keys = request.keys_seen > LONG and request.rows_per_seq > TALL
-    return has_keys and not request.is_ragged and not request.spec.softcap
+    is_split = 2 * count_work_tiles(request, config, request.bounds.num_tokens) <= request.device.num_sms
+    return has_keys and not (request.is_ragged or request.spec.softcap or is_split)
 
 
 def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: int) -> HopperConfig:

@@ -32,7 +32,7 @@ from quire.kernels.hopper.products import addresses_of_queries
 from quire.kernels.hopper.rescale import scaled
 from quire.kernels.hopper.results import Outputs, finish, load_of_heads, tokens_of_rows
 from quire.kernels.hopper.softcap import is_capped
-from quire.kernels.hopper.tile_scheduler import SEQS, Batch
+from quire.kernels.hopper.tile_scheduler import SEQS, Batch, keep_sequences, load_sequences
 from quire.kernels.hopper.work_tile import ROWS, WORDS, load_intervals, read_cut, read_range, read_work_tile
 from quire.kernels.primitives import in_units
 
@@ -249,6 +249,8 @@ def hopper_kernel(
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
     if (max_decode_queries > 0) | (num_splits > 1):
         gdc_launch_dependents()
+    # On their way while barriers are made. A thread has one sequence.
+    sequences = load_sequences(kv, cu_seqlens_q, num_seqs, 0, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     COLUMNS_V: gl.constexpr = (HEAD_DIM_V + 63) // 64 * 64
     IN_PIECES: gl.constexpr = BLOCK_N & (BLOCK_N - 1) != 0  # scores
@@ -292,7 +294,9 @@ def hopper_kernel(
         partials,
         arrivals,
     )
-    batch = Batch(kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right)
+    known = gl.allocate_shared_memory(gl.int32, [4, SEQS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    keep_sequences(known, sequences)
+    batch = Batch(kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, known)
     # The argument lists are repeated, since constexprs in a tuple stay constexprs only if the tuple is written in the
     # call of `warp_specialize`.
     if WARPGROUPS == 1:

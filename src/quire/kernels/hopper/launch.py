@@ -10,7 +10,7 @@ import torch
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch import tree
-from quire.dispatch.config import HopperConfig, largest_power_of_two
+from quire.dispatch.config import HopperConfig
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.hopper.tma import has_boxes, has_pieces, matrices_of_cache, page_box
 from quire.kernels.launch import Runner, once, states_at_once
@@ -193,7 +193,7 @@ class HopperLaunch:
         decode = None if self.decode is None else self.decode.compile_key()
         return (
             self.name,
-            self.num_splits > 1 and states_at_once(self.num_splits),
+            self.num_splits > 1 and (states_at_once(self.num_splits), self.request.is_ragged),
             self.section_heads is None,
             self.request.has_intervals,  # arguments that may be None
             self.is_long,
@@ -206,11 +206,11 @@ class HopperLaunch:
         """Whether a query may see so many keys that further tensor maps are worth the time to fetch them."""
         return self.request.keys_seen > LONG
 
-    def keys_of_tile(self, cache: PagedKVCache) -> int:
-        """Return the keys of a tile: a power of two where boxes are small, or where most tiles can be one box."""
-        block_n, box = self.config.block_n, page_box(cache)
-        even = largest_power_of_two(block_n)
-        return even if box < MIN_BOX_OF_PIECES or lie_in_one_page(even, cache) else block_n
+    def config_of(self, cache: PagedKVCache) -> HopperConfig:
+        """Return the configuration, with smaller tiles where boxes are small, or where most tiles can be one box."""
+        smaller = self.config.with_smaller_tiles(more_stages=True)
+        has_smaller = page_box(cache) < MIN_BOX_OF_PIECES or lie_in_one_page(smaller.block_n, cache)
+        return smaller if has_smaller else self.config
 
     def boxes(self, cache: PagedKVCache) -> tuple[int, int]:
         """Return the rows of a TMA box of keys and values, and those of a second kind of box.
@@ -218,7 +218,7 @@ class HopperLaunch:
         The first is 0 where rows are gathered. A box of the second kind is a tile that lies in one page; it is 0 where
         that does not pay. Where rows are gathered, it pays for wide heads alone (NVIDIA H200, 2026-11-25).
         """
-        block_n, box = self.keys_of_tile(cache), page_box(cache)
+        block_n, box = self.config_of(cache).block_n, page_box(cache)
         if has_boxes(cache):
             even = block_n & -block_n  # a box is in one buffer
             is_box = even == block_n and lie_in_one_page(block_n, cache)

@@ -1,12 +1,12 @@
 """`SmemPipeline`: a circular buffer of shared-memory tiles between producers and consumers. It owns all barriers.
 
 A pipeline has STAGES tiles and two barriers for each of them. `full` completes when all bytes of a TMA load have
-arrived, or with `producer_commit`. `empty` completes when every consumer has released the tile. There is one spare
-`full` barrier, for a tile that the producer has to change before consumers may read it. The i-th use of a pipeline is
-of stage `i % STAGES`, and waits for phase `i // STAGES` of that stage's barriers.
+arrived, or with `producer_commit`. `empty` completes when every consumer has released the tile. There are spare `full`
+barriers, for tiles that the producer has to change before consumers may read them. The i-th use of a pipeline is of
+stage `i % STAGES`, and waits for phase `i // STAGES` of that stage's barriers.
 
 The tiles of some pipelines are copied row by row (`gather.py`). Then `full` completes when the copies of every thread
-of the producer have arrived, and there is no spare barrier.
+of the producer have arrived, and there are no spare barriers.
 """
 
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  
 
 SWIZZLE_BYTES = gl.constexpr(128)  # the widest row that TMA swizzles
 THREADS = gl.constexpr(128)  # of a warpgroup
+SPARES = gl.constexpr(2)  # barriers of a pipeline for tiles that the producer changes
 
 
 class SmemPipeline(NamedTuple):
@@ -65,7 +66,7 @@ def make_pipeline(
     if COPYING_WARPS > 0:
         full = make_barriers(STAGES, 32 * COPYING_WARPS)
     else:
-        full = make_barriers(STAGES + 1, 1)
+        full = make_barriers(STAGES + SPARES, 1)
     return SmemPipeline(tiles, more, full, make_barriers(STAGES, RELEASES), addresses)
 
 

@@ -10,7 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from quire.kernels.hopper.gather import begin_tile, load_places
+from quire.kernels.hopper.addresses import reinterpret
 from quire.kernels.hopper.pipeline import (
+    SPARES,
     buffers_of,
     bytes_of_tile,
     columns_of,
@@ -24,9 +26,10 @@ from quire.kernels.hopper.queue import first_work_tile, last_number, make_queue,
 from quire.kernels.hopper.tile_scheduler import (
     count_row_blocks,
     find_work_tile,
+    first_row_block_ends,
+    keep_ends,
     order_by_keys,
     place_of_work_tile,
-    row_block_ends,
 )
 from quire.kernels.hopper.work_tile import WorkTile, power_of_two, publish_work_tile, visible_keys
 
@@ -66,10 +69,10 @@ def produce(
     Q_NUMBERS: gl.constexpr = HEADS * BLOCK_T * columns_of(q_pipe.tiles, q_pipe.more)
     Q_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
+    HAS_EDGES: gl.constexpr = not GATHERS and not CONVERTED  # rows that may not be read are zeroed
     # The only buffer of queries becomes free late, so the next work tile's first keys are loaded before its queries.
     KEYS_FIRST: gl.constexpr = q_pipe.tiles.shape[0] == 1
     LEAST_ROWS: gl.constexpr = q_desc.block_shape[0]
-    SPARE: gl.constexpr = v_pipe.empty.shape[0]  # the pipeline's spare barrier
     THREADS: gl.constexpr = 32 * gl.num_warps()
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ZEROS: gl.constexpr = zeros_before(HEAD_DIM, GATHERS or CONVERTED or FIRST_TO_LAST)
@@ -87,7 +90,7 @@ def produce(
         if len(v_source.block_shape) == 3:
             v_col = (v_col > 0).to(gl.int32)
     lane = gl.arange(0, THREADS, ONE_EACH)
-    ends = row_block_ends(batch, 0, BLOCK_T)
+    ends = first_row_block_ends(batch, BLOCK_T)
     num_singles, from_back = 0, 0
     if CUT_SLOTS > 0:
         ends, num_singles, from_back = order_by_keys(
@@ -102,6 +105,7 @@ def produce(
         ends, num_singles, from_back = order_by_keys(
             batch, ends, places, HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N, 0, MIXED
         )
+    keep_ends(batch, ends)
     queue = make_queue(num_work_tiles, num_singles * HEAD_BLOCKS * PARTS * num_splits, from_back)
     index, backwards = first_work_tile(queue, MIXED)
     while index < num_work_tiles:
@@ -109,7 +113,7 @@ def produce(
             index, num_row_blocks, num_singles, section, num_splits, HEAD_BLOCKS, HEADS, PARTS, MIXED
         )
         seq, work, keys, kv_stop = find_work_tile(
-            batch, ends, places, row_block, head, split, part, num_splits, HEAD_BLOCKS, HEADS, BLOCK_T, BLOCK_N,
+            batch, places, row_block, head, split, part, num_splits, HEAD_BLOCKS, HEADS, BLOCK_T, BLOCK_N,
             FIRST_TO_LAST, PARTS, CUT_SLOTS,
         )  # fmt: skip
         first_value = 0  # column
@@ -155,6 +159,7 @@ def produce(
             load_rows(q_desc, head, work.q_start + work.token, loaded, buffers, Q_ROWS, 0, LEAST_ROWS, ZEROS)
             work_i += 1
 
+        invisible = 0  # `rows_outside` of the last tile of values
         while left > 0:
             if GATHERS:
                 places_of_rows = pages
@@ -187,29 +192,25 @@ def produce(
                     )  # fmt: skip
                 stage = producer_acquire(v_pipe, tile_i)
                 barrier = stage
-                if not CONVERTED:
-                    # A tile with invisible rows completes the spare barrier: its rows are zeroed before consumers read
-                    # it.
+                if HAS_EDGES:
+                    # A tile with invisible rows completes a spare barrier, and `finish_edge` hands it over.
                     all_visible = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
-                    barrier = gl.where(all_visible, stage, SPARE)
+                    spare = spare_barrier(v_pipe.empty, edge_i + gl.where(invisible != 0, 1, 0))
+                    barrier = gl.where(all_visible, stage, spare)
                 expect_bytes(v_pipe.full, barrier, V_BYTES)
                 load_kv_tile(
                     v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), of_boxes, tile * BLOCK_N,
                     kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col + first_value, BLOCK_N, PAGE_SIZE,
                     KV_BOX,
                 )  # fmt: skip
-                if not CONVERTED and barrier == SPARE:
-                    wait(v_pipe.full, SPARE, edge_i)
-                    tiles = buffers_of(v_pipe, stage)
-                    for i in gl.static_range(len(tiles)):
-                        first = i * tiles[i].shape[0] % BLOCK_N
-                        zero_invisible_rows(tiles[i], tile * BLOCK_N + first, kv_low, kv_high)
-                    fence_async_shared()
-                    expect_bytes(v_pipe.full, stage, 0)
-                    edge_i += 1
+                if HAS_EDGES:
+                    edge_i = finish_edge(v_pipe, tile_i - 1, invisible, edge_i, BLOCK_N)
+                    invisible = rows_outside(tile * BLOCK_N, kv_low, kv_high, BLOCK_N)
             tile_i += 1
             tile += STEP
             left -= 1
+        if HAS_EDGES:
+            edge_i = finish_edge(v_pipe, tile_i - 1, invisible, edge_i, BLOCK_N)
         index, backwards = taken_work_tile(queue, lane, taken, backwards, MIXED)
     if index == last_number(queue):  # the last program resets the counter for the next launch
         gl.store(tile_counter, 0)
@@ -286,18 +287,62 @@ def load_kv_tile(
 
 
 @gluon.jit
-def zero_invisible_rows(values, pos, kv_low, kv_high):
-    """Zero the rows of a buffer of values, which begins at position `pos`, that no query of the sequence sees.
+def rows_outside(pos, kv_low, kv_high, BLOCK_N: gl.constexpr):
+    """Return how many rows of a tile that begins at position `pos` are before kv_low, in the low 16 bits, and how many
+    are not before kv_high."""
+    before = gl.minimum(gl.maximum(kv_low - pos, 0), BLOCK_N)
+    return before + (gl.minimum(gl.maximum(pos + BLOCK_N - kv_high, 0), BLOCK_N) << 16)
 
-    They may hold NaN, and 0 * NaN is NaN.
+
+@gluon.jit
+def spare_barrier(empty, edge_i):
+    """Return which barrier the edge_i-th tile with invisible rows completes. At most SPARES of them are on their way."""
+    return empty.shape[0] + edge_i % SPARES
+
+
+@gluon.jit
+def finish_edge(v_pipe, i, invisible, edge_i, BLOCK_N: gl.constexpr):
+    """Hand the i-th tile of values to consumers, if it has rows that no query of the sequence sees.
+
+    Such rows are zeroed: they may hold NaN, and 0 * NaN is NaN. Since that takes time, the next keys are loaded before.
+
+    Args:
+        v_pipe: the pipeline of values.
+        i: the use of the pipeline.
+        invisible: `rows_outside` of the tile. If it is 0, consumers have the tile already.
+        edge_i: how many such tiles came before.
+
+    Returns:
+        How many there were.
     """
-    HEIGHT: gl.constexpr = values.shape[0]
-    PANELS: gl.constexpr = values.shape[1] // panels(values).shape[1]
+    if invisible != 0:
+        wait(v_pipe.full, spare_barrier(v_pipe.empty, edge_i), edge_i // SPARES)
+        stage = i % v_pipe.empty.shape[0]
+        zero_rows(v_pipe, stage, invisible & 0xFFFF, BLOCK_N - (invisible >> 16), BLOCK_N)
+        fence_async_shared()
+        expect_bytes(v_pipe.full, stage, 0)
+        edge_i += 1
+    return edge_i
+
+
+@gluon.jit
+def zero_rows(pipe, stage, seen_from, seen_to, BLOCK_N: gl.constexpr):
+    """Zero the rows of a stage's tile before `seen_from`, and from `seen_to` on.
+
+    A tile is a row of groups: eight rows of one panel each. A program runs this a few times, so it is a short loop.
+    """
+    COLUMNS: gl.constexpr = panels(pipe.tiles.index(0)).shape[1]
+    GROUPS: gl.constexpr = pipe.tiles.shape[0] * pipe.tiles.shape[1] * pipe.tiles.shape[2] // (8 * COLUMNS)
+    EACH: gl.constexpr = GROUPS // pipe.empty.shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    for first in gl.static_range(0, HEIGHT, 8):
-        if (pos + first < kv_low) | (pos + first + 8 > kv_high):
-            kv_pos = pos + first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-            seen = ((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]
-            for panel in gl.static_range(PANELS):
-                rows = panels(values).slice(panel * HEIGHT + first, 8)
-                rows.store(gl.where(seen, rows.load(LAYOUT), 0.0))
+    groups = reinterpret(pipe.tiles, pipe.tiles.dtype, [GROUPS, 8, COLUMNS], pipe.tiles.layout)
+    zeros = gl.zeros([8, COLUMNS], pipe.tiles.dtype, LAYOUT)
+    for i in range(EACH):
+        row = 8 * i % BLOCK_N
+        group = groups.index(stage * EACH + i)
+        if (row + 8 <= seen_from) | (row >= seen_to):
+            group.store(zeros)
+        elif (row < seen_from) | (row + 8 > seen_to):
+            rows = row + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+            seen = (rows >= seen_from) & (rows < seen_to)
+            group.store(gl.where(seen[:, None], group.load(LAYOUT), zeros))

@@ -118,7 +118,8 @@ class HopperRunner:
                 boxes = *boxes, None, None
             else:
                 fixed = None, None, *fixed
-            meta |= {"KV_BOX": kv_box, "BLOCK_N": self.decided.keys_of_tile(cache)}
+            tiles = self.decided.config_of(cache)
+            meta |= {"KV_BOX": kv_box, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages}
             self.launches.launch(key, hopper_kernel, grid, tensors, fixed, meta, descriptors, boxes)
         if self.split_out is not None:
             self.combine(out, lse, out_scale)
@@ -139,7 +140,8 @@ class HopperRunner:
         states = self.split_out.permute(2, 0, 1, 3), self.split_lse.permute(2, 0, 1)
         fixed, meta = combine_arguments(*states, out.stride(), lse)
         fixed = self.batch.cu_seqlens_q, self.batch.num_seqs, *fixed
-        meta |= {"PDL": True, "launch_pdl": True}
+        # Where lengths differ, many splits have no keys.
+        meta |= {"PDL": True, "FEW": self.decided.request.is_ragged, "launch_pdl": True}
         tensors = self.split_out, self.split_lse, out, out_scale, lse
         self.launches.launch(key, combine_kernel, grid, tensors, fixed, meta)
 
