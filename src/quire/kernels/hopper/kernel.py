@@ -79,9 +79,10 @@ def consume(
     EARLY: gl.constexpr = (q_pipe.tiles.shape[0] == 1 and element.primitive_bitwidth == 16 and FIXED_SPLIT == 0) and (
         scoring.key_begin is None and outputs.out_scale_ptr is None
     )
-    # Pairs of probabilities are rounded together where row blocks are cut and the cache is not quantised. Elsewhere
-    # that is slower.
-    PACKED: gl.constexpr = outputs.partials is not None and WARPGROUPS == 2 and scoring.k_scale_ptr is None
+    # Pairs of probabilities are rounded together where the compiler would swap them: by the first of two warpgroups,
+    # and by both where row blocks are cut. Elsewhere, and where the cache is quantised, that is slower.
+    IS_SWAPPED: gl.constexpr = WARPGROUPS == 2 and (outputs.partials is not None or wg == 0)
+    PACKED: gl.constexpr = IS_SWAPPED and scoring.k_scale_ptr is None
     # Queries of narrow heads: 0.987 to 1.003 of the time in 13 cases (NVIDIA H200, 2026-11-26).
     IN_REGISTERS: gl.constexpr = HEAD_DIM <= 64 and WARPGROUPS == 2 and FIXED_SPLIT == 0 and not is_capped(SCORE_MOD)
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))

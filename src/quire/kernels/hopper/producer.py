@@ -13,6 +13,7 @@ from quire.kernels.hopper.gather import begin_tile, load_places
 from quire.kernels.hopper.addresses import reinterpret
 from quire.kernels.hopper.pipeline import (
     SPARES,
+    SWIZZLE_BYTES,
     buffers_of,
     bytes_of_tile,
     columns_of,
@@ -81,9 +82,14 @@ def produce(
     work_i = 0
     tile_i = 0
     edge_i = 0
-    k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the TMA matrix
-    k_row, k_col = kv.k_head // kv.k_slot, kv.k_head % kv.k_slot  # one of them is 0
-    v_row, v_col = kv.v_head // kv.v_slot, kv.v_head % kv.v_slot
+    SHARES_ROWS: gl.constexpr = kv.v_page is None
+    k_strides = kv.k_page, kv.k_slot, kv.k_head
+    v_strides = k_strides
+    if not SHARES_ROWS:
+        v_strides = kv.v_page, kv.v_slot, kv.v_head
+    k_page, v_page = k_strides[0] // k_strides[1], v_strides[0] // v_strides[1]  # in rows of the TMA matrix
+    k_row, k_col = k_strides[2] // k_strides[1], k_strides[2] % k_strides[1]  # one of them is 0
+    v_row, v_col = v_strides[2] // v_strides[1], v_strides[2] % v_strides[1]
     if not GATHERS:
         if len(k_source.block_shape) == 3:  # heads are a dimension
             k_col = (k_col > 0).to(gl.int32)
@@ -143,13 +149,13 @@ def produce(
             if KEYS_FIRST and work_i > 0:
                 if GATHERS:
                     begin_tile(
-                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, pages, pos, kv.k_page, kv.k_slot, kv.k_head, 0,
-                        HEAD_DIM, PAGE_SIZE,
+                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, pages, pos, *k_strides, 0, HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 else:
                     load_keys(
-                        k_source, k_tile_desc, k_pipe, tile_i, pages_of_boxes(pages, lane, BLOCK_N // KV_BOX), pos,
-                        kv_low, kv_high, k_page, kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
+                        k_source, k_tile_desc, k_pipe, tile_i,
+                        rows_of_boxes(pages, lane, pos, k_page, kv_head * k_row, BLOCK_N, PAGE_SIZE, KV_BOX),
+                        pos, kv_low, kv_high, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
                     )  # fmt: skip
             stage = producer_acquire(q_pipe, work_i)
             publish_work_tile(published, stage, work, keys)
@@ -159,12 +165,13 @@ def produce(
             load_rows(q_desc, head, work.q_start + work.token, loaded, buffers, Q_ROWS, 0, LEAST_ROWS, ZEROS)
             work_i += 1
 
-        invisible = 0  # `rows_outside` of the last tile of values
+        waits = left < 0  # whether `finish_edge` has to hand over the last tile of values
         while left > 0:
-            if GATHERS:
-                places_of_rows = pages
-            else:
-                of_boxes = pages_of_boxes(pages, lane, BLOCK_N // KV_BOX)
+            of_tile = pages
+            if not GATHERS:
+                rows = rows_of_boxes(
+                    pages, lane, tile * BLOCK_N, k_page, kv_head * k_row, BLOCK_N, PAGE_SIZE, KV_BOX
+                )
             # Prefetch the next tile's page numbers. Take the next work tile only during the last tile, so that an idle
             # program can take it first.
             pos = (tile + STEP) * BLOCK_N
@@ -177,40 +184,45 @@ def produce(
             if GATHERS:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     begin_tile(
-                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, places_of_rows, tile * BLOCK_N,
-                        kv.k_page, kv.k_slot, kv.k_head, 0, HEAD_DIM, PAGE_SIZE,
+                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, of_tile, tile * BLOCK_N,
+                        *k_strides, 0, HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 begin_tile(
-                    v_source, v_tile_desc, kv_head, v_pipe, tile_i, places_of_rows, tile * BLOCK_N,
-                    kv.v_page, kv.v_slot, kv.v_head, first_value, HEAD_DIM_V, PAGE_SIZE,
+                    v_source, v_tile_desc, kv_head, v_pipe, tile_i, of_tile, tile * BLOCK_N,
+                    *v_strides, first_value, HEAD_DIM_V, PAGE_SIZE,
                 )  # fmt: skip
             else:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     load_keys(
-                        k_source, k_tile_desc, k_pipe, tile_i, of_boxes, tile * BLOCK_N, kv_low, kv_high, k_page,
-                        kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
+                        k_source, k_tile_desc, k_pipe, tile_i, rows, tile * BLOCK_N, kv_low, kv_high, kv_head * k_col,
+                        BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
                     )  # fmt: skip
-                stage = producer_acquire(v_pipe, tile_i)
-                barrier = stage
+                barrier = tile_i % v_pipe.empty.shape[0]
                 if HAS_EDGES:
                     # A tile with invisible rows completes a spare barrier, and `finish_edge` hands it over.
                     all_visible = (tile * BLOCK_N >= kv_low) & (tile * BLOCK_N + BLOCK_N <= kv_high)
-                    spare = spare_barrier(v_pipe.empty, edge_i + gl.where(invisible != 0, 1, 0))
-                    barrier = gl.where(all_visible, stage, spare)
+                    spare = spare_barrier(v_pipe.empty, edge_i + gl.where(waits, 1, 0))
+                    barrier = gl.where(all_visible, barrier, spare)
+                stage = producer_acquire(v_pipe, tile_i)
                 expect_bytes(v_pipe.full, barrier, V_BYTES)
+                if not SHARES_ROWS:
+                    rows = rows_of_boxes(
+                        of_tile, lane, tile * BLOCK_N, v_page, kv_head * v_row, BLOCK_N, PAGE_SIZE, KV_BOX
+                    )
                 load_kv_tile(
-                    v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), of_boxes, tile * BLOCK_N,
-                    kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col + first_value, BLOCK_N, PAGE_SIZE,
-                    KV_BOX,
+                    v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), rows, tile * BLOCK_N, kv_low,
+                    kv_high, kv_head * v_col + first_value, BLOCK_N, PAGE_SIZE, KV_BOX,
                 )  # fmt: skip
                 if HAS_EDGES:
-                    edge_i = finish_edge(v_pipe, tile_i - 1, invisible, edge_i, BLOCK_N)
-                    invisible = rows_outside(tile * BLOCK_N, kv_low, kv_high, BLOCK_N)
+                    last_pos = (tile - STEP) * BLOCK_N
+                    edge_i = finish_edge(v_pipe, tile_i - 1, waits, last_pos, kv_low, kv_high, edge_i, BLOCK_N)
+                    waits = barrier != stage
             tile_i += 1
             tile += STEP
             left -= 1
         if HAS_EDGES:
-            edge_i = finish_edge(v_pipe, tile_i - 1, invisible, edge_i, BLOCK_N)
+            last_pos = (tile - STEP) * BLOCK_N
+            edge_i = finish_edge(v_pipe, tile_i - 1, waits, last_pos, kv_low, kv_high, edge_i, BLOCK_N)
         index, backwards = taken_work_tile(queue, lane, taken, backwards, MIXED)
     if index == last_number(queue):  # the last program resets the counter for the next launch
         gl.store(tile_counter, 0)
@@ -221,25 +233,16 @@ def produce(
 
 @gluon.jit
 def load_keys(
-    k_source, k_tile_desc, k_pipe, tile_i, pages, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
+    k_source, k_tile_desc, k_pipe, tile_i, rows, pos, kv_low, kv_high, col, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     """Load the keys from position `pos` on, the tile_i-th tile of the pipeline."""
     stage = producer_acquire(k_pipe, tile_i)
     expect_bytes(k_pipe.full, stage, bytes_of_tile(k_pipe.tiles, k_pipe.more, k_pipe.empty))
     load_kv_tile(
-        k_source, k_tile_desc, k_pipe, stage, k_pipe.full.index(stage), pages, pos, kv_low, kv_high, page_rows, row,
-        col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
+        k_source, k_tile_desc, k_pipe, stage, k_pipe.full.index(stage), rows, pos, kv_low, kv_high, col, BLOCK_N,
+        PAGE_SIZE, KV_BOX, ZEROS,
     )  # fmt: skip
-
-
-@gluon.jit
-def pages_of_boxes(pages, lane, COUNT: gl.constexpr):
-    """Return the page of each box of a tile, from the lanes that hold them."""
-    numbers = ()
-    for i in gl.static_range(COUNT):
-        numbers = numbers + (gl.sum(gl.where(lane == i, pages, 0), 0),)
-    return numbers
 
 
 @gluon.jit
@@ -264,34 +267,44 @@ def load_page_numbers(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, 
 
 
 @gluon.jit
+def rows_of_boxes(
+    pages, lane, pos, page_rows, row, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr
+):
+    """Return the row of the TMA matrix at which each box of the tile at position `pos` begins.
+
+    Args:
+        pages: of the boxes; each lane has one.
+        lane: numbers of the lanes.
+        pos: a multiple of BLOCK_N.
+        page_rows: rows of a page.
+        row: the first row of the head in page 0.
+    """
+    of_lanes = pages * page_rows + row + (pos + lane * KV_BOX) % PAGE_SIZE
+    rows = ()
+    for box in gl.static_range(BLOCK_N // KV_BOX):
+        rows = rows + (gl.sum(gl.where(lane == box, of_lanes, 0), 0),)
+    return rows
+
+
+@gluon.jit
 def load_kv_tile(
-    desc, tile_desc, pipe, stage, barrier, pages, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
+    desc, tile_desc, pipe, stage, barrier, rows, pos, kv_low, kv_high, col, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, ZEROS: gl.constexpr = 0,
 ):  # fmt: skip
     """Load a tile of keys or values from position `pos` on, one box of KV_BOX slots of a page at a time.
 
-    The head of page 0 begins at (row, col) of the TMA matrix. With `tile_desc`, a tile that lies in one page, and that
-    is all visible, is one box.
+    Boxes begin at `rows` and at column `col` of the TMA matrix. With `tile_desc`, a tile that lies in one page, and
+    that is all visible, is one box.
     """
     buffers = buffers_of(pipe, stage)
     is_box = False
     if tile_desc is not None:
         is_box = (pos >= kv_low) & (pos + BLOCK_N <= kv_high) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)
         if is_box:
-            box_row = pages[0] * page_rows + row + pos % PAGE_SIZE
-            load_rows(tile_desc, box_row, col, barrier, buffers, BLOCK_N, 0, BLOCK_N, ZEROS)
+            load_rows(tile_desc, rows[0], col, barrier, buffers, BLOCK_N, 0, BLOCK_N, ZEROS)
     if not is_box:
         for box in gl.static_range(BLOCK_N // KV_BOX):
-            box_row = pages[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE
-            load_rows(desc, box_row, col, barrier, buffers, BLOCK_N, box * KV_BOX, KV_BOX, ZEROS)
-
-
-@gluon.jit
-def rows_outside(pos, kv_low, kv_high, BLOCK_N: gl.constexpr):
-    """Return how many rows of a tile that begins at position `pos` are before kv_low, in the low 16 bits, and how many
-    are not before kv_high."""
-    before = gl.minimum(gl.maximum(kv_low - pos, 0), BLOCK_N)
-    return before + (gl.minimum(gl.maximum(pos + BLOCK_N - kv_high, 0), BLOCK_N) << 16)
+            load_rows(desc, rows[box], col, barrier, buffers, BLOCK_N, box * KV_BOX, KV_BOX, ZEROS)
 
 
 @gluon.jit
@@ -301,24 +314,26 @@ def spare_barrier(empty, edge_i):
 
 
 @gluon.jit
-def finish_edge(v_pipe, i, invisible, edge_i, BLOCK_N: gl.constexpr):
+def finish_edge(v_pipe, i, waits, pos, kv_low, kv_high, edge_i, BLOCK_N: gl.constexpr):
     """Hand the i-th tile of values to consumers, if it has rows that no query of the sequence sees.
 
-    Such rows are zeroed: they may hold NaN, and 0 * NaN is NaN. Since that takes time, the next keys are loaded before.
+    Such rows are zeroed: they may hold NaN, and 0 * NaN is NaN. That takes time, so the next tile is loaded first.
 
     Args:
         v_pipe: the pipeline of values.
         i: the use of the pipeline.
-        invisible: `rows_outside` of the tile. If it is 0, consumers have the tile already.
+        waits: whether it has such rows. Otherwise consumers have it already.
+        pos: position of its first row.
+        kv_low, kv_high: keys that queries see are in [kv_low, kv_high).
         edge_i: how many such tiles came before.
 
     Returns:
         How many there were.
     """
-    if invisible != 0:
+    if waits:
         wait(v_pipe.full, spare_barrier(v_pipe.empty, edge_i), edge_i // SPARES)
         stage = i % v_pipe.empty.shape[0]
-        zero_rows(v_pipe, stage, invisible & 0xFFFF, BLOCK_N - (invisible >> 16), BLOCK_N)
+        zero_rows(v_pipe, stage, kv_low - pos, kv_high - pos, BLOCK_N)
         fence_async_shared()
         expect_bytes(v_pipe.full, stage, 0)
         edge_i += 1
@@ -329,15 +344,19 @@ def finish_edge(v_pipe, i, invisible, edge_i, BLOCK_N: gl.constexpr):
 def zero_rows(pipe, stage, seen_from, seen_to, BLOCK_N: gl.constexpr):
     """Zero the rows of a stage's tile before `seen_from`, and from `seen_to` on.
 
-    A tile is a row of groups: eight rows of one panel each. A program runs this a few times, so it is a short loop.
+    A tile is a row of groups: eight rows of one panel each, here of words of two numbers. A program runs this a few
+    times, so it is a short loop.
     """
-    COLUMNS: gl.constexpr = panels(pipe.tiles.index(0)).shape[1]
-    GROUPS: gl.constexpr = pipe.tiles.shape[0] * pipe.tiles.shape[1] * pipe.tiles.shape[2] // (8 * COLUMNS)
+    WORDS: gl.constexpr = SWIZZLE_BYTES // 4  # of a row
+    GROUPS: gl.constexpr = pipe.tiles.shape[0] * pipe.tiles.shape[1] * pipe.tiles.shape[2] // (2 * 8 * WORDS)
     EACH: gl.constexpr = GROUPS // pipe.empty.shape[0]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    groups = reinterpret(pipe.tiles, pipe.tiles.dtype, [GROUPS, 8, COLUMNS], pipe.tiles.layout)
-    zeros = gl.zeros([8, COLUMNS], pipe.tiles.dtype, LAYOUT)
-    for i in range(EACH):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
+    STORED: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE_BYTES.value, 32, 2)
+    groups = reinterpret(pipe.tiles, gl.int32, [GROUPS, 8, WORDS], STORED)
+    zeros = gl.zeros([8, WORDS], gl.int32, LAYOUT)
+    # The first groups may all be visible. Besides, a loop whose length is not known is not unrolled.
+    begin = gl.where(seen_from > 0, 0, gl.maximum(seen_to, 0) // 8)
+    for i in range(begin, EACH):
         row = 8 * i % BLOCK_N
         group = groups.index(stage * EACH + i)
         if (row + 8 <= seen_from) | (row >= seen_to):
