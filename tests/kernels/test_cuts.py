@@ -34,9 +34,7 @@ SEQS = tile_scheduler.SEQS.value
 LEAST = cuts.LEAST_KEYS.value // BLOCK_N  # tiles
 CAUSAL = (1 << 30, 0)
 FUNCTIONS = {
-    "load_sequences": tile_scheduler,
-    "keep_sequences": tile_scheduler,
-    "first_row_block_ends": tile_scheduler,
+    "row_block_ends": tile_scheduler,
     "count_row_blocks": tile_scheduler,
     "order_by_keys": tile_scheduler,
     "find_row_block": tile_scheduler,
@@ -96,16 +94,14 @@ def decided(lens, num_programs, slots, window=CAUSAL, max_decode_queries=0):
     machine = Machine(0, (num_programs,), memory)
     functions = Functions(machine)
     call = {name: functions.function(getattr(module, name).fn) for name, module in FUNCTIONS.items()}
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
-    starts, num_seqs = argument(cu_seqlens, memory), value(len(lens))
+    starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
     keys = torch.tensor([keys for _, keys in lens], dtype=torch.int32)
     kv = SimpleNamespace(seq_lens=argument(keys, memory), query_offsets=None)
+    numbers = value(len(lens)), value(max_decode_queries), *window
+    batch = tile_scheduler.Batch(kv, argument(starts, memory), *numbers)
 
     def schedule():
-        known = machine.allocate_shared_memory(tl.int32, [4, SEQS], None)
-        call["keep_sequences"](known, call["load_sequences"](kv, starts, num_seqs, 0, None))
-        batch = tile_scheduler.Batch(kv, starts, num_seqs, value(max_decode_queries), *window, known)
-        ends = call["first_row_block_ends"](batch, BLOCK_T)
+        ends = call["row_block_ends"](batch, 0, BLOCK_T)
         places = machine.allocate_shared_memory(tl.int32, [4, SEQS], None)
         ends, _, _ = call["order_by_keys"](batch, ends, places, WORK_TILES_EACH, BLOCK_T, BLOCK_N, slots, True)
         count = int(call["count_row_blocks"](batch, ends, BLOCK_T))

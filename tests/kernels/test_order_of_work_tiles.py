@@ -74,20 +74,18 @@ def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=
     memory, found, singles = GlobalMemory(), [], []
     machine = Machine(0, (num_programs,), memory)
     functions = Functions(machine)
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
-    starts, num_seqs = argument(cu_seqlens, memory), value(len(lens))
+    starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
     keys = torch.tensor([keys for _, keys in lens], dtype=torch.int32)
     offsets = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
     kv = SimpleNamespace(
         seq_lens=argument(keys, memory), query_offsets=argument(offsets, memory) if offsets is not None else None
     )
+    numbers = value(len(lens)), value(max_decode_queries), *window
+    batch = tile_scheduler.Batch(kv, argument(starts, memory), *numbers)
 
     def schedule():
         call = {name: functions.function(getattr(tile_scheduler, name).fn) for name in NAMES}
-        known = machine.allocate_shared_memory(tl.int32, [4, SEQS], None)
-        call["keep_sequences"](known, call["load_sequences"](kv, starts, num_seqs, 0, None))
-        batch = tile_scheduler.Batch(kv, starts, num_seqs, value(max_decode_queries), *window, known)
-        ends = call["first_row_block_ends"](batch, BLOCK_T)
+        ends = call["row_block_ends"](batch, 0, BLOCK_T)
         count = call["count_row_blocks"](batch, ends, BLOCK_T)
         places = machine.allocate_shared_memory(tl.int32, [2, SEQS], None)
         ends, num_singles, _ = call["order_by_keys"](batch, ends, places, WORK_TILES_EACH, BLOCK_T, BLOCK_N, 0, True)
@@ -104,9 +102,7 @@ def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=
     return found
 
 
-NAMES = (
-    "load_sequences", "keep_sequences", "first_row_block_ends", "count_row_blocks", "order_by_keys", "find_row_block"
-)  # fmt: skip
+NAMES = ("row_block_ends", "count_row_blocks", "order_by_keys", "find_row_block")
 
 
 def drawn(count, seed):

@@ -23,7 +23,8 @@ class HopperConfig:
         num_warpgroups: consumer warpgroups of a CTA; each owns 64 rows of a work tile.
         block_t: query tokens of a work tile. As many heads of one KV head as fit share its rows.
         block_n: keys of one tile.
-        num_stages: stages of the pipelines of K and V tiles.
+        num_stages: stages of the pipelines of K and V tiles, at least 2: the producer may load a tile before it hands
+            over the one before.
         num_q_stages: stages of the pipeline of queries.
         num_quantised_stages: stages of the pipelines of unconverted K and V tiles of a quantised cache; else 0.
         fp8_mma: whether products are in fp8. K tiles are then used as they are stored.
@@ -41,7 +42,7 @@ class HopperConfig:
         require_int("num_warpgroups", self.num_warpgroups, 1, 2)
         require_int("block_t", self.block_t, 1, 64 * self.num_warpgroups)
         require_int("block_n", self.block_n, 16, 256, multiple_of=16)
-        require_int("num_stages", self.num_stages, 1)
+        require_int("num_stages", self.num_stages, 2)
         require_int("num_q_stages", self.num_q_stages, 1)
         require_int("num_quantised_stages", self.num_quantised_stages, 0)
         if self.fp8_mma not in (False, True):

@@ -32,7 +32,7 @@ from quire.kernels.hopper.products import addresses_of_queries
 from quire.kernels.hopper.rescale import scaled
 from quire.kernels.hopper.results import Outputs, finish, load_of_heads, tokens_of_rows
 from quire.kernels.hopper.softcap import is_capped
-from quire.kernels.hopper.tile_scheduler import SEQS, Batch, keep_sequences, load_sequences
+from quire.kernels.hopper.tile_scheduler import SEQS, Batch
 from quire.kernels.hopper.work_tile import ROWS, WORDS, load_intervals, read_cut, read_range, read_work_tile
 from quire.kernels.primitives import in_units
 
@@ -79,10 +79,10 @@ def consume(
     EARLY: gl.constexpr = (q_pipe.tiles.shape[0] == 1 and element.primitive_bitwidth == 16 and FIXED_SPLIT == 0) and (
         scoring.key_begin is None and outputs.out_scale_ptr is None
     )
-    # Pairs of probabilities are rounded together where the compiler would swap them: by the first of two warpgroups,
-    # and by both where row blocks are cut. Elsewhere, and where the cache is quantised, that is slower.
-    IS_SWAPPED: gl.constexpr = WARPGROUPS == 2 and (outputs.partials is not None or wg == 0)
-    PACKED: gl.constexpr = IS_SWAPPED and scoring.k_scale_ptr is None
+    # Pairs of probabilities are rounded together where ptxas would swap their halves: in the first of two warpgroups,
+    # and in both where row blocks are cut or values have 65 to 127 columns. Elsewhere that is slower.
+    BOTH: gl.constexpr = outputs.partials is not None or (HEAD_DIM_V > 64 and HEAD_DIM_V < 128)
+    PACKED: gl.constexpr = WARPGROUPS == 2 and (BOTH or wg == 0) and scoring.k_scale_ptr is None
     # Queries of narrow heads: 0.987 to 1.003 of the time in 13 cases (NVIDIA H200, 2026-11-26).
     IN_REGISTERS: gl.constexpr = HEAD_DIM <= 64 and WARPGROUPS == 2 and FIXED_SPLIT == 0 and not is_capped(SCORE_MOD)
     rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
@@ -250,8 +250,6 @@ def hopper_kernel(
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
     if (max_decode_queries > 0) | (num_splits > 1):
         gdc_launch_dependents()
-    # On their way while barriers are made. A thread has one sequence.
-    sequences = load_sequences(kv, cu_seqlens_q, num_seqs, 0, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     COLUMNS_V: gl.constexpr = (HEAD_DIM_V + 63) // 64 * 64
     IN_PIECES: gl.constexpr = BLOCK_N & (BLOCK_N - 1) != 0  # scores
@@ -295,9 +293,7 @@ def hopper_kernel(
         partials,
         arrivals,
     )
-    known = gl.allocate_shared_memory(gl.int32, [4, SEQS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    keep_sequences(known, sequences)
-    batch = Batch(kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right, known)
+    batch = Batch(kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right)
     # The argument lists are repeated, since constexprs in a tuple stay constexprs only if the tuple is written in the
     # call of `warp_specialize`.
     if WARPGROUPS == 1:

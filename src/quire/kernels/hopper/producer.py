@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from quire.kernels.hopper.gather import begin_tile, load_places
 from quire.kernels.hopper.addresses import reinterpret
+from quire.kernels.hopper.gather import begin_tile, load_places
 from quire.kernels.hopper.pipeline import (
     SPARES,
     SWIZZLE_BYTES,
@@ -19,7 +19,6 @@ from quire.kernels.hopper.pipeline import (
     columns_of,
     expect_bytes,
     load_rows,
-    panels,
     producer_acquire,
     wait,
 )
@@ -27,10 +26,9 @@ from quire.kernels.hopper.queue import first_work_tile, last_number, make_queue,
 from quire.kernels.hopper.tile_scheduler import (
     count_row_blocks,
     find_work_tile,
-    first_row_block_ends,
-    keep_ends,
     order_by_keys,
     place_of_work_tile,
+    row_block_ends,
 )
 from quire.kernels.hopper.work_tile import WorkTile, power_of_two, publish_work_tile, visible_keys
 
@@ -82,21 +80,16 @@ def produce(
     work_i = 0
     tile_i = 0
     edge_i = 0
-    SHARES_ROWS: gl.constexpr = kv.v_page is None
-    k_strides = kv.k_page, kv.k_slot, kv.k_head
-    v_strides = k_strides
-    if not SHARES_ROWS:
-        v_strides = kv.v_page, kv.v_slot, kv.v_head
-    k_page, v_page = k_strides[0] // k_strides[1], v_strides[0] // v_strides[1]  # in rows of the TMA matrix
-    k_row, k_col = k_strides[2] // k_strides[1], k_strides[2] % k_strides[1]  # one of them is 0
-    v_row, v_col = v_strides[2] // v_strides[1], v_strides[2] % v_strides[1]
+    k_page, v_page = kv.k_page // kv.k_slot, kv.v_page // kv.v_slot  # in rows of the TMA matrix
+    k_row, k_col = kv.k_head // kv.k_slot, kv.k_head % kv.k_slot  # one of them is 0
+    v_row, v_col = kv.v_head // kv.v_slot, kv.v_head % kv.v_slot
     if not GATHERS:
         if len(k_source.block_shape) == 3:  # heads are a dimension
             k_col = (k_col > 0).to(gl.int32)
         if len(v_source.block_shape) == 3:
             v_col = (v_col > 0).to(gl.int32)
     lane = gl.arange(0, THREADS, ONE_EACH)
-    ends = first_row_block_ends(batch, BLOCK_T)
+    ends = row_block_ends(batch, 0, BLOCK_T)
     num_singles, from_back = 0, 0
     if CUT_SLOTS > 0:
         ends, num_singles, from_back = order_by_keys(
@@ -111,7 +104,6 @@ def produce(
         ends, num_singles, from_back = order_by_keys(
             batch, ends, places, HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N, 0, MIXED
         )
-    keep_ends(batch, ends)
     queue = make_queue(num_work_tiles, num_singles * HEAD_BLOCKS * PARTS * num_splits, from_back)
     index, backwards = first_work_tile(queue, MIXED)
     while index < num_work_tiles:
@@ -119,7 +111,7 @@ def produce(
             index, num_row_blocks, num_singles, section, num_splits, HEAD_BLOCKS, HEADS, PARTS, MIXED
         )
         seq, work, keys, kv_stop = find_work_tile(
-            batch, places, row_block, head, split, part, num_splits, HEAD_BLOCKS, HEADS, BLOCK_T, BLOCK_N,
+            batch, ends, places, row_block, head, split, part, num_splits, HEAD_BLOCKS, HEADS, BLOCK_T, BLOCK_N,
             FIRST_TO_LAST, PARTS, CUT_SLOTS,
         )  # fmt: skip
         first_value = 0  # column
@@ -149,13 +141,13 @@ def produce(
             if KEYS_FIRST and work_i > 0:
                 if GATHERS:
                     begin_tile(
-                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, pages, pos, *k_strides, 0, HEAD_DIM, PAGE_SIZE,
+                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, pages, pos, kv.k_page, kv.k_slot, kv.k_head, 0,
+                        HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 else:
                     load_keys(
-                        k_source, k_tile_desc, k_pipe, tile_i,
-                        rows_of_boxes(pages, lane, pos, k_page, kv_head * k_row, BLOCK_N, PAGE_SIZE, KV_BOX),
-                        pos, kv_low, kv_high, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
+                        k_source, k_tile_desc, k_pipe, tile_i, pages_of_boxes(pages, lane, BLOCK_N // KV_BOX), pos,
+                        kv_low, kv_high, k_page, kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
                     )  # fmt: skip
             stage = producer_acquire(q_pipe, work_i)
             publish_work_tile(published, stage, work, keys)
@@ -167,11 +159,10 @@ def produce(
 
         waits = left < 0  # whether `finish_edge` has to hand over the last tile of values
         while left > 0:
-            of_tile = pages
-            if not GATHERS:
-                rows = rows_of_boxes(
-                    pages, lane, tile * BLOCK_N, k_page, kv_head * k_row, BLOCK_N, PAGE_SIZE, KV_BOX
-                )
+            if GATHERS:
+                places_of_rows = pages
+            else:
+                of_boxes = pages_of_boxes(pages, lane, BLOCK_N // KV_BOX)
             # Prefetch the next tile's page numbers. Take the next work tile only during the last tile, so that an idle
             # program can take it first.
             pos = (tile + STEP) * BLOCK_N
@@ -184,18 +175,18 @@ def produce(
             if GATHERS:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     begin_tile(
-                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, of_tile, tile * BLOCK_N,
-                        *k_strides, 0, HEAD_DIM, PAGE_SIZE,
+                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, places_of_rows, tile * BLOCK_N,
+                        kv.k_page, kv.k_slot, kv.k_head, 0, HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 begin_tile(
-                    v_source, v_tile_desc, kv_head, v_pipe, tile_i, of_tile, tile * BLOCK_N,
-                    *v_strides, first_value, HEAD_DIM_V, PAGE_SIZE,
+                    v_source, v_tile_desc, kv_head, v_pipe, tile_i, places_of_rows, tile * BLOCK_N,
+                    kv.v_page, kv.v_slot, kv.v_head, first_value, HEAD_DIM_V, PAGE_SIZE,
                 )  # fmt: skip
             else:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     load_keys(
-                        k_source, k_tile_desc, k_pipe, tile_i, rows, tile * BLOCK_N, kv_low, kv_high, kv_head * k_col,
-                        BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
+                        k_source, k_tile_desc, k_pipe, tile_i, of_boxes, tile * BLOCK_N, kv_low, kv_high, k_page,
+                        kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
                     )  # fmt: skip
                 barrier = tile_i % v_pipe.empty.shape[0]
                 if HAS_EDGES:
@@ -205,13 +196,10 @@ def produce(
                     barrier = gl.where(all_visible, barrier, spare)
                 stage = producer_acquire(v_pipe, tile_i)
                 expect_bytes(v_pipe.full, barrier, V_BYTES)
-                if not SHARES_ROWS:
-                    rows = rows_of_boxes(
-                        of_tile, lane, tile * BLOCK_N, v_page, kv_head * v_row, BLOCK_N, PAGE_SIZE, KV_BOX
-                    )
                 load_kv_tile(
-                    v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), rows, tile * BLOCK_N, kv_low,
-                    kv_high, kv_head * v_col + first_value, BLOCK_N, PAGE_SIZE, KV_BOX,
+                    v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), of_boxes, tile * BLOCK_N,
+                    kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col + first_value, BLOCK_N, PAGE_SIZE,
+                    KV_BOX,
                 )  # fmt: skip
                 if HAS_EDGES:
                     last_pos = (tile - STEP) * BLOCK_N
@@ -233,16 +221,25 @@ def produce(
 
 @gluon.jit
 def load_keys(
-    k_source, k_tile_desc, k_pipe, tile_i, rows, pos, kv_low, kv_high, col, BLOCK_N: gl.constexpr,
+    k_source, k_tile_desc, k_pipe, tile_i, pages, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     """Load the keys from position `pos` on, the tile_i-th tile of the pipeline."""
     stage = producer_acquire(k_pipe, tile_i)
     expect_bytes(k_pipe.full, stage, bytes_of_tile(k_pipe.tiles, k_pipe.more, k_pipe.empty))
     load_kv_tile(
-        k_source, k_tile_desc, k_pipe, stage, k_pipe.full.index(stage), rows, pos, kv_low, kv_high, col, BLOCK_N,
-        PAGE_SIZE, KV_BOX, ZEROS,
+        k_source, k_tile_desc, k_pipe, stage, k_pipe.full.index(stage), pages, pos, kv_low, kv_high, page_rows, row,
+        col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
     )  # fmt: skip
+
+
+@gluon.jit
+def pages_of_boxes(pages, lane, COUNT: gl.constexpr):
+    """Return the page of each box of a tile, from the lanes that hold them."""
+    numbers = ()
+    for i in gl.static_range(COUNT):
+        numbers = numbers + (gl.sum(gl.where(lane == i, pages, 0), 0),)
+    return numbers
 
 
 @gluon.jit
@@ -267,49 +264,31 @@ def load_page_numbers(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, 
 
 
 @gluon.jit
-def rows_of_boxes(
-    pages, lane, pos, page_rows, row, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr
-):
-    """Return the row of the TMA matrix at which each box of the tile at position `pos` begins.
-
-    Args:
-        pages: of the boxes; each lane has one.
-        lane: numbers of the lanes.
-        pos: a multiple of BLOCK_N.
-        page_rows: rows of a page.
-        row: the first row of the head in page 0.
-    """
-    of_lanes = pages * page_rows + row + (pos + lane * KV_BOX) % PAGE_SIZE
-    rows = ()
-    for box in gl.static_range(BLOCK_N // KV_BOX):
-        rows = rows + (gl.sum(gl.where(lane == box, of_lanes, 0), 0),)
-    return rows
-
-
-@gluon.jit
 def load_kv_tile(
-    desc, tile_desc, pipe, stage, barrier, rows, pos, kv_low, kv_high, col, BLOCK_N: gl.constexpr,
+    desc, tile_desc, pipe, stage, barrier, pages, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, ZEROS: gl.constexpr = 0,
 ):  # fmt: skip
     """Load a tile of keys or values from position `pos` on, one box of KV_BOX slots of a page at a time.
 
-    Boxes begin at `rows` and at column `col` of the TMA matrix. With `tile_desc`, a tile that lies in one page, and
-    that is all visible, is one box.
+    The head of page 0 begins at (row, col) of the TMA matrix. With `tile_desc`, a tile that lies in one page, and that
+    is all visible, is one box.
     """
     buffers = buffers_of(pipe, stage)
     is_box = False
     if tile_desc is not None:
         is_box = (pos >= kv_low) & (pos + BLOCK_N <= kv_high) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)
         if is_box:
-            load_rows(tile_desc, rows[0], col, barrier, buffers, BLOCK_N, 0, BLOCK_N, ZEROS)
+            box_row = pages[0] * page_rows + row + pos % PAGE_SIZE
+            load_rows(tile_desc, box_row, col, barrier, buffers, BLOCK_N, 0, BLOCK_N, ZEROS)
     if not is_box:
         for box in gl.static_range(BLOCK_N // KV_BOX):
-            load_rows(desc, rows[box], col, barrier, buffers, BLOCK_N, box * KV_BOX, KV_BOX, ZEROS)
+            box_row = pages[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE
+            load_rows(desc, box_row, col, barrier, buffers, BLOCK_N, box * KV_BOX, KV_BOX, ZEROS)
 
 
 @gluon.jit
 def spare_barrier(empty, edge_i):
-    """Return which barrier the edge_i-th tile with invisible rows completes. At most SPARES of them are on their way."""
+    """Return which barrier the edge_i-th tile with invisible rows completes. At most SPARES are on their way."""
     return empty.shape[0] + edge_i % SPARES
 
 

@@ -150,7 +150,7 @@ class HopperRunner:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the kernel's arguments after the descriptors, and those by name."""
         decided, batch, spec = self.decided, self.batch, self.decided.request.spec
-        kv = views.kv_layout(cache, batch, cache.dtype)
+        kv = views.kv_layout(cache, batch, cache.dtype, share_offsets=False)
         stride_lse = 0 if lse is None else lse.stride(0)
         strides = batch.page_table.stride(0), out.stride(0), out.stride(1), stride_lse
         numbers = (

@@ -34,79 +34,26 @@ class Batch(NamedTuple):
     max_decode_queries: Any  # sequences with at most this many queries belong to the decode launch; 0: there is none
     window_left: Any
     window_right: Any
-    known: Any  # shared memory of [4, SEQS] int32, for `keep_sequences` and `keep_ends`
 
 
 @gluon.jit
-def load_sequences(kv, cu_seqlens_q, num_seqs, first, LAYOUT: gl.constexpr):
-    """Load the first query token, the query tokens and the keys of SEQS sequences from `first` on.
-
-    Those from `num_seqs` on have none.
-    """
-    seqs = first + gl.arange(0, SEQS, LAYOUT)
-    inside = seqs < num_seqs
-    q_start = gl.load(cu_seqlens_q + seqs, mask=inside, other=0)
-    q_stop = gl.load(cu_seqlens_q + seqs + 1, mask=inside, other=0)
-    return q_start, q_stop - q_start, gl.load(kv.seq_lens + seqs, mask=inside, other=0)
-
-
-@gluon.jit
-def keep_sequences(known, sequences):
-    """Keep what `load_sequences` returned for the first SEQS sequences in shared memory."""
-    for i in gl.static_range(3):
-        known.index(i).store(sequences[i])
-
-
-@gluon.jit
-def find_sequence(batch, seq):
-    """Return the first query token, the query tokens and the keys of a sequence."""
-    if batch.num_seqs <= SEQS:
-        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        words = reinterpret(batch.known, gl.int32, [4 * SEQS, 1], batch.known.layout)
-        q_start = gl.max(words.index(seq).load(ONE), 0)
-        q_len = gl.max(words.index(SEQS + seq).load(ONE), 0)
-        seq_len = gl.max(words.index(2 * SEQS + seq).load(ONE), 0)
-    else:
-        q_start = gl.load(batch.cu_seqlens_q + seq)
-        q_len = gl.load(batch.cu_seqlens_q + seq + 1) - q_start
-        seq_len = gl.load(batch.kv.seq_lens + seq)
-    return q_start, q_len, seq_len
-
-
-@gluon.jit
-def count_of(batch, q_len, BLOCK_T: gl.constexpr):
-    """Return the number of row blocks of sequences with `q_len` query tokens.
+def row_blocks_of(batch, seqs, BLOCK_T: gl.constexpr):
+    """Return the query tokens and the number of row blocks of sequences, of which those from `num_seqs` on have none.
 
     Sequences with at most `max_decode_queries` queries have no row blocks: they belong to the decode launch.
     """
-    return gl.where(q_len > batch.max_decode_queries, (q_len + BLOCK_T - 1) // BLOCK_T, 0)
-
-
-@gluon.constexpr_function
-def layout_of_seqs(warps):
-    """Return the layout of the first SEQS sequences in a partition with so many warps."""
-    return gl.BlockedLayout([SEQS.value // 32], [32], [warps], [0])
-
-
-@gluon.jit
-def first_row_block_ends(batch, BLOCK_T: gl.constexpr):
-    """Return where the row blocks of each of the first SEQS sequences end."""
-    q_len = batch.known.index(1).load(layout_of_seqs(gl.num_warps()))
-    return gl.associative_scan(count_of(batch, q_len, BLOCK_T), 0, add)
-
-
-@gluon.jit
-def keep_ends(batch, ends):
-    """Keep where row blocks end in shared memory, rather than in registers of the producer."""
-    batch.known.index(3).store(ends)
+    inside = seqs < batch.num_seqs
+    q_stop = gl.load(batch.cu_seqlens_q + seqs + 1, mask=inside, other=0)
+    q_len = q_stop - gl.load(batch.cu_seqlens_q + seqs, mask=inside, other=0)
+    return q_len, gl.where(q_len > batch.max_decode_queries, (q_len + BLOCK_T - 1) // BLOCK_T, 0)
 
 
 @gluon.jit
 def row_block_ends(batch, first, BLOCK_T: gl.constexpr):
     """Return where the row blocks of each of SEQS sequences from `first` on end, counted from those of `first`."""
-    LAYOUT: gl.constexpr = layout_of_seqs(gl.num_warps())
-    _, q_len, _ = load_sequences(batch.kv, batch.cu_seqlens_q, batch.num_seqs, first, LAYOUT)
-    return gl.associative_scan(count_of(batch, q_len, BLOCK_T), 0, add)
+    seqs = first + gl.arange(0, SEQS, gl.BlockedLayout([SEQS // 32], [32], [gl.num_warps()], [0]))
+    _, counts = row_blocks_of(batch, seqs, BLOCK_T)
+    return gl.associative_scan(counts, 0, add)
 
 
 @gluon.jit
@@ -136,8 +83,8 @@ def order_by_keys(
     PAIRS: gl.constexpr = gl.BlockedLayout([SEQS // 32, PART], [32, 1], [gl.num_warps(), 1], [1, 0])
     seqs = gl.arange(0, SEQS, gl.SliceLayout(1, PAIRS))
     num_seqs, window = batch.num_seqs, (batch.window_left, batch.window_right)
-    q_len, seq_len = batch.known.index(1).load(seqs.type.layout), batch.known.index(2).load(seqs.type.layout)
-    counts = count_of(batch, q_len, BLOCK_T)
+    q_len, counts = row_blocks_of(batch, seqs, BLOCK_T)
+    seq_len = gl.load(batch.kv.seq_lens + seqs, mask=seqs < num_seqs, other=0)
     if batch.kv.query_offsets is None:
         first_pos = seq_len - q_len
     else:
@@ -266,15 +213,16 @@ def place_of_work_tile(
 
 @gluon.jit
 def find_work_tile(
-    batch, places, row_block, head, split, part, num_splits, HEAD_BLOCKS: gl.constexpr, HEADS: gl.constexpr,
+    batch, ends, places, row_block, head, split, part, num_splits, HEAD_BLOCKS: gl.constexpr, HEADS: gl.constexpr,
     BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr,
     CUT_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Return the sequence of a work tile, the work tile, its Range or Cut or () of neither, and where its keys end."""
     kv = batch.kv
-    ends = batch.known.index(3).load(layout_of_seqs(gl.num_warps()))
     seq, first_row_block = find_row_block(batch, ends, row_block, BLOCK_T, kv.key_begin is None)
-    q_start, q_len, seq_len = find_sequence(batch, seq)
+    q_start = gl.load(batch.cu_seqlens_q + seq)
+    q_len = gl.load(batch.cu_seqlens_q + seq + 1) - q_start
+    seq_len = gl.load(kv.seq_lens + seq)
     keys = ()
     if CUT_SLOTS > 0:
         in_seq, keys = cut_of_work_tile(places, seq, row_block - first_row_block, head // HEADS, HEAD_BLOCKS)
