@@ -26,6 +26,7 @@ from quire.kernels.hopper.queue import first_work_tile, last_number, make_queue,
 from quire.kernels.hopper.tile_scheduler import (
     count_row_blocks,
     find_work_tile,
+    keep_ends,
     order_by_keys,
     place_of_work_tile,
     row_block_ends,
@@ -104,6 +105,8 @@ def produce(
         ends, num_singles, from_back = order_by_keys(
             batch, ends, places, HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N, 0, MIXED
         )
+    if MIXED:  # registers are short
+        keep_ends(places, ends)
     queue = make_queue(num_work_tiles, num_singles * HEAD_BLOCKS * PARTS * num_splits, from_back)
     index, backwards = first_work_tile(queue, MIXED)
     while index < num_work_tiles:
@@ -112,7 +115,7 @@ def produce(
         )
         seq, work, keys, kv_stop = find_work_tile(
             batch, ends, places, row_block, head, split, part, num_splits, HEAD_BLOCKS, HEADS, BLOCK_T, BLOCK_N,
-            FIRST_TO_LAST, PARTS, CUT_SLOTS,
+            FIRST_TO_LAST, PARTS, CUT_SLOTS, MIXED,
         )  # fmt: skip
         first_value = 0  # column
         if PARTS > 1:
@@ -145,9 +148,10 @@ def produce(
                         HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 else:
+                    boxes = find_boxes(pages, lane, pos, k_page, kv_head * k_row, BLOCK_N, PAGE_SIZE, KV_BOX, MIXED)
                     load_keys(
-                        k_source, k_tile_desc, k_pipe, tile_i, pages_of_boxes(pages, lane, BLOCK_N // KV_BOX), pos,
-                        kv_low, kv_high, k_page, kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
+                        k_source, k_tile_desc, k_pipe, tile_i, boxes, pos, kv_low, kv_high, k_page, kv_head * k_row,
+                        kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, MIXED, ZEROS,
                     )  # fmt: skip
             stage = producer_acquire(q_pipe, work_i)
             publish_work_tile(published, stage, work, keys)
@@ -159,10 +163,11 @@ def produce(
 
         waits = left < 0  # whether `finish_edge` has to hand over the last tile of values
         while left > 0:
-            if GATHERS:
-                places_of_rows = pages
-            else:
-                of_boxes = pages_of_boxes(pages, lane, BLOCK_N // KV_BOX)
+            of_tile = pages
+            if not GATHERS:
+                boxes = find_boxes(
+                    pages, lane, tile * BLOCK_N, k_page, kv_head * k_row, BLOCK_N, PAGE_SIZE, KV_BOX, MIXED
+                )
             # Prefetch the next tile's page numbers. Take the next work tile only during the last tile, so that an idle
             # program can take it first.
             pos = (tile + STEP) * BLOCK_N
@@ -175,19 +180,23 @@ def produce(
             if GATHERS:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     begin_tile(
-                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, places_of_rows, tile * BLOCK_N,
+                        k_source, k_tile_desc, kv_head, k_pipe, tile_i, of_tile, tile * BLOCK_N,
                         kv.k_page, kv.k_slot, kv.k_head, 0, HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 begin_tile(
-                    v_source, v_tile_desc, kv_head, v_pipe, tile_i, places_of_rows, tile * BLOCK_N,
+                    v_source, v_tile_desc, kv_head, v_pipe, tile_i, of_tile, tile * BLOCK_N,
                     kv.v_page, kv.v_slot, kv.v_head, first_value, HEAD_DIM_V, PAGE_SIZE,
                 )  # fmt: skip
             else:
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     load_keys(
-                        k_source, k_tile_desc, k_pipe, tile_i, of_boxes, tile * BLOCK_N, kv_low, kv_high, k_page,
-                        kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
+                        k_source, k_tile_desc, k_pipe, tile_i, boxes, tile * BLOCK_N, kv_low, kv_high, k_page,
+                        kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, MIXED, ZEROS,
                     )  # fmt: skip
+                if MIXED:
+                    boxes = find_boxes(
+                        of_tile, lane, tile * BLOCK_N, v_page, kv_head * v_row, BLOCK_N, PAGE_SIZE, KV_BOX, MIXED
+                    )
                 barrier = tile_i % v_pipe.empty.shape[0]
                 if HAS_EDGES:
                     # A tile with invisible rows completes a spare barrier, and `finish_edge` hands it over.
@@ -197,9 +206,9 @@ def produce(
                 stage = producer_acquire(v_pipe, tile_i)
                 expect_bytes(v_pipe.full, barrier, V_BYTES)
                 load_kv_tile(
-                    v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), of_boxes, tile * BLOCK_N,
+                    v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), boxes, tile * BLOCK_N,
                     kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col + first_value, BLOCK_N, PAGE_SIZE,
-                    KV_BOX,
+                    KV_BOX, MIXED,
                 )  # fmt: skip
                 if HAS_EDGES:
                     last_pos = (tile - STEP) * BLOCK_N
@@ -221,25 +230,46 @@ def produce(
 
 @gluon.jit
 def load_keys(
-    k_source, k_tile_desc, k_pipe, tile_i, pages, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, ZEROS: gl.constexpr,
+    k_source, k_tile_desc, k_pipe, tile_i, boxes, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, AS_ROWS: gl.constexpr, ZEROS: gl.constexpr,
 ):  # fmt: skip
     """Load the keys from position `pos` on, the tile_i-th tile of the pipeline."""
     stage = producer_acquire(k_pipe, tile_i)
     expect_bytes(k_pipe.full, stage, bytes_of_tile(k_pipe.tiles, k_pipe.more, k_pipe.empty))
     load_kv_tile(
-        k_source, k_tile_desc, k_pipe, stage, k_pipe.full.index(stage), pages, pos, kv_low, kv_high, page_rows, row,
-        col, BLOCK_N, PAGE_SIZE, KV_BOX, ZEROS,
+        k_source, k_tile_desc, k_pipe, stage, k_pipe.full.index(stage), boxes, pos, kv_low, kv_high, page_rows, row,
+        col, BLOCK_N, PAGE_SIZE, KV_BOX, AS_ROWS, ZEROS,
     )  # fmt: skip
 
 
 @gluon.jit
-def pages_of_boxes(pages, lane, COUNT: gl.constexpr):
-    """Return the page of each box of a tile, from the lanes that hold them."""
-    numbers = ()
-    for i in gl.static_range(COUNT):
-        numbers = numbers + (gl.sum(gl.where(lane == i, pages, 0), 0),)
-    return numbers
+def find_boxes(
+    pages, lane, pos, page_rows, row, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr,
+    AS_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Return where the boxes of the tile at position `pos` are, from the lanes, each of which has the page of a box.
+
+    Each box is told by its page; with AS_ROWS, by its row of the TMA matrix. That is known for keys or for values
+    alone, but takes fewer registers of a warp. The other arguments are those of `load_kv_tile`.
+    """
+    numbers = pages
+    if AS_ROWS:
+        numbers = pages * page_rows + row + (pos + lane * KV_BOX) % PAGE_SIZE
+    boxes = ()
+    for box in gl.static_range(BLOCK_N // KV_BOX):
+        boxes = boxes + (gl.sum(gl.where(lane == box, numbers, 0), 0),)
+    return boxes
+
+
+@gluon.jit
+def row_of_box(
+    boxes, box: gl.constexpr, pos, page_rows, row, PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, AS_ROWS: gl.constexpr
+):
+    """Return the row of the TMA matrix at which one of the boxes that `find_boxes` returned begins."""
+    if AS_ROWS:
+        return boxes[box]
+    else:
+        return boxes[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE
 
 
 @gluon.jit
@@ -265,8 +295,8 @@ def load_page_numbers(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, 
 
 @gluon.jit
 def load_kv_tile(
-    desc, tile_desc, pipe, stage, barrier, pages, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, ZEROS: gl.constexpr = 0,
+    desc, tile_desc, pipe, stage, barrier, boxes, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, AS_ROWS: gl.constexpr, ZEROS: gl.constexpr = 0,
 ):  # fmt: skip
     """Load a tile of keys or values from position `pos` on, one box of KV_BOX slots of a page at a time.
 
@@ -278,11 +308,11 @@ def load_kv_tile(
     if tile_desc is not None:
         is_box = (pos >= kv_low) & (pos + BLOCK_N <= kv_high) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)
         if is_box:
-            box_row = pages[0] * page_rows + row + pos % PAGE_SIZE
+            box_row = row_of_box(boxes, 0, pos, page_rows, row, PAGE_SIZE, KV_BOX, AS_ROWS)
             load_rows(tile_desc, box_row, col, barrier, buffers, BLOCK_N, 0, BLOCK_N, ZEROS)
     if not is_box:
         for box in gl.static_range(BLOCK_N // KV_BOX):
-            box_row = pages[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE
+            box_row = row_of_box(boxes, box, pos, page_rows, row, PAGE_SIZE, KV_BOX, AS_ROWS)
             load_rows(desc, box_row, col, barrier, buffers, BLOCK_N, box * KV_BOX, KV_BOX, ZEROS)
 
 

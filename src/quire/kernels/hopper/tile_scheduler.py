@@ -162,6 +162,12 @@ def count_row_blocks(batch, ends, BLOCK_T: gl.constexpr):
 
 
 @gluon.jit
+def keep_ends(memory, ends):
+    """Keep the ends that `order_by_keys` returned in the first row of its memory, which it no longer needs."""
+    memory.index(0).store(ends)
+
+
+@gluon.jit
 def find_row_block(batch, ends, row_block, BLOCK_T: gl.constexpr, MAY_BE_ORDERED: gl.constexpr):
     """Return the sequence that owns a row block of the batch, and that sequence's first row block.
 
@@ -215,10 +221,12 @@ def place_of_work_tile(
 def find_work_tile(
     batch, ends, places, row_block, head, split, part, num_splits, HEAD_BLOCKS: gl.constexpr, HEADS: gl.constexpr,
     BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr,
-    CUT_SLOTS: gl.constexpr,
+    CUT_SLOTS: gl.constexpr, MIXED: gl.constexpr,
 ):  # fmt: skip
     """Return the sequence of a work tile, the work tile, its Range or Cut or () of neither, and where its keys end."""
     kv = batch.kv
+    if MIXED:
+        ends = places.index(0).load(ends.type.layout)  # `keep_ends`
     seq, first_row_block = find_row_block(batch, ends, row_block, BLOCK_T, kv.key_begin is None)
     q_start = gl.load(batch.cu_seqlens_q + seq)
     q_len = gl.load(batch.cu_seqlens_q + seq + 1) - q_start
