@@ -703,6 +703,7 @@ def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim
         (192, 192, 4096, 4096, {"sliding_window": 2000}, (96, 32)),
         (192, 16, 512, 512, {}, (64, 16)),
         (192, 16, 16, 16384, {}, (64, 16)),
+        (192, 16, 64, 8192, {}, (64, 16)),  # whose keys are split
         (192, 16, 4096, 4096, {"sliding_window": 1000}, (64, 16)),
         (192, 16, 4096, 4096, {"softcap": 30.0}, (64, 16)),
         (192, 8, 4096, 4096, {}, (64, 8)),
@@ -716,7 +717,10 @@ def test_which_tiles_of_wide_heads_are_large(head_dim, page_size, queries, keys,
     spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim, **extra)
     launch, _ = decide(Request(spec, 2, True, Bounds(queries, keys, 2 * queries), PROPERTIES), Options(kernel="hopper"))
     cache = quire.PagedKVCache.empty(spec, 1, page_size)
-    assert (launch.config_of(cache).block_n, launch.boxes(cache)[0]) == tiles
+    config = launch.config_of(cache)
+    assert (config.block_n, launch.boxes(cache)[0]) == tiles
+    # Stages of smaller tiles have as many bytes in all, if a sequence has more rows than a work tile.
+    assert config.num_stages == (3 if tiles[0] == 64 and head_dim == 192 and queries > 16 else 2)
     ragged = Bounds(queries, keys, queries + 1)
     launch, _ = decide(Request(spec, 2, True, ragged, PROPERTIES), Options(kernel="hopper"))
     assert launch.config_of(cache).block_n in (64, 128)

@@ -741,8 +741,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: values zeroed as if all buffers began a tile": Mutant(
         PRODUCER,
-        "first = i * tiles[i].shape[0] % BLOCK_N",
-        "first = 0",
+        "row = 8 * i % BLOCK_N",
+        "row = 8 * i",
         SCORES_IN_PIECES,
     ),
     "Hopper: columns of zeros before keys alone": Mutant(
@@ -777,9 +777,18 @@ IN_INTERPRETER = {
     ),
     "Hopper: values before the window not zeroed": Mutant(
         PRODUCER,
-        "((kv_pos >= kv_low) & (kv_pos < kv_high))[:, None]",
-        "(kv_pos < kv_high)[:, None]",
+        "seen = (rows >= seen_from) & (rows < seen_to)",
+        "seen = rows < seen_to",
         SIMULATED + "features[{'sliding_window': 100}-None]",
+    ),
+    "Hopper: values after the last key not zeroed": Mutant(
+        PRODUCER, "(row < seen_from) | (row + 8 > seen_to)", "row < seen_from", SIMULATED + "features[{}-None]"
+    ),
+    "Hopper: two tiles with invisible rows at one barrier": Mutant(
+        PRODUCER,
+        "empty.shape[0] + edge_i % SPARES",
+        "empty.shape[0] + edge_i * 0",
+        SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
     ),
     "Hopper: boxes of a tile from one slot": Mutant(
         PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-24]"
@@ -1008,8 +1017,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: a box in the first slots of its page": Mutant(
         PRODUCER,
-        "pages[0] * page_rows + row + pos % PAGE_SIZE",
-        "pages[0] * page_rows + row",
+        "boxes[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE",
+        "boxes[box] * page_rows + row",
         SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[528-{}]",
     ),
     "Hopper: a tile of two pages as one box, where rows are gathered": Mutant(
@@ -1097,7 +1106,7 @@ IN_INTERPRETER = {
     ),
     "Hopper: gathered values of the next tile": Mutant(
         PRODUCER,
-        "v_source, v_tile_desc, kv_head, v_pipe, tile_i, places_of_rows,",
+        "v_source, v_tile_desc, kv_head, v_pipe, tile_i, of_tile,",
         "v_source, v_tile_desc, kv_head, v_pipe, tile_i, pages,",
         SIMULATED + "pages[NHD-1]",
     ),
@@ -1166,12 +1175,15 @@ IN_INTERPRETER = {
         CUT + "features[{}-20000]",
     ),
     "Hopper: values zeroed while they are loaded": Mutant(
-        PRODUCER, "wait(v_pipe.full, SPARE, edge_i)", "pass", SIMULATED + "features[{}-None]"
+        PRODUCER,
+        "wait(v_pipe.full, spare_barrier(v_pipe.empty, edge_i), edge_i // SPARES)",
+        "pass",
+        SIMULATED + "features[{}-None]",
     ),
     "Hopper: zeroed values not fenced": Mutant(
         PRODUCER,
-        "                    fence_async_shared()\n                    expect_bytes(v_pipe.full, stage, 0)",
-        "                    expect_bytes(v_pipe.full, stage, 0)",
+        "        fence_async_shared()\n        expect_bytes(v_pipe.full, stage, 0)",
+        "        expect_bytes(v_pipe.full, stage, 0)",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: gathered rows handed over before they arrive": Mutant(
