@@ -70,6 +70,7 @@ def produce(
     Q_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
     HAS_EDGES: gl.constexpr = not GATHERS and not CONVERTED  # rows that may not be read are zeroed
+    FEW_REGISTERS: gl.constexpr = MIXED and HAS_EDGES  # are left
     # The only buffer of queries becomes free late, so the next work tile's first keys are loaded before its queries.
     KEYS_FIRST: gl.constexpr = q_pipe.tiles.shape[0] == 1
     LEAST_ROWS: gl.constexpr = q_desc.block_shape[0]
@@ -105,7 +106,7 @@ def produce(
         ends, num_singles, from_back = order_by_keys(
             batch, ends, places, HEAD_BLOCKS * PARTS * num_splits, BLOCK_T, BLOCK_N, 0, MIXED
         )
-    if MIXED:  # registers are short
+    if FEW_REGISTERS:
         keep_ends(places, ends)
     queue = make_queue(num_work_tiles, num_singles * HEAD_BLOCKS * PARTS * num_splits, from_back)
     index, backwards = first_work_tile(queue, MIXED)
@@ -115,7 +116,7 @@ def produce(
         )
         seq, work, keys, kv_stop = find_work_tile(
             batch, ends, places, row_block, head, split, part, num_splits, HEAD_BLOCKS, HEADS, BLOCK_T, BLOCK_N,
-            FIRST_TO_LAST, PARTS, CUT_SLOTS, MIXED,
+            FIRST_TO_LAST, PARTS, CUT_SLOTS, FEW_REGISTERS,
         )  # fmt: skip
         first_value = 0  # column
         if PARTS > 1:
@@ -148,10 +149,12 @@ def produce(
                         HEAD_DIM, PAGE_SIZE,
                     )  # fmt: skip
                 else:
-                    boxes = find_boxes(pages, lane, pos, k_page, kv_head * k_row, BLOCK_N, PAGE_SIZE, KV_BOX, MIXED)
+                    boxes = find_boxes(
+                        pages, lane, pos, k_page, kv_head * k_row, BLOCK_N, PAGE_SIZE, KV_BOX, FEW_REGISTERS
+                    )
                     load_keys(
                         k_source, k_tile_desc, k_pipe, tile_i, boxes, pos, kv_low, kv_high, k_page, kv_head * k_row,
-                        kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, MIXED, ZEROS,
+                        kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, FEW_REGISTERS, ZEROS,
                     )  # fmt: skip
             stage = producer_acquire(q_pipe, work_i)
             publish_work_tile(published, stage, work, keys)
@@ -166,7 +169,7 @@ def produce(
             of_tile = pages
             if not GATHERS:
                 boxes = find_boxes(
-                    pages, lane, tile * BLOCK_N, k_page, kv_head * k_row, BLOCK_N, PAGE_SIZE, KV_BOX, MIXED
+                    pages, lane, tile * BLOCK_N, k_page, kv_head * k_row, BLOCK_N, PAGE_SIZE, KV_BOX, FEW_REGISTERS
                 )
             # Prefetch the next tile's page numbers. Take the next work tile only during the last tile, so that an idle
             # program can take it first.
@@ -191,11 +194,19 @@ def produce(
                 if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                     load_keys(
                         k_source, k_tile_desc, k_pipe, tile_i, boxes, tile * BLOCK_N, kv_low, kv_high, k_page,
-                        kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, MIXED, ZEROS,
+                        kv_head * k_row, kv_head * k_col, BLOCK_N, PAGE_SIZE, KV_BOX, FEW_REGISTERS, ZEROS,
                     )  # fmt: skip
-                if MIXED:
+                if FEW_REGISTERS:
                     boxes = find_boxes(
-                        of_tile, lane, tile * BLOCK_N, v_page, kv_head * v_row, BLOCK_N, PAGE_SIZE, KV_BOX, MIXED
+                        of_tile,
+                        lane,
+                        tile * BLOCK_N,
+                        v_page,
+                        kv_head * v_row,
+                        BLOCK_N,
+                        PAGE_SIZE,
+                        KV_BOX,
+                        FEW_REGISTERS,
                     )
                 barrier = tile_i % v_pipe.empty.shape[0]
                 if HAS_EDGES:
@@ -208,7 +219,7 @@ def produce(
                 load_kv_tile(
                     v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), boxes, tile * BLOCK_N,
                     kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col + first_value, BLOCK_N, PAGE_SIZE,
-                    KV_BOX, MIXED,
+                    KV_BOX, FEW_REGISTERS,
                 )  # fmt: skip
                 if HAS_EDGES:
                     last_pos = (tile - STEP) * BLOCK_N

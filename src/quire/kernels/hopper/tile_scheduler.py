@@ -221,11 +221,11 @@ def place_of_work_tile(
 def find_work_tile(
     batch, ends, places, row_block, head, split, part, num_splits, HEAD_BLOCKS: gl.constexpr, HEADS: gl.constexpr,
     BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr,
-    CUT_SLOTS: gl.constexpr, MIXED: gl.constexpr,
+    CUT_SLOTS: gl.constexpr, ENDS_ARE_KEPT: gl.constexpr,
 ):  # fmt: skip
     """Return the sequence of a work tile, the work tile, its Range or Cut or () of neither, and where its keys end."""
     kv = batch.kv
-    if MIXED:
+    if ENDS_ARE_KEPT:
         ends = places.index(0).load(ends.type.layout)  # `keep_ends`
     seq, first_row_block = find_row_block(batch, ends, row_block, BLOCK_T, kv.key_begin is None)
     q_start = gl.load(batch.cu_seqlens_q + seq)
