@@ -61,7 +61,7 @@ ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 
 
 # Of the loop for capped scores, by head_dim, with Triton 3.6.0 and with 3.9.0. GPUs were measured with 3.6.0.
 ON_THE_STACK_OF_CAPPED = {64: (40, 40), 256: (88, 128)}
-# Most instructions of a loop that read or write the stack. With heads of 256, one has 5 (3.6.0), and two have 1 and 11 (3.9.0).
+# Most instructions of a loop that read or write the stack. Heads of 256: one has 5 (3.6.0), two have 1 and 11 (3.9.0).
 # If softmax and products did not overlap, they would have 1 each, and the stack would be 72 bytes.
 IN_CAPPED_LOOPS = {64: (0, 0), 256: (5, 11)}
 
