@@ -124,6 +124,8 @@ def combine_arguments(
     strides = (*outs.stride()[:3], *lses.stride(), *out_strides[:2], 0 if lse is None else lse.stride(0))
     at_once = states_at_once(len(outs))
     num_warps = max(1, at_once * padded(dim) // NUMBERS_OF_A_WARP)
-    meta = {"HEAD_DIM_V": dim, "BLOCK_DV": padded(dim), "AT_ONCE": at_once, "PDL": False, "FEW": False}
-    meta["num_warps"] = num_warps
+    meta = {
+        "HEAD_DIM_V": dim, "BLOCK_DV": padded(dim), "AT_ONCE": at_once, "PDL": False, "FEW": False,
+        "num_warps": num_warps,
+    }  # fmt: skip
     return (len(outs), *strides), meta

@@ -198,16 +198,9 @@ def produce(
                     )  # fmt: skip
                 if FEW_REGISTERS:
                     boxes = find_boxes(
-                        of_tile,
-                        lane,
-                        tile * BLOCK_N,
-                        v_page,
-                        kv_head * v_row,
-                        BLOCK_N,
-                        PAGE_SIZE,
-                        KV_BOX,
+                        of_tile, lane, tile * BLOCK_N, v_page, kv_head * v_row, BLOCK_N, PAGE_SIZE, KV_BOX,
                         FEW_REGISTERS,
-                    )
+                    )  # fmt: skip
                 barrier = tile_i % v_pipe.empty.shape[0]
                 if HAS_EDGES:
                     # A tile with invisible rows completes a spare barrier, and `finish_edge` hands it over.
@@ -311,8 +304,8 @@ def load_kv_tile(
 ):  # fmt: skip
     """Load a tile of keys or values from position `pos` on, one box of KV_BOX slots of a page at a time.
 
-    The head of page 0 begins at (row, col) of the TMA matrix. With `tile_desc`, a tile that lies in one page, and that
-    is all visible, is one box.
+    `boxes` are those of `find_boxes`. The head of page 0 begins at (row, col) of the TMA matrix. With `tile_desc`, a
+    tile that lies in one page, and that is all visible, is one box.
     """
     buffers = buffers_of(pipe, stage)
     is_box = False
