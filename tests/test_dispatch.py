@@ -733,7 +733,8 @@ def test_which_tiles_of_wide_heads_are_large(head_dim, page_size, queries, keys,
         (5, 16, False, (5, 25)),
         (5, 64, False, (5, 25)),
         (5, 128, False, (1, 128)),
-        (5, 256, True, (5, 25)),
+        (5, 200, False, (5, 25)),
+        (5, 256, True, (5, 24)),  # 12 tokens for each warpgroup
         (7, 16, False, (7, 18)),
         (7, 1024, True, (7, 18)),
         (3, 32, False, (3, 42)),
@@ -954,30 +955,35 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     assert few.name == "hopper" and few.num_splits == 7 and few.cut_slots == 0 and few.decode is None
     assert few.split_rows >= 70 * 32 * 7
     ragged = launch(64, 16384, num_seqs=8, num_tokens=300)
-    assert ragged.name == "hopper" and ragged.num_splits == 1 < ragged.cut_slots and ragged.decode is not None
+    assert ragged.name == "hopper" and ragged.num_splits == 1 < ragged.cut_slots and ragged.decode is None
     assert launch(64, 1024).num_splits == 4 and launch(64, 1024, num_seqs=4).num_splits == 1
     assert launch(300, 1024).num_splits == 1
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "bounds", "num_warpgroups"),
+    ("num_seqs", "bounds", "num_warpgroups", "has_decode_launch"),
     [
-        (9, (512, 4096, 520), 1),
-        (9, (512, 8192, 520), 1),
-        (17, (2048, 8192, 2064), 1),
-        (17, (1024, 16384, 2064), 1),
-        (17, (1024, 16385, 2064), 2),
-        (17, (2049, 8192, 2065), 2),
-        (8, (2048, 8192, 2055), 2),  # a large chunk among few
-        (17, (1024, 8192, 4200), 2),  # several chunks
-        (2, (2048, 8192, 3500), 2),
+        (9, (512, 4096, 520), 1, False),
+        (9, (512, 8192, 520), 1, False),
+        (17, (1024, 8192, 2064), 1, False),
+        (17, (1024, 16384, 2064), 1, False),
+        (17, (1024, 16385, 2064), 2, False),
+        (17, (2048, 8192, 2064), 2, False),  # the prompt may be a chunk, and most of the work
+        (17, (2049, 8192, 2065), 2, True),
+        (17, (1024, 8192, 4200), 2, False),  # several chunks
+        (8, (2048, 8192, 2055), 2, True),  # a large chunk among few
+        (2, (2048, 8192, 3500), 2, True),
     ],
     ids=str,
 )
-def test_where_most_sequences_decode_programs_have_one_warpgroup_and_no_decode_launch(num_seqs, bounds, num_warpgroups):
+def test_on_long_contexts_decoding_sequences_have_a_launch_where_prompts_may_be_most_of_the_work(
+    num_seqs, bounds, num_warpgroups, has_decode_launch
+):
+    """And programs have one warpgroup where decoding sequences are most of the work."""
     launch, _ = decide(Request(SPEC, num_seqs, True, Bounds(*bounds), PROPERTIES), Options())
     assert (launch.name, launch.config.num_warpgroups) == ("hopper", num_warpgroups)
-    assert (launch.decode is not None) == (num_warpgroups == 2)
+    assert (launch.decode is not None) == has_decode_launch
+    assert launch.is_apart == (num_warpgroups == 2)
 
 
 def test_few_queries_take_the_hopper_kernel_with_one_warpgroup():
@@ -1027,7 +1033,8 @@ def test_intervals_take_the_hopper_kernel_where_a_band_does():
         ({}, Bounds(1024, 4096, 3000), 1, False),
         ({}, Bounds(2048, 4096, 3000), 1, False),
         ({}, Bounds(2049, 4096, 3000), 2, False),
-        ({}, Bounds(1024, 4097, 3000), 2, True),  # 128 rows are multiplied by keys of long contexts
+        ({}, Bounds(1024, 4097, 3000), 2, False),
+        ({}, Bounds(1025, 4097, 3000), 2, True),  # a chunk on a long context may be most of the work
         ({}, Bounds(300, 4096, 1024), 1, False),
         ({}, Bounds(300, 4096, 1025), 2, False),  # most of the ten sequences may be chunks on long contexts
         ({}, Bounds(600, 4096, 3000), 1, False),
@@ -1036,7 +1043,8 @@ def test_intervals_take_the_hopper_kernel_where_a_band_does():
         ({"num_q_heads": 48, "num_kv_heads": 2, "head_dim": 192}, Bounds(1024, 4096, 3000), 2, True),  # 12 of 24 heads
         ({"num_q_heads": 24, "num_kv_heads": 4, "head_dim": 192}, Bounds(1024, 9000, 3000), 2, False),
         ({"num_q_heads": 16, "head_dim": 256}, Bounds(1024, 4096, 3000), 2, False),
-        ({"num_q_heads": 16, "head_dim": 256}, Bounds(1024, 4097, 3000), 2, True),
+        ({"num_q_heads": 16, "head_dim": 256}, Bounds(2048, 4097, 3000), 2, False),
+        ({"num_q_heads": 16, "head_dim": 256}, Bounds(2049, 4097, 3000), 2, True),
         ({"kv_dtype": torch.float8_e4m3fn}, Bounds(1024, 4096, 3000), 2, True),
     ],
     ids=str,

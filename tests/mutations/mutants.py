@@ -923,17 +923,17 @@ IN_INTERPRETER = {
         CUT + "features[{}-20000]",
     ),
     "Hopper: a row of a partial for each row of the tile": Mutant(
-        PARTIALS, "head = index // num_tokens", "head = index // BLOCK_T", CUT + "features[{}-4000]"
+        PARTIALS, "head = index // num_tokens", "head = index // TOKENS", CUT + "features[{}-4000]"
     ),
     "Hopper: rows of the second warpgroup combined by the first": Mutant(
         PARTIALS,
-        "of_first = ROWS // BLOCK_T * num_tokens",
+        "of_first = ROWS // TOKENS * num_tokens",
         "of_first = HEADS * num_tokens",
         CUT + "features[{}-20000]",
     ),
     "Hopper: rows of a head on both warpgroups left out": Mutant(
         PARTIALS,
-        "gl.minimum(ROWS % BLOCK_T, num_tokens)",
+        "gl.minimum(ROWS % TOKENS, num_tokens)",
         "0",
         CUT + "features[{'num_q_heads': 6, 'num_kv_heads': 2}-20000]",
     ),
@@ -1006,7 +1006,7 @@ IN_INTERPRETER = {
     "Hopper: intervals of the first row block": Mutant(
         KERNEL,
         "work.q_start + tokens, tokens < work.q_len",
-        "work.q_start + rows % BLOCK_T, tokens < work.q_len",
+        "work.q_start + rows % TOKENS, tokens < work.q_len",
         SIMULATED + "intervals[{}-16-window]",
     ),
     "Hopper: a tile of two pages as one box": Mutant(
@@ -1099,7 +1099,7 @@ IN_INTERPRETER = {
     "Hopper: capped scores of keys that a row does not see": Mutant(
         "kernels/hopper/capped.py",
         "    exponents = hide_unseen(\n"
-        "        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, BLOCK_T\n"
+        "        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, TOKENS\n"
         "    )",
         "    exponents = SCORE_MOD(scores, by_row(scale), scoring.softcap)",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-None]",
@@ -1200,8 +1200,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: boxes of queries of one head": Mutant(
         "kernels/hopper/runner.py",
-        "launch.heads, launch.config.block_t, columns",
-        "1, launch.heads * launch.config.block_t, columns",
+        "launch.heads, tokens, columns",
+        "1, launch.heads * tokens, columns",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: work by the last row block of each sequence alone": Mutant(

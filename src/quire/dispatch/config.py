@@ -21,7 +21,8 @@ class HopperConfig:
 
     Attributes:
         num_warpgroups: consumer warpgroups of a CTA; each owns 64 rows of a work tile.
-        block_t: query tokens of a work tile. As many heads of one KV head as fit share its rows.
+        block_t: query tokens of a work tile. As many heads of one KV head as fit share its rows. In a ragged batch, each
+            warpgroup has as many tokens, of all these heads.
         block_n: keys of one tile.
         num_stages: stages of the pipelines of K and V tiles, at least 2: the producer may load a tile before it hands
             over the one before.

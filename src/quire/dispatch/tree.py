@@ -20,7 +20,8 @@ from quire.dispatch.tree_file import GENERIC, constants, load_tree, shipped_tree
 from quire.spec import AttentionSpec
 
 FINEST = 64  # the smallest rows_per_sm is 1 / FINEST
-ROWS_OF_TILES = 64, 128  # of a work tile of the Hopper kernel, with one and with two warpgroups
+ROWS_OF_WARPGROUP = 64  # of the Hopper kernel
+ROWS_OF_TILES = 64, 128  # of a work tile, with one and with two warpgroups
 CHOICES: list[Any] = []  # functions that cache choices from trees, for `forget_trees`
 
 
@@ -191,7 +192,7 @@ def hopper_config(
     """Choose the configuration of the Hopper kernel.
 
     The first entry of the generic tree's "hopper_configs" is taken of which all facts of "when" are equal, and those of
-    "at_most" are not larger. A warpgroup has 64 rows, which `rows_of_tile` gives to queries and heads.
+    "at_most" are not larger. A warpgroup has 64 rows, which `queries_of_tile` gives to queries and heads.
 
     Args:
         spec: what is computed.
@@ -237,12 +238,18 @@ def queries_of_tile(rows: int, group_size: int, queries: int, ragged: bool) -> i
     """
     lens = [1 << i for i in range(queries.bit_length())] if ragged else [queries]
 
+    # In a ragged batch, each warpgroup has its own tokens.
+    parts = rows // ROWS_OF_WARPGROUP if ragged else 1
+
+    def queries_with(heads: int) -> int:
+        return rows // parts // heads * parts
+
     def work_tiles(heads: int) -> int:
-        return sum(-(-n // (rows // heads)) for n in lens) * (group_size // heads)
+        return sum(-(-n // queries_with(heads)) for n in lens) * (group_size // heads)
 
     # Of equal counts, the one with the most heads.
-    heads = min((n for n in range(min(rows, group_size), 0, -1) if group_size % n == 0), key=work_tiles)
-    return rows // heads
+    heads = range(min(rows // parts, group_size), 0, -1)
+    return queries_with(min((n for n in heads if group_size % n == 0), key=work_tiles))
 
 
 @cache

@@ -24,7 +24,7 @@ from quire.kernels.hopper.softmax import new_maximum, probabilities, softmax_ste
 @gluon.jit
 def attend_work_tile_ahead(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i,
-    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, TOKENS: gl.constexpr,
     SCORE_MOD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Return what `attend_work_tile` does."""
@@ -37,7 +37,7 @@ def attend_work_tile_ahead(
     scores = first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM, EARLY)
     for i in range(tile_i, last):
         scores, exponent_scale, m_i, shift, alpha = new_maximum(
-            scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring, BLOCK_T, SCORE_MOD
+            scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD
         )
         k_stage = consumer_wait(k_pipe, i + 1)
         v_stage = consumer_wait(v_pipe, i)
@@ -54,7 +54,7 @@ def attend_work_tile_ahead(
             consumer_release(q_pipe, work_i)
         pos -= BLOCK_N
     p, m_i, l_i, alpha = softmax_step(
-        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, TOKENS, SCORE_MOD
     )
     p = as_operands(p, v_pipe, accs)
     accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, last), scaled(accs, alpha), HEAD_DIM_V)

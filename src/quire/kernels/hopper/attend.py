@@ -54,7 +54,7 @@ def first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM: gl.co
 @gluon.jit
 def attend_work_tile(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i,
-    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, TOKENS: gl.constexpr,
     SCORE_MOD: gl.constexpr, EARLY: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Return the state of a work tile's rows over its KV tiles, from the last tile to the first.
@@ -75,7 +75,7 @@ def attend_work_tile(
     pos = work.tile * BLOCK_N
     scores = first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM, EARLY)
     p, m_i, l_i, _ = softmax_step(
-        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
+        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, TOKENS, SCORE_MOD, LAZY
     )
     p = as_operands(p, v_pipe, accs, PACKED)
     stop = tile_i + work.num_tiles
@@ -104,7 +104,7 @@ def attend_work_tile(
         accs, p = done[:NUM_ACCS], done[NUM_ACCS:]
         release_operand(v_pipe, i - 1)
         p, m_i, l_i, alpha = softmax_step(
-            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD, LAZY
+            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, TOKENS, SCORE_MOD, LAZY
         )
         accs = rescaled(accs, alpha) if LAZY else scaled(accs, alpha)
         p = as_operands(p, v_pipe, accs, PACKED)
@@ -119,7 +119,7 @@ def attend_work_tile(
 @gluon.jit
 def attend_work_tile_in_splits(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
-    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, TOKENS: gl.constexpr,
     SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Return the same as `attend_work_tile`, from the first tile to the last, rounded as batch-invariant plans do.
@@ -138,7 +138,7 @@ def attend_work_tile_in_splits(
     scores = after(0, scores)
     release_operand(k_pipe, tile_i)
     p, split_m, split_l, _ = softmax_step(
-        scores, split_m, no_sums, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+        scores, split_m, no_sums, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, TOKENS, SCORE_MOD
     )
     p = as_operands(p, v_pipe, accs)
     stop = tile_i + work.num_tiles
@@ -163,7 +163,7 @@ def attend_work_tile_in_splits(
             split_accs, split_m, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
             split_l = no_sums
         p, split_m, split_l, alpha = softmax_step(
-            scores, split_m, split_l, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, BLOCK_T, SCORE_MOD
+            scores, split_m, split_l, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, TOKENS, SCORE_MOD
         )
         split_accs = scaled(split_accs, alpha)
         p = as_operands(p, v_pipe, accs)
@@ -198,7 +198,7 @@ def fold_acc(acc, alpha, split_acc, beta):
 @gluon.jit
 def attend_work_tile_in_fp8(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring,
-    OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr,
+    OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr,
 ):  # fmt: skip
     """Return the same as `attend_work_tile`, with fp8 products of the stored keys and the transposed values.
 
@@ -220,7 +220,7 @@ def attend_work_tile_in_fp8(
         scores = warpgroup_mma_wait(0, deps=[scores])
         consumer_release(k_pipe, i)
         p, m_i, l_i, alpha = softmax_step(
-            (scores,), m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, LIFT, BLOCK_T, SCORE_MOD
+            (scores,), m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, LIFT, TOKENS, SCORE_MOD
         )
         p = gl.convert_layout(to_fp8(permute_for_fp8_operand(p[0])), OF_P)
         v = v_pipe.tiles.index(consumer_wait(v_pipe, i))

@@ -26,10 +26,10 @@ from quire.kernels.states import log2
 
 
 @gluon.jit
-def probabilities(scores, pos, rows, cols, work, sight, scale, scoring, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr):
+def probabilities(scores, pos, rows, cols, work, sight, scale, scoring, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr):
     """Return the probabilities of the tile that begins at position `pos`, relative to an exponent of 0."""
     exponents = hide_unseen(
-        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, BLOCK_T
+        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, TOKENS
     )
     p = ()
     for i in gl.static_range(len(exponents)):
@@ -57,7 +57,7 @@ def end_of_values(accs, p, v_pipe, i):
 @gluon.jit
 def attend_capped_work_tile(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i,
-    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
+    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, TOKENS: gl.constexpr,
     SCORE_MOD: gl.constexpr, EARLY: gl.constexpr, KV_BOX: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def attend_capped_work_tile(
     consumer_release(k_pipe, tile_i)
     if EARLY and work.num_tiles == 1:
         consumer_release(q_pipe, work_i)
-    numbers = probabilities(scores, pos, rows, cols, work, sight, scale, scoring, BLOCK_T, SCORE_MOD)
+    numbers = probabilities(scores, pos, rows, cols, work, sight, scale, scoring, TOKENS, SCORE_MOD)
     sums = sums_of_threads(numbers)
     p = as_operands(numbers, v_pipe, accs, PACKED)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
@@ -91,7 +91,7 @@ def attend_capped_work_tile(
             consumer_release(q_pipe, work_i)
         if not OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)
-        numbers = probabilities(scores, pos, rows, cols, work, sight, scale, scoring, BLOCK_T, SCORE_MOD)
+        numbers = probabilities(scores, pos, rows, cols, work, sight, scale, scoring, TOKENS, SCORE_MOD)
         sums += sums_of_threads(numbers)
         if OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)

@@ -19,6 +19,9 @@ SOME_ROWS = 32  # of a sequence, up to which the portable kernels are bound by m
 LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
 MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
 MOST_DECODE = 8  # sequences for each of the longest that a batch's tokens have room for
+# In a mixed batch on long contexts: rows of the longest sequence for each sequence, up to which one warpgroup is taken,
+# and with two of them no decode launch. With more rows, prompts may take longer than decoding sequences.
+ROWS_OF_ONE, ROWS_OF_TWO = 128, 256
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -257,7 +260,7 @@ def loads_more(request: Request, costs: CostModel) -> bool:
 
     Its programs then have one consumer warpgroup. The host does not know whose contexts are long: those of decoding
     sequences, or those of chunks, which two warpgroups serve faster. So on long contexts, most sequences must have few
-    queries for this.
+    queries for this, and the longest must not be as much work as all others.
     """
     bounds = request.bounds
     if bounds.max_query_len > 2 * costs.short_context:
@@ -266,7 +269,13 @@ def loads_more(request: Request, costs: CostModel) -> bool:
         return not may_be_chunks(request)
     queries, _, num_tokens = (tree.power_of_two(bound) for bound in astuple(bounds))
     few_queries = MOST_DECODE * num_tokens <= queries * tree.power_of_two(request.num_seqs)
-    return few_queries and bounds.max_seq_len <= 16 * costs.short_context
+    return few_queries and rows_for_each(request) <= ROWS_OF_ONE and bounds.max_seq_len <= 16 * costs.short_context
+
+
+def rows_for_each(request: Request) -> float:
+    """Return the rows of the longest sequence over the number of sequences, with powers of two of both bounds."""
+    queries = tree.power_of_two(request.bounds.max_query_len)
+    return queries * request.spec.group_size / tree.power_of_two(request.num_seqs)
 
 
 def may_be_chunks(request: Request) -> bool:
@@ -285,14 +294,15 @@ def serves_decoding(launch: HopperLaunch, costs: CostModel) -> bool:
     Its programs then take prompts and decoding sequences from either end of the queue (`queue.py`). That is slower than
     a decode launch in these cases:
 
-    * a program multiplies 128 rows by the keys of long contexts, which takes longer than to load them;
+    * contexts are long, and prompts have so many rows that they may be nearly all of the work;
     * tiles are converted, which takes longer than to load them;
     * several work tiles of a decoding sequence load the same keys, each for some of its heads;
     * keys of long sequences are not cut, since rows see intervals or the plan is batch-invariant.
     """
     request, spec = launch.request, launch.request.spec
-    loads_fast = launch.config.num_warpgroups == 1 or request.bounds.max_seq_len <= 4 * costs.short_context
+    is_balanced = launch.config.num_warpgroups == 1 or request.bounds.max_seq_len <= 4 * costs.short_context
+    is_balanced = is_balanced or rows_for_each(request) <= ROWS_OF_TWO
     if is_wide(spec) and spec.head_dim != tree.padded(spec.head_dim):
-        loads_fast = True  # the portable kernels multiply more columns than there are
+        is_balanced = True  # the portable kernels multiply more columns than there are
     loads_once = launch.heads == spec.group_size and spec.kv_dtype is spec.dtype
-    return loads_fast and loads_once and not (launch.fixed_split_size or request.has_intervals)
+    return is_balanced and loads_once and not (launch.fixed_split_size or request.has_intervals)

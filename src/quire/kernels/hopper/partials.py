@@ -49,7 +49,7 @@ def partials_at_once(columns):
 @gluon.jit
 def store_and_arrive(
     partials, arrivals, cut, work, wg: gl.constexpr, accs, m_i, l_i, HEAD_DIM_V: gl.constexpr,
-    WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr, OWNED: gl.constexpr,
+    WARPGROUPS: gl.constexpr, FIRST_ROW: gl.constexpr, TOKENS: gl.constexpr, OWNED: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's partial and count its arrival; return whether all splits have arrived.
 
@@ -71,7 +71,7 @@ def store_and_arrive(
     gl.store(ptr + rows, m_i)
     gl.store(ptr + ROWS + rows, l_i)
     for i in gl.static_range(len(accs)):
-        store_columns(ptr + 2 * ROWS, accs[i], work, wg, PIECES[i][0], COLUMNS, BLOCK_T, OWNED)
+        store_columns(ptr + 2 * ROWS, accs[i], work, PIECES[i][0], COLUMNS, FIRST_ROW, TOKENS, OWNED)
     barrier()  # the stores of all threads come before the arrival, which one thread makes
     counter = arrivals + (cut.first_slot * WARPGROUPS + wg)
     is_last = gl.atomic_add(counter, 1, sem="acq_rel") == (1 << cut.shift) - 1
@@ -82,41 +82,40 @@ def store_and_arrive(
 
 @gluon.jit
 def store_columns(
-    ptr, acc, work, wg: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr,
+    ptr, acc, work, FIRST: gl.constexpr, COLUMNS: gl.constexpr, FIRST_ROW: gl.constexpr, TOKENS: gl.constexpr,
     OWNED: gl.constexpr,
 ):  # fmt: skip
     """Store an accumulator as the columns from FIRST on of [ROWS, COLUMNS] at `ptr`."""
     LAYOUT: gl.constexpr = acc.type.layout
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
-    owned = tokens_of_rows(work, wg * ROWS + rows, BLOCK_T, OWNED) < work.q_len
+    owned = tokens_of_rows(work, FIRST_ROW + rows, TOKENS, OWNED) < work.q_len
     gl.store((ptr + rows * COLUMNS)[:, None] + columns[None, :], acc, mask=owned[:, None])
 
 
 @gluon.jit
 def combine_and_write(
-    outputs, cut, work, wg: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_T: gl.constexpr,
-    HEADS: gl.constexpr,
+    outputs, cut, work, wg: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPGROUPS: gl.constexpr, FIRST_ROW: gl.constexpr,
+    TOKENS: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Combine the partials of this warpgroup's rows, and write the results.
 
-    Only rows with a query are combined. Each head has `num_tokens` of them, and BLOCK_T rows of the tile.
+    Only rows with a query are combined. Each head has `num_tokens` of them, and TOKENS rows.
     """
     PADDED: gl.constexpr = power_of_two(HEAD_DIM_V)
     LANES: gl.constexpr = lanes_of_row(PADDED)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     STEP: gl.constexpr = THREADS // LANES  # rows
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    num_tokens = gl.minimum(work.q_len - work.token, BLOCK_T)
-    # Of a tile, the first warpgroup has the first ROWS rows.
-    of_first = ROWS // BLOCK_T * num_tokens + gl.minimum(ROWS % BLOCK_T, num_tokens)
+    num_tokens = gl.minimum(work.q_len - work.token, TOKENS)
+    # Those of warpgroups that share tokens are in the first ROWS rows, or in the others.
+    of_first = ROWS // TOKENS * num_tokens + gl.minimum(ROWS % TOKENS, num_tokens)
     begin, end = 0, HEADS * num_tokens
-    if WARPGROUPS == 2:
-        of_first = gl.minimum(of_first, end)
-        if wg == 0:
-            end = of_first
-        else:
-            begin = of_first
+    of_first = gl.minimum(of_first, end)
+    if FIRST_ROW == 0:
+        end = of_first
+    else:
+        begin = of_first
     columns = gl.arange(0, PADDED, gl.SliceLayout(0, LAYOUT))
     first = outputs.partials + (cut.first_slot * WARPGROUPS + wg) * size_of_partial(HEAD_DIM_V)
     for step in range(begin, end, STEP):
@@ -124,7 +123,7 @@ def combine_and_write(
         owned = index < end
         head = index // num_tokens
         token = index - head * num_tokens
-        row = gl.where(owned, head * BLOCK_T + token - wg * ROWS, 0)
+        row = gl.where(owned, head * TOKENS + token - FIRST_ROW, 0)
         acc, m_i, l_i = combine_rows(first, 1 << cut.shift, row, owned, columns, HEAD_DIM_V, WARPGROUPS)
         if outputs.sinks_ptr is not None:
             sink = gl.load(outputs.sinks_ptr + work.head + head, mask=owned, other=0.0).to(gl.float32)

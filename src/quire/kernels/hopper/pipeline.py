@@ -265,6 +265,12 @@ def consumer_release(pipe, i):
 
 
 @gluon.jit
+def release_unread(pipe, i, RELEASES: gl.constexpr):
+    """Let the producer overwrite the i-th use, of which this warpgroup reads nothing: all its RELEASES arrive."""
+    mbarrier.arrive(pipe.empty.index(i % pipe.empty.shape[0]), count=RELEASES)
+
+
+@gluon.jit
 def release_operand(pipe, i):
     """Let the producer overwrite the i-th use, when all products of this warpgroup with it are complete.
 

@@ -31,7 +31,7 @@ from quire.kernels.hopper.tile_scheduler import (
     place_of_work_tile,
     row_block_ends,
 )
-from quire.kernels.hopper.work_tile import WorkTile, power_of_two, publish_work_tile, visible_keys
+from quire.kernels.hopper.work_tile import ROWS, WorkTile, power_of_two, publish_work_tile, visible_keys
 
 
 @gluon.constexpr_function
@@ -51,7 +51,7 @@ def produce(
     tile_counter, num_splits, section, stride_table, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr,
-    CUT_SLOTS: gl.constexpr, MIXED: gl.constexpr, lse_ptr, stride_lse,
+    CUT_SLOTS: gl.constexpr, MIXED: gl.constexpr, APART: gl.constexpr, lse_ptr, stride_lse,
 ):  # fmt: skip
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
 
@@ -59,6 +59,7 @@ def produce(
     The KV tiles of a work tile are loaded from the last to the first, unless FIRST_TO_LAST.
     With PARTS > 1, a work tile has one of PARTS parts of the values' columns, each of HEAD_DIM_V columns.
     With CUT_SLOTS, row blocks of long sequences are cut by keys. With MIXED, work tiles are taken from both ends.
+    With APART, each of two warpgroups has half of a row block's tokens.
     Where there are splits, one without keys is not handed to consumers.
     """
     STEP: gl.constexpr = 1 if FIRST_TO_LAST else -1
@@ -162,6 +163,9 @@ def produce(
             loaded = q_pipe.full.index(stage)
             buffers = buffers_of(q_pipe, stage)
             load_rows(q_desc, head, work.q_start + work.token, loaded, buffers, Q_ROWS, 0, LEAST_ROWS, ZEROS)
+            if APART:
+                token = work.q_start + work.token + BLOCK_T // 2
+                load_rows(q_desc, head, token, loaded, buffers, Q_ROWS, ROWS, LEAST_ROWS, ZEROS)
             work_i += 1
 
         waits = left < 0  # whether `finish_edge` has to hand over the last tile of values

@@ -38,7 +38,8 @@ class Outputs(NamedTuple):
 @gluon.jit
 def finish(
     wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
-    BLOCK_T: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
+    FIRST_ROW: gl.constexpr, TOKENS: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Normalise a work tile's results and write them.
 
@@ -61,15 +62,15 @@ def finish(
     if outputs.sinks_ptr is not None:
         if split == outputs.num_splits - 1:
             accs, m_i, l_i = with_sink(
-                accs, m_i, l_i, load_of_heads(outputs.sinks_ptr + work.head, rows, BLOCK_T, OWNED)
+                accs, m_i, l_i, load_of_heads(outputs.sinks_ptr + work.head, rows, TOKENS, OWNED)
             )
     empty = l_i == 0.0
     safe = gl.where(empty, 1.0, l_i)
     if outputs.lse_ptr is not None:
-        tokens = tokens_of_rows(work, rows, BLOCK_T, OWNED)
+        tokens = tokens_of_rows(work, rows, TOKENS, OWNED)
         lse = lse_of_rows(m_i, l_i)
         offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
-        offsets += (work.head + rows // BLOCK_T) * outputs.num_splits + split
+        offsets += (work.head + rows // TOKENS) * outputs.num_splits + split
         wanted = tokens < work.q_len
         if PARTS > 1:
             wanted = wanted & (work.split == 0)
@@ -98,7 +99,7 @@ def finish(
     if not EARLY:
         consumer_release(q_pipe, work_i)
     for i in gl.static_range(len(accs)):
-        write_out(wg, results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, BLOCK_T, OWNED)
+        write_out(results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, FIRST_ROW, TOKENS, OWNED)
 
 
 @gluon.jit
@@ -144,15 +145,15 @@ def bytes_of_queries(
 
 @gluon.jit
 def write_out(
-    wg: gl.constexpr, result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr,
-    OWNED: gl.constexpr,
+    result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST_ROW: gl.constexpr,
+    TOKENS: gl.constexpr, OWNED: gl.constexpr,
 ):  # fmt: skip
     """Write a work tile's results for the columns from FIRST on."""
     LAYOUT: gl.constexpr = result.type.layout
-    out_rows = wg * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    tokens = tokens_of_rows(work, out_rows, BLOCK_T, OWNED)
+    rows = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    tokens = tokens_of_rows(work, rows, TOKENS, OWNED)
     offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_out_token
-    offsets += (work.head + out_rows // BLOCK_T).to(gl.int64) * outputs.stride_out_head
+    offsets += (work.head + rows // TOKENS).to(gl.int64) * outputs.stride_out_head
     offsets += work.split * HEAD_DIM_V
     offs_d = FIRST + gl.arange(0, result.shape[1], gl.SliceLayout(0, LAYOUT))
     inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM_V)[None, :]
@@ -175,18 +176,18 @@ def eight_columns_each(columns):
 
 
 @gluon.jit
-def load_of_heads(ptr, rows, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+def load_of_heads(ptr, rows, TOKENS: gl.constexpr, OWNED: gl.constexpr):
     """Load a number for the head of each row, as float32; `ptr` is that of the work tile's first head."""
     if OWNED is None:
-        return gl.load(ptr + rows // BLOCK_T).to(gl.float32)
+        return gl.load(ptr + rows // TOKENS).to(gl.float32)
     else:
-        return gl.load(ptr + rows // BLOCK_T, mask=rows < OWNED, other=0.0).to(gl.float32)
+        return gl.load(ptr + rows // TOKENS, mask=rows < OWNED, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def tokens_of_rows(work, rows, BLOCK_T: gl.constexpr, OWNED: gl.constexpr):
+def tokens_of_rows(work, rows, TOKENS: gl.constexpr, OWNED: gl.constexpr):
     """Return the query token of each row, counted from the sequence's first. Rows from OWNED on have one beyond all."""
-    tokens = work.token + rows % BLOCK_T
+    tokens = work.token + rows % TOKENS
     if OWNED is not None:
         tokens += gl.where(rows < OWNED, 0, 1 << 30)
     return tokens

@@ -17,7 +17,7 @@ LOWEST = gl.constexpr(-3.4028234663852886e38)  # of finite float32 numbers
 @gluon.jit
 def softmax_step(
     scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
-    LIFT: gl.constexpr, BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
+    LIFT: gl.constexpr, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
 ):  # fmt: skip
     """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
 
@@ -27,7 +27,7 @@ def softmax_step(
         alpha: the factor for acc.
     """
     scores, exponent_scale, m_new, shift, alpha = new_maximum(
-        scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring, BLOCK_T, SCORE_MOD, LAZY
+        scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD, LAZY
     )
     p, l_i = probabilities(scores, l_i, exponent_scale, shift, alpha, LIFT)
     return p, m_new, l_i, alpha
@@ -36,7 +36,7 @@ def softmax_step(
 @gluon.jit
 def new_maximum(
     scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring,
-    BLOCK_T: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
+    TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
 ):  # fmt: skip
     """Fold the scores of a tile into the running maximum: the first half of `softmax_step`.
 
@@ -50,7 +50,7 @@ def new_maximum(
     exponent_scale = scale * LOG2E
     if SCORE_MOD is not None:
         exponent_scale = scoring.softcap * (2 * LOG2E) if is_softcap(SCORE_MOD) else LOG2E
-        q_pos = work.first_pos + work.token + rows % BLOCK_T
+        q_pos = work.first_pos + work.token + rows % TOKENS
         changed = ()
         for i in gl.static_range(len(scores)):
             if is_softcap(SCORE_MOD):
@@ -59,7 +59,7 @@ def new_maximum(
                 score = SCORE_MOD(scores[i], by_row(scale), q_pos, pos + cols[i], slopes, scoring.softcap)
             changed = changed + (score,)
         scores = changed
-    scores = hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T)
+    scores = hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS)
     largest = scores[0]
     for i in gl.static_range(1, len(scores)):
         largest = gl.maximum(largest, scores[i])
@@ -84,12 +84,12 @@ def probabilities(scores, l_i, exponent_scale, shift, alpha, LIFT: gl.constexpr)
 
 
 @gluon.jit
-def hide_unseen(scores, pos, rows, cols, work, sight, scoring, BLOCK_T: gl.constexpr):
+def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.constexpr):
     """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key."""
     BLOCK_N: gl.constexpr = keys_of(cols)
     low_pos = work.first_pos + work.token
-    high_pos = work.first_pos + gl.minimum(work.token + BLOCK_T, work.q_len) - 1
-    q_pos = low_pos + rows % BLOCK_T
+    high_pos = work.first_pos + gl.minimum(work.token + TOKENS, work.q_len) - 1
+    q_pos = low_pos + rows % TOKENS
     if sight is None:
         is_past_right = pos + BLOCK_N > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
         is_partial = is_past_right | (pos < high_pos - scoring.window_left)

@@ -1,7 +1,9 @@
 """A work tile: what a program attends to at a time, which keys that are, and how its warps learn of it.
 
 A row block is BLOCK_T query tokens of one sequence. A work tile is a row block, as many heads of one KV head as fill
-the program's rows, and one split of the visible keys. The producer warp publishes the fields of a work tile in shared
+the program's rows, and one split of the visible keys. The rows of a head follow those of the head before it. In a
+ragged batch, each of two consumer warpgroups has rows of its own tokens, of all these heads. So it may skip a work tile
+that has few tokens, as a decoding sequence has. The producer warp publishes the fields of a work tile in shared
 memory, where the consumer warpgroups read them. With intervals of keys, it also publishes the `Range`. So all warps of
 a program agree on which tiles there are, and which of them need masks.
 """
@@ -141,13 +143,13 @@ def publish_work_tile(published, stage, work, more):
 
 
 @gluon.jit
-def read_work_tile(published, stage):
-    """Return the work tile that `publish_work_tile` wrote."""
+def read_work_tile(published, stage, FIRST_TOKEN: gl.constexpr = 0):
+    """Return the work tile that `publish_work_tile` wrote, without the tokens before FIRST_TOKEN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     fields = ()
     for i in gl.static_range(FIELDS):
         fields = fields + (gl.max(published.index(stage * WORDS + i).load(LAYOUT), 0),)
-    return WorkTile(*fields)
+    return WorkTile(fields[0], fields[1] + FIRST_TOKEN, *fields[2:])
 
 
 @gluon.jit
