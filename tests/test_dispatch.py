@@ -733,8 +733,7 @@ def test_which_tiles_of_wide_heads_are_large(head_dim, page_size, queries, keys,
         (5, 16, False, (5, 25)),
         (5, 64, False, (5, 25)),
         (5, 128, False, (1, 128)),
-        (5, 200, False, (5, 25)),
-        (5, 256, True, (5, 24)),  # 12 tokens for each warpgroup
+        (5, 256, True, (5, 25)),
         (7, 16, False, (7, 18)),
         (7, 1024, True, (7, 18)),
         (3, 32, False, (3, 42)),
@@ -755,6 +754,29 @@ def test_work_tiles_have_the_heads_that_waste_fewest_rows(group_size, queries, r
     spec = replace(SPEC, num_q_heads=2 * group_size, num_kv_heads=2)
     config = hopper_config(spec, PROPERTIES, False, queries, ragged)
     assert (config.heads(group_size), config.block_t) == heads_and_queries
+    assert not config.apart
+
+
+@pytest.mark.parametrize(
+    ("group_size", "queries", "heads_and_queries"),
+    [(1, 64, (1, 128)), (4, 64, (4, 32)), (5, 64, (5, 24)), (11, 64, (11, 10)), (96, 4, (48, 2))],
+)
+def test_warpgroups_with_tokens_of_their_own_have_equally_many(group_size, queries, heads_and_queries):
+    spec = replace(SPEC, num_q_heads=2 * group_size, num_kv_heads=2)
+    config = hopper_config(spec, PROPERTIES, False, queries, ragged=True, apart=True)
+    assert (config.heads(group_size), config.block_t) == heads_and_queries
+    assert config.apart and not hopper_config(spec, PROPERTIES, True, queries, ragged=True, apart=True).apart
+    with pytest.raises(ValueError, match="apart must be False with num_warpgroups 1"):
+        replace(config, num_warpgroups=1, block_t=8)
+    with pytest.raises(ValueError, match="apart must be False with num_warpgroups 2 and block_t 7"):
+        replace(config, block_t=7)
+
+
+@pytest.mark.parametrize(("num_tokens", "apart"), [(30, True), (2048, True), (2049, False)])
+def test_warpgroups_have_tokens_of_their_own_where_sequences_have_few_on_average(num_tokens, apart):
+    bounds = Bounds(512, 30000, num_tokens)
+    launch, _ = decide(Request(SPEC, 10, True, bounds, PROPERTIES), Options(kernel="hopper"))
+    assert launch.config.num_warpgroups == 2 and launch.config.apart == launch.constexprs()["APART"] == apart
 
 
 def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
@@ -983,7 +1005,7 @@ def test_on_long_contexts_decoding_sequences_have_a_launch_where_prompts_may_be_
     launch, _ = decide(Request(SPEC, num_seqs, True, Bounds(*bounds), PROPERTIES), Options())
     assert (launch.name, launch.config.num_warpgroups) == ("hopper", num_warpgroups)
     assert (launch.decode is not None) == has_decode_launch
-    assert launch.is_apart == (num_warpgroups == 2)
+    assert launch.config.apart == (num_warpgroups == 2 and bounds[2] <= 128 * num_seqs)
 
 
 def test_few_queries_take_the_hopper_kernel_with_one_warpgroup():

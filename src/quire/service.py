@@ -412,6 +412,8 @@ def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int) -> l
     def kind(queries: int) -> list[int]:
         ways = itertools.product(tree.ROWS_OF_TILES, ((queries, False), (tree.power_of_two(queries), True)))
         tiles = [(rows, tree.queries_of_tile(rows, group_size, most, ragged)) for rows, (most, ragged) in ways]
+        rows, most = max(tree.ROWS_OF_TILES), tree.power_of_two(queries)
+        tiles.append((rows, tree.queries_of_tile(rows, group_size, most, ragged=True, apart=True)))
         work_tiles = [cdiv(queries, size) * (num_q_heads // (rows // size)) for rows, size in tiles]
         is_idle = [2 * number <= num_sms for number in work_tiles]
         sizes = [size for _, size in tiles]

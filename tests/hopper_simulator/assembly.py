@@ -68,12 +68,7 @@ def prefetch(address: Value) -> Value:
     return Value(torch.zeros(address.data.shape, dtype=torch.int32))
 
 
-def same(number: Value) -> Value:
-    return number
-
-
 MEANINGS: dict[str, Callable[..., Any]] = {
-    "mov.b32 $0, $1;": same,
     "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;": unzip,
     "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
     "mov.b32 $0, {low, high}; }": to_fp8,

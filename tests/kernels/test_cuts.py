@@ -203,7 +203,9 @@ def short_pieces(monkeypatch):
 def attend(p, bound=LONG, num_sms=12, seed=0, section_heads=None):
     """Attend; return the plan, the state and how many partials arrived at a counter."""
     batch, pages = p.batch, bound // p.cache.page_size + 1
-    bounds = p.bounds | {"max_seq_len": bound} | ({"max_query_len": MANY} if bound == LONG else {})
+    bounds = p.bounds | {"max_seq_len": bound}
+    if bound == LONG:
+        bounds["max_query_len"] = max(MANY, p.bounds["max_query_len"])
     if batch.cu_pages is None:
         batch = replace(batch, page_table=torch.nn.functional.pad(batch.page_table, (0, pages)))
     with simulated_hopper(num_sms=num_sms):
@@ -278,6 +280,23 @@ def test_more_splits_than_are_combined_at_once(head_dim):
     lens = (1, 3600), (20, 30), *((1, 40),) * 40
     _, arrivals = assert_right({"head_dim": head_dim, "sinks": True}, lens, bound=SHORT, num_sms=64)
     assert arrivals >= 2 * 32  # two KV heads
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("num_q_heads", [4, 6])
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "shared"])
+def test_warpgroups_have_their_own_tokens_or_share_them(num_q_heads, apart):
+    """Of three heads, the second one has rows of both warpgroups if they share tokens."""
+    lens = RAGGED if apart else ((300, 1500), (2, 1200))
+    plan, arrivals = assert_right({"num_q_heads": num_q_heads}, lens, num_sms=4 * num_q_heads)
+    assert arrivals and plan.launch.config.num_warpgroups == 2 and plan.launch.config.apart == apart
+
+
+@pytest.mark.parametrize("extra", [{}, extended({"softcap": 20.0})], ids=str)
+def test_a_warpgroup_without_tokens_releases_tiles_when_they_are_there(extra):
+    """It would release many tiles at once if it did not wait for them. There are two stages."""
+    plan, arrivals = assert_right({"head_dim": 128} | extra, ((1, 1900), (1, 1500), (40, 300)), num_sms=2)
+    assert plan.launch.config.apart and plan.launch.config.num_stages == 2 and not arrivals
 
 
 @pytest.mark.usefixtures("short_pieces")

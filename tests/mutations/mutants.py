@@ -929,13 +929,55 @@ IN_INTERPRETER = {
         PARTIALS,
         "of_first = ROWS // TOKENS * num_tokens",
         "of_first = HEADS * num_tokens",
-        CUT + "features[{}-20000]",
+        CUT + "warpgroups_have_their_own_tokens_or_share_them[shared-4]",
     ),
     "Hopper: rows of a head on both warpgroups left out": Mutant(
         PARTIALS,
         "gl.minimum(ROWS % TOKENS, num_tokens)",
         "0",
-        CUT + "features[{'num_q_heads': 6, 'num_kv_heads': 2}-20000]",
+        CUT + "warpgroups_have_their_own_tokens_or_share_them[shared-6]",
+    ),
+    "Hopper: the first warpgroup's tokens for both": Mutant(
+        KERNEL,
+        "FIRST_TOKEN: gl.constexpr = wg * TOKENS if APART else 0",
+        "FIRST_TOKEN: gl.constexpr = 0",
+        CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
+    ),
+    "Hopper: the first warpgroup's queries for both": Mutant(
+        PRODUCER,
+        "token = work.q_start + work.token + BLOCK_T // 2",
+        "token = work.q_start + work.token",
+        CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
+    ),
+    "Hopper: a work tile with one token of the second warpgroup skipped": Mutant(
+        KERNEL,
+        "is_idle = work.token >= work.q_len",
+        "is_idle = work.token + 1 >= work.q_len",
+        CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
+    ),
+    "Hopper: a skipped tile kept": Mutant(
+        KERNEL,
+        "        release_unread(v_pipe, i, RELEASES)\n",
+        "",
+        CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
+    ),
+    "Hopper: skipped keys released before they are there": Mutant(
+        KERNEL,
+        "        consumer_wait(k_pipe, i)\n        release_unread(k_pipe, i, RELEASES)\n",
+        "        release_unread(k_pipe, i, RELEASES)\n",
+        CUT + "a_warpgroup_without_tokens_releases_tiles_when_they_are_there[{}]",
+    ),
+    "Hopper: skipped values released before they are there": Mutant(
+        KERNEL,
+        "        consumer_wait(v_pipe, i)\n        release_unread(v_pipe, i, RELEASES)\n",
+        "        release_unread(v_pipe, i, RELEASES)\n",
+        CUT + "a_warpgroup_without_tokens_releases_tiles_when_they_are_there[{}]",
+    ),
+    "Hopper: warpgroups with tokens of their own in batches of prompts": Mutant(
+        "kernels/hopper/choice.py",
+        "num_tokens <= MOST_OF_APART * num_seqs",
+        "num_tokens <= 2 * MOST_OF_APART * num_seqs",
+        "test_dispatch.py::test_warpgroups_have_tokens_of_their_own_where_sequences_have_few_on_average[2049-False]",
     ),
     "Hopper: a partial of another row block": Mutant(
         PARTIALS, "present = split + i < num_splits", "present = split + i <= num_splits", CUT + "features[{}-4000]"
@@ -1114,7 +1156,7 @@ IN_INTERPRETER = {
         RESULTS,
         "return tile.slice(wg * ROWS, ROWS)",
         "return tile.slice(tile.shape[0] - (wg + 1) * ROWS, ROWS)",
-        SIMULATED + "outputs_in_e4m3[{}-20000]",
+        CUT + "outputs_in_e4m3[{}]",
     ),
     "Hopper: columns of e4m3 results left permuted": Mutant(
         RESULTS,
@@ -1170,8 +1212,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: queries never released where results are another warpgroup's": Mutant(
         KERNEL,
-        "                    consumer_release(q_pipe, work_i)\n                is_last",
-        "                    pass\n                is_last",
+        "                consumer_release(q_pipe, work_i)\n            is_last",
+        "                pass\n            is_last",
         CUT + "features[{}-20000]",
     ),
     "Hopper: values zeroed while they are loaded": Mutant(

@@ -12,7 +12,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.spec import AttentionSpec
 
 HINTS = "waves_per_eu", "matrix_instr_nonkdim"
-MIN_TMA_BOX = 8  # least rows of a page in one TMA load; TMA swizzles eight rows together
+MIN_TMA_BOX = 8  # least rows of a page in one TMA load, as the layouts of swizzled tiles have
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,15 @@ class HopperConfig:
 
     Attributes:
         num_warpgroups: consumer warpgroups of a CTA; each owns 64 rows of a work tile.
-        block_t: query tokens of a work tile. As many heads of one KV head as fit share its rows. In a ragged batch, each
-            warpgroup has as many tokens, of all these heads.
+        block_t: query tokens of a work tile. As many heads of one KV head as fit share its rows.
         block_n: keys of one tile.
         num_stages: stages of the pipelines of K and V tiles, at least 2: the producer may load a tile before it hands
             over the one before.
         num_q_stages: stages of the pipeline of queries.
         num_quantised_stages: stages of the pipelines of unconverted K and V tiles of a quantised cache; else 0.
         fp8_mma: whether products are in fp8. K tiles are then used as they are stored.
+        apart: whether each of two warpgroups has half of a work tile's tokens, of all its heads, not half of its rows.
+            The second one then skips work tiles that have few tokens, as those of decoding sequences.
     """
 
     num_warpgroups: int
@@ -38,6 +39,7 @@ class HopperConfig:
     num_q_stages: int
     num_quantised_stages: int = 0
     fp8_mma: bool = False
+    apart: bool = False
 
     def __post_init__(self) -> None:
         require_int("num_warpgroups", self.num_warpgroups, 1, 2)
@@ -46,6 +48,11 @@ class HopperConfig:
         require_int("num_stages", self.num_stages, 2)
         require_int("num_q_stages", self.num_q_stages, 1)
         require_int("num_quantised_stages", self.num_quantised_stages, 0)
+        if self.apart and (self.num_warpgroups != 2 or self.block_t % 2):
+            raise ValueError(
+                f"apart must be False with num_warpgroups {self.num_warpgroups} and block_t {self.block_t}; "
+                "two warpgroups share an even number of tokens"
+            )
         if self.fp8_mma not in (False, True):
             raise ValueError(f"fp8_mma must be a bool, got {self.fp8_mma!r}; pass True or False")
         if self.num_quantised_stages and self.num_warpgroups != 2:

@@ -187,7 +187,7 @@ def prefers_hopper(
 
 @lru_cache(maxsize=4096)
 def hopper_config(
-    spec: AttentionSpec, properties: DeviceProperties, short: bool, queries: int, ragged: bool
+    spec: AttentionSpec, properties: DeviceProperties, short: bool, queries: int, ragged: bool, apart: bool = False
 ) -> HopperConfig | str:
     """Choose the configuration of the Hopper kernel.
 
@@ -201,6 +201,7 @@ def hopper_config(
             SM is idle in the prologue and epilogue of a work tile, but each KV tile is loaded twice.
         queries: as for `queries_of_tile`.
         ragged: as for `queries_of_tile`.
+        apart: whether warpgroups should have their own tokens, if there are two.
 
     Returns:
         The configuration; or, in words, what the kernel does not serve.
@@ -217,13 +218,16 @@ def hopper_config(
     for entry in load_tree(GENERIC)["hopper_configs"]:
         fits = all(facts[fact] <= value for fact, value in entry.get("at_most", {}).items())
         if fits and all(facts[fact] == value for fact, value in entry["when"].items()):
-            rows = 64 * entry["config"]["num_warpgroups"]
-            return HopperConfig(block_t=queries_of_tile(rows, spec.group_size, queries, ragged), **entry["config"])
+            num_warpgroups = entry["config"]["num_warpgroups"]
+            apart = apart and num_warpgroups == 2
+            rows = ROWS_OF_WARPGROUP * num_warpgroups
+            block_t = queries_of_tile(rows, spec.group_size, queries, ragged, apart)
+            return HopperConfig(block_t=block_t, apart=apart, **entry["config"])
     values = f" with head_dim_v {spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else ""
     return f"head_dim {spec.head_dim}{values} of a {spec.kv_dtype} cache".replace("torch.", "")
 
 
-def queries_of_tile(rows: int, group_size: int, queries: int, ragged: bool) -> int:
+def queries_of_tile(rows: int, group_size: int, queries: int, ragged: bool, apart: bool = False) -> int:
     """Return how many query tokens a work tile has, such that a KV head's work tiles are fewest.
 
     A work tile has as many heads as fit next to these queries. With one head it wastes no rows on long prompts. With
@@ -235,11 +239,11 @@ def queries_of_tile(rows: int, group_size: int, queries: int, ragged: bool) -> i
         group_size: query heads of a KV head.
         queries: most queries of any sequence; of ragged batches rounded up to a power of two.
         ragged: whether sequences differ in their number of queries.
+        apart: whether each half of the rows has half of the queries, rather than half of the heads.
     """
     lens = [1 << i for i in range(queries.bit_length())] if ragged else [queries]
 
-    # In a ragged batch, each warpgroup has its own tokens.
-    parts = rows // ROWS_OF_WARPGROUP if ragged else 1
+    parts = 2 if apart else 1
 
     def queries_with(heads: int) -> int:
         return rows // parts // heads * parts

@@ -18,6 +18,7 @@ FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
 SOME_ROWS = 32  # of a sequence, up to which the portable kernels are bound by memory
 LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
 MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
+MOST_OF_APART = 128  # queries on average, up to which the warpgroups of a ragged batch have their own tokens
 MOST_DECODE = 8  # sequences for each of the longest that a batch's tokens have room for
 # In a mixed batch on long contexts: rows of the longest sequence for each sequence, up to which one warpgroup is taken,
 # and with two of them no decode launch. With more rows, prompts may take longer than decoding sequences.
@@ -162,7 +163,8 @@ def choose_config(request: Request, short: bool) -> HopperConfig | str:
     if is_wide(request.spec) and not ragged and min(request.keys_seen, queries) > TALL_WIDE:
         short = False
     queries = tree.power_of_two(queries) if ragged else queries
-    config = tree.hopper_config(request.spec, request.device, short, queries, ragged)
+    apart = ragged and has_few_queries(request)
+    config = tree.hopper_config(request.spec, request.device, short, queries, ragged, apart)
     if isinstance(config, str) or suits_large_tiles(request, config):
         return config
     return config.with_smaller_tiles(more_stages=request.rows_per_seq > TALL)
@@ -270,6 +272,12 @@ def loads_more(request: Request, costs: CostModel) -> bool:
     queries, _, num_tokens = (tree.power_of_two(bound) for bound in astuple(bounds))
     few_queries = MOST_DECODE * num_tokens <= queries * tree.power_of_two(request.num_seqs)
     return few_queries and rows_for_each(request) <= ROWS_OF_ONE and bounds.max_seq_len <= 16 * costs.short_context
+
+
+def has_few_queries(request: Request) -> bool:
+    """Return whether sequences have few queries on average, as where many of them decode."""
+    num_tokens, num_seqs = tree.power_of_two(request.bounds.num_tokens), tree.power_of_two(request.num_seqs)
+    return num_tokens <= MOST_OF_APART * num_seqs
 
 
 def rows_for_each(request: Request) -> float:

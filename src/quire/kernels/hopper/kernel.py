@@ -75,7 +75,7 @@ def consume(
 ):  # fmt: skip
     """Attend to work tiles until there are none left. Each consumer warpgroup runs this.
 
-    With APART, each warpgroup has half of a row block's tokens. The second one may have none, as of a decoding sequence.
+    With APART, each warpgroup has half of a row block's tokens. Of a decoding sequence, the second one has none.
     """
     element: gl.constexpr = k_pipe.tiles.dtype
     OF_SCORES: gl.constexpr = layout_of_scores(BLOCK_N, depth_of(element))
@@ -86,8 +86,6 @@ def consume(
     OWNED: gl.constexpr = None if ALL_OWNED else HEADS * TOKENS  # rows of queries; others are not written
     RELEASES: gl.constexpr = releases_of_warpgroup(SCORE_MOD, element.primitive_bitwidth == 8)
     rows = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
-    if APART and HEAD_DIM_V == 128:
-        rows = hidden(rows)
     cols = columns_of_scores(BLOCK_N, OF_SCORES)
     work_i = 0
     tile_i = 0
@@ -216,15 +214,6 @@ def consume_work_tile(
             if is_last:
                 combine_and_write(outputs, cut, work, wg, HEAD_DIM_V, WARPGROUPS, FIRST_ROW, TOKENS, HEADS)
     return tile_i + work.num_tiles
-
-
-@gluon.jit
-def hidden(rows):
-    """Return rows whose numbers the compiler does not know.
-
-    It orders the loop for heads of 128 better then: ragged prompts take 0.99 of the time (NVIDIA H200, 2026-11-27).
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -112,11 +112,6 @@ class HopperLaunch:
         return orders and self.num_splits == 1 and self.decode is None and request.is_ragged
 
     @property
-    def is_apart(self) -> bool:
-        """Whether two warpgroups have different query tokens of a work tile, instead of different heads."""
-        return self.request.is_ragged and self.config.num_warpgroups == 2
-
-    @property
     def multiplies_ahead(self) -> bool:
         """Whether consumers take the loop of `ahead.py`, if keys are not gathered.
 
@@ -190,7 +185,7 @@ class HopperLaunch:
             "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
             "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots, "MIXED": self.is_mixed,
-            "APART": self.is_apart,
+            "APART": config.apart,
             "AHEAD": self.multiplies_ahead, "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize),
         }  # fmt: skip
 

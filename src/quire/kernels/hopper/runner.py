@@ -40,7 +40,7 @@ class HopperRunner:
         self.known: Hashable = None  # of the last call, with what follows from it
         self.grid, self.matrices, self.boxes = (0, 1, 1), None, (0, 0)
         spec = launch.request.spec
-        tokens = launch.config.block_t // (2 if launch.is_apart else 1)
+        tokens = launch.config.block_t // (2 if launch.config.apart else 1)
         self.query_box = launch.heads, tokens, columns_of_box(spec.head_dim, spec.dtype.itemsize)
         self.tile_counter = workspace[:TILE_COUNTER_BYTES].view(torch.int32)
         self.fallback: Runner | None = None  # bound when it is first needed
