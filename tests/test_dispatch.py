@@ -976,6 +976,9 @@ def test_keys_are_split_where_work_tiles_of_prompts_are_few():
     few = launch(64, 16384, num_seqs=3, num_tokens=70)  # some of them may be decoding
     assert few.name == "hopper" and few.num_splits == 7 and few.cut_slots == 0 and few.decode is None
     assert few.split_rows >= 70 * 32 * 7
+    # A chunk that is most of the work would have a decode launch, too, if its keys were not split.
+    chunk = launch(130, 16384, num_seqs=2, num_tokens=131)
+    assert chunk.name == "hopper" and chunk.num_splits == 3 and chunk.decode is None
     ragged = launch(64, 16384, num_seqs=8, num_tokens=300)
     assert ragged.name == "hopper" and ragged.num_splits == 1 < ragged.cut_slots and ragged.decode is None
     assert launch(64, 1024).num_splits == 4 and launch(64, 1024, num_seqs=4).num_splits == 1

@@ -390,7 +390,10 @@ def test_group_sizes(heads):
 @pytest.mark.parametrize("page_size", [1, 3, 4, extended(8), 24, extended(128), 528])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(page_size, layout):
-    assert_right(quire.AttentionSpec(**LLAMA), page_size=page_size, layout=layout, flat_table=layout == "HND")
+    """The boxes of a tile are found in another way where sequences have different numbers of queries."""
+    spec = quire.AttentionSpec(**LLAMA)
+    assert_right(spec, page_size=page_size, layout=layout, flat_table=layout == "HND")
+    assert_right(spec, ((40, 260),), page_size=page_size, layout=layout)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
 APPEND = "kernels/test_append.py::test_a_step_that_appends_is_a_write_and_a_step"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
-KERNEL, ATTEND, SOFTMAX, RESCALE = (f"kernels/hopper/{name}.py" for name in ("kernel", "attend", "softmax", "rescale"))
+KERNEL, CONSUMER, ATTEND, SOFTMAX, RESCALE = (
+    f"kernels/hopper/{name}.py" for name in ("kernel", "consumer", "attend", "softmax", "rescale")
+)
 ANY_PRODUCTS, PRODUCER, RESULTS, GATHER, SOFTCAP = (
     f"kernels/hopper/{name}.py" for name in ("products", "producer", "results", "gather", "softcap")
 )
@@ -793,6 +795,9 @@ IN_INTERPRETER = {
     "Hopper: boxes of a tile from one slot": Mutant(
         PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-24]"
     ),
+    "Hopper: boxes of a tile of ragged batches from one slot": Mutant(
+        PRODUCER, "row + (pos + lane * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-24]"
+    ),
     "latents: a quarter freed before its product": Mutant(
         LATENTS + "many_rows.py",
         "    left = warpgroup_mma_wait(1, deps=[left])\n    mbarrier.arrive(s.empty[PARITY * 4 + SIDE * 2], count=1)",
@@ -938,7 +943,7 @@ IN_INTERPRETER = {
         CUT + "warpgroups_have_their_own_tokens_or_share_them[shared-6]",
     ),
     "Hopper: the first warpgroup's tokens for both": Mutant(
-        KERNEL,
+        CONSUMER,
         "FIRST_TOKEN: gl.constexpr = wg * TOKENS if APART else 0",
         "FIRST_TOKEN: gl.constexpr = 0",
         CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
@@ -950,25 +955,25 @@ IN_INTERPRETER = {
         CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
     ),
     "Hopper: a work tile with one token of the second warpgroup skipped": Mutant(
-        KERNEL,
+        CONSUMER,
         "is_idle = work.token >= work.q_len",
         "is_idle = work.token + 1 >= work.q_len",
         CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
     ),
     "Hopper: a skipped tile kept": Mutant(
-        KERNEL,
+        CONSUMER,
         "        release_unread(v_pipe, i, RELEASES)\n",
         "",
         CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
     ),
     "Hopper: skipped keys released before they are there": Mutant(
-        KERNEL,
+        CONSUMER,
         "        consumer_wait(k_pipe, i)\n        release_unread(k_pipe, i, RELEASES)\n",
         "        release_unread(k_pipe, i, RELEASES)\n",
         CUT + "a_warpgroup_without_tokens_releases_tiles_when_they_are_there[{}]",
     ),
     "Hopper: skipped values released before they are there": Mutant(
-        KERNEL,
+        CONSUMER,
         "        consumer_wait(v_pipe, i)\n        release_unread(v_pipe, i, RELEASES)\n",
         "        release_unread(v_pipe, i, RELEASES)\n",
         CUT + "a_warpgroup_without_tokens_releases_tiles_when_they_are_there[{}]",
@@ -1019,7 +1024,7 @@ IN_INTERPRETER = {
         CUT + "scratch_of_cuts_is_apart_from_that_of_the_decode_launch",
     ),
     "Hopper: intervals with a key more": Mutant(
-        KERNEL, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", SIMULATED + "intervals[{}-16-window]"
+        CONSUMER, "Sight(begin, end - 1, keys", "Sight(begin, end, keys", SIMULATED + "intervals[{}-16-window]"
     ),
     "Hopper: full tiles of intervals a key too far": Mutant(
         SOFTMAX,
@@ -1046,7 +1051,7 @@ IN_INTERPRETER = {
         SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{'head_dim': 128, 'kv_dtype': torch.float8_e4m3fn}]",
     ),
     "Hopper: intervals of the first row block": Mutant(
-        KERNEL,
+        CONSUMER,
         "work.q_start + tokens, tokens < work.q_len",
         "work.q_start + rows % TOKENS, tokens < work.q_len",
         SIMULATED + "intervals[{}-16-window]",
@@ -1061,7 +1066,7 @@ IN_INTERPRETER = {
         PRODUCER,
         "boxes[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE",
         "boxes[box] * page_rows + row",
-        SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[528-{}]",
+        SIMULATED + "pages[NHD-528]",
     ),
     "Hopper: a tile of two pages as one box, where rows are gathered": Mutant(
         "kernels/hopper/gather.py",
@@ -1211,7 +1216,7 @@ IN_INTERPRETER = {
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: queries never released where results are another warpgroup's": Mutant(
-        KERNEL,
+        CONSUMER,
         "                consumer_release(q_pipe, work_i)\n            is_last",
         "                pass\n            is_last",
         CUT + "features[{}-20000]",

@@ -20,8 +20,8 @@ LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which o
 MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
 MOST_OF_APART = 128  # queries on average, up to which the warpgroups of a ragged batch have their own tokens
 MOST_DECODE = 8  # sequences for each of the longest that a batch's tokens have room for
-# In a mixed batch on long contexts: rows of the longest sequence for each sequence, up to which one warpgroup is taken,
-# and with two of them no decode launch. With more rows, prompts may take longer than decoding sequences.
+# Of a mixed batch on long contexts: rows of the longest sequence over the number of sequences. Up to the first number,
+# programs have one warpgroup. Up to the second, there is no decode launch. Beyond, prompts may be most of the work.
 ROWS_OF_ONE, ROWS_OF_TWO = 128, 256
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
@@ -262,7 +262,7 @@ def loads_more(request: Request, costs: CostModel) -> bool:
 
     Its programs then have one consumer warpgroup. The host does not know whose contexts are long: those of decoding
     sequences, or those of chunks, which two warpgroups serve faster. So on long contexts, most sequences must have few
-    queries for this, and the longest must not be as much work as all others.
+    queries for this, and the longest one must have few rows for each sequence.
     """
     bounds = request.bounds
     if bounds.max_query_len > 2 * costs.short_context:

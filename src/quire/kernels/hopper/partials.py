@@ -108,14 +108,11 @@ def combine_and_write(
     STEP: gl.constexpr = THREADS // LANES  # rows
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     num_tokens = gl.minimum(work.q_len - work.token, TOKENS)
-    # Those of warpgroups that share tokens are in the first ROWS rows, or in the others.
+    # So many of the first ROWS rows have a query. Others are of the second of two warpgroups that share tokens.
     of_first = ROWS // TOKENS * num_tokens + gl.minimum(ROWS % TOKENS, num_tokens)
-    begin, end = 0, HEADS * num_tokens
-    of_first = gl.minimum(of_first, end)
-    if FIRST_ROW == 0:
-        end = of_first
-    else:
-        begin = of_first
+    begin, end = 0, gl.minimum(of_first, HEADS * num_tokens)
+    if FIRST_ROW > 0:
+        begin, end = end, HEADS * num_tokens
     columns = gl.arange(0, PADDED, gl.SliceLayout(0, LAYOUT))
     first = outputs.partials + (cut.first_slot * WARPGROUPS + wg) * size_of_partial(HEAD_DIM_V)
     for step in range(begin, end, STEP):
