@@ -54,7 +54,8 @@ def consume(
 ):  # fmt: skip
     """Attend to work tiles until there are none left. Each consumer warpgroup runs this.
 
-    With APART, each warpgroup has half of a row block's tokens. Of a decoding sequence, the second one has none.
+    With APART, each warpgroup has half of a row block's tokens, from FIRST_TOKEN on. Of a decoding sequence, the second
+    one has none. Otherwise they share tokens, and this one has the rows of the work tile from FIRST_ROW on.
     """
     element: gl.constexpr = k_pipe.tiles.dtype
     OF_SCORES: gl.constexpr = layout_of_scores(BLOCK_N, depth_of(element))

@@ -308,8 +308,8 @@ def load_kv_tile(
 ):  # fmt: skip
     """Load a tile of keys or values from position `pos` on, one box of KV_BOX slots of a page at a time.
 
-    `boxes` are those of `find_boxes`. The head of page 0 begins at (row, col) of the TMA matrix. With `tile_desc`, a
-    tile that lies in one page, and that is all visible, is one box.
+    `boxes` are those of `find_boxes`. The head of page 0 begins at (row, col) of the TMA matrix. With `tile_desc`, one
+    box loads the tile if it lies in one page and the sequence sees all of its keys.
     """
     buffers = buffers_of(pipe, stage)
     is_box = False
