@@ -88,22 +88,6 @@ def decided(max_query_len: int, max_seq_len: int, num_tokens: int, num_seqs: int
     return decide(Request(SPEC, num_seqs, max_query_len > 1, bounds, device), Options(**options))[0]
 
 
-def test_keys_are_multiplied_ahead_for_prompts_that_wait_little_for_memory():
-    """Not in splits, in batches that may have decoding sequences, in batch-invariant plans, or of other heads."""
-    assert decided(4096, 4096, 4096, 1).multiplies_ahead
-    assert decided(700, 2100, 2100, 3).multiplies_ahead
-    ragged = decided(3000, 6000, 7000, 4)
-    assert ragged.config.num_warpgroups == 2 and ragged.num_splits == 1 and not ragged.multiplies_ahead
-    split = decided(64, 16384, 64, 1)
-    assert split.name == "hopper" and split.num_splits > 1 and not split.multiplies_ahead
-    assert not decided(4096, 4096, 4096, 1, batch_invariant=True).multiplies_ahead
-    others = {"kv_dtype": torch.float8_e4m3fn}, {"softcap": 30.0}, {"head_dim": 96}, {"head_dim_v": 64}
-    for other in others:
-        spec = quire.AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128} | other)
-        launch, _ = decide(Request(spec, 1, True, Bounds(4096, 4096, 4096), PROPERTIES), Options())
-        assert launch.name == "hopper" and not launch.multiplies_ahead, spec
-
-
 def test_a_leaf_may_leave_it_to_the_generic_tree_and_batch_invariant_plans_always_do(user_trees):
     seen, few = rounded(SPEC, PROPERTIES, 1, 2048, 32), rounded(SPEC, PROPERTIES, 1, 64, 32)
     generic = [select(SPEC, PROPERTIES, *s)[0] for s in (seen, few)]

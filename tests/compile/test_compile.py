@@ -199,13 +199,8 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
     assert len(attends) == plan.launch.config.num_warpgroups
     for loop in attends:
         print(loops.describe(loop))
-        assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == waits_for_products(plan.launch, page_size)
+        assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == 2
         assert not loops.count_kinds(loop)["local memory"]
-
-
-def waits_for_products(launch, page_size):
-    """Return how often a loop of the Hopper kernel waits: for both products at once if it multiplies keys ahead."""
-    return 1 if launch.multiplies_ahead and page_size % 8 == 0 else 2
 
 
 @of_the_oldest_triton
@@ -262,7 +257,7 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
     assert plan.launch.config.apart == (num_tokens == 1000)
     for loop in attends:
         print(loops.describe(loop))
-        assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == waits_for_products(plan.launch, page_size)
+        assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == 2
         assert loops.count_kinds(loop)["local memory"] <= most_local
         if not is_quantised and not spec.alibi:  # two probabilities at a time, whose order is that of the product
             assert loops.count_kinds(loop)["conversions"] == plan.launch.config.block_n // 4

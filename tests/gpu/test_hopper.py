@@ -110,10 +110,10 @@ def assert_right(spec, lens, **problem):
     [{}, {"sliding_window": 1100, "sinks": True}, {"alibi": True}, {"causal": False}, {"softcap": 60.0}],
     ids=str,
 )
-def test_keys_multiplied_ahead(extra):
+def test_prompts_of_equal_lengths(extra):
     """Sequences have the same number of queries, so none can be decoding, and there is enough work without splits."""
     p, plan, state = solve(quire.AttentionSpec(**MANY | extra), ((700, 1300), (700, 2100), (700, 700)))
-    assert plan.launch.multiplies_ahead
+    assert plan.launch.name == "hopper" and plan.launch.num_splits == 1 and plan.launch.decode is None
     verdict = error_budget(p, state)
     assert verdict.passed, (plan, verdict)
 

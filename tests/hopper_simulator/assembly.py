@@ -8,11 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 
 from .program import Machine
-from .ptx import run_on_tiles
+from .ptx import of_threads, of_tile, run_on_tiles
 from .tensor_core import read_product
 from .values import Value, computed, value
 
@@ -63,6 +64,15 @@ def reciprocal(number: Value) -> Value:
     return Value(1 / number.data)
 
 
+def pairs_of_registers(registers: Value, to: torch.dtype) -> tuple[Value, ...]:
+    """The 16-bit numbers of a thread's eight registers. The first result has those of the first four."""
+    held = of_threads(registers.data.numpy())
+    numbers = np.stack([(held >> shift) & 0xFFFF for shift in (0, 16)], 1).astype(np.uint16).reshape(16, *held.shape[1:])
+    return tuple(
+        Value(torch.from_numpy(of_tile(half).view(np.int16)).view(to)) for half in (numbers[:8], numbers[8:])
+    )
+
+
 def prefetch(address: Value) -> Value:
     """Nothing that a program could see."""
     return Value(torch.zeros(address.data.shape, dtype=torch.int32))
@@ -94,6 +104,9 @@ MARK = (
 )  # an address at each KiB
 
 
+REGISTERS = " ".join(f"mov.b32 ${i}, ${8 + i};" for i in range(8))
+
+
 def in_warps(*args: Value, text: str, constraints: str, pack: int, several: bool) -> Any:
     """What a text writes that a warp runs together, one tile or several. Its arguments are tiles of float32."""
     numbers = [x.data.contiguous().numpy() for x in args]
@@ -112,7 +125,10 @@ def inline_asm_elementwise(
         assert " ".join(text.split()) == MARK, text
         machine.mark_shared_memory()
         return args[0]
-    if "vote.sync" in text:
+    if text == REGISTERS:
+        to = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}[dtype[0]]
+        meaning = partial(pairs_of_registers, to=to)
+    elif "vote.sync" in text or "shfl.sync" in text:
         meaning = partial(in_warps, text=text, constraints=constraints, pack=pack, several=isinstance(dtype, tuple))
     else:
         meaning = MEANINGS[" ".join(text.split())]

@@ -5,10 +5,11 @@ Results of approximate instructions are the nearest float32. Those of a GPU may 
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 ROWS, WARPS, LANES = 64, 4, 32  # rows of the tiles, which belong to the four warps of a warpgroup
 SMALLEST_NORMAL = np.float32(2.0**-126)
@@ -37,14 +38,35 @@ def reciprocal(x: Any) -> Any:
     return flushed(np.float32(1) / flushed(x))
 
 
-def vote(x: Any, lanes: Any) -> Any:
+def vote_all(x: Any, lanes: Any) -> Any:
     """Whether a predicate is true in all threads of the warp."""
     assert lanes == 0xFFFFFFFF, lanes
     return np.broadcast_to(x.all(1, keepdims=True), x.shape)
 
 
+def vote_any(x: Any, lanes: Any) -> Any:
+    """Whether a predicate is true in any thread of the warp."""
+    assert lanes == 0xFFFFFFFF, lanes
+    return np.broadcast_to(x.any(1, keepdims=True), x.shape)
+
+
+def butterfly(x: Any, distance: Any, clamp: Any, lanes: Any) -> Any:
+    """The register of the thread whose number differs in the bits of a distance."""
+    assert (clamp, lanes) == (LANES - 1, 0xFFFFFFFF), (clamp, lanes)
+    return x[:, np.arange(LANES) ^ distance]
+
+
+def both_rounded(high: Any, low: Any, to: torch.dtype) -> Any:
+    """Two numbers, rounded to 16 bits, in one register."""
+    halves = (torch.from_numpy(np.ascontiguousarray(x)).to(to).view(torch.int16).numpy() for x in (low, high))
+    return np.stack(tuple(halves), -1).view(np.int32)[..., 0]
+
+
 OPERATIONS: dict[str, Operation] = {
     "mov.f32": lambda x: x,
+    "mov.b32": lambda x: x,
+    "neg.f32": np.negative,
+    "sub.f32": np.subtract,
     "mul.f32": np.multiply,
     "add.f32": np.add,
     "abs.f32": np.abs,
@@ -57,7 +79,13 @@ OPERATIONS: dict[str, Operation] = {
     "setp.le.f32": np.less_equal,
     "setp.eq.and.f32": lambda a, b, condition: (a == b) & condition,
     "setp.le.and.f32": lambda a, b, condition: (a <= b) & condition,
-    "vote.sync.all.pred": vote,
+    "setp.gt.f32": np.greater,
+    "setp.gt.and.f32": lambda a, b, condition: (a > b) & condition,
+    "vote.sync.all.pred": vote_all,
+    "vote.sync.any.pred": vote_any,
+    "shfl.sync.bfly.b32": butterfly,
+    "cvt.rn.bf16x2.f32": partial(both_rounded, to=torch.bfloat16),
+    "cvt.rn.f16x2.f32": partial(both_rounded, to=torch.float16),
 }
 
 
@@ -86,7 +114,7 @@ def read(text: str) -> Text:
     Raises:
         KeyError: an instruction is none of OPERATIONS.
     """
-    found = Text([], {}, {"0xffffffff": 0xFFFFFFFF})
+    found = Text([], {}, {name: int(name, 0) for name in ("0xffffffff", "0x1f", "0", "1", "2")})
     body = re.fullmatch(r"\{(.*)\}", text.strip(), re.DOTALL)
     assert body is not None, text
     for number in NUMBER.finditer(text):
@@ -187,9 +215,10 @@ def run_on_tiles(text: str, constraints: str, args: list[Any], pack: int) -> lis
         pack: numbers of a thread that the block takes at a time.
     """
     names = constraints.split(",")
-    places = [i if name == "f" else int(name) for i, name in enumerate(names) if name != "=f"]
-    written = names.count("=f") // pack
-    assert names[: written * pack] == ["=f"] * written * pack and len(places) == pack * len(args), constraints
+    is_written = [name.startswith("=") for name in names]
+    places = [i if name in "fr" else int(name) for i, name in enumerate(names) if not is_written[i]]
+    written = sum(is_written) // pack
+    assert all(is_written[: written * pack]) and len(places) == pack * len(args), constraints
     shape = args[0].shape
     held = [of_threads(np.broadcast_to(x, shape)) for x in args]
     made: list[list[Any]] = [[] for _ in range(written)]

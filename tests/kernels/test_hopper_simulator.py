@@ -8,6 +8,7 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,9 +22,13 @@ if not interprets():
     pytest.skip("the other kernels of these plans run in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
+import triton.language as tl
+
 from quire.kernels.hopper.convert import quantize_results
-from quire.kernels.hopper.rescale import rescaled
+from quire.kernels.mla_hopper.rescale import rescaled
+from quire.kernels.hopper.operands import unpacked
 from quire.kernels.hopper.softcap import capped_exponents
+from quire.kernels.hopper.steady import LIMIT, first_softmax, maximum_and_sum, next_softmax
 from tests.extended import extended
 from tests.growth import with_growing_scores
 from tests.hopper_simulator.launch import Functions, simulated_hopper
@@ -118,10 +123,9 @@ def test_features(extra, bound):
     ids=str,
 )
 def test_heads_of_128(extra, page_size):
-    """The next keys are multiplied during the softmax, if they are not gathered."""
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": 128} | extra)
     plan = assert_right(spec, ((130, 700), (130, 260), (130, 190)), LONG, page_size=page_size)
-    assert plan.launch.multiplies_ahead
+    assert plan.launch.config.num_warpgroups == 2 and plan.launch.config.block_n == 128
 
 
 @pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}, BFLOAT16 | {"softcap": 20.0}], ids=str)
@@ -165,6 +169,86 @@ def test_scores_that_grow_from_tile_to_tile(spec, lens, kernel, falling):
     p = with_growing_scores(make_problem(spec, lens, page_size=64), falling)
     state, _ = attend(p, make_plan(p, LONG, kernel))
     assert error_budget(p, state).passed, error_budget(p, state)
+
+
+class Softmax(NamedTuple):
+    """What is left of some tiles: the last one's probabilities, accumulators that began as ones, and rows' states."""
+
+    p: torch.Tensor
+    accs: torch.Tensor
+    maximum: torch.Tensor
+    total: torch.Tensor
+
+
+def softmax_of(tiles, scale=1.0, width=32, columns=32, width_v=32, dtype=torch.bfloat16):
+    """Run the assembly of `steady.py` on tiles of scores [64, keys], in tensors of so many columns."""
+    element = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    functions = Functions(Machine(0, (1,), GlobalMemory()))
+    first, advance, unpack = (functions.function(f.fn) for f in (first_softmax, next_softmax, unpacked))
+    scores = [tuple(Value(part.contiguous()) for part in tile.split(width, 1)) for tile in tiles]
+    accs = tuple(Value(torch.ones(64, width_v)) for _ in range(columns // width_v))
+    p, state = first(scores[0], scale, element)
+    for tile in scores[1:]:
+        p, accs, state = advance(tile, accs, state, scale, element)
+    maximum, total = functions.function(maximum_and_sum.fn)(state, None)
+    parts = [part.data for part in unpack(p, element, tiles[0].shape[1])]
+    return Softmax(torch.cat(parts, 1), torch.cat([acc.data for acc in accs], 1), maximum.data, total.data)
+
+
+@pytest.mark.parametrize(
+    ("keys", "width", "columns", "width_v"), [(128, 128, 32, 32), (64, 64, 48, 16), (96, 16, 96, 32)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_maximum_is_raised_where_a_thread_adds_more_than_the_limit(keys, width, columns, width_v, dtype):
+    """In other rows of the warp, nothing changes. A thread has a quarter of a row."""
+    exponent = torch.arange(64) % 8 * 2.0  # of all scores of a row in the second tile; 0 in the first one
+    tiles = [torch.zeros(64, keys), exponent[:, None].expand(64, keys)]
+    found = softmax_of(tiles, width=width, columns=columns, width_v=width_v, dtype=dtype)
+    raised = keys / 4 * 2**exponent > LIMIT
+    assert raised.any() and not raised.all()
+    power = torch.where(raised, exponent, 0.0)
+    assert torch.equal(found.maximum, power)
+    assert torch.equal(found.accs, (2**-power)[:, None].expand(64, columns))
+    assert torch.equal(found.total, keys * (2**-power + 2 ** (exponent - power)))
+    assert torch.equal(found.p.float(), (2 ** (exponent - power))[:, None].expand(64, keys))
+
+
+@pytest.mark.parametrize("column", [0, 3, 20, 63])
+def test_one_score_raises_the_maximum_of_its_row(column):
+    """Also in the three other threads that have a part of the row."""
+    tile = torch.zeros(64, 64)
+    tile[9, column] = 20.0
+    found = softmax_of([torch.zeros(64, 64), tile])
+    power = torch.zeros(64)
+    power[9] = 20.0
+    assert torch.equal(found.maximum, power) and torch.equal(found.accs, (2**-power)[:, None].expand(64, 32))
+    assert torch.equal(found.p.float(), 2 ** (tile - power[:, None]))
+
+
+def test_the_first_tile_of_a_row_has_probabilities_of_at_most_one():
+    scores = 1000 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).round()
+    scores[3], scores[5, 7:] = -float("inf"), -float("inf")
+    scale = torch.linspace(0.001, 0.1, 64)
+    found = softmax_of([scores], Value(scale))
+    shown = scores.isfinite().any(1)
+    assert torch.equal(found.maximum[shown], (scores.amax(1) * scale)[shown])
+    assert found.maximum[3] == -float("inf") and found.total[3] == 0 and (found.p[3] == 0).all()
+    assert found.p.max() <= 1.001 and found.total[5] >= 0.999
+    assert (found.p[5, 7:] == 0).all()
+
+
+@pytest.mark.parametrize("other", [30.0, 3e38, float("inf"), -float("inf"), float("nan")])
+def test_what_a_warp_holds_changes_no_bit_of_its_other_rows(other):
+    """With another score, a warp may raise a maximum. However large it is, the warp goes on."""
+    generator = torch.Generator().manual_seed(0)
+    tiles = [4 * torch.randn(64, 64, generator=generator) for _ in range(3)]
+    expected = softmax_of(tiles)
+    for row, column in ((0, 0), (7, 63), (8, 6), (15, 57)):
+        changed = [tiles[0], tiles[1].clone(), tiles[2]]
+        changed[1][row::16, column] = other
+        others = torch.arange(64) % 16 != row
+        for found, same in zip(softmax_of(changed), expected, strict=True):
+            assert torch.equal(found[others], same[others])
 
 
 @pytest.mark.parametrize("columns", [128, 16])

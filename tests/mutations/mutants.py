@@ -20,9 +20,10 @@ QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
 APPEND = "kernels/test_append.py::test_a_step_that_appends_is_a_write_and_a_step"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
-KERNEL, CONSUMER, ATTEND, SOFTMAX, RESCALE = (
-    f"kernels/hopper/{name}.py" for name in ("kernel", "consumer", "attend", "softmax", "rescale")
+KERNEL, CONSUMER, ATTEND, SOFTMAX, STEADY = (
+    f"kernels/hopper/{name}.py" for name in ("kernel", "consumer", "attend", "softmax", "steady")
 )
+RESCALE = "kernels/mla_hopper/rescale.py"
 ANY_PRODUCTS, PRODUCER, RESULTS, GATHER, SOFTCAP = (
     f"kernels/hopper/{name}.py" for name in ("products", "producer", "results", "gather", "softcap")
 )
@@ -31,6 +32,7 @@ CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "k
 AS_SAID = "every_row_block_is_cut_as_a_plain_program_says"
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
+RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
 EXPONENTS = SIMULATED + "exponents_of_capped_scores[(0.2, 0.002)-50.0-64]"
 PRODUCTS = LATENTS + "many_rows_fp8.py"
 SCORES_IN_PIECES = SIMULATED + "scores_in_pieces[{'head_dim': 192}-16]"
@@ -691,17 +693,44 @@ IN_INTERPRETER = {
         SIMULATED + "features[{'sliding_window': 100}-None]",
     ),
     "Hopper: denominator not rescaled": Mutant(
-        SOFTMAX, "l_i = l_i * alpha + gl.sum(", "l_i = l_i + gl.sum(", SIMULATED + "features[{}-None]"
+        SOFTMAX, "l_i = l_i * alpha + gl.sum(", "l_i = l_i + gl.sum(", SIMULATED + "products_in_fp8[{}-24]"
     ),
-    "Hopper: accumulators not rescaled": Mutant(
-        RESCALE,
-        "return rescaled_together(accs, factor)",
-        "return accs",
-        SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-True]",
+    "Hopper: a maximum never raised": Mutant(
+        STEADY, "{ANY_EXCEEDS} @!some bra.uni DONE;", "{ANY_EXCEEDS} bra.uni DONE;", RAISED
+    ),
+    "Hopper: all maxima of a warp raised where one is": Mutant(
+        STEADY, "selp.f32 highestROW, highestROW, MAX, raisesROW; ", "", RAISED
+    ),
+    "Hopper: accumulators not rescaled where a maximum is raised": Mutant(
+        STEADY, "{rescale} setp.gt.f32 fresh", "setp.gt.f32 fresh", RAISED
+    ),
+    "Hopper: sums not rescaled where a maximum is raised": Mutant(
+        STEADY, '    "mul.f32 SUM, SUM, alphaROW;"\n', '    ""\n', RAISED
+    ),
+    "Hopper: a maximum of one thread's scores": Mutant(
+        STEADY,
+        "HIGHEST = f\"{LARGEST_OF_QUAD.replace('NAME', 'highestROW')} mul",
+        'HIGHEST = f"mul',
+        SIMULATED + "the_first_tile_of_a_row_has_probabilities_of_at_most_one",
+    ),
+    "Hopper: threads of a row that raise its maximum apart": Mutant(
+        STEADY,
+        "ROW_EXCEEDS = f\"{LARGEST_OF_QUAD.replace('NAME', 'allROW')} setp",
+        'ROW_EXCEEDS = f"setp',
+        SIMULATED + "one_score_raises_the_maximum_of_its_row",
+    ),
+    "Hopper: probabilities of two columns swapped": Mutant(
+        STEADY, "e{2 * i + 1}, e{2 * i};", "e{2 * i}, e{2 * i + 1};", SIMULATED + "features[{}-None]"
+    ),
+    "Hopper: scores of the second row by the factor of the first": Mutant(
+        STEADY,
+        'f"${scale + 2 * row}"',
+        'f"${scale}"',
+        SIMULATED + "the_first_tile_of_a_row_has_probabilities_of_at_most_one",
     ),
     "latents: accumulators not rescaled": Mutant(
         RESCALE,
-        "results = results + rescaled_together((accs[i],), factor)",
+        "results = results + (rescaled_acc(accs[i], factor),)",
         "results = results + (accs[i],)",
         SIMULATED + "scores_that_grow_from_tile_to_tile[latents-False]",
     ),
@@ -756,11 +785,11 @@ IN_INTERPRETER = {
         "k = matrix_of(cache.k, k_extents, ks[:3], ends_at_head=False)",
         SIMULATED + "what_a_head_holds_changes_no_bit_of_another[104]",
     ),
-    "Hopper: an older maximum for any score": Mutant(
+    "latents: an older maximum for any score": Mutant(
         RESCALE,
         "SLACK = gl.constexpr(8.0)",
         "SLACK = gl.constexpr(300.0)",
-        SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-False]",
+        SIMULATED + "scores_that_grow_from_tile_to_tile[latents-False]",
     ),
     "Hopper: queries released a tile early": Mutant(
         ATTEND,
@@ -1125,7 +1154,7 @@ IN_INTERPRETER = {
         "mov.f32 X, a;",
         SIMULATED + "what_a_warp_holds_changes_no_bit_of_its_other_capped_scores[40.0]",
     ),
-    "Hopper: accumulators of a warp rescaled by its first rows' factors alone": Mutant(
+    "latents: accumulators of a warp rescaled by its first rows' factors alone": Mutant(
         RESCALE,
         "{2 * numbers + 2}, 0f3F800000, one",
         "{2 * numbers}, 0f3F800000, one",
@@ -1259,8 +1288,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: the last values released before their product": Mutant(
         ATTEND,
-        "    done = warpgroup_mma_wait(0, deps=accs + p)\n    release_operand(v_pipe, stop - 1)\n",
-        "    release_operand(v_pipe, stop - 1)\n    done = warpgroup_mma_wait(0, deps=accs + p)\n",
+        "    done = warpgroup_mma_wait(0, deps=accs + operands)\n    release_operand(v_pipe, stop - 1)\n",
+        "    release_operand(v_pipe, stop - 1)\n    done = warpgroup_mma_wait(0, deps=accs + operands)\n",
         SIMULATED + "any_order_of_events_gives_the_same_bits[64-0]",
     ),
     "Hopper: the next keys not waited for": Mutant(
@@ -1282,21 +1311,6 @@ IN_INTERPRETER = {
     ),
     "Hopper: a maximum of -inf subtracted": Mutant(
         SOFTMAX, "shift = gl.maximum(m_new, LOWEST)", "shift = m_new", SIMULATED + "intervals[{}-16-anywhere]"
-    ),
-    "Hopper ahead: keys not waited for": Mutant(
-        "kernels/hopper/ahead.py",
-        "k_stage = consumer_wait(k_pipe, i + 1)",
-        "k_stage = (i + 1) % k_pipe.empty.shape[0]",
-        SIMULATED + "any_order_of_events_gives_the_same_bits[128-2]",
-    ),
-    "Hopper ahead: values released before their product": Mutant(
-        "kernels/hopper/ahead.py",
-        "        done = warpgroup_mma_wait(0, deps=next_scores + accs + p)\n",
-        "        release_operand(v_pipe, i)\n        done = warpgroup_mma_wait(0, deps=next_scores + accs + p)\n",
-        SIMULATED + "any_order_of_events_gives_the_same_bits[128-2]",
-    ),
-    "Hopper ahead: accumulators not rescaled": Mutant(
-        "kernels/hopper/ahead.py", "        accs = scaled(accs, alpha)\n", "", SIMULATED + "heads_of_128[{}-16]"
     ),
     "Hopper: boxes of the first panel": Mutant(
         "kernels/hopper/pipeline.py",
@@ -1782,12 +1796,6 @@ OUTSIDE = {
         "splits = rows // request.bounds.num_tokens",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
     ),
-    "keys multiplied ahead where sequences may be decoding": Mutant(
-        "kernels/hopper/launch.py",
-        "not self.fixed_split_size and not self.request.is_ragged",
-        "not self.fixed_split_size",
-        "test_dispatch.py::test_keys_are_multiplied_ahead_for_prompts_that_wait_little_for_memory",
-    ),
     "Hopper: a window counts as all keys": Mutant(
         "kernels/hopper/choice.py",
         "keys = tree.power_of_two(request.keys_seen)",
@@ -2215,8 +2223,6 @@ ON_HOPPER = {
 # Whose tests take seconds and that resemble others of the same file: `make test-extended` judges them.
 SLOW = {
     "CPU: records read with one scale",
-    "Hopper ahead: accumulators not rescaled",
-    "Hopper ahead: keys not waited for",
     "Hopper: a box in the first slots of its page",
     "Hopper: a box of a head's first columns, where rows are gathered",
     "Hopper: a box of keys before the window, where rows are gathered",
@@ -2232,9 +2238,7 @@ SLOW = {
     "Hopper: a tile handed over before its box has arrived",
     "Hopper: a tile of two pages as one box",
     "Hopper: a tile of two pages as one box, where rows are gathered",
-    "Hopper: accumulators not rescaled",
     "Hopper: all programs begin with prompts",
-    "Hopper: an older maximum for any score",
     "Hopper: arrivals not reset",
     "Hopper: as many splits of prompts as of decoding sequences",
     "Hopper: boxes in the first rows of a tile",

@@ -1,7 +1,7 @@
 """The consumers' loops of the Hopper kernel: products and softmax of the KV tiles of a work tile.
 
 Three are here: with one state over all tiles, with a state for each split of a batch-invariant plan, and with products
-in fp8. `ahead.py` has the one for heads of 128, and `capped.py` the one for scores with a softcap.
+in fp8. `capped.py` has the one for scores with a softcap.
 """
 
 from triton.experimental import gluon
@@ -17,6 +17,7 @@ from quire.kernels.hopper.operands import (
     multiply_keys,
     multiply_values,
     no_scores,
+    operands_of,
     products_of,
 )
 from quire.kernels.hopper.pipeline import (
@@ -27,13 +28,12 @@ from quire.kernels.hopper.pipeline import (
     release_operand,
 )
 from quire.kernels.hopper.products import wide
-from quire.kernels.hopper.rescale import rescaled, scaled
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
-from quire.kernels.hopper.softmax import softmax_step, sums_of_groups, total
+from quire.kernels.hopper.softmax import scaled, shown_scores, softmax_step, sums_of_groups, total
+from quire.kernels.hopper.steady import first_softmax, maximum_and_sum, next_softmax
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import groups_of
 
-LAZY_FROM = gl.constexpr(129)  # columns of values from which lazy rescaling is faster (NVIDIA H200, 2026-11-25)
 # Columns of values up to which it is faster to wait for the next keys while products run (NVIDIA H100, 2026-11-25): in
 # `attend_work_tile`, and with states of splits.
 NEXT_KEYS_UP_TO = gl.constexpr(64)
@@ -55,29 +55,26 @@ def first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM: gl.co
 def attend_work_tile(
     q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i,
     OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, TOKENS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, EARLY: gl.constexpr, PACKED: gl.constexpr,
+    SCORE_MOD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Return the state of a work tile's rows over its KV tiles, from the last tile to the first.
 
     The first tile that is used is the tile_i-th of the pipelines. EARLY: the queries are released after their last
-    product. PACKED: as in `as_operand`.
+    product.
     """
-    LAZY: gl.constexpr = HEAD_DIM_V >= LAZY_FROM
     # The next keys are waited for while products run. Otherwise keys and values are waited for together, if they are
     # copied, and else values after the product of keys has begun.
     NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO
     TOGETHER: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty) and not NEXT_KEYS
     BLOCK_N: gl.constexpr = keys_of(cols)
     zeros = no_scores(cols, OF_SCORES)
-    accs, m_i, l_i = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
+    accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
     NUM_ACCS: gl.constexpr = len(accs)
     IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
     pos = work.tile * BLOCK_N
     scores = first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM, EARLY)
-    p, m_i, l_i, _ = softmax_step(
-        scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, TOKENS, SCORE_MOD, LAZY
-    )
-    p = as_operands(p, v_pipe, accs, PACKED)
+    scores, by = shown_scores(scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD)
+    p, state = first_softmax(scores, by, v_pipe.tiles.dtype)
     stop = tile_i + work.num_tiles
     k_stage, v_stage = tile_i, tile_i
     if NEXT_KEYS:
@@ -91,7 +88,8 @@ def attend_work_tile(
         scores = multiply_keys(q, k_pipe, k_stage, zeros, HEAD_DIM)
         if not TOGETHER:
             v_stage = consumer_wait(v_pipe, i - 1)
-        accs = multiply_values(p, v_pipe, v_stage, accs, HEAD_DIM_V)
+        operands = operands_of(p, v_pipe, accs, BLOCK_N)
+        accs = multiply_values(operands, v_pipe, v_stage, accs, HEAD_DIM_V)
         if NEXT_KEYS:
             k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)
         scores = after(IN_FLIGHT, scores)
@@ -100,17 +98,16 @@ def attend_work_tile(
             consumer_release(q_pipe, work_i)
         # The other warpgroup's softmax overlaps these two products. Overlapping the second product with the softmax of
         # this warpgroup was slower (NVIDIA H200).
-        done = warpgroup_mma_wait(0, deps=accs + p)
-        accs, p = done[:NUM_ACCS], done[NUM_ACCS:]
+        done = warpgroup_mma_wait(0, deps=accs + operands)
+        accs = done[:NUM_ACCS]
         release_operand(v_pipe, i - 1)
-        p, m_i, l_i, alpha = softmax_step(
-            scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, 0.0, TOKENS, SCORE_MOD, LAZY
-        )
-        accs = rescaled(accs, alpha) if LAZY else scaled(accs, alpha)
-        p = as_operands(p, v_pipe, accs, PACKED)
-    accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, stop - 1), accs, HEAD_DIM_V)
-    done = warpgroup_mma_wait(0, deps=accs + p)
+        scores, by = shown_scores(scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD)
+        p, accs, state = next_softmax(scores, accs, state, by, v_pipe.tiles.dtype)
+    operands = operands_of(p, v_pipe, accs, BLOCK_N)
+    accs = multiply_values(operands, v_pipe, consumer_wait(v_pipe, stop - 1), accs, HEAD_DIM_V)
+    done = warpgroup_mma_wait(0, deps=accs + operands)
     release_operand(v_pipe, stop - 1)
+    m_i, l_i = maximum_and_sum(state, OF_SCORES)
     if is_softcap(SCORE_MOD):
         m_i = maximum_with_cap(m_i, scoring.softcap)
     return wide(done[:NUM_ACCS], HEAD_DIM_V), m_i, l_i

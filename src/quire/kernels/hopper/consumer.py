@@ -1,6 +1,6 @@
 """A consumer warpgroup takes one work tile after the other, attends to the tiles that are loaded for it, and writes.
 
-The loops over tiles are in `attend.py`, `ahead.py` and `capped.py`. `results.py` normalises and writes; where the keys
+The loops over tiles are in `attend.py` and `capped.py`. `results.py` normalises and writes; where the keys
 of a row block are cut, `partials.py` does.
 """
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.ahead import attend_work_tile_ahead
 from quire.kernels.hopper.attend import attend_work_tile, attend_work_tile_in_fp8, attend_work_tile_in_splits
 from quire.kernels.hopper.capped import attend_capped_work_tile
 from quire.kernels.hopper.convert import quantize_queries
@@ -17,9 +16,9 @@ from quire.kernels.hopper.operands import columns_of_scores, keys_of, layout_of_
 from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
 from quire.kernels.hopper.pipeline import THREADS, consumer_release, consumer_wait, pieces_of, release_unread
 from quire.kernels.hopper.products import addresses_of_queries
-from quire.kernels.hopper.rescale import scaled
 from quire.kernels.hopper.results import finish, load_of_heads, tokens_of_rows
 from quire.kernels.hopper.softcap import is_capped
+from quire.kernels.hopper.softmax import scaled
 from quire.kernels.hopper.work_tile import ROWS, load_intervals, read_cut, read_range, read_work_tile
 
 
@@ -50,7 +49,7 @@ def consume(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
     BLOCK_N: gl.constexpr, SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr,
-    KV_BOX: gl.constexpr, AHEAD: gl.constexpr, APART: gl.constexpr,
+    KV_BOX: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Attend to work tiles until there are none left. Each consumer warpgroup runs this.
 
@@ -81,7 +80,7 @@ def consume(
             tile_i = consume_work_tile(
                 wg, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale, work, stage, work_i, tile_i,
                 rows, cols, GROUP, HEAD_DIM, HEAD_DIM_V, FIRST_TOKEN, FIRST_ROW, TOKENS, OWNED, HEADS, SCORE_MOD,
-                FIXED_SPLIT, PARTS, KV_BOX, AHEAD,
+                FIXED_SPLIT, PARTS, KV_BOX,
             )  # fmt: skip
         work_i += 1
         stage = consumer_wait(q_pipe, work_i)
@@ -93,7 +92,7 @@ def consume_work_tile(
     wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale, work, stage, work_i, tile_i,
     rows, cols, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST_TOKEN: gl.constexpr,
     FIRST_ROW: gl.constexpr, TOKENS: gl.constexpr, OWNED: gl.constexpr, HEADS: gl.constexpr, SCORE_MOD: gl.constexpr,
-    FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, KV_BOX: gl.constexpr, AHEAD: gl.constexpr,
+    FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, KV_BOX: gl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles of the work_i-th work tile, from the tile_i-th on, and write the results.
 
@@ -157,15 +156,12 @@ def consume_work_tile(
             q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
             HEAD_DIM, HEAD_DIM_V, TOKENS, SCORE_MOD, EARLY, KV_BOX, PACKED,
         )  # fmt: skip
-    elif AHEAD:
-        accs, m_i, l_i = attend_work_tile_ahead(
-            q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
-            HEAD_DIM, HEAD_DIM_V, TOKENS, SCORE_MOD, EARLY,
-        )  # fmt: skip
     else:
+        if OWNED is not None:  # whatever rows without queries hold, their maxima stay
+            scale = gl.where(rows < OWNED, scale, 0.0)
         accs, m_i, l_i = attend_work_tile(
             q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
-            HEAD_DIM, HEAD_DIM_V, TOKENS, SCORE_MOD, EARLY, PACKED,
+            HEAD_DIM, HEAD_DIM_V, TOKENS, SCORE_MOD, EARLY,
         )  # fmt: skip
     if scoring.key_begin is not None:  # not kept in registers meanwhile, which hold what rows see
         work = read_work_tile(published, stage, FIRST_TOKEN)

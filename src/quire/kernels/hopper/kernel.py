@@ -82,7 +82,6 @@ def hopper_kernel(
     CUT_SLOTS: gl.constexpr,  # slots for partials of row blocks that are cut by keys; 0: none is cut
     MIXED: gl.constexpr,  # decoding sequences may be among the prompts
     APART: gl.constexpr,  # each of two warpgroups has half of a row block's tokens, else half of the rows
-    AHEAD: gl.constexpr,  # keys are multiplied ahead, if they are not gathered
     PIECES: gl.constexpr,  # products with values are those of `products.py`, as all are if BLOCK_N is no power of two
 ):  # fmt: skip
     gdc_wait()
@@ -141,7 +140,7 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS, APART)),
+                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, APART)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
@@ -157,10 +156,10 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS, APART)),
+                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, APART)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS, APART)),
+                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, APART)),
                 (produce, (
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
@@ -180,10 +179,10 @@ def hopper_kernel(
             [
                 (consume, (
                     0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS, APART)),
+                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, APART)),
                 (consume, (
                     1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, AHEAD and not GATHERS, APART)),
+                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, APART)),
                 (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
                 (produce, (
                     q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,

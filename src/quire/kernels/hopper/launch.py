@@ -112,19 +112,6 @@ class HopperLaunch:
         return orders and self.num_splits == 1 and self.decode is None and request.is_ragged
 
     @property
-    def multiplies_ahead(self) -> bool:
-        """Whether consumers take the loop of `ahead.py`, if keys are not gathered.
-
-        It holds tiles longer, so fewer are on their way. So it is for work that waits little for memory: large tiles of
-        prompts, without splits, and no batch that may have decoding sequences among them (NVIDIA H100, 2026-11-25).
-        """
-        spec, config = self.request.spec, self.config
-        is_large = config.num_warpgroups == 2 and config.block_n == 128 and spec.head_dim == spec.head_dim_v == 128
-        is_plain = spec.kv_dtype == spec.dtype and not has_bounded_scores(spec)
-        is_whole = self.num_splits == 1 and not self.fixed_split_size and not self.request.is_ragged
-        return is_large and is_plain and is_whole
-
-    @property
     def cut_bytes(self) -> int:
         """Bytes of the partials of row blocks that are cut."""
         columns = cdiv(self.request.spec.head_dim_v, 64) * 64
@@ -186,7 +173,7 @@ class HopperLaunch:
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
             "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots, "MIXED": self.is_mixed,
             "APART": config.apart,
-            "AHEAD": self.multiplies_ahead, "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize),
+            "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize),
         }  # fmt: skip
 
     def compile_key(self) -> Hashable:

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from quire.kernels.hopper.pipeline import piece_of, pieces_of
-from quire.kernels.hopper.products import PIECE, add_product, begin_scores, layout_of_piece, num_pieces, pieces
+from quire.kernels.hopper.products import PIECE, add_product, begin_scores, joined, layout_of_piece, num_pieces, pieces
 from quire.kernels.hopper.work_tile import ROWS
 
 
@@ -116,6 +116,38 @@ def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
 def products_of(addresses, accs):
     """Return how many products `multiply_values` begins: one for each accumulator, or one for all pieces."""
     return 1 if len(addresses) > 0 else len(accs)
+
+
+@gluon.constexpr_function
+def twice(element):
+    """Return a type twice."""
+    return (element, element)
+
+
+@gluon.jit
+def unpacked(p, element: gl.constexpr, KEYS: gl.constexpr):
+    """Return packed probabilities of KEYS keys in pieces.
+
+    They are unpacked as late as that, since a compiler moves the halves of registers that live across a loop.
+    """
+    results = ()
+    for i in gl.static_range(len(p)):
+        results = results + gl.inline_asm_elementwise(
+            "mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11; "
+            "mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15;",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [p[i]], dtype=twice(element), is_pure=True, pack=PIECE // 2,
+        )  # fmt: skip
+    return results[: KEYS // PIECE]
+
+
+@gluon.jit
+def operands_of(p, v_pipe, accs, KEYS: gl.constexpr):
+    """Return packed probabilities of KEYS keys (`steady.py`) as the operands of `multiply_values`."""
+    parts = unpacked(p, v_pipe.tiles.dtype, KEYS)
+    if len(v_pipe.addresses) > 0:
+        return parts
+    else:
+        return (gl.convert_layout(joined(parts, KEYS), gl.DotOperandLayout(0, accs[0].type.layout, 2)),)
 
 
 @gluon.jit

@@ -10,8 +10,7 @@ from quire.kernels.hopper.addresses import reinterpret
 from quire.kernels.hopper.convert import permute_for_fp8_operand, quantize_results, undo_permute_for_fp8_operand
 from quire.kernels.hopper.operands import queries_of
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES, columns_of, consumer_release, pieces_of
-from quire.kernels.hopper.rescale import scaled
-from quire.kernels.hopper.softmax import lse_of_rows
+from quire.kernels.hopper.softmax import lse_of_rows, scaled
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LOG2E, as_stored
 

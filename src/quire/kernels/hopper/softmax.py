@@ -1,4 +1,6 @@
-"""The softmax of the Hopper kernel: that of `states.py`, written again in Gluon, where layouts are explicit.
+"""A softmax of the Hopper kernel: that of `states.py`, written again in Gluon, where layouts are explicit.
+
+Batch-invariant plans and products in fp8 take it. `steady.py` has the other one.
 
 The scores of a tile are a tuple of tensors next to each other: one, or pieces if a tile's keys are no power of two.
 """
@@ -7,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.operands import keys_of
-from quire.kernels.hopper.rescale import raised
 from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LN2, LOG2E, log2
 
@@ -15,37 +16,12 @@ LOWEST = gl.constexpr(-3.4028234663852886e38)  # of finite float32 numbers
 
 
 @gluon.jit
-def softmax_step(
-    scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
-    LIFT: gl.constexpr, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
+def shown_scores(
+    scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr
 ):  # fmt: skip
-    """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
+    """Return scores of the tile that begins at position `pos`, and what makes exponents in base 2 of them.
 
-    Returns:
-        p: the probabilities, times 2^LIFT.
-        m_i, l_i: the new maximum and sum.
-        alpha: the factor for acc.
-    """
-    scores, exponent_scale, m_new, shift, alpha = new_maximum(
-        scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD, LAZY
-    )
-    p, l_i = probabilities(scores, l_i, exponent_scale, shift, alpha, LIFT)
-    return p, m_new, l_i, alpha
-
-
-@gluon.jit
-def new_maximum(
-    scores, m_i, pos, rows, cols, work, sight, slopes, scale, scoring,
-    TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr, LAZY: gl.constexpr = False,
-):  # fmt: skip
-    """Fold the scores of a tile into the running maximum: the first half of `softmax_step`.
-
-    Returns:
-        scores: with -inf where a row does not see a key.
-        exponent_scale: what makes exponents in base 2 of scores.
-        m_new: the new maximum, in base 2.
-        shift: what exponents are relative to.
-        alpha: the factor for acc and l_i.
+    They are -inf where a row does not see a key.
     """
     exponent_scale = scale * LOG2E
     if SCORE_MOD is not None:
@@ -59,19 +35,30 @@ def new_maximum(
                 score = SCORE_MOD(scores[i], by_row(scale), q_pos, pos + cols[i], slopes, scoring.softcap)
             changed = changed + (score,)
         scores = changed
-    scores = hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS)
-    largest = scores[0]
-    for i in gl.static_range(1, len(scores)):
-        largest = gl.maximum(largest, scores[i])
-    highest = gl.max(largest, 1) * exponent_scale
-    m_new = raised(m_i, highest) if LAZY else gl.maximum(m_i, highest)
-    shift = gl.maximum(m_new, LOWEST)  # a row that has seen no key: -inf - -inf is NaN
-    return scores, exponent_scale, m_new, shift, gl.exp2(m_i - shift)
+    return hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS), exponent_scale
 
 
 @gluon.jit
-def probabilities(scores, l_i, exponent_scale, shift, alpha, LIFT: gl.constexpr):
-    """Return a tile's probabilities times 2^LIFT, and the new sum: the second half of `softmax_step`."""
+def softmax_step(
+    scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
+    LIFT: gl.constexpr, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr,
+):  # fmt: skip
+    """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
+
+    Returns:
+        p: the probabilities, times 2^LIFT.
+        m_i, l_i: the new maximum and sum.
+        alpha: the factor for acc.
+    """
+    scores, exponent_scale = shown_scores(
+        scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD
+    )
+    largest = scores[0]
+    for i in gl.static_range(1, len(scores)):
+        largest = gl.maximum(largest, scores[i])
+    m_new = gl.maximum(m_i, gl.max(largest, 1) * exponent_scale)
+    shift = gl.maximum(m_new, LOWEST)  # a row that has seen no key: -inf - -inf is NaN
+    alpha = gl.exp2(m_i - shift)
     p = ()
     for i in gl.static_range(len(scores)):
         p = p + (gl.exp2(scores[i] * by_row(exponent_scale) - (shift - LIFT)[:, None]),)
@@ -80,7 +67,19 @@ def probabilities(scores, l_i, exponent_scale, shift, alpha, LIFT: gl.constexpr)
     else:
         by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p[0], l_i.shape[1]))
-    return p, l_i
+    return p, m_new, l_i, alpha
+
+
+@gluon.jit
+def scaled(accs, factor):
+    """Multiply accumulators by a scalar, or by a factor per row."""
+    results = ()
+    for i in gl.static_range(len(accs)):
+        by = factor
+        if isinstance(factor, gl.tensor) and len(factor.shape) == 1:
+            by = gl.convert_layout(factor, gl.SliceLayout(1, accs[i].type.layout))[:, None]
+        results = results + (accs[i] * by,)
+    return results
 
 
 @gluon.jit
