@@ -63,9 +63,11 @@ def attend_work_tile(
     product.
     """
     # The next keys are waited for while products run. Otherwise keys and values are waited for together, if they are
-    # copied, and else values after the product of keys has begun.
-    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO
-    TOGETHER: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty) and not NEXT_KEYS
+    # copied, and else values after the product of keys has begun. ptxas (CUDA 12.8) fails with a segmentation fault on
+    # the first for tiles that are copied and products in pieces.
+    COPIED: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty)
+    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO and not (COPIED and len(v_pipe.addresses) > 0)
+    TOGETHER: gl.constexpr = COPIED and not NEXT_KEYS
     BLOCK_N: gl.constexpr = keys_of(cols)
     zeros = no_scores(cols, OF_SCORES)
     accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
