@@ -34,8 +34,8 @@ def disassemble(cubin: bytes) -> str:
         return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
-def innermost_loops(code: str) -> list[list[str]]:
-    """Return the opcodes of each loop that has no loop inside, the longest first.
+def innermost_loops(code: str, kinds: tuple[str, ...] = ()) -> list[list[str]]:
+    """Return the opcodes of each loop with instructions of each kind that has no such loop inside, the longest first.
 
     A loop ends in a branch backwards. Loops of fewer than SHORTEST instructions wait for something, and do not count.
     Nor does a branch from behind the end of the program, where the compiler puts further attempts to wait.
@@ -51,6 +51,8 @@ def innermost_loops(code: str) -> list[list[str]]:
                 branches.append((target[1], len(opcodes)))
     spans = {(labels[name], end) for name, end in branches if labels.get(name, end) <= end - SHORTEST}
     loops = [(begin, end) for begin, end in spans if "EXIT" not in opcodes[begin:end]]
+    if kinds:
+        loops = [(a, b) for a, b in loops if all(count_kinds(opcodes[a:b])[kind] for kind in kinds)]
     inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
     return sorted((opcodes[begin:end] for begin, end in inner), key=len, reverse=True)
 
@@ -67,8 +69,7 @@ def count_kinds(opcodes: list[str]) -> Counter[str]:
 
 def loops_with(code: dict, *kinds: str) -> list[list[str]]:
     """Return the innermost loops of a kernel for an NVIDIA GPU that have instructions of each kind."""
-    found = innermost_loops(disassemble(code["cubin"]))
-    return [loop for loop in found if all(count_kinds(loop)[kind] for kind in kinds)]
+    return innermost_loops(disassemble(code["cubin"]), kinds)
 
 
 def attending(code: dict) -> list[list[str]]:
