@@ -67,10 +67,10 @@ def reciprocal(number: Value) -> Value:
 def pairs_of_registers(registers: Value, to: torch.dtype) -> tuple[Value, ...]:
     """The 16-bit numbers of a thread's eight registers. The first result has those of the first four."""
     held = of_threads(registers.data.numpy())
-    numbers = np.stack([(held >> shift) & 0xFFFF for shift in (0, 16)], 1).astype(np.uint16).reshape(16, *held.shape[1:])
-    return tuple(
-        Value(torch.from_numpy(of_tile(half).view(np.int16)).view(to)) for half in (numbers[:8], numbers[8:])
+    numbers = (
+        np.stack([(held >> shift) & 0xFFFF for shift in (0, 16)], 1).astype(np.uint16).reshape(16, *held.shape[1:])
     )
+    return tuple(Value(torch.from_numpy(of_tile(half).view(np.int16)).view(to)) for half in (numbers[:8], numbers[8:]))
 
 
 def prefetch(address: Value) -> Value:

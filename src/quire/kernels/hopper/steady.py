@@ -9,9 +9,9 @@ raised depends on that row alone.
 FlashDecoding++ (arXiv 2311.01282, section 3) takes a number that is known before all tiles as the maximum, and
 computes everything once more where an exponential overflows.
 
-All of this is one block of assembly, since warps branch differently. Its tensors have PIECE columns (`products.py`). One
-of them is the state of the rows: of a thread's eight registers, the first four are maximum and sum of its first row,
-and those of its second row. The sums are the thread's own.
+All of this is one block of assembly, since warps branch differently. Its tensors have PIECE columns (`products.py`).
+One of them is the state of the rows: of a thread's eight registers, the first four are maximum and sum of its first
+row, and those of its second row. The sums are the thread's own.
 """
 
 from triton.experimental import gluon
@@ -24,11 +24,10 @@ from quire.kernels.hopper.work_tile import ROWS
 
 LIMIT = 2.0**14  # of a thread's probabilities in a row of a tile, which float16 holds
 
-# PTX, in which X stands for a score, I for its number, CHAIN for one of four chains, two of each of a thread's rows, and
-# ROW for the row. For the row, SCALE makes exponents of scores, MAX is the maximum, and SUM the sum.
+# PTX, in which X stands for a score, I for its number, CHAIN for one of four chains, two of each of a thread's rows,
+# and ROW for the row. For the row, SCALE makes exponents of scores, MAX is the maximum, and SUM the sum.
 REGISTERS = (
-    ".reg .pred some, fresh, raises<2>; "
-    ".reg .f32 away<2>, sum<4>, all<2>, top<4>, highest<2>, other, alpha<2>, e<128>;"
+    ".reg .pred some, fresh, raises<2>; .reg .f32 away<2>, sum<4>, all<2>, top<4>, highest<2>, other, alpha<2>, e<128>;"
 )
 BEGIN = "neg.f32 awayROW, MAX;"
 EXPONENTIAL = "fma.rn.f32 eI, X, SCALE, awayROW; ex2.approx.ftz.f32 eI, eI;"
@@ -86,7 +85,7 @@ def for_rows(keys, sums, text):
 
 @gluon.constexpr_function
 def for_scores(keys, sums, first_of_chain, text):
-    """Return PTX for each of a thread's scores: `first_of_chain` for the first four, which begin chains, else `text`."""
+    """Return PTX for each of a thread's scores: `first_of_chain` for the first four, else `text`."""
     scores = first_registers(keys, sums)[2]
     lines = []
     for i in range(keys // 2):  # two of the first row, two of the second, and so on
@@ -141,7 +140,9 @@ def constraints_of(keys, sums):
     """Return the constraints of that PTX."""
     accs, _, scores, _ = first_registers(keys, sums)
     in_place = [str(i) for i in range(accs, scores)]
-    return ",".join(["=&r"] * accs + ["=&f"] * len(in_place) + ["f"] * (keys // 2) + in_place + ["f"] * (PIECE.value // 2))
+    return ",".join(
+        ["=&r"] * accs + ["=&f"] * len(in_place) + ["f"] * (keys // 2) + in_place + ["f"] * (PIECE.value // 2)
+    )
 
 
 @gluon.constexpr_function
@@ -206,8 +207,7 @@ def next_softmax(scores, accs, state, exponent_scale, element: gl.constexpr):
     """Add a tile to the state of the rows.
 
     Returns:
-        The probabilities in packed pieces, for `operands_of`. The accumulators, relative to the maxima of the new state.
-        The new state.
+        The probabilities in packed pieces, for `operands_of`. The accumulators, relative to the new maxima. The state.
     """
     numbers, parts = in_pieces(scores), in_pieces(accs)
     KEYS: gl.constexpr = len(numbers) * PIECE

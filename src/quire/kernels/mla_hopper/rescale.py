@@ -1,4 +1,4 @@
-"""Rescale accumulators where the running maximum of a row grows: for the first tiles of a row, and rarely afterwards."""
+"""Rescale accumulators where the maximum of a row grows: in its first tiles, and rarely afterwards."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
