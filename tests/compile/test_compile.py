@@ -66,7 +66,7 @@ ON_THE_STACK_OF_CAPPED = {64: (40, 40), 256: (16, 80)}
 IN_CAPPED_LOOPS = {64: (0, 0), 256: (0, 1)}
 
 # Instructions on the stack in the loop of a launch that cuts and converts e4m3, with Triton 3.6.0 and with 3.9.0.
-IN_CONVERTING_LOOPS = 4, 6
+IN_CONVERTING_LOOPS = 6, 6
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
 WRITTEN = (*NO_SPILLS, "gfx950")  # of whose writes and copies some are no extended cases
