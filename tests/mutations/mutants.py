@@ -1310,7 +1310,10 @@ IN_INTERPRETER = {
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: a maximum of -inf subtracted": Mutant(
-        SOFTMAX, "shift = gl.maximum(m_new, LOWEST)", "shift = m_new", SIMULATED + "intervals[{}-16-anywhere]"
+        SOFTMAX,
+        "shift = gl.maximum(m_new, LOWEST)",
+        "shift = m_new",
+        SIMULATED + "products_in_fp8[{'sliding_window': 50, 'softcap': 20.0}-24]",
     ),
     "Hopper: boxes of the first panel": Mutant(
         "kernels/hopper/pipeline.py",
