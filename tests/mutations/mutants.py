@@ -761,9 +761,6 @@ IN_INTERPRETER = {
         "* tiles.shape[1]",
         SCORES_IN_PIECES,
     ),
-    "Hopper: the sums of the first scores": Mutant(
-        SOFTMAX, "        numbers += p[i]\n", "        pass\n", SCORES_IN_PIECES
-    ),
     "Hopper: boxes in the first rows of a tile": Mutant(
         "kernels/hopper/pipeline.py",
         "buffers[i * (HEIGHT // EACH) + FIRST // EACH]",
@@ -2305,7 +2302,6 @@ SLOW = {
     "Hopper: the next keys waited for where there are none",
     "Hopper: the next panel of keys too near",
     "Hopper: the queue ends before its ends meet",
-    "Hopper: the sums of the first scores",
     "Hopper: unaligned memory",
     "Hopper: values before the window not zeroed",
     "Hopper: values outside of intervals converted",

@@ -21,7 +21,7 @@ from quire.kernels.hopper.operands import (
 )
 from quire.kernels.hopper.pipeline import consumer_release, consumer_wait
 from quire.kernels.hopper.products import wide
-from quire.kernels.hopper.softmax import by_row, hide_unseen, sum_of_pieces, total
+from quire.kernels.hopper.softmax import by_row, hide_unseen, total
 from quire.kernels.states import log2
 
 
@@ -39,8 +39,7 @@ def probabilities(scores, pos, rows, cols, work, sight, scale, scoring, TOKENS: 
 
 @gluon.jit
 def sums_of_threads(p):
-    """Return the sum of each thread's probabilities in a row, [M, 4]. A row of a piece belongs to four threads."""
-    p = sum_of_pieces(p)
+    """Return the sum of each thread's probabilities in a row, [M, 4]. A row belongs to four threads."""
     for _ in gl.static_range(log2(p.shape[1] // 8)):
         p = gl.sum(p.reshape([p.shape[0], 2, p.shape[1] // 2]), 1)
     return gl.sum(p.reshape([p.shape[0], 4, 2]), 2)
@@ -79,7 +78,7 @@ def attend_capped_work_tile(
     if EARLY and work.num_tiles == 1:
         consumer_release(q_pipe, work_i)
     numbers = probabilities(scores, pos, rows, cols, work, sight, scale, scoring, TOKENS, SCORE_MOD)
-    sums = sums_of_threads(numbers)
+    sums = sums_of_threads(numbers[0])
     p = as_operands(numbers, v_pipe, accs, PACKED)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
         pos -= BLOCK_N
@@ -92,7 +91,7 @@ def attend_capped_work_tile(
         if not OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)
         numbers = probabilities(scores, pos, rows, cols, work, sight, scale, scoring, TOKENS, SCORE_MOD)
-        sums += sums_of_threads(numbers)
+        sums += sums_of_threads(numbers[0])
         if OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)
         p = as_operands(numbers, v_pipe, accs, PACKED)

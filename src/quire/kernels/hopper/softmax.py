@@ -45,6 +45,8 @@ def softmax_step(
 ):  # fmt: skip
     """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
 
+    The scores are one tensor, since tiles of batch-invariant plans and of products in fp8 have a power of two of keys.
+
     Returns:
         p: the probabilities, times 2^LIFT.
         m_i, l_i: the new maximum and sum.
@@ -53,21 +55,16 @@ def softmax_step(
     scores, exponent_scale = shown_scores(
         scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD
     )
-    largest = scores[0]
-    for i in gl.static_range(1, len(scores)):
-        largest = gl.maximum(largest, scores[i])
-    m_new = gl.maximum(m_i, gl.max(largest, 1) * exponent_scale)
+    m_new = gl.maximum(m_i, gl.max(scores[0], 1) * exponent_scale)
     shift = gl.maximum(m_new, LOWEST)  # a row that has seen no key: -inf - -inf is NaN
     alpha = gl.exp2(m_i - shift)
-    p = ()
-    for i in gl.static_range(len(scores)):
-        p = p + (gl.exp2(scores[i] * by_row(exponent_scale) - (shift - LIFT)[:, None]),)
+    p = gl.exp2(scores[0] * by_row(exponent_scale) - (shift - LIFT)[:, None])
     if len(l_i.shape) == 1:
-        l_i = l_i * alpha + gl.sum(sum_of_pieces(p), 1)
+        l_i = l_i * alpha + gl.sum(p, 1)
     else:
         by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
-        l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p[0], l_i.shape[1]))
-    return p, m_new, l_i, alpha
+        l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
+    return (p,), m_new, l_i, alpha
 
 
 @gluon.jit
@@ -124,15 +121,6 @@ def total(sums):
     for _ in gl.static_range(log2(sums.shape[1])):
         sums = gl.sum(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]), 2)
     return sums.reshape([sums.shape[0]])
-
-
-@gluon.jit
-def sum_of_pieces(p):
-    """Return the sum of a tile's pieces, number by number."""
-    numbers = p[0]
-    for i in gl.static_range(1, len(p)):
-        numbers += p[i]
-    return numbers
 
 
 @gluon.jit
