@@ -1,13 +1,13 @@
 """The softmax of a tile relative to a maximum that rarely changes.
 
-With a running maximum, the exponentials of a tile wait for its maximum: a chain of 31 instructions, two shuffles, and
-the rescaling of accumulators. Here they are relative to the maximum of earlier tiles, and the tile's own is not
-computed. A thread adds its probabilities of a row. Only if such a sum exceeds LIMIT, the row's maximum is raised to
-that of the tile, accumulators are rescaled, and the tile's probabilities are computed once more. Whether a row's is
-raised depends on that row alone.
+With a running maximum, the exponentials of a tile wait for its maximum: a chain of 31 instructions and two shuffles.
+Here they are relative to the maximum of earlier tiles, and nothing computes the tile's own. Each thread adds its
+probabilities of a row. If a sum exceeds LIMIT, the warp raises the row's maximum to that of the tile, rescales the
+row's accumulators and sum, and computes the tile's probabilities again. This happens in few tiles. Whether a row's
+maximum is raised depends on that row alone.
 
-FlashDecoding++ (arXiv 2311.01282, section 3) takes a number that is known before all tiles as the maximum, and
-computes everything once more where an exponential overflows.
+FlashDecoding++ (arXiv 2311.01282, section 3) subtracts a number that is chosen before all tiles, and computes a row
+again where an exponential overflows.
 
 All of this is one block of assembly, since warps branch differently. Its tensors have PIECE columns (`products.py`).
 One of them is the state of the rows: of a thread's eight registers, the first four are maximum and sum of its first
