@@ -142,6 +142,7 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len"),
     [
+        ({"head_dim": 40}, 1, 1024),
         extended({"head_dim": 64}, 4, 1024),
         extended({"head_dim": 24, "head_dim_v": 200}, 2, 4096),
         extended({"head_dim": 256}, 1, 4096),
@@ -154,7 +155,7 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
 def test_the_hopper_kernel_that_gathers_rows_compiles_and_fits(extra, page_size, max_seq_len):
     """Heads begin at any multiple of 16 bytes. If the compiler does not know that, it cannot copy 16 bytes at once.
 
-    Some tiles in pages of 131 are one box.
+    Some tiles in pages of 131 are one box. With heads of 40, a loop that is right crashed ptxas (CUDA 12.8).
     """
     spec = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, **extra)
     launch = Launch(spec, 1, max_seq_len, max_seq_len, max_seq_len, page_size, options=(("kernel", "hopper"),))
