@@ -128,7 +128,7 @@ def twice(element):
 def unpacked(p, element: gl.constexpr, KEYS: gl.constexpr):
     """Return packed probabilities of KEYS keys in pieces.
 
-    They are unpacked as late as that, since a compiler moves the halves of registers that live across a loop.
+    This comes right before a product. Between loop iterations, the compiler would move each half of a register.
     """
     results = ()
     for i in gl.static_range(len(p)):
