@@ -1159,8 +1159,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: the last tile's sums of capped scores alone": Mutant(
         "kernels/hopper/capped.py",
-        "sums += sums_of_threads(numbers)",
-        "sums = sums_of_threads(numbers)",
+        "sums += sums_of_threads(numbers[0])",
+        "sums = sums_of_threads(numbers[0])",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-20000]",
     ),
     "Hopper: rows that see no key have a capped score of 0": Mutant(
