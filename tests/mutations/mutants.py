@@ -761,6 +761,12 @@ IN_INTERPRETER = {
         "* tiles.shape[1]",
         SCORES_IN_PIECES,
     ),
+    "Hopper: the sums of the first scores": Mutant(
+        "kernels/hopper/capped.py",
+        "        numbers += p[i]\n",
+        "        pass\n",
+        SIMULATED + "scores_in_pieces[{'dtype': torch.bfloat16, 'head_dim': 192, 'softcap': 20.0}-64]",
+    ),
     "Hopper: boxes in the first rows of a tile": Mutant(
         "kernels/hopper/pipeline.py",
         "buffers[i * (HEIGHT // EACH) + FIRST // EACH]",
@@ -1159,8 +1165,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: the last tile's sums of capped scores alone": Mutant(
         "kernels/hopper/capped.py",
-        "sums += sums_of_threads(numbers[0])",
-        "sums = sums_of_threads(numbers[0])",
+        "sums += sums_of_threads(numbers)",
+        "sums = sums_of_threads(numbers)",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-20000]",
     ),
     "Hopper: rows that see no key have a capped score of 0": Mutant(

@@ -38,8 +38,18 @@ def probabilities(scores, pos, rows, cols, work, sight, scale, scoring, TOKENS: 
 
 
 @gluon.jit
+def sum_of_pieces(p):
+    """Return the sum of a tile's pieces, number by number."""
+    numbers = p[0]
+    for i in gl.static_range(1, len(p)):
+        numbers += p[i]
+    return numbers
+
+
+@gluon.jit
 def sums_of_threads(p):
-    """Return the sum of each thread's probabilities in a row, [M, 4]. A row belongs to four threads."""
+    """Return the sum of each thread's probabilities in a row, [M, 4]. A row of a piece belongs to four threads."""
+    p = sum_of_pieces(p)
     for _ in gl.static_range(log2(p.shape[1] // 8)):
         p = gl.sum(p.reshape([p.shape[0], 2, p.shape[1] // 2]), 1)
     return gl.sum(p.reshape([p.shape[0], 4, 2]), 2)
@@ -78,7 +88,7 @@ def attend_capped_work_tile(
     if EARLY and work.num_tiles == 1:
         consumer_release(q_pipe, work_i)
     numbers = probabilities(scores, pos, rows, cols, work, sight, scale, scoring, TOKENS, SCORE_MOD)
-    sums = sums_of_threads(numbers[0])
+    sums = sums_of_threads(numbers)
     p = as_operands(numbers, v_pipe, accs, PACKED)
     for i in range(tile_i + 1, tile_i + work.num_tiles):
         pos -= BLOCK_N
@@ -91,7 +101,7 @@ def attend_capped_work_tile(
         if not OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)
         numbers = probabilities(scores, pos, rows, cols, work, sight, scale, scoring, TOKENS, SCORE_MOD)
-        sums += sums_of_threads(numbers[0])
+        sums += sums_of_threads(numbers)
         if OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)
         p = as_operands(numbers, v_pipe, accs, PACKED)
