@@ -34,11 +34,12 @@ def disassemble(cubin: bytes) -> str:
         return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
-def innermost_loops(code: str, kinds: tuple[str, ...] = ()) -> list[list[str]]:
+def innermost_loops(code: str, kinds: tuple[str, ...] = (), usual: bool = False) -> list[list[str]]:
     """Return the opcodes of each loop with instructions of each kind that has no such loop inside, the longest first.
 
     A loop ends in a branch backwards. Loops of fewer than SHORTEST instructions wait for something, and do not count.
     Nor does a branch from behind the end of the program, where the compiler puts further attempts to wait.
+    `usual`: without the instructions that a branch forwards skips, if they are SHORTEST or more.
     """
     opcodes, labels, branches = [], {}, []
     for line in code.splitlines():
@@ -54,7 +55,14 @@ def innermost_loops(code: str, kinds: tuple[str, ...] = ()) -> list[list[str]]:
     if kinds:
         loops = [(a, b) for a, b in loops if all(count_kinds(opcodes[a:b])[kind] for kind in kinds)]
     inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
-    return sorted((opcodes[begin:end] for begin, end in inner), key=len, reverse=True)
+    if not usual:
+        return sorted((opcodes[begin:end] for begin, end in inner), key=len, reverse=True)
+    skips = [(begin, labels[name]) for name, begin in branches if labels.get(name, 0) >= begin + SHORTEST]
+    found = []
+    for begin, end in inner:
+        skipped = {at for a, b in skips if begin <= a and b < end for at in range(a, b)}
+        found.append([opcodes[at] for at in range(begin, end) if at not in skipped])
+    return sorted(found, key=len, reverse=True)
 
 
 def count_kinds(opcodes: list[str]) -> Counter[str]:
@@ -73,8 +81,11 @@ def loops_with(code: dict, *kinds: str) -> list[list[str]]:
 
 
 def attending(code: dict) -> list[list[str]]:
-    """Return the innermost loops of a kernel for an NVIDIA GPU that compute scores and their exponentials."""
-    return loops_with(code, "tensor cores", "exponentials")
+    """Return the innermost loops of a kernel for an NVIDIA GPU that compute scores and their exponentials.
+
+    They are without what a tile skips that rows see whole and that raises no maximum.
+    """
+    return innermost_loops(disassemble(code["cubin"]), ("tensor cores", "exponentials"), usual=True)
 
 
 def describe(opcodes: list[str]) -> str:
