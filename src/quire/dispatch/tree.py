@@ -101,6 +101,7 @@ def features_of(
         "rows_per_seq": rows_per_seq,
         "rows_per_sm": rows_per_sm,
         "keys_per_seq": keys_per_seq,
+        "keys_per_sm": keys_per_seq * rows_per_sm / rows_per_seq,  # of all sequences and KV heads
         "queries_per_seq": queries_per_seq,
         "group_size": spec.group_size,
         "num_kv_heads": spec.num_kv_heads,

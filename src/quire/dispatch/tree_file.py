@@ -25,7 +25,7 @@ MOST_LEVELS = 32  # of nodes
 SPEC_FEATURES = (
     "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "query_bytes", "kv_bytes", "int8_cache",
 )  # fmt: skip
-BATCH_FEATURES = "rows_per_seq", "rows_per_sm", "keys_per_seq", "queries_per_seq"
+BATCH_FEATURES = "rows_per_seq", "rows_per_sm", "keys_per_seq", "keys_per_sm", "queries_per_seq"
 MOST_OF_LEAF = {
     "block_m": 256,
     "block_n": 256,
