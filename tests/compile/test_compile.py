@@ -592,7 +592,7 @@ def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target
         around = 80 if features == "e4m3" else BY_CHOICE
         assert kernel.spills <= (around if kernel.registers < REGISTERS else 0), kernel
     if (target, batch, head_dim) == ("sm90", "decode, 64", 128):
-        assert kernel.registers <= 168 and kernel.occupancy == 3, kernel
+        assert kernel.registers <= 168 and kernel.occupancy >= 3, kernel
 
 
 ROTATIONS = [  # batch, width, features, and what is rotated: by default, all of a head, NeoX's pairs, with a norm
