@@ -29,7 +29,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 import quire
-from quire.dispatch.device import DeviceProperties, interprets, properties_of
+from quire.dispatch.device import DeviceProperties, interprets, properties_of, read_memory_gbps
 from quire.dispatch.request import cdiv
 from quire.kernels.stub_driver import compile_only
 
@@ -45,6 +45,7 @@ class Target:
         gpu: the target of Triton's compiler.
         num_sms: SMs (AMD: compute units).
         shared_memory: bytes that one program may use.
+        memory_gbps: GB that memory delivers per second.
         max_warps: warps that an SM holds at once; NVIDIA only, like the next.
         max_programs: programs that an SM holds at once.
     """
@@ -53,27 +54,28 @@ class Target:
     gpu: GPUTarget
     num_sms: int
     shared_memory: int
+    memory_gbps: int
     max_warps: int = 0
     max_programs: int = 0
 
     @property
     def properties(self) -> DeviceProperties:
         """The properties that a plan for this GPU sees."""
-        return properties_of(self.gpu, self.num_sms, self.shared_memory)
+        return properties_of(self.gpu, self.num_sms, self.shared_memory, self.memory_gbps)
 
 
 TARGETS = {
     t.name: t
     for t in (
-        Target("sm80", GPUTarget("cuda", 80, 32), 108, 163 * KB, 64, 32),  # A100
-        Target("sm86", GPUTarget("cuda", 86, 32), 84, 99 * KB, 48, 16),  # A40
-        Target("sm89", GPUTarget("cuda", 89, 32), 142, 99 * KB, 48, 24),  # L40S
-        Target("sm90", GPUTarget("cuda", 90, 32), 132, 227 * KB, 64, 32),  # H100, H200
-        Target("sm100", GPUTarget("cuda", 100, 32), 148, 227 * KB, 64, 32),  # B200
-        Target("sm120", GPUTarget("cuda", 120, 32), 188, 99 * KB, 48, 24),  # RTX PRO 6000
-        Target("gfx90a", GPUTarget("hip", "gfx90a", 64), 104, 64 * KB),  # MI250, one die
-        Target("gfx942", GPUTarget("hip", "gfx942", 64), 304, 64 * KB),  # MI300X
-        Target("gfx950", GPUTarget("hip", "gfx950", 64), 256, 160 * KB),  # MI355X
+        Target("sm80", GPUTarget("cuda", 80, 32), 108, 163 * KB, 2040, 64, 32),  # A100
+        Target("sm86", GPUTarget("cuda", 86, 32), 84, 99 * KB, 696, 48, 16),  # A40
+        Target("sm89", GPUTarget("cuda", 89, 32), 142, 99 * KB, 864, 48, 24),  # L40S
+        Target("sm90", GPUTarget("cuda", 90, 32), 132, 227 * KB, 4800, 64, 32),  # H200; an H100 has 3350 GB/s
+        Target("sm100", GPUTarget("cuda", 100, 32), 148, 227 * KB, 8000, 64, 32),  # B200
+        Target("sm120", GPUTarget("cuda", 120, 32), 188, 99 * KB, 1790, 48, 24),  # RTX PRO 6000
+        Target("gfx90a", GPUTarget("hip", "gfx90a", 64), 104, 64 * KB, 1600),  # MI250, one die
+        Target("gfx942", GPUTarget("hip", "gfx942", 64), 304, 64 * KB, 5300),  # MI300X
+        Target("gfx950", GPUTarget("hip", "gfx950", 64), 256, 160 * KB, 8000),  # MI355X
     )
 }
 
@@ -85,7 +87,8 @@ def current_target() -> Target:
     gpu: GPUTarget = active.get_current_target()
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     max_warps = properties.max_threads_per_multi_processor // gpu.warp_size
-    return Target(properties.name, gpu, properties.multi_processor_count, shared_memory, max_warps, 32)
+    memory_gbps = read_memory_gbps(torch.cuda.current_device())
+    return Target(properties.name, gpu, properties.multi_processor_count, shared_memory, memory_gbps, max_warps, 32)
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,8 @@ def analyse(
 
 def add_kernels(rows: list[Row], cases: Sequence[Case], device: str, console: Console) -> None:
     """Compile the cases for a device, and put the resources of the compiled kernels into their rows."""
-    target = TARGETS[DATA_SHEETS[device][0]]
+    name, bytes_per_second, _ = DATA_SHEETS[device]
+    target = replace(TARGETS[name], memory_gbps=round(bytes_per_second / 1e9))
     rows_of: dict[Launch, list[int]] = {}
     for i, case in enumerate(cases):
         rows_of.setdefault(launch_of(case), []).append(i)

@@ -30,6 +30,7 @@ class DeviceProperties:
         has_wgmma: a warpgroup of four warps multiplies tiles from shared memory (Hopper).
         supports_pdl: programmatic dependent launch: a kernel may start while the previous one in the stream drains.
         has_mfma: AMD's matrix instructions; the compiler takes their size, and waves per SIMD, as hints.
+        memory_gbps: GB that memory delivers per second, by its clock and the width of its bus; 0 where that is unknown.
     """
 
     num_sms: int
@@ -40,6 +41,7 @@ class DeviceProperties:
     has_wgmma: bool
     supports_pdl: bool
     has_mfma: bool
+    memory_gbps: int = 0
 
     @property
     def alike_rows(self) -> int:
@@ -125,16 +127,25 @@ def _read(device: torch.device) -> DeviceProperties:
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     with torch.cuda.device(device):
         target = triton.runtime.driver.active.get_current_target()
-    return properties_of(target, properties.multi_processor_count, shared_memory)
+        memory_gbps = read_memory_gbps(torch.cuda.current_device())
+    return properties_of(target, properties.multi_processor_count, shared_memory, memory_gbps)
 
 
-def properties_of(target: Any, num_sms: int, shared_memory: int) -> DeviceProperties:
+def read_memory_gbps(index: int) -> int:
+    """Return GB that the memory of a GPU delivers per second, as `triton.testing.get_dram_gbps` computes it."""
+    from triton.testing import get_dram_gbps
+
+    return round(get_dram_gbps(index))
+
+
+def properties_of(target: Any, num_sms: int, shared_memory: int, memory_gbps: int = 0) -> DeviceProperties:
     """Combine what a device reports with what Triton's compiler says of its target.
 
     Args:
         target: triton.backends.compiler.GPUTarget.
         num_sms: of the device.
         shared_memory: bytes that one program may use.
+        memory_gbps: GB that memory delivers per second.
     """
     import triton
 
@@ -148,4 +159,5 @@ def properties_of(target: Any, num_sms: int, shared_memory: int) -> DeviceProper
         has_wgmma=target.backend == "cuda" and target.arch == 90,
         supports_pdl=hasattr(options, "launch_pdl") and target.arch >= 90,
         has_mfma=target.backend == "hip" and target.warp_size == 64,
+        memory_gbps=memory_gbps,
     )

@@ -31,9 +31,8 @@ def fitted_trees(properties: DeviceProperties) -> tuple[tuple[str, dict[str, Any
 
     The user's trees come before the shipped ones.
     """
-    return tuple(
-        (name, tree) for name, tree in (*user_trees(), *shipped_trees()) if tree["properties"] == asdict(properties)
-    )
+    has = asdict(properties).items()
+    return tuple((name, tree) for name, tree in (*user_trees(), *shipped_trees()) if tree["properties"].items() <= has)
 
 
 def forget_trees() -> None:
@@ -108,6 +107,7 @@ def features_of(
         "head_dim": max(block_d, block_dv),
         "head_padding": block_d - spec.head_dim + block_dv - spec.head_dim_v,
         "shared_kib": properties.shared_memory // 1024,
+        "gbps_per_sm": properties.memory_gbps / properties.num_sms,
         "query_bytes": spec.dtype.itemsize,
         "kv_bytes": spec.kv_dtype.itemsize,
         "int8_cache": int(spec.kv_dtype is torch.int8),  # its numbers take longer to convert

@@ -23,7 +23,8 @@ USER_TREES = "~/.config/quire/trees"
 GENERIC = "generic"  # the shipped tree for every device, and a leaf of a fitted tree that leaves the choice to it
 MOST_LEVELS = 32  # of nodes
 SPEC_FEATURES = (
-    "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "query_bytes", "kv_bytes", "int8_cache",
+    "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "gbps_per_sm", "query_bytes", "kv_bytes",
+    "int8_cache",
 )  # fmt: skip
 BATCH_FEATURES = "rows_per_seq", "rows_per_sm", "keys_per_seq", "keys_per_sm", "queries_per_seq"
 MOST_OF_LEAF = {
@@ -146,12 +147,15 @@ def check_provenance(section: object) -> None:
 
 
 def check_properties(section: object) -> None:
-    """Raise ValueError unless `section` has the fields of `DeviceProperties`, with values of their types."""
+    """Raise ValueError unless `section` has the fields of `DeviceProperties`, with values of their types.
+
+    A tree without `memory_gbps` is for devices of any.
+    """
     kinds = get_type_hints(DeviceProperties)
     properties = check_object(section, "properties")
-    check_keys(properties, set(kinds), set(), "properties")
+    check_keys(properties, set(kinds) - {"memory_gbps"}, {"memory_gbps"}, "properties")
     for name, kind in kinds.items():
-        if type(properties[name]) is not kind:
+        if name in properties and type(properties[name]) is not kind:
             raise ValueError(f"{shown(properties[name])} at properties.{name}, which must be of type {kind.__name__}")
 
 
