@@ -53,7 +53,7 @@ BY_CHOICE, REGISTERS = 16, 255
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel,
 # and of a tile that raises a maximum. The loops of consumers have nothing on it otherwise, as the tests say.
 ON_THE_STACK = {"hopper_kernel": 136, "mla_hopper_kernel": 96}
-# Most instructions of a consumer's loop that read or write it, in a tile that raises none. GPUs were measured with 3.6.0.
+# Most instructions of a consumer's loop that use it, in a tile that raises none. GPUs were measured with 3.6.0.
 IN_LOOPS = 0 if triton.__version__ == launches.OLDEST else 4
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
 ON_THE_STACK_OF_INTERVALS = 104  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
