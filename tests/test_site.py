@@ -106,14 +106,14 @@ def test_every_figure_is_shown():
 
 TOUR = {  # what a row's second cell has, and a column: the case, and the library (None: the floor)
     ("naive", 0): ("decode 1x4096", "Quire, naive"),
-    ("naive", 1): ("32 sequences, 100 % decode", "Quire, naive"),
+    ("naive", 1): ("decode 32x2048", "Quire, naive"),
     ("naive", 2): ("prefill 2048", "Quire, naive"),
     ("split_kv_kernel", 0): ("decode 1x4096", "Quire"),
-    ("split_kv_kernel", 1): ("32 sequences, 100 % decode", "Quire"),
+    ("split_kv_kernel", 1): ("decode 32x2048", "Quire"),
     ("hopper_kernel", 2): ("prefill 2048", "Quire"),
     ("fp8 cache", 1): ("decode 32x2048 fp8", "Quire"),
     ("floor", 0): ("decode 1x4096", None),
-    ("floor", 1): ("32 sequences, 100 % decode", None),
+    ("floor", 1): ("decode 32x2048", None),
     ("floor", 2): ("prefill 2048", None),
 }
 

@@ -38,7 +38,7 @@ def floors(tmp_path, run_of, capsys) -> Path:
     return path
 
 
-IN_THE_DOCS = pytest.mark.parametrize(("name", "num_cases"), [("h200", 99), ("mla_h200", 43)])
+IN_THE_DOCS = pytest.mark.parametrize(("name", "num_cases"), [("h200", 125), ("mla_h200", 43)])
 
 
 @IN_THE_DOCS

@@ -169,7 +169,7 @@ def test_axes_are_labelled_with_plain_numbers():
         figure.draw_without_rendering()
     (axis,) = ratios.axes
     assert labels(axis.xaxis) == {0.05: "0.05", 0.1: "0.1", 0.2: "0.2", 0.5: "0.5", 1: "1"}
-    assert labels(shares.axes[0].yaxis) == {2: "2", 3: "3", 5: "5", 10: "10", 20: "20"}
+    assert labels(shares.axes[0].yaxis) == {2: "2", 3: "3", 5: "5", 10: "10"}
 
 
 def labels(axis) -> dict[float, str]:
@@ -192,7 +192,7 @@ def test_libraries_keep_their_colours_in_pictures():
         if peer in shown:
             rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
             nearest = min(sum(abs(a - b) for a, b in zip(rgb, pixel, strict=True)) for pixel in pixels)
-            assert nearest <= 6, (peer, colour, nearest)
+            assert nearest <= 9, (peer, colour, nearest)
 
 
 def test_latents_have_their_own_panels_and_heads(make_report, make_timing, ceilings):
