@@ -383,6 +383,25 @@ def test_widths(head_dim, head_dim_v):
 
 
 @pytest.mark.parametrize(
+    ("extra", "page_size", "bound"),
+    [
+        ({}, 16, None),
+        ({"sinks": True, "sliding_window": 100}, 16, LONG),
+        extended({"head_dim": 384}, 24, LONG),
+        extended({"head_dim_v": 256}, 1, None),
+        extended(BFLOAT16 | {"softcap": 20.0, "sinks": True}, 32, None),
+        extended({"causal": False}, 528, None),
+    ],
+    ids=str,
+)
+def test_heads_of_up_to_512(extra, page_size, bound):
+    """A work tile has at most 256 columns of values."""
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": 512} | extra)
+    plan = assert_right(spec, max_seq_len=bound, page_size=page_size)
+    assert plan.launch.column_parts == (1 if spec.head_dim_v == 256 else 2)
+
+
+@pytest.mark.parametrize(
     ("extra", "page_size"),
     [
         ({"head_dim": 192}, 16),

@@ -11,7 +11,9 @@ from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
-WIDEST_PART = 128  # columns of values of a batch-invariant work tile, whose consumers hold two accumulators
+WIDEST_CHOSEN = 256  # columns of heads for which plans choose this kernel; wider ones must ask for it
+# Columns of values of a work tile, and of one of a batch-invariant plan, whose consumers hold two accumulators.
+WIDEST_PART, WIDEST_INVARIANT_PART = 256, 128
 TALL_WIDE = 768  # queries and keys of equal prompts of wide heads, beyond which tiles are as tall as for long contexts
 TALL = 128  # rows of two consumer warpgroups
 FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
@@ -43,11 +45,16 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
         return config
     if not request.has_cu_seqlens:
         return "a batch without cu_seqlens_q"
+    parts = column_parts(spec, WIDEST_PART)
+    if parts is None:
+        return f"values of {spec.head_dim_v} numbers"
     fallback, reason = choose_portable(request, options)
-    launch = HopperLaunch(request, config, fallback)
+    launch = HopperLaunch(request, config, fallback, column_parts=parts)
     num_splits = choose_num_splits(launch, costs)
     section_heads = choose_section(launch, costs) if num_splits == 1 else None
     launch = replace(launch, num_splits=num_splits, section_heads=section_heads)
+    if options.kernel is None and spec.head_dim > WIDEST_CHOSEN:
+        return "heads of more than 256 columns, on which it was not measured yet"
     if options.kernel is None and not is_preferred(launch, costs):
         return "batches for which the portable kernels are faster"
     return with_decode_launch(launch, costs), reason
@@ -61,11 +68,11 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     spec = request.spec
     if request.has_intervals:
         return "intervals of keys with batch_invariant"
-    parts = cdiv(spec.head_dim_v, WIDEST_PART)
+    parts = column_parts(spec, WIDEST_INVARIANT_PART)
     if spec.kv_dtype is not spec.dtype:
         return "a quantised cache with batch_invariant"
-    if parts > 1 and spec.head_dim_v % (64 * parts):  # 64 columns are a panel of TMA
-        return f"values of {spec.head_dim_v} numbers with batch_invariant"
+    if parts is None or spec.head_dim > WIDEST_CHOSEN:
+        return f"heads of {spec.head_dim} with values of {spec.head_dim_v} numbers with batch_invariant"
     config = choose_config(request, short=False)
     if isinstance(config, str):
         return config
@@ -79,6 +86,12 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
     launch = replace(launch, section_heads=choose_section(launch, costs))
     return with_decode_launch(launch, costs, batch_invariant=True), reason
+
+
+def column_parts(spec: AttentionSpec, widest: int) -> int | None:
+    """Return into how many parts of at most `widest` columns values are cut; None if no parts are whole panels."""
+    parts = cdiv(spec.head_dim_v, widest)
+    return parts if parts == 1 or spec.head_dim_v % (64 * parts) == 0 else None  # 64 columns are a panel of TMA
 
 
 def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
@@ -204,7 +217,7 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
         fills_tile = 8 * request.bounds.max_query_len >= 7 * config.block_t
         has_keys = not is_short(request, costs) or (is_chunk(request) and request.keys_seen >= LEAST_SPLIT_OF_CHUNK)
         suits = (has_rows or fills_tile) and has_keys
-    if not suits or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms:
+    if not suits or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms or launch.column_parts > 1:
         return 1
     most = cdiv(request.keys_seen, costs.hopper_min_tiles_per_split * config.block_n)
     splits = device.num_sms // num_work_tiles

@@ -103,9 +103,10 @@ def consume_work_tile(
     FP8_MMA: gl.constexpr = element.primitive_bitwidth == 8
     OF_SCORES: gl.constexpr = layout_of_scores(keys_of(cols), depth_of(element))
     # The only buffer of queries is released after the last product, so that the next queries arrive while results are
-    # written. Otherwise results are staged there, or the work tile is read once more after the loop.
+    # written. Otherwise results are staged there, or the work tile is read once more after the loop. With the widest
+    # heads, there is no other shared memory left, through which threads would exchange results.
     EARLY: gl.constexpr = (q_pipe.tiles.shape[0] == 1 and element.primitive_bitwidth == 16 and FIXED_SPLIT == 0) and (
-        scoring.key_begin is None and outputs.out_scale_ptr is None
+        scoring.key_begin is None and outputs.out_scale_ptr is None and HEAD_DIM <= 256
     )
     # Pairs of probabilities are rounded together where ptxas would swap their halves: in the first of two warpgroups,
     # and in both where row blocks are cut or values have 65 to 127 columns. Elsewhere that is slower.

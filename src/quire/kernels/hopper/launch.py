@@ -90,7 +90,7 @@ class HopperLaunch:
         request, bounds = self.request, self.request.bounds
         may_differ = tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
         may_differ = may_differ or request.is_ragged
-        no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
+        no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1 or self.column_parts > 1
         if request.num_seqs == 1 or not may_differ or no_cuts:
             return 0
         # A program's share of all work, if each row block sees one tile. The last one of a sequence is half full.
@@ -238,7 +238,8 @@ class HopperLaunch:
             details += f", long sequences cut by keys, {self.cut_slots} slots"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
-            details += f", {self.column_parts} parts of columns" if self.column_parts > 1 else ""
+        if self.column_parts > 1:
+            details += f", {self.column_parts} parts of columns"
         if self.decode is not None:
             details += f"; decode launch: {self.decode}"
         return (
