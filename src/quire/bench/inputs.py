@@ -62,7 +62,9 @@ class Inputs:
     def plan(self, table: torch.Tensor, allow_fp8: bool = False, **options: Any) -> quire.Plan:
         """Plan for one of the tables; `options` are those of `quire.plan`, bounds included."""
         arguments: dict[str, Any] = {**self.case.bounds, **options}
-        spec = replace(self.case.spec, allow_fp8=allow_fp8 or self.case.spec.allow_fp8)
+        spec = self.case.spec  # the same object for all plans, as in a server
+        if allow_fp8 and not spec.allow_fp8:
+            spec = replace(spec, allow_fp8=True)
         return quire.plan(spec, self.batch(table), **arguments)
 
 
