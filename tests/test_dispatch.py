@@ -71,7 +71,8 @@ def test_a_tree_says_for_which_memory_it_is_or_serves_any(user_trees):
     slower = replace(PROPERTIES, memory_gbps=PROPERTIES.memory_gbps // 2)
     own_tree(user_trees)
     trees.forget_trees()
-    assert [len(trees.fitted_trees(device)) for device in (PROPERTIES, slower)] == [1, 0]
+    another_card = replace(PROPERTIES, memory_gbps=PROPERTIES.memory_gbps * 49 // 48)
+    assert [len(trees.fitted_trees(device)) for device in (PROPERTIES, another_card, slower)] == [1, 1, 0]
     own_tree(user_trees, properties={k: v for k, v in asdict(PROPERTIES).items() if k != "memory_gbps"})
     trees.forget_trees()
     assert [len(trees.fitted_trees(device)) for device in (PROPERTIES, slower)] == [1, 1]
@@ -207,7 +208,7 @@ def test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values_wh
     assert plan.launch.column_parts == 2 and plan.launch.config.block_n == 32
     assert (plan.launch.cut_slots, plan.launch.num_splits) == (0, 1)  # both need all columns in one work tile
     assert made(512, 256).launch.column_parts == made(264, 256).launch.column_parts == 1
-    assert made(512, kernel=None).kernel == "block"
+    assert made(512, kernel=None).kernel == made(128, 512, kernel=None).kernel == "block"
     with pytest.raises(quire.UnsupportedError, match="values of 320 numbers"):
         made(320)
 

@@ -31,8 +31,17 @@ def fitted_trees(properties: DeviceProperties) -> tuple[tuple[str, dict[str, Any
 
     The user's trees come before the shipped ones.
     """
-    has = asdict(properties).items()
-    return tuple((name, tree) for name, tree in (*user_trees(), *shipped_trees()) if tree["properties"].items() <= has)
+    return tuple(
+        (name, tree) for name, tree in (*user_trees(), *shipped_trees()) if are_like(tree["properties"], properties)
+    )
+
+
+def are_like(fitted: dict[str, Any], properties: DeviceProperties) -> bool:
+    """Whether a tree's properties are those of a device. Memory may differ by a tenth, as between cards of one kind."""
+    has = asdict(properties)
+    memory_gbps = fitted.get("memory_gbps", has["memory_gbps"])
+    is_like = 10 * abs(has["memory_gbps"] - memory_gbps) <= memory_gbps
+    return is_like and fitted | {"memory_gbps": has["memory_gbps"]} == has
 
 
 def forget_trees() -> None:

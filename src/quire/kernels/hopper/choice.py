@@ -11,7 +11,7 @@ from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
-WIDEST_CHOSEN = 256  # columns of heads for which plans choose this kernel; wider ones must ask for it
+WIDEST_CHOSEN = 256  # columns of heads for which plans choose this kernel; it serves wider ones if asked
 # Columns of values of a work tile, and of one of a batch-invariant plan, whose consumers hold two accumulators.
 WIDEST_PART, WIDEST_INVARIANT_PART = 256, 128
 TALL_WIDE = 768  # queries and keys of equal prompts of wide heads, beyond which tiles are as tall as for long contexts
@@ -53,7 +53,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     num_splits = choose_num_splits(launch, costs)
     section_heads = choose_section(launch, costs) if num_splits == 1 else None
     launch = replace(launch, num_splits=num_splits, section_heads=section_heads)
-    if options.kernel is None and spec.head_dim > WIDEST_CHOSEN:
+    if options.kernel is None and max(spec.head_dim, spec.head_dim_v) > WIDEST_CHOSEN:
         return "heads of more than 256 columns, on which it was not measured yet"
     if options.kernel is None and not is_preferred(launch, costs):
         return "batches for which the portable kernels are faster"
@@ -71,7 +71,7 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     parts = column_parts(spec, WIDEST_INVARIANT_PART)
     if spec.kv_dtype is not spec.dtype:
         return "a quantised cache with batch_invariant"
-    if parts is None or spec.head_dim > WIDEST_CHOSEN:
+    if parts is None or max(spec.head_dim, spec.head_dim_v) > WIDEST_CHOSEN:
         return f"heads of {spec.head_dim} with values of {spec.head_dim_v} numbers with batch_invariant"
     config = choose_config(request, short=False)
     if isinstance(config, str):
