@@ -192,7 +192,7 @@ def test_libraries_keep_their_colours_in_pictures():
         if peer in shown:
             rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
             nearest = min(sum(abs(a - b) for a, b in zip(rgb, pixel, strict=True)) for pixel in pixels)
-            assert nearest <= 9, (peer, colour, nearest)
+            assert nearest <= 6, (peer, colour, nearest)
 
 
 def test_latents_have_their_own_panels_and_heads(make_report, make_timing, ceilings):
