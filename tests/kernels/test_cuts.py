@@ -267,10 +267,10 @@ def test_features(extra, bound):
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
-    [(16, 16), extended(128, 192), extended(192, 128), extended(256, 256), extended(248, 248), (64, 184)],
+    [(16, 16), extended(128, 192), extended(192, 128), extended(256, 256), extended(248, 248), (64, 184), (512, 512)],
 )
 def test_widths(head_dim, head_dim_v):
-    """Values wider than 128 have several accumulators, or one of 256 columns."""
+    """Values wider than 128 have several accumulators, or one of 256 columns. Wider ones are cut into two parts."""
     assert assert_right({"head_dim": head_dim, "head_dim_v": head_dim_v, "sinks": True}, page_size=24)[1] > 0
 
 

@@ -28,7 +28,7 @@ from quire.kernels.hopper.convert import quantize_results
 from quire.kernels.hopper.operands import unpacked
 from quire.kernels.hopper.softcap import capped_exponents
 from quire.kernels.hopper.steady import LIMIT, first_softmax, maximum_and_sum, next_softmax
-from quire.kernels.mla_hopper.rescale import rescaled
+from quire.kernels.hopper.rescale import rescaled
 from tests.extended import extended
 from tests.growth import with_growing_scores
 from tests.hopper_simulator.launch import Functions, simulated_hopper
@@ -552,7 +552,12 @@ def test_products_in_fp8(extra, page_size):
 
 @pytest.mark.parametrize(
     ("extra", "page_size"),
-    [({"sinks": True, "softcap": 20.0}, 16), ({"head_dim": 192, "head_dim_v": 128}, 1), ({"head_dim": 128} | E4M3, 16)],
+    [
+        ({"sinks": True, "softcap": 20.0}, 16),
+        ({"head_dim": 192, "head_dim_v": 128}, 1),
+        ({"head_dim": 128} | E4M3, 16),
+        ({"head_dim": 512, "sinks": True}, 16),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("lens", [((64, 500), (0, 50), (20, 0)), ((64, 500), (1, 700), (20, 0), (0, 40))], ids=str)

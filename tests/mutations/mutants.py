@@ -23,7 +23,7 @@ OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, CONSUMER, ATTEND, SOFTMAX, STEADY = (
     f"kernels/hopper/{name}.py" for name in ("kernel", "consumer", "attend", "softmax", "steady")
 )
-RESCALE = "kernels/mla_hopper/rescale.py"
+RESCALE = "kernels/hopper/rescale.py"
 ANY_PRODUCTS, PRODUCER, RESULTS, GATHER, SOFTCAP = (
     f"kernels/hopper/{name}.py" for name in ("products", "producer", "results", "gather", "softcap")
 )
@@ -789,9 +789,9 @@ IN_INTERPRETER = {
         SIMULATED + "what_a_head_holds_changes_no_bit_of_another[104]",
     ),
     "latents: an older maximum for any score": Mutant(
-        RESCALE,
-        "SLACK = gl.constexpr(8.0)",
-        "SLACK = gl.constexpr(300.0)",
+        "kernels/states.py",
+        "SLACK = tl.constexpr(8.0)",
+        "SLACK = tl.constexpr(300.0)",
         SIMULATED + "scores_that_grow_from_tile_to_tile[latents-False]",
     ),
     "Hopper: queries released a tile early": Mutant(

@@ -217,13 +217,13 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
         fills_tile = 8 * request.bounds.max_query_len >= 7 * config.block_t
         has_keys = not is_short(request, costs) or (is_chunk(request) and request.keys_seen >= LEAST_SPLIT_OF_CHUNK)
         suits = (has_rows or fills_tile) and has_keys
-    if not suits or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms or launch.column_parts > 1:
+    if not suits or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms:
         return 1
     most = cdiv(request.keys_seen, costs.hopper_min_tiles_per_split * config.block_n)
     splits = device.num_sms // num_work_tiles
     if request.is_ragged:
         rows = 64 * config.num_warpgroups * device.num_sms
-        splits = rows // (request.bounds.num_tokens * request.spec.num_q_heads)
+        splits = rows // (request.bounds.num_tokens * request.spec.num_q_heads * launch.column_parts)
     return max(1, min(splits, most, costs.hopper_max_splits))
 
 

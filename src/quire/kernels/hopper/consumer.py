@@ -189,7 +189,7 @@ def consume_work_tile(
                 TOKENS, OWNED,
             )  # fmt: skip
             if is_last:
-                combine_and_write(outputs, cut, work, wg, HEAD_DIM_V, WARPGROUPS, FIRST_ROW, TOKENS, HEADS)
+                combine_and_write(outputs, cut, work, wg, HEAD_DIM_V, WARPGROUPS, FIRST_ROW, TOKENS, HEADS, PARTS)
     return tile_i + work.num_tiles
 
 

@@ -104,7 +104,7 @@ def cut_of_work_tile(memory, seq, index, head_block, HEAD_BLOCKS: gl.constexpr):
         memory: that `cut_sequences` wrote.
         seq: the sequence.
         index: of the row block or split of a row block, among those of the sequence. Whole row blocks come first.
-        head_block: which of HEAD_BLOCKS work tiles it is.
+        head_block: which of the row block's HEAD_BLOCKS work tiles it is.
     """
     NUM_SEQS: gl.constexpr = memory.shape[1]
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])

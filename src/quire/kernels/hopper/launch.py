@@ -90,13 +90,13 @@ class HopperLaunch:
         request, bounds = self.request, self.request.bounds
         may_differ = tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
         may_differ = may_differ or request.is_ragged
-        no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1 or self.column_parts > 1
+        no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
         if request.num_seqs == 1 or not may_differ or no_cuts:
             return 0
         # A program's share of all work, if each row block sees one tile. The last one of a sequence is half full.
         row_blocks = cdiv(tree.power_of_two(bounds.num_tokens), self.config.block_t)
         row_blocks += tree.power_of_two(request.num_seqs) // 2
-        work_tiles = row_blocks * (request.spec.num_q_heads // self.heads)
+        work_tiles = row_blocks * (request.spec.num_q_heads // self.heads) * self.column_parts
         share = work_tiles * (self.config.block_n + CUT_OVERHEAD) // request.device.num_sms
         if tree.power_of_two(request.keys_seen) <= max(CUT_FROM, share):
             return 0
@@ -114,7 +114,7 @@ class HopperLaunch:
     @property
     def cut_bytes(self) -> int:
         """Bytes of the partials of row blocks that are cut."""
-        columns = cdiv(self.request.spec.head_dim_v, 64) * 64
+        columns = cdiv(self.request.spec.head_dim_v // self.column_parts, 64) * 64
         return 4 * 64 * self.config.num_warpgroups * self.cut_slots * (columns + 2)
 
     @property

@@ -96,7 +96,7 @@ def store_columns(
 @gluon.jit
 def combine_and_write(
     outputs, cut, work, wg: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPGROUPS: gl.constexpr, FIRST_ROW: gl.constexpr,
-    TOKENS: gl.constexpr, HEADS: gl.constexpr,
+    TOKENS: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Combine the partials of this warpgroup's rows, and write the results.
 
@@ -128,11 +128,16 @@ def combine_and_write(
             acc = accs[0]
         position = (work.q_start + work.token + token).to(gl.int64)
         if outputs.lse_ptr is not None:
+            wanted = owned
+            if PARTS > 1:
+                wanted = owned & (work.split == 0)
             gl.store(
-                outputs.lse_ptr + position * outputs.stride_lse + work.head + head, lse_of_rows(m_i, l_i), mask=owned
+                outputs.lse_ptr + position * outputs.stride_lse + work.head + head, lse_of_rows(m_i, l_i), mask=wanted
             )
         result = acc * (1.0 / gl.where(l_i == 0.0, 1.0, l_i))[:, None]
         offsets = position * outputs.stride_out_token + (work.head + head).to(gl.int64) * outputs.stride_out_head
+        if PARTS > 1:
+            offsets += work.split * HEAD_DIM_V
         gl.store(
             outputs.out_ptr + offsets[:, None] + columns[None, :],
             as_stored(result, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty),

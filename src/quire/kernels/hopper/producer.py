@@ -96,7 +96,7 @@ def produce(
     num_singles, from_back = 0, 0
     if CUT_SLOTS > 0:
         ends, num_singles, from_back = order_by_keys(
-            batch, ends, places, HEAD_BLOCKS, BLOCK_T, BLOCK_N, CUT_SLOTS, MIXED
+            batch, ends, places, HEAD_BLOCKS * PARTS, BLOCK_T, BLOCK_N, CUT_SLOTS, MIXED
         )
     num_row_blocks = count_row_blocks(batch, ends, BLOCK_T)
     num_work_tiles = num_row_blocks * HEAD_BLOCKS * num_splits
@@ -139,7 +139,7 @@ def produce(
         else:
             pages = load_page_numbers(row, pos + lane * KV_BOX, pos + BLOCK_N, kv_low, kv_high, PAGE_SIZE, KV_BOX)
         if SPLITS and (pos >= kv_stop) & (split < num_splits - 1):  # the last split adds sinks
-            store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T, HEADS)
+            store_empty(lse_ptr, stride_lse, num_splits, split, work, BLOCK_T, HEADS)
             taken = take(tile_counter, lane, lane == 0, backwards, MIXED)
             left = left * 0
         else:
@@ -281,14 +281,14 @@ def row_of_box(
 
 
 @gluon.jit
-def store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T: gl.constexpr, HEADS: gl.constexpr):
+def store_empty(lse_ptr, stride_lse, num_splits, split, work, BLOCK_T: gl.constexpr, HEADS: gl.constexpr):
     """Store the state of a work tile whose split has no keys. Its lse says that, and its out is not read."""
     ROWS: gl.constexpr = power_of_two(HEADS * BLOCK_T)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = gl.arange(0, ROWS, LAYOUT)
     tokens = work.token + rows % BLOCK_T
     offsets = (
-        (work.q_start + tokens).to(gl.int64) * stride_lse + (work.head + rows // BLOCK_T) * num_splits + work.split
+        (work.q_start + tokens).to(gl.int64) * stride_lse + (work.head + rows // BLOCK_T) * num_splits + split
     )
     lse = gl.full([ROWS], float("-inf"), gl.float32, LAYOUT)
     gl.store(lse_ptr + offsets, lse, mask=(tokens < work.q_len) & (rows < HEADS * BLOCK_T))

@@ -56,8 +56,8 @@ def finish(
     if E4M3:
         out_scale = gl.load(outputs.out_scale_ptr)
     split = work.split
-    if PARTS > 1:  # of columns: each has all keys
-        split = 0
+    if PARTS > 1:
+        split = work.split // PARTS
     if outputs.sinks_ptr is not None:
         if split == outputs.num_splits - 1:
             accs, m_i, l_i = with_sink(
@@ -72,7 +72,7 @@ def finish(
         offsets += (work.head + rows // TOKENS) * outputs.num_splits + split
         wanted = tokens < work.q_len
         if PARTS > 1:
-            wanted = wanted & (work.split == 0)
+            wanted = wanted & (work.split % PARTS == 0)
         gl.store(outputs.lse_ptr + offsets, lse, mask=wanted)
     inverse = 1.0 / safe
     if INVARIANT:  # as `states.finish` does

@@ -233,7 +233,10 @@ def find_work_tile(
     seq_len = gl.load(kv.seq_lens + seq)
     keys = ()
     if CUT_SLOTS > 0:
-        in_seq, keys = cut_of_work_tile(places, seq, row_block - first_row_block, head // HEADS, HEAD_BLOCKS)
+        of_row_block = head // HEADS * PARTS
+        if PARTS > 1:
+            of_row_block += part
+        in_seq, keys = cut_of_work_tile(places, seq, row_block - first_row_block, of_row_block, HEAD_BLOCKS * PARTS)
         token = in_seq * BLOCK_T
     else:
         token = (row_block - first_row_block) * BLOCK_T
@@ -254,5 +257,5 @@ def find_work_tile(
     if FIRST_TO_LAST:
         tile -= num_tiles - 1
     if PARTS > 1:
-        split = part
+        split = split * PARTS + part
     return seq, WorkTile(head, token, q_start, q_len, first_pos, seq_len, tile, num_tiles, split), keys, kv_stop

@@ -33,7 +33,7 @@ class WorkTile(NamedTuple):
     seq_len: Any  # the sequence's keys
     tile: Any  # the KV tile that is attended to first: the last one, or in a batch-invariant plan the first one
     num_tiles: Any  # at least 1
-    split: Any  # which split of the visible keys; in a batch-invariant plan, which part of the values' columns
+    split: Any  # which split of the visible keys, times the parts of the values' columns, plus which part
 
 
 class Range(NamedTuple):

@@ -36,7 +36,7 @@ from quire.kernels.primitives import (
 )
 from quire.kernels.split_kv.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
-from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, store_result, total
+from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, num_sums, store_result, total
 
 
 @triton.jit(
@@ -165,7 +165,8 @@ def split_kv_kernel(
                     new, norm_rope, cache, kv, q_start, q_len, kv_head, NEW_TOKENS, ENCODE, ROTARY_DIM, INTERLEAVED, T
                 )
                 tl.debug_barrier()
-        acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, EACH)
+        SUMS: tl.constexpr = num_sums(BLOCK_N)
+        acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, EACH, 1 if FIXED_SPLIT > 0 or PACKED_FP8 else SUMS)
         if FIXED_SPLIT == 0:
             masked = tile_begin  # the first tile that needs masks
             if FULL_TILE_LOOP:  # most tiles of a long partition are full: every row sees every key
@@ -193,12 +194,13 @@ def split_kv_kernel(
                     scoring, T, True,
                 )  # fmt: skip
                 page = next_page
+            if not PACKED_FP8:
+                l_i = tl.sum(l_i, 1)
         else:
             # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
             last = tl.minimum((begin + num_here) * TILES, tl.cdiv(seq_stop, BLOCK_N)) - 1
-            SUMS: tl.constexpr = groups_of(BLOCK_N)
             split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
             for tile in tl.range(begin * TILES, last + 1):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
