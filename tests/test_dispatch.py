@@ -197,8 +197,8 @@ def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_
     assert of(192).name == "block"  # neither half is of whole panels
 
 
-def test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values_when_asked():
-    def made(head_dim, head_dim_v=None, kernel="hopper", **bounds):
+def test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values():
+    def made(head_dim, head_dim_v=None, kernel=None, **bounds):
         spec = quire.AttentionSpec(num_q_heads=8, num_kv_heads=4, head_dim=head_dim, head_dim_v=head_dim_v or head_dim)
         with compile_for(TARGETS["sm90"].properties, on_compile=None):
             batch = quire.Batch(*(torch.zeros(shape, dtype=torch.int32) for shape in ((8, 1024), 8, 9)))
@@ -206,11 +206,16 @@ def test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values_wh
 
     plan = made(512, num_tokens=2000)
     assert plan.launch.column_parts == 2 and plan.launch.config.block_n == 32
-    assert (plan.launch.cut_slots, plan.launch.num_splits) == (0, 1)  # both need all columns in one work tile
+    assert plan.launch.cut_bytes == 4 * 128 * plan.launch.cut_slots * (256 + 2) > 0
+    chunk = made(512, max_query_len=24, num_tokens=8 * 24)
+    assert chunk.launch.num_splits == 2 and chunk.launch.num_work_tiles(8 * 24) == 8 * 4 * 2
     assert made(512, 256).launch.column_parts == made(264, 256).launch.column_parts == 1
-    assert made(512, kernel=None).kernel == made(128, 512, kernel=None).kernel == "block"
+    assert made(128, 512).kernel == "hopper"
+    assert made(512, max_query_len=16, num_tokens=8 * 16).kernel == "split_kv"  # 32 rows of a sequence
+    assert made(512, max_query_len=40, num_tokens=8 * 40, max_seq_len=60).kernel == "block"  # few rows on few keys
+    assert made(320).kernel == "block"
     with pytest.raises(quire.UnsupportedError, match="values of 320 numbers"):
-        made(320)
+        made(320, kernel="hopper")
 
 
 def test_batch_invariant_tiles_of_wide_values_have_64_keys_where_there_is_room():

@@ -214,14 +214,15 @@ def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
     assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": 64}), ((130, 256), (66, 192), (300, 682)))
 
 
-@pytest.mark.parametrize("head_dim", range(16, 257, 8))
+@pytest.mark.parametrize("head_dim", [*range(16, 257, 8), 384, 512])
 def test_every_width(head_dim):
     assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [(192, 128), (128, 192), (64, 256), (256, 64), (80, 32), (24, 200), (192, 96)]
+    ("head_dim", "head_dim_v"),
+    [(192, 128), (128, 192), (64, 256), (256, 64), (80, 32), (24, 200), (192, 96), (128, 512), (264, 256)],
 )
 def test_values_of_another_width(head_dim, head_dim_v, layout):
     spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=3, head_dim=head_dim, head_dim_v=head_dim_v)
@@ -423,6 +424,7 @@ def test_sums_of_products_in_fp8_are_float32():
         E4M3,
         E4M3 | {"allow_fp8": True},
         {"num_q_heads": 12},
+        {"head_dim": 512, "sinks": True},
     ],
     ids=str,
 )
@@ -486,6 +488,7 @@ RAGGED = ((40, 9000), (1, 3000), (200, 200), (20, 4000), (0, 50), (33, 33), (130
         ({"num_q_heads": 28, "num_kv_heads": 4, "head_dim": 248, "sinks": True}, 64),
         ({"head_dim": 192, "head_dim_v": 128, "sliding_window": 3000}, 16),
         ({"causal": False, "head_dim": 80}, 24),
+        ({"head_dim": 512, "sinks": True}, 16),
         (E4M3, 16),
         (E4M3 | {"allow_fp8": True}, 8),
         ({"kv_dtype": torch.int8, "head_dim": 64}, 3),

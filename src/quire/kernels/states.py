@@ -1,8 +1,8 @@
 """Running states of attention: fold in the scores of a tile, combine two states, finish one and store it.
 
-A running state is `(acc, m_i, l_i)`: acc is the output before normalisation, m_i is about the maximum of the scores as
-a base-2 exponent, and l_i is the sum of exponentials relative to m_i. An empty state has m_i = -inf. The names are those
-of FlashAttention-2 (arXiv 2307.08691, section 3.1).
+A running state is `(acc, m_i, l_i)`: acc is the output before normalisation, m_i is the maximum of the scores as a
+base-2 exponent, or at most SLACK less, and l_i is the sum of exponentials relative to m_i. An empty state has
+m_i = -inf. The names are those of FlashAttention-2 (arXiv 2307.08691, section 3.1).
 
 acc is a tuple of tensors, one for each panel of the output's columns (`panels.py`).
 """

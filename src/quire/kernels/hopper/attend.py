@@ -30,7 +30,7 @@ from quire.kernels.hopper.pipeline import (
 from quire.kernels.hopper.products import wide
 from quire.kernels.hopper.rescale import rescaled
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
-from quire.kernels.hopper.softmax import scaled, shown_scores, softmax_step, sums_of_columns, total
+from quire.kernels.hopper.softmax import shown_scores, softmax_step, sums_of_columns, total
 from quire.kernels.hopper.steady import first_softmax, maximum_and_sum, next_softmax
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import num_sums

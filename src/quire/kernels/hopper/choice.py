@@ -11,7 +11,9 @@ from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
-WIDEST_CHOSEN = 256  # columns of heads for which plans choose this kernel; it serves wider ones if asked
+WIDEST_OF_TREES = WIDEST_INVARIANT = 256  # columns of heads on which trees were fitted, and of batch-invariant plans
+# Of wider heads: keys up to which this kernel pays only if each SM has so many rows (NVIDIA H200, 2026-11-27).
+FEW_KEYS_OF_WIDEST, MANY_ROWS_OF_WIDEST = 64, 64
 # Columns of values of a work tile, and of one of a batch-invariant plan, whose consumers hold two accumulators.
 WIDEST_PART, WIDEST_INVARIANT_PART = 256, 128
 TALL_WIDE = 768  # queries and keys of equal prompts of wide heads, beyond which tiles are as tall as for long contexts
@@ -53,8 +55,6 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     num_splits = choose_num_splits(launch, costs)
     section_heads = choose_section(launch, costs) if num_splits == 1 else None
     launch = replace(launch, num_splits=num_splits, section_heads=section_heads)
-    if options.kernel is None and max(spec.head_dim, spec.head_dim_v) > WIDEST_CHOSEN:
-        return "heads of more than 256 columns, on which it was not measured yet"
     if options.kernel is None and not is_preferred(launch, costs):
         return "batches for which the portable kernels are faster"
     return with_decode_launch(launch, costs), reason
@@ -71,7 +71,7 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     parts = column_parts(spec, WIDEST_INVARIANT_PART)
     if spec.kv_dtype is not spec.dtype:
         return "a quantised cache with batch_invariant"
-    if parts is None or max(spec.head_dim, spec.head_dim_v) > WIDEST_CHOSEN:
+    if parts is None or max(spec.head_dim, spec.head_dim_v) > WIDEST_INVARIANT:
         return f"heads of {spec.head_dim} with values of {spec.head_dim_v} numbers with batch_invariant"
     config = choose_config(request, short=False)
     if isinstance(config, str):
@@ -104,7 +104,8 @@ def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
       consumer warpgroups and keys are cut here too;
     * slower for a quantised cache of narrow heads otherwise.
 
-    In all other cases the device's tree decides. Of a window, it is told the keys that the window shows.
+    The widest heads have a rule of their own for more rows than `SOME_ROWS`. In all other cases the device's tree
+    decides. Of a window, it is told the keys that the window shows.
     """
     request, spec = launch.request, launch.request.spec
     rows_per_seq, rows_per_sm, _, queries_per_seq = rounded(request)
@@ -124,7 +125,14 @@ def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
         elif not is_wide(spec):
             return False
     keys = tree.power_of_two(request.keys_seen)
+    if is_widest(spec) and rows_per_seq > SOME_ROWS:
+        return keys > FEW_KEYS_OF_WIDEST or rows_per_sm >= MANY_ROWS_OF_WIDEST
     return tree.prefers_hopper(spec, request.device, rows_per_seq, rows_per_sm, keys, queries_per_seq)
+
+
+def is_widest(spec: AttentionSpec) -> bool:
+    """Return whether heads are wider than those on which trees were fitted."""
+    return max(spec.head_dim, spec.head_dim_v) > WIDEST_OF_TREES
 
 
 def is_short(request: Request, costs: CostModel) -> bool:
@@ -211,7 +219,8 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     request, config, device = launch.request, launch.config, launch.request.device
     num_work_tiles = launch.num_work_tiles(request.bounds.num_tokens)
     if is_wide(request.spec):
-        suits = request.rows_per_seq > FEW_ROWS and 2 * request.keys_seen > costs.short_context
+        few_rows = SOME_ROWS if is_widest(request.spec) else FEW_ROWS
+        suits = request.rows_per_seq > few_rows and 2 * request.keys_seen > costs.short_context
     else:
         has_rows = request.rows_per_seq > SOME_ROWS and not request.is_ragged
         fills_tile = 8 * request.bounds.max_query_len >= 7 * config.block_t

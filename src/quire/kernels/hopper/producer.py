@@ -287,9 +287,7 @@ def store_empty(lse_ptr, stride_lse, num_splits, split, work, BLOCK_T: gl.conste
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = gl.arange(0, ROWS, LAYOUT)
     tokens = work.token + rows % BLOCK_T
-    offsets = (
-        (work.q_start + tokens).to(gl.int64) * stride_lse + (work.head + rows // BLOCK_T) * num_splits + split
-    )
+    offsets = (work.q_start + tokens).to(gl.int64) * stride_lse + (work.head + rows // BLOCK_T) * num_splits + split
     lse = gl.full([ROWS], float("-inf"), gl.float32, LAYOUT)
     gl.store(lse_ptr + offsets, lse, mask=(tokens < work.q_len) & (rows < HEADS * BLOCK_T))
 
