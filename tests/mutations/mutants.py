@@ -23,7 +23,7 @@ OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
 KERNEL, CONSUMER, ATTEND, SOFTMAX, STEADY = (
     f"kernels/hopper/{name}.py" for name in ("kernel", "consumer", "attend", "softmax", "steady")
 )
-RESCALE = "kernels/hopper/rescale.py"
+RESCALE = "kernels/mla_hopper/rescale.py"
 ANY_PRODUCTS, PRODUCER, RESULTS, GATHER, SOFTCAP = (
     f"kernels/hopper/{name}.py" for name in ("products", "producer", "results", "gather", "softcap")
 )
@@ -68,7 +68,16 @@ IN_INTERPRETER = {
         ATTENTION + "full_tiles_in_a_loop_without_masks[causal-dtype1]",
     ),
     "denominator not rescaled": Mutant(
-        "kernels/states.py", "l_i = l_i * alpha + tl.sum(p, 1)", "l_i = l_i + tl.sum(p, 1)", LONG + "[1]"
+        "kernels/states.py",
+        "l_i = l_i * alpha[:, None] + sums_of_columns",
+        "l_i = l_i + sums_of_columns",
+        LONG + "[2]",
+    ),
+    "denominator not rescaled, block kernel": Mutant(
+        "kernels/states.py",
+        "l_i = l_i * alpha + tl.sum(p, 1)",
+        "l_i = l_i + tl.sum(p, 1)",
+        LONG + "[1]",
     ),
     "states added without weights": Mutant(
         "kernels/states.py", "tl.fma(l_i, alpha, other_l * beta)", "l_i + other_l", ATTENTION + "features[sinks-1]"
@@ -789,9 +798,9 @@ IN_INTERPRETER = {
         SIMULATED + "what_a_head_holds_changes_no_bit_of_another[104]",
     ),
     "latents: an older maximum for any score": Mutant(
-        "kernels/states.py",
-        "SLACK = tl.constexpr(8.0)",
-        "SLACK = tl.constexpr(300.0)",
+        RESCALE,
+        "SLACK = gl.constexpr(8.0)",
+        "SLACK = gl.constexpr(300.0)",
         SIMULATED + "scores_that_grow_from_tile_to_tile[latents-False]",
     ),
     "Hopper: queries released a tile early": Mutant(
@@ -1798,8 +1807,8 @@ OUTSIDE = {
     ),
     "Hopper: more states of splits than there is room for": Mutant(
         "kernels/hopper/choice.py",
-        "splits = rows // (request.bounds.num_tokens * request.spec.num_q_heads)",
-        "splits = rows // request.bounds.num_tokens",
+        "request.bounds.num_tokens * request.spec.num_q_heads * launch",
+        "request.bounds.num_tokens * launch",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
     ),
     "Hopper: a window counts as all keys": Mutant(

@@ -1,8 +1,8 @@
 """Running states of attention: fold in the scores of a tile, combine two states, finish one and store it.
 
 A running state is `(acc, m_i, l_i)`: acc is the output before normalisation, m_i is the maximum of the scores as a
-base-2 exponent, or at most SLACK less, and l_i is the sum of exponentials relative to m_i. An empty state has
-m_i = -inf. The names are those of FlashAttention-2 (arXiv 2307.08691, section 3.1).
+base-2 exponent, and l_i is the sum of exponentials relative to m_i. An empty state has m_i = -inf. The names are those
+of FlashAttention-2 (arXiv 2307.08691, section 3.1).
 
 acc is a tuple of tensors, one for each panel of the output's columns (`panels.py`).
 """
@@ -17,7 +17,6 @@ from quire.kernels.panels import num_panels, panel_width
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-SLACK = tl.constexpr(8.0)  # base-2 exponent by which a score may exceed m_i
 
 
 class Outputs(NamedTuple):
@@ -36,7 +35,8 @@ class Outputs(NamedTuple):
 def empty_state(BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, EACH: tl.constexpr, SUMS: tl.constexpr = 1):
     """Return the state over no keys. Where a stored element is EACH = 2 numbers, panels are even and odd columns.
 
-    With SUMS > 1, l_i has that many sums for each row, of some keys each. `total` adds them.
+    With SUMS > 1, l_i has that many sums for each row, of some keys each: those of `sums_of_columns`, or those of
+    `sums_of_groups`, which batch-invariant plans have.
     """
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M] if SUMS == 1 else [BLOCK_M, SUMS], tl.float32)
@@ -54,18 +54,18 @@ def softmax_step(
 
     `scores * exponent_scale` are base-2 exponents.
     """
-    highest = tl.max(scores, 1) * exponent_scale
-    if PACKED_FP8:  # 12 bits of headroom keep small float16 probabilities from vanishing
-        m_new = tl.maximum(m_i, highest - 12)
-    else:
-        m_new = raised(m_i, highest)
+    # m_i need not be the exact maximum. 12 bits of headroom keep small float16 probabilities from vanishing.
+    HEADROOM: tl.constexpr = 12 if PACKED_FP8 else 0
+    m_new = tl.maximum(m_i, tl.max(scores, 1) * exponent_scale - HEADROOM)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
     p = tl.exp2(scores * exponent_scale - shift[:, None])
     alpha = tl.exp2(m_i - shift)
     if len(l_i.shape) == 1:
         l_i = l_i * alpha + tl.sum(p, 1)
+    elif l_i.shape[1] == num_sums(p.shape[1]):
+        l_i = l_i * alpha[:, None] + sums_of_columns(p, l_i.shape[1])
     else:
-        l_i = tl.fma(l_i, alpha[:, None] + tl.zeros_like(l_i), sums_of_columns(p, l_i.shape[1]))
+        l_i = tl.fma(l_i, alpha[:, None] + tl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
     if v_scale is not None:
         p = p * v_scale[None, :]
     p = p.to(v[0].dtype)
@@ -73,16 +73,6 @@ def softmax_step(
     for i in tl.static_range(len(acc)):
         new_acc = new_acc + (add_product(acc[i], alpha, p, v[i], INPUT_PRECISION),)
     return new_acc, m_new, l_i
-
-
-@triton.jit
-def raised(m_i, highest):
-    """Return what exponents are relative to: the same as before, until a score exceeds it by more than SLACK.
-
-    So probabilities are at most 2^SLACK. Accumulators are rescaled for the first tiles of a row and rarely afterwards,
-    which the Hopper kernel leaves out then. This is the lazy rescaling of FlashAttention 4.
-    """
-    return tl.where(highest > m_i + SLACK, highest, m_i)
 
 
 @triton.jit
@@ -108,20 +98,36 @@ def log2(n):
 def num_sums(columns):
     """Return how many sums `sums_of_columns` makes of a tile's columns.
 
-    With so many, a thread adds probabilities that it has, in all layouts of tensor cores.
+    Where four warps share the columns of 16 rows, each of these sums is of numbers that one thread has. So a tile needs
+    no exchange between threads for them, and only one between warps, for the maxima.
     """
     return min(32, columns)
 
 
 @triton.jit
 def sums_of_columns(p, SUMS: tl.constexpr):
-    """Return sums over columns of p that are a multiple of SUMS apart, [M, SUMS].
-
-    Each addition has two terms. So the bits do not depend on how the compiler spreads p over threads, as those of
-    `tl.sum` do.
-    """
+    """Return sums of the columns of p that are a multiple of SUMS apart, [M, SUMS]."""
     for _ in tl.static_range(log2(p.shape[1] // SUMS)):
         p = tl.sum(tl.reshape(p, [p.shape[0], 2, p.shape[1] // 2]), 1)
+    return p
+
+
+@triton.constexpr_function
+def groups_of(columns):
+    """Return how many groups `sums_of_groups` makes of a tile's columns."""
+    return min(4, columns // 8)
+
+
+@triton.jit
+def sums_of_groups(p, SUMS: tl.constexpr):
+    """Return sums over groups of the columns of p, [M, SUMS].
+
+    Each addition has two terms. So the bits do not depend on how the compiler spreads p over threads, as those of
+    `tl.sum` do. Column n is in group n // 8 % SUMS, so that a warp has a group to itself where warps share the columns.
+    """
+    p = sums_of_columns(p, 8 * SUMS)
+    for _ in tl.static_range(3):
+        p = tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]), 2)
     return p
 
 

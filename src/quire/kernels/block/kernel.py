@@ -27,7 +27,7 @@ from quire.kernels.primitives import (
     table_row,
     write_new,
 )
-from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, num_sums, store_result
+from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, store_result
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def block_kernel(
     else:
         # Tiles are taken in order, and each split has a state, as in the split-KV kernel.
         TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
-        SUMS: tl.constexpr = num_sums(BLOCK_N)
+        SUMS: tl.constexpr = groups_of(BLOCK_N)
         split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
         masked = start
         if FULL_TILE_LOOP:

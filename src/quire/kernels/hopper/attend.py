@@ -28,12 +28,11 @@ from quire.kernels.hopper.pipeline import (
     release_operand,
 )
 from quire.kernels.hopper.products import wide
-from quire.kernels.hopper.rescale import rescaled
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
-from quire.kernels.hopper.softmax import shown_scores, softmax_step, sums_of_columns, total
+from quire.kernels.hopper.softmax import scaled, shown_scores, softmax_step, sums_of_groups, total
 from quire.kernels.hopper.steady import first_softmax, maximum_and_sum, next_softmax
 from quire.kernels.hopper.work_tile import ROWS
-from quire.kernels.states import num_sums
+from quire.kernels.states import groups_of
 
 # Columns of values up to which it is faster to wait for the next keys while products run (NVIDIA H100, 2026-11-25): in
 # `attend_work_tile`, and with states of splits.
@@ -132,7 +131,7 @@ def attend_work_tile_in_splits(
     accs, m_i, l_i = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
     NUM_ACCS: gl.constexpr = len(accs)
     IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
-    split_accs, split_m, no_sums = accs, m_i, sums_of_columns(zeros[0], num_sums(BLOCK_N))
+    split_accs, split_m, no_sums = accs, m_i, sums_of_groups(zeros[0], groups_of(BLOCK_N))
     pos = work.tile * BLOCK_N
     scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
     scores = after(0, scores)
@@ -165,7 +164,7 @@ def attend_work_tile_in_splits(
         p, split_m, split_l, alpha = softmax_step(
             scores, split_m, split_l, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, TOKENS, SCORE_MOD
         )
-        split_accs = rescaled(split_accs, alpha)
+        split_accs = scaled(split_accs, alpha)
         p = as_operands(p, v_pipe, accs)
     split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, stop - 1), split_accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=split_accs + p)

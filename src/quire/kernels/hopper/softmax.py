@@ -9,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.operands import keys_of
-from quire.kernels.hopper.rescale import raised
 from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LN2, LOG2E, log2
 
@@ -46,8 +45,6 @@ def softmax_step(
 ):  # fmt: skip
     """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
 
-    With several sums, as batch-invariant plans have, both are what they are in the portable kernels.
-
     The scores are one tensor, since tiles of batch-invariant plans and of products in fp8 have a power of two of keys.
 
     Returns:
@@ -58,11 +55,7 @@ def softmax_step(
     scores, exponent_scale = shown_scores(
         scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD
     )
-    highest = gl.max(scores[0], 1) * exponent_scale
-    if len(l_i.shape) == 1:
-        m_new = gl.maximum(m_i, highest)
-    else:
-        m_new = raised(m_i, highest)
+    m_new = gl.maximum(m_i, gl.max(scores[0], 1) * exponent_scale)
     shift = gl.maximum(m_new, LOWEST)  # a row that has seen no key: -inf - -inf is NaN
     alpha = gl.exp2(m_i - shift)
     p = gl.exp2(scores[0] * by_row(exponent_scale) - (shift - LIFT)[:, None])
@@ -70,7 +63,7 @@ def softmax_step(
         l_i = l_i * alpha + gl.sum(p, 1)
     else:
         by = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
-        l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_columns(p, l_i.shape[1]))
+        l_i = gl.fma(l_i, by + gl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
     return (p,), m_new, l_i, alpha
 
 
@@ -113,10 +106,12 @@ def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.conste
 
 
 @gluon.jit
-def sums_of_columns(p, SUMS: gl.constexpr):
-    """Return sums over columns of p [M, N], as `states.sums_of_columns` does."""
-    for _ in gl.static_range(log2(p.shape[1] // SUMS)):
+def sums_of_groups(p, SUMS: gl.constexpr):
+    """Return sums over groups of the columns of p [M, N], as `states.sums_of_groups` does."""
+    for _ in gl.static_range(log2(p.shape[1] // (8 * SUMS))):
         p = gl.sum(p.reshape([p.shape[0], 2, p.shape[1] // 2]), 1)
+    for _ in gl.static_range(3):
+        p = gl.sum(p.reshape([p.shape[0], p.shape[1] // 2, 2]), 2)
     return p
 
 

@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.kernels.hopper.addresses import reinterpret
 from quire.kernels.hopper.convert import peaks, scale_of_rows, scale_panels
-from quire.kernels.hopper.rescale import raised, rescaled
 from quire.kernels.hopper.softmax import lse_of_rows
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, wait
+from quire.kernels.mla_hopper.rescale import raised, rescaled
 from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
 from quire.kernels.mla_hopper.softmax import finite, mask_scores, zero_invisible_rows
 

@@ -36,7 +36,7 @@ from quire.kernels.primitives import (
 )
 from quire.kernels.split_kv.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
-from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, num_sums, store_result, total
+from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, num_sums, store_result, total
 
 
 @triton.jit(
@@ -84,6 +84,8 @@ def split_kv_kernel(
     if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
     EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
+    # With packed fp8, fewer programs of an SM would have registers for these sums.
+    COLUMN_SUMS: tl.constexpr = FIXED_SPLIT == 0 and not PACKED_FP8
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
     BAND: tl.constexpr = kv.key_begin is None and kv.tree_bits is None  # rows see the band of their positions
     T: tl.constexpr = Tiling(
@@ -165,8 +167,7 @@ def split_kv_kernel(
                     new, norm_rope, cache, kv, q_start, q_len, kv_head, NEW_TOKENS, ENCODE, ROTARY_DIM, INTERLEAVED, T
                 )
                 tl.debug_barrier()
-        SUMS: tl.constexpr = num_sums(BLOCK_N)
-        acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, EACH, 1 if FIXED_SPLIT > 0 or PACKED_FP8 else SUMS)
+        acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, EACH, num_sums(BLOCK_N) if COLUMN_SUMS else 1)
         if FIXED_SPLIT == 0:
             masked = tile_begin  # the first tile that needs masks
             if FULL_TILE_LOOP:  # most tiles of a long partition are full: every row sees every key
@@ -194,13 +195,14 @@ def split_kv_kernel(
                     scoring, T, True,
                 )  # fmt: skip
                 page = next_page
-            if not PACKED_FP8:
+            if COLUMN_SUMS:
                 l_i = tl.sum(l_i, 1)
         else:
             # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
             last = tl.minimum((begin + num_here) * TILES, tl.cdiv(seq_stop, BLOCK_N)) - 1
+            SUMS: tl.constexpr = groups_of(BLOCK_N)
             split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
             for tile in tl.range(begin * TILES, last + 1):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.states import SLACK
+SLACK = gl.constexpr(8.0)  # base-2 exponent by which a score may exceed the maximum that it is relative to
 
 
 @gluon.constexpr_function
@@ -48,5 +48,9 @@ def rescaled_acc(acc, factor):
 
 @gluon.jit
 def raised(m_i, highest):
-    """Return what exponents are relative to, as `states.raised` does."""
+    """Return what exponents are relative to: the running maximum, until a score exceeds it by more than SLACK.
+
+    So probabilities are at most 2^SLACK, and the accumulators are rescaled for the first tiles of a row and rarely
+    afterwards. This is the lazy rescaling of FlashAttention 4.
+    """
     return gl.where(highest > m_i + SLACK, highest, m_i)
