@@ -455,7 +455,7 @@ def test_an_output_in_e4m3_of_the_hopper_kernel_for_latents_is_refused_before_a_
 def test_heads_wider_than_256_compile_fit_and_do_not_spill(target, assembled):
     """A block of 64 rows would spill: 64 x 512 accumulators take half of the registers that eight warps have.
 
-    In the Hopper kernel, a work tile has half of the columns. At most 5 of some 300 instructions of a loop use the stack.
+    In the Hopper kernel, a work tile has half of the columns. Of some 300 instructions of a loop, 5 use the stack.
     """
     turn = list(TARGETS).index(target)
     everywhere = launches.WIDE["every target"][turn % 2 :][: 2 if target in NO_SPILLS else 1]
