@@ -44,6 +44,8 @@ CASES = (
     ({"head_dim": 64}, ((150, 1300), (300, 300), (1, 90)), {"kernel": "hopper"}),
     ({"head_dim": 88}, ((150, 1300), (300, 300), (1, 90)), {"kernel": "hopper"}),  # products of `products.py`
     ({"head_dim": 192}, ((150, 1300), (150, 1210)), {"kernel": "hopper"}),  # scores in pieces
+    ({"head_dim": 512, "sinks": True}, ((40, 1500),), {"kernel": "hopper"}),
+    ({"head_dim": 512}, ((33, 9000), (40, 60), (1, 90)), {"kernel": "hopper"}),
 )
 E4M3 = torch.float8_e4m3fn
 LATENTS = (
