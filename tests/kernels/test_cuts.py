@@ -357,13 +357,18 @@ def test_sequences_that_are_not_looked_at_are_not_cut():
 
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
-    ("bound", "seeds"),
-    [(LONG, range(1, 2)), (SHORT, range(1, 2)), extended(LONG, range(2, 7)), extended(SHORT, range(2, 7))],
-    ids=str,
+    ("head_dim", "lens", "bound", "seeds"),
+    [
+        (64, RAGGED, LONG, range(1, 2)),
+        (64, RAGGED, SHORT, range(1, 2)),
+        (512, ((20, 1500), (2, 700)), LONG, range(1, 2)),
+        extended(64, RAGGED, LONG, range(2, 7)),
+        extended(64, RAGGED, SHORT, range(2, 7)),
+    ],
 )
-def test_any_order_of_programs_gives_the_same_bits(bound, seeds):
+def test_any_order_of_programs_gives_the_same_bits(head_dim, lens, bound, seeds):
     """Of eleven and more programs, which begin in any order, four run at a time."""
-    p = make_problem(quire.AttentionSpec(**LLAMA), RAGGED)
+    p = make_problem(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), lens)
     plan, first, arrivals = attend(p, bound, num_sms=11)
     assert arrivals > 0 and error_budget(p, first).passed
     for seed in seeds:

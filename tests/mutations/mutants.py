@@ -1046,9 +1046,21 @@ IN_INTERPRETER = {
         "pos >= kv_stop",
         SIMULATED + "splits[((64, 500), (0, 50), (20, 0))-{'sinks': True, 'softcap': 20.0}-16]",
     ),
+    "Hopper: partials of all parts of columns in one slot": Mutant(
+        "kernels/hopper/tile_scheduler.py",
+        "            of_row_block += part\n",
+        "            of_row_block += 0\n",
+        CUT + "any_order_of_programs_gives_the_same_bits[512-lens2-20000-seeds2]",
+    ),
+    "Hopper: combined partials of all parts in the first columns": Mutant(
+        "kernels/hopper/partials.py",
+        "offsets += work.split * HEAD_DIM_V",
+        "offsets += 0 * work.split",
+        "kernels/test_cuts.py::test_widths[512-512]",
+    ),
     "Hopper: splits without keys that say nothing": Mutant(
         PRODUCER,
-        "store_empty(lse_ptr, stride_lse, num_splits, work, BLOCK_T, HEADS)",
+        "store_empty(lse_ptr, stride_lse, num_splits, split, work, BLOCK_T, HEADS)",
         "pass",
         SIMULATED + "splits[((64, 500), (0, 50), (20, 0))-{'sinks': True, 'softcap': 20.0}-16]",
     ),
