@@ -51,12 +51,12 @@ MAY_SPILL = ("vLLM's original", "float32, e4m3")
 # ptxas may spill up to 16 bytes to fit one more program on an SM. It then uses fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
-ON_THE_STACK = {"hopper_kernel": 136, "mla_hopper_kernel": 96}
+ON_THE_STACK = {"hopper_kernel": 88, "mla_hopper_kernel": 96}
 # Most instructions that use it in a consumer's loop, in a tile that raises no maximum. GPUs were measured with 3.6.0.
 IN_LOOPS = 0 if triton.__version__ == launches.OLDEST else 2
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
-ON_THE_STACK_OF_INTERVALS = 104  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
-ON_THE_STACK_OF_E4M3_OUTPUTS = 168  # of head_dim 256, outside of the loops of the consumers; 128 with 3.6.0
+ON_THE_STACK_OF_INTERVALS = 96  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
+ON_THE_STACK_OF_E4M3_OUTPUTS = 120  # of head_dim 256, outside of the loops of the consumers
 ON_THE_STACK_OF_WIDE_HEADS = 248  # of head_dim 512, with Triton 3.9.0; 176 with 3.6.0
 
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
@@ -72,7 +72,7 @@ NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not sp
 WRITTEN = (*NO_SPILLS, "gfx950")  # of whose writes and copies some are no extended cases
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
 # Defaults of sm90 that do spill, with the most bytes that Triton 3.6.0 or 3.9.0 spills: they must not grow.
-KNOWN_SPILLS = {("e4m3", "chunk, split", 128): 232}
+KNOWN_SPILLS = {("e4m3", "chunk, split", 128): 160}
 CASES = [  # a kernel takes seconds, so each launch is a test, which two processes can share
     pytest.param(
         *(target, features, batch, dim),
@@ -208,24 +208,24 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len", "num_tokens", "on_the_stack"),
     [
-        extended({}, 16, 32768, 1600, 72),
-        extended({}, 16, 32768, 1000, 64),
+        extended({}, 16, 32768, 1600, 48),
+        extended({}, 16, 32768, 1000, 48),
         extended({"head_dim": 64, "alibi": True}, 16, 4096, 1600, 40),
         extended({"head_dim": 64}, 16, 4096, 1600, 32),
-        extended({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 1600, 120),
+        extended({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 1600, 104),
         extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 1600, 16),
         extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 1000, 24),
-        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 1600, 208),
+        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 1600, 184),
         extended({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 1600, 168),
-        extended({}, 1, 32768, 1600, 72),
-        extended({"head_dim": 232}, 1, 32768, 1600, 80),
+        extended({}, 1, 32768, 1600, 56),
+        extended({"head_dim": 232}, 1, 32768, 1600, 72),
     ],
     ids=str,
 )
 def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
     extra, page_size, max_seq_len, num_tokens, on_the_stack, assembled, monkeypatch
 ):
-    """With Triton 3.6.0, the loops of consumers do not spill where a tile is seen whole; with 3.9.0, little.
+    """The loops of consumers do not spill where a tile is seen whole, but for one register with ALiBi and Triton 3.9.0.
 
     Partials are loaded 16 bytes at a time, past L1.
 
@@ -254,7 +254,7 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
     for loop in attends:
         print(loops.describe(loop))
         assert sum(op.startswith("WARPGROUP.DEPBAR") for op in loop) == 2
-        assert loops.count_kinds(loop)["local memory"] <= (0 if triton.__version__ == launches.OLDEST else 4)
+        assert loops.count_kinds(loop)["local memory"] <= int(spec.alibi)
         if not is_quantised and not spec.alibi:  # two probabilities at a time, whose order is that of the product
             assert loops.count_kinds(loop)["conversions"] == plan.launch.config.block_n // 4
 
