@@ -1,9 +1,10 @@
 """A work tile: what a program attends to at a time, which keys that are, and how its warps learn of it.
 
 A row block is BLOCK_T query tokens of one sequence. A work tile is a row block, as many heads of one KV head as fill
-the program's rows, and one split of the visible keys. The rows of a head follow those of the head before it. With
-APART, this holds for each of two consumer warpgroups, which has half of the tokens, of all these heads. So the second
-one may skip a work tile that has few tokens, as a decoding sequence has.
+the program's rows, and one split of the visible keys. Of wide values, it has one part of the columns. The rows of a
+head follow those of the head before it. With APART, this holds for each of two consumer warpgroups, which
+has half of the tokens, of all these heads. So the second one may skip a work tile that has few tokens, as a decoding
+sequence has.
 
 The producer warp publishes the fields of a work tile in shared memory, where the consumer warpgroups read them. With
 intervals of keys, it also publishes the `Range`. So all warps of a program agree on which tiles there are, and which of
