@@ -220,8 +220,8 @@ class CostModel:
         combine_launch_cost: the same where another launch combines: its programs share the partials of a block.
         two_level_combine_discount: factor on `combine_cost` for sequences so long that their partials are combined in
             two levels, by several programs at once.
-        min_split_tiles: a sequence of at most this many tiles is not split. A partition may also be this many tiles
-            longer than the others, if it then ends where a sequence ends.
+        min_split_tiles: a sequence of at most this many tiles is not split. Partitions may also be this many tiles
+            longer, if they then end where equal sequences do; a thirty-second of their length in any launch.
         early_exit_max_tiles: a program whose partition has at most this many tiles lets the next kernel in the stream
             start before it combines (programmatic dependent launch). After longer partitions, the next kernel's
             programs would take the SMs that finish first.

@@ -130,11 +130,12 @@ def partition_size(total, longest, num_seqs, num_partitions, combine_cost, S: tl
     size = tl.maximum(tl.cdiv(total, num_partitions), (shortest + 0.5).to(tl.int32))
     if S.MAX_DECODE_QUERIES > 0:  # all sequences may belong to the other kernel
         size, longest = tl.maximum(size, 1), tl.maximum(longest, 1)
-    # If all sequences are equal, a slightly longer partition may end where a sequence ends, with nothing to combine.
+    # If all sequences are equal, a slightly longer partition may end where a sequence ends: there is less to combine.
     # This is a select, not a branch: with a branch, Triton 3.9.0 keeps no loads in flight in the loop over tiles.
     shorter, longer = tl.cdiv(longest, tl.maximum(longest // size, 1)), tl.cdiv(size, longest) * longest
     even = tl.where(size < longest, shorter, longer)
-    return tl.where((longest * num_seqs == total) & (combine_cost > 0) & (even <= size + S.MIN_SPLIT_TILES), even, size)
+    most = size + tl.maximum(S.MIN_SPLIT_TILES, size // 32)
+    return tl.where((longest * num_seqs == total) & (combine_cost > 0) & (even <= most), even, size)
 
 
 @triton.jit
