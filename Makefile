@@ -144,7 +144,7 @@ test-quick: $(VENV)/.ready
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
 
 # Tests of launches and schedules, of kernels that other tests run.
-SAME_KERNELS := test_invariance or test_combine_launch or test_offsets or test_shared_prefix or test_partitions or test_work_tile or test_schedule
+SAME_KERNELS := test_invariance or test_combine_launch or test_offsets or test_shared_prefix or test_work_tile or test_schedule
 
 # Hopper GPUs, on which this Triton was measured, and attention on one of AMD's.
 OLD_MEASURED := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents or wgmma or wide_values or (gfx942 and attention_compiles)) and not sees_a_spill

@@ -1,4 +1,4 @@
-"""The schedule of the split-KV kernel: host and device compute the shortest partition by one formula."""
+"""The schedule of the split-KV kernel: how long partitions are, and that host and device say so by one formula."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from quire.dispatch import tree
 from quire.dispatch.device import device_properties
 from quire.kernels.split_kv.choice import min_partition_tiles
 from quire.kernels.split_kv.launch import NEVER
-from quire.kernels.split_kv.schedule import Schedule, min_partition_units
+from quire.kernels.split_kv.schedule import Schedule, min_partition_units, partition_size
 
 SPEC = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float16)
 
@@ -34,7 +34,7 @@ def test_host_and_device_agree_on_the_shortest_partition(combine_cost, two_level
     costs = tree.cost_model(SPEC, device_properties(torch.device(device)))
     costs = dataclasses.replace(costs, two_level_combine_discount=0.4)  # 1 in some trees, which tells nothing
     edges = {costs.min_split_tiles, two_level_min_tiles} - {NEVER}
-    means = {1.0, 2.0, 3.0, 7.5, 33.3, 100.0, 1024.0, 5000.0, 65536.0}
+    means = {0.37, 1.0, 1.37, 2.0, 3.0, 7.5, 33.3, 100.0, 1024.0, 5000.0, 65536.0}
     means |= {edge + more for edge in edges for more in (-1, -0.5, 0, 0.5, 1) if edge + more >= 1}
     found = torch.zeros(len(means), device=device)
     shortest_kernel[len(means),](
@@ -45,6 +45,38 @@ def test_host_and_device_agree_on_the_shortest_partition(combine_cost, two_level
     on_device = [max(1, int(shortest + 0.5)) for shortest in found.tolist()]
     on_host = [min_partition_tiles(mean, combine_cost, costs, two_level_min_tiles) for mean in sorted(means)]
     assert dict(zip(sorted(means), on_device, strict=True)) == dict(zip(sorted(means), on_host, strict=True))
+
+
+@triton.jit
+def size_kernel(out_ptr, units, num_seqs, num_partitions, combine_cost, MIN_SPLIT_TILES: tl.constexpr):
+    S: tl.constexpr = Schedule(1, 16, 64, 32, False, 0, MIN_SPLIT_TILES, 1.0, 1 << 30)
+    tl.store(out_ptr, partition_size(units * num_seqs, units, num_seqs, num_partitions, combine_cost, S))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("units", "num_seqs", "num_partitions", "combine_cost", "min_split_tiles", "size"),
+    [
+        (128, 16, 33, 0.02, 0, 64),  # 63 units would fill 33 partitions, of which most would cross sequences
+        (128, 16, 33, 0.0, 0, 63),  # the caller chose how many
+        (120, 16, 33, 0.02, 0, 60),  # 59
+        (116, 16, 33, 0.02, 0, 58),  # 57
+        (60, 16, 33, 0.02, 0, 30),
+        (56, 16, 33, 0.02, 0, 28),
+        (56, 16, 34, 0.02, 0, 27),  # 28 is more than a thirty-second longer
+        (56, 16, 34, 0.02, 4, 28),  # four units more are allowed
+        (128, 16, 40, 0.02, 0, 52),  # 64 is too long
+        (31, 64, 62, 0.02, 0, 32),  # 62 is too long
+        (31, 64, 63, 0.02, 1, 32),
+        (31, 64, 64, 0.02, 0, 31),
+    ],
+)
+def test_partitions_end_where_equal_sequences_do(
+    units, num_seqs, num_partitions, combine_cost, min_split_tiles, size, device
+):
+    found = torch.zeros(1, dtype=torch.int32, device=device)
+    size_kernel[1,](found, units, num_seqs, num_partitions, combine_cost, min_split_tiles)
+    assert found.item() == size
 
 
 @pytest.mark.triton
