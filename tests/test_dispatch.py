@@ -216,9 +216,13 @@ def test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values():
     assert made(320).kernel == "block"
     with pytest.raises(quire.UnsupportedError, match="values of 320 numbers"):
         made(320, kernel="hopper")
+    for head_dim, parts in ((512, 4), (384, 3)):
+        plan = made(head_dim, batch_invariant=True)
+        assert plan.kernel == "hopper" and plan.launch.column_parts == parts
+        assert (plan.launch.config.block_n, plan.launch.config.num_stages) == (32, 2)
 
 
-def test_batch_invariant_tiles_of_wide_values_have_64_keys_where_there_is_room():
+def test_batch_invariant_tiles_of_wide_heads_have_all_keys_where_there_is_room():
     """Shorter ones elsewhere, and the same for every number of queries."""
 
     def tile(target, queries=(1, 8, 64, 2048), **extra):
@@ -237,7 +241,8 @@ def test_batch_invariant_tiles_of_wide_values_have_64_keys_where_there_is_room()
     assert tile("sm80") == tile("gfx950") == (32, 4)  # of sm80, shared memory has no room for 32 rows and 64 keys
     assert tile("sm86") == tile("gfx942") == (16, 4)
     assert tile("sm90", kv_dtype=torch.float8_e4m3fn) == (32, 4)
-    assert tile("sm90", head_dim=512) == (16, 8)
+    assert tile("sm90", head_dim=512) == tile("sm90", head_dim=512, head_dim_v=256) == (32, 8)
+    assert tile("sm80", head_dim=512) == tile("sm90", head_dim=512, kv_dtype=torch.float8_e4m3fn) == (16, 8)
 
 
 def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():

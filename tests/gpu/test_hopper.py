@@ -942,6 +942,10 @@ INVARIANT = [
     {"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 192, "head_dim_v": 128},
     {"num_q_heads": 16, "num_kv_heads": 1},
     {"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256, "sinks": True},
+    {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 512},
+    {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 384, "softcap": 20.0},
+    {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 512, "head_dim_v": 256, "sliding_window": 700},
+    {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "head_dim_v": 512},
 ]
 
 

@@ -11,7 +11,7 @@ from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
-WIDEST_OF_TREES = WIDEST_INVARIANT = 256  # columns of heads on which trees were fitted, and of batch-invariant plans
+WIDEST_OF_TREES = 256  # columns of heads on which trees were fitted
 # Of wider heads: keys up to which this kernel pays only if each SM has so many rows (NVIDIA H200, 2026-11-27).
 FEW_KEYS_OF_WIDEST, MANY_ROWS_OF_WIDEST = 64, 64
 # Columns of values of a work tile, and of one of a batch-invariant plan, whose consumers hold two accumulators.
@@ -71,8 +71,8 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     parts = column_parts(spec, WIDEST_INVARIANT_PART)
     if spec.kv_dtype is not spec.dtype:
         return "a quantised cache with batch_invariant"
-    if parts is None or max(spec.head_dim, spec.head_dim_v) > WIDEST_INVARIANT:
-        return f"heads of {spec.head_dim} with values of {spec.head_dim_v} numbers with batch_invariant"
+    if parts is None:
+        return f"values of {spec.head_dim_v} numbers with batch_invariant"
     config = choose_config(request, short=False)
     if isinstance(config, str):
         return config
@@ -204,8 +204,9 @@ def suits_large_tiles(request: Request, config: HopperConfig) -> bool:
 
 
 def with_keys(config: HopperConfig, block_n: int, spec: AttentionSpec, parts: int) -> HopperConfig:
-    """Return a configuration with tiles of `block_n` keys, with as many bytes in all stages."""
-    before = largest_power_of_two(config.block_n) * (spec.head_dim + spec.head_dim_v)
+    """Return a configuration with tiles of `block_n` keys, with as many bytes in all stages as in other plans."""
+    others = column_parts(spec, WIDEST_PART) or parts
+    before = largest_power_of_two(config.block_n) * (spec.head_dim + spec.head_dim_v // others)
     after = block_n * (spec.head_dim + spec.head_dim_v // parts)
     return replace(config, block_n=block_n, num_stages=max(2, config.num_stages * before // after))
 

@@ -15,8 +15,8 @@ from quire.kernels.split_kv.launch import FILLED, FIXED_SPLIT_SIZE, SplitKVLaunc
 from quire.spec import AttentionSpec
 
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
+WIDE_TILE = 16384  # numbers of a tile of keys that eight warps keep where values are wider than 128
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
-KEYS_OF_WIDE_VALUES = 64  # of a tile of eight warps, where values are wider than 128
 FEW_KEYS = 64  # that a query sees
 MANY_ROWS, MANY_WIDE_ROWS = 64, 128  # for each SM, above which taller row blocks are faster than those of 16 rows
 IDLE = 8  # programs for each row block: a device with room for that many is nearly idle
@@ -94,7 +94,7 @@ def invariant_config(request: Request) -> tuple[KernelConfig, str]:
     config, reason = tree.select(spec, device, power_of_two(spec.group_size), 1, FIXED_SPLIT_SIZE, 1, fitted=False)
     if config.block_dv > 128:  # there are two accumulators, one of the row block and one of the split
         wide = replace(config, num_warps=8, programs_per_sm=1)
-        has_room = config.block_n == KEYS_OF_WIDE_VALUES and not device.has_mfma
+        has_room = config.block_n * max(config.block_d, config.block_dv) == WIDE_TILE and not device.has_mfma
         if has_room and with_rows(wide, 32, spec, device) is not None:
             config = wide
         else:
