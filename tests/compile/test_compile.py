@@ -533,6 +533,28 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
 
 @of_the_oldest_triton
 @pytest.mark.parametrize(
+    ("head_dim", "on_the_stack", "in_loop"),
+    [extended(256, (40, 80), (0, 0)), extended(384, (64, 136), (0, 7)), (512, (232, 288), (0, 3))],
+)
+def test_the_hopper_kernel_of_batch_invariant_plans_fits_with_wide_heads(head_dim, on_the_stack, in_loop, assembled):
+    """Its work tiles have 128 columns of values, and as many stages as shared memory has room for.
+
+    The bytes on the stack, and the instructions of a loop that use it, are those of Triton 3.6.0 and of 3.9.0.
+    """
+    spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=head_dim)
+    launch = Launch(spec, 2, 2000, 2000, 3900, options=(("batch_invariant", True),))
+    plan, (kernel, *_) = launch.compile(TARGETS["sm90"])
+    print(kernel)
+    assert kernel.kernel == "hopper_kernel" and plan.launch.column_parts == head_dim // 128
+    assert kernel.shared <= TARGETS["sm90"].shared_memory and kernel.occupancy == 1, kernel
+    is_newer = triton.__version__ != launches.OLDEST
+    assert kernel.spills <= on_the_stack[is_newer], kernel
+    for loop in loops.attending(assembled[0]):
+        assert loops.count_kinds(loop)["local memory"] <= in_loop[is_newer], loops.describe(loop)
+
+
+@of_the_oldest_triton
+@pytest.mark.parametrize(
     ("queries", "num_q_heads", "head_dim"),
     [extended(64, 16, 256), (64, 32, 128), extended(4096, 16, 256), (4096, 32, 128)],
 )

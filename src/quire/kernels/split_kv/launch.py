@@ -163,7 +163,7 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def min_split_tiles(self) -> int:
-        """As in `CostModel`; 0 where partials cost little: partitions are hardly made longer to end where a sequence does."""
+        """As in `CostModel`; 0 where partials cost little, so that partitions need not end where sequences do."""
         return 0 if self.has_combine_launch else self.costs.min_split_tiles
 
     def compile_key(self) -> Hashable:
