@@ -37,6 +37,7 @@ CASES = (
     ({"head_dim": 256, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
     ({"num_q_heads": 10, "head_dim": 120, "sinks": True}, ((24, 300), (3, 90)), {"kernel": "hopper"}),
     ({"head_dim": 256}, ((150, 700), (1, 90)), {"kernel": "hopper", "batch_invariant": True}),
+    ({"head_dim": 512}, ((150, 700), (1, 90)), {"kernel": "hopper", "batch_invariant": True}),
     ({}, ((16, 3000),), {"batch_invariant": True}),
     ({"kv_dtype": torch.float8_e4m3fn, "sliding_window": 60}, ((150, 300), (1, 90)), {"kernel": "hopper"}),
     ({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, ((150, 300), (1, 90)), {"kernel": "hopper"}),

@@ -206,7 +206,7 @@ def suits_large_tiles(request: Request, config: HopperConfig) -> bool:
 
 
 def with_keys(config: HopperConfig, block_n: int, request: Request, parts: int) -> HopperConfig:
-    """Return a configuration with tiles of `block_n` keys, in as many stages as find room in shared memory, up to eight.
+    """Return a configuration with tiles of `block_n` keys, in up to eight stages, as shared memory has room.
 
     Heads of 256 had two stages of 64 keys, in parts of 128 columns. With three, prompts of 4,096 take 0.95 to 0.97 of
     the time, and 512 queries on 8,192 keys 0.92 to 0.93 (NVIDIA H200, 2026-11-27).
