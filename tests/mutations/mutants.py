@@ -304,6 +304,9 @@ IN_INTERPRETER = {
         "mean >= S.TWO_LEVEL_MIN_TILES",
         "kernels/test_schedule.py",
     ),
+    "partitions made twice as much longer as allowed": Mutant(
+        "kernels/split_kv/schedule.py", "size // 32)", "size // 16)", "kernels/test_schedule.py"
+    ),
     "the host's shortest partition by another formula": Mutant(
         "kernels/split_kv/choice.py", "math.sqrt(mean * cost)", "math.sqrt(mean) * cost", "kernels/test_schedule.py"
     ),
@@ -1864,6 +1867,12 @@ OUTSIDE = {
         "        config, reason = invariant_config(request)\n",
         "        config, reason = invariant_config(request)\n        config = shrunk(config, request)\n",
         "test_dispatch.py::test_tiles_are_no_longer_than_what_a_query_sees_where_that_is_little",
+    ),
+    "more stages than shared memory has room for": Mutant(
+        "kernels/hopper/choice.py",
+        "- OTHER_SHARED_MEMORY - queries",
+        "- OTHER_SHARED_MEMORY",
+        "test_dispatch.py::test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values",
     ),
     "Hopper: few rows that leave SMs idle": Mutant(
         "kernels/hopper/choice.py",
