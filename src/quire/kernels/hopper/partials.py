@@ -1,7 +1,7 @@
 """Combine the partials of a row block that is cut by keys. The last warpgroup to arrive does it.
 
 A partial is the state of a consumer warpgroup's 64 rows over one split: m_i, l_i and the accumulators of `states.py`,
-as float32 in the launch's scratch. Each part of the columns of wide values has partials of its own.
+as float32 in the launch's scratch. Wide values are in parts of columns; each part has separate partials.
 Warpgroups do not share rows, so each one's arrivals are counted by themselves. The last one reads the partials of all
 splits again, its own too, in the order of the keys. So results do not depend on which one is last, and none waits for
 another.

@@ -15,7 +15,7 @@ from quire.kernels.split_kv.launch import FILLED, FIXED_SPLIT_SIZE, SplitKVLaunc
 from quire.spec import AttentionSpec
 
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
-WIDE_TILE = 16384  # numbers of a tile of keys that eight warps keep where values are wider than 128
+WIDE_TILE = 16384  # keys times columns of a tile that eight warps keep in batch-invariant plans
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
 FEW_KEYS = 64  # that a query sees
 MANY_ROWS, MANY_WIDE_ROWS = 64, 128  # for each SM, above which taller row blocks are faster than those of 16 rows

@@ -163,7 +163,7 @@ class SplitKVLaunch(PortableLaunch):
 
     @property
     def min_split_tiles(self) -> int:
-        """As in `CostModel`; 0 where partials cost little, so that partitions need not end where sequences do."""
+        """As in `CostModel`; 0 where a second launch combines, since partials then cost little."""
         return 0 if self.has_combine_launch else self.costs.min_split_tiles
 
     def compile_key(self) -> Hashable:
