@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.addresses import barrier
 from quire.kernels.hopper.pipeline import THREADS, pieces_of
+from quire.kernels.hopper.products import PIECE, layout_of_piece, pieces
 from quire.kernels.hopper.results import tokens_of_rows, with_sink
 from quire.kernels.hopper.softmax import lse_of_rows
 from quire.kernels.hopper.work_tile import ROWS, power_of_two
@@ -86,12 +87,18 @@ def store_columns(
     ptr, acc, work, FIRST: gl.constexpr, COLUMNS: gl.constexpr, FIRST_ROW: gl.constexpr, TOKENS: gl.constexpr,
     OWNED: gl.constexpr,
 ):  # fmt: skip
-    """Store an accumulator as the columns from FIRST on of [ROWS, COLUMNS] at `ptr`."""
-    LAYOUT: gl.constexpr = acc.type.layout
+    """Store an accumulator as the columns from FIRST on of [ROWS, COLUMNS] at `ptr`.
+
+    A piece is a fixed number of bytes from the one before it, which is part of the instruction.
+    """
+    LAYOUT: gl.constexpr = layout_of_piece()
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    columns = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
     owned = tokens_of_rows(work, FIRST_ROW + rows, TOKENS, OWNED) < work.q_len
-    gl.store((ptr + rows * COLUMNS)[:, None] + columns[None, :], acc, mask=owned[:, None])
+    ptrs = (ptr + rows * COLUMNS)[:, None] + columns[None, :]
+    parts = pieces(acc)
+    for i in gl.static_range(len(parts)):
+        gl.store(ptrs + (FIRST + i * PIECE), parts[i], mask=owned[:, None])
 
 
 @gluon.jit
