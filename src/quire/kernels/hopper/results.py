@@ -10,6 +10,7 @@ from quire.kernels.hopper.addresses import reinterpret
 from quire.kernels.hopper.convert import permute_for_fp8_operand, quantize_results, undo_permute_for_fp8_operand
 from quire.kernels.hopper.operands import queries_of
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES, columns_of, consumer_release, pieces_of
+from quire.kernels.hopper.products import pieces
 from quire.kernels.hopper.softmax import lse_of_rows, scaled
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LOG2E, as_stored
@@ -147,18 +148,36 @@ def write_out(
     result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST_ROW: gl.constexpr,
     TOKENS: gl.constexpr, OWNED: gl.constexpr,
 ):  # fmt: skip
-    """Write a work tile's results for the columns from FIRST on."""
-    LAYOUT: gl.constexpr = result.type.layout
+    """Write a work tile's results for the columns from FIRST on.
+
+    An accumulator is written a piece at a time. A piece is a fixed number of bytes from the one before it, which is
+    part of the instruction.
+    """
+    if is_accumulator(result.type.layout):
+        parts = pieces(result)
+    else:
+        parts = (result,)
+    LAYOUT: gl.constexpr = parts[0].type.layout
+    COLUMNS: gl.constexpr = parts[0].shape[1]
     rows = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     tokens = tokens_of_rows(work, rows, TOKENS, OWNED)
     offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_out_token
     offsets += (work.head + rows // TOKENS).to(gl.int64) * outputs.stride_out_head
     offsets += work.split * HEAD_DIM_V
-    offs_d = FIRST + gl.arange(0, result.shape[1], gl.SliceLayout(0, LAYOUT))
-    inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM_V)[None, :]
-    if result.dtype != outputs.out_ptr.dtype.element_ty:
-        result = as_stored(result, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
-    gl.store(outputs.out_ptr + offsets[:, None] + offs_d[None, :], result, mask=inside)
+    offs_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    ptrs = (outputs.out_ptr + offsets)[:, None] + offs_d[None, :]
+    for i in gl.static_range(len(parts)):
+        inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM_V - FIRST - i * COLUMNS)[None, :]
+        part = parts[i]
+        if part.dtype != outputs.out_ptr.dtype.element_ty:
+            part = as_stored(part, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
+        gl.store(ptrs + (FIRST + i * COLUMNS), part, mask=inside)
+
+
+@gluon.constexpr_function
+def is_accumulator(layout):
+    """Return whether a tensor is as tensor cores leave it."""
+    return isinstance(layout, gl.NVMMADistributedLayout)
 
 
 @gluon.constexpr_function
