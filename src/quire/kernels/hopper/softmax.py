@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.operands import keys_of
+from quire.kernels.hopper.products import PIECE, joined, layout_of_piece, pieces
 from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LN2, LOG2E, log2
 
@@ -99,10 +100,29 @@ def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.conste
             first_col, last_col = sight.first - pos, sight.last - pos
         shown = ()
         for i in gl.static_range(len(scores)):
-            visible = (cols[i][None, :] >= first_col[:, None]) & (cols[i][None, :] <= last_col[:, None])
-            shown = shown + (gl.where(visible, scores[i], float("-inf")),)
+            first = i * scores[i].shape[1]
+            part = show_columns(pieces(scores[i]), first_col - first, last_col - first)
+            shown = shown + (gl.convert_layout(joined(part, scores[i].shape[1]), scores[i].type.layout, assert_trivial=True),)
         scores = shown
     return scores
+
+
+@gluon.jit
+def show_columns(parts, first, last):
+    """Return scores in pieces, -inf but for the columns from `first` to `last` of each row.
+
+    The columns of a piece are compared with numbers that are less by PIECE for each piece before it. So a thread has
+    four columns in registers, not those of all pieces.
+    """
+    LAYOUT: gl.constexpr = layout_of_piece()
+    columns = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))[None, :]
+    first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    last = gl.convert_layout(last, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    shown = ()
+    for i in gl.static_range(len(parts)):
+        visible = (columns >= first - i * PIECE) & (columns <= last - i * PIECE)
+        shown = shown + (gl.where(visible, parts[i], float("-inf")),)
+    return shown
 
 
 @gluon.jit
