@@ -71,14 +71,14 @@ def produce(
     Q_ROWS: gl.constexpr = q_pipe.tiles.shape[1]
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
     HAS_EDGES: gl.constexpr = not GATHERS and not CONVERTED  # rows that may not be read are zeroed
-    FEW_REGISTERS: gl.constexpr = MIXED and HAS_EDGES  # are left
+    SPLITS: gl.constexpr = isinstance(num_splits, gl.tensor)  # one split is a constexpr
+    FEW_REGISTERS: gl.constexpr = (MIXED or SPLITS) and HAS_EDGES  # are left
     # The only buffer of queries becomes free late, so the next work tile's first keys are loaded before its queries.
     KEYS_FIRST: gl.constexpr = q_pipe.tiles.shape[0] == 1
     LEAST_ROWS: gl.constexpr = q_desc.block_shape[0]
     THREADS: gl.constexpr = 32 * gl.num_warps()
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ZEROS: gl.constexpr = zeros_before(HEAD_DIM, GATHERS or CONVERTED or FIRST_TO_LAST)
-    SPLITS: gl.constexpr = isinstance(num_splits, gl.tensor)  # one split is a constexpr
     kv = batch.kv
     work_i = 0
     tile_i = 0
