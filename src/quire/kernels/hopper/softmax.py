@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.operands import keys_of
-from quire.kernels.hopper.products import PIECE, joined, layout_of_piece, pieces
+from quire.kernels.hopper.products import PIECE, joined, pieces
 from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LN2, LOG2E, log2
 
@@ -88,8 +88,8 @@ def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.conste
     high_pos = work.first_pos + gl.minimum(work.token + TOKENS, work.q_len) - 1
     q_pos = low_pos + rows % TOKENS
     if sight is None:
-        is_past_right = pos + BLOCK_N > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
-        is_partial = is_past_right | (pos < high_pos - scoring.window_left)
+        is_past_right = pos + (BLOCK_N - 1) > gl.minimum(low_pos + scoring.window_right, work.seq_len - 1)
+        is_partial = is_past_right | (pos + scoring.window_left < high_pos)
     else:
         is_partial = (pos + BLOCK_N > sight.full_stop) | (pos < sight.full_start)
     if is_partial:  # else every row sees every key of the tile
@@ -100,29 +100,37 @@ def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.conste
             first_col, last_col = sight.first - pos, sight.last - pos
         shown = ()
         for i in gl.static_range(len(scores)):
-            first = i * scores[i].shape[1]
-            part = show_columns(pieces(scores[i]), first_col - first, last_col - first)
-            shown = shown + (gl.convert_layout(joined(part, scores[i].shape[1]), scores[i].type.layout, assert_trivial=True),)
+            before = i * scores[i].shape[1]
+            shown = shown + (show_columns(scores[i], first_col - before, last_col - before),)
         scores = shown
     return scores
 
 
 @gluon.jit
-def show_columns(parts, first, last):
-    """Return scores in pieces, -inf but for the columns from `first` to `last` of each row.
+def show_columns(scores, first, last):
+    """Return scores of which each row shows the columns from its `first` to its `last`; others are -inf.
 
-    The columns of a piece are compared with numbers that are less by PIECE for each piece before it. So a thread has
-    four columns in registers, not those of all pieces.
+    The columns of one piece are compared with numbers that are less for each piece before. So a thread has four columns
+    in registers, not those of all pieces.
     """
-    LAYOUT: gl.constexpr = layout_of_piece()
-    columns = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))[None, :]
+    if scores.shape[1] <= 2 * PIECE:
+        return show_columns_of_piece(scores, first, last)
+    else:
+        parts = pieces(scores)
+        shown = ()
+        for i in gl.static_range(len(parts)):
+            shown = shown + (show_columns_of_piece(parts[i], first - i * PIECE, last - i * PIECE),)
+        return gl.convert_layout(joined(shown, scores.shape[1]), scores.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def show_columns_of_piece(scores, first, last):
+    """Return what `show_columns` does."""
+    LAYOUT: gl.constexpr = scores.type.layout
+    columns = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
     first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
     last = gl.convert_layout(last, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
-    shown = ()
-    for i in gl.static_range(len(parts)):
-        visible = (columns >= first - i * PIECE) & (columns <= last - i * PIECE)
-        shown = shown + (gl.where(visible, parts[i], float("-inf")),)
-    return shown
+    return gl.where((columns >= first) & (columns <= last), scores, float("-inf"))
 
 
 @gluon.jit
