@@ -16,7 +16,7 @@ from quire.kernels.hopper.operands import columns_of_scores, keys_of, layout_of_
 from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
 from quire.kernels.hopper.pipeline import THREADS, consumer_release, consumer_wait, pieces_of, release_unread
 from quire.kernels.hopper.products import addresses_of_queries
-from quire.kernels.hopper.results import finish, load_of_heads, tokens_of_rows
+from quire.kernels.hopper.results import computed_here, finish, load_of_heads, tokens_of_rows
 from quire.kernels.hopper.softcap import is_capped
 from quire.kernels.hopper.softmax import scaled
 from quire.kernels.hopper.work_tile import ROWS, load_intervals, read_cut, read_range, read_work_tile
@@ -164,8 +164,10 @@ def consume_work_tile(
             q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
             HEAD_DIM, HEAD_DIM_V, TOKENS, SCORE_MOD, EARLY,
         )  # fmt: skip
-    if scoring.key_begin is not None:  # not kept in registers meanwhile, which hold what rows see
+    # What follows is computed from numbers that are not kept in registers during the loop.
+    if scoring.key_begin is not None or outputs.out_scale_ptr is not None:
         work = read_work_tile(published, stage, FIRST_TOKEN)
+    rows = computed_here(rows)
     if outputs.v_scale_ptr is not None:
         accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
     if outputs.partials is None:

@@ -36,6 +36,15 @@ class Outputs(NamedTuple):
 
 
 @gluon.jit
+def computed_here(numbers):
+    """Return int32 numbers such that what is made of them is computed where it is used.
+
+    Otherwise the compiler computes it before the loop over work tiles, and keeps it on the stack.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def finish(
     wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
     FIRST_ROW: gl.constexpr, TOKENS: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr,

@@ -9,11 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.operands import keys_of
-from quire.kernels.hopper.products import PIECE, joined, pieces
+from quire.kernels.hopper.products import halves
 from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LN2, LOG2E, log2
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # of finite float32 numbers
+COMPARED = gl.constexpr(32)  # columns of scores that are compared with the same numbers
 
 
 @gluon.jit
@@ -88,8 +89,8 @@ def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.conste
     high_pos = work.first_pos + gl.minimum(work.token + TOKENS, work.q_len) - 1
     q_pos = low_pos + rows % TOKENS
     if sight is None:
-        is_past_right = pos + (BLOCK_N - 1) > gl.minimum(low_pos + scoring.window_right, work.seq_len - 1)
-        is_partial = is_past_right | (pos + scoring.window_left < high_pos)
+        is_past_right = pos + BLOCK_N > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
+        is_partial = is_past_right | (pos < high_pos - scoring.window_left)
     else:
         is_partial = (pos + BLOCK_N > sight.full_stop) | (pos < sight.full_start)
     if is_partial:  # else every row sees every key of the tile
@@ -110,27 +111,21 @@ def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.conste
 def show_columns(scores, first, last):
     """Return scores of which each row shows the columns from its `first` to its `last`; others are -inf.
 
-    The columns of one piece are compared with numbers that are less for each piece before. So a thread has four columns
-    in registers, not those of all pieces.
+    Tiles are compared half by half. So a thread has the columns of one narrow part in registers, not those of a tile.
     """
-    if scores.shape[1] <= 2 * PIECE:
-        return show_columns_of_piece(scores, first, last)
-    else:
-        parts = pieces(scores)
-        shown = ()
-        for i in gl.static_range(len(parts)):
-            shown = shown + (show_columns_of_piece(parts[i], first - i * PIECE, last - i * PIECE),)
-        return gl.convert_layout(joined(shown, scores.shape[1]), scores.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def show_columns_of_piece(scores, first, last):
-    """Return what `show_columns` does."""
+    COLUMNS: gl.constexpr = scores.shape[1]
     LAYOUT: gl.constexpr = scores.type.layout
-    columns = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
-    last = gl.convert_layout(last, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
-    return gl.where((columns >= first) & (columns <= last), scores, float("-inf"))
+    if COLUMNS > COMPARED:
+        left, right = halves(scores)
+        left = show_columns(left, first, last)
+        right = show_columns(right, first - COLUMNS // 2, last - COLUMNS // 2)
+        shown = gl.join(left, right).permute([0, 2, 1]).reshape([scores.shape[0], COLUMNS])
+        return gl.convert_layout(shown, LAYOUT, assert_trivial=True)
+    else:
+        columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+        first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+        last = gl.convert_layout(last, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+        return gl.where((columns >= first) & (columns <= last), scores, float("-inf"))
 
 
 @gluon.jit
