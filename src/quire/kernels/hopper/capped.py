@@ -29,7 +29,7 @@ from quire.kernels.states import log2
 def probabilities(scores, pos, rows, cols, work, sight, scale, scoring, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr):
     """Return the probabilities of the tile that begins at position `pos`, relative to an exponent of 0."""
     exponents = hide_unseen(
-        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, TOKENS
+        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, TOKENS, False
     )
     p = ()
     for i in gl.static_range(len(exponents)):

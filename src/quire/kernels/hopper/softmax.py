@@ -14,7 +14,6 @@ from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LN2, LOG2E, log2
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # of finite float32 numbers
-COMPARED = gl.constexpr(32)  # columns of scores that are compared with the same numbers
 
 
 @gluon.jit
@@ -37,7 +36,7 @@ def shown_scores(
                 score = SCORE_MOD(scores[i], by_row(scale), q_pos, pos + cols[i], slopes, scoring.softcap)
             changed = changed + (score,)
         scores = changed
-    return hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS), exponent_scale
+    return hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS, True), exponent_scale
 
 
 @gluon.jit
@@ -82,8 +81,12 @@ def scaled(accs, factor):
 
 
 @gluon.jit
-def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.constexpr):
-    """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key."""
+def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.constexpr, IN_HALVES: gl.constexpr):
+    """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key.
+
+    IN_HALVES: the halves of wide tiles are compared one after the other. So a thread has half of a tile's columns in
+    registers. It then computes four more numbers, for which the loop of capped scores has no registers.
+    """
     BLOCK_N: gl.constexpr = keys_of(cols)
     low_pos = work.first_pos + work.token
     high_pos = work.first_pos + gl.minimum(work.token + TOKENS, work.q_len) - 1
@@ -102,23 +105,20 @@ def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.conste
         shown = ()
         for i in gl.static_range(len(scores)):
             before = i * scores[i].shape[1]
-            shown = shown + (show_columns(scores[i], first_col - before, last_col - before),)
+            shown = shown + (show_columns(scores[i], first_col - before, last_col - before, IN_HALVES),)
         scores = shown
     return scores
 
 
 @gluon.jit
-def show_columns(scores, first, last):
-    """Return scores of which each row shows the columns from its `first` to its `last`; others are -inf.
-
-    Tiles are compared half by half. So a thread has the columns of one narrow part in registers, not those of a tile.
-    """
+def show_columns(scores, first, last, IN_HALVES: gl.constexpr):
+    """Return scores of which each row shows the columns from its `first` to its `last`; others are -inf."""
     COLUMNS: gl.constexpr = scores.shape[1]
     LAYOUT: gl.constexpr = scores.type.layout
-    if COLUMNS > COMPARED:
+    if IN_HALVES and COLUMNS > 32:
         left, right = halves(scores)
-        left = show_columns(left, first, last)
-        right = show_columns(right, first - COLUMNS // 2, last - COLUMNS // 2)
+        left = show_columns(left, first, last, False)
+        right = show_columns(right, first - COLUMNS // 2, last - COLUMNS // 2, False)
         shown = gl.join(left, right).permute([0, 2, 1]).reshape([scores.shape[0], COLUMNS])
         return gl.convert_layout(shown, LAYOUT, assert_trivial=True)
     else:
