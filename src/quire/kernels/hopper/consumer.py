@@ -164,10 +164,8 @@ def consume_work_tile(
             q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
             HEAD_DIM, HEAD_DIM_V, TOKENS, SCORE_MOD, EARLY,
         )  # fmt: skip
-    # What follows is computed from numbers that are not kept in registers during the loop.
-    if scoring.key_begin is not None or outputs.out_scale_ptr is not None:
-        work = read_work_tile(published, stage, FIRST_TOKEN)
-    rows = computed_here(rows)
+    if scoring.key_begin is not None or outputs.out_scale_ptr is not None:  # registers are scarce in the loop
+        work, rows = read_work_tile(published, stage, FIRST_TOKEN), computed_here(rows)
     if outputs.v_scale_ptr is not None:
         accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
     if outputs.partials is None:

@@ -72,7 +72,8 @@ def produce(
     CONVERTED: gl.constexpr = k_pipe.tiles.dtype != q_pipe.tiles.dtype
     HAS_EDGES: gl.constexpr = not GATHERS and not CONVERTED  # rows that may not be read are zeroed
     SPLITS: gl.constexpr = isinstance(num_splits, gl.tensor)  # one split is a constexpr
-    FEW_REGISTERS: gl.constexpr = (MIXED or SPLITS) and HAS_EDGES  # are left
+    # Few registers are left. Only where rows see a band is there memory for ends.
+    FEW_REGISTERS: gl.constexpr = (MIXED or (SPLITS and batch.kv.key_begin is None)) and HAS_EDGES
     # The only buffer of queries becomes free late, so the next work tile's first keys are loaded before its queries.
     KEYS_FIRST: gl.constexpr = q_pipe.tiles.shape[0] == 1
     LEAST_ROWS: gl.constexpr = q_desc.block_shape[0]

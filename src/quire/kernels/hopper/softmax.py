@@ -36,7 +36,7 @@ def shown_scores(
                 score = SCORE_MOD(scores[i], by_row(scale), q_pos, pos + cols[i], slopes, scoring.softcap)
             changed = changed + (score,)
         scores = changed
-    return hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS, True), exponent_scale
+    return hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS, SCORE_MOD is None), exponent_scale
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.conste
     """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key.
 
     IN_HALVES: the halves of wide tiles are compared one after the other. So a thread has half of a tile's columns in
-    registers. It then computes four more numbers, for which the loop of capped scores has no registers.
+    registers, and computes a few more numbers. Loops that change scores, most by their columns, have no room for those.
     """
     BLOCK_N: gl.constexpr = keys_of(cols)
     low_pos = work.first_pos + work.token
