@@ -94,6 +94,7 @@ MEANINGS: dict[str, Callable[..., Any]] = {
     "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda x: x.to(tl.bfloat16),
     "cvt.rn.f16x2.f32 $0, $2, $1;": lambda x: x.to(tl.float16),
     "prefetch.global.L2 [$1]; mov.u32 $0, 0;": prefetch,
+    "mov.b32 $0, $1;": lambda x: Value(x.data.clone()),
 }
 
 

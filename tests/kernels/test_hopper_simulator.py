@@ -570,6 +570,15 @@ def test_splits(extra, page_size, lens):
     assert verdict.passed, (plan, verdict)
 
 
+@pytest.mark.parametrize("sight", ["chunks", extended("anywhere")])
+def test_splits_of_intervals(sight):
+    p = make_problem(quire.AttentionSpec(**LLAMA), ((64, 500), (0, 50), (20, 0)), per_token=SIGHTS[sight])
+    plan = make_plan(p, 16384, num_sms=80)
+    assert plan.launch.num_splits > 1, plan
+    verdict = error_budget(p, attend(p, plan)[0])
+    assert verdict.passed, (plan, verdict)
+
+
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize("extra", [{}, extended({"head_dim": 128, "sinks": True}), {"head_dim": 128} | E4M3], ids=str)

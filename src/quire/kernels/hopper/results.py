@@ -108,7 +108,10 @@ def finish(
     if not EARLY:
         consumer_release(q_pipe, work_i)
     for i in gl.static_range(len(accs)):
-        write_out(results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, FIRST_ROW, TOKENS, OWNED)
+        write_out(
+            results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, FIRST_ROW, TOKENS, OWNED,
+            not (STAGED or (EARLY and LIKE_Q)),
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -155,17 +158,16 @@ def bytes_of_queries(
 @gluon.jit
 def write_out(
     result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST_ROW: gl.constexpr,
-    TOKENS: gl.constexpr, OWNED: gl.constexpr,
+    TOKENS: gl.constexpr, OWNED: gl.constexpr, IN_PIECES: gl.constexpr,
 ):  # fmt: skip
     """Write a work tile's results for the columns from FIRST on.
 
-    An accumulator is written a piece at a time. A piece is a fixed number of bytes from the one before it, which is
-    part of the instruction.
+    IN_PIECES: they are as tensor cores leave them, and are written a piece at a time. A piece is a fixed number of
+    bytes from the one before, which is part of the instruction, so threads compute and keep few addresses.
     """
-    if is_accumulator(result.type.layout):
+    parts = (result,)
+    if IN_PIECES:
         parts = pieces(result)
-    else:
-        parts = (result,)
     LAYOUT: gl.constexpr = parts[0].type.layout
     COLUMNS: gl.constexpr = parts[0].shape[1]
     rows = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -181,12 +183,6 @@ def write_out(
         if part.dtype != outputs.out_ptr.dtype.element_ty:
             part = as_stored(part, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
         gl.store(ptrs + (FIRST + i * COLUMNS), part, mask=inside)
-
-
-@gluon.constexpr_function
-def is_accumulator(layout):
-    """Return whether a tensor is as tensor cores leave it."""
-    return isinstance(layout, gl.NVMMADistributedLayout)
 
 
 @gluon.constexpr_function
