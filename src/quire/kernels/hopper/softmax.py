@@ -18,11 +18,12 @@ LOWEST = gl.constexpr(-3.4028234663852886e38)  # of finite float32 numbers
 
 @gluon.jit
 def shown_scores(
-    scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr
+    scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr,
+    IN_HALVES: gl.constexpr,
 ):  # fmt: skip
     """Return scores of the tile that begins at position `pos`, and what makes exponents in base 2 of them.
 
-    They are -inf where a row does not see a key.
+    They are -inf where a row does not see a key. IN_HALVES: as in `hide_unseen`, where nothing else changes scores.
     """
     exponent_scale = scale * LOG2E
     if SCORE_MOD is not None:
@@ -36,7 +37,8 @@ def shown_scores(
                 score = SCORE_MOD(scores[i], by_row(scale), q_pos, pos + cols[i], slopes, scoring.softcap)
             changed = changed + (score,)
         scores = changed
-    return hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS, SCORE_MOD is None), exponent_scale
+    HALVES: gl.constexpr = IN_HALVES and SCORE_MOD is None
+    return hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS, HALVES), exponent_scale
 
 
 @gluon.jit
@@ -54,7 +56,7 @@ def softmax_step(
         alpha: the factor for acc.
     """
     scores, exponent_scale = shown_scores(
-        scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD
+        scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD, True
     )
     m_new = gl.maximum(m_i, gl.max(scores[0], 1) * exponent_scale)
     shift = gl.maximum(m_new, LOWEST)  # a row that has seen no key: -inf - -inf is NaN
