@@ -64,7 +64,7 @@ ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 19
 ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of its loops
 
 # Of the loop for capped scores, by head_dim, with Triton 3.6.0 and with 3.9.0. GPUs were measured with 3.6.0.
-ON_THE_STACK_OF_CAPPED = {64: (40, 40), 256: (16, 80)}
+ON_THE_STACK_OF_CAPPED = {64: (0, 0), 256: (16, 80)}
 # Most instructions of a loop that read or write the stack.
 IN_CAPPED_LOOPS = {64: (0, 0), 256: (0, 1)}
 
@@ -72,7 +72,7 @@ NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not sp
 WRITTEN = (*NO_SPILLS, "gfx950")  # of whose writes and copies some are no extended cases
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
 # Defaults of sm90 that do spill, with the most bytes that Triton 3.6.0 or 3.9.0 spills: they must not grow.
-KNOWN_SPILLS = {("e4m3", "chunk, split", 128): 160}
+KNOWN_SPILLS = {("e4m3", "chunk, split", 128): 88}
 CASES = [  # a kernel takes seconds, so each launch is a test, which two processes can share
     pytest.param(
         *(target, features, batch, dim),
@@ -208,17 +208,17 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len", "num_tokens", "on_the_stack"),
     [
-        extended({}, 16, 32768, 1600, 48),
-        extended({}, 16, 32768, 1000, 48),
+        extended({}, 16, 32768, 1600, 24),
+        extended({}, 16, 32768, 1000, 24),
         extended({"head_dim": 64, "alibi": True}, 16, 4096, 1600, 40),
         extended({"head_dim": 64}, 16, 4096, 1600, 32),
-        extended({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 1600, 104),
+        extended({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 1600, 64),
         extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 1600, 16),
         extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 1000, 24),
-        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 1600, 184),
+        ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 1600, 72),
         extended({"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}, 16, 32768, 1600, 168),
-        extended({}, 1, 32768, 1600, 56),
-        extended({"head_dim": 232}, 1, 32768, 1600, 72),
+        extended({}, 1, 32768, 1600, 0),
+        extended({"head_dim": 232}, 1, 32768, 1600, 64),
     ],
     ids=str,
 )
