@@ -1061,6 +1061,30 @@ IN_INTERPRETER = {
         "offsets += 0 * work.split",
         "kernels/test_cuts.py::test_widths[512-512]",
     ),
+    "Hopper: the right half of a tile masked as the left one": Mutant(
+        "kernels/hopper/softmax.py",
+        "right = show_columns(right, first - COLUMNS // 2, last - COLUMNS // 2, False)",
+        "right = show_columns(right, first, last, False)",
+        SIMULATED + "heads_of_128[{}-16]",
+    ),
+    "Hopper: all pieces of a partial in the first columns": Mutant(
+        "kernels/hopper/partials.py",
+        "gl.store(ptrs + (FIRST + i * PIECE), parts[i], mask=owned[:, None])",
+        "gl.store(ptrs + FIRST, parts[i], mask=owned[:, None])",
+        "kernels/test_cuts.py::test_widths[512-512]",
+    ),
+    "Hopper: all pieces of a split in the first columns": Mutant(
+        "kernels/hopper/results.py",
+        "gl.store(ptrs + (FIRST + i * COLUMNS), part, mask=inside)",
+        "gl.store(ptrs + FIRST, part, mask=inside)",
+        SIMULATED + "splits_of_intervals[chunks]",
+    ),
+    "Hopper: ends of row blocks kept where there is no memory for them": Mutant(
+        PRODUCER,
+        "(MIXED or (SPLITS and batch.kv.key_begin is None)) and HAS_EDGES",
+        "(MIXED or SPLITS) and HAS_EDGES",
+        SIMULATED + "splits_of_intervals[chunks]",
+    ),
     "Hopper: splits without keys that say nothing": Mutant(
         PRODUCER,
         "store_empty(lse_ptr, stride_lse, num_splits, split, work, BLOCK_T, HEADS)",
