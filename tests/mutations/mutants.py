@@ -1226,8 +1226,8 @@ IN_INTERPRETER = {
     "Hopper: capped scores of keys that a row does not see": Mutant(
         "kernels/hopper/capped.py",
         "    exponents = hide_unseen(\n"
-        "        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, TOKENS, False\n"
-        "    )",
+        "        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, TOKENS, "
+        "False\n    )",
         "    exponents = SCORE_MOD(scores, by_row(scale), scoring.softcap)",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-None]",
     ),

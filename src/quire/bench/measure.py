@@ -101,8 +101,8 @@ def round_robin(
 ) -> dict[str, list[float]]:
     """Call timers round-robin and return what each returned.
 
-    The order of a round is random. In a fixed order, whatever came after the naive kernel took 6 to 8 % longer (decode of
-    1 x 131,072; NVIDIA H100, 2026-11-28).
+    The order of a round is random. In a fixed order, whatever came after the naive kernel took 6 to 8 % longer (decode
+    of 1 x 131,072; NVIDIA H100, 2026-11-28).
 
     Args:
         timers: each runs once per call and returns its time.
