@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.addresses import barrier
 from quire.kernels.hopper.pipeline import THREADS, pieces_of
-from quire.kernels.hopper.products import PIECE, layout_of_piece, pieces
+from quire.kernels.hopper.products import pieces
 from quire.kernels.hopper.results import tokens_of_rows, with_sink
 from quire.kernels.hopper.softmax import lse_of_rows
 from quire.kernels.hopper.work_tile import ROWS, power_of_two
@@ -89,16 +89,20 @@ def store_columns(
 ):  # fmt: skip
     """Store an accumulator as the columns from FIRST on of [ROWS, COLUMNS] at `ptr`.
 
-    A piece is a fixed number of bytes from the one before it, which is part of the instruction.
+    A piece is a fixed number of bytes from the one before it, which is part of the instruction. Of an accumulator of
+    256 columns, pieces put one more instruction on the stack into a loop (Triton 3.9.0).
     """
-    LAYOUT: gl.constexpr = layout_of_piece()
+    parts = (acc,)
+    if acc.shape[1] <= 128:
+        parts = pieces(acc)
+    LAYOUT: gl.constexpr = parts[0].type.layout
+    EACH: gl.constexpr = parts[0].shape[1]
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, PIECE, gl.SliceLayout(0, LAYOUT))
+    columns = gl.arange(0, EACH, gl.SliceLayout(0, LAYOUT))
     owned = tokens_of_rows(work, FIRST_ROW + rows, TOKENS, OWNED) < work.q_len
     ptrs = (ptr + rows * COLUMNS)[:, None] + columns[None, :]
-    parts = pieces(acc)
     for i in gl.static_range(len(parts)):
-        gl.store(ptrs + (FIRST + i * PIECE), parts[i], mask=owned[:, None])
+        gl.store(ptrs + (FIRST + i * EACH), parts[i], mask=owned[:, None])
 
 
 @gluon.jit
