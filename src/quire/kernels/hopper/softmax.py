@@ -87,7 +87,7 @@ def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.conste
     """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key.
 
     IN_HALVES: the halves of wide tiles are compared one after the other. So a thread has half of a tile's columns in
-    registers, and computes a few more numbers. Loops that change scores, most by their columns, have no room for those.
+    registers, and computes a few more numbers. Loops that change scores have no registers for those.
     """
     BLOCK_N: gl.constexpr = keys_of(cols)
     low_pos = work.first_pos + work.token
