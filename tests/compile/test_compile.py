@@ -533,6 +533,35 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
 
 @of_the_oldest_triton
 @pytest.mark.parametrize(
+    ("target", "lens", "heads", "rows", "on_the_stack"),
+    [
+        ("sm90", (1, 4096, 4096), (32, 8, 128), 64, (48, 104)),
+        extended("sm90", (32, 8, 4096), (32, 8, 128), 32, (0, 0)),
+        extended("sm90", (32, 8, 4096), (64, 8, 64), 64, (120, 160)),
+        extended("sm90", (1, 2048, 2048), (16, 8, 256), 64, (624, 680)),
+        extended("sm80", (1, 4096, 4096), (32, 8, 128), 32, (0, 0)),
+    ],
+)
+def test_batch_invariant_prompts_on_fp8_numbers_in_pairs_fit(target, lens, heads, rows, on_the_stack):
+    """Two accumulators of 64 rows and 256 columns are all registers. On the stack, they are faster than 16 rows.
+
+    The bytes on the stack are those of Triton 3.6.0 and of 3.9.0.
+    """
+    num_seqs, queries, keys = lens
+    num_q_heads, num_kv_heads, head_dim = heads
+    spec = quire.AttentionSpec(
+        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, kv_dtype=torch.float8_e4m3fn
+    )
+    launch = Launch(spec, num_seqs, queries, keys, num_seqs * queries, options=(("batch_invariant", True),))
+    plan, (kernel, *_) = launch.compile(TARGETS[target])
+    print(kernel)
+    assert plan.launch.config.block_m == rows and plan.launch.fallback.config.block_m == 16
+    assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy == 2, kernel
+    assert kernel.spills <= on_the_stack[triton.__version__ != launches.OLDEST], kernel
+
+
+@of_the_oldest_triton
+@pytest.mark.parametrize(
     ("head_dim", "on_the_stack", "in_loop"),
     [extended(256, (40, 80), (0, 0)), extended(384, (64, 136), (0, 7)), (512, (232, 288), (0, 6))],
 )

@@ -974,6 +974,33 @@ def test_a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts(extra, pa
     assert "split_kv" in seen
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"head_dim": 64, "sinks": True}, {"num_q_heads": 16, "head_dim": 256}, {"num_q_heads": 28, "softcap": 20.0}],
+    ids=str,
+)
+def test_a_token_has_the_same_bits_by_decode_drafts_and_prompts_on_fp8_numbers_in_pairs(extra, kv_dtype):
+    """Decode multiplies 16 rows by mma.sync, drafts of many sequences 32 or 64, and prompts 64 by wgmma."""
+    heads = {"num_q_heads": 32, "num_kv_heads": 4, "head_dim": 128}
+    spec = quire.AttentionSpec(**{**heads, "dtype": torch.bfloat16, "kv_dtype": kv_dtype, **extra})
+    queries, length, others = 900, 2500, ((4, 300),) * 63
+    p = make_problem(spec, ((queries, length), *others), device="cuda", page_size=16)
+    whole, kernel = attend_to_last(p, ((queries, length), *others))
+    assert kernel == "block"
+    verdict = error_budget(p, whole)
+    assert verdict.passed, verdict
+    for sizes, beside in (((1, 899), ()), ((4, 96, 800), ()), ((4, 4), others), ((7, 36, 257, 600), ())):
+        at, parts = length - queries, []
+        for size in sizes:
+            at += size
+            part, _ = attend_to_last(p, ((size, at), *beside))
+            parts.append(quire.State(part.out[:size], part.lse[:size]))
+        joined = quire.State(torch.cat([s.out for s in parts]), torch.cat([s.lse for s in parts]))
+        n = sum(sizes)
+        assert torch.equal(joined.out, whole.out[:n]) and torch.equal(joined.lse, whole.lse[:n]), (sizes, len(beside))
+
+
 def attend_to_last(problem, lens, **options):
     """Attend with the last queries of the first sequences at the lengths given, in a batch-invariant plan.
 

@@ -1,5 +1,7 @@
 """What `batch_invariant=True` promises: a token's result depends on its own sequence alone, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,6 +72,36 @@ def test_how_a_prompt_is_split_changes_nothing(features, device, assert_within_b
             parts.append(attend(spec, problem, ((size, at),)))
         joined = quire.State(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
         assert equal(whole, joined), sizes
+
+
+def with_odd_starts(cache):
+    """Return a copy of a cache whose heads begin at odd elements, so that fp8 numbers cannot be loaded in pairs."""
+    tensors = []
+    for tensor in (cache.k, cache.v):
+        storage = torch.zeros(tensor.numel() + 1, dtype=torch.uint8, device=tensor.device)
+        storage[1:] = tensor.view(torch.uint8).flatten()
+        tensors.append(storage[1:].view(tensor.dtype).view(tensor.shape))
+    return replace(cache, k=tensors[0], v=tensors[1])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, extended(torch.float8_e5m2)])
+def test_fp8_numbers_in_pairs_have_taller_tiles_and_others_a_fallback(kv_dtype, device, assert_within_budget):
+    spec = quire.AttentionSpec(**HEADS | {"head_dim": 64, "kv_dtype": kv_dtype}, dtype=torch.float16)
+    lens = ((40, 600 * SCALE),) * (40 if GPU else 1)  # as many row blocks as the device holds
+    paired = make_problem(spec, lens, device=device)
+    single = replace(paired, cache=with_odd_starts(paired.cache))
+    plan = quire.plan(spec, paired.batch, **paired.bounds, batch_invariant=True)
+    assert plan.launch.config.block_m > plan.launch.fallback.config.block_m == 16
+    assert str(plan.launch.fallback) in str(plan)
+    for problem, launch in ((single, plan.launch.fallback), (paired, plan.launch), (single, plan.launch.fallback)):
+        assert plan.launch.for_cache(problem.cache) is launch
+        state = quire.attention(problem.q, problem.cache, plan, return_lse=True)
+        assert_within_budget(problem, state)
+        last = attend(spec, problem, ((1, lens[0][1]),))  # 16 rows
+        assert torch.equal(last.out[0], state.out[lens[0][0] - 1]) and torch.equal(
+            last.lse[0], state.lse[lens[0][0] - 1]
+        )
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.request import Request, cdiv
 from quire.kernels import views
-from quire.kernels.launch import Runner
+from quire.kernels.launch import Runner, once
 from quire.kernels.scratch import ScratchSize
 from quire.norm_rope import QKNorm, Rope
-from quire.spec import UNBOUNDED
+from quire.spec import UNBOUNDED, AttentionSpec
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
 MOST_NEW_TOKENS = 16  # of a sequence, that a program of `append` writes before it reads them
 MOST_SEQS_TO_APPEND = 64  # 32 gain 1.5 to 2.6 %, 128 lose 0.3 to 2.9 % (NVIDIA H200, 2026-11-23)
@@ -29,10 +30,12 @@ class PortableLaunch(ABC):
     Attributes:
         request: the request that was decided about.
         config: the kernel's configuration.
+        fallback: the launch for caches whose fp8 numbers are not loaded in pairs; None if this one serves them too.
     """
 
     request: Request
     config: KernelConfig
+    fallback: "PortableLaunch | None" = field(default=None, kw_only=True)
 
     @property
     @abstractmethod
@@ -89,17 +92,27 @@ class PortableLaunch(ABC):
         absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
         return self.name, *absent, *self.constexprs().items()
 
+    def packs_fp8(self, cache: PagedKVCache) -> bool:
+        """Return whether the kernel loads fp8 numbers in pairs."""
+        return loads_pairs(self.request.spec, self.config) and cache.scale_kind != "token" and views.can_pack_fp8(cache)
+
     def for_cache(self, cache: PagedKVCache) -> "PortableLaunch":
-        """Return this launch, which serves every cache."""
-        return self
+        """Return the launch for a cache: this one, or its fallback."""
+        return self if self.fallback is None or self.packs_fp8(cache) else self.fallback
 
     @abstractmethod
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
 
-    @abstractmethod
+    @once
     def scratch_size(self) -> ScratchSize:
-        """Return the size of the scratch that the launch needs."""
+        """Return the size of the scratch for this launch or its fallback, which begin with as many counters."""
+        own = self.own_scratch_size()
+        return own if self.fallback is None else max(own, self.fallback.scratch_size())
+
+    @abstractmethod
+    def own_scratch_size(self) -> ScratchSize:
+        """Return the size of the scratch that the launch itself needs."""
 
     @abstractmethod
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
@@ -122,6 +135,16 @@ class PortableLaunch(ABC):
             f"{config.block_m} rows × {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages"
             f"{loops}{hints}, {queries}{rows}{seen}"
         )
+
+    def describe_fallback(self) -> str:
+        """Describe the fallback, if there is one."""
+        return "" if self.fallback is None else f"; fallback for fp8 numbers that do not come in pairs: {self.fallback}"
+
+
+def loads_pairs(spec: AttentionSpec, config: KernelConfig) -> bool:
+    """Return whether the kernel loads fp8 numbers in pairs, if the cache can be read as 16-bit elements."""
+    can = spec.kv_dtype in FP8_DTYPES and spec.dtype.itemsize == 2
+    return can and min(config.block_d, config.block_dv) >= 32
 
 
 def has_few_new_tokens(request: Request) -> bool:
@@ -147,7 +170,24 @@ class KernelRunner:
 
 
 class PortableRunner(KernelRunner):
-    """Run a launch of a portable kernel for one batch."""
+    """Run a launch of a portable kernel, or its fallback, for one batch.
+
+    Args:
+        launch, batch, kernel, fixed: as `KernelRunner` has them.
+        workspace: of `launch.scratch_size()` bytes, for the fallback.
+    """
+
+    def __init__(
+        self,
+        launch: PortableLaunch,
+        batch: Batch,
+        kernel: Any,
+        fixed: tuple[Any, ...],
+        workspace: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(launch, batch, kernel, fixed)
+        self.workspace = workspace
+        self.fallback: Any = None  # bound when it is first needed
 
     def __call__(
         self,
@@ -161,6 +201,10 @@ class PortableRunner(KernelRunner):
         new: views.NewTokens | None = None,
         norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
     ) -> None:
+        if self.decided.fallback is not None and not self.decided.packs_fp8(cache):
+            self.fallback = self.fallback or self.decided.fallback.bind(self.batch, self.workspace)
+            self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
+            return
         grid = (self.decided.num_programs(q.shape[0]), 1, 1)
         if grid[0] == 0:
             return
@@ -215,18 +259,10 @@ class PortableRunner(KernelRunner):
         norm_rope = None if rope is None and qk_norm is None else views.norm_rope_of(rope, qk_norm)
         self(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
 
-    def packs_fp8(self, q: torch.Tensor, cache: PagedKVCache) -> bool:
-        """Return whether the kernel reads fp8 numbers in pairs."""
-        from quire.kernels import mods
-
-        config = self.decided.config
-        can = cache.dtype in mods.FP8X2_DECODERS and q.dtype.itemsize == 2 and cache.scale_kind != "token"
-        return can and views.can_pack_fp8(cache) and min(config.block_d, config.block_dv) >= 32
-
     def block_n(self, q: torch.Tensor, cache: PagedKVCache) -> int:
         """Return the keys of a tile: fewer where numbers are converted one at a time, which takes registers."""
         block_n = self.decided.config.block_n
-        return block_n if cache.dtype is q.dtype or self.packs_fp8(q, cache) else max(16, block_n // 2)
+        return block_n if cache.dtype is q.dtype or self.decided.packs_fp8(cache) else max(16, block_n // 2)
 
     def arguments(
         self,
@@ -245,7 +281,7 @@ class PortableRunner(KernelRunner):
 
         decided, batch = self.decided, self.batch
         config, device = decided.config, decided.request.device
-        packed = self.packs_fp8(q, cache)
+        packed = self.decided.packs_fp8(cache)
         if packed:
             element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, device.native_fp8x2)
         else:

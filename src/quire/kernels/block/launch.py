@@ -33,7 +33,7 @@ class BlockLaunch(PortableLaunch):
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
         return super().constexprs() | {"FIXED_SPLIT": self.fixed_split_size}
 
-    def scratch_size(self) -> ScratchSize:
+    def own_scratch_size(self) -> ScratchSize:
         """Return 0 bytes: no scratch is needed."""
         return ScratchSize()
 
@@ -43,10 +43,10 @@ class BlockLaunch(PortableLaunch):
 
         spec = self.request.spec
         numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, batch.num_seqs
-        return PortableRunner(self, batch, block_kernel, (batch.cu_seqlens_q, *numbers))
+        return PortableRunner(self, batch, block_kernel, (batch.cu_seqlens_q, *numbers), workspace)
 
     def __str__(self) -> str:
         blocks = self.num_row_blocks(self.request.bounds.num_tokens)
         splits = f", batch-invariant splits of {self.fixed_split_size} keys" if self.fixed_split_size else ""
-        heads = self.request.spec.num_kv_heads
-        return f"block kernel: {self.describe_config()}, {blocks} row blocks × {heads} KV heads{splits}"
+        details = f"{blocks} row blocks × {self.request.spec.num_kv_heads} KV heads{splits}{self.describe_fallback()}"
+        return f"block kernel: {self.describe_config()}, {details}"

@@ -11,7 +11,7 @@ from quire.batch import Batch
 from quire.dispatch.config import CostModel
 from quire.dispatch.request import Request, cdiv
 from quire.dispatch.tree import power_of_two
-from quire.kernels.launch import Runner, once
+from quire.kernels.launch import Runner
 from quire.kernels.portable import PortableLaunch, PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
 
@@ -221,8 +221,7 @@ class SplitKVLaunch(PortableLaunch):
             "FULL_TILE_LOOP_MIN_TILES": costs.full_tile_loop_min_tiles,
         }  # fmt: skip
 
-    @once
-    def scratch_size(self) -> ScratchSize:
+    def own_scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials and arrival counters."""
         num_slots = self.max_units if self.fixed_split_size else 2 * self.num_partitions
         counters = counter_bytes(self.request.device, self.num_partitions * self.lanes)
@@ -251,7 +250,7 @@ class SplitKVLaunch(PortableLaunch):
             from quire.kernels.split_kv.runner import CombineRunner
 
             return CombineRunner(self, batch, split_kv_kernel, fixed)
-        return PortableRunner(self, batch, split_kv_kernel, fixed)
+        return PortableRunner(self, batch, split_kv_kernel, fixed, workspace)
 
     def describe_partitions(self, lanes: str) -> str:
         """Return in words how the batch is cut; `lanes` names what each program of a partition has one of."""
@@ -270,7 +269,8 @@ class SplitKVLaunch(PortableLaunch):
         return details
 
     def __str__(self) -> str:
-        return f"split-KV kernel: {self.describe_config()}, {self.describe_partitions('KV heads')}"
+        details = f"{self.describe_config()}, {self.describe_partitions('KV heads')}"
+        return f"split-KV kernel: {details}{self.describe_fallback()}"
 
 
 def may_be_uneven(request: Request) -> bool:
