@@ -27,6 +27,7 @@ CASES = (
     ({"head_dim": 80, "sinks": True, "softcap": 20.0}, ((1, 200), (3, 70)), {"num_splits": 3}),
     ({}, ((200, 300), (1, 90)), {"num_splits": 1}),
     ({"kv_dtype": torch.float8_e4m3fn, "sliding_window": 60}, ((1, 150), (5, 33)), {"num_splits": 2}),
+    ({"num_q_heads": 64, "num_kv_heads": 16, "kv_dtype": torch.float8_e5m2}, ((250, 300),), {"batch_invariant": True}),
     ({"dtype": torch.float32}, ((1, 90), (20, 40)), {"num_splits": 2}),
     ({}, ((150, 300), (1, 90), (1, 0), (33, 33)), {"kernel": "hopper"}),
     ({}, ((150, 300), (1, 4100)), {"kernel": "hopper"}),

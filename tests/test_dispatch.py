@@ -253,9 +253,19 @@ def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
     assert decided(2048, 2048, 2048, 1, device=older, batch_invariant=True).config.block_m == 64
     amd = replace(older, has_mfma=True, shared_memory=65536)
     assert decided(1, 2048, 1, 1, device=amd, batch_invariant=True).config.matrix_instr_nonkdim == 16
-    e4m3 = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, kv_dtype=torch.float8_e4m3fn)
-    request = Request(e4m3, 1, True, Bounds(2048, 2048, 2048), PROPERTIES)
-    assert decide(request, Options(batch_invariant=True))[0].config.block_m == 16
+    for device, dtype, rows in (
+        (PROPERTIES, torch.float8_e4m3fn, 64),
+        (older, torch.float8_e5m2, 32),  # mma.sync takes both operands from registers
+        (amd, torch.float8_e4m3fn, 16),
+        (PROPERTIES, torch.int8, 16),
+    ):
+        spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, kv_dtype=dtype)
+        request = Request(spec, 1, True, Bounds(2048, 2048, 2048), device)
+        launch, _ = decide(request, Options(batch_invariant=True))
+        assert launch.config.block_m == rows
+        assert (launch.fallback is None) == (rows == 16) and (rows == 16 or launch.fallback.config.block_m == 16)
+    chunk = replace(request, spec=replace(spec, kv_dtype=torch.float8_e4m3fn), bounds=Bounds(64, 8192, 64))
+    assert decide(chunk, Options(batch_invariant=True))[0].config.block_m == 16  # its row blocks are cut
 
 
 @pytest.mark.parametrize(

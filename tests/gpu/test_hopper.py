@@ -990,15 +990,15 @@ def test_a_token_has_the_same_bits_by_decode_drafts_and_prompts_on_fp8_numbers_i
     assert kernel == "block"
     verdict = error_budget(p, whole)
     assert verdict.passed, verdict
-    for sizes, beside in (((1, 899), ()), ((4, 96, 800), ()), ((4, 4), others), ((7, 36, 257, 600), ())):
+    for sizes, more in (((1, 899), ()), ((4, 96, 800), ()), ((4, 4), others), ((7, 36, 257, 600), ())):
         at, parts = length - queries, []
         for size in sizes:
             at += size
-            part, _ = attend_to_last(p, ((size, at), *beside))
+            part, _ = attend_to_last(p, ((size, at), *more))
             parts.append(quire.State(part.out[:size], part.lse[:size]))
         joined = quire.State(torch.cat([s.out for s in parts]), torch.cat([s.lse for s in parts]))
         n = sum(sizes)
-        assert torch.equal(joined.out, whole.out[:n]) and torch.equal(joined.lse, whole.lse[:n]), (sizes, len(beside))
+        assert torch.equal(joined.out, whole.out[:n]) and torch.equal(joined.lse, whole.lse[:n]), (sizes, len(more))
 
 
 def attend_to_last(problem, lens, **options):
