@@ -345,13 +345,24 @@ def planned(**options) -> quire.Plan:
 def test_a_decision_is_kept_until_trees_are_forgotten(user_trees):
     first = planned()
     assert planned().launch is first.launch
-    assert planned(max_seq_len=2047).launch != first.launch
+    assert planned(max_seq_len=1984).launch != first.launch
     assert planned(num_splits=2).launch != first.launch
     assert planned(batch_invariant=True).launch != first.launch
     own_tree(user_trees, attention=LEAF)
     trees.forget_trees()
     assert planned().launch.config.leaf == LEAF != first.launch.config.leaf
     assert planned().encoded_launch != first.encoded_launch
+
+
+def test_decoding_sequences_grow_for_64_steps_with_one_decision():
+    """The plan's own bounds are exact, and so is the decision where tiles or queries may depend on each key."""
+    steps = [planned(max_seq_len=keys) for keys in range(1985, 2049)]
+    assert all(step.launch is steps[-1].launch for step in steps)
+    assert [step.bounds.max_seq_len for step in steps] == list(range(1985, 2049))
+    assert "1985 keys" in str(steps[0])
+    assert planned(max_seq_len=2049).launch is not steps[-1].launch
+    for bounds in (Bounds(1, 63, 4), Bounds(2, 1985, 8), Bounds(1985, 1985, 1985), Bounds(0, 1985, 0)):
+        assert bounds.for_decision() is bounds
 
 
 def test_a_decision_is_that_of_the_families_there_are(monkeypatch):

@@ -201,7 +201,8 @@ def plan(
     device = batch.device
     properties = device_properties(device)
     per_token = batch.key_begin is not None, batch.tree_bits is not None
-    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, bounds, properties, *per_token)
+    has_cu_seqlens = batch.cu_seqlens_q is not None
+    request = Request(spec, batch.num_seqs, has_cu_seqlens, bounds.for_decision(), properties, *per_token)
     options = Options(num_splits, config, batch_invariant, kernel)
     families = tuple(FAMILIES.items())
     choose = cpu.propose if is_served_by_torch(device) else partial(decide_once, families=families)
@@ -209,7 +210,7 @@ def plan(
         launch, reason = shared.propose(request, levels, lambda part: choose(part, options))
     else:
         launch, reason = choose(request, options)
-    return make_plan(spec, batch, launch, reason, workspace)
+    return make_plan(spec, batch, launch, reason, workspace, bounds)
 
 
 @lru_cache(maxsize=1024)
@@ -275,9 +276,16 @@ def decide(request: Request, options: Options) -> tuple[Launch, str]:
 
 
 def make_plan(
-    spec: AttentionSpec, batch: Batch, launch: Launch, reason: str, workspace: torch.Tensor | None = None
+    spec: AttentionSpec,
+    batch: Batch,
+    launch: Launch,
+    reason: str,
+    workspace: torch.Tensor | None = None,
+    bounds: Bounds | None = None,
 ) -> Plan:
     """Return a plan for a launch, with its scratch from `workspace`, or newly allocated.
+
+    Its bounds are those that the launch was decided for, if none are given.
 
     Raises:
         ValueError: the workspace does not fit.
@@ -290,7 +298,7 @@ def make_plan(
     else:
         check_workspace(launch, size, workspace)
     runner = launch.bind(batch, workspace)
-    return Plan(spec, batch, launch.request.bounds, launch, reason, workspace, runner, encode(launch))
+    return Plan(spec, batch, bounds or launch.request.bounds, launch, reason, workspace, runner, encode(launch))
 
 
 def check_workspace(launch: Launch, size: scratch.ScratchSize, workspace: torch.Tensor) -> None:

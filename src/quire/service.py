@@ -357,7 +357,7 @@ def launches_within(
         # Only partials of one query, and of latents, are combined in two levels or not by the number of keys.
         has_limits = spec.latent or max_query_len == 1 or most_decode_queries(spec) == 1
         for seq_len in with_limits if has_limits else seq_lens:
-            bounds = Bounds(max_query_len, seq_len, num_tokens)
+            bounds = Bounds(max_query_len, seq_len, num_tokens).for_decision()
             for has_cu_seqlens in (False, True) if one_query_each else (True,):
                 for has_intervals, has_tree in per_token:
                     if has_tree and max_query_len > MAX_DRAFTS:

@@ -7,6 +7,8 @@ from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import DeviceProperties
 from quire.spec import AttentionSpec
 
+STEP_KEYS = 64  # divides or is the keys of most tiles, so that there are no more of them
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -21,6 +23,15 @@ class Bounds:
     max_query_len: int
     max_seq_len: int
     num_tokens: int
+
+    def for_decision(self) -> "Bounds":
+        """Return the bounds that a launch is decided for: of decode, with keys rounded up to a multiple of STEP_KEYS.
+
+        Sequences grow by one key in each step of a server, which so decides once in STEP_KEYS steps.
+        """
+        if self.max_query_len != 1 or self.max_seq_len <= STEP_KEYS:
+            return self
+        return Bounds(1, STEP_KEYS * cdiv(self.max_seq_len, STEP_KEYS), self.num_tokens)
 
 
 @dataclass(frozen=True)
