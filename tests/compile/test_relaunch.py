@@ -22,7 +22,7 @@ import quire
 from quire import api
 from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
-from quire.kernels import combine, norm_rope, write, write_latent
+from quire.kernels import combine, launcher, norm_rope, write, write_latent
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.stub_driver import StubDriver
 from quire.kernels.tensor_maps import KEPT, Format
@@ -85,7 +85,27 @@ def passed(monkeypatch):
 
     monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", stand_in)
     monkeypatch.setattr(Launcher, "passed", [])
+    monkeypatch.setattr(launcher, "SHARED", {})
     return Launcher.passed
+
+
+def without_launches(plan):
+    """Return the same plan when neither it nor another plan has compiled launches."""
+    launcher.SHARED.clear()
+    return make_plan(plan.spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
+
+
+def with_other_tensors(plan):
+    """Return a plan of the same launch for a batch of which all tensors are copies, as aligned as those."""
+    copies = {}
+    for name in (f.name for f in dataclasses.fields(plan.batch) if f.init):
+        value = getattr(plan.batch, name)
+        if isinstance(value, torch.Tensor):
+            offset = value.data_ptr() % 16 // value.itemsize
+            copy = torch.empty(value.numel() + offset, dtype=value.dtype)[offset:]
+            copies[name] = copy.view(value.shape).copy_(value)
+    workspace = None if plan.workspace is None else plan.workspace.clone()
+    return make_plan(plan.spec, dataclasses.replace(plan.batch, **copies), plan.launch, "the next step's", workspace)
 
 
 ROTATION = [  # `test_compile` compiles the same kernels, so one of the two finds them in Triton's cache
@@ -129,11 +149,18 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
         with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
             quire.attention(**inputs[1], plan=plan)
         again = passed[first:]
-        unbound = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
-        quire.attention(**inputs[1], plan=unbound)
+        next_step, scale = with_other_tensors(plan), {"out_scale": inputs[0]["out_scale"]} if wanted.out_scale else {}
+        with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
+            quire.attention(**inputs[1] | scale, plan=next_step)
+        after = len(passed)
+        quire.attention(**inputs[1] | scale, plan=without_launches(next_step))
+        bound_after = len(passed)
+        quire.attention(**inputs[1], plan=without_launches(plan))
     finally:
         driver._active = before
-    assert again == passed[first + len(again) :] != passed[:first]
+    of_next_step = passed[first + len(again) : after]
+    assert again == passed[bound_after:] != passed[:first]
+    assert of_next_step == passed[after:bound_after] != again
     launch = plan.launch
     if launch.name == "hopper":
         has_second = launch.decode is not None or launch.num_splits > 1
@@ -168,8 +195,7 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
             with pytest.raises(InterruptedError):
                 quire.attention(**layers[1] | other, plan=plan)
                 pytest.fail(f"relaunched for other {', '.join(other)}")
-    unbound = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
-    quire.attention(**layers[1], plan=unbound)
+    quire.attention(**layers[1], plan=without_launches(plan))
     assert len(passed) == 3 and passed[1] == passed[2] != passed[0]
 
 
@@ -220,7 +246,7 @@ def test_a_relaunch_that_rotates_passes_what_the_binder_passes(batch, name, pass
                 quire.attention(**layers[1] | other, plan=plan)
                 pytest.fail(f"relaunched for other {other}")
     monkeypatch.setattr(norm_rope, "LAUNCHES", LaunchCache())
-    plan = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
+    plan = without_launches(plan)
     (bound,) = passed_by(layers[1])
     assert again == bound != first
 
@@ -230,7 +256,10 @@ def test_a_relaunch_that_rotates_passes_what_the_binder_passes(batch, name, pass
     [("sm80", "decode, split", 64, "split_kv"), ("sm90", "prompt", 128, "hopper")],
 )
 def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, kernel, passed, monkeypatch):
-    """What was compiled for some strides, dtypes and layouts is launched again for the same only."""
+    """What was compiled for some strides, dtypes and layouts is launched again for the same only.
+
+    The Hopper kernel is not compiled for strides of queries, which TMA reads.
+    """
     monkeypatch.setattr(driver, "_active", Driver(TARGETS[target]))
     wanted = launches.FEATURES["plain"]
     spec = launches.make_spec(head_dim, wanted)
@@ -254,9 +283,43 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, 
     quire.attention(**inputs, plan=plan)
     with mock.patch.object(JITFunction, "run", side_effect=InterruptedError("went through the binder")):
         quire.attention(**inputs, plan=plan)
+        if kernel == "hopper":
+            before, queries = len(passed), others.pop("q")
+            quire.attention(**inputs | queries, plan=plan)
+            again = passed[before:]
         for what, other in others.items():
             with pytest.raises(InterruptedError):
                 quire.attention(**inputs | other, plan=plan)
+                pytest.fail(f"relaunched for another {what}")
+    if kernel == "hopper":
+        before = len(passed)
+        quire.attention(**inputs | queries, plan=without_launches(plan))
+        assert again == passed[before:] != passed[:1]
+
+
+@pytest.mark.parametrize("batch", ["decode, 64", "prompt"])
+def test_a_step_whose_tensors_are_of_another_kind_goes_through_the_binder(batch, passed, monkeypatch):
+    """Triton compiles for the alignment of addresses and for numbers that are 1 or divisible by 16."""
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
+    wanted = launches.FEATURES["plain"]
+    with compile_for(TARGETS["sm90"].properties, on_compile=None):
+        plan = launches.plan_of(batch, launches.make_spec(128, wanted), wanted)
+    inputs = launches.make_inputs(plan, wanted)
+    inputs["out"] = torch.empty_like(inputs["q"])
+    quire.attention(**inputs, plan=plan)
+    table, lens = plan.batch.page_table, plan.batch.seq_lens
+    assert table.data_ptr() % 16 == 0 != lens.data_ptr() % 16
+    others = {
+        "page table": {"page_table": torch.zeros(table.numel() + 1, dtype=torch.int32)[1:].view(table.shape)},
+        "width of the table": {"page_table": torch.zeros(len(table), table.shape[1] + 1, dtype=torch.int32)},
+        "lengths": {"seq_lens": torch.zeros(len(lens), dtype=torch.int32)},
+    }
+    with mock.patch.object(JITFunction, "run", side_effect=InterruptedError("went through the binder")):
+        quire.attention(**inputs, plan=with_other_tensors(plan))
+        for what, other in others.items():
+            step = make_plan(plan.spec, dataclasses.replace(plan.batch, **other), plan.launch, "", plan.workspace)
+            with pytest.raises(InterruptedError):
+                quire.attention(**inputs, plan=step)
                 pytest.fail(f"relaunched for another {what}")
 
 
@@ -306,7 +369,7 @@ def test_a_tensor_map_is_encoded_once_for_each_address_shape_and_strides(prompts
         ),
     ]
     for what, other, new in others:
-        wanted, _ = call(make_plan(plan.spec, plan.batch, plan.launch, "compiles", plan.workspace), inputs | other)
+        wanted, _ = call(without_launches(plan), inputs | other)
         with (
             contextlib.nullcontext()
             if new is None
@@ -407,8 +470,7 @@ def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features,
                 quire.attention(queries, pages, plan, out=into)
                 pytest.fail(f"relaunched for other {what}")
     again = passed[first:]
-    unbound = make_plan(spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
-    quire.attention(q_again, cache_again, unbound, out=out_again)
+    quire.attention(q_again, cache_again, without_launches(plan), out=out_again)
     assert again == passed[first + len(again) :] != passed[:first]
     assert len(again) == (2 if target == "sm90" else 1)  # mla_hopper combines in a second launch
 
@@ -505,6 +567,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     monkeypatch.setattr(driver, "_active", active)
     monkeypatch.setattr(torch.cuda, "device", use_device)
     monkeypatch.setattr("quire.kernels.launcher.hash_callees", lambda function: None)
+    monkeypatch.setattr("quire.kernels.launcher.kinds_of", lambda value: object())  # fake tensors have no address
     with FakeTensorMode():
         tensors = [torch.empty(3, device=f"cuda:{i}") for i in (1, 0, 1)]
     kept = LaunchCache()

@@ -97,6 +97,7 @@ def test_fp8_numbers_in_pairs_have_taller_tiles_and_others_a_fallback(kv_dtype, 
     for problem, launch in ((single, plan.launch.fallback), (paired, plan.launch), (single, plan.launch.fallback)):
         assert plan.launch.for_cache(problem.cache) is launch
         state = quire.attention(problem.q, problem.cache, plan, return_lse=True)
+        assert plan.runner.fallback is not None  # from the first call on
         assert_within_budget(problem, state)
         last = attend(spec, problem, ((1, lens[0][1]),))  # 16 rows
         assert torch.equal(last.out[0], state.out[lens[0][0] - 1]) and torch.equal(

@@ -100,6 +100,12 @@ IN_INTERPRETER = {
         "encode(out, None, mods.to_e4m3_in_software)",
         QUANTISED_OUT + "a_float32_result_is_rounded_once[block]",
     ),
+    "taller tiles for fp8 numbers that are not in pairs": Mutant(
+        "kernels/portable.py",
+        "if self.decided.fallback is not None and not self.decided.packs_fp8(cache):",
+        "if False:",
+        "kernels/test_invariance.py::test_fp8_numbers_in_pairs_have_taller_tiles_and_others_a_fallback[kv_dtype0]",
+    ),
     "odd dims of fp8 pairs dropped": Mutant(
         "kernels/primitives.py",
         "for i in tl.static_range(1, len(k)):",
@@ -1496,6 +1502,9 @@ VLLM_SHARDED, VLLM_SPANS, VLLM_ENCODERS = (
 )
 WARM_UP = "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup[{}-{{}}-(64, 2048, 32768)]"
 RELAUNCH = "compile/test_relaunch.py::test_tensors_of_another_kind_go_through_the_binder"
+OTHER_KINDS = (
+    "compile/test_relaunch.py::test_a_step_whose_tensors_are_of_another_kind_goes_through_the_binder[decode, 64]"
+)
 TENSOR_MAPS = "compile/test_relaunch.py::test_"
 INT64 = "compile/test_int64_offsets.py::test_strides_are_multiplied_as_int64"
 
@@ -1957,6 +1966,30 @@ OUTSIDE = {
         "if found is None or is_observed():",
         "if found is None:",
         TENSOR_MAPS + "a_profiler_is_told_of_every_launch",
+    ),
+    "a launch of tensors that may not be aligned": Mutant(
+        "kernels/launcher.py", "value.data_ptr() % 16 == 0", "True", OTHER_KINDS
+    ),
+    "a launch of other numbers": Mutant(
+        "kernels/launcher.py", "return type(value), value\n", "return type(value)\n", OTHER_KINDS
+    ),
+    "a launch with the tensors of an earlier step": Mutant(
+        "kernels/launcher.py",
+        "found._replace(fixed=address_of(fixed) + constants)",
+        "found",
+        "compile/test_relaunch.py::test_a_relaunch_passes_what_the_binder_passes[sm90-plain-decode-128]",
+    ),
+    "a plan with rounded bounds": Mutant(
+        "plan.py",
+        "bounds or launch.request.bounds",
+        "launch.request.bounds",
+        "test_dispatch.py::test_decoding_sequences_grow_for_64_steps_with_one_decision",
+    ),
+    "taller tiles where row blocks are cut": Mutant(
+        "kernels/split_kv/choice.py",
+        "has_room and fills(request, block_m, config.programs_per_sm)",
+        "has_room",
+        "test_dispatch.py::test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike",
     ),
     "a decision of forgotten trees": Mutant(
         "plan.py",

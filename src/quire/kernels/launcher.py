@@ -23,6 +23,7 @@ from quire.dispatch.device import COMPILER_OPTIONS, compile_for, cross_compilati
 from quire.kernels.views import Matrix
 
 LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to
+SHARED: dict[Hashable, "CompiledLaunch"] = {}  # launches of all plans, by what Triton compiles for
 
 
 class CompiledLaunch(NamedTuple):
@@ -36,6 +37,7 @@ class CompiledLaunch(NamedTuple):
 
 
 MOST_LAUNCHES = 1024  # that a cache keeps
+MOST_BYTES = (1 << 31) - 1  # of a tensor that 32-bit offsets reach, for which Triton compiles for AMD's GPUs
 MOST_THREADS = 4  # that compile
 LOADING = 2.0  # seconds that are enough to load a warm-up's kernels from Triton's cache
 
@@ -97,6 +99,8 @@ class LaunchCache:
     ) -> None:
         """Launch `kernel` through Triton's binder, and keep the compiled kernel under `key`, unless that is None.
 
+        If another plan has launched it with arguments of the same kinds, this launch does not need the binder either.
+
         Args:
             key: as for `relaunch`.
             kernel: a jit function.
@@ -107,6 +111,16 @@ class LaunchCache:
             descriptors: the arguments between both, of which `relaunch` takes the matrices.
             boxes: as for `launch`.
         """
+        constants = tuple(meta.get(name) for name in kernel.arg_names[len(tensors) + len(descriptors) + len(fixed) :])
+        made_for: Hashable = None
+        if key is not None:
+            made_for = kernel, kinds_of((tensors, descriptors, fixed)), boxes, tuple(meta.items())
+            found = SHARED.get(made_for)
+            if found is not None:
+                keep(self.compiled, key, found._replace(fixed=address_of(fixed) + constants))
+                matrices = [(d.base.data_ptr(), Matrix(tuple(d.shape), tuple(d.strides))) for d in descriptors]
+                if self.relaunch(key, grid, address_of(tensors), matrices):
+                    return
         with on_device_of(tensors):
             compiled = launch(kernel, grid, (*tensors, *descriptors, *fixed), meta, boxes)
             if compiled is None or key is None:
@@ -118,10 +132,28 @@ class LaunchCache:
                 formats, run = launcher_of(compiled, descriptors)
             active: Any = driver.active
             device = active.get_current_device()
-        constants = tuple(meta.get(name) for name in kernel.arg_names[len(tensors) + len(descriptors) + len(fixed) :])
-        if len(self.compiled) >= MOST_LAUNCHES:
-            self.compiled.clear()
-        self.compiled[key] = CompiledLaunch(compiled, device, address_of(fixed) + constants, formats, run)
+        launched = CompiledLaunch(compiled, device, address_of(fixed) + constants, formats, run)
+        keep(self.compiled, key, launched)
+        if made_for is not None:
+            keep(SHARED, made_for, launched)
+
+
+def keep(launches: dict[Hashable, CompiledLaunch], key: Hashable, launched: CompiledLaunch) -> None:
+    """Keep a launch under a key, and at most MOST_LAUNCHES of them."""
+    if len(launches) >= MOST_LAUNCHES:
+        launches.clear()
+    launches[key] = launched
+
+
+def kinds_of(value: Any) -> Hashable:
+    """Return all that Triton may compile for of an argument, or of a tuple of them: of numbers, their values."""
+    if isinstance(value, tuple):
+        return tuple([kinds_of(v) for v in value])
+    if isinstance(value, torch.Tensor):
+        return value.device, value.dtype, value.data_ptr() % 16 == 0, value.untyped_storage().nbytes() <= MOST_BYTES
+    if hasattr(value, "block_shape"):  # a descriptor
+        return type(value), value.base.dtype, tuple(value.block_shape), value.layout
+    return type(value), value
 
 
 def launch(
