@@ -145,7 +145,7 @@ def main() -> None:
         sys.exit("no GPU here; pass --no-gpu")
     where = "a CPU, libcuda does nothing" if args.no_gpu else torch.cuda.get_device_name()
     print(f"Triton {triton.__version__}, {where}: µs of CPU time, fastest (median)\n")
-    print("| case | kernel | plan, bounds seen before | plan, new bounds | first call | call | call that appends |")
+    print("| case | kernel | plan, bounds seen before | plan, one key more | first call | call | call that appends |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with without_a_gpu() if args.no_gpu else contextlib.nullcontext():
         for name in CASES:

@@ -111,7 +111,7 @@ class LaunchCache:
             descriptors: the arguments between both, of which `relaunch` takes the matrices.
             boxes: as for `launch`.
         """
-        constants = tuple(meta.get(name) for name in kernel.arg_names[len(tensors) + len(descriptors) + len(fixed) :])
+        constants = tuple(map(meta.get, kernel.arg_names[len(tensors) + len(descriptors) + len(fixed) :]))
         made_for: Hashable = None
         if key is not None:
             made_for = kernel, kinds_of((tensors, descriptors, fixed)), boxes, tuple(meta.items())
@@ -147,8 +147,10 @@ def keep(launches: dict[Hashable, CompiledLaunch], key: Hashable, launched: Comp
 
 def kinds_of(value: Any) -> Hashable:
     """Return all that Triton may compile for of an argument, or of a tuple of them: of numbers, their values."""
+    if type(value) is int or value is None:
+        return value
     if isinstance(value, tuple):
-        return tuple([kinds_of(v) for v in value])
+        return tuple(map(kinds_of, value))
     if isinstance(value, torch.Tensor):
         return value.device, value.dtype, value.data_ptr() % 16 == 0, value.untyped_storage().nbytes() <= MOST_BYTES
     if hasattr(value, "block_shape"):  # a descriptor
@@ -259,6 +261,8 @@ def is_observed() -> bool:
 
 def address_of(value: Any) -> Any:
     """Return the address of a tensor, the addresses of a tuple's tensors, or any other value unchanged."""
+    if type(value) is int:
+        return value
     if isinstance(value, tuple):
-        return tuple(address_of(v) for v in value)
+        return tuple(map(address_of, value))
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
