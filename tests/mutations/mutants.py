@@ -1975,7 +1975,7 @@ OUTSIDE = {
     ),
     "a launch with the tensors of an earlier step": Mutant(
         "kernels/launcher.py",
-        "found._replace(fixed=address_of(fixed) + constants)",
+        "found._replace(fixed=passed)",
         "found",
         "compile/test_relaunch.py::test_a_relaunch_passes_what_the_binder_passes[sm90-plain-decode-128]",
     ),

@@ -111,19 +111,21 @@ class LaunchCache:
             descriptors: the arguments between both, of which `relaunch` takes the matrices.
             boxes: as for `launch`.
         """
-        constants = tuple(map(meta.get, kernel.arg_names[len(tensors) + len(descriptors) + len(fixed) :]))
-        made_for: Hashable = None
-        if key is not None:
-            made_for = kernel, kinds_of((tensors, descriptors, fixed)), boxes, tuple(meta.items())
-            found = SHARED.get(made_for)
-            if found is not None:
-                keep(self.compiled, key, found._replace(fixed=address_of(fixed) + constants))
-                matrices = [(d.base.data_ptr(), Matrix(tuple(d.shape), tuple(d.strides))) for d in descriptors]
-                if self.relaunch(key, grid, address_of(tensors), matrices):
-                    return
+        arguments = *tensors, *descriptors, *fixed
+        if key is None:
+            launch(kernel, grid, arguments, meta, boxes)
+            return
+        passed = address_of(fixed) + tuple(map(meta.get, kernel.arg_names[len(arguments) :]))
+        made_for = kernel, kinds_of((tensors, descriptors, fixed)), boxes, tuple(meta.items())
+        found = SHARED.get(made_for)
+        if found is not None:
+            keep(self.compiled, key, found._replace(fixed=passed))
+            matrices = [(d.base.data_ptr(), Matrix(tuple(d.shape), tuple(d.strides))) for d in descriptors]
+            if self.relaunch(key, grid, address_of(tensors), matrices):
+                return
         with on_device_of(tensors):
-            compiled = launch(kernel, grid, (*tensors, *descriptors, *fixed), meta, boxes)
-            if compiled is None or key is None:
+            compiled = launch(kernel, grid, arguments, meta, boxes)
+            if compiled is None:
                 return
             formats, run = (), compiled.run
             if descriptors:
@@ -131,11 +133,9 @@ class LaunchCache:
 
                 formats, run = launcher_of(compiled, descriptors)
             active: Any = driver.active
-            device = active.get_current_device()
-        launched = CompiledLaunch(compiled, device, address_of(fixed) + constants, formats, run)
+            launched = CompiledLaunch(compiled, active.get_current_device(), passed, formats, run)
         keep(self.compiled, key, launched)
-        if made_for is not None:
-            keep(SHARED, made_for, launched)
+        keep(SHARED, made_for, launched)
 
 
 def keep(launches: dict[Hashable, CompiledLaunch], key: Hashable, launched: CompiledLaunch) -> None:

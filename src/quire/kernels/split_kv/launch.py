@@ -249,7 +249,7 @@ class SplitKVLaunch(PortableLaunch):
         if self.has_combine_launch:
             from quire.kernels.split_kv.runner import CombineRunner
 
-            return CombineRunner(self, batch, split_kv_kernel, fixed)
+            return CombineRunner(self, batch, split_kv_kernel, fixed, workspace)
         return PortableRunner(self, batch, split_kv_kernel, fixed, workspace)
 
     def describe_partitions(self, lanes: str) -> str:

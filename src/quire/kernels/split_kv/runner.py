@@ -29,6 +29,8 @@ class CombineRunner(PortableRunner):
         super().__call__(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
         decided = self.decided
         assert isinstance(decided, SplitKVLaunch)
+        if decided.for_cache(cache) is not decided:  # the fallback has combined its own
+            return
         grid = (decided.num_combine_programs(q.shape[0]), 1, 1)
         if grid[0] == 0:
             return
