@@ -23,6 +23,17 @@ def encode(value: Any) -> str:
     return text
 
 
+def encode_planned(launch: Any, max_seq_len: int) -> str:
+    """Return a launch and the most keys of a plan, for which it may have been decided with more, as a string."""
+    return f"{max_seq_len} {encode(launch)}"
+
+
+def decode_planned(text: str) -> tuple[Any, int]:
+    """Return what `encode_planned` was given."""
+    max_seq_len, launch = text.split(" ", 1)
+    return decode(launch), int(max_seq_len)
+
+
 @cache
 def _head(kind: type) -> tuple[str, tuple[str, ...]]:
     """Return how the JSON of a dataclass begins, and the names of its fields."""

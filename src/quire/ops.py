@@ -5,13 +5,14 @@ the operator. The operator builds them again and calls the verb, which `register
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.launch_codec import decode
+from quire.launch_codec import decode_planned
 from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan, make_plan
 from quire.state import State
@@ -153,11 +154,12 @@ def register(
         workspace: torch.Tensor | None,
         launch: str,
     ) -> None:
-        decided = decode(launch)
+        decided, max_seq_len = decode_planned(launch)
         lengths = page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD"
         batch = Batch(*lengths, key_begin, key_end, tree_bits)
         spec = decided.request.spec
-        plan = make_plan(spec, batch, decided, "compiled", workspace)
+        bounds = replace(decided.request.bounds, max_seq_len=max_seq_len)
+        plan = make_plan(spec, batch, decided, "compiled", workspace, bounds)
         if v is None:
             cache = PagedKVCache.from_latents(k, spec.kv_lora_rank, scale=k_scale)
         else:

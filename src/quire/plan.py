@@ -28,7 +28,7 @@ from quire.kernels.mla_hopper import launch as mla_hopper
 from quire.kernels.portable import PortableRunner
 from quire.kernels.shared_prefix import launch as shared
 from quire.kernels.split_kv import choice as portable
-from quire.launch_codec import encode
+from quire.launch_codec import encode_planned
 from quire.prefix_checks import check_shared_prefix
 from quire.spec import AttentionSpec
 
@@ -56,7 +56,7 @@ class Plan:
         reason: why this launch was chosen, in words.
         workspace: memory for the launch's scratch; None if it needs none.
         runner: runs the launch; `quire.attention` calls it.
-        encoded_launch: the launch as a string, for `torch.compile`.
+        encoded_launch: the launch and `max_seq_len` as a string, for `torch.compile`.
 
     Examples:
         >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -201,11 +201,12 @@ def plan(
     device = batch.device
     properties = device_properties(device)
     per_token = batch.key_begin is not None, batch.tree_bits is not None
-    has_cu_seqlens = batch.cu_seqlens_q is not None
-    request = Request(spec, batch.num_seqs, has_cu_seqlens, bounds.for_decision(), properties, *per_token)
+    by_torch = is_served_by_torch(device)
+    wanted = bounds if by_torch else bounds.for_decision()
+    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *per_token)
     options = Options(num_splits, config, batch_invariant, kernel)
     families = tuple(FAMILIES.items())
-    choose = cpu.propose if is_served_by_torch(device) else partial(decide_once, families=families)
+    choose = cpu.propose if by_torch else partial(decide_once, families=families)
     if levels:
         launch, reason = shared.propose(request, levels, lambda part: choose(part, options))
     else:
@@ -297,8 +298,9 @@ def make_plan(
         workspace = scratch.allocate(size, batch.device)
     else:
         check_workspace(launch, size, workspace)
-    runner = launch.bind(batch, workspace)
-    return Plan(spec, batch, bounds or launch.request.bounds, launch, reason, workspace, runner, encode(launch))
+    runner, bounds = launch.bind(batch, workspace), bounds or launch.request.bounds
+    encoded = encode_planned(launch, bounds.max_seq_len)
+    return Plan(spec, batch, bounds, launch, reason, workspace, runner, encoded)
 
 
 def check_workspace(launch: Launch, size: scratch.ScratchSize, workspace: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
-from quire import intervals
+from quire import intervals, ops
 from quire.dispatch.config import KernelConfig
 from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.plan import make_plan
@@ -214,6 +214,18 @@ def test_fp8_in_pairs(kv_dtype, num_splits, solve, assert_within_budget):
     """From head_dim 32 on, 16-bit queries read two numbers at a time, unless scales are per token."""
     spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float16, kv_dtype=kv_dtype)
     assert_within_budget(*solve(spec, ((1, 70), (3, 20), (1, 0)), num_splits))
+
+
+def test_a_step_that_was_decided_for_more_keys_crosses_the_operator(device, assert_within_budget):
+    """The table has room for the plan's own bound alone."""
+    p = make_problem(quire.AttentionSpec(**HEADS, dtype=torch.float16), ((1, 130), (1, 70)), page_size=5, device=device)
+    batch = dataclasses.replace(p.batch, page_table=p.batch.page_table[:, :26])
+    plan = quire.plan(p.spec, batch, **p.bounds)
+    decided = plan.launch.request.bounds.max_seq_len
+    assert (plan.bounds.max_seq_len, decided) == (130, 130 if plan.kernel == "torch" else 192)
+    out, lse = torch.empty_like(p.q), torch.empty(p.q.shape[:2], device=device)
+    ops.attention(p.q, p.cache, plan, out, lse, None, None, None)
+    assert_within_budget(p, quire.State(out, lse))
 
 
 @pytest.mark.parametrize("amplitude", [1e-2, 1e-3, 1e-4, 1e-5])

@@ -100,6 +100,12 @@ IN_INTERPRETER = {
         "encode(out, None, mods.to_e4m3_in_software)",
         QUANTISED_OUT + "a_float32_result_is_rounded_once[block]",
     ),
+    "the operator's plan has the bounds of the launch": Mutant(
+        "ops.py",
+        "replace(decided.request.bounds, max_seq_len=max_seq_len)",
+        "decided.request.bounds",
+        "kernels/test_attention.py::test_a_step_that_was_decided_for_more_keys_crosses_the_operator",
+    ),
     "taller tiles for fp8 numbers that are not in pairs": Mutant(
         "kernels/portable.py",
         "if self.decided.fallback is not None and not self.decided.packs_fp8(cache):",
@@ -1971,7 +1977,10 @@ OUTSIDE = {
         "kernels/launcher.py", "value.data_ptr() % 16 == 0", "True", OTHER_KINDS
     ),
     "a launch of other numbers": Mutant(
-        "kernels/launcher.py", "return type(value), value\n", "return type(value)\n", OTHER_KINDS
+        "kernels/launcher.py",
+        "value is None:\n        return value\n",
+        "value is None:\n        return None\n",
+        OTHER_KINDS,
     ),
     "a launch with the tensors of an earlier step": Mutant(
         "kernels/launcher.py",

@@ -19,6 +19,7 @@ from quire.debug.call import INDICES, NEW, QK_NORM, ROPE, STORED, Call, batch_of
 from quire.debug.memory import describe, read_units
 from quire.dispatch.device import device_properties, interprets
 from quire.errors import check_flag, check_integer
+from quire.launch_codec import encode
 from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan
 
@@ -192,7 +193,7 @@ def call_of(
         layout=cache.layout,
         paged=batch.paged,
         plan=str(plan),
-        launch=plan.encoded_launch,
+        launch=encode(plan.launch),
         versions={"python": platform.python_version()} | versions(),
         device=describe_device(cache.device),
         has_contents=contents,

@@ -16,7 +16,7 @@ from quire.cache import PagedKVCache
 from quire.debug.call import STORED, Call, batch_of, cache_of, units_read
 from quire.debug.memory import DTYPES, allocate, nbytes, write, write_units
 from quire.dispatch.device import device_properties, is_served_by_torch
-from quire.dispatch.request import Request
+from quire.dispatch.request import Bounds, Request
 from quire.errors import UnsupportedError, check_device, check_flag, check_integer, check_served, describe
 from quire.kernels.launch import Launch
 from quire.launch_codec import decode
@@ -283,7 +283,7 @@ def choose_plan(call: Call, problem: Problem, replan: bool, notes: list[str]) ->
     elif recorded.request.device != device_properties(device) or is_of_torch(recorded) != served_by_torch:
         notes.append(f"The recorded launch ({recorded.name}) is for another device: the plan is made for this one.")
     else:
-        return make_plan(spec, batch, recorded, "as recorded")
+        return make_plan(spec, batch, recorded, "as recorded", bounds=Bounds(**call.bounds))
     is_invariant = getattr(recorded, "fixed_split_size", 0) > 0 and not served_by_torch
     bounds = call.bounds
     return plan(
