@@ -116,7 +116,7 @@ def test_many_partials_are_combined_in_two_levels(num_splits, heads, device, ass
     plan = quire.plan(p.spec, p.batch, max_query_len=1, max_seq_len=900, num_splits=num_splits, config=config)
     plan_launch = dataclasses.replace(plan.launch, costs=dataclasses.replace(plan.launch.costs, two_level_min_tiles=8))
     assert plan_launch.is_two_level
-    plan = quire.plan.__globals__["make_plan"](p.spec, p.batch, plan_launch, "a test")
+    plan = quire.plan.__globals__["make_plan"](p.spec, p.batch, plan_launch, "a test", bounds=plan.bounds)
     for _ in range(2):  # the first leaves the counters as they were
         assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
 

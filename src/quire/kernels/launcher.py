@@ -116,7 +116,7 @@ class LaunchCache:
             launch(kernel, grid, arguments, meta, boxes)
             return
         passed = address_of(fixed) + tuple(map(meta.get, kernel.arg_names[len(arguments) :]))
-        made_for = kernel, kinds_of((tensors, descriptors, fixed)), boxes, tuple(meta.items())
+        made_for = kinds_of((kernel, tensors, descriptors, fixed, tuple(meta.values()))), boxes, tuple(meta)
         found = SHARED.get(made_for)
         if found is not None:
             keep(self.compiled, key, found._replace(fixed=passed))
@@ -155,6 +155,8 @@ def kinds_of(value: Any) -> Hashable:
         return value.device, value.dtype, value.data_ptr() % 16 == 0, value.untyped_storage().nbytes() <= MOST_BYTES
     if hasattr(value, "block_shape"):  # a descriptor
         return type(value), value.base.dtype, tuple(value.block_shape), value.layout
+    if callable(value):  # a jit function: to hash it is to hash its source, which `hash_callees` does in an order
+        return id(value)
     return type(value), value
 
 
