@@ -7,7 +7,7 @@ from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import DeviceProperties
 from quire.spec import AttentionSpec
 
-STEP_KEYS = 64  # divides or is the keys of most tiles, so that there are no more of them
+STEP_KEYS = 64  # rounding up to a multiple of it adds no tile where tiles have 64, 128 or 256 keys
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Bounds:
     num_tokens: int
 
     def for_decision(self) -> "Bounds":
-        """Return the bounds that a launch is decided for: of decode, with keys rounded up to a multiple of STEP_KEYS.
+        """Return the bounds that a launch is decided for. Those of decode have keys rounded up to a multiple of STEP_KEYS.
 
-        Sequences grow by one key in each step of a server, which so decides once in STEP_KEYS steps.
+        Decoding sequences grow by one key in each step. A server then decides once in STEP_KEYS steps.
         """
         if self.max_query_len != 1 or self.max_seq_len <= STEP_KEYS:
             return self
