@@ -27,7 +27,8 @@ class Bounds:
     def for_decision(self) -> "Bounds":
         """Return the bounds that a launch is decided for.
 
-        Those of decode have the keys rounded up to a multiple of STEP_KEYS. Decoding sequences grow by one key in each step. A server then decides once in STEP_KEYS steps.
+        Those of decode have the keys rounded up to a multiple of STEP_KEYS. Decoding sequences
+        grow by one key in each step. A server then decides once in STEP_KEYS steps.
         """
         if self.max_query_len != 1 or self.max_seq_len <= STEP_KEYS:
             return self
