@@ -69,6 +69,9 @@ def size_kernel(out_ptr, units, num_seqs, num_partitions, combine_cost, MIN_SPLI
         (31, 64, 62, 0.02, 0, 32),  # 62 is too long
         (31, 64, 63, 0.02, 1, 32),
         (31, 64, 64, 0.02, 0, 31),
+        (32, 256, 33, 0.02, 4, 249),  # 256 are whole sequences, and more than four units longer
+        (512, 32, 33, 0.02, 4, 497),  # 512 are a whole one
+        (32, 128, 33, 0.02, 4, 128),
     ],
 )
 def test_partitions_end_where_equal_sequences_do(

@@ -317,7 +317,10 @@ IN_INTERPRETER = {
         "kernels/test_schedule.py",
     ),
     "partitions made twice as much longer as allowed": Mutant(
-        "kernels/split_kv/schedule.py", "size // 32)", "size // 16)", "kernels/test_schedule.py"
+        "kernels/split_kv/schedule.py", "size // 32,", "size // 16,", "kernels/test_schedule.py"
+    ),
+    "partitions of whole sequences made longer as those of parts are": Mutant(
+        "kernels/split_kv/schedule.py", "2 * size <= longest", "size > 0", "kernels/test_schedule.py"
     ),
     "the host's shortest partition by another formula": Mutant(
         "kernels/split_kv/choice.py", "math.sqrt(mean * cost)", "math.sqrt(mean) * cost", "kernels/test_schedule.py"

@@ -131,10 +131,11 @@ def partition_size(total, longest, num_seqs, num_partitions, combine_cost, S: tl
     if S.MAX_DECODE_QUERIES > 0:  # all sequences may belong to the other kernel
         size, longest = tl.maximum(size, 1), tl.maximum(longest, 1)
     # If all sequences are equal, a slightly longer partition may end where a sequence ends: there is less to combine.
+    # With whole sequences that gains little and leaves programs idle: only a part of one may be a thirty-second longer.
     # This is a select, not a branch: with a branch, Triton 3.9.0 keeps no loads in flight in the loop over tiles.
     shorter, longer = tl.cdiv(longest, tl.maximum(longest // size, 1)), tl.cdiv(size, longest) * longest
     even = tl.where(size < longest, shorter, longer)
-    most = size + tl.maximum(S.MIN_SPLIT_TILES, size // 32)
+    most = size + tl.maximum(S.MIN_SPLIT_TILES, tl.where(2 * size <= longest, size // 32, 0))
     return tl.where((longest * num_seqs == total) & (combine_cost > 0) & (even <= most), even, size)
 
 
