@@ -23,9 +23,11 @@ from quire import api
 from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
 from quire.kernels import combine, launcher, norm_rope, write, write_latent
-from quire.kernels.launcher import LaunchCache
+from quire.kernels.launcher import LaunchCache, address_of, kinds_of, tensors_of
+from quire.kernels.scratch import Part
 from quire.kernels.stub_driver import StubDriver
 from quire.kernels.tensor_maps import KEPT, Format
+from quire.kernels.views import Partials
 from quire.plan import make_plan
 from quire.targets import TARGETS
 from tests.compile import launches
@@ -579,3 +581,24 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     assert launched == [1, 0, 1, 1]
     current[0] = "sm90"  # of a driver that only compiles
     assert not kept.relaunch(tensors[0].device, (1, 1, 1), (0,))
+
+
+def test_kinds_differ_where_triton_compiles_another_kernel():
+    workspace = torch.zeros(256, dtype=torch.uint8)
+    kinds = [kinds_of((value,)) for value in (1, True, 1.0, "1", None, (1,), workspace, workspace.view(torch.int32))]
+    parts = [
+        Part(workspace, dtype, first, 4) for dtype, first in ((torch.int32, 0), (torch.int32, 8), (torch.float32, 0))
+    ]
+    kinds += [kinds_of((part,)) for part in parts]
+    assert len(set(kinds)) == len(kinds)
+    assert kinds_of((Part(workspace.clone(), torch.int32, 128, 8),)) == kinds_of((parts[0],))
+
+
+def test_the_binder_gets_tensors_for_parts_of_a_workspace():
+    workspace = torch.arange(64, dtype=torch.uint8)
+    part = Part(workspace, torch.int32, 16, 3)
+    found, number, (scratch,) = tensors_of((part, 7, (Partials(part, None, part, workspace),)))
+    assert found.dtype is torch.int32 and found.tolist() == workspace.view(torch.int32)[4:7].tolist()
+    assert address_of((part, number)) == (found.data_ptr(), 7)
+    assert isinstance(scratch, Partials) and scratch.m_i is None and scratch.counter is workspace
+    assert address_of(scratch) == (found.data_ptr(), None, found.data_ptr(), workspace.data_ptr())

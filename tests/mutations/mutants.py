@@ -1981,9 +1981,21 @@ OUTSIDE = {
     ),
     "a launch of other numbers": Mutant(
         "kernels/launcher.py",
-        "value is None:\n        return value\n",
-        "value is None:\n        return None\n",
+        "kind is int or value is None:\n        return value\n",
+        "kind is int or value is None:\n        return None\n",
         OTHER_KINDS,
+    ),
+    "True taken for 1 among the arguments of a launch": Mutant(
+        "kernels/launcher.py",
+        "kind in PLAIN:\n        return kind, value",
+        "kind in PLAIN:\n        return value",
+        "compile/test_relaunch.py::test_kinds_differ_where_triton_compiles_another_kernel",
+    ),
+    "a part of a workspace at its beginning": Mutant(
+        "kernels/scratch.py",
+        "self.workspace.data_ptr() + self.first",
+        "self.workspace.data_ptr()",
+        "compile/test_relaunch.py::test_the_binder_gets_tensors_for_parts_of_a_workspace",
     ),
     "a launch with the tensors of an earlier step": Mutant(
         "kernels/launcher.py",

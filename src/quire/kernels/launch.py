@@ -33,6 +33,12 @@ def once(method: Callable[[Any], T]) -> Callable[[Any], T]:
     return kept
 
 
+@once
+def constexprs_of(launch: Any) -> dict[str, Any]:
+    """Return `launch.constexprs()`, which is computed once."""
+    return launch.constexprs()
+
+
 def states_at_once(num_states: int) -> int:
     """Return how many states a program of `combine.combine_kernel` reads at once; each number is a kernel."""
     return 4 if num_states <= 4 else 16

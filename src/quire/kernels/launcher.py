@@ -20,6 +20,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable, JITFunction
 
 from quire.dispatch.device import COMPILER_OPTIONS, compile_for, cross_compilation, device_properties, interprets
+from quire.kernels.scratch import Part
 from quire.kernels.views import Matrix
 
 LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to
@@ -36,6 +37,7 @@ class CompiledLaunch(NamedTuple):
     run: Any  # Triton's launcher, for tensor maps in place of descriptors
 
 
+PLAIN = frozenset((bool, float, str))  # types of numbers and texts, of which True is no 1
 MOST_LAUNCHES = 1024  # that a cache keeps
 MOST_BYTES = (1 << 31) - 1  # of a tensor that 32-bit offsets reach, for which Triton compiles for AMD's GPUs
 MOST_THREADS = 4  # that compile
@@ -106,16 +108,17 @@ class LaunchCache:
             kernel: a jit function.
             grid: number of programs along each axis.
             tensors: the kernel's first arguments. `relaunch` takes those of another layer instead.
-            fixed: the arguments after them and after the descriptors.
+            fixed: the arguments after them and after the descriptors. Triton's binder gets tensors for those that are
+                parts of a workspace.
             meta: constexprs and compiler options, by name.
             descriptors: the arguments between both, of which `relaunch` takes the matrices.
             boxes: as for `launch`.
         """
-        arguments = *tensors, *descriptors, *fixed
         if key is None:
-            launch(kernel, grid, arguments, meta, boxes)
+            launch(kernel, grid, tensors_of((*tensors, *descriptors, *fixed)), meta, boxes)
             return
-        passed = address_of(fixed) + tuple(map(meta.get, kernel.arg_names[len(arguments) :]))
+        num_arguments = len(tensors) + len(descriptors) + len(fixed)
+        passed = address_of(fixed) + tuple(map(meta.get, kernel.arg_names[num_arguments:]))
         made_for = kinds_of((kernel, tensors, descriptors, fixed, tuple(meta.values()))), boxes, tuple(meta)
         found = SHARED.get(made_for)
         if found is not None:
@@ -124,7 +127,7 @@ class LaunchCache:
             if self.relaunch(key, grid, address_of(tensors), matrices):
                 return
         with on_device_of(tensors):
-            compiled = launch(kernel, grid, arguments, meta, boxes)
+            compiled = launch(kernel, grid, tensors_of((*tensors, *descriptors, *fixed)), meta, boxes)
             if compiled is None:
                 return
             formats, run = (), compiled.run
@@ -147,17 +150,22 @@ def keep(launches: dict[Hashable, CompiledLaunch], key: Hashable, launched: Comp
 
 def kinds_of(value: Any) -> Hashable:
     """Return all that Triton may compile for of an argument, or of a tuple of them: of numbers, their values."""
-    if type(value) is int or value is None:
+    kind = type(value)
+    if kind is int or value is None:
         return value
+    if kind in PLAIN:
+        return kind, value
     if isinstance(value, tuple):
         return tuple(map(kinds_of, value))
     if isinstance(value, torch.Tensor):
         return value.device, value.dtype, value.data_ptr() % 16 == 0, value.untyped_storage().nbytes() <= MOST_BYTES
+    if isinstance(value, Part):
+        return kinds_of(value.workspace), value.dtype, value.first % 16
     if hasattr(value, "block_shape"):  # a descriptor
-        return type(value), value.base.dtype, tuple(value.block_shape), value.layout
+        return kind, value.base.dtype, tuple(value.block_shape), value.layout
     if callable(value):  # a jit function: to hash it is to hash its source, which `hash_callees` does in an order
         return id(value)
-    return type(value), value
+    return kind, value
 
 
 def launch(
@@ -263,8 +271,16 @@ def is_observed() -> bool:
 
 def address_of(value: Any) -> Any:
     """Return the address of a tensor, the addresses of a tuple's tensors, or any other value unchanged."""
-    if type(value) is int:
+    if type(value) is int or value is None:
         return value
     if isinstance(value, tuple):
         return tuple(map(address_of, value))
-    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+    return value.data_ptr() if isinstance(value, torch.Tensor | Part) else value
+
+
+def tensors_of(value: Any) -> Any:
+    """Return an argument with tensors in place of parts of a workspace."""
+    if isinstance(value, tuple):
+        made = map(tensors_of, value)
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    return value.tensor() if isinstance(value, Part) else value

@@ -12,7 +12,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.request import Request, cdiv
 from quire.kernels import views
-from quire.kernels.launch import Runner, once
+from quire.kernels.launch import Runner, constexprs_of, once
 from quire.kernels.scratch import ScratchSize
 from quire.norm_rope import QKNorm, Rope
 from quire.spec import UNBOUNDED, AttentionSpec
@@ -288,7 +288,7 @@ class PortableRunner(KernelRunner):
             as_bytes = not device.native_fp8 and cache.dtype in mods.SOFTWARE_DECODERS
             element = torch.uint8 if as_bytes else cache.dtype
             decode = mods.decoder(cache.dtype, device.native_fp8)
-        meta = decided.constexprs() | {
+        meta = constexprs_of(decided) | {
             "K_VEC": cache.strides[0].vec_size, "V_VEC": cache.strides[1].vec_size, "PAGE_SIZE": cache.page_size,
             "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "PACKED_FP8": packed,
             "TOKEN_SCALES": cache.scale_kind == "token",

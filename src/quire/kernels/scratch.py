@@ -4,6 +4,7 @@ A workspace begins with counters, which are 0 between launches: one cache line f
 arrival counters of the split-KV kernel, and on Hopper GPUs those of the Hopper kernel. Float32 states follow.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,34 @@ class ScratchSize(NamedTuple):
     counters: int = 0
 
 
+class Part:
+    """A part of a workspace that a kernel takes as a tensor.
+
+    A server makes a plan in every step, and its launches need addresses alone, unless a kernel is compiled. So the
+    tensor is made when a launch goes through Triton's binder.
+
+    Args:
+        workspace: that it is a part of.
+        dtype: float32 or int32.
+        first: its first byte.
+        size: how many numbers it holds.
+    """
+
+    __slots__ = ("dtype", "first", "size", "workspace")
+
+    def __init__(self, workspace: torch.Tensor, dtype: torch.dtype, first: int, size: int) -> None:
+        self.workspace, self.dtype, self.first, self.size = workspace, dtype, first, size
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self.workspace.data_ptr() + self.first
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self.workspace[self.first : self.first + 4 * self.size].view(self.dtype)
+
+
+@lru_cache
 def counter_bytes(device: DeviceProperties, num_programs: int) -> int:
     """Return the bytes of all counters, in full cache lines.
 

@@ -17,9 +17,9 @@ from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.tma import matrices_of_cache, matrix_of_queries
-from quire.kernels.launch import Runner
+from quire.kernels.launch import Runner, constexprs_of
 from quire.kernels.launcher import LaunchCache
-from quire.kernels.scratch import TILE_COUNTER_BYTES
+from quire.kernels.scratch import TILE_COUNTER_BYTES, Part
 from quire.kernels.views import Matrix
 
 LEAST_ROWS = 8  # of a box of queries, as the kernel's type has it; the box itself may be no power of two (`set_boxes`)
@@ -42,15 +42,16 @@ class HopperRunner:
         spec = launch.request.spec
         tokens = launch.config.block_t // (2 if launch.config.apart else 1)
         self.query_box = launch.heads, tokens, columns_of_box(spec.head_dim, spec.dtype.itemsize)
-        self.tile_counter = workspace[:TILE_COUNTER_BYTES].view(torch.int32)
+        self.tile_counter = Part(workspace, torch.int32, 0, TILE_COUNTER_BYTES // 4)
         self.fallback: Runner | None = None  # bound when it is first needed
         self.decode = None if launch.decode is None else launch.decode.bind(batch, workspace)
         self.split_out, self.split_lse = None, None
         self.partials, self.arrivals = None, None
         if launch.cut_slots:
             size, states_at = launch.scratch_size(), launch.states_at
-            self.partials = workspace[states_at : states_at + launch.cut_bytes].view(torch.float32)
-            self.arrivals = workspace[launch.arrivals_at : size.counters].view(torch.int32)
+            self.partials = Part(workspace, torch.float32, states_at, launch.cut_bytes // 4)
+            arrivals = (size.counters - launch.arrivals_at) // 4
+            self.arrivals = Part(workspace, torch.int32, launch.arrivals_at, arrivals)
         if launch.num_splits > 1:
             size = launch.scratch_size()
             tokens = launch.split_rows // (spec.num_q_heads * launch.num_splits)
@@ -164,7 +165,7 @@ class HopperRunner:
             decided.section,
         )
         unit = views.stride_unit(*out.stride()[:2])
-        meta = decided.constexprs() | {
+        meta = constexprs_of(decided) | {
             "PAGE_SIZE": cache.page_size, "STRIDE_UNIT": unit, "num_warps": 4, "launch_pdl": True
         }  # fmt: skip
         if decided.config.num_warpgroups == 1:

@@ -13,6 +13,7 @@ from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import padded, power_of_two
+from quire.kernels.launch import constexprs_of
 from quire.kernels.portable import KernelRunner
 from quire.kernels.split_kv.choice import MAX_UNITS, min_partition_tiles, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
@@ -192,7 +193,7 @@ class MLARunner(KernelRunner):
         latents = views.latent_tensors(cache, element)
         if decode_rope is not mods.native and latents.rope is not None:
             latents = latents._replace(rope=latents.rope.view(torch.uint8))
-        meta = decided.constexprs() | {
+        meta = constexprs_of(decided) | {
             "PAGE_SIZE": cache.page_size, "C_SLOT": latents.c.stride(1),
             "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1),
             "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "DECODE_ROPE": decode_rope,

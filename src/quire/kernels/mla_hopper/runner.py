@@ -6,11 +6,12 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.kernels.hopper.runner import describe
 from quire.kernels.hopper.tma import page_box
-from quire.kernels.launch import Runner
+from quire.kernels.launch import Runner, constexprs_of
 from quire.kernels.launcher import LaunchCache
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, matrix_of_latents
+from quire.kernels.scratch import Part
 from quire.kernels.states import LOG2E
 
 
@@ -30,8 +31,9 @@ class MLAHopperRunner:
         size = launch.scratch_size()
         rows = 2 * launch.row_blocks * launch.num_partitions * launch.partial_rows if launch.num_partitions > 1 else 0
         width = launch.request.spec.kv_lora_rank
-        states = workspace[size.counters : size.counters + 4 * rows * (width + 2)].view(torch.float32)
-        acc, m_i, l_i = states.split((rows * width, rows, rows))
+        acc = Part(workspace, torch.float32, size.counters, rows * width)
+        m_i = Part(workspace, torch.float32, size.counters + 4 * rows * width, rows)
+        l_i = Part(workspace, torch.float32, size.counters + 4 * rows * (width + 1), rows)
         numbers = batch.num_seqs, launch.num_partitions, launch.combine_cost, launch.sequence_cost
         self.lengths = batch.seq_lens, batch.cu_seqlens_q, batch.query_offsets
         self.scratch, self.numbers = (acc, m_i, l_i), numbers
@@ -77,7 +79,12 @@ class MLAHopperRunner:
             strides = *q_nope.stride()[:2], *q_pe.stride()[:2], *self.out_strides(out, lse)
             pages = table.stride(0), table.shape[1], k.page // k.slot, k.slot
             fixed = *absent, table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
-            meta = decided.constexprs() | {"PAGE_SIZE": cache.page_size, "BOX": box, "num_warps": 4, "launch_pdl": True}
+            meta = constexprs_of(decided) | {
+                "PAGE_SIZE": cache.page_size,
+                "BOX": box,
+                "num_warps": 4,
+                "launch_pdl": True,
+            }
             self.launches.launch(attend_key, mla_hopper_kernel, self.grid, tensors, fixed, meta, descriptors)
         if self.grid[1] > 1:
             self.combine(key, out, lse, addresses[:2])

@@ -13,7 +13,7 @@ from quire.dispatch.request import Request, cdiv
 from quire.dispatch.tree import power_of_two
 from quire.kernels.launch import Runner
 from quire.kernels.portable import PortableLaunch, PortableRunner
-from quire.kernels.scratch import TILE_COUNTER_BYTES, ScratchSize, counter_bytes
+from quire.kernels.scratch import TILE_COUNTER_BYTES, Part, ScratchSize, counter_bytes
 
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
@@ -229,14 +229,16 @@ class SplitKVLaunch(PortableLaunch):
         return ScratchSize(counters + 4 * rows * (self.request.spec.head_dim_v + 2), counters)
 
     def partials(self, workspace: torch.Tensor) -> Any:
-        """Return `views.Partials`: the partials and the arrival counters in a workspace of `scratch_size` bytes."""
+        """Return `views.Partials`: parts of a workspace of `scratch_size` bytes for partials and arrival counters."""
         from quire.kernels.views import Partials
 
-        total, counters = self.scratch_size()
-        states = workspace[counters:total].view(torch.float32)
-        rows = states.numel() // (self.request.spec.head_dim_v + 2)
-        counter = workspace[TILE_COUNTER_BYTES:counters].view(torch.int32)
-        return Partials(states[2 * rows :], states[:rows], states[rows : 2 * rows], counter)
+        (total, counters), columns = self.scratch_size(), self.request.spec.head_dim_v
+        rows = (total - counters) // 4 // (columns + 2)
+        m_i = Part(workspace, torch.float32, counters, rows)
+        l_i = Part(workspace, torch.float32, counters + 4 * rows, rows)
+        acc = Part(workspace, torch.float32, counters + 8 * rows, columns * rows)
+        counter = Part(workspace, torch.int32, TILE_COUNTER_BYTES, (counters - TILE_COUNTER_BYTES) // 4)
+        return Partials(acc, m_i, l_i, counter)
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
