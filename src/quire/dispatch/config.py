@@ -76,6 +76,8 @@ class HopperConfig:
             more_stages: whether stages have as many bytes in all as before, rather than as many stages.
         """
         block_n = largest_power_of_two(self.block_n)
+        if block_n == self.block_n:
+            return self
         stages = self.num_stages * self.block_n // block_n if more_stages else self.num_stages
         return replace(self, block_n=block_n, num_stages=stages)
 

@@ -1,6 +1,7 @@
 """`Request`: a batch to be planned for, in host values; and `Options`: what the caller of `quire.plan` asks for."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from quire.dispatch.config import KernelConfig
@@ -67,7 +68,7 @@ class Request:
         """Most rows of any sequence. A row is a query token and a query head of one KV head."""
         return self.bounds.max_query_len * self.spec.group_size
 
-    @property
+    @cached_property
     def keys_seen(self) -> int:
         """Most keys that a query sees."""
         left, right = self.spec.window

@@ -1,6 +1,6 @@
 """When the Hopper kernel serves a batch, with which configuration, and into how many splits its keys are cut."""
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 from quire.dispatch import tree
 from quire.dispatch.config import CostModel, HopperConfig
@@ -299,7 +299,7 @@ def loads_more(request: Request, costs: CostModel) -> bool:
         return False
     if bounds.max_seq_len <= 4 * costs.short_context:
         return not may_be_chunks(request)
-    queries, _, num_tokens = (tree.power_of_two(bound) for bound in astuple(bounds))
+    queries, num_tokens = tree.power_of_two(bounds.max_query_len), tree.power_of_two(bounds.num_tokens)
     few_queries = MOST_DECODE * num_tokens <= queries * tree.power_of_two(request.num_seqs)
     return few_queries and rows_for_each(request) <= ROWS_OF_ONE and bounds.max_seq_len <= 16 * costs.short_context
 
@@ -322,8 +322,10 @@ def may_be_chunks(request: Request) -> bool:
     They do if there are more than four times as many keys as queries, and if the sequences besides the longest have
     more than MOST_OF_OTHERS queries on average. All numbers are rounded up to powers of two first.
     """
-    queries, keys, num_tokens = (tree.power_of_two(bound) for bound in astuple(request.bounds))
-    return num_tokens > MOST_OF_OTHERS * tree.power_of_two(request.num_seqs) + queries and keys > 4 * queries
+    bounds = request.bounds
+    queries, num_tokens = tree.power_of_two(bounds.max_query_len), tree.power_of_two(bounds.num_tokens)
+    others = MOST_OF_OTHERS * tree.power_of_two(request.num_seqs)
+    return num_tokens > others + queries and tree.power_of_two(bounds.max_seq_len) > 4 * queries
 
 
 def serves_decoding(launch: HopperLaunch, costs: CostModel) -> bool:
