@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import torch
 
 from quire import checks, ops
-from quire.cache import PagedKVCache
+from quire.cache import PagedKVCache, packed_cache
 from quire.cache_checks import check_copy_pages, check_write_kv, check_write_latent
 from quire.checks import check_attention, check_merge_states, check_out, check_out_scale, check_varlen
 from quire.dispatch.device import is_served_by_torch
@@ -293,7 +293,7 @@ def varlen_attention(
         torch.Size([27, 4, 16])
     """
     check_varlen(plan)
-    cache = PagedKVCache(k, v, "THD")
+    cache = packed_cache(k, v)
     return attention(
         q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=out, out_scale=out_scale, return_lse=return_lse
     )

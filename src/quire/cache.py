@@ -401,6 +401,38 @@ class PagedKVCache:
         )
 
 
+def packed_cache(k: torch.Tensor, v: torch.Tensor) -> PagedKVCache:
+    """Return `PagedKVCache(k, v, "THD")`.
+
+    Every layer of a step has keys and values of the same shapes and strides. What follows from these is kept.
+    """
+    is_known = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and not torch.compiler.is_compiling()
+    if not is_known or k.layout is not torch.strided or v.layout is not torch.strided:
+        return PagedKVCache(k, v, "THD")
+    facts = _facts_of(k), _facts_of(v)
+    known = _packed.get(facts)
+    if known is None:
+        first = PagedKVCache(k, v, "THD")
+        _ = first.kind, first.extents
+        known = {name: value for name, value in first.__dict__.items() if name not in ("k", "v")}
+        if len(_packed) >= MOST_PACKED:
+            _packed.clear()
+        _packed[facts] = known
+    cache = object.__new__(PagedKVCache)
+    cache.__dict__.update(known, k=k, v=v)
+    return cache
+
+
+def _facts_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return all that a cache of packed keys and values reads of one of them."""
+    is_small = x.untyped_storage().nbytes() < 1 << 31
+    return x.dtype, x.device, x.shape, x.stride(), x.storage_offset() % 2, is_small
+
+
+MOST_PACKED = 64  # shapes and strides of packed keys and values that are kept
+_packed: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
 @lru_cache(maxsize=4096)
 def _kind_of(*facts: Any) -> int:
     return next(_kinds)

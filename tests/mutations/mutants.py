@@ -1991,6 +1991,12 @@ OUTSIDE = {
         "kind in PLAIN:\n        return value",
         "compile/test_relaunch.py::test_kinds_differ_where_triton_compiles_another_kernel",
     ),
+    "packed keys at an odd place taken for others": Mutant(
+        "cache.py",
+        "x.stride(), x.storage_offset() % 2, is_small",
+        "x.stride(), is_small",
+        "test_packed_cache.py::test_it_is_what_the_constructor_makes",
+    ),
     "a part of a workspace at its beginning": Mutant(
         "kernels/scratch.py",
         "self.workspace.data_ptr() + self.first",
