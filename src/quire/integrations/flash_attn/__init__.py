@@ -16,7 +16,6 @@ import torch
 
 import quire
 from quire import Batch, PagedKVCache, Plan
-from quire.cache import packed_cache
 from quire.integrations.arguments import as_int, check_flags, check_integers, check_tensor
 from quire.integrations.flash_attn.arguments import Scoring, check_dropout, read_scoring
 from quire.integrations.flash_attn.kvcache import (
@@ -167,7 +166,7 @@ def flash_attn_varlen_func(
         total_k, num_kv_heads, _ = check_tensor("k", k, device, total_k=None, num_kv_heads=None, head_dim=head_dim)
         *_, head_dim_v = check_tensor("v", v, device, total_k=total_k, num_kv_heads=num_kv_heads, head_dim_v=None)
         q, k, v = widen(q), widen(k), widen(v)
-        pages, batch = packed_cache(k, v), Batch.varlen(cu_seqlens_q, cu_seqlens_k)
+        pages, batch = PagedKVCache(k, v, "THD"), Batch.varlen(cu_seqlens_q, cu_seqlens_k)
     else:
         q = contiguous_last(q)
         capacity = check_pages("k", "v", k, v, head_dim, block_table, num_starts - 1, device)
