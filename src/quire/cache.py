@@ -406,8 +406,8 @@ def packed_cache(k: torch.Tensor, v: torch.Tensor) -> PagedKVCache:
 
     Every layer of a step has keys and values of the same shapes and strides. What follows from these is kept.
     """
-    is_known = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and not torch.compiler.is_compiling()
-    if not is_known or k.layout is not torch.strided or v.layout is not torch.strided:
+    are_strided = all(isinstance(x, torch.Tensor) and x.layout is torch.strided for x in (k, v))
+    if torch.compiler.is_compiling() or not are_strided:
         return PagedKVCache(k, v, "THD")
     facts = _facts_of(k), _facts_of(v)
     known = _packed.get(facts)
