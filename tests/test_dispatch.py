@@ -194,15 +194,18 @@ def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_
     wide, narrow = of(256), of(128)
     assert (wide.name, wide.column_parts, narrow.name, narrow.column_parts) == ("hopper", 2, "hopper", 1)
     assert wide.num_work_tiles(2048) == 2 * narrow.num_work_tiles(2048)
-    assert of(192).name == "block"  # neither half is of whole panels
+    # Two parts of 128 have columns in common, which both compute.
+    shared = of(200)
+    assert (shared.name, shared.column_parts, shared.part_width, shared.last_part) == ("hopper", 2, 128, 72)
+    assert (wide.last_part, narrow.last_part, narrow.part_width) == (128, None, 128)
 
 
 def test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values():
-    def made(head_dim, head_dim_v=None, kernel=None, **bounds):
+    def made(head_dim, head_dim_v=None, **bounds):
         spec = quire.AttentionSpec(num_q_heads=8, num_kv_heads=4, head_dim=head_dim, head_dim_v=head_dim_v or head_dim)
         with compile_for(TARGETS["sm90"].properties, on_compile=None):
             batch = quire.Batch(*(torch.zeros(shape, dtype=torch.int32) for shape in ((8, 1024), 8, 9)))
-            return quire.plan(spec, batch, **{"max_query_len": 700, "max_seq_len": 9000} | bounds, kernel=kernel)
+            return quire.plan(spec, batch, **{"max_query_len": 700, "max_seq_len": 9000} | bounds)
 
     plan = made(512, num_tokens=2000)
     assert plan.launch.column_parts == 2 and plan.launch.config.block_n == 32
@@ -213,10 +216,14 @@ def test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values():
     assert made(128, 512).kernel == "hopper"
     assert made(512, max_query_len=16, num_tokens=8 * 16).kernel == "split_kv"  # 32 rows of a sequence
     assert made(512, max_query_len=40, num_tokens=8 * 40, max_seq_len=60).kernel == "block"  # few rows on few keys
-    assert made(320).kernel == "block"
-    with pytest.raises(quire.UnsupportedError, match="values of 320 numbers"):
-        made(320, kernel="hopper")
-    for head_dim, parts, stages in ((512, 4, 2), (384, 3, 3)):
+    plan = made(320)
+    assert (plan.kernel, plan.launch.column_parts, plan.launch.part_width, plan.launch.last_part) == (
+        "hopper",
+        2,
+        192,
+        128,
+    )
+    for head_dim, parts, stages in ((512, 4, 2), (384, 3, 3), (320, 3, 5)):
         plan = made(head_dim, batch_invariant=True)
         assert plan.kernel == "hopper" and plan.launch.column_parts == parts
         assert (plan.launch.config.block_n, plan.launch.config.num_stages) == (32, stages)
@@ -761,7 +768,8 @@ def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim
         (192, 16, 64, 8192, {}, (64, 16)),  # whose keys are split
         (192, 16, 4096, 4096, {"sliding_window": 1000}, (64, 16)),
         (192, 16, 4096, 4096, {"softcap": 30.0}, (64, 16)),
-        (192, 8, 4096, 4096, {}, (64, 8)),
+        (192, 8, 4096, 4096, {}, (64, 0)),  # boxes of eight rows are slower than rows one by one
+        (128, 8, 4096, 4096, {"kv_dtype": torch.float8_e4m3fn}, (128, 8)),  # whose rows have half of the bytes
         (192, 7, 4096, 4096, {}, (64, 0)),
         (192, 1072, 4096, 4096, {}, (64, 16)),
         (256, 16, 4096, 4096, {}, (64, 16)),
@@ -995,6 +1003,49 @@ def test_a_short_window_is_a_short_context():
 
     assert [config(window).num_warpgroups for window in (128, 512, 513, 1024, None)] == [1, 1, 2, 2, 2]
     assert config(128, has_intervals=True).num_warpgroups == 2  # instead of the window, the intervals count
+
+
+def test_chunks_whose_windows_are_a_short_context_have_one_warpgroup():
+    """A row block of 16 tokens sees a window and 15 keys more."""
+
+    def num_warpgroups(window):
+        request = Request(replace(SPEC, sliding_window=window), 2, True, Bounds(64, 16384, 128), PROPERTIES)
+        return decide(request, Options())[0].config.num_warpgroups
+
+    assert [num_warpgroups(window) for window in (600, 1008, 1009)] == [1, 1, 2]
+
+
+def test_row_blocks_that_see_few_keys_of_a_window_are_not_cut():
+    heads = {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 16}
+
+    def name(window):
+        request = Request(replace(SPEC, **heads, sliding_window=window), 3, True, Bounds(86, 2000, 3 * 86), PROPERTIES)
+        return decide(request, Options(kernel="portable"))[0].name
+
+    assert [name(window) for window in (29, 1500)] == ["block", "split_kv"]
+
+
+def test_few_rows_of_wide_heads_go_to_the_portable_kernels_where_sms_would_be_idle():
+    heads = {"num_q_heads": 8, "num_kv_heads": 4, "head_dim": 216, "head_dim_v": 216}
+
+    def name(queries, num_seqs, **changes):
+        bounds = Bounds(queries, 381, queries * num_seqs)
+        return decide(Request(replace(SPEC, **heads | changes), num_seqs, True, bounds, PROPERTIES), Options())[0].name
+
+    assert [name(queries, 2) for queries in (28, 32, 33)] == ["split_kv", "split_kv", "hopper"]
+    assert name(32, 40) == "hopper"
+    assert name(28, 2, head_dim=128, head_dim_v=128) == "hopper"
+
+
+def test_equal_sequences_have_no_spare_row_blocks():
+    """Of six sequences of two row blocks, each SM but a few would have none, so they are cut."""
+    heads = {"num_q_heads": 8, "num_kv_heads": 4, "head_dim": 216, "head_dim_v": 216}
+
+    def name(num_tokens):
+        request = Request(replace(SPEC, **heads), 6, True, Bounds(16, 450, num_tokens), PROPERTIES)
+        return decide(request, Options(kernel="portable"))[0].name
+
+    assert [name(num_tokens) for num_tokens in (96, 95)] == ["split_kv", "block"]
 
 
 def test_short_prompts_with_wide_heads_go_to_the_hopper_kernel():

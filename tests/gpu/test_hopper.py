@@ -222,11 +222,11 @@ def test_every_width(head_dim):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
-    [(192, 128), (128, 192), (64, 256), (256, 64), (80, 32), (24, 200), (192, 96), (128, 512), (264, 256)],
+    [(192, 128), (128, 192), (64, 256), (256, 64), (80, 32), (24, 200), (192, 96), (128, 512), (264, 256), (128, 328)],
 )
 def test_values_of_another_width(head_dim, head_dim_v, layout):
     spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=3, head_dim=head_dim, head_dim_v=head_dim_v)
-    assert_right(spec, MIXED, layout=layout, page_size=24)
+    assert_right(spec, MIXED, layout=layout, page_size=48)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_scores_in_pieces(extra, page_size, large_tiles):
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (88, 88), (192, 192), (40, 40), (224, 224)])
 def test_features_of_other_widths(head_dim, head_dim_v):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
-    assert_right(replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300), MIXED, page_size=8)
+    assert_right(replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300), MIXED, page_size=16)
     assert_right(replace(spec, causal=False, dtype=torch.float16, kv_dtype=torch.float16), MIXED, layout="HND")
 
 
@@ -946,6 +946,9 @@ INVARIANT = [
     {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 384, "softcap": 20.0},
     {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 512, "head_dim_v": 256, "sliding_window": 700},
     {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "head_dim_v": 512},
+    {"num_q_heads": 16, "num_kv_heads": 4, "head_dim": 224, "sinks": True},
+    {"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 144, "softcap": 20.0},
+    {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 192, "head_dim_v": 320},
 ]
 
 

@@ -119,7 +119,7 @@ def test_features(extra, bound):
 @pytest.mark.parametrize("page_size", [16, extended(1)])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"sliding_window": 600, "sinks": True}, {"softcap": 20.0}, {"alibi": True}, {"causal": False}],
+    [{}, {"sliding_window": 1000, "sinks": True}, {"softcap": 20.0}, {"alibi": True}, {"causal": False}],
     ids=str,
 )
 def test_heads_of_128(extra, page_size):
@@ -318,11 +318,11 @@ def is_close_to_tanh(found, scores, scale, cap):
     """Compare with float64. The polynomial is as far from tanh as its comment says. There are a few roundings."""
     largest = cap / math.log(2.0)
     expected = largest * torch.tanh(scores.double() * scale.double() / cap)
-    return (found.double() - expected).abs() <= largest * (1.3e-7 + 3 * 2.0**-24)
+    return (found.double() - expected).abs() <= largest * (1.2e-6 + 3 * 2.0**-24)
 
 
-# The largest abs(x) in a warp's first eight rows and in its others. Up to 0.5, the kernel calls x small.
-SIZES = ((0.49, 0.49), (3.0, 3.0), (0.49, 3.0), (3.0, 0.49))
+# The largest abs(x) in a warp's first eight rows and in its others. Up to 0.4, the kernel calls x small.
+SIZES = ((0.39, 0.39), (3.0, 3.0), (0.39, 3.0), (3.0, 0.39))
 
 
 @pytest.mark.parametrize("columns", [32, 64, 128, 256])
@@ -347,7 +347,7 @@ def test_exponents_of_capped_scores(of_rows, cap, columns):
 def test_what_a_warp_holds_changes_no_bit_of_its_other_capped_scores(other):
     """With another score, a warp may compute what it skips if all are small. It is in any of a thread's rows."""
     cap, scale = 50.0, torch.tensor([0.125, 2.0]).repeat(4).repeat_interleave(8)[:, None]
-    x = 0.98 * torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) - 0.49
+    x = 0.78 * torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) - 0.39
     scores = x * cap / scale
     expected = exponents(scores, scale, cap)
     assert is_close_to_tanh(expected, scores, scale, cap).all()
@@ -378,7 +378,7 @@ def test_what_a_warp_holds_changes_no_bit_of_its_other_capped_scores(other):
 )
 def test_widths(head_dim, head_dim_v):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
-    assert_right(spec, page_size=24, layout="HND")
+    assert_right(spec, page_size=48, layout="HND")
     assert_right(spec, max_seq_len=LONG, page_size=2)
 
 
@@ -490,7 +490,7 @@ def test_group_sizes(heads):
     assert_right(spec, ((24, 100), (24, 24), (9, 70)))
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 4, extended(8), 24, extended(128), 528])
+@pytest.mark.parametrize("page_size", [1, 3, 4, extended(8), 24, 48, extended(128), 528])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(page_size, layout):
     """The boxes of a tile are found in another way where sequences have different numbers of queries."""
@@ -609,6 +609,11 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
         ({"head_dim": 256}, 1),
         ({"head_dim": 256}, 131),
         ({"head_dim": 512}, 16),
+        ({"head_dim": 192}, 16),
+        ({"head_dim": 144}, 1),
+        ({"head_dim": 224, "sinks": True}, 16),
+        ({"head_dim": 136}, 131),
+        ({"head_dim": 320}, 16),
         ({"num_q_heads": 14}, 1),
     ],
     ids=str,
@@ -616,13 +621,14 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
 def test_batch_invariant_plans(extra, page_size):
     """Prompts of any company have the same bits, whatever the order of events. Wide heads are in parts of 128.
 
+    The last part has columns in common with the one before it, if 128 does not divide the head.
     Some tiles in pages of 131 are one box. Rows of the others are gathered.
     """
     spec, is_long = quire.AttentionSpec(**LLAMA | extra), page_size == 131
     p = make_problem(spec, ((40, 700 if is_long else 300), (70, 170)), page_size=page_size)
     plan = make_plan(p, LONG if is_long else None, batch_invariant=True)
     assert plan.launch.config is not None and plan.kernel == "hopper"
-    assert plan.launch.constexprs()["PARTS"] == max(1, spec.head_dim // 128)
+    assert plan.launch.constexprs()["PARTS"] == -(-spec.head_dim // 128)
     assert (plan.launch.boxes(p.cache)[1] > 0) == is_long
     first, _ = attend(p, plan, seed=0)
     assert error_budget(p, first).passed
@@ -630,12 +636,15 @@ def test_batch_invariant_plans(extra, page_size):
     assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
-def test_values_in_several_parts():
-    """A work tile has some columns of the values."""
-    plan = assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": 128, "head_dim_v": 256}), ((40, 300), (70, 170)))
+@pytest.mark.parametrize("head_dim_v", [200, 256, 320])
+def test_values_in_several_parts(head_dim_v):
+    """A work tile has some columns of the values. Parts of 320 columns have 192 each, or 128."""
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": 128, "head_dim_v": head_dim_v})
+    plan = assert_right(spec, ((40, 300), (70, 170)))
+    assert plan.launch.constexprs()["PARTS"] == (2 if head_dim_v > 256 else 1)
     p = make_problem(plan.spec, ((40, 300), (70, 170)))
     plan = make_plan(p, batch_invariant=True)
-    assert plan.launch.constexprs()["PARTS"] == 2
+    assert plan.launch.constexprs()["PARTS"] == (3 if head_dim_v > 256 else 2)
     assert error_budget(p, attend(p, plan)[0]).passed
 
 

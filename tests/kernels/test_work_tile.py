@@ -245,7 +245,15 @@ def test_pages_of_fewer_rows_than_a_tma_box_are_gathered(page_size):
     cache = quire.PagedKVCache(x, x)
     assert not tma.has_boxes(cache)
     assert [m.shape[0] for m in tma.matrices_of_cache(cache)] == 2 * [4 * page_size]
-    assert tma.has_boxes(quire.PagedKVCache(*(torch.zeros(4, 8 * page_size, 2, 24) for _ in "kv")))
+    assert tma.has_boxes(quire.PagedKVCache(*(torch.zeros(4, 16 * page_size, 2, 24) for _ in "kv")))
+
+
+def test_boxes_of_eight_rows_are_for_8_bit_caches_and_for_rows_that_cannot_be_gathered():
+    def has_boxes(head_stride, dtype=torch.float16):
+        x = torch.zeros(4096, dtype=dtype).as_strided((2, 8, 2, 64), (8 * 160, 160, head_stride, 1))
+        return tma.has_boxes(quire.PagedKVCache(x, x))
+
+    assert [has_boxes(72), has_boxes(68), has_boxes(80, torch.int8)] == [False, True, True]
 
 
 def test_a_cache_is_gathered_if_int32_counts_its_pieces_of_16_bytes():

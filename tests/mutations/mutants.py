@@ -1206,7 +1206,7 @@ IN_INTERPRETER = {
         SOFTCAP, "mul.f32 limitROW, a, {in_ptx(SMALL)}", "mul.f32 limitROW, a, {in_ptx(2 * SMALL)}", EXPONENTS
     ),
     "Hopper: one coefficient of capped scores for another": Mutant(
-        SOFTCAP, "c3_ROW, c2_ROW", "c3_ROW, c1_ROW", EXPONENTS
+        SOFTCAP, "c2_ROW, c1_ROW", "c2_ROW, c0_ROW", EXPONENTS
     ),
     "Hopper: capped scores of a row with another row's factor": Mutant(
         SOFTCAP, 'f"{i // 2 % 2}"', 'f"{i % 2}"', EXPONENTS

@@ -72,12 +72,11 @@ def attend_capped_work_tile(
 ):  # fmt: skip
     """Return what `attend_work_tile` does, for capped scores.
 
-    A tile's softmax overlaps this warpgroup's product with the previous tile's values, but in two cases, in which that
-    was slower (NVIDIA H200). Boxes of fewer than 16 rows make tiles load slowly, and an overlap frees values later.
-    Tiles of 128 keys and values wider than 64 leave too few registers for two tiles of probabilities.
+    A tile's softmax overlaps this warpgroup's product with the previous tile's values, unless wide rows are gathered.
+    They arrive slowly, and an overlap frees values later.
     """
     BLOCK_N: gl.constexpr = keys_of(cols)
-    OVERLAPS: gl.constexpr = KV_BOX >= 16 and (BLOCK_N <= 64 or HEAD_DIM_V <= 64)
+    OVERLAPS: gl.constexpr = KV_BOX > 0 or HEAD_DIM_V <= 192
     zeros = no_scores(cols, OF_SCORES)
     accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
     IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values

@@ -5,7 +5,14 @@ from dataclasses import replace
 from quire.dispatch import tree
 from quire.dispatch.config import CostModel, HopperConfig
 from quire.dispatch.request import Bounds, Options, Request, cdiv
-from quire.kernels.hopper.launch import LONG, HopperLaunch, count_work_tiles, has_bounded_scores, is_wide
+from quire.kernels.hopper.launch import (
+    LONG,
+    HopperLaunch,
+    count_work_tiles,
+    has_bounded_scores,
+    is_wide,
+    width_of_part,
+)
 from quire.kernels.split_kv.choice import choose as choose_portable
 from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
@@ -21,6 +28,7 @@ TALL_WIDE = 768  # queries and keys of equal prompts of wide heads, beyond which
 TALL = 128  # rows of two consumer warpgroups
 FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
 SOME_ROWS = 32  # of a sequence, up to which the portable kernels are bound by memory
+SOME_WIDE_ROWS = 64  # the same with wide heads, if this kernel would leave SMs idle
 LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
 MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
 MOST_OF_APART = 128  # queries on average, up to which the warpgroups of a ragged batch have their own tokens
@@ -48,11 +56,8 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
         return config
     if not request.has_cu_seqlens:
         return "a batch without cu_seqlens_q"
-    parts = column_parts(spec, WIDEST_PART)
-    if parts is None:
-        return f"values of {spec.head_dim_v} numbers"
     fallback, reason = choose_portable(request, options)
-    launch = HopperLaunch(request, config, fallback, column_parts=parts)
+    launch = HopperLaunch(request, config, fallback, column_parts=cdiv(spec.head_dim_v, WIDEST_PART))
     num_splits = choose_num_splits(launch, costs)
     section_heads = choose_section(launch, costs) if num_splits == 1 else None
     launch = replace(launch, num_splits=num_splits, section_heads=section_heads)
@@ -69,11 +74,8 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     spec = request.spec
     if request.has_intervals:
         return "intervals of keys with batch_invariant"
-    parts = column_parts(spec, WIDEST_INVARIANT_PART)
     if spec.kv_dtype is not spec.dtype:
         return "a quantised cache with batch_invariant"
-    if parts is None:
-        return f"values of {spec.head_dim_v} numbers with batch_invariant"
     config = choose_config(request, short=False)
     if isinstance(config, str):
         return config
@@ -83,17 +85,12 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     few_rows = has_one_split(request) and not fills(request, 64 * config.num_warpgroups)
     if options.kernel is None and (fallback.name != "block" or few_rows):
         return "batches for which the portable kernels are faster"
+    parts = cdiv(spec.head_dim_v, WIDEST_INVARIANT_PART)
     config = with_keys(config, fallback.config.block_n, request, parts)
     launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
     costs = tree.cost_model(spec, request.device)
     launch = replace(launch, section_heads=choose_section(launch, costs))
     return with_decode_launch(launch, costs, batch_invariant=True), reason
-
-
-def column_parts(spec: AttentionSpec, widest: int) -> int | None:
-    """Return into how many parts of at most `widest` columns values are cut; None if no parts are whole panels."""
-    parts = cdiv(spec.head_dim_v, widest)
-    return parts if parts == 1 or spec.head_dim_v % (64 * parts) == 0 else None  # 64 columns are a panel of TMA
 
 
 def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
@@ -113,9 +110,11 @@ def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
     rows_per_seq, rows_per_sm, _, queries_per_seq = rounded(request)
     if launch.num_splits > 1 and not request.is_ragged:
         return True
+    is_idle = 2 * launch.num_work_tiles(request.bounds.num_tokens) <= request.device.num_sms
+    if is_idle and is_wide(spec) and not is_widest(spec) and rows_per_seq <= SOME_WIDE_ROWS:
+        return False
     if launch.fallback.name != "block":
         has_few_rows, cuts = rows_per_seq <= SOME_ROWS, launch.num_splits > 1 or launch.cut_slots > 0
-        is_idle = 2 * launch.num_work_tiles(request.bounds.num_tokens) <= request.device.num_sms
         few_keys = LEAST_SPLIT_OF_CHUNK if has_few_rows else costs.short_context
         if is_idle and (has_few_rows or not cuts) and request.keys_seen > few_keys:
             return False
@@ -155,8 +154,10 @@ def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
     if request.rows_per_seq <= TALL // 2 or is_capped_and_narrow(request.spec):
         return True
     flat, tall = choose_config(request, short=True), choose_config(request, short=False)
-    if isinstance(flat, str) or isinstance(tall, str) or not is_short(request, costs) or not is_chunk(request):
+    if isinstance(flat, str) or isinstance(tall, str) or not is_chunk(request):
         return is_short(request, costs)
+    if min(request.bounds.max_seq_len, request.keys_seen + flat.block_t) > costs.short_context:
+        return False
     num_tokens, num_sms = request.bounds.num_tokens, request.device.num_sms
     rounds, tall_rounds = (
         cdiv(count_work_tiles(request, config, num_tokens), num_sms * config.programs_per_sm) for config in (flat, tall)
@@ -212,7 +213,7 @@ def with_keys(config: HopperConfig, block_n: int, request: Request, parts: int) 
     the time, and 512 queries on 8,192 keys 0.92 to 0.93 (NVIDIA H200, 2026-11-27).
     """
     spec = request.spec
-    columns, columns_v = (cdiv(number, 64) * 64 for number in (spec.head_dim, spec.head_dim_v // parts))
+    columns, columns_v = (cdiv(number, 64) * 64 for number in (spec.head_dim, width_of_part(spec, parts)))
     queries = 2 * 64 * config.num_warpgroups * config.num_q_stages * columns  # bytes
     room = request.device.shared_memory - OTHER_SHARED_MEMORY - queries
     return replace(config, block_n=block_n, num_stages=min(8, room // (2 * block_n * (columns + columns_v))))

@@ -126,7 +126,8 @@ def begin_tile(
         first_column: the head's first column to load.
     The others are those of `gather_tile`.
     """
-    source += first_column
+    VEC: gl.constexpr = 128 // pipe.tiles.dtype.primitive_bitwidth
+    source += first_column // VEC * VEC  # it is a multiple, as the compiler then knows
     if desc is None:
         gather_tile(source, head, pipe, i, places[0], pos, stride_page, stride_slot, stride_head, WIDTH, PAGE_SIZE)
     else:
@@ -136,15 +137,16 @@ def begin_tile(
             column = stride_head % stride_slot
             if len(desc.block_shape) == 3:  # heads are a dimension
                 column = (column > 0).to(gl.int32)
-            load_box(desc, row, head * column + first_column, pipe, i)
+            load_box(desc, row, head * column, first_column, pipe, i)
         else:
             gather_tile(source, head, pipe, i, places[0], pos, stride_page, stride_slot, stride_head, WIDTH, PAGE_SIZE)
 
 
 @gluon.jit
-def load_box(desc, row, column, pipe, i):
+def load_box(desc, row, head, first_column, pipe, i):
     """Begin to load a tile by TMA, as one box."""
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     stage = producer_acquire(pipe, i)
     expect_box(pipe, stage, bytes_of_tile(pipe.tiles, pipe.more, pipe.empty))
-    load_rows(desc, row, column, pipe.full.index(stage), buffers_of(pipe, stage), BLOCK_N, 0, BLOCK_N)
+    buffers = buffers_of(pipe, stage)
+    load_rows(desc, row, head, pipe.full.index(stage), buffers, BLOCK_N, 0, BLOCK_N, 0, first_column)

@@ -49,10 +49,18 @@ def registers_of_three(gathers, fp8_mma, intervals, cuts_narrow):
 
 @gluon.jit(
     do_not_specialize_on_alignment=["num_splits", "out_scale_ptr", "stride_lse"],
-    do_not_specialize=["max_decode_queries", "num_seqs", "section", "stride_table", "window_left", "window_right"],
+    do_not_specialize=[
+        "last_part",
+        "max_decode_queries",
+        "num_seqs",
+        "section",
+        "stride_table",
+        "window_left",
+        "window_right",
+    ],
 )
 def hopper_kernel(
-    out_ptr,  # [num_tokens, num_q_heads, PARTS * HEAD_DIM_V], or scratch for the states of splits
+    out_ptr,  # [num_tokens, num_q_heads, columns of all parts], or scratch for the states of splits
     out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or scratch for the states of splits, or None
     sinks_ptr,  # [num_q_heads], or None
@@ -68,6 +76,7 @@ def hopper_kernel(
     scale, softcap, window_left, window_right,
     max_decode_queries,  # sequences with at most this many queries belong to the decode launch; 0 if there is none
     num_seqs, num_splits,
+    last_part,  # with PARTS > 1, the first column of the last part, which may begin in the one before it
     section,  # blocks of heads of which all work tiles come before those of other heads; None: there is one section
     stride_table, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
@@ -128,6 +137,7 @@ def hopper_kernel(
         stride_out_head,
         stride_lse,
         num_splits,
+        last_part,
         partials,
         arrivals,
     )
@@ -145,7 +155,7 @@ def hopper_kernel(
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, BLOCK_N, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
-                    MIXED, APART, outputs.lse_ptr, stride_lse)),
+                    MIXED, APART, last_part, outputs.lse_ptr, stride_lse)),
             ],
             [PRODUCER_WARPS],
             [72 if GATHERS else 56],
@@ -164,7 +174,7 @@ def hopper_kernel(
                     q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, BLOCK_N, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
-                    MIXED, APART, outputs.lse_ptr, stride_lse)),
+                    MIXED, APART, last_part, outputs.lse_ptr, stride_lse)),
             ],
             [4, PRODUCER_WARPS],
             registers_of_two(GATHERS, MORE_REGISTERS, HEAD_DIM_V),
@@ -188,7 +198,7 @@ def hopper_kernel(
                     q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
                     batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, BLOCK_N, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
-                    MIXED, APART, outputs.lse_ptr, stride_lse)),
+                    MIXED, APART, last_part, outputs.lse_ptr, stride_lse)),
             ],
             [4, 4, PRODUCER_WARPS],
             registers_of_three(GATHERS, FP8_MMA, INTERVALS, CUT_SLOTS > 0 and HEAD_DIM_V <= 192),

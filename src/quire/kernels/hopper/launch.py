@@ -112,9 +112,19 @@ class HopperLaunch:
         return orders and self.num_splits == 1 and self.decode is None and request.is_ragged
 
     @property
+    def part_width(self) -> int:
+        """Columns of the values of a work tile."""
+        return width_of_part(self.request.spec, self.column_parts)
+
+    @property
+    def last_part(self) -> int | None:
+        """The first column of the last part, which may begin in the one before it; None if there is one part."""
+        return None if self.column_parts == 1 else self.request.spec.head_dim_v - self.part_width
+
+    @property
     def cut_bytes(self) -> int:
         """Bytes of the partials of row blocks that are cut."""
-        columns = cdiv(self.request.spec.head_dim_v // self.column_parts, 64) * 64
+        columns = cdiv(self.part_width, 64) * 64
         return 4 * 64 * self.config.num_warpgroups * self.cut_slots * (columns + 2)
 
     @property
@@ -167,7 +177,7 @@ class HopperLaunch:
             score_mod = capped_exponents if has_bounded_scores(spec) else softcap
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
-            "HEAD_DIM_V": spec.head_dim_v // self.column_parts, "PARTS": self.column_parts,
+            "HEAD_DIM_V": self.part_width, "PARTS": self.column_parts,
             "SCORE_MOD": score_mod, "WARPGROUPS": config.num_warpgroups,
             "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
@@ -246,6 +256,11 @@ class HopperLaunch:
             f"Hopper kernel: {config.block_t} queries × {self.heads} heads × {config.block_n} keys, {details}; "
             f"fallback for scales per token and tensors that TMA cannot address: {self.fallback}"
         )
+
+
+def width_of_part(spec: AttentionSpec, parts: int) -> int:
+    """Return the columns of each of so many parts of a head's values: whole panels of TMA, or all columns."""
+    return spec.head_dim_v if parts == 1 else 64 * cdiv(spec.head_dim_v, 64 * parts)
 
 
 def lie_in_one_page(keys: int, cache: PagedKVCache) -> bool:

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.hopper.addresses import barrier
 from quire.kernels.hopper.pipeline import THREADS, pieces_of
 from quire.kernels.hopper.products import pieces
-from quire.kernels.hopper.results import tokens_of_rows, with_sink
+from quire.kernels.hopper.results import first_column_of, tokens_of_rows, with_sink
 from quire.kernels.hopper.softmax import lse_of_rows
 from quire.kernels.hopper.work_tile import ROWS, power_of_two
 from quire.kernels.states import as_stored
@@ -149,7 +149,7 @@ def combine_and_write(
         result = acc * (1.0 / gl.where(l_i == 0.0, 1.0, l_i))[:, None]
         offsets = position * outputs.stride_out_token + (work.head + head).to(gl.int64) * outputs.stride_out_head
         if PARTS > 1:
-            offsets += work.split * HEAD_DIM_V
+            offsets += first_column_of(work, outputs, HEAD_DIM_V, PARTS)
         gl.store(
             outputs.out_ptr + offsets[:, None] + columns[None, :],
             as_stored(result, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty),

@@ -203,7 +203,7 @@ def panels(tile):
 @gluon.jit
 def load_rows(
     desc, row, head, barrier, buffers, HEIGHT: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr,
-    ZEROS: gl.constexpr = 0,
+    ZEROS: gl.constexpr = 0, first_column=0,
 ):  # fmt: skip
     """Load ROWS rows of a head by TMA into a tile, from its row FIRST on, one load for each panel.
 
@@ -217,13 +217,14 @@ def load_rows(
         FIRST: the tile's row that comes first.
         ROWS: of a box.
         ZEROS: columns of zeros before those of the head.
+        first_column: the head's first column to load.
     """
     EACH: gl.constexpr = buffers[0].shape[0]  # rows of a buffer
     COLUMNS: gl.constexpr = panels(buffers[0]).shape[1]
     for i in gl.static_range(len(buffers) * EACH // HEIGHT):
         buffer = buffers[i * (HEIGHT // EACH) + FIRST // EACH]
         for panel in gl.static_range(buffer.shape[1] // COLUMNS):
-            column = i * buffers[0].shape[1] + panel * COLUMNS
+            column = first_column + i * buffers[0].shape[1] + panel * COLUMNS
             if len(desc.block_shape) == 2:
                 rows = panels(buffer).slice(panel * EACH + FIRST % EACH, ROWS)
                 tma_load(desc, [row, head + column], barrier, rows)

@@ -51,13 +51,14 @@ def produce(
     tile_counter, num_splits, section, stride_table, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr,
-    CUT_SLOTS: gl.constexpr, MIXED: gl.constexpr, APART: gl.constexpr, lse_ptr, stride_lse,
+    CUT_SLOTS: gl.constexpr, MIXED: gl.constexpr, APART: gl.constexpr, last_part, lse_ptr, stride_lse,
 ):  # fmt: skip
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
 
     Tiles of a quantised cache go to pipelines of raw bytes, from which `convert` reads.
     The KV tiles of a work tile are loaded from the last to the first, unless FIRST_TO_LAST.
-    With PARTS > 1, a work tile has one of PARTS parts of the values' columns, each of HEAD_DIM_V columns.
+    With PARTS > 1, a work tile has one of PARTS parts of the values' columns, each of HEAD_DIM_V columns. The last part
+    begins at column `last_part`.
     With CUT_SLOTS, row blocks of long sequences are cut by keys. With MIXED, work tiles are taken from both ends.
     With APART, each of two warpgroups has half of a row block's tokens.
     Where there are splits, one without keys is not handed to consumers.
@@ -122,7 +123,7 @@ def produce(
         )  # fmt: skip
         first_value = 0  # column
         if PARTS > 1:
-            first_value = part * HEAD_DIM_V
+            first_value = gl.minimum(part * HEAD_DIM_V, last_part)
         tile, left = work.tile, work.num_tiles
         taken = gl.zeros([THREADS], gl.int32, ONE_EACH)
         if kv.cu_pages is None:
@@ -216,8 +217,8 @@ def produce(
                 expect_bytes(v_pipe.full, barrier, V_BYTES)
                 load_kv_tile(
                     v_source, v_tile_desc, v_pipe, stage, v_pipe.full.index(barrier), boxes, tile * BLOCK_N,
-                    kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col + first_value, BLOCK_N, PAGE_SIZE,
-                    KV_BOX, FEW_REGISTERS,
+                    kv_low, kv_high, v_page, kv_head * v_row, kv_head * v_col, BLOCK_N, PAGE_SIZE, KV_BOX,
+                    FEW_REGISTERS, 0, first_value,
                 )  # fmt: skip
                 if HAS_EDGES:
                     last_pos = (tile - STEP) * BLOCK_N
@@ -303,7 +304,7 @@ def load_page_numbers(row, pos, stop, kv_low, kv_high, PAGE_SIZE: gl.constexpr, 
 @gluon.jit
 def load_kv_tile(
     desc, tile_desc, pipe, stage, barrier, boxes, pos, kv_low, kv_high, page_rows, row, col, BLOCK_N: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, AS_ROWS: gl.constexpr, ZEROS: gl.constexpr = 0,
+    PAGE_SIZE: gl.constexpr, KV_BOX: gl.constexpr, AS_ROWS: gl.constexpr, ZEROS: gl.constexpr = 0, first_column=0,
 ):  # fmt: skip
     """Load a tile of keys or values from position `pos` on, one box of KV_BOX slots of a page at a time.
 
@@ -316,11 +317,11 @@ def load_kv_tile(
         is_box = (pos >= kv_low) & (pos + BLOCK_N <= kv_high) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)
         if is_box:
             box_row = row_of_box(boxes, 0, pos, page_rows, row, PAGE_SIZE, KV_BOX, AS_ROWS)
-            load_rows(tile_desc, box_row, col, barrier, buffers, BLOCK_N, 0, BLOCK_N, ZEROS)
+            load_rows(tile_desc, box_row, col, barrier, buffers, BLOCK_N, 0, BLOCK_N, ZEROS, first_column)
     if not is_box:
         for box in gl.static_range(BLOCK_N // KV_BOX):
             box_row = row_of_box(boxes, box, pos, page_rows, row, PAGE_SIZE, KV_BOX, AS_ROWS)
-            load_rows(desc, box_row, col, barrier, buffers, BLOCK_N, box * KV_BOX, KV_BOX, ZEROS)
+            load_rows(desc, box_row, col, barrier, buffers, BLOCK_N, box * KV_BOX, KV_BOX, ZEROS, first_column)
 
 
 @gluon.jit

@@ -31,6 +31,7 @@ class Outputs(NamedTuple):
     stride_out_head: Any
     stride_lse: Any
     num_splits: Any
+    last_part: Any  # where values are in parts, the first column of the last part
     partials: Any  # float32 scratch for partials of row blocks that are cut, and counters of arrivals; None, or both
     arrivals: Any
 
@@ -110,7 +111,7 @@ def finish(
     for i in gl.static_range(len(accs)):
         write_out(
             results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, FIRST_ROW, TOKENS, OWNED,
-            not (STAGED or (EARLY and LIKE_Q)),
+            not (STAGED or (EARLY and LIKE_Q)), PARTS,
         )  # fmt: skip
 
 
@@ -158,7 +159,7 @@ def bytes_of_queries(
 @gluon.jit
 def write_out(
     result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST_ROW: gl.constexpr,
-    TOKENS: gl.constexpr, OWNED: gl.constexpr, IN_PIECES: gl.constexpr,
+    TOKENS: gl.constexpr, OWNED: gl.constexpr, IN_PIECES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Write a work tile's results for the columns from FIRST on.
 
@@ -174,7 +175,7 @@ def write_out(
     tokens = tokens_of_rows(work, rows, TOKENS, OWNED)
     offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_out_token
     offsets += (work.head + rows // TOKENS).to(gl.int64) * outputs.stride_out_head
-    offsets += work.split * HEAD_DIM_V
+    offsets += first_column_of(work, outputs, HEAD_DIM_V, PARTS)
     offs_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     ptrs = (outputs.out_ptr + offsets)[:, None] + offs_d[None, :]
     for i in gl.static_range(len(parts)):
@@ -183,6 +184,16 @@ def write_out(
         if part.dtype != outputs.out_ptr.dtype.element_ty:
             part = as_stored(part, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
         gl.store(ptrs + (FIRST + i * COLUMNS), part, mask=inside)
+
+
+@gluon.jit
+def first_column_of(work, outputs, HEAD_DIM_V: gl.constexpr, PARTS: gl.constexpr):
+    """Return where a work tile's columns begin among those of all splits of a row, each of all parts."""
+    if PARTS == 1:
+        return work.split * HEAD_DIM_V
+    else:
+        split, part = work.split // PARTS, work.split % PARTS
+        return split * (outputs.last_part + HEAD_DIM_V) + gl.minimum(part * HEAD_DIM_V, outputs.last_part)
 
 
 @gluon.constexpr_function

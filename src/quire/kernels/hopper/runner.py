@@ -162,6 +162,7 @@ class HopperRunner:
             decided.max_decode_queries,
             batch.num_seqs,
             decided.num_splits,
+            decided.last_part,
             decided.section,
         )
         unit = views.stride_unit(*out.stride()[:2])

@@ -18,6 +18,9 @@ from quire.dispatch.config import MIN_TMA_BOX
 from quire.kernels.views import Matrix
 
 MAX_COORDINATE = 1 << 31  # TMA coordinates are int32
+# Rows of a page in one TMA load, below which 16-bit rows are faster one by one: with pages of 8, 4,096 tokens took 224
+# us so and 363 in boxes (32/8 heads of 128, NVIDIA H200, 2026-11-28).
+LEAST_FAST_BOX = 16
 
 
 def matrix_of(
@@ -100,18 +103,24 @@ def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
     v = matrix_of(cache.v, v_extents, vs[:3], ends_at_head)
     if k is None or v is None:
         return None
-    if not has_boxes(cache):  # rows are copied in pieces of 16 bytes, which are counted in int32
-        size = cache.dtype.itemsize
-        if any(stride * size % 16 for stride in (*ks[:3], *vs[:3])):
-            return None
-        if max(m.shape[0] * m.strides[0] for m in (k, v)) * size // 16 >= MAX_COORDINATE:
-            return None
-    return k, v
+    return (k, v) if page_box(cache) >= MIN_TMA_BOX or has_pieces_of_16_bytes(cache) else None
 
 
 def has_boxes(cache: PagedKVCache) -> bool:
-    """Whether a page has enough rows for TMA; rows are gathered one by one if not."""
-    return page_box(cache) >= MIN_TMA_BOX
+    """Whether TMA loads several rows of a page at once; rows are gathered one by one if not."""
+    box = page_box(cache)
+    if MIN_TMA_BOX <= box < LEAST_FAST_BOX:
+        return cache.dtype.itemsize == 1 or not has_pieces_of_16_bytes(cache)
+    return box >= LEAST_FAST_BOX
+
+
+def has_pieces_of_16_bytes(cache: PagedKVCache) -> bool:
+    """Whether rows can be copied in pieces of 16 bytes, which are counted in int32."""
+    size, pages = cache.dtype.itemsize, cache.extents[0][0]
+    for strides in cache.strides:
+        if any(stride * size % 16 for stride in strides[:3]) or pages * strides.page * size // 16 >= MAX_COORDINATE:
+            return False
+    return True
 
 
 def page_box(cache: PagedKVCache) -> int:

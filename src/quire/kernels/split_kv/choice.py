@@ -234,8 +234,14 @@ def partitions_that_pay(split: SplitKVLaunch, num_blocks: int, combine_cost: flo
     If sequences have several row blocks, they are cut only if the row blocks would leave half of the device idle, or if
     one sequence may keep a program busy for long: an uncut row block reads no more keys than it sees.
     """
-    tiles = cdiv(split.request.bounds.max_seq_len, split.config.block_n)
-    keeps_busy = split.multi_block and 2 * num_blocks > split.capacity and not may_be_uneven(split.request)
+    request, config = split.request, split.config
+    keys = request.bounds.max_seq_len
+    if split.multi_block:
+        keys = min(keys, request.keys_seen + config.block_m // request.spec.group_size)
+        if not request.is_ragged:  # no row block is a spare one
+            num_blocks = request.num_seqs * cdiv(request.rows_per_seq, config.block_m)
+    tiles = cdiv(keys, config.block_n)
+    keeps_busy = split.multi_block and 2 * num_blocks > split.capacity and not may_be_uneven(request)
     if tiles <= split.costs.min_split_tiles or keeps_busy:
         return 0
     shortest = min_partition_tiles(tiles, combine_cost, split.costs, split.two_level_min_tiles)
