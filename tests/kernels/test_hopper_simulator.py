@@ -318,11 +318,11 @@ def is_close_to_tanh(found, scores, scale, cap):
     """Compare with float64. The polynomial is as far from tanh as its comment says. There are a few roundings."""
     largest = cap / math.log(2.0)
     expected = largest * torch.tanh(scores.double() * scale.double() / cap)
-    return (found.double() - expected).abs() <= largest * (1.2e-6 + 3 * 2.0**-24)
+    return (found.double() - expected).abs() <= largest * (1.3e-7 + 3 * 2.0**-24)
 
 
-# The largest abs(x) in a warp's first eight rows and in its others. Up to 0.4, the kernel calls x small.
-SIZES = ((0.39, 0.39), (3.0, 3.0), (0.39, 3.0), (3.0, 0.39))
+# The largest abs(x) in a warp's first eight rows and in its others. Up to 0.285, the kernel calls x small.
+SIZES = ((0.28, 0.28), (3.0, 3.0), (0.28, 3.0), (3.0, 0.28))
 
 
 @pytest.mark.parametrize("columns", [32, 64, 128, 256])
@@ -347,7 +347,7 @@ def test_exponents_of_capped_scores(of_rows, cap, columns):
 def test_what_a_warp_holds_changes_no_bit_of_its_other_capped_scores(other):
     """With another score, a warp may compute what it skips if all are small. It is in any of a thread's rows."""
     cap, scale = 50.0, torch.tensor([0.125, 2.0]).repeat(4).repeat_interleave(8)[:, None]
-    x = 0.78 * torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) - 0.39
+    x = 0.56 * torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) - 0.28
     scores = x * cap / scale
     expected = exponents(scores, scale, cap)
     assert is_close_to_tanh(expected, scores, scale, cap).all()
