@@ -30,6 +30,9 @@ ANY_PRODUCTS, PRODUCER, RESULTS, GATHER, SOFTCAP = (
 HOPPER = "gpu/test_hopper.py::test_"
 CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 AS_SAID = "every_row_block_is_cut_as_a_plain_program_says"
+BOXES_OF_EIGHT = (
+    "kernels/test_work_tile.py::test_boxes_of_eight_rows_are_for_8_bit_caches_and_for_rows_that_cannot_be_gathered"
+)
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
@@ -1072,7 +1075,7 @@ IN_INTERPRETER = {
     ),
     "Hopper: combined partials of all parts in the first columns": Mutant(
         "kernels/hopper/partials.py",
-        "offsets += work.split * HEAD_DIM_V",
+        "offsets += first_column_of(work, outputs, HEAD_DIM_V, PARTS)",
         "offsets += 0 * work.split",
         "kernels/test_cuts.py::test_widths[512-512]",
     ),
@@ -1183,12 +1186,69 @@ IN_INTERPRETER = {
     ),
     "Hopper: a box of a head's first columns, where rows are gathered": Mutant(
         GATHER,
-        "head * column + first_column",
-        "head * column",
+        "BLOCK_N, 0, BLOCK_N, 0, first_column)",
+        "BLOCK_N, 0, BLOCK_N)",
         SIMULATED + "batch_invariant_plans[{'head_dim': 256}-131]",
     ),
     "Hopper: gathered rows of a head's first columns": Mutant(
-        GATHER, "    source += first_column\n", "", SIMULATED + "batch_invariant_plans[{'head_dim': 256}-1]"
+        GATHER,
+        "source += first_column // VEC * VEC",
+        "source += 0",
+        SIMULATED + "batch_invariant_plans[{'head_dim': 256}-1]",
+    ),
+    "Hopper: values of the last part from behind the end of a head": Mutant(
+        PRODUCER,
+        "gl.minimum(part * HEAD_DIM_V, last_part)",
+        "part * HEAD_DIM_V",
+        SIMULATED + "batch_invariant_plans[{'head_dim': 192}-16]",
+    ),
+    "Hopper: results of the last part behind the end of a head": Mutant(
+        RESULTS,
+        "gl.minimum(part * HEAD_DIM_V, outputs.last_part)",
+        "part * HEAD_DIM_V",
+        SIMULATED + "batch_invariant_plans[{'head_dim': 144}-1]",
+    ),
+    "Hopper: a last part that begins where the part before it ends": Mutant(
+        "kernels/hopper/launch.py",
+        "self.request.spec.head_dim_v - self.part_width",
+        "self.part_width",
+        SIMULATED + "batch_invariant_plans[{'head_dim': 224, 'sinks': True}-16]",
+    ),
+    "Hopper: boxes of eight rows of 16-bit caches": Mutant(
+        "kernels/hopper/tma.py",
+        "LEAST_FAST_BOX = 16",
+        "LEAST_FAST_BOX = 8",
+        BOXES_OF_EIGHT,
+    ),
+    "Hopper: rows that no 16 bytes divide are gathered": Mutant(
+        "kernels/hopper/tma.py",
+        "cache.dtype.itemsize == 1 or not has_pieces_of_16_bytes(cache)",
+        "cache.dtype.itemsize == 1",
+        BOXES_OF_EIGHT,
+    ),
+    "Hopper: two warpgroups for chunks whose windows are short": Mutant(
+        "kernels/hopper/choice.py",
+        "if min(request.bounds.max_seq_len, request.keys_seen + flat.block_t) > costs.short_context:",
+        "if not is_short(request, costs):",
+        "test_dispatch.py::test_chunks_whose_windows_are_a_short_context_have_one_warpgroup",
+    ),
+    "Hopper: few rows of wide heads that leave SMs idle": Mutant(
+        "kernels/hopper/choice.py",
+        "if is_idle and is_wide(spec) and not is_widest(spec)",
+        "if False and is_wide(spec) and not is_widest(spec)",
+        "test_dispatch.py::test_few_rows_of_wide_heads_go_to_the_portable_kernels_where_sms_would_be_idle",
+    ),
+    "row blocks of windows cut as if they saw all keys": Mutant(
+        "kernels/split_kv/choice.py",
+        "keys = min(keys, request.keys_seen + config.block_m // request.spec.group_size)",
+        "pass",
+        "test_dispatch.py::test_row_blocks_that_see_few_keys_of_a_window_are_not_cut",
+    ),
+    "spare row blocks of equal sequences": Mutant(
+        "kernels/split_kv/choice.py",
+        "if not request.is_ragged:  # no row block is a spare one",
+        "if False:",
+        "test_dispatch.py::test_equal_sequences_have_no_spare_row_blocks",
     ),
     "Hopper: no cap too large for a softmax without a maximum": Mutant(
         "kernels/hopper/launch.py",
@@ -1383,8 +1443,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: boxes of the first panel": Mutant(
         "kernels/hopper/pipeline.py",
-        "column = i * buffers[0].shape[1] + panel * COLUMNS",
-        "column = i * buffers[0].shape[1]",
+        "column = first_column + i * buffers[0].shape[1] + panel * COLUMNS",
+        "column = first_column + i * buffers[0].shape[1]",
         SIMULATED + "widths[192-128]",
     ),
     "Hopper: the counter of work tiles not reset": Mutant(
