@@ -1018,11 +1018,12 @@ def test_chunks_whose_windows_are_a_short_context_have_one_warpgroup():
 def test_row_blocks_that_see_few_keys_of_a_window_are_not_cut():
     heads = {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 16}
 
-    def name(window):
-        request = Request(replace(SPEC, **heads, sliding_window=window), 3, True, Bounds(86, 2000, 3 * 86), PROPERTIES)
+    def name(window, max_seq_len):
+        bounds = Bounds(86, max_seq_len, 86)
+        request = Request(replace(SPEC, **heads, sliding_window=window), 1, True, bounds, PROPERTIES)
         return decide(request, Options(kernel="portable"))[0].name
 
-    assert [name(window) for window in (29, 1500)] == ["block", "split_kv"]
+    assert [name(29, 173), name(29, 2000), name(1500, 2000)] == ["block", "block", "split_kv"]
 
 
 def test_few_rows_of_wide_heads_go_to_the_portable_kernels_where_sms_would_be_idle():
