@@ -96,7 +96,8 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
 def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
     """Return whether this launch is taken to be faster than that of the portable kernels, its fallback.
 
-    It is if it splits the keys of sequences with equally many queries. If the fallback would cut keys, this launch is
+    It is if it splits the keys of sequences with equally many queries. It is not if sequences have at most
+    `SOME_WIDE_ROWS` rows of wide heads, and it leaves SMs idle. If the fallback would cut keys, this launch is
 
     * slower if it leaves SMs idle on many keys;
     * faster if sequences have more rows than `SOME_ROWS`, and for a quantised cache, if they have rows for both
@@ -144,8 +145,8 @@ def is_short(request: Request, costs: CostModel) -> bool:
 def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
     """Return whether a program should have one consumer warpgroup, where it may.
 
-    It should on short contexts, or if its rows have room for all rows of a sequence. Chunks on short contexts should
-    have two if they then take fewer rounds of programs.
+    It should on short contexts, or if its rows have room for all rows of a sequence. Chunks should if their row blocks
+    see no more keys than a short context has, but not if two warpgroups then take fewer rounds of programs.
     """
     if is_wide(request.spec):
         return is_short(request, costs)
