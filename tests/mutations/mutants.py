@@ -855,10 +855,10 @@ IN_INTERPRETER = {
         SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
     ),
     "Hopper: boxes of a tile from one slot": Mutant(
-        PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-24]"
+        PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-48]"
     ),
     "Hopper: boxes of a tile of ragged batches from one slot": Mutant(
-        PRODUCER, "row + (pos + lane * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-24]"
+        PRODUCER, "row + (pos + lane * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-48]"
     ),
     "latents: a quarter freed before its product": Mutant(
         LATENTS + "many_rows.py",
