@@ -197,7 +197,10 @@ def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_
     # Two parts of 128 have columns in common, which both compute.
     shared = of(200)
     assert (shared.name, shared.column_parts, shared.part_width, shared.last_part) == ("hopper", 2, 128, 72)
-    assert (wide.last_part, narrow.last_part, narrow.part_width) == (128, None, 128)
+    assert (wide.last_part, narrow.last_part, narrow.part_width) == (None, None, 128)
+    # Both have three parts of 128, of which one launch has no column in common.
+    even, uneven = of(384), of(344)
+    assert even.constexprs() == uneven.constexprs() and even.compile_key() != uneven.compile_key()
 
 
 def test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values():

@@ -1198,8 +1198,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: values of the last part from behind the end of a head": Mutant(
         PRODUCER,
-        "gl.minimum(part * HEAD_DIM_V, last_part)",
-        "part * HEAD_DIM_V",
+        "gl.minimum(first_value, last_part)",
+        "first_value",
         SIMULATED + "batch_invariant_plans[{'head_dim': 192}-16]",
     ),
     "Hopper: results of the last part behind the end of a head": Mutant(

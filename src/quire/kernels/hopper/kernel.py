@@ -76,7 +76,7 @@ def hopper_kernel(
     scale, softcap, window_left, window_right,
     max_decode_queries,  # sequences with at most this many queries belong to the decode launch; 0 if there is none
     num_seqs, num_splits,
-    last_part,  # with PARTS > 1, the first column of the last part, which may begin in the one before it
+    last_part,  # the first column of the last of PARTS parts, where it begins in the one before it; else None
     section,  # blocks of heads of which all work tiles come before those of other heads; None: there is one section
     stride_table, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,

@@ -118,8 +118,9 @@ class HopperLaunch:
 
     @property
     def last_part(self) -> int | None:
-        """The first column of the last part, which may begin in the one before it; None if there is one part."""
-        return None if self.column_parts == 1 else self.request.spec.head_dim_v - self.part_width
+        """The first column of the last part, where it begins in the part before it; else None."""
+        first = self.request.spec.head_dim_v - self.part_width
+        return first if first < (self.column_parts - 1) * self.part_width else None
 
     @property
     def cut_bytes(self) -> int:
@@ -193,6 +194,7 @@ class HopperLaunch:
             self.name,
             self.num_splits > 1 and (states_at_once(self.num_splits), self.request.is_ragged),
             self.section_heads is None,
+            self.last_part is None,
             self.request.has_intervals,  # arguments that may be None
             self.is_long,
             decode,

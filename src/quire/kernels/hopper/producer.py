@@ -57,8 +57,8 @@ def produce(
 
     Tiles of a quantised cache go to pipelines of raw bytes, from which `convert` reads.
     The KV tiles of a work tile are loaded from the last to the first, unless FIRST_TO_LAST.
-    With PARTS > 1, a work tile has one of PARTS parts of the values' columns, each of HEAD_DIM_V columns. The last part
-    begins at column `last_part`.
+    With PARTS > 1, a work tile has one of PARTS parts of the values' columns, each of HEAD_DIM_V columns. If the last
+    part begins in the one before it, it does so at column `last_part`.
     With CUT_SLOTS, row blocks of long sequences are cut by keys. With MIXED, work tiles are taken from both ends.
     With APART, each of two warpgroups has half of a row block's tokens.
     Where there are splits, one without keys is not handed to consumers.
@@ -123,7 +123,9 @@ def produce(
         )  # fmt: skip
         first_value = 0  # column
         if PARTS > 1:
-            first_value = gl.minimum(part * HEAD_DIM_V, last_part)
+            first_value = part * HEAD_DIM_V
+            if last_part is not None:
+                first_value = gl.minimum(first_value, last_part)
         tile, left = work.tile, work.num_tiles
         taken = gl.zeros([THREADS], gl.int32, ONE_EACH)
         if kv.cu_pages is None:

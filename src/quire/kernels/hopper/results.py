@@ -31,7 +31,7 @@ class Outputs(NamedTuple):
     stride_out_head: Any
     stride_lse: Any
     num_splits: Any
-    last_part: Any  # where values are in parts, the first column of the last part
+    last_part: Any  # the first column of the last part of the values, where it begins in the one before it; else None
     partials: Any  # float32 scratch for partials of row blocks that are cut, and counters of arrivals; None, or both
     arrivals: Any
 
@@ -189,7 +189,7 @@ def write_out(
 @gluon.jit
 def first_column_of(work, outputs, HEAD_DIM_V: gl.constexpr, PARTS: gl.constexpr):
     """Return where a work tile's columns begin among those of all splits of a row, each of all parts."""
-    if PARTS == 1:
+    if outputs.last_part is None:
         return work.split * HEAD_DIM_V
     else:
         split, part = work.split // PARTS, work.split % PARTS
