@@ -23,8 +23,9 @@ from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_propertie
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.empty_launches import EmptyLaunches
 from quire.errors import check_device, check_flag, check_integer, describe
-from quire.kernels.hopper.choice import most_decode_queries
-from quire.kernels.launch import Launch
+from quire.kernels.hopper.choice import most_decode_queries, splits_in_rounds
+from quire.kernels.hopper.launch import ROUNDS_OF_SPLITS
+from quire.kernels.launch import Launch, states_at_once
 from quire.kernels.portable import has_few_new_tokens
 from quire.norm_rope import QKNorm, Rope
 from quire.norm_rope_checks import check_norm_rope_alone
@@ -33,6 +34,7 @@ from quire.spec import AttentionSpec
 
 WHERE = "leave it out for the current GPU, or the CPU where there is none"
 SHORTEST = "pass the least max_seq_len of a plan"
+MANY_KEYS = 1 << 20  # with which splits cost little
 MOST_EXACT = 256  # queries; up to here, each number of queries is looked at
 
 
@@ -347,7 +349,8 @@ def launches_within(
     `per_token` says of each kind of batches whether it has intervals and trees.
     """
     options, costs = Options(batch_invariant=batch_invariant), tree.cost_model(spec, device)
-    lens = query_lens(max_num_tokens, spec.num_q_heads, 0 if spec.latent else spec.group_size, device.num_sms)
+    group_size = 0 if spec.latent else spec.group_size
+    lens = query_lens(max_num_tokens, spec.num_q_heads, group_size, device.num_sms, costs.hopper_max_splits)
     lens = [queries for queries in lens if queries >= min_query_len]
     seq_lens = sorted(n for n in {min_seq_len, *powers(max_seq_len)} if n >= min_seq_len)
     limits = [n for n in two_level_limits(costs) if min_seq_len <= n <= max_seq_len]
@@ -398,12 +401,13 @@ def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> tuple
 
 
 @lru_cache
-def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int) -> list[int]:
+def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int, most_splits: int) -> list[int]:
     """Return numbers of queries up to a limit, each of which stands for all that plans treat like it.
 
     Powers of two are such numbers. For latents, whose `group_size` is 0 here, so are three times them. For other heads
     there is a further one between two powers wherever one of these changes: the rows, rounded up to a power of two; the
-    queries of a work tile of the Hopper kernel, and whether they fill it; and whether half of the SMs are idle.
+    queries of a work tile of the Hopper kernel, and whether they fill it; whether half of the SMs are idle; and how many
+    splits programs take in rounds.
     """
     found = powers(limit)
     if group_size == 0:
@@ -412,12 +416,17 @@ def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int) -> l
     def kind(queries: int) -> list[int]:
         ways = itertools.product(tree.ROWS_OF_TILES, ((queries, False), (tree.power_of_two(queries), True)))
         tiles = [(rows, tree.queries_of_tile(rows, group_size, most, ragged)) for rows, (most, ragged) in ways]
-        rows, most = max(tree.ROWS_OF_TILES), tree.power_of_two(queries)
-        tiles.append((rows, tree.queries_of_tile(rows, group_size, most, ragged=True, apart=True)))
-        work_tiles = [cdiv(queries, size) * (num_q_heads // (rows // size)) for rows, size in tiles]
+        rows = max(tree.ROWS_OF_TILES)
+        queries_apart = tree.queries_of_tile(rows, group_size, tree.power_of_two(queries), ragged=True, apart=True)
+        tiles.append((rows, queries_apart))
+        work_tiles = [cdiv(queries, size) * max(1, num_q_heads // (rows // size)) for rows, size in tiles]
         is_idle = [2 * number <= num_sms for number in work_tiles]
         sizes = [size for _, size in tiles]
-        return [tree.power_of_two(queries * group_size), *sizes, *(queries < size for size in sizes), *is_idle]
+        tall = work_tiles[2 * tree.ROWS_OF_TILES.index(rows)]
+        most = min(most_splits, ROUNDS_OF_SPLITS * num_sms // tall)
+        splits = splits_in_rounds(tall, num_sms, MANY_KEYS, max(1, num_sms // tall), most)
+        combined = 0 if splits == 1 else states_at_once(splits)
+        return [tree.power_of_two(queries * group_size), *sizes, *(queries < size for size in sizes), *is_idle, combined]
 
     further: set[int] = set()
     for low, high in itertools.pairwise(found):

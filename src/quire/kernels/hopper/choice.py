@@ -30,6 +30,9 @@ FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
 SOME_ROWS = 32  # of a sequence, up to which the portable kernels are bound by memory
 SOME_WIDE_ROWS = 64  # the same with wide heads, if this kernel would leave SMs idle
 LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
+# Of splits that take more than one round of programs: what a work tile and a partial cost, in keys that a row block could
+# see in that time, and which part of the time without them they may take (NVIDIA H200, 2026-11-28).
+KEYS_OF_WORK_TILE, KEYS_OF_PARTIAL, MOST_TIME_OF_ROUNDS = 192, 512, 0.9
 MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
 MOST_OF_APART = 128  # queries on average, up to which the warpgroups of a ragged batch have their own tokens
 MOST_DECODE = 8  # sequences for each of the longest that a batch's tokens have room for
@@ -223,8 +226,9 @@ def with_keys(config: HopperConfig, block_n: int, request: Request, parts: int) 
 def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     """Return into how many splits the keys of each work tile are cut.
 
-    1, unless the work tiles would leave half of the device idle. Where lengths may differ, most splits have few keys.
-    So there are as many splits as their states have room. With more work tiles, programs cut (`cuts.py`).
+    1, unless the work tiles would leave half of the device idle, or chunks the last round of programs. Where lengths may
+    differ, most splits have few keys. So there are as many splits as their states have room. With more work tiles,
+    programs cut (`cuts.py`).
     """
     request, config, device = launch.request, launch.config, launch.request.device
     num_work_tiles = launch.num_work_tiles(request.bounds.num_tokens)
@@ -236,14 +240,37 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
         fills_tile = 8 * request.bounds.max_query_len >= 7 * config.block_t
         has_keys = not is_short(request, costs) or (is_chunk(request) and request.keys_seen >= LEAST_SPLIT_OF_CHUNK)
         suits = (has_rows or fills_tile) and has_keys
-    if not suits or num_work_tiles == 0 or 2 * num_work_tiles > device.num_sms:
+    if not suits or num_work_tiles == 0 or (request.is_ragged and 2 * num_work_tiles > device.num_sms):
         return 1
-    most = cdiv(request.keys_seen, costs.hopper_min_tiles_per_split * config.block_n)
+    most = min(cdiv(request.keys_seen, costs.hopper_min_tiles_per_split * config.block_n), costs.hopper_max_splits)
     splits = device.num_sms // num_work_tiles
     if request.is_ragged:
         rows = 64 * config.num_warpgroups * device.num_sms
         splits = rows // (request.bounds.num_tokens * request.spec.num_q_heads * launch.column_parts)
-    return max(1, min(splits, most, costs.hopper_max_splits))
+    splits = max(1, min(splits, most))
+    if is_chunk(request) and launch.rounds_of_splits > 1:
+        most = min(most, launch.rounds_of_splits * device.num_sms // num_work_tiles)
+        return splits_in_rounds(num_work_tiles, device.num_sms, request.keys_seen, splits, most)
+    return splits
+
+
+def splits_in_rounds(num_work_tiles: int, num_sms: int, keys: int, splits: int, most: int) -> int:
+    """Return `splits`, or up to `most` with which programs that take equal work tiles in rounds end sooner.
+
+    Args:
+        num_work_tiles: work tiles before they are split.
+        num_sms: programs, each of which takes one work tile in a round.
+        keys: that the queries of a work tile see.
+        splits: with which there is one round at most, or no splits.
+        most: splits.
+    """
+
+    def keys_in_time(number: int) -> float:
+        cost = KEYS_OF_WORK_TILE + (KEYS_OF_PARTIAL if number > 1 else 0)
+        return cdiv(num_work_tiles * number, num_sms) * (keys / number + cost)
+
+    best = min(range(1, most + 1), key=keys_in_time, default=splits)
+    return best if keys_in_time(best) <= MOST_TIME_OF_ROUNDS * keys_in_time(splits) else splits
 
 
 def choose_section(launch: HopperLaunch, costs: CostModel) -> int | None:

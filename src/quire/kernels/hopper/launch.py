@@ -27,6 +27,7 @@ MOST_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of oth
 LARGEST_CAP_WITHOUT_MAXIMUM = 50.0
 CAPPED_SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the coefficients in `softcap.py` can hold
 CUT_OVERHEAD = 192  # keys, as in `cuts.py`
+ROUNDS_OF_SPLITS = 4  # of programs with two consumer warpgroups, for whose states there is room; fewer of wide values
 # Rows of a box in tiles of 96 keys. Of eight, there are twelve, whose pages find no room in the producer's uniform
 # registers: 485 us instead of 349 (NVIDIA H200, 2026-11-26).
 MIN_BOX_OF_PIECES = 16
@@ -130,8 +131,16 @@ class HopperLaunch:
 
     @property
     def split_rows(self) -> int:
-        """Rows of the states of splits: those of the work tiles that run at once, which do not depend on the bounds."""
-        return 64 * self.config.num_warpgroups * self.request.device.num_sms if self.num_splits > 1 else 0
+        """Rows of the states of splits: those of some rounds of work tiles, which do not depend on the bounds."""
+        rounds = 0 if self.num_splits == 1 else self.rounds_of_splits
+        return rounds * 64 * self.config.num_warpgroups * self.request.device.num_sms
+
+    @property
+    def rounds_of_splits(self) -> int:
+        """Most rounds of programs that splits take, each of which has one work tile in a round."""
+        if self.config.num_warpgroups == 1:
+            return 1
+        return max(1, ROUNDS_OF_SPLITS * WIDE // max(WIDE, self.request.spec.head_dim_v))
 
     def num_work_tiles(self, num_tokens: int) -> int:
         """Return the most work tiles, before they are split, that `num_tokens` query tokens need over all heads."""
