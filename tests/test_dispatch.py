@@ -40,6 +40,7 @@ from quire.dispatch.tree_file import (
     load_tree,
     shipped_trees,
 )
+from quire.kernels.hopper.choice import splits_in_rounds
 from quire.plan import decide
 from quire.service import launches_within
 from quire.targets import TARGETS
@@ -343,6 +344,19 @@ def test_the_launches_of_random_batches_are_among_those_of_warmup(heads, feature
         bounds = Bounds(queries, min(max_seq_len, max(queries, int(2 ** draw.uniform(0, 15)))), num_tokens)
         launch, _ = decide(Request(spec, num_seqs, True, bounds, device), Options())
         assert launch.compile_key() in warm, (num_seqs, bounds, str(launch))
+
+
+def test_numbers_of_queries_stand_for_splits_in_rounds():
+    """Of 12 heads that share keys, 846 queries have 81 work tiles. Two rounds of programs take three splits of each."""
+    spec = quire.AttentionSpec(num_q_heads=12, num_kv_heads=1, head_dim=192)
+    device, in_rounds = TARGETS["sm90"].properties, 0
+    warm = {launch.compile_key() for launch in launches_within(spec, device, 1, 1024, 17000, False)}
+    for queries in range(600, 1024, 6):
+        request = Request(spec, 1, True, Bounds(queries, 16800, queries), device)
+        launch, _ = decide(request, Options())
+        in_rounds += launch.num_splits * launch.num_work_tiles(queries) > device.num_sms
+        assert launch.compile_key() in warm, str(launch)
+    assert in_rounds > 10
 
 
 def planned(**options) -> quire.Plan:
@@ -1144,6 +1158,52 @@ def test_few_queries_take_the_hopper_kernel_with_one_warpgroup():
     narrow = {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0}
     assert [launch(2048, 2048, 1, **narrow | of).config.num_warpgroups for of in ({}, {"softcap": 51.0})] == [1, 2]
     assert launch(16, 1000, 16, kv_dtype=torch.float8_e4m3fn).name == "split_kv"
+
+
+def test_chunks_have_splits_with_which_rounds_of_programs_end_together():
+    def launch(max_query_len, max_seq_len, num_seqs=1, num_tokens=0, **changes):
+        bounds = Bounds(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len)
+        return decide(Request(replace(SPEC, **changes), num_seqs, True, bounds, PROPERTIES), Options())[0]
+
+    # For 120 programs: five splits of 72 work tiles take three rounds, and three of 136 take four. 120 need none.
+    work_tiles = [launch(queries, 16384).num_work_tiles(queries) for queries in (288, 480, 520, 1000)]
+    assert work_tiles == [72, 120, 136, 256]
+    assert [launch(queries, 16384).num_splits for queries in (288, 480, 520, 1000)] == [5, 1, 3, 1]
+    assert launch(160, 16384, 2).num_splits == launch(320, 16384).num_splits == 3
+    assert [launch(288, keys).num_splits for keys in (1152, 4096, 6000)] == [1, 1, 3]  # splits cost time themselves
+    assert launch(288, 1100).num_splits == 1  # no chunk: row blocks see different numbers of keys
+    assert launch(288, 16384, 2, 300).num_splits == 1 and launch(288, 16384, sliding_window=1024).num_splits == 1
+    # There is room for the states of four rounds, of two if values have 256 columns, and of one if they have 512.
+    rows = [launch(288, 16384).split_rows, launch(160, 16384).split_rows, launch(16, 16384).split_rows]
+    assert rows == [4 * 128 * 120, 4 * 128 * 120, 64 * 120]
+    wide = {"head_dim": 256, "head_dim_v": 256}
+    assert launch(288, 16384, **wide).split_rows == 2 * 128 * 120
+    assert launch(520, 16384, **wide).num_splits == 1 and launch(288, 16384, **wide).num_splits == 3
+    for queries in range(20, 700, 13):
+        one = launch(queries, 30000)
+        assert one.num_splits * queries * SPEC.num_q_heads <= max(one.split_rows, queries * SPEC.num_q_heads)
+
+
+def test_more_splits_are_taken_only_for_a_tenth_of_the_time():
+    """Of 100 programs. A work tile costs 192 keys, and a partial 512."""
+    assert splits_in_rounds(60, 100, 100_000, 1, 15) == 5  # three rounds of a fifth
+    assert splits_in_rounds(60, 100, 100_000, 1, 4) == 3
+    assert splits_in_rounds(60, 100, 2_000, 1, 15) == 1
+    assert splits_in_rounds(45, 100, 20_000, 2, 15) == 2  # 0.93 of the time, with 11
+    assert splits_in_rounds(300, 100, 100_000, 1, 0) == 1
+
+
+def test_windows_of_few_keys_have_one_warpgroup_if_its_rounds_have_fewer_keys():
+    """Heads of 32 in groups of 13: nine queries fill a work tile of two warpgroups, and four one of one."""
+
+    def config(sliding_window, num_seqs=112, max_query_len=102):
+        spec = replace(SPEC, num_q_heads=26, num_kv_heads=2, head_dim=32, head_dim_v=32, sliding_window=sliding_window)
+        bounds = Bounds(max_query_len, 1725, num_seqs * max_query_len)
+        launch, _ = decide(Request(spec, num_seqs, True, bounds, PROPERTIES), Options(kernel="hopper"))
+        return launch.config.num_warpgroups, launch.config.block_n
+
+    assert [config(window) for window in (21, 61, 128)] == [(1, 64)] * 3  # 24 or 25 rounds of 64 to 192 keys
+    assert config(240) == (2, 128)  # 23 rounds of two tiles of 128 keys are fewer keys than 25 of five of 64
 
 
 def test_intervals_take_the_hopper_kernel_where_a_band_does():

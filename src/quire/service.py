@@ -406,8 +406,8 @@ def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int, most
 
     Powers of two are such numbers. For latents, whose `group_size` is 0 here, so are three times them. For other heads
     there is a further one between two powers wherever one of these changes: the rows, rounded up to a power of two; the
-    queries of a work tile of the Hopper kernel, and whether they fill it; whether half of the SMs are idle; and how many
-    splits programs take in rounds.
+    queries of a work tile of the Hopper kernel, and whether they fill it; whether half of the SMs are idle; and which
+    kernel combines the splits that programs take in rounds.
     """
     found = powers(limit)
     if group_size == 0:
@@ -425,8 +425,8 @@ def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int, most
         tall = work_tiles[2 * tree.ROWS_OF_TILES.index(rows)]
         most = min(most_splits, ROUNDS_OF_SPLITS * num_sms // tall)
         splits = splits_in_rounds(tall, num_sms, MANY_KEYS, max(1, num_sms // tall), most)
-        combined = 0 if splits == 1 else states_at_once(splits)
-        return [tree.power_of_two(queries * group_size), *sizes, *(queries < size for size in sizes), *is_idle, combined]
+        states = 0 if splits == 1 else states_at_once(splits)
+        return [tree.power_of_two(queries * group_size), *sizes, *(queries < size for size in sizes), *is_idle, states]
 
     further: set[int] = set()
     for low, high in itertools.pairwise(found):

@@ -457,6 +457,25 @@ def test_splits(lens, bounds, extra, page_size):
     assert torch.equal(quire.attention(p.q, p.cache, plan, **p.tables), first.out)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"head_dim": 64, "sinks": True}, {"sliding_window": 6000, "softcap": 20.0}, {"head_dim": 192}, E4M3],
+    ids=str,
+)
+@pytest.mark.parametrize("lens", [((300, 20000),), ((150, 20000), (60, 900))], ids=str)
+def test_splits_that_programs_take_in_rounds(lens, extra):
+    """There are 80 work tiles, so that two rounds of programs take three splits of each one."""
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), lens, device="cuda")
+    plan = quire.plan(p.spec, p.batch, **p.bounds | {"num_tokens": None}, kernel="hopper")
+    num_programs = plan.launch.num_programs(300)
+    assert num_programs < plan.launch.num_work_tiles(300) * plan.launch.num_splits, plan
+    first = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+    verdict = error_budget(p, first)
+    assert verdict.passed, (plan, verdict)
+    for _ in range(20):
+        assert torch.equal(quire.attention(p.q, p.cache, plan, **p.tables), first.out)
+
+
 def test_a_captured_graph_of_splits_leaves_tokens_of_no_sequence_alone():
     spec = quire.AttentionSpec(**LLAMA)
     p = make_problem(spec, ((64, 6000),), device="cuda")

@@ -570,6 +570,15 @@ def test_splits(extra, page_size, lens):
     assert verdict.passed, (plan, verdict)
 
 
+@pytest.mark.parametrize("extra", [{"sinks": True}, {"head_dim": 128} | E4M3], ids=str)
+def test_splits_that_programs_take_in_rounds(extra):
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((100, 900), (30, 700)))
+    plan = make_plan(p, 16384, num_sms=16, num_tokens=None)
+    assert plan.launch.num_splits * plan.launch.num_work_tiles(130) > plan.launch.num_programs(200) == 16
+    verdict = error_budget(p, attend(p, plan)[0])
+    assert verdict.passed, (plan, verdict)
+
+
 @pytest.mark.parametrize("sight", ["chunks", extended("anywhere")])
 def test_splits_of_intervals(sight):
     p = make_problem(quire.AttentionSpec(**LLAMA), ((64, 500), (0, 50), (20, 0)), per_token=SIGHTS[sight])

@@ -1982,6 +1982,48 @@ OUTSIDE = {
         "if is_idle and not cuts",
         "test_dispatch.py::test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel",
     ),
+    "Hopper: rounds of programs that are not whole": Mutant(
+        "kernels/hopper/choice.py",
+        "return cdiv(num_work_tiles * number, num_sms) * (keys / number + cost)",
+        "return num_work_tiles * number / num_sms * (keys / number + cost)",
+        "test_dispatch.py::test_more_splits_are_taken_only_for_a_tenth_of_the_time",
+    ),
+    "Hopper: partials that cost nothing": Mutant(
+        "kernels/hopper/choice.py",
+        "(KEYS_OF_PARTIAL if number > 1 else 0)",
+        "0",
+        "test_dispatch.py::test_more_splits_are_taken_only_for_a_tenth_of_the_time",
+    ),
+    "Hopper: more splits for nothing": Mutant(
+        "kernels/hopper/choice.py",
+        "<= MOST_TIME_OF_ROUNDS * keys_in_time(splits)",
+        "<= keys_in_time(splits)",
+        "test_dispatch.py::test_more_splits_are_taken_only_for_a_tenth_of_the_time",
+    ),
+    "Hopper: room for one round of splits": Mutant(
+        "kernels/hopper/launch.py",
+        "return rounds * 64 * self.config.num_warpgroups",
+        "return min(rounds, 1) * 64 * self.config.num_warpgroups",
+        "test_dispatch.py::test_chunks_have_splits_with_which_rounds_of_programs_end_together",
+    ),
+    "Hopper: more rounds of splits than there is room for": Mutant(
+        "kernels/hopper/choice.py",
+        "most = min(most, launch.rounds_of_splits * device.num_sms // num_work_tiles)\n        return",
+        "return",
+        "test_dispatch.py::test_chunks_have_splits_with_which_rounds_of_programs_end_together",
+    ),
+    "Hopper: rounds of as many keys for every tile": Mutant(
+        "kernels/hopper/choice.py",
+        "return rounds * cdiv(keys, config.block_n) * config.block_n",
+        "return rounds",
+        "test_dispatch.py::test_windows_of_few_keys_have_one_warpgroup_if_its_rounds_have_fewer_keys",
+    ),
+    "warm-up: no queries of chunks that are split in rounds": Mutant(
+        "service.py",
+        "*is_idle, states]",
+        "*is_idle]",
+        "test_dispatch.py::test_numbers_of_queries_stand_for_splits_in_rounds",
+    ),
     "Hopper: short chunks are not split": Mutant(
         "kernels/hopper/choice.py",
         "or (is_chunk(request) and request.keys_seen >= LEAST_SPLIT_OF_CHUNK)",

@@ -30,8 +30,8 @@ FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
 SOME_ROWS = 32  # of a sequence, up to which the portable kernels are bound by memory
 SOME_WIDE_ROWS = 64  # the same with wide heads, if this kernel would leave SMs idle
 LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
-# Of splits that take more than one round of programs: what a work tile and a partial cost, in keys that a row block could
-# see in that time, and which part of the time without them they may take (NVIDIA H200, 2026-11-28).
+# Of splits that take more than one round of programs: what a work tile and a partial cost, in keys that a row block
+# could see in that time, and which part of the time without them they may take (NVIDIA H200, 2026-11-28).
 KEYS_OF_WORK_TILE, KEYS_OF_PARTIAL, MOST_TIME_OF_ROUNDS = 192, 512, 0.9
 MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
 MOST_OF_APART = 128  # queries on average, up to which the warpgroups of a ragged batch have their own tokens
@@ -149,7 +149,7 @@ def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
     """Return whether a program should have one consumer warpgroup, where it may.
 
     It should on short contexts, or if its rows have room for all rows of a sequence. Chunks should if their row blocks
-    see no more keys than a short context has, but not if two warpgroups then take fewer rounds of programs.
+    see no more keys than a short context has, but not if the rounds of two warpgroups have fewer keys.
     """
     if is_wide(request.spec):
         return is_short(request, costs)
@@ -162,11 +162,19 @@ def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
         return is_short(request, costs)
     if min(request.bounds.max_seq_len, request.keys_seen + flat.block_t) > costs.short_context:
         return False
-    num_tokens, num_sms = request.bounds.num_tokens, request.device.num_sms
-    rounds, tall_rounds = (
-        cdiv(count_work_tiles(request, config, num_tokens), num_sms * config.programs_per_sm) for config in (flat, tall)
-    )
-    return tall_rounds >= rounds
+    return keys_of_rounds(request, flat) <= keys_of_rounds(request, tall)
+
+
+def keys_of_rounds(request: Request, config: HopperConfig) -> int:
+    """Return how many keys programs multiply one after the other, in whole tiles.
+
+    With heads of 32 in groups of 13, a window of 21 and 112 chunks of 102, two warpgroups took 21 rounds of 128 keys,
+    and one takes 23 of 64: 95.8 and 48.3 us (NVIDIA H200, 2026-11-28).
+    """
+    work_tiles = count_work_tiles(request, config, request.bounds.num_tokens)
+    rounds = cdiv(work_tiles, request.device.num_sms * config.programs_per_sm)
+    keys = min(request.bounds.max_seq_len, request.keys_seen + config.block_t - 1)
+    return rounds * cdiv(keys, config.block_n) * config.block_n
 
 
 def is_capped_and_narrow(spec: AttentionSpec) -> bool:
@@ -226,9 +234,9 @@ def with_keys(config: HopperConfig, block_n: int, request: Request, parts: int) 
 def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     """Return into how many splits the keys of each work tile are cut.
 
-    1, unless the work tiles would leave half of the device idle, or chunks the last round of programs. Where lengths may
-    differ, most splits have few keys. So there are as many splits as their states have room. With more work tiles,
-    programs cut (`cuts.py`).
+    1, unless the work tiles would leave half of the device idle, or those of chunks would in the last round of
+    programs. Where lengths may differ, most splits have few keys. So there are as many splits as their states have
+    room. With more work tiles, programs cut (`cuts.py`).
     """
     request, config, device = launch.request, launch.config, launch.request.device
     num_work_tiles = launch.num_work_tiles(request.bounds.num_tokens)
@@ -255,7 +263,7 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
 
 
 def splits_in_rounds(num_work_tiles: int, num_sms: int, keys: int, splits: int, most: int) -> int:
-    """Return `splits`, or up to `most` with which programs that take equal work tiles in rounds end sooner.
+    """Return `splits`, or more, up to `most`, with which programs that take equal work tiles in rounds end sooner.
 
     Args:
         num_work_tiles: work tiles before they are split.
@@ -269,7 +277,7 @@ def splits_in_rounds(num_work_tiles: int, num_sms: int, keys: int, splits: int, 
         cost = KEYS_OF_WORK_TILE + (KEYS_OF_PARTIAL if number > 1 else 0)
         return cdiv(num_work_tiles * number, num_sms) * (keys / number + cost)
 
-    best = min(range(1, most + 1), key=keys_in_time, default=splits)
+    best = min(range(splits, most + 1), key=keys_in_time, default=splits)
     return best if keys_in_time(best) <= MOST_TIME_OF_ROUNDS * keys_in_time(splits) else splits
 
 
