@@ -1189,7 +1189,7 @@ def test_more_splits_are_taken_only_for_a_tenth_of_the_time():
     assert splits_in_rounds(60, 100, 100_000, 1, 15) == 5  # three rounds of a fifth
     assert splits_in_rounds(60, 100, 100_000, 1, 4) == 3
     assert splits_in_rounds(60, 100, 2_000, 1, 15) == 1
-    assert splits_in_rounds(45, 100, 20_000, 2, 15) == 2  # 0.93 of the time, with 11
+    assert splits_in_rounds(45, 100, 100_000, 2, 15) == 2  # with 11, 0.97 of the time
     assert splits_in_rounds(300, 100, 100_000, 1, 0) == 1
 
 

@@ -465,8 +465,9 @@ def test_splits(lens, bounds, extra, page_size):
 @pytest.mark.parametrize("lens", [((300, 20000),), ((150, 20000), (60, 900))], ids=str)
 def test_splits_that_programs_take_in_rounds(lens, extra):
     """There are 80 work tiles, so that two rounds of programs take three splits of each one."""
-    p = make_problem(quire.AttentionSpec(**LLAMA | extra), lens, device="cuda")
-    plan = quire.plan(p.spec, p.batch, **p.bounds | {"num_tokens": None}, kernel="hopper")
+    spec = quire.AttentionSpec(**LLAMA | {"num_q_heads": 32, "num_kv_heads": 8} | extra)
+    p = make_problem(spec, lens, device="cuda")
+    plan = quire.plan(spec, p.batch, **p.bounds | {"num_tokens": None}, kernel="hopper")
     num_programs = plan.launch.num_programs(300)
     assert num_programs < plan.launch.num_work_tiles(300) * plan.launch.num_splits, plan
     first = quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)

@@ -1918,8 +1918,8 @@ OUTSIDE = {
     ),
     "Hopper: as many splits as SMs": Mutant(
         "kernels/hopper/choice.py",
-        "min(splits, most, costs.hopper_max_splits)",
-        "min(splits, most)",
+        ", costs.hopper_max_splits)",
+        ", 1000)",
         "test_dispatch.py::test_keys_are_split_where_work_tiles_of_prompts_are_few",
     ),
     "Hopper: more states of splits than there is room for": Mutant(
@@ -1954,7 +1954,7 @@ OUTSIDE = {
     ),
     "warm-up without prompts whose keys are split": Mutant(
         "service.py",
-        ", *is_idle]",
+        ", *is_idle, states]",
         "]",
         WARM_UP.format("(6, 1, 64)"),
     ),
