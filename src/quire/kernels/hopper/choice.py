@@ -6,6 +6,7 @@ from quire.dispatch import tree
 from quire.dispatch.config import CostModel, HopperConfig
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.hopper.launch import (
+    CUT_OVERHEAD,
     LONG,
     HopperLaunch,
     count_work_tiles,
@@ -30,9 +31,9 @@ FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
 SOME_ROWS = 32  # of a sequence, up to which the portable kernels are bound by memory
 SOME_WIDE_ROWS = 64  # the same with wide heads, if this kernel would leave SMs idle
 LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
-# Of splits that take more than one round of programs: what a work tile and a partial cost, in keys that a row block
-# could see in that time, and which part of the time without them they may take (NVIDIA H200, 2026-11-28).
-KEYS_OF_WORK_TILE, KEYS_OF_PARTIAL, MOST_TIME_OF_ROUNDS = 192, 512, 0.9
+# What a partial costs, in keys that a row block could see in that time; and which part of the time that fewer splits
+# take in one round of programs more of them may take in several (NVIDIA H200, 2026-11-28).
+KEYS_OF_PARTIAL, MOST_TIME_OF_ROUNDS = 512, 0.9
 MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
 MOST_OF_APART = 128  # queries on average, up to which the warpgroups of a ragged batch have their own tokens
 MOST_DECODE = 8  # sequences for each of the longest that a batch's tokens have room for
@@ -274,7 +275,7 @@ def splits_in_rounds(num_work_tiles: int, num_sms: int, keys: int, splits: int, 
     """
 
     def keys_in_time(number: int) -> float:
-        cost = KEYS_OF_WORK_TILE + (KEYS_OF_PARTIAL if number > 1 else 0)
+        cost = CUT_OVERHEAD + (KEYS_OF_PARTIAL if number > 1 else 0)
         return cdiv(num_work_tiles * number, num_sms) * (keys / number + cost)
 
     best = min(range(splits, most + 1), key=keys_in_time, default=splits)
