@@ -24,8 +24,8 @@ from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.empty_launches import EmptyLaunches
 from quire.errors import check_device, check_flag, check_integer, describe
 from quire.kernels.hopper.choice import most_decode_queries, splits_in_rounds
-from quire.kernels.hopper.launch import ROUNDS_OF_SPLITS
-from quire.kernels.launch import Launch, states_at_once
+from quire.kernels.hopper.launch import rounds_of_splits
+from quire.kernels.launch import Launch
 from quire.kernels.portable import has_few_new_tokens
 from quire.norm_rope import QKNorm, Rope
 from quire.norm_rope_checks import check_norm_rope_alone
@@ -350,7 +350,7 @@ def launches_within(
     """
     options, costs = Options(batch_invariant=batch_invariant), tree.cost_model(spec, device)
     group_size = 0 if spec.latent else spec.group_size
-    lens = query_lens(max_num_tokens, spec.num_q_heads, group_size, device.num_sms, costs.hopper_max_splits)
+    lens = query_lens(max_num_tokens, spec.num_q_heads, group_size, device.num_sms, rounds_of_splits(spec.head_dim_v))
     lens = [queries for queries in lens if queries >= min_query_len]
     seq_lens = sorted(n for n in {min_seq_len, *powers(max_seq_len)} if n >= min_seq_len)
     limits = [n for n in two_level_limits(costs) if min_seq_len <= n <= max_seq_len]
@@ -401,13 +401,13 @@ def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> tuple
 
 
 @lru_cache
-def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int, most_splits: int) -> list[int]:
+def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int, rounds: int) -> list[int]:
     """Return numbers of queries up to a limit, each of which stands for all that plans treat like it.
 
     Powers of two are such numbers. For latents, whose `group_size` is 0 here, so are three times them. For other heads
     there is a further one between two powers wherever one of these changes: the rows, rounded up to a power of two; the
-    queries of a work tile of the Hopper kernel, and whether they fill it; whether half of the SMs are idle; and which
-    kernel combines the splits that programs take in rounds.
+    queries of a work tile of the Hopper kernel, and whether they fill it; whether half of the SMs are idle; and whether
+    programs take splits in rounds, of which there are `rounds` at most.
     """
     found = powers(limit)
     if group_size == 0:
@@ -423,10 +423,9 @@ def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int, most
         is_idle = [2 * number <= num_sms for number in work_tiles]
         sizes = [size for _, size in tiles]
         tall = work_tiles[2 * tree.ROWS_OF_TILES.index(rows)]
-        most = min(most_splits, ROUNDS_OF_SPLITS * num_sms // tall)
-        splits = splits_in_rounds(tall, num_sms, MANY_KEYS, max(1, num_sms // tall), most)
-        states = 0 if splits == 1 else states_at_once(splits)
-        return [tree.power_of_two(queries * group_size), *sizes, *(queries < size for size in sizes), *is_idle, states]
+        splits = splits_in_rounds(tall, num_sms, MANY_KEYS, 1, rounds * num_sms // tall)
+        in_rounds, all_rows = num_sms < 2 * tall and splits > 1, tree.power_of_two(queries * group_size)
+        return [all_rows, *sizes, *(queries < size for size in sizes), *is_idle, in_rounds]
 
     further: set[int] = set()
     for low, high in itertools.pairwise(found):

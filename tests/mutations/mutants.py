@@ -1954,7 +1954,7 @@ OUTSIDE = {
     ),
     "warm-up without prompts whose keys are split": Mutant(
         "service.py",
-        ", *is_idle, states]",
+        ", *is_idle, in_rounds]",
         "]",
         WARM_UP.format("(6, 1, 64)"),
     ),
@@ -2020,8 +2020,8 @@ OUTSIDE = {
     ),
     "warm-up: no queries of chunks that are split in rounds": Mutant(
         "service.py",
-        "*is_idle, states]",
-        "*is_idle]",
+        "num_sms < 2 * tall and splits > 1",
+        "False",
         "test_dispatch.py::test_numbers_of_queries_stand_for_splits_in_rounds",
     ),
     "Hopper: short chunks are not split": Mutant(

@@ -138,9 +138,7 @@ class HopperLaunch:
     @property
     def rounds_of_splits(self) -> int:
         """Most rounds of programs that splits take, each of which has one work tile in a round."""
-        if self.config.num_warpgroups == 1:
-            return 1
-        return max(1, ROUNDS_OF_SPLITS * WIDE // max(WIDE, self.request.spec.head_dim_v))
+        return 1 if self.config.num_warpgroups == 1 else rounds_of_splits(self.request.spec.head_dim_v)
 
     def num_work_tiles(self, num_tokens: int) -> int:
         """Return the most work tiles, before they are split, that `num_tokens` query tokens need over all heads."""
@@ -277,6 +275,11 @@ def width_of_part(spec: AttentionSpec, parts: int) -> int:
 def lie_in_one_page(keys: int, cache: PagedKVCache) -> bool:
     """Return whether most tiles of so many keys lie in one page, and have more rows than a box of the first kind."""
     return page_box(cache) < keys <= cache.page_size // 2
+
+
+def rounds_of_splits(head_dim_v: int) -> int:
+    """Return the most rounds that splits of programs with two consumer warpgroups take."""
+    return max(1, ROUNDS_OF_SPLITS * WIDE // max(WIDE, head_dim_v))
 
 
 def has_bounded_scores(spec: AttentionSpec) -> bool:
