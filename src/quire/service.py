@@ -414,18 +414,18 @@ def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int, roun
         return sorted({*found, *(3 * n for n in powers(limit) if 3 * n < limit)})
 
     def kind(queries: int) -> list[int]:
-        ways = itertools.product(tree.ROWS_OF_TILES, ((queries, False), (tree.power_of_two(queries), True)))
-        tiles = [(rows, tree.queries_of_tile(rows, group_size, most, ragged)) for rows, (most, ragged) in ways]
-        rows = max(tree.ROWS_OF_TILES)
-        queries_apart = tree.queries_of_tile(rows, group_size, tree.power_of_two(queries), ragged=True, apart=True)
-        tiles.append((rows, queries_apart))
+        most, tall = tree.power_of_two(queries), max(tree.ROWS_OF_TILES)  # rows
+        equal = {rows: tree.queries_of_tile(rows, group_size, queries, ragged=False) for rows in tree.ROWS_OF_TILES}
+        ragged = {rows: tree.queries_of_tile(rows, group_size, most, ragged=True) for rows in tree.ROWS_OF_TILES}
+        apart = tree.queries_of_tile(tall, group_size, most, ragged=True, apart=True)
+        tiles = [*equal.items(), *ragged.items(), (tall, apart)]
         work_tiles = [cdiv(queries, size) * max(1, num_q_heads // (rows // size)) for rows, size in tiles]
         is_idle = [2 * number <= num_sms for number in work_tiles]
+        number = work_tiles[tiles.index((tall, equal[tall]))]
+        in_rounds = splits_in_rounds(number, num_sms, MANY_KEYS, 1, rounds * num_sms // number) > 1
         sizes = [size for _, size in tiles]
-        tall = work_tiles[2 * tree.ROWS_OF_TILES.index(rows)]
-        splits = splits_in_rounds(tall, num_sms, MANY_KEYS, 1, rounds * num_sms // tall)
-        in_rounds, all_rows = num_sms < 2 * tall and splits > 1, tree.power_of_two(queries * group_size)
-        return [all_rows, *sizes, *(queries < size for size in sizes), *is_idle, in_rounds]
+        fills = [queries >= size for size in sizes]
+        return [tree.power_of_two(queries * group_size), *sizes, *fills, *is_idle, in_rounds]
 
     further: set[int] = set()
     for low, high in itertools.pairwise(found):

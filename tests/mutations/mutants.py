@@ -2020,8 +2020,8 @@ OUTSIDE = {
     ),
     "warm-up: no queries of chunks that are split in rounds": Mutant(
         "service.py",
-        "num_sms < 2 * tall and splits > 1",
-        "False",
+        ", *is_idle, in_rounds]",
+        ", *is_idle]",
         "test_dispatch.py::test_numbers_of_queries_stand_for_splits_in_rounds",
     ),
     "Hopper: short chunks are not split": Mutant(

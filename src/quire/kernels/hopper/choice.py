@@ -31,9 +31,8 @@ FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
 SOME_ROWS = 32  # of a sequence, up to which the portable kernels are bound by memory
 SOME_WIDE_ROWS = 64  # the same with wide heads, if this kernel would leave SMs idle
 LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
-# What a partial costs, in keys that a row block could see in that time; and which part of the time that fewer splits
-# take in one round of programs more of them may take in several (NVIDIA H200, 2026-11-28).
-KEYS_OF_PARTIAL, MOST_TIME_OF_ROUNDS = 512, 0.9
+KEYS_OF_PARTIAL = 512  # that a row block could see while a partial is written and read
+MOST_TIME_OF_ROUNDS = 0.9  # more splits are taken if they take at most this part of the time
 MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
 MOST_OF_APART = 128  # queries on average, up to which the warpgroups of a ragged batch have their own tokens
 MOST_DECODE = 8  # sequences for each of the longest that a batch's tokens have room for
@@ -167,10 +166,10 @@ def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
 
 
 def keys_of_rounds(request: Request, config: HopperConfig) -> int:
-    """Return how many keys programs multiply one after the other, in whole tiles.
+    """Return how many keys a program multiplies in all its rounds, if a chunk's row blocks see equally many.
 
-    With heads of 32 in groups of 13, a window of 21 and 112 chunks of 102, two warpgroups took 21 rounds of 128 keys,
-    and one takes 23 of 64: 95.8 and 48.3 us (NVIDIA H200, 2026-11-28).
+    Keys count in whole tiles. With heads of 32 in groups of 13, a window of 21 and 112 chunks of 102, two warpgroups
+    take 21 rounds of 128 keys, and one takes 23 of 64: 95.8 and 48.3 us (NVIDIA H200, 2026-11-28).
     """
     work_tiles = count_work_tiles(request, config, request.bounds.num_tokens)
     rounds = cdiv(work_tiles, request.device.num_sms * config.programs_per_sm)
@@ -235,9 +234,9 @@ def with_keys(config: HopperConfig, block_n: int, request: Request, parts: int) 
 def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     """Return into how many splits the keys of each work tile are cut.
 
-    1, unless the work tiles would leave half of the device idle, or those of chunks would in the last round of
-    programs. Where lengths may differ, most splits have few keys. So there are as many splits as their states have
-    room. With more work tiles, programs cut (`cuts.py`).
+    There is one, unless work tiles leave half of the device idle, or chunks leave programs idle in their last round.
+    Where lengths may differ, most splits have few keys. So there are as many splits as their states have room. With
+    more work tiles, programs cut (`cuts.py`).
     """
     request, config, device = launch.request, launch.config, launch.request.device
     num_work_tiles = launch.num_work_tiles(request.bounds.num_tokens)
@@ -264,14 +263,14 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
 
 
 def splits_in_rounds(num_work_tiles: int, num_sms: int, keys: int, splits: int, most: int) -> int:
-    """Return `splits`, or more, up to `most`, with which programs that take equal work tiles in rounds end sooner.
+    """Return how many splits of equal work tiles take the least time, if each program takes one split in a round.
 
     Args:
         num_work_tiles: work tiles before they are split.
-        num_sms: programs, each of which takes one work tile in a round.
-        keys: that the queries of a work tile see.
-        splits: with which there is one round at most, or no splits.
-        most: splits.
+        num_sms: the number of programs.
+        keys: keys that a work tile sees.
+        splits: the least number of splits, which is kept if more gain little.
+        most: the largest number of splits.
     """
 
     def keys_in_time(number: int) -> float:
