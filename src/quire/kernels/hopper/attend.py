@@ -24,6 +24,8 @@ from quire.kernels.hopper.pipeline import (
     consumer_release,
     consumer_wait,
     consumer_wait_for_both,
+    consumer_wait_without_fence,
+    fence_copies,
     is_copied,
     release_operand,
 )
@@ -98,8 +100,10 @@ def attend_work_tile(
         operands = operands_of(p, v_pipe, accs, BLOCK_N)
         accs = multiply_values(operands, v_pipe, v_stage, accs, HEAD_DIM_V)
         if NEXT_KEYS:
-            k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)
+            k_stage = consumer_wait_without_fence(k_pipe, i + 1, i + 1 < stop)
         scores = after(IN_FLIGHT, scores)
+        if NEXT_KEYS:
+            fence_copies(k_pipe)
         release_operand(k_pipe, i)
         if EARLY and i == stop - 1:
             consumer_release(q_pipe, work_i)

@@ -237,19 +237,31 @@ def load_rows(
 @gluon.jit
 def consumer_wait(pipe, i, condition=True):
     """Wait until the i-th use has been filled, if a condition holds, and return its stage."""
+    stage = consumer_wait_without_fence(pipe, i, condition)
+    fence_copies(pipe)
+    return stage
+
+
+@gluon.jit
+def consumer_wait_without_fence(pipe, i, condition=True):
+    """Do what `consumer_wait` does, for a use that `fence_copies` follows."""
     STAGES: gl.constexpr = pipe.empty.shape[0]
     wait(pipe.full, i % STAGES, i // STAGES, condition)
-    if is_copied(pipe.full, pipe.empty):
-        fence_async_shared()  # tensor cores access shared memory by the async proxy, copies by the generic one
     return i % STAGES
+
+
+@gluon.jit
+def fence_copies(pipe):
+    """Let tensor cores read the uses that were waited for: by the async proxy, where copies wrote by the generic one."""
+    if is_copied(pipe.full, pipe.empty):
+        fence_async_shared()
 
 
 @gluon.jit
 def consumer_wait_for_both(k_pipe, k_i, v_pipe, v_i):
     """Wait for keys and for values, with one fence if they are copied, and return their stages."""
-    STAGES: gl.constexpr = k_pipe.empty.shape[0]
-    wait(k_pipe.full, k_i % STAGES, k_i // STAGES)
-    return k_i % STAGES, consumer_wait(v_pipe, v_i)
+    k_stage = consumer_wait_without_fence(k_pipe, k_i)
+    return k_stage, consumer_wait(v_pipe, v_i)
 
 
 @gluon.jit

@@ -141,7 +141,7 @@ def order_by_keys(
         places = gl.where(owns, places, -2147483648)
         memory.index(0).store(places)
         memory.index(1).store(counts)
-        parts = reinterpret(memory, gl.int32, [2 * SEQS // PART, PART], memory.layout)
+        parts = reinterpret(memory, gl.int32, [memory.shape[0] * SEQS // PART, PART], memory.layout)
         found = gl.zeros([SEQS], gl.int32, gl.SliceLayout(1, PAIRS))
         first = gl.min(gl.where(owns, seqs, SEQS), 0)  # engines have decoding sequences before prompts
         for part in range(first // PART, (gl.minimum(num_seqs, SEQS) + PART - 1) // PART):
