@@ -7,6 +7,7 @@ The scheduler drives a model in `test_sglang_scheduler.py`.
 
 import dataclasses
 import importlib
+import importlib.util
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -47,7 +48,7 @@ import quire
 from quire import AttentionSpec, Batch, PagedKVCache
 from quire.testing import Problem, error_budget
 
-NEW = hasattr(importlib.import_module("sglang.srt.layers.attention.base_attn_backend"), "SharedReadEnds")
+NEW = importlib.util.find_spec("sglang.srt.layers.attention.verify_mask") is not None  # all but 0.5.12
 HEADS, KV_HEADS, DIM = 4, 2, 32
 RANK, ROPE = 64, 16
 CONTEXT = 160
@@ -559,7 +560,7 @@ def test_drafts_past_the_longest_context_get_a_larger_workspace(monkeypatch):
     asked = []
     monkeypatch.setattr(quire, "workspace_size", lambda spec, **bounds: asked.append(bounds["max_seq_len"]) or 0)
     server, layer = Server(), make_layer()
-    longest = server.backend.max_seq_len
+    longest = server.backend.max_context_len
     plans, spec = server.backend.plans, server.backend.layers.bind(layer, has_sinks=False).spec
     for max_seq_len in (longest, longest + 8, longest):
         plans.workspace(spec, 4, 32, max_seq_len, {})
