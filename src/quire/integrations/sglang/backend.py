@@ -118,7 +118,7 @@ class QuireBackend(base.AttentionBackend):
 
     def trees_in(self, memory: StepMemory, mode: Any, spec_info: Any) -> Trees | None:
         """Return a memory's place for trees if the step verifies drafts that branch."""
-        if not mode.is_target_verify() or not has_mask(spec_info, self.drafts_branch):
+        if not mode.is_target_verify() or not has_mask(spec_info):
             return None
         refuse_trees(spec_info, self.use_mla)
         return memory.trees

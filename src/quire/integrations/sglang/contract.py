@@ -4,7 +4,7 @@
 among them, have one method for both, `init_forward_metadata_out_graph`. `backend.py` has all three, and SGLang calls
 those that it knows.
 
-In newer releases a backend may own the buffer into which SGLang draws the mask of the drafts, in a layout of its choice;
+In newer releases a backend may own the buffer into which SGLang draws the mask of the drafts, in a layout of its own;
 0.5.12 draws masks over the whole context. Newer releases publish the options that they have resolved in a place of
 their own, and `server_args` keeps what was asked for.
 """
