@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "sglang_cpu"))
+sys.path.append(str(Path(__file__).parent / "sglang_cpu"))  # the real packages come first where there are any
 pytest.importorskip("sglang", reason="SGLang is tested by `make test-sglang`")
 
 with warnings.catch_warnings():
