@@ -16,8 +16,11 @@ TRITON_MATRIX := 3.6.0 3.7.1 3.8.0 3.9.0
 # What the newest engines bring.
 ENGINES_TRITON := .overlays/triton-3.8.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
-# Without a GPU: pinned versions. This torch is a CPU build where pip's index or links have one. PyPI's brings CUDA.
-TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
+# Without a GPU: pinned versions, of a CPU build where pip's index or links have this one. PyPI's torch brings CUDA, and takes
+# one Triton alone: 2.15 takes 3.9. Asked when a recipe needs it, since pip is in $(VENV).
+CPU_TORCH := torch==2.13.0+cpu
+HAS_CPU_TORCH = $(shell $(BIN)/pip install --quiet --dry-run --no-deps $(CPU_TORCH) >/dev/null 2>&1 && echo yes)
+TORCH = $(if $(HAS_GPU),torch,$(if $(HAS_CPU_TORCH),$(CPU_TORCH),torch==2.15.0) triton==3.9.0)
 # No bytecode: Python writes that of the modules that it imports, which are few of what is installed here.
 PIP := $(BIN)/pip install --quiet --no-compile
 # One thread a process: with two processes on two cores, more threads wait for one another and take twice the time.
@@ -35,13 +38,14 @@ unexport PYTHONDONTWRITEBYTECODE
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 3 ? 3 : 2)))
 IN_PARALLEL := -n $(PROCESSES) --dist worksteal
 
-.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-matrix list-matrix test-old-transformers test-engines test-vllm test-sglang check test-gpu sanitize clean
+.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-matrix list-matrix test-old-transformers test-engines test-vllm test-sglang check test-gpu test-installs sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
 	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions, two at a time; soonest: make -j2 -O test"
 	@echo "make test-quick  run what answers within two minutes, while you work"
 	@echo "make test-extended  run more cases of what the tests show, which make test leaves out, on the newest versions"
 	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, and each engine; takes hours"
+	@echo "make test-installs  ask pip whether every install line can be met from PyPI alone; needs a network"
 	@echo "make dist      build wheel and source archive, install the wheel into an empty environment, run the README there"
 	@echo "make check     run ruff, ruff format and pyright"
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
@@ -61,7 +65,7 @@ $(VENV)/.ready: pyproject.toml | $(VENV)/.pip
 	@echo "installing $(TORCH) into $(VENV) ..."
 	@$(PIP) $(TORCH)
 	@echo "installing Quire and the packages for its development ..."
-	@$(PIP) --editable ".[dev]"
+	@$(PIP) --editable ".[transformers,bench]" --group dev
 	@touch $@
 
 .PRECIOUS: .overlays/triton-%/.ready
@@ -195,6 +199,11 @@ test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k "vllm $(BUT)"
 	$(if $(BITS),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) $(BITS))
 
+# Asks pip, for each install line of the repository, whether PyPI alone can meet it. Nothing is installed. It needs a network.
+test-installs: $(VENV)/.ready
+	@echo "== install lines, from PyPI alone"
+	$(PYTEST) tests/test_installs.py -m network
+
 dist: $(VENV)/.ready
 	rm -rf dist
 	$(BIN)/python -m build
@@ -219,9 +228,8 @@ test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 $(DOCS)/.ready: pyproject.toml
 	@echo "installing MkDocs into $(DOCS) ..."
 	@$(PYTHON) -m venv $(DOCS)
-	@$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
-		> $(DOCS)/requirements.txt
-	@$(DOCS)/bin/pip install --quiet -r $(DOCS)/requirements.txt
+	@$(DOCS)/bin/pip install --quiet --upgrade pip
+	@$(DOCS)/bin/pip install --quiet --group docs
 	@touch $@
 
 docs: $(DOCS)/.ready

@@ -98,13 +98,14 @@ def ring() -> Figure:
                     if width:
                         steps.add_patch(Rectangle((first, q), width, 1, color=COLOURS[step], lw=0))
             work.barh(rank, len(seen), left=step * 80, color=COLOURS[step], height=0.7)
+            work.text(step * 80 + 2, rank, str(len(seen)), va="center", fontsize=8, color="white")
         for q in held[rank]:
             steps.text(-0.6, q + 0.5, str(rank), ha="right", va="center", fontsize=6)
     steps.set(xlim=(0, total), ylim=(total, 0), xticks=range(0, total + 1, 8), yticks=[], xlabel="key", aspect="equal")
     steps.set_title("rank of the query, and step", loc="left", fontsize=10)
     work.set(yticks=range(size), ylim=(size - 0.5, -0.5), xticks=[80 * i + 32 for i in range(size)], ylabel="rank")
     work.set(xticklabels=[f"step {i}" for i in range(size)])
-    work.set_title("products of queries and keys", loc="left", fontsize=10)
+    work.set_title("pairs of a query and a key it sees", loc="left", fontsize=10)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Draw the README's picture from a results.json of `quire bench`: how much faster Quire is than each library.
+"""Draw the README's picture from a results.json of `quire bench`: how many times as fast as each library it runs.
 
     python scripts/draw_summary.py docs/results/h200.json --out docs/results/h200_summary.png
 
@@ -16,61 +16,57 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-LIBRARIES = {  # name in the picture: names in the results, of which the fastest counts
-    "FlashAttention 3": ("FlashAttention 3",),
-    "FlashInfer": ("FlashInfer fa2", "FlashInfer fa3"),
-    "vLLM's Triton kernel": ("vLLM Triton",),
+LIBRARIES = {  # name in the picture: how its names in the results begin; the fastest counts
+    "cuDNN": "cuDNN",
+    "FlashAttention 3": "FlashAttention 3",
+    "FlashInfer": "FlashInfer",
+    "vLLM's Triton kernel": "vLLM Triton",
 }
 COLOURS = {"decode": "#1971c2", "drafts": "#0c8599", "prefill": "#d9480f", "chunk": "#9c36b5", "mixed": "#e8a200"}
 
 
-def speedups(rows: list[dict], names: tuple[str, ...]) -> list[tuple[str, float]]:
+def speedups(rows: list[dict], library: str) -> list[tuple[str, float]]:
     """Return the kind of each case that both have a time for, and the library's time over Quire's."""
     found = []
     for row in rows:
         times = {name: result["micros"] for name, result in row["results"].items() if "micros" in result}
-        theirs = [times[name] for name in names if name in times]
+        theirs = [micros for name, micros in times.items() if name.startswith(library)]
         if theirs and "Quire" in times:
             found.append((row["kind"], min(theirs) / times["Quire"]))
     return found
 
 
 def draw(report: dict) -> pyplot.Figure:
-    """Return the figure: a band for each library, a row in it for each kind of batch, a point for each case."""
-    pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axis = pyplot.subplots(figsize=(8.3, 3.4), layout="constrained")
-    axis.axvline(1, color="black", lw=1)
-    for band, names in enumerate(LIBRARIES.values()):
-        found = speedups(report["rows"], names)
+    """Return the figure: a panel for each library, a row in it for each kind of batch, a point for each case.
+
+    Panels are one below the other and letters are large, so that it can be read on a phone.
+    """
+    pyplot.rcParams.update({"font.size": 15, "axes.spines.top": False, "axes.spines.right": False})
+    bands = {name: found for name, library in LIBRARIES.items() if (found := speedups(report["rows"], library))}
+    figure, axes = pyplot.subplots(
+        len(bands), 1, figsize=(7.2, 1.75 * len(bands) + 1.6), sharex=True, layout="constrained"
+    )
+    for axis, (name, found) in zip(axes, bands.items(), strict=True):
+        axis.axvline(1, color="black", lw=1)
         for at, (kind, colour) in enumerate(COLOURS.items()):
             ratios = [ratio for other, ratio in found if other == kind]
-            heights = [band - 0.3 + 0.15 * at] * len(ratios)
-            axis.scatter(
-                ratios, heights, s=16, color=colour, alpha=0.75, lw=0, label=kind if band == 0 else None, zorder=3
-            )
+            label = kind if axis is axes[0] else None
+            axis.scatter(ratios, [at] * len(ratios), s=34, color=colour, alpha=0.7, lw=0, label=label, zorder=3)
         mean = math.exp(sum(math.log(ratio) for _, ratio in found) / len(found))
-        axis.plot([mean, mean], [band - 0.4, band + 0.4], color="black", lw=2.5, zorder=2)
-        axis.annotate(f"{mean:.2f}×", (mean, band - 0.42), ha="left", va="bottom", fontweight="bold")
-        if band:
-            axis.axhline(band - 0.5, color="0.85", lw=0.8)
-    axis.set(
-        xscale="log",
-        ylim=(len(LIBRARIES) - 0.5, -0.62),
-        xlabel="time of the library / time of Quire (to the right of 1, Quire is faster)",
-    )
-    axis.set_xticks([0.75, 1, 1.5, 2, 3, 5, 10, 20], ["0.75", "1", "1.5", "2", "3", "5", "10", "20"])
-    axis.minorticks_off()
-    axis.grid(axis="x", alpha=0.3)
-    axis.set_yticks(
-        range(len(LIBRARIES)),
-        [f"{name}\n({len(speedups(report['rows'], names))} cases)" for name, names in LIBRARIES.items()],
-    )
-    axis.tick_params(axis="y", length=0)
+        slower = sum(ratio < 1 for _, ratio in found)
+        axis.axvline(mean, color="black", lw=2.5, zorder=2)
+        axis.set_title(
+            f"{mean:.2f}× as fast as {name}\n{len(found)} cases, Quire slower in {slower}", fontsize=15, loc="left"
+        )
+        axis.set(xscale="log", ylim=(len(COLOURS) - 0.5, -0.5), yticks=[])
+        axis.grid(axis="x", alpha=0.3)
+        axis.minorticks_off()
+    axes[-1].set_xticks([0.75, 1, 1.5, 2, 3, 5, 10, 20], ["¾", "1", "1½", "2", "3", "5", "10", "20"])
+    axes[-1].set_xlim(left=0.7)
+    axes[-1].set_xlabel("their time / Quire's time\nright of 1: Quire is faster")
     facts = report["provenance"]
-    axis.set_title(
-        f"{facts['device']}, {facts['date']}: one point per case, bars are geometric means", fontsize=10, loc="left"
-    )
-    axis.legend(loc="upper right", fontsize=9, framealpha=1)
+    figure.suptitle(f"{facts['device']}, {facts['date']}: a point is a case, a bar the geometric mean", fontsize=13)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, markerscale=1.6, handletextpad=0.2)
     return figure
 
 
@@ -80,7 +76,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="a results.json of `quire bench`")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture to write")
     args = parser.parse_args()
-    draw(json.loads(args.results.read_text())).savefig(args.out, dpi=130)
+    draw(json.loads(args.results.read_text())).savefig(args.out, dpi=110)
 
 
 if __name__ == "__main__":

@@ -134,16 +134,16 @@ def intervals() -> Figure:
         torch.tensor([0, len(tree)], dtype=torch.int32), starts, tree_bits=from_parents(torch.tensor(tree))
     )
     sights = {
-        "causal": made.causal(prompt, num_tokens),
-        "sliding_window, size 6": made.sliding_window(prompt, num_tokens, 6),
-        "chunked_local, size 8": made.chunked_local(prompt, num_tokens, 8),
-        "prefix_lm, 10 tokens": made.prefix_lm(prompt, num_tokens, torch.tensor([10], dtype=torch.int32)),
-        "bidirectional_spans, two images": made.bidirectional_spans(prompt, num_tokens, spans),
-        "block_causal, size 6": made.block_causal(prompt, num_tokens, 6),
-        "documents, three": made.documents(prompt, num_tokens, cuts),
-        "tree_bits, 8 drafts": drafts,
+        "causal\n": made.causal(prompt, num_tokens),
+        "sliding_window\nsize 6": made.sliding_window(prompt, num_tokens, 6),
+        "chunked_local\nsize 8": made.chunked_local(prompt, num_tokens, 8),
+        "prefix_lm\n10 tokens": made.prefix_lm(prompt, num_tokens, torch.tensor([10], dtype=torch.int32)),
+        "bidirectional_spans\ntwo images": made.bidirectional_spans(prompt, num_tokens, spans),
+        "block_causal\nsize 6": made.block_causal(prompt, num_tokens, 6),
+        "documents\nthree": made.documents(prompt, num_tokens, cuts),
+        "tree_bits\n8 drafts": drafts,
     }
-    figure, axes = pyplot.subplots(2, 4, figsize=(WIDTH, 4.4), layout="constrained")
+    figure, axes = pyplot.subplots(2, 4, figsize=(WIDTH, 4.8), layout="constrained")
     for axis, (title, batch) in zip(axes.flat, sights.items(), strict=True):
         rows = int(batch.query_starts[-1])
         seen = reference.visible_keys(batch, HEADS, slice(0, rows), num_tokens - rows, num_tokens)
@@ -264,11 +264,11 @@ def steps() -> Figure:
         if fp8:
             bars["today, fp8 cache"] = rows[fp8]["results"]["Quire"]["micros"]
         colours = {"naive": COLOURS[1], "floor, bf16": "0.6"}
-        axis.barh(list(bars), list(bars.values()), color=[colours.get(name, COLOURS[0]) for name in bars])
+        axis.scatter(list(bars.values()), list(bars), color=[colours.get(name, COLOURS[0]) for name in bars], zorder=3)
         for i, micros in enumerate(bars.values()):
-            axis.text(micros * 1.1, i, f"{micros:,.0f}" if micros >= 100 else f"{micros:.1f}", va="center", fontsize=9)
-        axis.set(xscale="log", xlabel="µs", xlim=(10, max(bars.values()) * 4))
-        axis.invert_yaxis()
+            axis.text(micros * 1.25, i, f"{micros:,.0f}" if micros >= 100 else f"{micros:.1f}", va="center", fontsize=9)
+        axis.set(xscale="log", xlabel="µs", xlim=(20, max(bars.values()) * 8), ylim=(len(bars) - 0.4, -0.6))
+        axis.grid(alpha=0.3)
         axis.set_title(title, loc="left", fontsize=10)
     return figure
 

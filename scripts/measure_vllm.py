@@ -894,7 +894,7 @@ def main() -> None:
         parts = [json.loads(Path(path).read_text()) for path in args.join]
         about, results = parts[0]["about"], join([r for part in parts for r in part["results"]])
     elif importlib.util.find_spec("vllm") is None:
-        sys.exit("vLLM is not installed here; pip install 'quire[vllm]', or '.[vllm]' in a clone")
+        sys.exit("vLLM is not installed here; pip install '.[vllm]' in the clone")
     else:
         runs = [
             Run(

@@ -1,7 +1,7 @@
 """Install a wheel into an empty environment and run the README's lines from there: without Triton, then with it, then
 with the extras. `make dist` calls it.
 
-    python scripts/try_wheel.py dist/quire-0.1.0-py3-none-any.whl torch==2.13.0 triton==3.9.0
+    python scripts/try_wheel.py dist/*.whl torch==2.15.0 triton==3.9.0
 
 Each step adds packages to the same environment, so that each line runs where only its own packages are. Nothing is
 imported from the repository: the working directory is empty. The extra `vllm` is not installed: `make test-vllm` tests
@@ -59,8 +59,8 @@ def main() -> None:
         home.quire("env", says="triton")
         home.quire("check", "--dtype", "float32", "--fail-fast", says=", 0 failed")
         home.quire("tune", "--explain")
-        home.quire("bench", code=BAD_ARGUMENTS, says="pip install 'quire[bench]'")
-        home.quire("generate", code=BAD_ARGUMENTS, says="pip install 'quire[transformers]'")
+        home.quire("bench", code=BAD_ARGUMENTS, says="pip install 'rich>=13' 'matplotlib>=3.8'")
+        home.quire("generate", code=BAD_ARGUMENTS, says="pip install 'transformers<")
 
         print("== with the extras transformers and bench")
         home.pip("install", f"{wheel}[transformers,bench]", *args.packages)

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,8 @@ MARKS = {
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks, and collect no garbage among what is imported: it took a fifth of the time to import it."""
     gc.disable()
+    for name in ("QUIRE_TREES", "XDG_CONFIG_HOME"):  # tests have homes of their own
+        os.environ.pop(name, None)
     for mark, (_, reason) in MARKS.items():
         config.addinivalue_line("markers", f"{mark}: skipped elsewhere, since {reason}")
     if triton.knobs.runtime.interpret:

@@ -23,7 +23,7 @@ def int32(*values):
     ("change", "error", "message"),
     [
         ({"num_q_heads": 5}, ValueError, "num_q_heads must be a multiple of num_kv_heads, got 5 and 2"),
-        ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be from 1 to 65536, got 0"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be from 1 to 65535, got 0"),
         ({"head_dim": 20}, quire.UnsupportedError, "head_dim must be a multiple of 8 from 16 to 512, got 20"),
         ({"head_dim_v": 520}, quire.UnsupportedError, "head_dim_v must be"),
         (

@@ -20,6 +20,7 @@ from quire.cli import COMMANDS, check, doctor_kernels, env, main, parse
 from quire.cli.check_lines import Check
 from quire.cli.exit_codes import INTERRUPTED, READER_LEFT
 from quire.testing import Verdict, make_problem
+from quire.version import commit, packages_of
 from tests.extended import extended
 
 SHORT = {  # arguments that print something after little work
@@ -77,7 +78,7 @@ def test_every_example_in_the_help_is_understood(command, capsys):
 def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
-    assert capsys.readouterr().out == f"quire {quire.__version__}\n"
+    assert capsys.readouterr().out == f"quire {quire.__version__}, commit {commit()}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["compose"], ["env", "--yaml"], ["check", "--dtype", "float64"]])
@@ -122,7 +123,7 @@ def test_a_missing_package_is_named_with_what_to_install(command, package, extra
     monkeypatch.setitem(sys.modules, package, None)
     assert main([command]) == 2
     error = capsys.readouterr().err
-    assert f"quire {command} needs {package}, which is not installed; pip install 'quire[{extra}]'" in error
+    assert f"quire {command} needs {package}, which is not installed; pip install {packages_of(extra)}" in error
 
 
 @pytest.mark.parametrize("command", ["bench", extended("tune")])
@@ -157,7 +158,7 @@ sys.meta_path.insert(0, Missing)
 )
 def test_an_integration_without_its_package_says_what_to_install(package, program):
     done = subprocess.run([sys.executable, "-c", WITHOUT + program, package], capture_output=True, text=True)
-    needs = f"quire.integrations.{package} needs {package}, which is not installed; pip install 'quire[{package}]'"
+    needs = f"quire.integrations.{package} needs {package}, which is not installed; pip install {packages_of(package)}"
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {needs}"
 
@@ -329,6 +330,7 @@ def test_env_prints_versions_device_and_plans_with_reasons(capsys):
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert {"quire", "torch", "triton", "python", "transformers"} <= set(facts["versions"])
+    assert facts["versions"]["commit of quire"] == commit()
     plans = [text for name, text in facts["plans"].items() if name != "spec"]
     has_triton = torch.cuda.is_available() or triton.knobs.runtime.interpret
     assert len(plans) == 4 and all(text.startswith("Plan(") for text in plans)

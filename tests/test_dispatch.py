@@ -17,6 +17,7 @@ import torch
 import quire
 from quire.cli import main
 from quire.dispatch import tree as trees
+from quire.dispatch import tree_file
 from quire.dispatch.config import CostModel, HopperConfig, KernelConfig
 from quire.dispatch.device import compile_for
 from quire.dispatch.request import Bounds, Options, Request
@@ -544,6 +545,28 @@ from quire.dispatch.device import device_properties
 assert tree_file.user_folder() is None
 print(tree.select(spec, device_properties(torch.device("cpu")), 2, 1.0, 1, 1)[1])
 """
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ".config/quire/trees"),
+        ({"XDG_CONFIG_HOME": "{tmp}/settings"}, "settings/quire/trees"),
+        ({"XDG_CONFIG_HOME": "relative"}, ".config/quire/trees"),
+        ({"XDG_CONFIG_HOME": ""}, ".config/quire/trees"),
+        ({"XDG_CONFIG_HOME": "{tmp}/settings", "QUIRE_TREES": "{tmp}/mine"}, "mine"),
+        ({"QUIRE_TREES": "~/mine"}, "mine"),
+    ],
+)
+def test_variables_say_where_the_trees_are(variables, expected, tmp_path, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp=tmp_path))
+    folder = tree_file.user_folder()
+    assert folder == tmp_path / expected
+    folder.mkdir(parents=True, exist_ok=True)
+    own_tree(folder)
+    _, why = select(SPEC, PROPERTIES, *rounded(SPEC, PROPERTIES, 1, 2048, 32))
+    assert "mine.json tree at" in why
 
 
 def test_a_user_without_a_home_directory_has_no_trees():

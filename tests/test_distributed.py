@@ -129,6 +129,20 @@ def empty_shards(rank: int) -> None:
     assert torch.allclose(with_sinks.out, torch.tensor(1.5)) and torch.allclose(with_sinks.lse, torch.tensor(2.0).log())
 
 
+def tokens_of_no_sequence(rank: int) -> None:
+    """As a captured graph has them: a batch of fewer sequences than tokens, with `cu_seqlens_q` and without."""
+    problem = make_problem(quire.AttentionSpec(**HEADS), LENS, page_size=8)
+    cache, table = share(problem, ContextShard(rank, WORLD))
+    batch = ContextShard(rank, WORLD).batch(table, problem.batch.seq_lens)
+    q = torch.cat([problem.q, torch.full((3, *problem.q.shape[1:]), 7.0)])
+    for starts in (None, problem.batch.cu_seqlens_q):
+        some = quire.Batch(batch.page_table, batch.seq_lens, starts)
+        plan = quire.plan(problem.spec, some, max_query_len=1, max_seq_len=50, num_tokens=len(q))
+        state = sharded_attention(q, cache, plan)
+        assert Oracle(problem).judge(quire.State(*(x[: len(LENS)] for x in state))).passed
+        assert (state.out[len(LENS) :] == 0).all() and (state.lse[len(LENS) :] == float("-inf")).all()
+
+
 def device_mesh(rank: int) -> None:
     """A mesh of one dimension is a group; one of two is refused."""
     mesh = dist.init_device_mesh("cpu", (WORLD,))
@@ -154,6 +168,7 @@ CASES: dict[str, Callable[[int], None]] = {
         rank, (50, 21), dtype=torch.float16, head_dim_v=24
     ),
     "empty shards": empty_shards,
+    "tokens of no sequence": tokens_of_no_sequence,
     "a device mesh": device_mesh,
 }
 

@@ -4,12 +4,16 @@ import importlib.util
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+import quire
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GRAPH = "captured" if torch.cuda.is_available() else "no GPU here"
@@ -50,7 +54,24 @@ def test_every_example_is_run_here():
 def test_the_vllm_example_says_how_to_install_vllm():
     done = run(str(EXAMPLES / "vllm_offline.py"))
     assert done.returncode == 1
-    assert "pip install 'quire[vllm]'" in done.stderr and "Traceback" not in done.stderr
+    assert f"pip install {quire.version.packages_of('vllm')}" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("is_clone", [True, False])
+def test_the_vllm_example_finds_the_demo_model_in_its_clone_alone(is_clone, tmp_path, monkeypatch):
+    """However Quire is installed: a wheel has no demo model."""
+    example = EXAMPLES / "vllm_offline.py"
+    if not is_clone:
+        example = Path(shutil.copy(example, tmp_path))
+    asked = []
+    vllm = SimpleNamespace(__version__="0.33.0", LLM=lambda model, **_: asked.append(model) or sys.exit("asked"))
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(quire, "__file__", str(tmp_path / "site-packages" / "quire" / "__init__.py"))
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    with pytest.raises(SystemExit, match="asked" if is_clone else "name one, or its folder"):
+        runpy.run_path(str(example), run_name="__main__")
+    assert asked == [str(EXAMPLES.parent / "src" / "quire" / "demo_model")] * is_clone
+    assert all((Path(model) / "config.json").exists() for model in asked)
 
 
 # Where vLLM has no compiled operators, as in `make test-vllm`, its engine needs these options.

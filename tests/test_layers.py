@@ -12,7 +12,7 @@ ROOT = Path(quire.__file__).parent
 LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its own layer and from those below it
     (
         *("errors", "spec", "state", "batch", "batch_check", "cache", "cache_layout", "allocator"),
-        *("norm_rope", "intervals", "draft_trees", "reference"),
+        *("norm_rope", "intervals", "draft_trees", "reference", "version"),
     ),
     ("dispatch",),
     ("kernels",),
@@ -33,7 +33,7 @@ MAY_IMPORT = {  # and nothing else: what judges results knows no kernel
     },
 }
 PUBLIC_ONLY = ("quire.integrations", "quire.bench", "quire.distributed")
-PUBLIC_MODULES = ("intervals", "draft_trees")  # which `import quire` brings along
+PUBLIC_MODULES = ("intervals", "draft_trees", "version")  # which `import quire` brings along
 HOLDALLS = {"utils", "common", "core", "helpers"}
 
 

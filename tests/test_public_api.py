@@ -5,7 +5,6 @@ import inspect
 import re
 import subprocess
 import sys
-import tomllib
 from functools import cached_property
 from pathlib import Path
 
@@ -41,11 +40,6 @@ def test_all_is_what_is_public():
     }
     assert public == set(quire.__all__)
     assert set(VERBS) | set(NOUNS) <= public
-
-
-def test_the_version_is_the_project_s():
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    assert quire.__version__ == project["version"]
 
 
 @pytest.mark.parametrize("name", VERBS)

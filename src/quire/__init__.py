@@ -20,8 +20,7 @@ from quire.plan import Plan, plan
 from quire.service import begin_warmup, no_compilation, warmup, workspace_size
 from quire.spec import AttentionSpec
 from quire.state import State
-
-__version__ = "0.1.0"
+from quire.version import __version__ as __version__
 
 __all__ = [
     "AttentionSpec",

@@ -478,6 +478,10 @@ def copy_pages(
     host for a swap, and on the GPU for a copy within that GPU. Otherwise they are moved there first, which waits for
     the device.
 
+    The numbers in `page_pairs` are checked on a CPU and for a swap. For a copy within a GPU they are not, since the
+    check would wait for the device: a page that is none is memory out of bounds, and one that is written twice, or
+    read and written, holds a mixture.
+
     Args:
         src: cache to read.
         dst: cache to write, of the same layout, dtype and page shape; may be `src`. No page may be written twice, or
@@ -487,8 +491,8 @@ def copy_pages(
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: the caches differ in layout, dtype or page shape, or page_pairs has another shape or dtype; nothing
-            was written.
+        ValueError: the caches differ in layout, dtype or page shape, page_pairs has another shape or dtype, or, where
+            they are checked, numbers that are not allowed; nothing was written.
         UnsupportedError: the caches are not paged.
 
     Examples:

@@ -19,7 +19,7 @@ class Batch:
     Sequence `s` owns query tokens `cu_seqlens_q[s]` to `cu_seqlens_q[s + 1]` and the first `seq_lens[s]` keys of its
     pages. Its queries are the last of its tokens (bottom-right alignment), unless `query_offsets` says otherwise.
     A padding row has `seq_lens` 0. Table entries past a sequence's end are never read and may hold anything
-    (-1 by custom).
+    (-1 by custom), and so may all entries of a sequence without queries.
 
     Args:
         page_table: page numbers in order: [num_seqs, max_pages_per_seq] int32 (or int64) with a contiguous last

@@ -52,7 +52,7 @@ def check_reads(
         batch: the sequences.
         cache: the pages that they index.
         spec: what is computed; only pages that hold a key which some query sees are checked. Without it, all pages of
-            each sequence are.
+            each sequence with queries are.
         num_tokens: rows of q.
         max_query_len: the plan's bound on queries per sequence.
         max_seq_len: the plan's bound on keys per sequence.
@@ -90,7 +90,7 @@ def visible_span(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each sequence's first key that some query sees and the first key after the last one, both [num_seqs]."""
     if spec is None:
-        return torch.zeros_like(seq_lens), seq_lens
+        return torch.zeros_like(seq_lens), torch.where(query_lens > 0, seq_lens, 0)
     if batch.max_tokens is not None:
         return interval_span(batch, query_lens, seq_lens)
     first = seq_lens - query_lens if batch.query_offsets is None else batch.query_offsets.cpu().long()
@@ -201,7 +201,7 @@ def check_writers(batch: Batch, cache: PagedKVCache, shared_pages: bool) -> None
                 "add the step's tokens"
             )
         row = table[seq] if run_starts is None else table[run_starts[seq] :]
-        pages = row[: -(-kv_len // cache.page_size)].tolist()
+        pages = row[: -(-kv_len // cache.page_size) if q_len else 0].tolist()
         first_written = max(kv_len - q_len, 0) // cache.page_size
         for i, page in enumerate(pages):
             writes = i >= first_written and q_len > 0

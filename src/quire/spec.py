@@ -16,7 +16,7 @@ QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 LATENT_FP8_DTYPES = (torch.float8_e4m3fn,)
 MAX_HEAD_DIM = 512
-MAX_HEADS = 1 << 16  # models have some hundred
+MAX_HEADS = (1 << 16) - 1  # programs on the second axis of a CUDA grid; models have some hundred heads
 UNBOUNDED = 1 << 30  # a window side without a limit; larger than any position, and safe to add to one in int32
 
 

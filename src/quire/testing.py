@@ -101,7 +101,8 @@ def make_problem(
     """Make a random problem with scattered pages, and poison all memory that attention must not read.
 
     Poison fills page 0 (whose address masked loads have), the unused slots of last pages, spare pages, and keys before
-    every query's window. Page table entries past a sequence's end are -1.
+    every query's window. Page table entries past a sequence's end are -1, and so are all of a sequence without queries.
+    Of several heads, the last one has a sink of -inf.
 
     Args:
         spec: what to compute.
@@ -129,6 +130,7 @@ def make_problem(
     num_pages = sum(pages_of) + max(spare_pages, 1)
     order = (1 + torch.randperm(num_pages - 1, generator=generator)).to(torch.int32)
     rows = order[: sum(pages_of)].split(pages_of)
+    rows = [row if query_len else torch.full_like(row, -1) for row, query_len in zip(rows, query_lens, strict=True)]
     if flat_table:
         table = torch.cat([*rows, order[:0]])
         cu_pages = torch.tensor([0, *pages_of], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -146,6 +148,8 @@ def make_problem(
     poison(cache, owned_slots(batch, cache, spec))
     q = torch.randn(sum(query_lens), spec.num_q_heads, spec.head_dim, generator=generator).to(spec.dtype)
     sinks = torch.randn(spec.num_q_heads, generator=generator) if spec.sinks else None
+    if sinks is not None:
+        sinks[1:][-1:] = float("-inf")
     slopes = 2.0 ** -(8.0 * (1 + torch.arange(spec.num_q_heads)) / spec.num_q_heads) if spec.alibi else None
 
     def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -210,14 +214,14 @@ def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = 
     Args:
         batch: the sequences.
         cache: the pages.
-        spec: which keys queries see. Without it, all keys of a sequence count.
+        spec: which keys queries see. Without it, all keys of a sequence with queries count.
     """
     owned = torch.zeros(cache.num_pages, cache.page_size, dtype=torch.bool, device=cache.device)
     starts = batch.query_starts.tolist()
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
-        positions = torch.arange(kv_len, device=cache.device)
+        q_len = starts[seq + 1] - starts[seq]
+        positions = torch.arange(kv_len if q_len else 0, device=cache.device)
         if spec is not None:
-            q_len = starts[seq + 1] - starts[seq]
             first = kv_len - q_len if batch.query_offsets is None else int(batch.query_offsets[seq])
             rows = slice(starts[seq], starts[seq] + q_len)
             positions = reference.visible_keys(batch, spec, rows, first, kv_len).any(0).nonzero()[:, 0].tolist()

@@ -192,7 +192,11 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
         others = [{"k": layers[1]["k"].contiguous()}, {"v": layers[1]["v"].contiguous()}]
         others += [{"k": None, "v": None, "slot_mapping": None}]
         if features == "e4m3":
-            others += [{name: layers[1][name].half()} for name in "kv"]
+            others += [
+                {name: torch.empty_strided(x.shape, x.stride(), dtype=torch.float16)}
+                for name, x in layers[1].items()
+                if name in ("k", "v")
+            ]
         for other in others:
             with pytest.raises(InterruptedError):
                 quire.attention(**layers[1] | other, plan=plan)
@@ -297,6 +301,21 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, 
         before = len(passed)
         quire.attention(**inputs | queries, plan=without_launches(plan))
         assert again == passed[before:] != passed[:1]
+
+
+def test_a_plan_that_was_used_without_lse_passes_it_to_both_of_its_launches(passed, monkeypatch):
+    """The launch that combines has a key of its own."""
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
+    wanted = launches.FEATURES["plain"]
+    with compile_for(TARGETS["sm90"].properties, on_compile=None):
+        plan = launches.plan_of("decode, split", launches.make_spec(128, wanted), wanted)
+    inputs = launches.make_inputs(plan, wanted)
+    with_lse = quire.State(torch.empty_like(inputs["q"]), torch.empty(inputs["q"].shape[:2]))
+    quire.attention(**inputs | {"out": with_lse.out}, plan=plan)
+    assert [name for name, *_ in passed] == ["split_kv_kernel", "combine_partials_kernel"]
+    quire.attention(**inputs | {"out": with_lse}, plan=plan)
+    quire.attention(**inputs | {"out": with_lse}, plan=without_launches(plan))
+    assert passed[2:4] == passed[4:] != passed[:2]
 
 
 @pytest.mark.parametrize("batch", ["decode, 64", "prompt"])

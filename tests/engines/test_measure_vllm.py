@@ -312,7 +312,7 @@ def test_titles_name_rounds_and_batch_invariance_and_invocations_are_joined_by_t
 def test_without_vllm_the_script_says_what_to_install(script, monkeypatch):
     monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["measure_vllm.py", "--load", "8"])
-    with pytest.raises(SystemExit, match=r"pip install 'quire\[vllm\]'"):
+    with pytest.raises(SystemExit, match=r"pip install '\.\[vllm\]'"):
         script.main()
 
 

@@ -5,29 +5,28 @@ The scheduler drives a model in `test_sglang_scheduler.py`.
 """
 # ruff: noqa: E402
 
+import ast
 import dataclasses
 import importlib
+import importlib.util
+import pkgutil
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parent / "sglang_cpu"))
-
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-pytest.importorskip("sglang", reason="SGLang is tested by `make test-sglang`")
+import tests.engines.sglang_environment  # noqa: F401
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    register_config = CONFIG_MAPPING.register  # SGLang 0.5.12 registers models that newer Transformers have
-    CONFIG_MAPPING.register = lambda key, value, exist_ok=False: register_config(key, value, exist_ok=True)
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -47,7 +46,7 @@ import quire
 from quire import AttentionSpec, Batch, PagedKVCache
 from quire.testing import Problem, error_budget
 
-NEW = hasattr(importlib.import_module("sglang.srt.layers.attention.base_attn_backend"), "SharedReadEnds")
+NEW = importlib.util.find_spec("sglang.srt.layers.attention.verify_mask") is not None  # all but 0.5.12
 HEADS, KV_HEADS, DIM = 4, 2, 32
 RANK, ROPE = 64, 16
 CONTEXT = 160
@@ -335,6 +334,133 @@ def test_the_command_line_takes_the_name():
     assert arguments.attention_backend == "quire"
 
 
+def test_quire_s_kernels_compile_after_sglang_has_replaced_functions_of_triton():
+    """SGLang puts a plain function in place of `triton.next_power_of_2`; a kernel that names one has no hash."""
+    import triton
+
+    from quire.targets import TARGETS, Launch
+
+    assert triton.next_power_of_2.__module__.startswith("sglang")
+    for module in pkgutil.walk_packages(quire.kernels.__path__, "quire.kernels."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, triton.JITFunction):
+                value.cache_key  # noqa: B018
+    spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    Launch(spec, 1, 1, 2048, 1, 16).compile(TARGETS["sm90"])
+
+
+@pytest.mark.skipif(not NEW, reason="the runner has the pools in SGLang 0.5.12")
+def test_models_find_the_pools_in_the_backend():
+    server = Server()
+    batch = server.step(ForwardMode.EXTEND, {3: 20})
+    context = importlib.import_module("sglang.srt.model_executor.forward_context")
+    with context.forward_context(context.ForwardContext(attn_backend=server.backend)):
+        assert context.get_token_to_kv_pool() is server.pool
+        assert context.get_req_to_token_pool() is server.runner.req_to_token_pool
+        importlib.import_module("sglang.srt.models.utils").enable_fused_set_kv_buffer(batch)
+    assert server.backend.max_context_len == CONTEXT
+
+
+# What SGLang reads of backends of its own, or after it asked whether it is there.
+OF_OTHERS = {
+    "conv_state_metadata": "wrappers of linear attention",
+    "linear_attn_backend": "wrappers of linear attention",
+    "update_mamba_state_after_mtp_verify": "wrappers of linear attention",
+    "data_type": "fp8 queries of other backends, read by name",
+    "dispatch_reason": "FlashInfer's",
+    "enable_early_verify_metadata": "where glue_target_verify_metadata gives no reason against it",
+    "extend_attention_block_m": "after hasattr",
+    "forward_metadata": "set by init_forward_metadata",
+    "get_cpu_graph_seq_len_fill_value": "graphs of CPUs",
+    "init_cpu_graph_state": "graphs of CPUs",
+    "init_forward_metadata_capture_cpu_graph": "graphs of CPUs",
+    "init_mha_chunk_metadata": "after hasattr",
+    "tail_forward_metadata": "where folds_encoder_swa_replay",
+    "tbo_supports_cuda_graph": "after getattr with a default",
+    "use_mha": "after getattr with a default",
+    "host": "another kind of primary",
+    "port": "another kind of primary",
+    "size": "another kind of backend",
+    "_replay_forward_batch": "set by SGLang",
+}
+
+
+def test_the_backend_has_what_sglang_reads_of_one():
+    """Of its runners, workers and wrappers. What models read differs: many have a backend of their own."""
+    root, read = Path(importlib.import_module("sglang").__file__).parent / "srt", {}
+    wrappers = [
+        root / "layers/attention" / f"{name}_backend.py" for name in ("hybrid_attn", "hybrid_linear_attn", "tbo")
+    ]
+    folders = [root / name for name in ("model_executor", "managers", "speculative")]
+    for file in (*wrappers, root / "layers/radix_attention.py", *(f for at in folders for f in at.rglob("*.py"))):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8-sig"))):
+            if isinstance(node, ast.Attribute) and name_of(node.value) in BACKENDS:
+                read.setdefault(node.attr, file.name)
+    backend = Server().backend
+    assert {name: file for name, file in read.items() if name not in OF_OTHERS and not hasattr(backend, name)} == {}
+    assert len(read) > 15
+
+
+BACKENDS = {"attn_backend", "get_attn_backend", "full_attn_backend", "primary", "decode_backend", "prefill_backend"}
+
+
+def name_of(node: ast.expr) -> str:
+    """Return the last name of an expression, or of the function that it calls."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+class Unread(TorchDispatchMode):
+    """Refuses what makes a host wait for a device: to read a tensor, and results whose size is in one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "windows"])
+def test_no_step_reads_a_tensor_of_the_device(kind):
+    """Where an earlier step still runs, the host has no lengths, and a read would wait for it."""
+    trees = {3: BUSHY, 5: DEEP}
+    server = Server(kind, 16, **({} if kind == "mla" else EAGLE))
+    layer = latent_layer() if kind == "mla" else make_layer(int(kind == "windows"), sliding_window_size=2)
+    backend, steps = server.backend, [(ForwardMode.EXTEND, {3: 20, 5: 9}, {}), (ForwardMode.DECODE, {3: 1, 5: 1}, {})]
+    assert not backend.needs_cpu_seq_lens
+    assert server.run(ForwardMode.EXTEND, {3: 62, 5: 30}, layer)  # to bind the layer, once
+    steps.append((ForwardMode.TARGET_VERIFY, {3: 4, 5: 4}, {"spec_info": drafts(4)}))
+    if kind != "mla":
+        for layout in LAYOUTS:
+            steps.append((ForwardMode.TARGET_VERIFY, {3: 8, 5: 8}, {"spec_info": layout, "trees": trees}))
+    for mode, counts, fields in steps:
+        planned = fields.pop("trees", None)
+        if planned:
+            fields = {"spec_info": server.verify(planned, fields["spec_info"])}
+        batch = server.step(mode, counts, **fields)
+        batch.seq_lens_cpu = batch.seq_lens_sum = None
+        with Unread():
+            backend.init_forward_metadata(batch)
+        assert server.forward(batch, counts, layer, sum(counts.values()), trees=planned)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_no_replay_reads_a_tensor_of_the_device(width):
+    server, layer = Server(page_size=16), make_layer()
+    fields = {"spec_info": drafts(width)} if width > 1 else {}
+    mode = ForwardMode.TARGET_VERIFY if width > 1 else ForwardMode.DECODE
+    assert server.run(ForwardMode.EXTEND, {3: 62, 5: 30}, layer)
+    server.backend.init_cuda_graph_state(4, 4 * width)
+    slots = torch.zeros(4 * width, dtype=torch.int64)
+    requests, ones = torch.zeros(4, dtype=torch.int64), torch.full((4,), FILL)
+    prepare(server.backend, ForwardBatch(mode, 4, slots, requests, ones, slots, 4, **fields), capture=True)
+    for stale in (None, ones):  # lengths of another step, as some releases leave them to a verify
+        batch = server.step(mode, dict.fromkeys((3, 5), width), pad_to=4, **fields)
+        batch.seq_lens_cpu = stale if width > 1 else None
+        with Unread():
+            prepare(server.backend, batch, capture=False)
+        assert server.forward(batch, dict.fromkeys((3, 5), width), layer, 4 * width)
+
+
 def test_a_version_out_of_range_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.4.9")
     with pytest.raises(quire.UnsupportedError, match=r"sglang must be from 0\.5\.12 to before 0\.6, got 0\.4\.9"):
@@ -559,7 +685,7 @@ def test_drafts_past_the_longest_context_get_a_larger_workspace(monkeypatch):
     asked = []
     monkeypatch.setattr(quire, "workspace_size", lambda spec, **bounds: asked.append(bounds["max_seq_len"]) or 0)
     server, layer = Server(), make_layer()
-    longest = server.backend.max_seq_len
+    longest = server.backend.max_context_len
     plans, spec = server.backend.plans, server.backend.layers.bind(layer, has_sinks=False).spec
     for max_seq_len in (longest, longest + 8, longest):
         plans.workspace(spec, 4, 32, max_seq_len, {})

@@ -8,28 +8,22 @@ The scheduler is driven step by step, as its event loop drives it, in a process 
 import importlib
 import inspect
 import multiprocessing
-import sys
 import traceback
 from array import array
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent / "sglang_cpu"))
 
 import pytest
 import torch
 import transformers
 
-pytest.importorskip("sglang", reason="SGLang is tested by `make test-sglang`")
+import tests.engines.sglang_environment  # noqa: F401
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    register_config = CONFIG_MAPPING.register  # SGLang 0.5.12 registers models that newer Transformers have
-    CONFIG_MAPPING.register = lambda key, value, exist_ok=False: register_config(key, value, exist_ok=True)
     from quire.integrations.sglang import register
 
     register()

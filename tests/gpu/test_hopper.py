@@ -409,6 +409,18 @@ def test_sums_of_products_in_fp8_are_float32():
     )
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("lens", [((40, 16000),), MIXED, ((200, 130), (70, 0), (0, 90)), ((33, 90000), (40, 900))])
+def test_a_sink_of_minus_infinity_is_no_key(lens, head_dim):
+    """Keys are split, whole, or cut. Rows see no key in one of the parts, or none at all."""
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "sinks": True})
+    p = make_problem(spec, lens, device="cuda")
+    p.sinks[::2] = float("-inf")
+    plan = quire.plan(spec, p.batch, **p.bounds, kernel="hopper")
+    verdict = error_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
+    assert verdict.passed, (plan, verdict)
+
+
 @pytest.mark.parametrize(
     "extra",
     [

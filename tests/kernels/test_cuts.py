@@ -140,7 +140,16 @@ for some in ({"max_decode_queries": 3}, {"window": (900, 0)}, {"window": (1 << 3
 
 @pytest.mark.parametrize(("options", "num_programs", "count"), BATCHES, ids=str)
 def test_every_row_block_is_cut_as_a_plain_program_says(options, num_programs, count):
-    lens, slots = drawn(count, seed=count + num_programs), 2 * num_programs + 20
+    assert_cut_as_wanted(drawn(count, seed=count + num_programs), num_programs, 2 * num_programs + 20, options)
+
+
+def test_sequences_after_the_last_that_is_looked_at_are_whole_where_that_one_is_cut():
+    lens = [(0, 5)] * (SEQS - 1) + [(16, 50000), (16, 50000), (40, 9000)]
+    assert assert_cut_as_wanted(lens, 132, 300, {})[SEQS - 1, 0][0] > 1
+
+
+def assert_cut_as_wanted(lens, num_programs, slots, options):
+    """Compare with a plain program, and return what that says."""
     plain, found = wanted(lens, num_programs, slots, **options), decided(lens, num_programs, slots, **options)
     splits: dict[tuple[int, int], list[int]] = {}
     for seq, block, shift, first_slot, split in found:
@@ -156,6 +165,7 @@ def test_every_row_block_is_cut_as_a_plain_program_says(options, num_programs, c
         for slot in range(first, first + n * WORK_TILES_EACH)
     ]  # fmt: skip
     assert len(set(taken)) == len(taken) and all(0 <= slot < slots for slot in taken)
+    return plain
 
 
 def test_how_many_splits_there_are_at_most():

@@ -133,6 +133,51 @@ def test_drafts_among_the_keys(offset, device, assert_within_budget):
     assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
 
 
+@splits(1, 3)
+def test_drafts_before_the_first_key_of_a_row_are_seen(num_splits, device, options, assert_within_budget):
+    """`key_begin` hides keys before the drafts. Here it is after all drafts, which are in several tiles."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
+
+    def per_token(batch, num_tokens):
+        begin = torch.full((num_tokens,), 1000, dtype=torch.int32)
+        return dataclasses.replace(any_words(batch, num_tokens), key_begin=begin)
+
+    p = make_problem(spec, ((40, 90), (1, 17), (3, 33)), page_size=5, device=device, per_token=per_token)
+    config = KernelConfig(16, 16, 4, 2, False, programs_per_sm=4, block_d=16, block_dv=16)
+    plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits, config=config))
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+
+
+@pytest.mark.parametrize("offsets", [None, (-3, 2, 40, 90)])
+@pytest.mark.parametrize("size", [1, 3, 60])
+def test_windows_of_drafts_are_as_a_plain_program_says(size, offsets, device):
+    """They are counted by depth, from each sequence's own drafts, and begin within the sequence."""
+    lens = ((5, 60), (0, 9), (7, 7), (3, 41))
+    batch = make_problem(quire.AttentionSpec(**HEADS), lens, device=device).batch
+    offsets = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
+    batch = dataclasses.replace(batch, query_offsets=offsets)
+    words = random_trees(batch, 15).tree_bits.to(device)
+    found, starts = draft_trees.windowed(batch, words, size), batch.query_starts.tolist()
+    for seq, (q_len, kv_len) in enumerate(lens):
+        first = kv_len - q_len if offsets is None else int(offsets[seq])
+        own = words[starts[seq] : starts[seq + 1]].tolist()
+        depth = [word.bit_count() - 1 for word in own]
+        for draft, word in enumerate(own):
+            token = starts[seq] + draft
+            begin = min(max(first + depth[draft] + 1 - size, 0), kv_len)
+            near = [j for j in range(q_len) if word >> j & 1 and depth[draft] - depth[j] < size]
+            assert int(found.key_begin[token]) == begin
+            assert int(found.tree_bits[token]) == sum(1 << j for j in near)
+
+
+def test_words_of_every_dtype_are_unsigned():
+    for dtype in draft_trees.WORDS:
+        bits = 8 * dtype.itemsize
+        words = torch.tensor([1, 5, -1 if dtype.is_signed else 2**bits - 1], dtype=dtype)
+        expected = [1, 5, -1 if bits == 64 else 2**bits - 1]
+        assert draft_trees.from_words(words).tolist() == expected
+
+
 PLANS = {
     "block": {"num_splits": 1},
     "splits": {"num_splits": 3},

@@ -570,6 +570,21 @@ def test_splits(extra, page_size, lens):
     assert verdict.passed, (plan, verdict)
 
 
+@pytest.mark.parametrize(
+    ("lens", "bound", "num_sms"),
+    [(((40, 400),), 16000, 8), (((20, 0), (0, 30), (50, 33), (9, 100)), None, 1), (((40, 0), (64, 50)), 16384, 80)],
+    ids=str,
+)
+def test_a_sink_of_minus_infinity_is_no_key(lens, bound, num_sms):
+    """Of a split, some rows see no key. Others see none at all: their sequences have fewer keys than queries."""
+    p = make_problem(quire.AttentionSpec(**LLAMA, sinks=True), lens)
+    p = replace(p, sinks=torch.tensor([float("-inf"), 1.0, float("-inf"), float("-inf")]))
+    plan = make_plan(p, bound, num_sms=num_sms)
+    assert (plan.launch.num_splits > 1) == (bound is not None), plan
+    verdict = error_budget(p, attend(p, plan)[0])
+    assert verdict.passed, (plan, verdict)
+
+
 @pytest.mark.parametrize("extra", [{"sinks": True}, {"head_dim": 128} | E4M3], ids=str)
 def test_splits_that_programs_take_in_rounds(extra):
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((100, 900), (30, 700)))

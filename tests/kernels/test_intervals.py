@@ -4,6 +4,7 @@ On a GPU and in the interpreter (TRITON_INTERPRET=1) Triton kernels run, elsewhe
 """
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -59,6 +60,79 @@ def splits(*numbers):
     """Parametrise `num_splits`. PyTorch has no splits and runs the first alone."""
     first, *others = numbers
     return pytest.mark.parametrize("num_splits", [first, *(pytest.param(n, marks=pytest.mark.triton) for n in others)])
+
+
+SPANS = ((0, 3, 9), (2, 0, 2), (2, 5, 12), (-1, 0, 0), (3, 40, 50))
+LENGTHS = (0, 4, 40, 60)  # of prefixes
+DOCUMENTS = (0, 11, 20, 29, 44, 57, 59, 80, 109)
+RULES = {  # the batches of a rule, and for each whether the query at one position of a sequence sees another position
+    "causal": (intervals.causal, lambda seq, pos, key: key <= pos),
+    "window": (lambda b, n: intervals.sliding_window(b, n, 9, 3), lambda seq, pos, key: pos - 9 < key <= pos + 3),
+    "prefix": (
+        lambda b, n: intervals.prefix_and_window(b, n, 5, 9)[0],
+        lambda seq, pos, key: key <= pos and key < 5,
+    ),
+    "window after a prefix": (
+        lambda b, n: intervals.prefix_and_window(b, n, 5, 9)[1],
+        lambda seq, pos, key: pos - 9 < key <= pos and key >= 5,
+    ),
+    "chunks": (
+        lambda b, n: intervals.chunked_local(b, n, 12),
+        lambda seq, pos, key: key <= pos and key // 12 == pos // 12,
+    ),
+    "blocks": (lambda b, n: intervals.block_causal(b, n, 8), lambda seq, pos, key: key // 8 <= pos // 8),
+    "prefixes": (
+        lambda b, n: intervals.prefix_lm(b, n, int32(*LENGTHS).to(b.device)),
+        lambda seq, pos, key: key <= pos or key < LENGTHS[seq],
+    ),
+    "spans": (
+        lambda b, n: intervals.bidirectional_spans(b, n, int32(*SPANS).to(b.device)),
+        lambda seq, pos, key: key <= pos or in_one_span(seq, pos, key),
+    ),
+    "spans and a window": (
+        lambda b, n: intervals.bidirectional_spans(b, n, int32(*SPANS).to(b.device), sliding_window=4),
+        lambda seq, pos, key: pos - 4 < key <= pos or in_one_span(seq, pos, key),
+    ),
+    "documents": (
+        lambda b, n: intervals.documents(b, n, int32(*DOCUMENTS).to(b.device)),
+        lambda seq, pos, key: key <= pos and in_one_document(seq, pos, key),
+    ),
+    "documents in both directions": (
+        lambda b, n: intervals.documents(b, n, int32(*DOCUMENTS).to(b.device), causal=False),
+        lambda seq, pos, key: in_one_document(seq, pos, key),
+    ),
+}
+OF_RULES = ((6, 20), (0, 9), (12, 30), (7, 50))
+
+
+def in_one_span(seq, pos, key):
+    return any(owner == seq and first <= pos < stop and first <= key < stop for owner, first, stop in SPANS)
+
+
+def in_one_document(seq, pos, key):
+    before = sum(kv_len for _, kv_len in OF_RULES[:seq])
+    return any(first <= before + pos < stop and first <= before + key < stop for first, stop in pairwise(DOCUMENTS))
+
+
+@pytest.mark.parametrize("offsets", [None, (0, 0, 0, 0), (7, 3, -4, 48)])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_is_as_a_plain_program_says(rule, offsets, device):
+    """At offsets too, some of them before or after the keys. Tokens of no sequence, here the last two, see nothing."""
+    make, sees = RULES[rule]
+    batch = make_problem(quire.AttentionSpec(**HEADS), OF_RULES, device=device).batch
+    if offsets is not None:
+        batch = dataclasses.replace(batch, query_offsets=int32(*offsets).to(device))
+    starts, num_tokens = batch.query_starts.tolist(), 27
+    made = make(batch, num_tokens)
+    found = list(zip(made.key_begin.tolist(), made.key_end.tolist(), strict=True))
+    for seq, (q_len, kv_len) in enumerate(OF_RULES):
+        first = kv_len - q_len if offsets is None else offsets[seq]
+        for query in range(q_len):
+            begin, end = found[starts[seq] + query]
+            seen = [key for key in range(kv_len) if sees(seq, first + query, key)]
+            assert list(range(begin, end)) == seen, (seq, query)
+            assert 0 <= begin <= kv_len and 0 <= end <= kv_len
+    assert len(found) == num_tokens and all(begin >= end for begin, end in found[starts[-1] :])
 
 
 @splits(1, 3)

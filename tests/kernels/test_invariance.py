@@ -105,6 +105,21 @@ def test_fp8_numbers_in_pairs_have_taller_tiles_and_others_a_fallback(kv_dtype, 
         )
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.int8, torch.float8_e4m3fn])
+def test_layouts_have_the_same_bits_unless_fp8_numbers_come_in_pairs_in_one_alone(kv_dtype, device):
+    spec = quire.AttentionSpec(**HEADS | {"head_dim": 32}, dtype=torch.float16, kv_dtype=kv_dtype)
+    p = make_problem(spec, ((1, 300), (3, 50)), device=device)
+    k, v, scales = p.cache.k, p.cache.v, (p.cache.k_scale, p.cache.v_scale)
+    vectors = k.unflatten(-1, (-1, 16 // k.itemsize)).permute(0, 2, 3, 1, 4)
+    by_heads = quire.PagedKVCache(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), "HND", *scales)
+    by_vectors = quire.PagedKVCache(vectors.contiguous(), v.permute(0, 2, 3, 1).contiguous(), "HDNX", *scales)
+    plan = quire.plan(spec, p.batch, **p.bounds, batch_invariant=True)
+    found = [quire.attention(p.q, cache, plan, return_lse=True) for cache in (p.cache, by_heads, by_vectors)]
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2]) == (kv_dtype is not torch.float8_e4m3fn)
+
+
 @pytest.fixture
 def fold_from(monkeypatch):
     """Return a function that says from how many rows of states on another launch folds them, in batches of any size."""

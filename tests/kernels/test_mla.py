@@ -107,6 +107,12 @@ def test_prompts_have_several_bands(window, batch_invariant, device, assert_with
     assert_within_budget(p, state)
 
 
+@pytest.mark.parametrize("right", [None, extended(7)])
+def test_queries_of_a_prompt_see_keys_ahead_of_their_row_block(right, device, assert_within_budget):
+    p = make_problem(mla(5, causal=False, sliding_window_right=right), ((20, 70),), device=device)
+    assert_within_budget(p, attend(p)[1])
+
+
 @pytest.mark.parametrize(("num_splits", "heads"), [extended(None, 3), extended(None, 20), extended(30, 3), (30, 20)])
 def test_many_partials_are_combined_in_two_levels(num_splits, heads, device, assert_within_budget):
     p = make_problem(mla(heads, sinks=True), ((1, 900), (1, 5), (1, 0)), one_query=True, device=device)

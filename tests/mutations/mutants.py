@@ -9,6 +9,7 @@ COPY, WRITE, MERGE = "kernels/test_copy.py", "kernels/test_write.py", "kernels/t
 FULL_TILES = ATTENTION + "full_tiles_in_a_loop_without_masks"
 BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
+RULES = INTERVALS + "every_rule_is_as_a_plain_program_says"
 LONG = ATTENTION + "splits_of_long_sequences"
 BY_A_SECOND_LAUNCH = (
     "kernels/test_combine_launch.py::test_partials_are_combined_by_the_last_program_or_by_a_second_launch"
@@ -163,7 +164,26 @@ IN_INTERPRETER = {
         "kv_head = kv_head.to(tl.int64)",
         OFFSETS + "[tokens]",
     ),
+    # sequences without queries
+    "keys of sequences without queries read": Mutant(
+        "kernels/split_kv/schedule.py",
+        "tl.where(q_len > 0, tl.load(kv.seq_lens + seq), 0)",
+        "tl.load(kv.seq_lens + seq)",
+        "kernels/test_idle_rows.py",
+    ),
     # primitives.py: intervals and trees
+    "drafts before the first key of a row not read": Mutant(
+        "kernels/primitives.py",
+        "tl.where(rows.owned, tl.minimum(begin, end), 2147483647)",
+        "tl.where(rows.owned, begin, 2147483647)",
+        TREES + "drafts_before_the_first_key_of_a_row_are_seen[1]",
+    ),
+    "units of drafts before the first key left out": Mutant(
+        "kernels/split_kv/schedule.py",
+        "start = tl.minimum(start, tl.minimum(begin, first_pos))",
+        "start = tl.minimum(start, begin)",
+        TREES + "drafts_before_the_first_key_of_a_row_are_seen[3]",
+    ),
     "intervals begin a key late": Mutant(
         "kernels/primitives.py",
         "(kv_pos[None, :] >= sight.begin[:, None])",
@@ -758,6 +778,12 @@ IN_INTERPRETER = {
         'f"${scale}"',
         SIMULATED + "the_first_tile_of_a_row_has_probabilities_of_at_most_one",
     ),
+    "latents: keys ahead of a row block left out": Mutant(
+        "kernels/mla/kernel.py",
+        "tl.maximum(high_pos + window_right + 1, 0)",
+        "tl.maximum(high_pos + 1, 0)",
+        MLA + "queries_of_a_prompt_see_keys_ahead_of_their_row_block[None]",
+    ),
     "latents: accumulators not rescaled": Mutant(
         RESCALE,
         "results = results + (rescaled_acc(accs[i], factor),)",
@@ -976,6 +1002,18 @@ IN_INTERPRETER = {
     ),
     "Hopper: partials of a sequence after its slots": Mutant(
         CUTS, "memory.index(3).store(stop - needed)", "memory.index(3).store(stop)", CUT + AS_SAID + "[{}-3000-127]"
+    ),
+    "Hopper: a sink of minus infinity where a row sees no key": Mutant(
+        RESULTS,
+        'shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no key and no sink',
+        "shift = m_new  # no key and no sink",
+        SIMULATED + "a_sink_of_minus_infinity_is_no_key[((20, 0), (0, 30), (50, 33), (9, 100))-None-1]",
+    ),
+    "Hopper: sequences after the last that is looked at cut as that one": Mutant(
+        CUTS,
+        "(in_cut >= 0) & (seq < NUM_SEQS)",
+        "in_cut >= 0",
+        CUT + "sequences_after_the_last_that_is_looked_at_are_whole_where_that_one_is_cut",
     ),
     "Hopper: heads share the slots of partials": Mutant(
         CUTS,
@@ -1610,6 +1648,12 @@ OUTSIDE = {
         "pass",
         "test_distributed.py::test_the_steps_of_a_ring_see_each_visible_key_once",
     ),
+    "ranks: tokens of no sequence with any lse": Mutant(
+        "distributed/sharded.py",
+        'state.lse.fill_(float("-inf"))',
+        "pass",
+        "test_distributed.py::test_two_ranks_agree_with_the_oracle[tokens of no sequence]",
+    ),
     "ranks: sinks counted on each rank": Mutant(
         "distributed/arguments.py",
         "copy_(sinks.expand_as(state.lse))",
@@ -1655,6 +1699,45 @@ OUTSIDE = {
         SHARED + "a_table_that_is_a_slice_of_a_wider_one",
     ),
     # intervals and trees
+    "intervals at offsets as if there were none": Mutant(
+        "intervals.py",
+        "    if batch.query_offsets is None:",
+        "    if True:",
+        RULES + "[causal-offsets2]",
+    ),
+    "a key in a prefix and in a window": Mutant(
+        "intervals.py", "(end - size).clamp(min=prefix)", "(end - size).clamp(min=prefix - 1)", RULES
+    ),
+    "a key ahead too few": Mutant(
+        "intervals.py", "tokens.position + 1 + right", "tokens.position + right", RULES + "[window-None]"
+    ),
+    "tokens of no sequence see keys": Mutant(
+        "intervals.py", "torch.where(tokens.owned, tokens.seq_len, 0)", "tokens.seq_len", RULES
+    ),
+    "the text before a span hidden from it": Mutant(
+        "intervals.py",
+        "begin = torch.minimum(begin, torch.where(inside, first, LARGEST).amin(1))",
+        "begin = torch.where(inside.any(1), torch.where(inside, first, LARGEST).amin(1), begin)",
+        RULES + "[spans-None]",
+    ),
+    "int32 words with their sign": Mutant(
+        "draft_trees.py",
+        "return wide & 0xFFFFFFFF if words.dtype is torch.int32 else wide.clone()",
+        "return wide.clone()",
+        TREES + "words_of_every_dtype_are_unsigned",
+    ),
+    "windows by the depths of the first sequence": Mutant(
+        "draft_trees.py",
+        "(torch.arange(words.shape[0], device=words.device) - tokens.query)[:, None] + draft",
+        "(0 * tokens.query)[:, None] + draft",
+        TREES + "windows_of_drafts_are_as_a_plain_program_says[3-None]",
+    ),
+    "windows of drafts before the sequence": Mutant(
+        "draft_trees.py",
+        "torch.minimum(begin.clamp(min=0), tokens.seq_len)",
+        "torch.minimum(begin, tokens.seq_len)",
+        TREES + "windows_of_drafts_are_as_a_plain_program_says[60-None]",
+    ),
     "CPU: intervals past the sequence": Mutant(
         "kernels/cpu/attention.py",
         "begin, end = begin.clamp(min=0), torch.minimum(end, seq_lens)",
@@ -2174,6 +2257,18 @@ OUTSIDE = {
         "if fused and (local or new.length == 1) and",
         "if fused and",
         SHIM + "attention_rotates_where_queries_and_keys_have_one_position",
+    ),
+    "new values of another dtype relaunched": Mutant(
+        "kernels/portable.py",
+        "new.k.dtype, new.v.dtype, *new[3:]",
+        "new.k.dtype, *new[3:]",
+        "compile/test_relaunch.py::test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes[e4m3]",
+    ),
+    "partials combined without the lse, as before": Mutant(
+        "kernels/split_kv/runner.py",
+        "out.dtype, stride_lse, dtype",
+        "out.dtype, dtype",
+        "compile/test_relaunch.py::test_a_plan_that_was_used_without_lse_passes_it_to_both_of_its_launches",
     ),
     "a table of another dtype relaunched": Mutant(
         "kernels/views.py",

@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from quire.bench.measure import NoResult, Timing
 from quire.bench.roofline import Ceilings
 from quire.bench.schema import from_json, require_positive, to_json
 from quire.targets import Compiled
+from quire.version import commit as commit_here
 
 FILE_NAME = "results.json"
 QUIRE = "Quire"
@@ -237,7 +237,7 @@ def make_row(case: Case, ceilings: Ceilings, timings: Mapping[str, Timing | NoRe
 
 
 def provenance(device: str, commit: str | None) -> Provenance:
-    """Return the provenance of this run's numbers; git is asked for the commit when it is not given."""
+    """Return the provenance of this run's numbers; the commit is this package's when it is not given."""
     has_gpu = torch.cuda.is_available()
     return Provenance(
         device=device,
@@ -249,22 +249,6 @@ def provenance(device: str, commit: str | None) -> Provenance:
         driver=driver_version() if has_gpu else None,
         date=time.strftime("%Y-%m-%d"),
     )
-
-
-def commit_here() -> str:
-    """Return the commit that this package is checked out at."""
-    here = Path(__file__)
-
-    def git(*words: str) -> str:
-        try:
-            done = subprocess.run(["git", "-C", str(here.parent), *words], capture_output=True, text=True)
-        except OSError:
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    # The folder of an installed package may belong to another git repository, which does not track this file.
-    is_tracked = git("ls-files", "--error-unmatch", here.name)
-    return (is_tracked and git("rev-parse", "--short", "HEAD")) or "not known"
 
 
 def driver_version() -> str:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import quire
-from quire.cli.arguments import CommandError
+from quire.cli.arguments import CommandError, triton_package
 from quire.cli.exit_codes import BAD_ARGUMENTS, INTERRUPTED, READER_LEFT
 from quire.cli.streams import allow_any_encoding, discard_output
+from quire.version import commit
 
 COMMANDS = {
     "doctor": "say whether this machine is fit, and what to do if not",
@@ -77,7 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="show the version and the commit, and exit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     named = next((argument for argument in argv if not argument.startswith("-")), None)
     for name, summary in COMMANDS.items():
@@ -91,6 +92,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             import_module("triton")
         except ModuleNotFoundError:
             raise CommandError(
-                f"quire {args.command} needs triton, which is not installed; pip install triton (wheels are for Linux)"
+                f"quire {args.command} needs triton, which is not installed; pip install {triton_package()} "
+                "(wheels are for Linux and Windows)"
             ) from None
     return args
+
+
+class ShowVersion(argparse.Action):
+    """Print the version and the commit. git is asked only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"quire {quire.__version__}, commit {commit()}")
+        parser.exit()

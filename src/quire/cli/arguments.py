@@ -4,9 +4,17 @@ import argparse
 import importlib
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from quire.version import packages_of
+
+
+def triton_package() -> str:
+    """Return the package that brings Triton to this system. It has wheels for Linux and Windows."""
+    return "triton-windows" if sys.platform == "win32" else "triton"
 
 
 class CommandError(Exception):
@@ -30,7 +38,7 @@ def require_packages(command: str, extra: str, *packages: str) -> None:
         except ImportError as error:
             reason = "which is not installed" if isinstance(error, ModuleNotFoundError) else f"got {error}"
             raise CommandError(
-                f"quire {command} needs {error.name or package}, {reason}; pip install 'quire[{extra}]'"
+                f"quire {command} needs {error.name or package}, {reason}; pip install {packages_of(extra)}"
             ) from None
 
 

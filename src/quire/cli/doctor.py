@@ -21,11 +21,12 @@ from typing import Literal
 
 import torch
 
+from quire.cli.arguments import triton_package
 from quire.cli.doctor_versions import check_versions
 from quire.cli.env import plan_for
 from quire.cli.status_line import StatusLine
 from quire.dispatch.device import HAS_TRITON, interprets
-from quire.dispatch.tree_file import GENERIC, user_folder, user_trees
+from quire.dispatch.tree_file import GENERIC, VARIABLE, user_folder, user_trees
 from quire.errors import UnsupportedError
 from quire.spec import AttentionSpec
 
@@ -33,7 +34,16 @@ EXAMPLES = """examples:
   quire doctor
   quire doctor --interpret              # run the Triton kernels on the CPU, in Triton's interpreter; takes some seconds
 """
-DRIVERS = {"NVIDIA": Path("/proc/driver/nvidia/version"), "AMD": Path("/dev/kfd")}
+PAGE = "https://pytorch.org/get-started/locally/ says from which index to install a build for"
+DRIVERS = (  # of whose GPUs, a file of the driver, how to install a build of torch for them
+    (
+        "NVIDIA",
+        Path("/proc/driver/nvidia/version"),
+        "Run: pip install --force-reinstall torch.",
+    ),
+    ("NVIDIA", Path("C:/Windows/System32/nvcuda.dll"), f"{PAGE} CUDA."),
+    ("AMD", Path("/dev/kfd"), f"{PAGE} ROCm."),
+)
 FEATURES_OF_TREES = re.compile(r" at [a-z]\w* [\d.e+-]+(?:, [a-z]\w* [\d.e+-]+)*")
 
 
@@ -110,7 +120,7 @@ def check_device() -> Iterator[Finding]:
         more = f", and {count(others, 'more GPU')}" if others else ""
         yield Finding("ok", f"torch {torch.__version__} sees GPU {index}, {torch.cuda.get_device_name(index)}{more}.")
         if not HAS_TRITON:
-            yield Finding("FAIL", "There is no Triton, which the GPU kernels need. Run: pip install triton")
+            yield Finding("FAIL", f"The GPU kernels need Triton, which is missing. Run: pip install {triton_package()}")
         compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), None)
         if compiler is None or shutil.which(compiler) is None:
             yield Finding(
@@ -120,16 +130,18 @@ def check_device() -> Iterator[Finding]:
         else:
             yield Finding("ok", f"Triton builds its launcher with {compiler}.")
         return
-    driver = next((name for name, path in DRIVERS.items() if path.exists()), None)
+    driver = next(((vendor, advice) for vendor, path, advice in DRIVERS if path.exists()), None)
     if driver is None:
         yield Finding("ok", "There is no GPU here. PyTorch serves CPU tensors, which is meant for tests.")
         return
     built = torch.version.cuda or torch.version.hip
     reason = f"is built for {built}, which this driver may not serve" if built else "is built for the CPU alone"
+    vendor, advice = driver
     yield Finding(
         "FAIL",
-        f"There is a driver for {driver} GPUs, but torch sees none: torch {torch.__version__} {reason}. "
-        "Install a build of torch for this GPU, and see that CUDA_VISIBLE_DEVICES is not empty.",
+        f"There is a driver for {vendor} GPUs, but torch sees none: torch {torch.__version__} {reason}. "
+        f"{advice if built is None else 'Update the driver, or install a torch for its version.'} "
+        "See that CUDA_VISIBLE_DEVICES is not empty.",
     )
 
 
@@ -144,10 +156,10 @@ def check_folders() -> Iterator[Finding]:
         advice["Triton's compiled kernels"] = "set TRITON_CACHE_DIR"
     trees = user_folder()
     if trees is None:
-        yield Finding("warn", "There is no home folder, so quire tune needs --output. Set HOME to a folder.")
+        yield Finding("warn", f"There is no home folder, so quire tune needs --output. Set HOME or {VARIABLE}.")
     else:
         folders["the trees of quire tune"] = trees
-        advice["the trees of quire tune"] = "make it writable, or set HOME"
+        advice["the trees of quire tune"] = f"make it writable, or set {VARIABLE} to a folder that is"
     for what, folder in folders.items():
         problem = why_not_writable(folder)
         if problem is None:
@@ -183,7 +195,7 @@ def check_user_trees() -> Iterator[Finding]:
 def run_kernels(is_interpreted: bool, status: StatusLine) -> Iterator[Finding]:
     """Compile kernels and run them in another process, and say how near they come to the oracle."""
     if is_interpreted and not HAS_TRITON:
-        yield Finding("FAIL", "There is no Triton, whose interpreter was asked for. Run: pip install triton")
+        yield Finding("FAIL", f"There is no Triton, nor its interpreter. Run: pip install {triton_package()}")
         return
     environment = os.environ | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if is_interpreted else {})
     status("starting a process that compiles and runs kernels")

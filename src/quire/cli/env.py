@@ -13,6 +13,7 @@ from quire.batch import Batch
 from quire.dispatch.device import device_properties, is_served_by_torch
 from quire.plan import Plan, plan
 from quire.spec import AttentionSpec
+from quire.version import commit
 
 EXAMPLES = """examples:
   quire env
@@ -69,8 +70,9 @@ def describe() -> dict[str, dict[str, Any]]:
     dtype = torch.bfloat16 if gpu else torch.float32
     spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype)
     plans = {title: str(plan_for(spec, lens, device)) for title, lens in TYPICAL_BATCHES.items()}
+    found = {package: version_of(package) for package in PACKAGES}
     return {
-        "versions": {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES},
+        "versions": {"python": platform.python_version(), "commit of quire": commit()} | found,
         "device": {"name": name} | ({} if is_served_by_torch(device) else asdict(device_properties(device))),
         "plans": {"spec": f"32 query heads over 8 KV heads of 128, {dtype}".replace("torch.", "")} | plans,
     }

@@ -14,7 +14,7 @@ import torch
 from quire.cli.arguments import CommandError, check_file, require_packages
 from quire.dispatch.device import device_properties
 from quire.dispatch.tree import fitted_trees
-from quire.dispatch.tree_file import GENERIC, USER_TREES, load_tree, read_tree, user_folder
+from quire.dispatch.tree_file import GENERIC, USER_TREES, VARIABLE, load_tree, read_tree, user_folder
 from quire.tuning.configs import LATENT_SECTION, SECTION
 from quire.tuning.fit import explain
 
@@ -34,12 +34,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "tune",
         help=summary,
         description=__doc__,
-        epilog=f"{EXAMPLES}\nplans look for trees in {USER_TREES} and choose among them by device properties",
+        epilog=f"{EXAMPLES}\nplans look for trees in {USER_TREES},\nand choose among them by device properties",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases, and only the usual winners")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"write the tree there (default: a file of {USER_TREES})"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the tree there (default: where plans look for trees)",
     )
     parser.add_argument(
         "--records", type=Path, metavar="FILE", help="measured times, line by line (default: next to the tree, .jsonl)"
@@ -102,7 +105,9 @@ def default_path(device_name: str) -> Path:
     """Return the file of the user's tree for a device."""
     folder = user_folder()
     if folder is None:
-        raise CommandError("--output must name a file where the user has no home directory, got none; give one")
+        raise CommandError(
+            f"--output must name a file where the user has no home directory, got none; give one, or set {VARIABLE}"
+        )
     return folder / f"{'_'.join(device_name.lower().split())}.json"
 
 

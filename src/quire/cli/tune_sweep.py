@@ -12,7 +12,6 @@ import triton
 from rich.console import Console
 
 from quire.bench.case import Case
-from quire.bench.results import commit_here
 from quire.cli.arguments import CommandError
 from quire.cli.console import progress_bar
 from quire.cli.exit_codes import INTERRUPTED
@@ -26,6 +25,7 @@ from quire.tuning.judge import Comparison, RecordedSession, candidates, summariz
 from quire.tuning.records import Records, header
 from quire.tuning.sweep import MAX_SPILLS, GpuSession, sweep
 from quire.tuning.train import as_json, train
+from quire.version import commit as commit_here
 
 JUDGE_REPLAYS = 25  # of the tree's choice, of the default's and of the best
 

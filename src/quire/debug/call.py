@@ -44,7 +44,7 @@ class Call:
         paged: whether the batch was; False for `varlen_attention`.
         plan: the plan in words.
         launch: the plan's launch, encoded.
-        versions: of Python and the packages, by name.
+        versions: of Python and the packages, by name, and the commit of Quire.
         device: its name and properties.
         has_contents: whether the numbers of queries and cache were recorded.
         places: where each tensor lay, by name.

@@ -22,6 +22,7 @@ from quire.errors import check_flag, check_integer
 from quire.launch_codec import encode
 from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan
+from quire.version import commit
 
 PACKAGES = ("quire", "torch", "triton", "numpy", "transformers", "vllm")
 
@@ -194,7 +195,7 @@ def call_of(
         paged=batch.paged,
         plan=str(plan),
         launch=encode(plan.launch),
-        versions={"python": platform.python_version()} | versions(),
+        versions={"python": platform.python_version(), "commit": commit()} | versions(),
         device=describe_device(cache.device),
         has_contents=contents,
         places=describe(tensors),

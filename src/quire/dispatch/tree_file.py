@@ -19,7 +19,8 @@ from typing import Any, get_type_hints
 from quire.dispatch.config import HINTS, CostModel, KernelConfig
 from quire.dispatch.device import DeviceProperties
 
-USER_TREES = "~/.config/quire/trees"
+VARIABLE = "QUIRE_TREES"  # names the folder of the user's trees
+USER_TREES = f"${VARIABLE}, $XDG_CONFIG_HOME/quire/trees or ~/.config/quire/trees"  # the first that there is
 GENERIC = "generic"  # the shipped tree for every device, and a leaf of a fitted tree that leaves the choice to it
 MOST_LEVELS = 32  # of nodes
 SPEC_FEATURES = (
@@ -52,9 +53,11 @@ def shipped_trees() -> tuple[tuple[str, dict[str, Any]], ...]:
 
 
 def user_folder() -> Path | None:
-    """Return the folder of the user's trees; None for a user without a home directory."""
-    folder = os.path.expanduser(USER_TREES)
-    return None if folder.startswith("~") else Path(folder)
+    """Return the folder of the user's trees; None for a user without a home directory, if no variable names one."""
+    config = os.environ.get("XDG_CONFIG_HOME", "")
+    base = config if os.path.isabs(config) else "~/.config"  # its specification says that a relative one is ignored
+    folder = os.path.expanduser(os.environ.get(VARIABLE) or os.path.join(base, "quire", "trees"))
+    return None if folder.startswith("~") else Path(folder).absolute()
 
 
 @cache

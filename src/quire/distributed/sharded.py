@@ -169,7 +169,7 @@ def sharded_attention(
 
     Returns:
         The state over all keys, with all heads, or with heads `rank * n` to `(rank + 1) * n` of `n = num_q_heads //
-        world_size`. A query that no rank has a key for has out 0 and lse -inf.
+        world_size`. A query that no rank has a key for has out 0 and lse -inf, and so has a token of no sequence.
 
     Raises:
         TypeError: an argument is of another type.

@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+from quire.version import packages_of
+
 LEAST_KEYS = 64  # for which a plan is made: with plans for fewer, a quarter more kernels are compiled ahead
 
 
@@ -14,6 +16,6 @@ def load(engine: str, name: str) -> Any:
         if error.name != engine:
             raise
         raise ModuleNotFoundError(
-            f"quire.integrations.{engine} needs {engine}, which is not installed; pip install 'quire[{engine}]'",
+            f"quire.integrations.{engine} needs {engine}, which is not installed; pip install {packages_of(engine)}",
             name=engine,
         ) from None

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 from quire.cache import PagedKVCache
+from quire.dispatch.request import cdiv
+from quire.dispatch.tree import power_of_two
 from quire.kernels.formats import page_tensors
 from quire.kernels.launcher import launch
 
@@ -71,8 +73,8 @@ def copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -
     tensors: list[tuple[Any, Any]] = [make_page_tensor(*pair) for pair in pairs]
     elements = max(math.prod(shape) for _, shape in tensors)
     (k, k_shape), (v, v_shape), (k_scale, scale_shape), (v_scale, _) = tensors + [(None, None)] * (4 - len(tensors))
-    block = min(2048, triton.next_power_of_2(elements))
-    tiles = triton.cdiv(elements, block)
+    block = min(2048, power_of_two(elements))
+    tiles = cdiv(elements, block)
     meta = {"K_SHAPE": k_shape, "V_SHAPE": v_shape, "SCALE_SHAPE": scale_shape, "TILES": tiles, "BLOCK": block}
     launch(copy_kernel, (page_pairs.shape[0] * tiles,), (k, v, k_scale, v_scale, page_pairs), meta)
 

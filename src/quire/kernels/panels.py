@@ -16,12 +16,21 @@ FEW_ROWS, WIDE = 32, 256  # rows that multiply so little that only wide heads ga
 
 
 @triton.constexpr_function
+def power_of_two(number):
+    """Round up to a power of two.
+
+    SGLang replaces `triton.next_power_of_2` by a plain function, and Triton hashes no kernel that names one.
+    """
+    return 1 << (number - 1).bit_length()
+
+
+@triton.constexpr_function
 def panel_widths(DIM, EACH, ROWS):
     """Return the stored elements of each panel of a head: one panel, or two where these hold less padding."""
     elements = DIM // EACH
-    whole = max(LEAST_WIDTH, triton.next_power_of_2(elements))
+    whole = max(LEAST_WIDTH, power_of_two(elements))
     first = whole // 2
-    rest = max(LEAST_REST, triton.next_power_of_2(elements - first))
+    rest = max(LEAST_REST, power_of_two(elements - first))
     pays = rest < first < elements and (ROWS > FEW_ROWS or whole * EACH >= WIDE)
     return (first, rest) if pays else (whole,)
 

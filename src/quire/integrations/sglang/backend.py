@@ -33,25 +33,33 @@ WindowPool: Any = contract.load("sglang.srt.mem_cache.swa_memory_pool").SWAKVPoo
 
 
 class QuireBackend(base.AttentionBackend):
-    """Attention of all layers of one model runner."""
+    """Attention of all layers of one model runner.
+
+    SGLang's models, wrappers and workers read `token_to_kv_pool`, `req_to_token_pool`, `max_context_len` and
+    `kv_index_translator` of a backend.
+    """
+
+    needs_cpu_seq_lens = False  # so an overlapped verify does not wait until its lengths are on the host
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         options = model_runner.server_args
         speculation = contract.speculation(options)
         refuse_options(model_runner, options, speculation)
-        self.pool = model_runner.token_to_kv_pool
-        self.req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.req_to_token: torch.Tensor = self.req_to_token_pool.req_to_token
         self.page_size = int(getattr(model_runner, "page_size", 1) or 1)
         self.device = model_runner.device
-        self.has_window_pool = isinstance(self.pool, WindowPool)
+        self.has_window_pool = isinstance(self.token_to_kv_pool, WindowPool)
         self.use_mla = bool(model_runner.use_mla_backend)
-        self.kv_index_translator = getattr(model_runner, "kv_index_translator", None)  # SGLang reads it
-        self.max_seq_len = min(model_runner.model_config.context_len, self.req_to_token.shape[1])
+        self.kv_index_translator = getattr(model_runner, "kv_index_translator", None)
+        self.max_context_len = min(model_runner.model_config.context_len, self.req_to_token.shape[1])
         self.batch_invariant = bool(getattr(options, "enable_deterministic_inference", False))
-        self.plans = Plans(self.req_to_token.shape[0], self.max_seq_len, self.device, self.batch_invariant)
+        self.plans = Plans(self.req_to_token.shape[0], self.max_context_len, self.device, self.batch_invariant)
         self.memory = StepMemory(self.device, self.has_window_pool)
-        self.layers = Layers(self.pool, self.page_size, model_runner.dtype, self.use_mla, self.has_window_pool)
+        pool = self.token_to_kv_pool
+        self.layers = Layers(pool, self.page_size, model_runner.dtype, self.use_mla, self.has_window_pool)
         self.drafts_branch = drafts_branch(speculation)
         self.mask_of_drafts = self.make_verify_mask(model_runner, speculation)
         self.captured: dict[tuple[int, int], Step] = {}  # by forward mode and number of requests
@@ -83,7 +91,7 @@ class QuireBackend(base.AttentionBackend):
             return
         refuse_drafts(mode, batch.spec_info)
         num_seqs = batch.seq_lens.shape[0]
-        longest = longest_of(batch)
+        longest = longest_of(batch.seq_lens_cpu, self.max_context_len)
         if mode.is_decode():
             max_query_len, num_tokens = 1, num_seqs
         elif mode.is_target_verify():
@@ -92,7 +100,7 @@ class QuireBackend(base.AttentionBackend):
         else:
             query_lens = [int(n) for n in batch.extend_seq_lens_cpu]  # a list, or a tensor of SGLang 0.5.12
             max_query_len, num_tokens = max(query_lens), sum(query_lens)
-        max_seq_len = min(max(LEAST_KEYS, 1 << max(0, longest - 1).bit_length()), self.max_seq_len)
+        max_seq_len = min(max(LEAST_KEYS, 1 << max(0, longest - 1).bit_length()), self.max_context_len)
         max_seq_len = max(max_seq_len, longest)  # drafts may pass the longest context
         width = -(-max_seq_len // self.page_size)
         if self.memory.reserve(num_seqs, num_seqs * width, num_tokens):
@@ -110,7 +118,7 @@ class QuireBackend(base.AttentionBackend):
 
     def trees_in(self, memory: StepMemory, mode: Any, spec_info: Any) -> Trees | None:
         """Return a memory's place for trees if the step verifies drafts that branch."""
-        if not mode.is_target_verify() or not has_mask(spec_info, self.drafts_branch):
+        if not mode.is_target_verify() or not has_mask(spec_info):
             return None
         refuse_trees(spec_info, self.use_mla)
         return memory.trees
@@ -165,7 +173,7 @@ class QuireBackend(base.AttentionBackend):
             step.trees.fill(Batch(step.table, step.seq_lens, step.starts), step.num_tokens)
         fill_table(step.table, self.req_to_token, requests[:num_seqs], longest, self.page_size, None)
         if step.window_table is not None:
-            mapping = self.pool.full_to_swa_index_mapping
+            mapping = self.token_to_kv_pool.full_to_swa_index_mapping
             fill_table(step.window_table, self.req_to_token, requests[:num_seqs], longest, self.page_size, mapping)
             if not step.captured and slots is not None and step.window_slots is not None:
                 step.window_slots.copy_(mapping[slots[: step.num_tokens]])
@@ -176,7 +184,7 @@ class QuireBackend(base.AttentionBackend):
         """Reserve the memory that captured graphs read."""
         self.graph_memory = StepMemory(self.device, self.has_window_pool)
         drafts = max(1, max_num_tokens // max(max_bs, 1))
-        self.graph_max_seq_len = self.max_seq_len + drafts
+        self.graph_max_seq_len = self.max_context_len + drafts
         self.plans.max_seq_len = max(self.plans.max_seq_len, self.graph_max_seq_len)  # so they are warmed up for it
         width = -(-self.graph_max_seq_len // self.page_size)
         self.graph_memory.reserve(max_bs, max_bs * width, max_num_tokens)
@@ -187,7 +195,7 @@ class QuireBackend(base.AttentionBackend):
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare a step of a graph, before its capture or its replay; SGLang 0.5.23 and newer."""
+        """Prepare a step of a graph, before its capture or its replay; newer than SGLang 0.5.12."""
         batch, num_seqs = forward_batch, forward_batch.batch_size
         mode, drafts = batch.forward_mode, batch.spec_info
         if in_capture:
@@ -205,7 +213,7 @@ class QuireBackend(base.AttentionBackend):
         forward_mode: Any,
         spec_info: Any,
     ) -> None:
-        """Prepare a capture; SGLang before 0.5.23."""
+        """Prepare a capture; SGLang 0.5.12."""
         self.begin_capture(forward_mode, bs, num_tokens, spec_info)
         self.replay(forward_mode, bs, req_pool_indices, seq_lens, None, None, spec_info)
 
@@ -221,7 +229,7 @@ class QuireBackend(base.AttentionBackend):
         seq_lens_cpu: torch.Tensor | None,
         out_cache_loc: torch.Tensor | None = None,
     ) -> None:
-        """Prepare a replay; SGLang before 0.5.23."""
+        """Prepare a replay; SGLang 0.5.12."""
         self.replay(forward_mode, bs, req_pool_indices, seq_lens, seq_lens_cpu, out_cache_loc, spec_info)
 
     def begin_capture(self, mode: Any, num_seqs: int, num_tokens: int, spec_info: Any) -> None:
@@ -248,7 +256,7 @@ class QuireBackend(base.AttentionBackend):
         num_seqs: int,
         requests: torch.Tensor,
         seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor | None,  # without it, whole rows of the page table are copied
+        seq_lens_cpu: torch.Tensor | None,  # None, or lengths of an earlier step, where drafts are verified
         slots: torch.Tensor | None,
         spec_info: Any,
     ) -> None:
@@ -256,9 +264,8 @@ class QuireBackend(base.AttentionBackend):
         refuse_drafts(mode, spec_info)
         step = self.captured[int(self.mode_of_graph(mode)), num_seqs]
         longest = step.max_seq_len
-        if seq_lens_cpu is not None and seq_lens_cpu.numel():
-            extra = step.max_query_len if mode.is_target_verify() else 0
-            longest = min(longest, max(1, int(seq_lens_cpu[:num_seqs].max())) + extra)
+        if not mode.is_target_verify():
+            longest = min(longest, longest_of(seq_lens_cpu, longest))
         self.fill(step, requests, seq_lens, slots, mode, longest, spec_info)
         self.forward_metadata = step
 
@@ -332,7 +339,7 @@ class QuireBackend(base.AttentionBackend):
         if save_kv_cache and k is not None and v is not None:
             slots = forward_batch.out_cache_loc
             if bound.in_window_pool:  # in a graph, too: older versions tell a replay no slots
-                slots = self.pool.full_to_swa_index_mapping[slots] if step.captured else step.window_slots
+                slots = self.token_to_kv_pool.full_to_swa_index_mapping[slots] if step.captured else step.window_slots
             assert slots is not None
             write(k, v, k_rope, bound, slots)
         queries: Any = q.reshape(q.shape[0], layer.tp_q_head_num, -1)
@@ -400,7 +407,8 @@ class QuireBackend(base.AttentionBackend):
         return out.view(out.shape[0], -1)
 
 
-def longest_of(batch: Any) -> int:
-    """Return the longest of a batch's sequences, from the host's lengths if there are any."""
-    lengths = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens
-    return max(1, int(lengths.max())) if lengths.numel() else 1
+def longest_of(seq_lens_cpu: torch.Tensor | None, bound: int) -> int:
+    """Return the longest of a batch's sequences; the bound if the host does not know it, since to ask is to wait."""
+    if seq_lens_cpu is None:
+        return bound
+    return max(1, int(seq_lens_cpu.max())) if seq_lens_cpu.numel() else 1

@@ -1,12 +1,12 @@
-"""How SGLang finds the backend, and what differs between the versions of SGLang that Quire serves.
+"""What differs between the versions of SGLang that Quire serves.
 
-In 0.5.23 a backend prepares a captured graph and each of its replays in one method, `init_forward_metadata_out_graph`.
-Earlier versions have one for the capture and one for the replay. `backend.py` has all three, and SGLang calls those
-that it knows.
+0.5.12 prepares a captured graph and each of its replays in two methods of a backend. Newer releases, 0.5.17 and 0.5.23
+among them, have one method for both, `init_forward_metadata_out_graph`. `backend.py` has all three, and SGLang calls
+those that it knows.
 
-From 0.5.23 on, a backend may own the buffer into which SGLang draws the mask of the drafts, in a layout of its choice.
-Earlier versions draw masks over the whole context. There, too, SGLang publishes the options that it has resolved in a
-place of their own, and `server_args` keeps what was asked for.
+In newer releases a backend may own the buffer into which SGLang draws the mask of the drafts, in a layout of its own;
+0.5.12 draws masks over the whole context. Newer releases publish the options that they have resolved in a place of
+their own, and `server_args` keeps what was asked for.
 """
 
 import logging
@@ -18,7 +18,6 @@ from packaging.version import InvalidVersion, Version
 from quire import UnsupportedError
 from quire.integrations import engine
 
-NAME = "quire"
 SUPPORTED = (Version("0.5.12"), Version("0.6"))  # from, and before
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -45,33 +44,11 @@ def check_version() -> None:
         )
 
 
-def register() -> None:
-    """Register the backend with SGLang. Calling it again changes nothing.
-
-    It imports only SGLang's registry and its arguments. An unsupported version is refused when the backend is made.
-    """
-    arguments = load("sglang.srt.server_args")
-    for choices, add in (
-        ("ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices"),
-        ("DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "add_deterministic_attention_backend_choices"),
-        (
-            "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND",
-            "add_radix_supported_deterministic_attention_backend_choices",
-        ),
-    ):
-        home = arguments if hasattr(arguments, add) else load("sglang.srt.arg_groups.choices")
-        if NAME not in getattr(home, choices):
-            getattr(home, add)([NAME])
-    registry = load("sglang.srt.layers.attention.attention_registry")
-    if NAME not in registry.ATTENTION_BACKENDS:
-        registry.register_attention_backend(NAME)(create)
-
-
 def speculation(options: Any) -> Any:
     """Return what holds the options `speculative_*` as SGLang has resolved them."""
     try:
         return load("sglang.srt.runtime_context").get_spec()
-    except (ModuleNotFoundError, AttributeError, ValueError):  # before 0.5.23; outside of a server
+    except (ModuleNotFoundError, AttributeError, ValueError):  # 0.5.12; outside of a server
         return options
 
 
@@ -85,11 +62,3 @@ def verify_mask(max_num_seqs: int, num_drafts: int, is_read: bool, device: Any) 
     cells = home.tree_mask_numel(mode, max_num_seqs, num_drafts, 0)
     buffer = torch.zeros(cells, dtype=torch.bool, device=device)
     return home.VerifyMask(buffer=buffer, mode=mode, max_bs=max_num_seqs, is_read=is_read)
-
-
-def create(model_runner: Any) -> Any:
-    """Return the backend of a model runner."""
-    check_version()
-    from quire.integrations.sglang.backend import QuireBackend
-
-    return QuireBackend(model_runner)

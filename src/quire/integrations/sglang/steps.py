@@ -78,13 +78,13 @@ def fill_table(
     mapping: torch.Tensor | None,  # slots of the other pool, by slot
 ) -> None:
     """Write the page numbers of each request's first `max_seq_len` tokens."""
-    columns = torch.arange(0, min(max_seq_len, req_to_token.shape[1]), page_size, device=table.device)
-    slots = req_to_token[requests[:, None], columns]
+    slots = req_to_token[:, :max_seq_len:page_size]
+    pages = table[:, : slots.shape[1]]
+    torch.index_select(slots, 0, requests, out=pages)
     if mapping is not None:
-        slots = mapping[slots.long()]
+        pages.copy_(mapping[pages.long()])
     if page_size > 1:
-        slots = torch.div(slots, page_size, rounding_mode="floor")
-    table[:, : slots.shape[1]].copy_(slots)
+        torch.div(pages, page_size, rounding_mode="floor", out=pages)
 
 
 def with_trees(spec: AttentionSpec) -> tuple[AttentionSpec, dict[str, Any]]:

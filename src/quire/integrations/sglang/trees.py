@@ -15,17 +15,18 @@ import torch
 from quire import Batch, draft_trees
 
 
-def has_mask(drafts: Any, branches: bool) -> bool:
+def has_mask(drafts: Any) -> bool:
     """Return whether a verify's mask is read: that of a chain is not, since a chain is causal.
+
+    Drafts that have no `topk` are those of n-grams, which branch with any breadth.
 
     Args:
         drafts: SGLang's `spec_info`.
-        branches: what the server's options say of drafts that do not say it themselves, which are those of n-grams.
     """
     if getattr(drafts, "custom_mask", None) is None:
         return False
     topk = getattr(drafts, "topk", None)
-    return branches if topk is None else topk > 1
+    return topk is None or topk > 1
 
 
 class Trees:

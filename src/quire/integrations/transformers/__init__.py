@@ -24,13 +24,16 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from quire.version import packages_of
+
 try:
     import transformers
 except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
     raise ModuleNotFoundError(
-        "quire.integrations.transformers needs transformers, which is not installed; pip install 'quire[transformers]'",
+        "quire.integrations.transformers needs transformers, which is not installed; "
+        f"pip install {packages_of('transformers')}",
         name="transformers",
     ) from None
 from transformers import AttentionInterface, AttentionMaskInterface

@@ -18,7 +18,8 @@ from quire.kernels.hopper.pipeline import THREADS, pieces_of
 from quire.kernels.hopper.products import pieces
 from quire.kernels.hopper.results import first_column_of, tokens_of_rows, with_sink
 from quire.kernels.hopper.softmax import lse_of_rows
-from quire.kernels.hopper.work_tile import ROWS, power_of_two
+from quire.kernels.hopper.work_tile import ROWS
+from quire.kernels.panels import power_of_two
 from quire.kernels.states import as_stored
 
 IN_FLIGHT = gl.constexpr(1024)  # numbers of a row, of several partials, whose loads are in flight together

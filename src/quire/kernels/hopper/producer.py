@@ -31,7 +31,8 @@ from quire.kernels.hopper.tile_scheduler import (
     place_of_work_tile,
     row_block_ends,
 )
-from quire.kernels.hopper.work_tile import ROWS, WorkTile, power_of_two, publish_work_tile, visible_keys
+from quire.kernels.hopper.work_tile import ROWS, WorkTile, publish_work_tile, visible_keys
+from quire.kernels.panels import power_of_two
 
 
 @gluon.constexpr_function

@@ -120,8 +120,9 @@ def with_sink(accs, m_i, l_i, sink):
     """Return a state with one more key for each row, of score `sink` and value 0."""
     sink *= LOG2E
     m_new = gl.maximum(m_i, sink)
-    alpha = gl.exp2(m_i - m_new)
-    return scaled(accs, alpha), m_new, l_i * alpha + gl.exp2(sink - m_new)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no key and no sink: -inf - -inf is NaN
+    alpha = gl.exp2(m_i - shift)
+    return scaled(accs, alpha), m_new, l_i * alpha + gl.exp2(sink - shift)
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.cuts import Cut
+from quire.kernels.panels import power_of_two
 
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 FIELDS = gl.constexpr(9)  # fields of WorkTile
@@ -44,12 +45,6 @@ class Range(NamedTuple):
     full_stop: Any
     kv_low: Any  # keys that are in the sequence's pages and finite: at least those that any row sees
     kv_high: Any
-
-
-@gluon.constexpr_function
-def power_of_two(number):
-    """Round up to a power of two."""
-    return 1 << (number - 1).bit_length()
 
 
 @gluon.jit

@@ -1,0 +1,37 @@
+"""How SGLang finds the backend: by a name in its lists of choices and in its registry."""
+
+from typing import Any
+
+from quire.integrations.sglang import contract
+
+NAME = "quire"
+
+
+def register() -> None:
+    """Register the backend with SGLang. Calling it again changes nothing.
+
+    It imports only SGLang's registry and its arguments. An unsupported version is refused when the backend is made.
+    """
+    arguments = contract.load("sglang.srt.server_args")
+    for choices, add in (
+        ("ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices"),
+        ("DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "add_deterministic_attention_backend_choices"),
+        (
+            "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND",
+            "add_radix_supported_deterministic_attention_backend_choices",
+        ),
+    ):
+        home = arguments if hasattr(arguments, add) else contract.load("sglang.srt.arg_groups.choices")
+        if NAME not in getattr(home, choices):
+            getattr(home, add)([NAME])
+    registry = contract.load("sglang.srt.layers.attention.attention_registry")
+    if NAME not in registry.ATTENTION_BACKENDS:
+        registry.register_attention_backend(NAME)(create)
+
+
+def create(model_runner: Any) -> Any:
+    """Return the backend of a model runner."""
+    contract.check_version()
+    from quire.integrations.sglang.backend import QuireBackend
+
+    return QuireBackend(model_runner)
