@@ -90,7 +90,8 @@ class PortableLaunch(ABC):
         """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
         request = self.request
         absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
-        return self.name, *absent, *self.constexprs().items()
+        bounded = loads_pairs(request.spec, self.config) and self.config.programs_per_sm  # `arguments`: maxnreg
+        return self.name, bounded, *absent, *self.constexprs().items()
 
     def packs_fp8(self, cache: PagedKVCache) -> bool:
         """Return whether the kernel loads fp8 numbers in pairs."""
