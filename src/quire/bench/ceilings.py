@@ -29,8 +29,13 @@ def measure_ceilings() -> Ceilings:
     sums = torch.empty(num_programs, device=device)
 
     def read() -> None:
-        read_kernel[(num_programs,)](  # pyright: ignore[reportCallIssue]
-            x, sums, PER_PROGRAM=per_program, BLOCK=4096, num_warps=8, **COMPILER_OPTIONS
+        read_kernel[(num_programs,)](
+            x,
+            sums,
+            PER_PROGRAM=per_program,
+            BLOCK=4096,
+            num_warps=8,  # pyright: ignore[reportCallIssue]
+            **COMPILER_OPTIONS,
         )
 
     read_micros = shortest_replay(read)
