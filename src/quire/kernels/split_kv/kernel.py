@@ -35,7 +35,7 @@ from quire.kernels.primitives import (
     write_new,
 )
 from quire.kernels.split_kv.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.split_kv.schedule import Schedule, find_partition, num_keys, sequence_span
+from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
 from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, num_sums, store_result, total
 
 
@@ -141,13 +141,14 @@ def split_kv_kernel(
             bits = None
             if kv.tree_bits is not None:
                 bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
-            seq_len = num_keys(kv, seq, q_len)
+            seq_len = tl.load(kv.seq_lens + seq)
             key_begin, key_end = load_intervals(kv, rows, first_pos, seq_len)
             sight = Sight(key_begin, key_end, bits, first_pos)
             # The rows of this row block may see fewer keys than those of the sequence.
             kv_start, kv_stop, seen_by_all, seen_until = keys_of_rows(
                 kv, rows, key_begin, key_end, bits, first_pos, q_len, seq_len
             )
+            kv_stop = tl.minimum(kv_stop, seq_stop)
             tile_begin = tl.maximum(begin, kv_start // BLOCK_N)
             tile_end = tl.maximum(tl.minimum(begin + num_here, tl.cdiv(kv_stop, BLOCK_N)), tile_begin)
             if FIXED_SPLIT > 0:  # splits without keys have states too
