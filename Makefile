@@ -11,6 +11,10 @@ DOCS := .overlays/docs
 VLLM := 0.20.2 0.33.0
 SGLANG_NEEDS := .overlays/sglang-needs
 SGLANG := 0.5.12 0.5.23
+SGLANG_MATRIX := 0.5.12 0.5.18 0.5.23
+TRITON_MATRIX := 3.6.0 3.7.1 3.8.0 3.9.0
+# What the newest engines bring.
+ENGINES_TRITON := .overlays/triton-3.8.0
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
 # Without a GPU: pinned versions, of a CPU build where pip's index or links have this one. PyPI's torch brings CUDA, and takes
 # one Triton alone: 2.15 takes 3.9. Asked when a recipe needs it, since pip is in $(VENV).
@@ -34,12 +38,13 @@ unexport PYTHONDONTWRITEBYTECODE
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 3 ? 3 : 2)))
 IN_PARALLEL := -n $(PROCESSES) --dist worksteal
 
-.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-old-transformers test-engines test-vllm test-sglang check test-gpu test-installs sanitize clean
+.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-matrix list-matrix test-old-transformers test-engines test-vllm test-sglang check test-gpu test-installs sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
 	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions, two at a time; soonest: make -j2 -O test"
 	@echo "make test-quick  run what answers within two minutes, while you work"
 	@echo "make test-extended  run more cases of what the tests show, which make test leaves out, on the newest versions"
+	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, and each engine; takes hours"
 	@echo "make test-installs  ask pip whether every install line can be met from PyPI alone; needs a network"
 	@echo "make dist      build wheel and source archive, install the wheel into an empty environment, run the README there"
 	@echo "make check     run ruff, ruff format and pyright"
@@ -63,8 +68,9 @@ $(VENV)/.ready: pyproject.toml | $(VENV)/.pip
 	@$(PIP) --editable ".[transformers,bench]" --group dev
 	@touch $@
 
-$(OLD_TRITON)/.ready: | $(VENV)/.pip
-	$(PIP) --no-deps --upgrade --target $(OLD_TRITON) triton==3.6.0
+.PRECIOUS: .overlays/triton-%/.ready
+.overlays/triton-%/.ready: | $(VENV)/.pip
+	$(PIP) --no-deps --upgrade --target .overlays/triton-$* triton==$*
 	@touch $@
 
 $(OLD_TRANSFORMERS)/.ready: | $(VENV)/.pip
@@ -97,7 +103,7 @@ demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
 # Two suites run at a time, also if make is not told so. What only has to be fetched is fetched before.
-test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready $(SGLANG:%=.overlays/sglang-%/.ready)
+test: $(VENV)/.ready $(OLD_TRITON)/.ready $(ENGINES_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready $(SGLANG:%=.overlays/sglang-%/.ready)
 	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test-suites
 
 # The longest suite begins first. At the same time, vLLM is built, and suites of engines follow one another. An engine's
@@ -125,7 +131,7 @@ test-extended: $(VENV)/.ready $(OLD_TRITON)/.ready
 	$(PYTEST) $(IN_PARALLEL) -m extended
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) -m extended $(INTERPRETED)
 	@echo "== Triton 3.6.0: all cases of the compile suite for Hopper GPUs, of attention for one of AMD's, and the interpreter"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "$(OLD_MEASURED)"
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "($(HOPPER)) or ($(ON_AMD))"
 	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST))"
 
 # These few take a sixth of the interpreter's time for kernels. They run on the newest Triton alone.
@@ -150,18 +156,33 @@ test-quick: $(VENV)/.ready
 # Tests of launches and schedules, of kernels that other tests run.
 SAME_KERNELS := test_invariance or test_combine_launch or test_offsets or test_shared_prefix or test_work_tile or test_schedule
 
-# Hopper GPUs, on which this Triton was measured, and attention on one of AMD's.
-OLD_MEASURED := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents or wgmma or wide_values or (gfx942 and attention_compiles)) and not sees_a_spill
+# All cases for Hopper GPUs.
+HOPPER := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents or wgmma or wide_values) and not sees_a_spill
 # Of these, each kind of Gluon kernel, and a launch of each other kernel. The newest Triton compiles the others by default.
-OLD_COMPILED := (the_hopper_kernel and not without) or mla_kernel_for_hopper_gpus_does_not or products_of_latents or wgmma or wide_values \
-	or (attention_compiles and (sm90 or gfx942)) or (a_relaunch_passes and sm90-plain) or (writes_new_tokens and sm90 and e4m3) \
+EACH_KIND := (the_hopper_kernel and not without) or mla_kernel_for_hopper_gpus_does_not or products_of_latents or wgmma or wide_values \
+	or (attention_compiles and sm90) or (a_relaunch_passes and sm90-plain) or (writes_new_tokens and sm90 and e4m3) \
 	or (rotates_new_tokens and sm90 and how2) or (attention_over_latents and sm90-bfloat16-decode) or (rotates_before and sm90) \
 	or (writes_copies and sm90) or (in_flight and sm90-plain-128-False) or sm90_finds_what_was_compiled_early \
 	or (same_instructions and sm90)
-test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
+# Attention on one of AMD's GPUs.
+ON_AMD := gfx942 and attention_compiles
+test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready $(ENGINES_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
 	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER) or $(SAME_KERNELS))"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -k "$(OLD_COMPILED)"
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -k "$(EACH_KIND) or ($(ON_AMD))"
+	@echo "== Triton 3.8.0: compile suite"
+	PYTHONPATH=$(ENGINES_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -k "$(EACH_KIND)"
+
+# The ends and a middle of every range of versions that is served. It takes hours, so a nightly workflow runs it.
+MATRIX := $(TRITON_MATRIX:%=test-triton-%) $(VLLM_MATRIX:%=test-vllm-%) $(SGLANG_MATRIX:%=test-sglang-%) \
+	$(TRANSFORMERS_MATRIX:%=test-transformers-%)
+test-matrix: $(MATRIX)
+list-matrix:
+	@$(PYTHON) -c 'import json, sys; print(json.dumps(sys.argv[1:]))' $(MATRIX)
+test-triton-%: $(VENV)/.ready .overlays/triton-%/.ready
+	@echo "== Triton $*: all cases of the compile suite for Hopper GPUs, then the interpreter"
+	PYTHONPATH=.overlays/triton-$* $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "$(HOPPER)"
+	PYTHONPATH=.overlays/triton-$* TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py
 
 test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== Transformers 5.17.0"

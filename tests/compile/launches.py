@@ -82,6 +82,7 @@ COMPILED = [name for name in (*FEATURES, *COMBINED) if name not in TOGETHER]
 
 TUNED = ("sm90", "gfx942")  # targets with a tree, where default configurations must not spill
 OLDEST = "3.6.0"  # the oldest Triton that is served; a feature is compiled for one tuned target there
+OF_ENGINES = "3.8.0"  # the Triton of the newest engines that are served
 OUT_OF_TURN = {  # prompts of sm90: some are cut; cut e4m3 of 128 spills 72 bytes
     "many, with lse": ("chunk, split", 128),
     "float16": ("chunk, split", 128),

@@ -90,15 +90,15 @@ CASES += [
 ]
 
 
-def of_the_oldest_triton(test: Callable) -> Callable:
-    """Mark a test of one more kind of Hopper kernel: the oldest Triton runs it, and `make test-extended` the newest.
+def of_tritons_in_use(test: Callable) -> Callable:
+    """Mark a test of one more kind of Hopper kernel: by default the oldest Triton and that of engines run it.
 
-    The oldest compiles this kernel in half of the time, and GPUs were measured with it.
+    They compile this kernel in less time than the newest, and engines run with them.
     """
-    return test if triton.__version__ == launches.OLDEST else pytest.mark.extended(test)
+    return test if triton.__version__ in (launches.OLDEST, launches.OF_ENGINES) else pytest.mark.extended(test)
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "max_seq_len", "featured"),
     [
@@ -127,7 +127,7 @@ def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, he
         assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize(("group_size", "queries", "heads"), [extended(5, 16, 5), extended(7, 64, 7)])
 def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, heads):
     """A work tile has all heads of a group, and some rows without a query."""
@@ -138,7 +138,7 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
     assert compiled[0].spills <= ON_THE_STACK["hopper_kernel"], compiled[0]
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len"),
     [
@@ -172,7 +172,7 @@ def test_the_hopper_kernel_that_gathers_rows_compiles_and_fits(extra, page_size,
 INTERVALS = ("key_begin", "key_end")
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize(
     ("batch", "head_dim", "extra", "page_size"),
     [
@@ -204,7 +204,7 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
         assert not loops.count_kinds(loop)["local memory"]
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len", "num_tokens", "on_the_stack"),
     [
@@ -259,7 +259,7 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
             assert loops.count_kinds(loop)["conversions"] == plan.launch.config.block_n // 4
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize("head_dim", [64, 128, extended(256)], ids="sm90-{}".format)
 def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim, assembled):
     """Its softmax overlaps its product with values. Its loop waits for products twice."""
@@ -408,7 +408,7 @@ def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
             assert ("!tt.ptr<i8>" in text) == (features == E4M3_OUTPUT and not native)
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize(
     ("batch", "head_dim", "extra"),
     [
@@ -531,7 +531,7 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
     assert kernel.spills <= (0 if target == "gfx942" else 128), kernel  # bytes of a thread
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize(
     ("target", "lens", "heads", "rows", "on_the_stack"),
     [
@@ -560,7 +560,7 @@ def test_batch_invariant_prompts_on_fp8_numbers_in_pairs_fit(target, lens, heads
     assert kernel.spills <= on_the_stack[triton.__version__ != launches.OLDEST], kernel
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize(
     ("head_dim", "on_the_stack", "in_loop"),
     [extended(256, (40, 80), (0, 0)), extended(384, (64, 136), (0, 7)), (512, (232, 288), (0, 6))],
@@ -582,7 +582,7 @@ def test_the_hopper_kernel_of_batch_invariant_plans_fits_with_wide_heads(head_di
         assert loops.count_kinds(loop)["local memory"] <= in_loop[is_newer], loops.describe(loop)
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize(
     ("queries", "num_q_heads", "head_dim"),
     [extended(64, 16, 256), (64, 32, 128), extended(4096, 16, 256), (4096, 32, 128)],
@@ -624,7 +624,7 @@ def test_states_of_splits_are_folded_without_spills(target, queries, seq_len):
     assert compiled[1].spills == 0 and compiled[1].num_warps == 1, compiled[1]
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 def test_batch_invariant_prompts_with_wide_values_fit():
     spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=256, dtype=torch.bfloat16)
     plan, (kernel,) = Launch(spec, 1, 4096, 4096, 4096, options=(("batch_invariant", True),)).compile(TARGETS["sm90"])
@@ -910,7 +910,7 @@ def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
     assert 2 * config.block_n * row <= tiles < 2.2 * config.block_n * row, kernel
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize(
     ("num_q_heads", "kv_dtype"),
     [
@@ -932,7 +932,7 @@ def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
     assert all(c.spills <= on_the_stack.get(c.kernel, 0) for c in compiled), compiled
 
 
-@of_the_oldest_triton
+@of_tritons_in_use
 @pytest.mark.parametrize("num_q_heads", [16, 128])
 def test_fp8_products_of_latents_compile_for_more_than_32_rows(num_q_heads):
     """Fewer rows have the launch without them."""

@@ -1,19 +1,22 @@
 """Products and sums are fused, or not, as Quire says, whatever Triton's default is."""
 
+import ast
 import re
 import struct
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from quire import targets
+import quire
+from quire import api, targets
 from quire.dispatch.device import COMPILER_OPTIONS
 from quire.kernels.launcher import launch
-from quire.targets import TARGETS, compiling
+from quire.targets import TARGETS, Launch, compiling
 from tests.compile import launches
 from tests.extended import extended
 
@@ -41,6 +44,54 @@ def test_a_product_and_a_sum_are_one_fma_also_where_triton_s_default_is_another(
     with compiling(TARGETS[target]):
         multiply_and_add()
     assert fused in texts[0]
+
+
+def launch_every_kernel() -> None:
+    """Launch each kernel of the package once, on a Hopper GPU."""
+    for batch, features in (("decode, split", "plain"), ("prefill", "plain"), ("prefill", "float32")):
+        launches.attend(batch, 128, features)
+    launches.attend_to_latents("decode", "bfloat16")
+    launches.write(64, "plain")
+    for features in ("bfloat16", "records"):
+        launches.write_latents(features)
+    plan = launches.plan_of("prompt", launches.make_spec(128, launches.FEATURES["plain"]), launches.FEATURES["plain"])
+    inputs = launches.make_inputs(plan, launches.FEATURES["plain"]) | launches.new_tokens(plan)
+    new = (inputs[name] for name in ("cache", "k", "v", "slot_mapping"))
+    api.norm_rope_and_write(inputs["q"], inputs["q"].clone(), *new, **launches.norm_rope_of(plan))
+
+
+def test_every_kernel_of_sm90_asks_for_fusion_itself(monkeypatch, first_stages):
+    """Not by Triton's default. Tests compile with several Tritons, whose defaults differ."""
+    backend, asked = triton.compiler.make_backend(TARGETS["sm90"].gpu), []
+    parse = type(backend).parse_options
+
+    def parse_options(self, options):
+        asked.append(options.get("enable_fp_fusion"))
+        return parse(self, options)
+
+    monkeypatch.setattr(type(backend), "parse_options", parse_options)
+    with compiling(TARGETS["sm90"]):
+        launch_every_kernel()
+    spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1)
+    Launch(spec, 8, 1, 4096, 8, page_size=64).compile(TARGETS["sm90"])
+    folder = Path(quire.__file__).parent / "kernels"
+    defined = {name for file in folder.rglob("*.py") for name in re.findall(r"(?m)^def (\w+_kernel)\(", file.read_text())}
+    assert {name for name, _, _ in first_stages} == defined
+    assert len(asked) >= len(defined) and set(asked) == {True}
+
+
+def test_no_launch_outside_of_the_launcher_leaves_fusion_to_triton():
+    """A launch is `kernel[grid](...)`. Those of `quire bench` do not go through the launcher."""
+    left = []
+    for file in Path(quire.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)):
+                continue
+            if isinstance(node.func.value, ast.Name) and node.func.value.id.endswith("kernel"):
+                words = [keyword.arg or ast.unparse(keyword.value) for keyword in node.keywords]
+                if "COMPILER_OPTIONS" not in words:
+                    left.append(f"{file.name}:{node.lineno}")
+    assert left == []
 
 
 def machine_code(cubin: bytes) -> list[bytes]:

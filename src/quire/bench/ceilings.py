@@ -8,6 +8,7 @@ import triton.language as tl
 
 from quire.bench.measure import capture, replay
 from quire.bench.roofline import Ceilings
+from quire.dispatch.device import COMPILER_OPTIONS
 
 
 @triton.jit
@@ -28,7 +29,8 @@ def measure_ceilings() -> Ceilings:
     sums = torch.empty(num_programs, device=device)
 
     def read() -> None:
-        read_kernel[(num_programs,)](x, sums, PER_PROGRAM=per_program, BLOCK=4096, num_warps=8)  # pyright: ignore[reportCallIssue]
+        constants = {"PER_PROGRAM": per_program, "BLOCK": 4096, "num_warps": 8}
+        read_kernel[(num_programs,)](x, sums, **COMPILER_OPTIONS, **constants)  # pyright: ignore[reportCallIssue]
 
     read_micros = shortest_replay(read)
     a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))

@@ -80,9 +80,14 @@ def e5m2_in_software(x, dtype: tl.constexpr):
 
 @triton.jit
 def e4m3x2(x):
-    # One instruction turns two bytes into two float16.
-    convert: tl.constexpr = "{ .reg .b32 both; cvt.rn.f16x2.e4m3x2 both, $2; mov.b32 {$0, $1}, both; }"
-    return tl.inline_asm_elementwise(convert, "=h,=h,h", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=1)
+    # One instruction turns two bytes into two float16. It is written for each of them, and ptxas keeps one. An operation
+    # with two results is computed twice by Triton 3.8, in two layouts.
+    even: tl.constexpr = "{ .reg .b32 both; .reg .b16 odd; cvt.rn.f16x2.e4m3x2 both, $1; mov.b32 {$0, odd}, both; }"
+    odd: tl.constexpr = "{ .reg .b32 both; .reg .b16 even; cvt.rn.f16x2.e4m3x2 both, $1; mov.b32 {even, $0}, both; }"
+    return (
+        tl.inline_asm_elementwise(even, "=h,h", [x], dtype=tl.float16, is_pure=True, pack=1),
+        tl.inline_asm_elementwise(odd, "=h,h", [x], dtype=tl.float16, is_pure=True, pack=1),
+    )
 
 
 @triton.jit

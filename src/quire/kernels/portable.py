@@ -295,8 +295,8 @@ class PortableRunner(KernelRunner):
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
         } | (views.NO_NORM_ROPE if norm_rope is None else norm_rope[1])  # fmt: skip
-        if new is not None and packed and decided.name == "split_kv" and not device.has_mfma:
-            # Else the compiler takes so many that fewer programs fit. What it spills is outside of the loop over tiles.
+        if packed and decided.name == "split_kv" and not device.has_mfma:
+            # Else compilers take so many that fewer programs fit. What it spills is outside of the loop over tiles.
             meta["maxnreg"] = min(
                 MOST_REGISTERS, REGISTERS // (32 * config.num_warps * config.programs_per_sm) // 8 * 8
             )
