@@ -72,6 +72,14 @@ class MLALaunch(SplitKVLaunch):
         return False
 
     @property
+    def most_partitions(self) -> int:
+        """Most partitions that are chosen.
+
+        The first bands of a prompt see few keys. With more partitions, the last ones fill the gaps.
+        """
+        return self.capacity * BANDS_PER_PROGRAM if self.multi_block else self.capacity
+
+    @property
     def lanes(self) -> int:
         """Programs that share a partition: one for each row block of a band."""
         return self.row_blocks
@@ -275,10 +283,7 @@ def choose_num_partitions(launch: MLALaunch, options: Options) -> int:
     num_bands = launch.num_row_blocks(launch.request.bounds.num_tokens)
     if options.num_splits is not None:
         return max(1, options.num_splits * num_bands)
-    capacity = launch.capacity
-    if launch.multi_block:
-        # The first bands of a prompt see few keys. With more partitions, the last ones fill the gaps.
-        capacity *= BANDS_PER_PROGRAM
+    capacity = launch.most_partitions
     if options.batch_invariant:
         return max(1, min(capacity, launch.max_units))
     tiles = max(1, cdiv(launch.request.bounds.max_seq_len, launch.config.block_n))
