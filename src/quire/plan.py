@@ -24,7 +24,7 @@ from quire.errors import UnsupportedError
 from quire.kernels import scratch
 from quire.kernels.cpu import launch as cpu
 from quire.kernels.hopper import choice as hopper
-from quire.kernels.launch import Launch, Runner, kernels_of
+from quire.kernels.launch import Launch, Runner, alike, kernels_of
 from quire.kernels.mla import launch as mla
 from quire.kernels.mla_hopper import launch as mla_hopper
 from quire.kernels.portable import PortableRunner
@@ -288,7 +288,7 @@ def needs_at(
 ) -> tuple[frozenset[Hashable], int]:
     """Return which kernels and how many bytes of scratch a point of the grid needs; `families` as for `decide_once`."""
     launch, _ = first_proposal(request, options)
-    return kernels_of(launch), launch.with_most_partitions().scratch_size().total
+    return frozenset().union(*map(kernels_of, alike(launch))), launch.with_most_partitions().scratch_size().total
 
 
 CHOICES.append(needs_at)

@@ -23,7 +23,7 @@ from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_propertie
 from quire.dispatch.request import Bounds, Options
 from quire.empty_launches import EmptyLaunches
 from quire.errors import check_device, check_flag, check_integer, describe
-from quire.kernels.launch import Launch, as_appending, kernels_of
+from quire.kernels.launch import Launch, alike, as_appending, kernels_of
 from quire.norm_rope import QKNorm, Rope
 from quire.norm_rope_checks import check_norm_rope_alone
 from quire.plan import decide
@@ -347,7 +347,7 @@ def launches_within(
     options, limits = Options(batch_invariant=batch_invariant), Bounds(max_num_tokens, max_seq_len, max_num_tokens)
     for request in points(spec, device, limits, max_num_seqs, per_token, min_query_len, min_seq_len):
         if not (request.has_tree and request.bounds.max_query_len > MAX_DRAFTS):
-            yield decide(request, options)[0]
+            yield from alike(decide(request, options)[0])
 
 
 def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> tuple[tuple[bool, bool], ...]:

@@ -20,6 +20,7 @@ from quire.spec import AttentionSpec
 
 LARGEST = 1 << 31  # of any number of a batch
 POWERS = [1 << i for i in range(32)]
+KEYS = sorted({*POWERS, *(3 * power for power in POWERS[:-2])})
 NUM_SEQS = sorted({*POWERS, MOST_SEQS_TO_APPEND + 1})
 
 
@@ -34,7 +35,7 @@ def corners(request: Request) -> list[Request]:
         if low < high and request.device.has_wgmma and not spec.latent:
             kind = kind_of_tiles(spec.group_size, bounds.max_query_len)
             lens = [last_of_kinds(spec.group_size, low, high)[kind], *lens]
-    sizes = product(around(NUM_SEQS, request.num_seqs), lens, around(POWERS, bounds.max_seq_len), tokens)
+    sizes = product(around(NUM_SEQS, request.num_seqs), lens, around(KEYS, bounds.max_seq_len), tokens)
     found = (point(request, *size) for size in sizes)
     return list(dict.fromkeys(corner for corner in found if corner is not None))
 
@@ -69,7 +70,7 @@ def points(
     least = {size: (size[0] // 2 + 1) * (size[1] // 2 + 1) for size in sizes}
     sizes = [size for size in sizes if size[0] * size[1] <= tokens[-1] or least[size] <= limits.num_tokens]
     sizes += [size for size in product(seqs, lens, tokens) if size[2] < size[0] * size[1]]
-    keys_of_seq = between(POWERS, min_seq_len, limits.max_seq_len)
+    keys_of_seq = between(KEYS, min_seq_len, limits.max_seq_len)
     for (num_seqs, queries, num_tokens), keys in product(sorted(sizes), keys_of_seq):
         one_each = queries == 1 and num_tokens == LARGEST
         for has_cu_seqlens in (False, True) if one_each else (True,):

@@ -59,6 +59,11 @@ def kernels_of(launch: "Launch") -> frozenset[Hashable]:
     return own | {(True, as_appending(fallback), key) for key in fallback.compile_keys()}
 
 
+def alike(launch: "Launch") -> "tuple[Launch, ...]":
+    """Return the launches that a warm-up compiles where it meets this one."""
+    return launch.alike() if hasattr(launch, "alike") else (launch,)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def states_at_once(num_states: int) -> int:
     """Return how many states a program of `combine.combine_kernel` reads at once; each number is a kernel."""
     return 4 if num_states <= 4 else 16

@@ -221,13 +221,13 @@ class PortableRunner(KernelRunner):
         sinks_at = None if sinks is None else sinks.data_ptr()
         slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
         key = None
-        if (q_at | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | cache_at[0] | cache_at[1]) % 16 == 0:
+        if (q_at | out_at | cache_at[0] | cache_at[1]) % 16 == 0:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             key = cache.kind, q.stride(), out.stride(), out.dtype, None if lse is None else lse.stride(0), dtypes
             addresses = q_at, out_at, out_scale_at, lse_at, sinks_at, slopes_at, cache_at, None, None
             if new is not None:
                 new_at = new.k.data_ptr(), new.v.data_ptr(), new.slot_mapping.data_ptr()
-                aligned = (new_at[0] | new_at[1] | new_at[2]) % 16 == 0
+                aligned = (new_at[0] | new_at[1]) % 16 == 0
                 key = (*key, new.k.dtype, new.v.dtype, *new[3:]) if aligned else None
                 norm_rope_at = None
                 if norm_rope is not None and key is not None:

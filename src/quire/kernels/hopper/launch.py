@@ -197,10 +197,20 @@ class HopperLaunch:
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
         absent = self.section_heads is None, self.last_part is None, self.request.has_intervals  # may be None
-        keys = {key_of(self.name, *absent, self.is_long, **constexprs_of(self))}
-        if self.num_splits > 1:
-            keys.add(key_of("combine", states_at_once(self.num_splits), self.request.is_ragged))
+        # Of states, which are float32, Triton asks whether 16 divides the strides of heads.
+        states = () if self.num_splits == 1 else (self.num_splits * self.request.spec.head_dim_v % 16 == 0,)
+        keys = {key_of(self.name, *absent, self.is_long, *states, **constexprs_of(self))}
+        if states:
+            keys.add(key_of("combine", states_at_once(self.num_splits), self.request.is_ragged, *states))
         return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()
+
+    def alike(self) -> "tuple[HopperLaunch, ...]":
+        """Return this launch, and one that differs in strides of states for which kernels are compiled, if any does."""
+        splits = self.num_splits
+        if splits == 1 or self.request.spec.head_dim_v % 16 == 0:
+            return (self,)
+        other = splits + 1 if splits == 2 or (splits > 4 and splits % 2) else splits - 1
+        return self, replace(self, num_splits=other)
 
     def with_most_partitions(self) -> "HopperLaunch":
         """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""

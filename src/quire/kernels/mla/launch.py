@@ -160,8 +160,7 @@ class MLARunner(KernelRunner):
         slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
         latents_at = latent_addresses(cache)
         key = None
-        addresses = q_at | (pe_at or 0) | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | latents_at[0]
-        if addresses % 16 == 0:
+        if (q_at | (pe_at or 0) | out_at | latents_at[0]) % 16 == 0:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             strides = q_nope.stride(), None if q_pe is None else q_pe.stride(), out.stride()
             key = cache.kind, strides, out.dtype, None if lse is None else lse.stride(0), dtypes
