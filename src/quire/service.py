@@ -16,18 +16,18 @@ import torch
 
 from quire import early_warmup
 from quire.cache import PagedKVCache
-from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
+from quire.checks import MAX_DRAFTS, PER_HEAD_DTYPES, check_cache, check_limits, check_per_token
 from quire.dispatch import tree
 from quire.dispatch.corners import points
 from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options
 from quire.empty_launches import EmptyLaunches
-from quire.errors import check_device, check_flag, check_integer, describe
+from quire.errors import UnsupportedError, check_device, check_flag, check_integer, describe
 from quire.kernels.launch import Launch, alike, as_appending, kernels_of
 from quire.norm_rope import QKNorm, Rope
 from quire.norm_rope_checks import check_norm_rope_alone
 from quire.plan import decide
-from quire.spec import AttentionSpec
+from quire.spec import AttentionSpec, dtype_names
 
 WHERE = "leave it out for the current GPU, or the CPU where there is none"
 SHORTEST = "pass the least max_seq_len of a plan"
@@ -95,6 +95,7 @@ def warmup(
     trees: bool = False,
     return_lse: bool = False,
     out_scale: bool = False,
+    per_head_dtype: torch.dtype | None = None,
     append: bool = False,
     rope: Rope | None = None,
     qk_norm: QKNorm | None = None,
@@ -104,9 +105,13 @@ def warmup(
 
     Kernels are compiled several at a time, by threads and by further processes, and stay in Triton's cache.
 
-    Queries and outputs are expected to be contiguous, or strided in multiples of 16 elements, as slices of a fused
-    projection are. Page tables are expected to be rectangular and int32. Batches with and without `cu_seqlens_q` are
-    both covered.
+    What is covered: plans to which no `num_splits`, `config`, `kernel` or `shared_prefix` is given, with a workspace or
+    without; batches with and without `cu_seqlens_q`, with rectangular page tables and without `query_offsets`; queries,
+    outputs, new keys and new values that are contiguous, or strided in multiples of 16 elements, as slices of a fused
+    projection are, at addresses that 16 divides. Everything else that attention is given may be a slice at any address:
+    `seq_lens`, `page_table`, `cu_seqlens_q`, `slot_mapping`, positions, sinks, slopes, scales and the lse, which may
+    have any strides. Calls with and without the lse, an out_scale or new tokens, and tensors of another dtype, need a
+    warm-up each.
 
     Args:
         spec: what is computed.
@@ -124,6 +129,8 @@ def warmup(
         trees: whether batches may have `tree_bits`.
         return_lse: whether the lse is asked for.
         out_scale: whether `quire.attention` is given one. A launch that quantises its output is another kernel.
+        per_head_dtype: dtype of `sinks` and `alibi_slopes`; when not given, sinks are of the spec's dtype, as weights
+            of a model are, and slopes are float32.
         append: whether `quire.attention` is given the step's keys and values. A launch that writes them is another
             kernel than one that does not. A server that makes both kinds of calls warms up for each.
         rope: as `quire.attention` is given it, but for positions, which may be any number; only with `append`. The
@@ -147,7 +154,7 @@ def warmup(
     ranges = check_ranges(
         spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
     )
-    check_what_launches(spec, cache, return_lse, out_scale, append)
+    check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):
         if value is not None and not append:
             raise ValueError(f"append must be True with {name}, got False; {name} is for new tokens")
@@ -161,7 +168,7 @@ def warmup(
     from quire.kernels.launcher import compile_together
 
     bounds = spec, device_properties(device), *ranges
-    blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale)
+    blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale, per_head_dtype)
     warm_up = with_launches(blank, distinct_launches(*bounds))
     early_warmup.wait(bounds)
     names: list[str] = []
@@ -193,6 +200,7 @@ def begin_warmup(
     trees: bool = False,
     return_lse: bool = False,
     out_scale: bool = False,
+    per_head_dtype: torch.dtype | None = None,
     append: bool = False,
 ) -> None:
     """Start processes that compile the kernels of a later `warmup`. The cache need not exist yet.
@@ -215,6 +223,7 @@ def begin_warmup(
         trees: whether batches may have `tree_bits`.
         return_lse: whether the lse is asked for.
         out_scale: whether `quire.attention` is given one.
+        per_head_dtype: dtype of `sinks` and `alibi_slopes`.
         append: whether `quire.attention` is given the step's keys and values.
 
     Raises:
@@ -231,9 +240,9 @@ def begin_warmup(
     ranges = check_ranges(
         spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
     )
-    check_what_launches(spec, cache, return_lse, out_scale, append)
+    check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
     if where.type in ("cpu", "cuda") and not interprets() and not is_served_by_torch(where):
-        blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale)
+        blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale, per_head_dtype)
         early_warmup.begin(blank, (spec, device_properties(where), *ranges), where)
 
 
@@ -257,9 +266,19 @@ def check_ranges(
 
 
 def check_what_launches(
-    spec: AttentionSpec, cache: PagedKVCache, return_lse: bool, out_scale: bool, append: bool
+    spec: AttentionSpec,
+    cache: PagedKVCache,
+    return_lse: bool,
+    out_scale: bool,
+    append: bool,
+    per_head_dtype: torch.dtype | None,
 ) -> None:
     """Check what else decides which kernels a warm-up compiles."""
+    if per_head_dtype is not None and per_head_dtype not in PER_HEAD_DTYPES:
+        raise UnsupportedError(
+            f"per_head_dtype must be {dtype_names(PER_HEAD_DTYPES)}, got {describe(per_head_dtype)}; "
+            "pass the dtype of sinks or alibi_slopes"
+        )
     check_cache(cache, spec)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
     check_flag("out_scale", out_scale, "say whether attention is given one")
