@@ -4,9 +4,10 @@ A plan is made from host numbers only. Lengths and page tables stay on the devic
 within the bounds that the plan was made for.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from quire.batch_check import check_reads
 from quire.cache import PagedKVCache
 from quire.checks import check_plan_arguments
 from quire.dispatch.config import KernelConfig
+from quire.dispatch.corners import corners
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
 from quire.dispatch.tree import CHOICES, padded
@@ -22,7 +24,7 @@ from quire.errors import UnsupportedError
 from quire.kernels import scratch
 from quire.kernels.cpu import launch as cpu
 from quire.kernels.hopper import choice as hopper
-from quire.kernels.launch import Launch, Runner
+from quire.kernels.launch import Launch, Runner, alike, kernels_of
 from quire.kernels.mla import launch as mla
 from quire.kernels.mla_hopper import launch as mla_hopper
 from quire.kernels.portable import PortableRunner
@@ -255,11 +257,58 @@ def check_device(request: Request, options: Options) -> None:
 
 
 def decide(request: Request, options: Options) -> tuple[Launch, str]:
-    """Return the launch of the first kernel family that proposes one, and the reason.
+    """Return the launch for a request, and the reason.
+
+    It is the launch of the first kernel family that proposes one, if the corners of the request need the same kernels
+    and as much scratch. Else it is that of the upper corner. What the caller of `plan` chose is kept.
 
     Raises:
         UnsupportedError: no kernel family serves the request, or the caller's does not.
     """
+    most_tokens = request.num_seqs * request.bounds.max_query_len
+    if request.bounds.num_tokens > most_tokens:
+        request = replace(request, bounds=replace(request.bounds, num_tokens=most_tokens))
+    launch, reason = first_proposal(request, options)
+    around = corners(request)
+    if options._replace(batch_invariant=False) != Options() or around == [request]:
+        return launch, reason
+    missing, most = kernels_of(launch), 0
+    for corner in around:
+        kernels, scratch = needs_at(corner, options, tuple(FAMILIES.items()))
+        missing, most = missing - kernels, max(most, scratch)
+        if not missing and launch.with_most_partitions().scratch_size().total <= most:
+            return launch, reason
+    upper, reason = first_proposal(around[0], options)
+    return with_sequences(upper, request.num_seqs), f"{reason}, for bounds rounded up"
+
+
+@lru_cache(maxsize=4096)
+def needs_at(
+    request: Request, options: Options, families: tuple[tuple[str, Proposal], ...]
+) -> tuple[frozenset[Hashable], int]:
+    """Return which kernels and how many bytes of scratch a point of the grid needs; `families` as for `decide_once`."""
+    launch, _ = first_proposal(request, options)
+    return frozenset().union(*map(kernels_of, alike(launch))), launch.with_most_partitions().scratch_size().total
+
+
+CHOICES.append(needs_at)
+
+
+def with_sequences(launch: Any, num_seqs: int) -> Any:
+    """Return a launch of an upper corner for as many sequences as a batch has, of which no grid may have more.
+
+    Its tokens stay as many as they can be of as many. That changes no kernel.
+    """
+    request = launch.request
+    tokens = min(request.bounds.num_tokens, num_seqs * request.bounds.max_query_len - request.is_ragged)
+    request = replace(request, num_seqs=num_seqs, bounds=replace(request.bounds, num_tokens=tokens))
+    parts = {part: getattr(launch, part, None) for part in ("fallback", "decode")}
+    made = {name: with_sequences(part, num_seqs) for name, part in parts.items() if part is not None}
+    return replace(launch, request=request, **made)
+
+
+def first_proposal(request: Request, options: Options) -> tuple[Launch, str]:
+    """Return the launch of the first kernel family that proposes one, and the reason; raise as `decide`."""
     refusals = []
     for name, propose in FAMILIES.items():
         if options.kernel not in (None, name):

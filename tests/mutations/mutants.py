@@ -1613,7 +1613,8 @@ VLLM_MLA = "engines/test_vllm_mla.py::test_"
 VLLM_SHARDED, VLLM_SPANS, VLLM_ENCODERS = (
     f"engines/test_vllm_{of}.py::test_" for of in ("sharded", "spans", "encoders")
 )
-WARM_UP = "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup[{}-{{}}-(64, 2048, 32768)]"
+COVERED = "test_service.py::test_warmup_and_workspace_size_cover_batches_between_powers_of_two"
+SLICES = "compile/test_warmup.py::test_nothing_compiles_for_slices_of_what_is_read_one_number_at_a_time"
 RELAUNCH = "compile/test_relaunch.py::test_tensors_of_another_kind_go_through_the_binder"
 OTHER_KINDS = (
     "compile/test_relaunch.py::test_a_step_whose_tensors_are_of_another_kind_goes_through_the_binder[decode, 64]"
@@ -2029,29 +2030,77 @@ OUTSIDE = {
         "",
         "compile/test_warmup.py::test_nothing_compiles_after_warmup[pages of 1072, heads of 256-False]",
     ),
-    "warm-up without work tiles between powers of two": Mutant(
-        "service.py",
-        "return sorted({*found, *further})",
-        "return found",
-        WARM_UP.format("(6, 1, 64)"),
+    "plans with kernels of their own": Mutant(
+        "plan.py",
+        "        if not missing and launch",
+        "        if launch",
+        COVERED,
+    ),
+    "plans with more scratch than their corners": Mutant(
+        "plan.py",
+        "with_most_partitions().scratch_size().total <= most:\n",
+        "with_most_partitions().scratch_size().total <= max(most, 1 << 40):\n",
+        "test_service.py::test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not",
+    ),
+    "an upper corner that is exceeded": Mutant(
+        "dispatch/corners.py",
+        "lens = [high, low]",
+        "lens = [low, high]",
+        "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
     "warm-up without work tiles between powers of two of queries": Mutant(
-        "service.py",
-        "for queries in (*more_rows, *range(low + step, high, step)):",
-        "for queries in more_rows:",
-        WARM_UP.format("(6, 1, 64)"),
+        "dispatch/corners.py",
+        "{*lens, *further}",
+        "{*lens}",
+        "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
-    "warm-up without prompts whose keys are split": Mutant(
-        "service.py",
-        ", *is_idle, in_rounds]",
-        "]",
-        WARM_UP.format("(6, 1, 64)"),
+    "warm-up without the upper corners of limits": Mutant(
+        "dispatch/corners.py",
+        "around(grid, least)[-1], around(grid, most)[0]",
+        "around(grid, least)[-1], most",
+        "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
-    "warm-up without the limits of one level": Mutant(
+    "as many sequences as at the upper corner": Mutant(
+        "plan.py",
+        "return with_sequences(upper, request.num_seqs), ",
+        "return upper, ",
+        "test_service.py::test_a_launch_between_points_has_its_own_number_of_sequences",
+    ),
+    "workspace_size without the most partitions": Mutant(
         "service.py",
-        "    return [tiles * block_n for tiles in limits for block_n in (16, 32, 64, 128, 256)]",
-        "    return []",
-        WARM_UP.format("(52, 4, 128)"),
+        "max(launch.with_most_partitions().scratch_size().total for launch in launches)",
+        "max(launch.scratch_size().total for launch in launches)",
+        "test_service.py::test_a_workspace_of_the_size_that_limits_need_serves_scratch_that_does_not_grow_with_keys",
+    ),
+    "kernels compiled for aligned lengths alone": Mutant(
+        "kernels/launcher.py",
+        '"seq_lens", ',
+        "",
+        SLICES,
+    ),
+    "kernels compiled for aligned new slots alone": Mutant(
+        "kernels/launcher.py",
+        '"slot_mapping", ',
+        "",
+        SLICES,
+    ),
+    "Hopper: one kernel for results and for states": Mutant(
+        "kernels/hopper/launch.py",
+        "self.is_long, *states, **constexprs_of(self)",
+        "self.is_long, **constexprs_of(self)",
+        "compile/test_warmup.py::test_launches_with_equal_keys_are_compiled_for_the_same",
+    ),
+    "Hopper: states of odd numbers of splits are not warmed up": Mutant(
+        "kernels/hopper/launch.py",
+        "return self, replace(self, num_splits=other)",
+        "return (self,)",
+        "test_service.py::test_states_of_odd_and_even_numbers_of_splits_are_warmed_up",
+    ),
+    "warm-up with sinks in float32": Mutant(
+        "empty_launches.py",
+        "dtype or spec.dtype",
+        "dtype or torch.float32",
+        "compile/test_warmup.py::test_sinks_of_the_dtype_that_warmup_was_told_of_compile_nothing",
     ),
     "batch-invariant tiles as short as contexts": Mutant(
         "kernels/split_kv/choice.py",
@@ -2106,12 +2155,6 @@ OUTSIDE = {
         "return rounds * cdiv(keys, config.block_n) * config.block_n",
         "return rounds",
         "test_dispatch.py::test_windows_of_few_keys_have_one_warpgroup_if_its_rounds_have_fewer_keys",
-    ),
-    "warm-up: no queries of chunks that are split in rounds": Mutant(
-        "service.py",
-        ", *is_idle, in_rounds]",
-        ", *is_idle]",
-        "test_dispatch.py::test_numbers_of_queries_stand_for_splits_in_rounds",
     ),
     "Hopper: short chunks are not split": Mutant(
         "kernels/hopper/choice.py",

@@ -215,8 +215,7 @@ def concatenate(a, b, BLOCK_M: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"],
-    do_not_specialize_on_alignment=["out_scale_ptr"],
+    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def mla_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]

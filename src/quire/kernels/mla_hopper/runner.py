@@ -64,7 +64,7 @@ class MLAHopperRunner:
         tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
-        if not any((at or 0) % 16 for at in addresses[:4]):
+        if not any((at or 0) % 16 for at in (addresses[0], *addresses[2:4])):
             key = cache.kind, q_nope.stride(), q_pe.stride(), out.stride(), None if lse is None else lse.stride(0)
         spec = decided.request.spec
         widths = (cache.head_dim,) if cache.dtype.itemsize > 1 else (cache.head_dim, spec.qk_rope_head_dim)

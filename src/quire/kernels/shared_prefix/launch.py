@@ -63,9 +63,13 @@ class SharedPrefixLaunch:
         sizes = [launch.scratch_size() for launch in self.launches]
         return ScratchSize(max(size.total for size in sizes), max(size.counters for size in sizes))
 
-    def compile_key(self) -> Hashable:
-        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
-        return self.name, *(launch.compile_key() for launch in self.launches)
+    def compile_keys(self) -> frozenset[Hashable]:
+        """Return a key of each kernel that is launched, but for the one that combines levels."""
+        return frozenset().union(*(launch.compile_keys() for launch in self.launches))
+
+    def with_most_partitions(self) -> "SharedPrefixLaunch":
+        """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
+        return replace(self, launches=tuple(launch.with_most_partitions() for launch in self.launches))
 
     def for_cache(self, cache: PagedKVCache) -> "SharedPrefixLaunch":
         """Return the launch whose parts serve a cache."""

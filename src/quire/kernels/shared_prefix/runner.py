@@ -142,7 +142,7 @@ def make_combine(batch: Batch) -> Any:
         grid, key, lse_at = (num_tokens, out.shape[1], 1), None, None if lse is None else lse.data_ptr()
         if num_tokens == 0:
             return
-        if (states.data_ptr() | lses.data_ptr() | out.data_ptr() | (lse_at or 0)) % 16 == 0:
+        if (states.data_ptr() | out.data_ptr()) % 16 == 0:
             key = states.stride(), lses.stride(), out.stride(), out.dtype, None if lse is None else lse.stride(0)
             scale_at = None if out_scale is None else out_scale.data_ptr()
             if launches.relaunch(key, grid, (states.data_ptr(), lses.data_ptr(), out.data_ptr(), scale_at, lse_at)):

@@ -40,8 +40,7 @@ from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"],
-    do_not_specialize_on_alignment=["out_scale_ptr"],
+    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def split_kv_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
