@@ -11,6 +11,7 @@ DOCS := .overlays/docs
 VLLM := 0.20.2 0.33.0
 SGLANG_NEEDS := .overlays/sglang-needs
 SGLANG := 0.5.12 0.5.23
+SGLANG_MATRIX := 0.5.12 0.5.17 0.5.23
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })
 # Without a GPU: pinned versions. This torch is a CPU build where pip's index or links have one. PyPI's brings CUDA.
 TORCH := $(if $(HAS_GPU),torch,torch==2.13.0 triton==3.9.0)
@@ -182,7 +183,7 @@ dist: $(VENV)/.ready
 test-sglang: $(SGLANG:%=test-sglang-%)
 test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
 	@echo "== SGLang $*"
-	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_scheduler.py
+	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_kit.py tests/engines/test_sglang_scheduler.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples
