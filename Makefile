@@ -11,7 +11,7 @@ DOCS := .overlays/docs
 VLLM := 0.20.2 0.33.0
 SGLANG_NEEDS := .overlays/sglang-needs
 SGLANG := 0.5.12 0.5.23
-SGLANG_MATRIX := 0.5.12 0.5.18 0.5.23
+SGLANG_MATRIX := 0.5.12 0.5.17 0.5.23
 TRITON_MATRIX := 3.6.0 3.7.1 3.8.0 3.9.0
 # What the newest engines bring.
 ENGINES_TRITON := .overlays/triton-3.8.0
@@ -212,7 +212,7 @@ dist: $(VENV)/.ready
 test-sglang: $(SGLANG:%=test-sglang-%)
 test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
 	@echo "== SGLang $*"
-	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_scheduler.py
+	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_kit.py tests/engines/test_sglang_scheduler.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples
