@@ -90,8 +90,8 @@ class Launch(Protocol):
         """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
         ...
 
-    def for_cache(self, cache: PagedKVCache) -> "Launch":
-        """Return the launch for a cache: this one, or its fallback."""
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "Launch":
+        """Return the launch for a cache, and for queries if they are given: this one, or its fallback."""
         ...
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ class TorchLaunch:
         """Return the family's name: nothing is compiled."""
         return self.name
 
-    def for_cache(self, cache: PagedKVCache) -> "TorchLaunch":
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "TorchLaunch":
         """Return this launch, which serves every cache."""
         return self
 
