@@ -9,6 +9,7 @@ OLD_TRANSFORMERS := .overlays/transformers-5.17.0
 VLLM_NEEDS := .overlays/vllm-needs
 DOCS := .overlays/docs
 VLLM := 0.20.2 0.33.0
+VLLM_MATRIX := 0.20.2 0.26.0 0.33.0
 SGLANG_NEEDS := .overlays/sglang-needs
 SGLANG := 0.5.12 0.5.23
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /dev/kfd && echo yes; })

@@ -50,6 +50,8 @@ class Planner:
         # A layer that attends to another's keys comes first, so that one that writes its own takes its place.
         names = sorted(layer_names, key=lambda name: getattr(layers[name].impl, SHARES, None) is None)
         self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in names}
+        for spec in self.layers:
+            say_once(spec, tuple(name for name in names if layers[name].impl.spec == spec))
         self.has_bidirectional_steps = contract.has_bidirectional_steps(vllm_config)
         kinds = [kind for spec in self.layers for kind in self.kinds(spec)]
         self.planned = {spec for spec, _ in kinds}  # the workspace is large enough for these
@@ -169,6 +171,14 @@ class Planner:
             max_seq_len=max_query_len,
             paged=False,
         )
+
+
+@cache
+def say_once(spec: AttentionSpec, names: tuple[str, ...]) -> None:
+    """Write into vLLM's log that layers have Quire's attention. Where no such line is, vLLM took another backend."""
+    heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
+    dtype = str(spec.kv_dtype).removeprefix("torch.")
+    contract.logger.info("Quire attends in %d layers: %s, a cache in %s", len(names), heads, dtype)
 
 
 def one_query_each(query_start_loc_cpu: torch.Tensor, max_query_len: int, num_tokens: int) -> bool:

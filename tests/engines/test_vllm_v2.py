@@ -1,0 +1,96 @@
+"""vLLM's newer model runner ("V2"), the default on GPUs in newer versions, end to end against eager attention.
+
+Its own kernels are Triton's: without a GPU they run in Triton's interpreter, as Quire's do. vLLM takes Triton for
+missing where it finds no driver, unless CUDA_VISIBLE_DEVICES is empty.
+"""
+# ruff: noqa: E402
+
+import importlib
+
+import pytest
+
+import tests.engines.vllm_environment  # noqa: F401
+
+vllm = pytest.importorskip("vllm", reason="vLLM is tested by `make test-vllm`")
+
+from vllm.triton_utils import HAS_TRITON
+
+from quire.integrations.vllm.backend import QuireMetadataBuilder
+from quire.integrations.vllm.mla import QuireMLAMetadataBuilder
+from tests.engines import test_vllm, test_vllm_mla
+from tests.engines.test_vllm import (
+    DEVICE,
+    INTERPRETED,
+    assert_begins_what_it_warms_up,
+    greedy,
+    make_model,
+    prompts,
+    serve,
+)
+
+if not HAS_TRITON or (DEVICE == "cpu" and not INTERPRETED):
+    reason = "needs a GPU, or TRITON_INTERPRET=1 and an empty CUDA_VISIBLE_DEVICES"
+    pytest.skip(reason, allow_module_level=True)
+
+one_process, drafts_on_cpu = test_vllm.one_process, test_vllm.drafts_on_cpu  # fixtures
+by_quire = test_vllm_mla.by_quire
+
+
+@pytest.fixture(autouse=True)
+def runs(monkeypatch):
+    """Choose the runner, and return a list of those that were made."""
+    made, runner = [], importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    load = runner.load_model
+    monkeypatch.setattr(
+        runner, "load_model", lambda self, *args, **more: made.append(self) or load(self, *args, **more)
+    )
+    yield made
+    assert len(made) == 1
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Return a list of the most queries and of the numbers of tokens of the steps that were built."""
+    built = []
+    for builder, method in ((QuireMetadataBuilder, "build"), (QuireMLAMetadataBuilder, "build")):
+        original = getattr(builder, method)
+
+        def build(self, common_prefix_len, common, *args, original=original, **options):
+            built.append((common.max_query_len, common.num_reqs))
+            return original(self, common_prefix_len, common, *args, **options)
+
+        monkeypatch.setattr(builder, method, build)
+    return built
+
+
+def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attention(tmp_path, steps):
+    model = make_model("llama", tmp_path)
+    expected = [greedy(model, p) for p in prompts()]
+    generated, cached = serve(tmp_path, rounds=2, max_num_batched_tokens=32, enable_prefix_caching=True)
+    assert generated == [expected, expected] and cached >= 2 * 64
+    assert {1, 32} <= {queries for queries, _ in steps}
+
+
+def test_windows_and_pages_write_the_tokens_of_eager_attention(tmp_path):
+    model = make_model("mistral", tmp_path)
+    generated, _ = serve(tmp_path, max_num_batched_tokens=64, block_size=48)
+    assert generated == [[greedy(model, p) for p in prompts()]]
+
+
+def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, steps, drafts_on_cpu):
+    model = make_model("llama", tmp_path)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    generated, _ = serve(tmp_path, max_num_batched_tokens=64, speculative_config=drafts)
+    assert generated == [[greedy(model, p) for p in prompts()]]
+    assert 4 in {queries for queries, _ in steps}
+
+
+def test_latents_write_the_tokens_of_eager_attention(tmp_path, by_quire):
+    model = make_model("deepseek-v3", tmp_path)
+    generated, _ = serve(tmp_path, **by_quire)
+    assert generated == [[greedy(model, p) for p in prompts()]]
+
+
+def test_a_warm_up_begins_before_weights_are_loaded_for_what_is_compiled_later(tmp_path, monkeypatch):
+    assert_begins_what_it_warms_up(tmp_path, monkeypatch)
