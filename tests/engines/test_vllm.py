@@ -747,6 +747,7 @@ MODELS = {
         {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
     ),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4, "n_layer": 2}),
     "deepseek-v2-lite": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, "q_lora_rank": None}),
     "deepseek-v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),

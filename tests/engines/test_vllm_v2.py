@@ -13,14 +13,18 @@ import tests.engines.vllm_environment  # noqa: F401
 
 vllm = pytest.importorskip("vllm", reason="vLLM is tested by `make test-vllm`")
 
+import torch
+import transformers
+from safetensors.torch import save_file
 from vllm.triton_utils import HAS_TRITON
 
-from quire.integrations.vllm.backend import QuireMetadataBuilder
+from quire.integrations.vllm.backend import QuireImpl, QuireMetadataBuilder
 from quire.integrations.vllm.mla import QuireMLAMetadataBuilder
 from tests.engines import test_vllm, test_vllm_mla
 from tests.engines.test_vllm import (
     DEVICE,
     INTERPRETED,
+    NAME,
     assert_begins_what_it_warms_up,
     greedy,
     make_model,
@@ -90,6 +94,36 @@ def test_latents_write_the_tokens_of_eager_attention(tmp_path, by_quire):
     model = make_model("deepseek-v3", tmp_path)
     generated, _ = serve(tmp_path, **by_quire)
     assert generated == [[greedy(model, p) for p in prompts()]]
+
+
+@pytest.mark.parametrize("layers", ["full_attention", "sliding_attention", "mixed, not causal"])
+def test_drafts_of_whole_blocks_are_verified_to_the_tokens_of_eager_attention(
+    layers, tmp_path, monkeypatch, steps, drafts_on_cpu
+):
+    """DFlash: full layers see the whole block, windows are causal unless the model says otherwise."""
+    written, write = [], QuireImpl.do_kv_cache_update
+    monkeypatch.setattr(QuireImpl, "do_kv_cache_update", lambda *args: written.append(args[1]) or write(*args))
+    model = make_model("qwen3", tmp_path / "target")
+    mixed = layers == "mixed, not causal"
+    kinds = ["sliding_attention", "full_attention"] if mixed else [layers] * 2
+    own = {"mask_token_id": 96, "target_layer_ids": [0, 1]} | ({"causal": False} if mixed else {})
+    config = transformers.Qwen3Config(
+        **test_vllm.SMALL, layer_types=kinds, sliding_window=12, use_sliding_window=True, dflash_config=own
+    )
+    config.architectures = ["DFlashDraftModel"]
+    draft = transformers.Qwen3Model(config)
+    weights = {name: w for name, w in draft.state_dict().items() if "embed_tokens" not in name}
+    hidden = config.hidden_size
+    weights |= {"fc.weight": torch.randn(hidden, 2 * hidden) / 8, "hidden_norm.weight": torch.ones(hidden)}
+    (tmp_path / "draft").mkdir()
+    config.save_pretrained(tmp_path / "draft")
+    save_file(weights, tmp_path / "draft" / "model.safetensors")
+    drafts = {
+        "method": "dflash", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3, "attention_backend": NAME,
+    }  # fmt: skip
+    generated, _ = serve(tmp_path / "target", max_num_batched_tokens=64, speculative_config=drafts)
+    assert generated == [[greedy(model, p) for p in prompts()]]
+    assert len(written) >= 2 and 4 in {queries for queries, _ in steps}
 
 
 def test_a_warm_up_begins_before_weights_are_loaded_for_what_is_compiled_later(tmp_path, monkeypatch):
