@@ -6,6 +6,7 @@ missing where it finds no driver, unless CUDA_VISIBLE_DEVICES is empty.
 # ruff: noqa: E402
 
 import importlib
+from importlib.util import find_spec
 
 import pytest
 
@@ -15,7 +16,9 @@ vllm = pytest.importorskip("vllm", reason="vLLM is tested by `make test-vllm`")
 
 import torch
 import transformers
+import triton
 from safetensors.torch import save_file
+from triton.runtime import interpreter
 from vllm.triton_utils import HAS_TRITON
 
 from quire.integrations.vllm.backend import QuireImpl, QuireMetadataBuilder
@@ -35,6 +38,8 @@ from tests.engines.test_vllm import (
 if not HAS_TRITON or (DEVICE == "cpu" and not INTERPRETED):
     reason = "needs a GPU, or TRITON_INTERPRET=1 and an empty CUDA_VISIBLE_DEVICES"
     pytest.skip(reason, allow_module_level=True)
+if DEVICE == "cpu" and find_spec("vllm.v1.worker.cpu") is None:
+    pytest.skip("this vLLM has the runner for GPUs alone", allow_module_level=True)
 
 one_process, drafts_on_cpu = test_vllm.one_process, test_vllm.drafts_on_cpu  # fixtures
 by_quire = test_vllm_mla.by_quire
@@ -60,9 +65,9 @@ def steps(monkeypatch):
     for builder, method in ((QuireMetadataBuilder, "build"), (QuireMLAMetadataBuilder, "build")):
         original = getattr(builder, method)
 
-        def build(self, common_prefix_len, common, *args, original=original, **options):
-            built.append((common.max_query_len, common.num_reqs))
-            return original(self, common_prefix_len, common, *args, **options)
+        def build(self, common_prefix_len, common_attn_metadata, original=original, **options):
+            built.append((common_attn_metadata.max_query_len, common_attn_metadata.num_reqs))
+            return original(self, common_prefix_len, common_attn_metadata, **options)
 
         monkeypatch.setattr(builder, method, build)
     return built
@@ -73,7 +78,8 @@ def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attenti
     expected = [greedy(model, p) for p in prompts()]
     generated, cached = serve(tmp_path, rounds=2, max_num_batched_tokens=32, enable_prefix_caching=True)
     assert generated == [expected, expected] and cached >= 2 * 64
-    assert {1, 32} <= {queries for queries, _ in steps}
+    lens = {queries for queries, _ in steps}
+    assert 1 in lens and 16 < max(lens) <= 32  # chunks of prompts of up to 70 tokens
 
 
 def test_windows_and_pages_write_the_tokens_of_eager_attention(tmp_path):
@@ -82,7 +88,20 @@ def test_windows_and_pages_write_the_tokens_of_eager_attention(tmp_path):
     assert generated == [[greedy(model, p) for p in prompts()]]
 
 
-def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, steps, drafts_on_cpu):
+@pytest.fixture
+def masks_of_integers(monkeypatch):
+    """Let Triton's interpreter take them, as its compiler does: vLLM's kernel for n-grams has one."""
+    builder, load = interpreter.InterpreterBuilder, interpreter.InterpreterBuilder.create_masked_load
+
+    def create_masked_load(self, ptrs, mask, *others):
+        return load(self, ptrs, interpreter.TensorHandle(mask.data.astype(bool), triton.language.int1), *others)
+
+    monkeypatch.setattr(builder, "create_masked_load", create_masked_load)
+
+
+def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(
+    tmp_path, steps, drafts_on_cpu, masks_of_integers
+):
     model = make_model("llama", tmp_path)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     generated, _ = serve(tmp_path, max_num_batched_tokens=64, speculative_config=drafts)

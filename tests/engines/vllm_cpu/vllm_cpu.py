@@ -120,6 +120,8 @@ def __getattr__(name: str):
             except ImportError:  # before 0.33
                 collectives = importlib.import_module("vllm.v1.attention.ops.common")
             collectives.correct_attn_out = weigh
+            if attn_selector_config.use_mla and not hasattr(CpuPlatform, "get_mla_prefill_backend_cls"):
+                cls.choose_mla_prefill()
             wanted = attn_selector_config._asdict()
             reasons = selected_backend.get_class().validate_configuration(
                 device_capability=DeviceCapability(8, 0), **wanted
@@ -127,6 +129,16 @@ def __getattr__(name: str):
             if reasons:
                 raise ValueError(f"{selected_backend.name} cannot serve this model: {', '.join(reasons)}")
             return selected_backend.get_path()
+
+        @classmethod
+        def choose_mla_prefill(cls) -> None:
+            """Let vLLM take a plug-in's prefill of MLA; versions that do not ask the platform want FlashAttention."""
+            try:
+                prefill = importlib.import_module("vllm.v1.attention.backends.mla.prefill.registry")
+            except ImportError:  # 0.20, whose backend of MLA also prefills
+                return
+            layers = importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
+            layers.get_mla_prefill_backend = lambda config: prefill.MLAPrefillBackendEnum.CUSTOM.get_class()
 
         @classmethod
         def get_mla_prefill_backend_cls(cls, config):

@@ -31,6 +31,7 @@ KV_DTYPES = {  # vLLM's names; "auto" is the model's own
     "fp8_e5m2": torch.float8_e5m2,
     **contract.TOKEN_SCALES,
 }
+PAGE_SIZE = 16  # vLLM's own default
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 ENCODERS = (base.AttentionType.ENCODER, base.AttentionType.ENCODER_ONLY)  # their keys are the step's own, in no cache
 
@@ -56,7 +57,8 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [base.MultipleOf(1)]
+        # Any size. Some versions take the least number here for layers with windows, or else the least divisor.
+        return [PAGE_SIZE, base.MultipleOf(1)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
