@@ -191,7 +191,7 @@ def has_bidirectional_steps(vllm_config: Any) -> bool:
 
     Newer vLLM says so of each model; 0.20 has one kind of such drafts.
     """
-    attention = getattr(vllm_config, "attention_config", None)
+    attention: Any = getattr(vllm_config, "attention_config", None)
     if hasattr(attention, "use_non_causal"):
         return bool(attention.use_non_causal)
     return getattr(getattr(vllm_config, "speculative_config", None), "method", None) == "dflash"
