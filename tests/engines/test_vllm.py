@@ -399,7 +399,7 @@ def test_the_log_says_once_which_layers_have_quire(monkeypatch, caplog):
     with caplog.at_level("INFO", contract.logger.name):
         for _ in range(2):
             make_layer(problem)
-    assert caplog.messages == ["Quire attends in 1 layers: 4/2 heads of 16, a cache in float32"]
+    assert caplog.messages == ["Quire attends in 1 layer: 4/2 heads of 16, a cache in float32"]
 
 
 def test_plans_are_made_once_for_all_layers_and_kept_over_steps(monkeypatch):

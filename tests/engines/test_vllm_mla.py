@@ -483,7 +483,7 @@ def test_latent_attention_writes_the_tokens_of_eager_attention(name, tmp_path, m
     assert len(decodes) >= 2 * (NEW_TOKENS - 1) and len(prefills) >= 2
 
 
-PINS = "pin_memory=True" in inspect.getsource(MLACommonMetadataBuilder)
+PINS = "pin_memory=True" in inspect.getsource(inspect.getmodule(MLACommonMetadataBuilder))
 
 
 @pytest.mark.skipif(

@@ -178,7 +178,8 @@ def say_once(spec: AttentionSpec, names: tuple[str, ...]) -> None:
     """Write into vLLM's log that layers have Quire's attention. Where no such line is, vLLM took another backend."""
     heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
     dtype = str(spec.kv_dtype).removeprefix("torch.")
-    contract.logger.info("Quire attends in %d layers: %s, a cache in %s", len(names), heads, dtype)
+    layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
+    contract.logger.info("Quire attends in %s: %s, a cache in %s", layers, heads, dtype)
 
 
 def one_query_each(query_start_loc_cpu: torch.Tensor, max_query_len: int, num_tokens: int) -> bool:
