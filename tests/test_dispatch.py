@@ -1328,6 +1328,56 @@ def test_trees_take_the_portable_kernels_and_latents_have_neither_trees_nor_inte
         decide(latent, Options())
 
 
+def test_a_plan_for_latents_on_a_flat_page_table_names_the_kernel_that_runs():
+    """The MLA kernel for Hopper GPUs reads rectangular tables alone. Shared prefixes make flat ones of their own."""
+    spec = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=0.1)
+    table, seq_lens = torch.zeros(4, 40, dtype=torch.int32), torch.full((4,), 600, dtype=torch.int32)
+    rectangular = quire.Batch(table, seq_lens)
+    flat = quire.Batch(table.flatten(), seq_lens, cu_pages=torch.arange(0, 161, 40, dtype=torch.int32))
+    bounds = {"max_query_len": 1, "max_seq_len": 640}
+    with compile_for(PROPERTIES, on_compile=None):
+        assert quire.plan(spec, rectangular, **bounds).kernel == "mla_hopper"
+        assert quire.plan(spec, flat, **bounds).kernel == "mla"
+        with pytest.raises(quire.UnsupportedError, match="got 'mla_hopper', which does not serve flat page tables"):
+            quire.plan(spec, flat, **bounds, kernel="mla_hopper")
+        for levels, kernels in (
+            (128, ["mla_hopper", "mla_hopper"]),
+            ([[(2, 64), (2, 64)]], ["mla_hopper", "mla_hopper"]),
+            ([[(3, 64), (1, 0)]], ["mla_hopper", "mla"]),
+            ([[(2, 64), (2, 128)], [(1, 0), (1, 0), (1, 64), (1, 64)]], ["mla_hopper", "mla", "mla"]),
+            ([[(1, 64), (2, 64), (1, 64)]], ["mla", "mla_hopper"]),
+        ):
+            plan = quire.plan(spec, rectangular, **bounds, shared_prefix=levels)
+            assert [launch.name for launch in plan.launch.launches] == kernels, levels
+            batches = plan.runner.batches(64)
+            assert [part.cu_pages is not None for part in batches] == [name == "mla" for name in kernels]
+
+
+def test_a_plan_says_what_it_launches_for_a_cache_and_for_queries():
+    """A plan is made before both are known. What TMA cannot address goes to the fallback that the plan names."""
+    batch = quire.Batch(torch.zeros(1, 40, dtype=torch.int32), torch.tensor([600]).int(), torch.tensor([0, 600]).int())
+    q, wide = torch.empty(600, 32, 128, dtype=torch.bfloat16), torch.empty(600, 32, 132, dtype=torch.bfloat16)
+    with compile_for(PROPERTIES, on_compile=None):
+        plan = quire.plan(SPEC, batch, max_query_len=600, max_seq_len=640)
+        pages = quire.PagedKVCache.empty(SPEC, 40, 16)
+        rows = torch.empty(40, 16, 8, 132, dtype=torch.bfloat16)
+        unaligned = quire.PagedKVCache(rows[..., 4:], pages.v)
+        for cache, queries, name in (
+            (pages, None, "hopper"),
+            (pages, q, "hopper"),
+            (pages, q[:0], "hopper"),
+            (pages, wide[..., :128], "block"),  # heads do not begin at a multiple of 16 bytes
+            (unaligned, None, "block"),
+            (unaligned, q, "block"),
+        ):
+            assert plan.launch_for(cache, queries).name == name
+            assert str(plan.launch_for(cache, queries)) in str(plan)
+        one_key = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=0.1)
+        latents = quire.plan(one_key, batch, max_query_len=1, max_seq_len=640, num_tokens=1)
+        for page_size, name in ((64, "mla_hopper"), (1, "mla")):
+            assert latents.launch_for(quire.PagedKVCache.empty(one_key, 4, page_size)).name == name
+
+
 def test_launches_with_other_arguments_have_other_keys():
     request = Request(SPEC, 8, True, Bounds(4, 4096, 32), PROPERTIES)
     kinds = [(a, b) for a in (False, True) for b in (False, True)]

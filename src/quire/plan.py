@@ -86,6 +86,28 @@ class Plan:
         """Keys that only a flat plan would read: of each run, its shared keys times its sequences after the first."""
         return self.launch.saved_keys if isinstance(self.launch, shared.SharedPrefixLaunch) else 0
 
+    def launch_for(self, cache: PagedKVCache, q: Any = None) -> Launch:
+        """Return what `attention` launches for a cache, and for queries if they are given.
+
+        A plan is made before both are known. Where a kernel for Hopper GPUs does not serve them, the fallback that
+        `print(plan)` names takes its place: pages, strides or addresses that TMA cannot address, or scales per token.
+
+        Args:
+            cache: as `attention` gets it.
+            q: as `attention` gets it.
+
+        Returns:
+            `launch` itself, or its fallback. Its `name` is a kernel family, and `print` describes it.
+
+        Examples:
+            >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+            >>> batch = quire.Batch(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+            >>> plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=8)
+            >>> plan.launch_for(quire.PagedKVCache.empty(spec, 4, 4)).name  # on a machine without a GPU
+            'torch'
+        """
+        return self.launch.for_cache(cache, q)
+
     def appender(self, cache: PagedKVCache) -> PortableRunner | None:
         """Return what writes a step's keys and values in the launch that attends, or None where no launch does both."""
         runner = self.runner
@@ -153,7 +175,7 @@ def plan(
         kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU; for
             latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; chosen when not given. A plan
             is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages, strides or
-            scales, the fallback that the plan names does.
+            scales, the fallback that the plan names does; `launch_for` says which one it is.
         shared_prefix: leading keys that sequences have in common, in the same pages. They are read once for all queries
             of a group, and each query attends to them and to its own keys; the result is that of a flat plan. A number
             says how many keys all sequences share, a multiple of the page size. A list has levels, and a level is a
@@ -202,10 +224,10 @@ def plan(
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds, **fixed)
     device = batch.device
     properties = device_properties(device)
-    per_token = batch.key_begin is not None, batch.tree_bits is not None
+    has = batch.key_begin is not None, batch.tree_bits is not None, batch.cu_pages is not None
     by_torch = is_served_by_torch(device)
     wanted = bounds if by_torch else bounds.for_decision()
-    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *per_token)
+    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *has)
     options = Options(num_splits, config, batch_invariant, kernel)
     families = tuple(FAMILIES.items())
     choose = cpu.propose if by_torch else partial(decide_once, families=families)

@@ -170,7 +170,6 @@ def warmup(
     bounds = spec, device_properties(device), *ranges
     blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale, per_head_dtype)
     warm_up = with_launches(blank, distinct_launches(*bounds))
-    early_warmup.wait(bounds)
     names: list[str] = []
 
     def report(name: str) -> None:
@@ -178,10 +177,11 @@ def warmup(
         if progress:
             progress(name)
 
-    with contextlib.ExitStack() as helpers, compile_together(device) as num_missing:
-        warm_up.run(report)
-        helpers.enter_context(helping(warm_up, num_helpers(num_missing())))
-    warm_up.run()  # which loads them
+    with early_warmup.finished(bounds):
+        with contextlib.ExitStack() as helpers, compile_together(device) as num_missing:
+            warm_up.run(report)
+            helpers.enter_context(helping(warm_up, num_helpers(num_missing())))
+        warm_up.run()  # which loads them
     return names
 
 

@@ -2481,6 +2481,18 @@ OUTSIDE = {
         "max_seq_len, seq_lens.shape[0]",
         VLLM + "plans_are_made_once_for_all_layers_and_kept_over_steps",
     ),
+    "vLLM: a sequence without a query counted as one": Mutant(
+        "integrations/vllm/plans.py",
+        "return int(query_start_loc_cpu[count]) == count",
+        "return True",
+        VLLM + "a_sequence_without_a_query_may_lie_between_others_beside_padding",
+    ),
+    "vLLM: a window that does not look ahead": Mutant(
+        "integrations/vllm/plans.py",
+        "replace(spec, causal=False, sliding_window_right=ahead)",
+        "replace(spec, causal=False, sliding_window_right=ahead and 0)",
+        VLLM + "steps_that_are_not_causal",
+    ),
     "vLLM: padding written": Mutant(
         "integrations/vllm/backend.py",
         "slots = attn_metadata.slot_mapping\n",

@@ -50,6 +50,7 @@ class Request:
         device: the device's properties.
         has_intervals: whether the batch has `key_begin`.
         has_tree: whether the batch has `tree_bits`.
+        has_flat_table: whether the batch has `cu_pages`.
     """
 
     spec: AttentionSpec
@@ -59,6 +60,7 @@ class Request:
     device: DeviceProperties
     has_intervals: bool = False
     has_tree: bool = False
+    has_flat_table: bool = False
 
     @property
     def is_ragged(self) -> bool:

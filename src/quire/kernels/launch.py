@@ -122,8 +122,8 @@ class Launch(Protocol):
         """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
         ...
 
-    def for_cache(self, cache: PagedKVCache) -> "Launch":
-        """Return the launch for a cache: this one, or its fallback."""
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "Launch":
+        """Return the launch for a cache, and for queries if they are given: this one, or its fallback."""
         ...
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:

@@ -108,7 +108,7 @@ class PortableLaunch(ABC):
         """Return whether the kernel loads fp8 numbers in pairs."""
         return loads_pairs(self.request.spec, self.config) and cache.scale_kind != "token" and views.can_pack_fp8(cache)
 
-    def for_cache(self, cache: PagedKVCache) -> "PortableLaunch":
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "PortableLaunch":
         """Return the launch for a cache: this one, or its fallback."""
         return self if self.fallback is None or self.packs_fp8(cache) else self.fallback
 

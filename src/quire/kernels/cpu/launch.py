@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ class TorchLaunch:
         """Return this launch, which needs no scratch."""
         return self
 
-    def for_cache(self, cache: PagedKVCache) -> "TorchLaunch":
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "TorchLaunch":
         """Return this launch, which serves every cache."""
         return self
 

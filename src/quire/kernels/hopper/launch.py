@@ -12,7 +12,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch import tree
 from quire.dispatch.config import HopperConfig
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.hopper.tma import has_boxes, has_pieces, matrices_of_cache, page_box
+from quire.kernels.hopper.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, page_box
 from quire.kernels.launch import Runner, constexprs_of, key_of, once, states_at_once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
@@ -242,9 +242,12 @@ class HopperLaunch:
         pays = is_wide(self.request.spec) and cache.dtype.itemsize == 2
         return 0, block_n if lie_in_one_page(block_n, cache) and pays else 0
 
-    def for_cache(self, cache: PagedKVCache) -> "HopperLaunch | PortableLaunch":
-        """Return this launch, or its fallback if TMA cannot address the cache."""
-        return self.fallback if matrices_of_cache(cache) is None else self
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "HopperLaunch | PortableLaunch":
+        """Return this launch, or its fallback if TMA cannot address the cache, or queries if they are given."""
+        served = matrices_of_cache(cache) is not None
+        if q is not None and q.shape[0]:
+            served = served and matrix_of_queries(q) is not None
+        return self if served else self.fallback
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""

@@ -142,7 +142,7 @@ class MLAHopperLaunch:
         """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
         return replace(self, fallback=self.fallback.with_most_partitions())
 
-    def for_cache(self, cache: PagedKVCache) -> "MLAHopperLaunch | MLALaunch":
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "MLAHopperLaunch | MLALaunch":
         """Return this launch, or its fallback if TMA cannot address the cache."""
         return self.fallback if matrix_of_latents(cache) is None else self
 
@@ -177,6 +177,8 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
         return "keys and values that are no latents"
     if request.per_token is not None:
         return request.per_token
+    if request.has_flat_table:
+        return "flat page tables, which shared prefixes of unequal lengths have too"
     if not request.device.has_wgmma:
         return "GPUs other than Hopper's"
     if options.config is not None or options.num_splits is not None or options.batch_invariant:

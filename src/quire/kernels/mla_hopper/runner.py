@@ -51,14 +51,15 @@ class MLAHopperRunner:
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
-        out_scale: torch.Tensor | None = None,  # always None: `quire.attention` refuses it
+        out_scale: torch.Tensor | None = None,  # for the fallback alone: `quire.attention` refuses others
     ) -> None:
         decided, (q_nope, q_pe) = self.decided, q
         matrix = matrix_of_latents(cache)
-        if matrix is None or self.batch.cu_pages is not None or q_pe is None:
+        if matrix is None:
             self.fallback = self.fallback or decided.fallback.bind(self.batch, self.workspace)
-            self.fallback(q, cache, out, lse, sinks, alibi_slopes)
+            self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale)
             return
+        assert q_pe is not None  # the launch serves latents with rotary columns alone
         if q_nope.shape[0] == 0 or self.batch.num_seqs == 0:
             return
         tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k
