@@ -147,7 +147,7 @@ LONGER := one_query_each or small_values or small_scales or full_tiles or quanti
 # Two minutes of two cores: no compiler, not PyTorch's either, no engine, no mutants, no benchmark, few processes, and
 # every kernel in the interpreter.
 NOT_QUICK := compile engines mutations bench tuning test_generate.py test_examples.py test_cli.py test_distributed.py test_site.py \
-	test_doctor.py test_bad_input_packages.py
+	test_doctor.py test_bad_input_packages.py test_packaging.py
 SLOW := inductor or hostile_values or broken_header or importing_quire or at_import or without_a_home or opcheck
 SLOW_KERNELS := in_any_order or half_to_even or do_not_depend_on_the_batch or tanh
 test-quick: $(VENV)/.ready
