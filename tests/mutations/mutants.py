@@ -171,12 +171,6 @@ IN_INTERPRETER = {
         "pass",
         "kernels/test_idle_rows.py",
     ),
-    "drafts of sequences without queries read": Mutant(
-        "kernels/split_kv/kernel.py",
-        "kv_stop = tl.minimum(kv_stop, seq_stop)",
-        "pass",
-        "kernels/test_idle_rows.py",
-    ),
     # primitives.py: intervals and trees
     "drafts before the first key of a row not read": Mutant(
         "kernels/primitives.py",
@@ -2735,7 +2729,6 @@ SLOW = {
     "full tiles of a partition before the window",
     "full tiles of a partition end a token late",
     "intervals begin a key late",
-    "drafts of sequences without queries read",
     "keys normalised by the weights of queries",
     "keys of sequences without queries read",
     "latents in fp8 on Hopper: a quarter freed before a product has taken it",

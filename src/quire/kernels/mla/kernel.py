@@ -199,13 +199,10 @@ def join_parts(acc, m_i, l_i, BLOCK_M: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def after(page, value, ONE_PAGE: tl.constexpr):
-    """Return `value`, which is not computed before `page` is loaded: no compiler knows that pages are not negative.
-
-    If one is, return a row that no sequence has.
-    """
+    """Return `value`, which is not computed before `page` is loaded: no compiler knows that pages are not negative."""
     if not ONE_PAGE:
         page = tl.max(page, 0)
-    return tl.where(page < 0, 1 << 30, value)
+    return tl.where(page < 0, -1, value)
 
 
 @triton.jit

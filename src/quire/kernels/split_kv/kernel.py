@@ -147,7 +147,6 @@ def split_kv_kernel(
             kv_start, kv_stop, seen_by_all, seen_until = keys_of_rows(
                 kv, rows, key_begin, key_end, bits, first_pos, q_len, seq_len
             )
-            kv_stop = tl.minimum(kv_stop, seq_stop)
             tile_begin = tl.maximum(begin, kv_start // BLOCK_N)
             tile_end = tl.maximum(tl.minimum(begin + num_here, tl.cdiv(kv_stop, BLOCK_N)), tile_begin)
             if FIXED_SPLIT > 0:  # splits without keys have states too
