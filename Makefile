@@ -163,7 +163,7 @@ HOPPER := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents o
 EACH_KIND := (the_hopper_kernel and not without) or mla_kernel_for_hopper_gpus_does_not or products_of_latents or wgmma or wide_values \
 	or (attention_compiles and sm90) or (a_relaunch_passes and sm90-plain) or (writes_new_tokens and sm90 and e4m3) \
 	or (rotates_new_tokens and sm90 and how2) or (attention_over_latents and sm90-bfloat16-decode) or (rotates_before and sm90) \
-	or (writes_copies and sm90) or (in_flight and sm90-plain-128-False) or sm90_finds_what_was_compiled_early \
+	or (writes_copies and sm90) or (in_flight and sm90 and 128-False) or sm90_finds_what_was_compiled_early \
 	or (same_instructions and sm90)
 # Attention on one of AMD's GPUs.
 ON_AMD := gfx942 and attention_compiles

@@ -59,6 +59,7 @@ ON_THE_STACK_OF_INTERVALS = 96  # e4m3 with Triton 3.9.0, outside of the loops o
 ON_THE_STACK_OF_E4M3_OUTPUTS = 120  # of head_dim 256, outside of the loops of the consumers
 ON_THE_STACK_OF_WIDE_HEADS = 248  # of head_dim 512, with Triton 3.9.0; 176 with 3.6.0
 
+ON_THE_STACK_OF_PAIRS = 96  # e4m3 decode, outside of the loop over tiles: 88 with Triton 3.8.0, 16 with 3.6.0
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
 ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of its loops
@@ -143,7 +144,7 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
     ("extra", "page_size", "max_seq_len"),
     [
         ({"head_dim": 40}, 1, 1024),
-        extended({"head_dim": 64}, 4, 1024),
+        ({"head_dim": 64}, 4, 1024),
         extended({"head_dim": 24, "head_dim_v": 200}, 2, 4096),
         extended({"head_dim": 256}, 1, 4096),
         ({"head_dim": 256}, 131, 4096),
@@ -155,7 +156,7 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
 def test_the_hopper_kernel_that_gathers_rows_compiles_and_fits(extra, page_size, max_seq_len):
     """Heads begin at any multiple of 16 bytes. If the compiler does not know that, it cannot copy 16 bytes at once.
 
-    Some tiles in pages of 131 are one box. With heads of 40, a loop that is right crashed ptxas (CUDA 12.8).
+    Some tiles in pages of 131 are one box. With heads of 40 and 64, loops that are right crashed ptxas (12.8, 12.9).
     """
     spec = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, **extra)
     launch = Launch(spec, 1, max_seq_len, max_seq_len, max_seq_len, page_size, options=(("kernel", "hopper"),))
@@ -506,16 +507,23 @@ def test_products_in_fp8_change_nothing_on_targets_without_them(target):
         extended("gfx942", "e4m3", 256, False),
     ],
 )
-def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, head_dim, batch_invariant):
-    """Triton may drop its software pipeline without a warning. The kernel then has too little shared memory."""
+def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, head_dim, batch_invariant, assembled):
+    """Triton may drop its software pipeline without a warning. The kernel then has too little shared memory.
+
+    An SM of sm90 has room for as many programs as are planned.
+    """
     with compiling(TARGETS[target]) as compiled:
         plan = launches.attend("decode", head_dim, features, batch_invariant)
     assert plan.kernel == "split_kv"
     kernel = compiled[0]
-    assert kernel.spills <= (BY_CHOICE if kernel.registers < REGISTERS else 0), kernel
+    # Registers of e4m3 decode are bounded; what is spilled is outside of the loop over tiles.
+    around = ON_THE_STACK_OF_PAIRS if (target, features) == ("sm90", "e4m3") else BY_CHOICE
+    assert kernel.spills <= (around if kernel.registers < REGISTERS else 0), kernel
     if target == "sm90":  # K and V of at least two tiles
         tile_bytes = 2 * plan.launch.config.block_n * head_dim * plan.spec.kv_dtype.itemsize
         assert kernel.shared >= 2 * tile_bytes, kernel
+        assert kernel.occupancy >= plan.launch.config.programs_per_sm, kernel
+        assert not any(loops.count_kinds(loop)["local memory"] for loop in loops.attending(assembled[0]))
 
 
 @pytest.mark.parametrize(
@@ -656,8 +664,8 @@ def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target
     assert kernel.kernel == f"{plan.kernel}_kernel"
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
     if target in NO_SPILLS:
-        # Registers of fp8 decode are bounded; what is spilled is outside of the loop over tiles.
-        around = 80 if features == "e4m3" else BY_CHOICE
+        # Registers of e4m3 decode are bounded; what is spilled is outside of the loop over tiles.
+        around = ON_THE_STACK_OF_PAIRS if features == "e4m3" else BY_CHOICE
         assert kernel.spills <= (around if kernel.registers < REGISTERS else 0), kernel
     if (target, batch, head_dim) == ("sm90", "decode, 64", 128):
         assert kernel.registers <= 168 and kernel.occupancy >= 3, kernel
@@ -686,8 +694,7 @@ def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(
     assert kernel.kernel == f"{plan.kernel}_kernel"
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
     if target in NO_SPILLS:
-        # As for `append`: e4m3 decode has a bound of registers. Outside of the loop over tiles, 96 bytes are spilled.
-        around = 96 if features == "e4m3" else BY_CHOICE
+        around = ON_THE_STACK_OF_PAIRS if features == "e4m3" else BY_CHOICE  # as for `append`
         # With Triton 3.6.0, a norm over 256 columns takes all registers and 24 bytes, before that loop.
         full = 24 if triton.__version__ == launches.OLDEST and head_dim == 256 else 0
         assert kernel.spills <= (around if kernel.registers < REGISTERS else full), kernel

@@ -29,8 +29,9 @@ def measure_ceilings() -> Ceilings:
     sums = torch.empty(num_programs, device=device)
 
     def read() -> None:
-        constants = {"PER_PROGRAM": per_program, "BLOCK": 4096, "num_warps": 8}
-        read_kernel[(num_programs,)](x, sums, **COMPILER_OPTIONS, **constants)  # pyright: ignore[reportCallIssue]
+        read_kernel[(num_programs,)](  # pyright: ignore[reportCallIssue]
+            x, sums, PER_PROGRAM=per_program, BLOCK=4096, num_warps=8, **COMPILER_OPTIONS
+        )
 
     read_micros = shortest_replay(read)
     a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))

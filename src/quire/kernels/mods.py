@@ -80,8 +80,8 @@ def e5m2_in_software(x, dtype: tl.constexpr):
 
 @triton.jit
 def e4m3x2(x):
-    # One instruction turns two bytes into two float16. It is written for each of them, and ptxas keeps one. An operation
-    # with two results is computed twice by Triton 3.8, in two layouts.
+    # One instruction turns two bytes into two float16. It is written for each of them, and ptxas keeps one.
+    # Triton 3.8 computes an operation with two results twice, in two layouts.
     even: tl.constexpr = "{ .reg .b32 both; .reg .b16 odd; cvt.rn.f16x2.e4m3x2 both, $1; mov.b32 {$0, odd}, both; }"
     odd: tl.constexpr = "{ .reg .b32 both; .reg .b16 even; cvt.rn.f16x2.e4m3x2 both, $1; mov.b32 {even, $0}, both; }"
     return (

@@ -252,7 +252,7 @@ def consumer_wait_without_fence(pipe, i, condition=True):
 
 @gluon.jit
 def fence_copies(pipe):
-    """Let tensor cores read the uses that were waited for: by the async proxy, where copies wrote by the generic one."""
+    """Let tensor cores, which use the async proxy, read uses that were waited for: copies use the generic one."""
     if is_copied(pipe.full, pipe.empty):
         fence_async_shared()
 
