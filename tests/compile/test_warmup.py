@@ -301,8 +301,8 @@ def test_sinks_of_the_dtype_that_warmup_was_told_of_compile_nothing(dtype, retur
         q, sinks = torch.empty(4, 6, 64, dtype=spec.dtype), torch.zeros(6, dtype=dtype or torch.bfloat16)
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
             quire.attention(q, cache, plan, sinks=sinks, return_lse=return_lse)
-        with pytest.raises(AssertionError, match="compiled in service"):
-            quire.attention(q, cache, plan, sinks=sinks, return_lse=not return_lse)
+            with pytest.raises(AssertionError, match="compiled in service"):
+                quire.attention(q, cache, plan, sinks=sinks, return_lse=not return_lse)
 
 
 def test_strides_of_the_lse_compile_nothing(without_compiler):

@@ -1954,19 +1954,19 @@ OUTSIDE = {
         "test_service.py::test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not",
     ),
     "an upper corner that is exceeded": Mutant(
-        "dispatch/corners.py",
+        "corners.py",
         "lens = [high, low]",
         "lens = [low, high]",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
     "warm-up without work tiles between powers of two of queries": Mutant(
-        "dispatch/corners.py",
+        "corners.py",
         "{*lens, *further}",
         "{*lens}",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
     "warm-up without the upper corners of limits": Mutant(
-        "dispatch/corners.py",
+        "corners.py",
         "around(grid, least)[-1], around(grid, most)[0]",
         "around(grid, least)[-1], most",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
