@@ -2007,6 +2007,12 @@ OUTSIDE = {
         "return (self,)",
         "test_service.py::test_states_of_odd_and_even_numbers_of_splits_are_warmed_up",
     ),
+    "warm-up: appends of few and of many tokens are one": Mutant(
+        "service.py",
+        "(blank.append and as_appending(launch), key)",
+        "(blank.append, key)",
+        "compile/test_warmup.py::test_one_kernel_is_warmed_up_with_new_tokens_and_without_them",
+    ),
     "warm-up with sinks in float32": Mutant(
         "empty_launches.py",
         "dtype or spec.dtype",
