@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import quire
-from quire.dispatch.corners import corners, points
+from quire.corners import corners, points
 from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels.launch import kernels_of
 from quire.plan import decide, with_sequences

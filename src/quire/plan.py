@@ -15,8 +15,8 @@ from quire.batch import Batch
 from quire.batch_check import check_reads
 from quire.cache import PagedKVCache
 from quire.checks import check_plan_arguments
+from quire.corners import corners
 from quire.dispatch.config import KernelConfig
-from quire.dispatch.corners import corners
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
 from quire.dispatch.tree import CHOICES, padded

@@ -1,6 +1,6 @@
 """What a server does before its first request: find how much scratch its plans need, and compile their kernels.
 
-A plan takes no kernel, and no more scratch, than the points of a grid around its batch need (`dispatch/corners.py`). So
+A plan takes no kernel, and no more scratch, than the points of a grid around its batch need (`corners.py`). So
 the launches at these points can be enumerated. `workspace_size` returns the largest scratch among them. `warmup`
 compiles each of their kernels once. `no_compilation` raises if a launch was not covered.
 """
@@ -17,8 +17,8 @@ import torch
 from quire import early_warmup
 from quire.cache import PagedKVCache
 from quire.checks import MAX_DRAFTS, PER_HEAD_DTYPES, check_cache, check_limits, check_per_token
+from quire.corners import points
 from quire.dispatch import tree
-from quire.dispatch.corners import points
 from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options
 from quire.empty_launches import EmptyLaunches

@@ -301,8 +301,8 @@ def test_sinks_of_the_dtype_that_warmup_was_told_of_compile_nothing(dtype, retur
         q, sinks = torch.empty(4, 6, 64, dtype=spec.dtype), torch.zeros(6, dtype=dtype or torch.bfloat16)
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
             quire.attention(q, cache, plan, sinks=sinks, return_lse=return_lse)
-        with pytest.raises(AssertionError, match="compiled in service"):
-            quire.attention(q, cache, plan, sinks=sinks, return_lse=not return_lse)
+            with pytest.raises(AssertionError, match="compiled in service"):
+                quire.attention(q, cache, plan, sinks=sinks, return_lse=not return_lse)
 
 
 def test_strides_of_the_lse_compile_nothing(without_compiler):
@@ -349,3 +349,18 @@ def test_launches_with_equal_keys_are_compiled_for_the_same(head_dim, monkeypatc
             known = made.setdefault(of_launch, frozenset(asked))
             assert known == asked, str(launch)
     assert len(made) > 15
+
+
+def test_one_kernel_is_warmed_up_with_new_tokens_and_without_them(without_compiler):
+    """Up to 64 sequences of up to 16 queries are written by the launch that attends, and more by another."""
+    cache, limits = quire.PagedKVCache.empty(SPEC, 2, 16), {"max_num_seqs": 128, "max_num_tokens": 128}
+    with compiling(without_compiler()):
+        quire.warmup(SPEC, cache, **limits, max_seq_len=600, append=True)
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            for num_seqs in (64, 128, 63, 65, 100):
+                lens = torch.full((num_seqs,), 500, dtype=torch.int32)
+                batch = quire.Batch(torch.zeros(num_seqs, 32, dtype=torch.int32), lens)
+                plan = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=600)
+                q, slots = torch.empty(num_seqs, 32, 128, dtype=SPEC.dtype), torch.zeros(num_seqs, dtype=torch.int64)
+                k, v = torch.empty(2, num_seqs, 8, 128, dtype=SPEC.dtype)
+                quire.attention(q, cache, plan, k=k, v=v, slot_mapping=slots)

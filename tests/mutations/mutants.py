@@ -2037,19 +2037,19 @@ OUTSIDE = {
         "test_service.py::test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not",
     ),
     "an upper corner that is exceeded": Mutant(
-        "dispatch/corners.py",
+        "corners.py",
         "lens = [high, low]",
         "lens = [low, high]",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
     "warm-up without work tiles between powers of two of queries": Mutant(
-        "dispatch/corners.py",
+        "corners.py",
         "{*lens, *further}",
         "{*lens}",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
     "warm-up without the upper corners of limits": Mutant(
-        "dispatch/corners.py",
+        "corners.py",
         "around(grid, least)[-1], around(grid, most)[0]",
         "around(grid, least)[-1], most",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
@@ -2089,6 +2089,12 @@ OUTSIDE = {
         "return self, replace(self, num_splits=other)",
         "return (self,)",
         "test_service.py::test_states_of_odd_and_even_numbers_of_splits_are_warmed_up",
+    ),
+    "warm-up: appends of few and of many tokens are one": Mutant(
+        "service.py",
+        "(blank.append and as_appending(launch), key)",
+        "(blank.append, key)",
+        "compile/test_warmup.py::test_one_kernel_is_warmed_up_with_new_tokens_and_without_them",
     ),
     "warm-up with sinks in float32": Mutant(
         "empty_launches.py",

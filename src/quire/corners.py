@@ -13,12 +13,16 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, product
 
+from quire.dispatch.config import heads_that_fit
 from quire.dispatch.device import DeviceProperties
-from quire.dispatch.request import MOST_NEW_TOKENS, MOST_SEQS_TO_APPEND, Bounds, Request
+from quire.dispatch.request import MOST_NEW_TOKENS, MOST_SEQS_TO_APPEND, Bounds, Request, cdiv
 from quire.dispatch.tree import ROWS_OF_TILES, queries_of_tile
+from quire.kernels.hopper.choice import splits_in_rounds
+from quire.kernels.hopper.launch import rounds_of_splits
 from quire.spec import AttentionSpec
 
 LARGEST = 1 << 31  # of any number of a batch
+MANY_KEYS = 1 << 20  # with which splits cost little
 POWERS = [1 << i for i in range(32)]
 KEYS = sorted({*POWERS, *(3 * power for power in POWERS[:-2])})
 NUM_SEQS = sorted({*POWERS, MOST_SEQS_TO_APPEND + 1})
@@ -26,17 +30,19 @@ NUM_SEQS = sorted({*POWERS, MOST_SEQS_TO_APPEND + 1})
 
 def corners(request: Request) -> list[Request]:
     """Return the points of the grid around a request, the upper one first; the request itself if it is one of them."""
-    bounds, spec = request.bounds, request.spec
-    queries = query_lens(spec)
-    low, high = around(queries, bounds.max_query_len)[-1], around(queries, bounds.max_query_len)[0]
-    lens, tokens = [high, low], around(POWERS, bounds.num_tokens)
-    if not request.is_ragged:
-        tokens = [LARGEST]
-        if low < high and request.device.has_wgmma and not spec.latent:
-            kind = kind_of_tiles(spec.group_size, bounds.max_query_len)
-            lens = [last_of_kinds(spec.group_size, low, high)[kind], *lens]
-    sizes = product(around(NUM_SEQS, request.num_seqs), lens, around(KEYS, bounds.max_seq_len), tokens)
-    found = (point(request, *size) for size in sizes)
+    bounds = request.bounds
+    lens, tokens = around(query_lens(request.spec), bounds.max_query_len), around(POWERS, bounds.num_tokens)
+    found: list[Request | None] = []
+    for num_seqs in around(NUM_SEQS, request.num_seqs):
+        of_kind: Sequence[int] = []
+        if not request.is_ragged:
+            tokens = [LARGEST]
+            if among := last_of_kinds(request.spec, request.device, num_seqs, lens[-1], lens[0]):
+                kind = kind_of_tiles(request.spec, request.device, max(1, request.num_seqs), bounds.max_query_len)
+                of_kind = [queries for other, queries in among.items() if other == kind]
+        is_upper = [queries for queries in of_kind if queries >= bounds.max_query_len]
+        sizes = product([*is_upper, *lens, *of_kind], around(KEYS, bounds.max_seq_len), tokens)
+        found += (point(request, num_seqs, *size) for size in sizes)
     return list(dict.fromkeys(corner for corner in found if corner is not None))
 
 
@@ -61,11 +67,10 @@ def points(
         min_seq_len: fewest keys of a batch's longest sequence.
     """
     lens = between(query_lens(spec), min_query_len, min(limits.max_query_len, limits.num_tokens))
-    further = ()
-    if device.has_wgmma and not spec.latent:
-        further = (n for low, high in pairwise(lens) for n in last_of_kinds(spec.group_size, low, high).values())
     seqs, tokens = between(NUM_SEQS, 1, max_num_seqs), between(POWERS, 1, limits.num_tokens)
-    sizes = [(num_seqs, queries, LARGEST) for num_seqs, queries in product(seqs, {*lens, *further})]
+    cells = list(pairwise(lens))
+    kinds = {n: {q for cell in cells for q in last_of_kinds(spec, device, n, *cell).values()} for n in seqs}
+    sizes = [(num_seqs, queries, LARGEST) for num_seqs in seqs for queries in {*lens, *kinds[num_seqs]}]
     # Of an upper corner, a batch has more than half as many sequences, and of more than half as many queries.
     least = {size: (size[0] // 2 + 1) * (size[1] // 2 + 1) for size in sizes}
     sizes = [size for size in sizes if size[0] * size[1] <= tokens[-1] or least[size] <= limits.num_tokens]
@@ -111,17 +116,34 @@ def between(grid: Sequence[int], least: int, most: int) -> Sequence[int]:
     return [number for number in grid if first <= number <= last]
 
 
-def kind_of_tiles(group_size: int, queries: int) -> tuple[int, ...]:
-    """Return the queries of a work tile of the Hopper kernel, with one and with two warpgroups, for equal sequences."""
+def kind_of_tiles(spec: AttentionSpec, device: DeviceProperties, num_seqs: int, queries: int) -> tuple[int, ...]:
+    """Return what the Hopper kernel's rules ask of equal sequences, besides powers of two.
+
+    These are the queries of a work tile, with one and with two warpgroups, and whether programs take splits in rounds.
+    """
+    _, tall = tiles = tiles_of_equal(spec.group_size, queries)
+    heads = heads_that_fit(ROWS_OF_TILES[-1], tall, spec.group_size)
+    work_tiles, rounds = num_seqs * cdiv(queries, tall) * spec.num_q_heads // heads, rounds_of_splits(spec.head_dim_v)
+    most = rounds * device.num_sms // work_tiles
+    return *tiles, splits_in_rounds(work_tiles, device.num_sms, MANY_KEYS, 1, most) > 1
+
+
+@lru_cache(maxsize=1 << 16)
+def tiles_of_equal(group_size: int, queries: int) -> tuple[int, ...]:
+    """Return the queries of a work tile of equal sequences, with one and with two warpgroups."""
     return tuple(queries_of_tile(rows, group_size, queries, ragged=False) for rows in ROWS_OF_TILES)
 
 
 @lru_cache(maxsize=4096)
-def last_of_kinds(group_size: int, low: int, high: int) -> dict[tuple[int, ...], int]:
-    """Return for each kind of tiles the largest number of queries above `low`, up to `high`.
+def last_of_kinds(
+    spec: AttentionSpec, device: DeviceProperties, num_seqs: int, low: int, high: int
+) -> dict[tuple[int, ...], int]:
+    """Return for each kind of tiles the largest number of queries above `low`, up to `high`; none for other kernels.
 
     The kind changes only after a multiple of the queries of some tile.
     """
-    tiles = {rows // heads for rows in ROWS_OF_TILES for heads in range(1, rows + 1) if group_size % heads == 0}
+    if low == high or not device.has_wgmma or spec.latent:
+        return {}
+    tiles = {rows // n for rows in ROWS_OF_TILES for n in range(1, rows + 1) if spec.group_size % n == 0}
     ends = {n for tile in tiles for n in range(low // tile * tile + tile, high, tile)} | {high}
-    return {kind_of_tiles(group_size, n): n for n in sorted(ends)}
+    return {kind_of_tiles(spec, device, num_seqs, n): n for n in sorted(ends)}
