@@ -773,6 +773,7 @@ def test_what_is_not_served_is_refused_by_name():
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attn_type of a layer must be"),
         ({"is_cross_attention": True}, "is_cross_attention of a layer must be"),
         ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode of a layer must be"),
+        ({"use_irope": True}, "use_irope of a layer must be"),
     ):
         with pytest.raises(quire.UnsupportedError, match=reason):
             Server().run(ForwardMode.EXTEND, {3: 4}, make_layer(**fields))
