@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLD_TRITON := .overlays/triton-3.6.0
 OLD_TRANSFORMERS := .overlays/transformers-5.17.0
+TRANSFORMERS_MATRIX := 5.17.0 5.20.2 5.23.0 5.24.0
 VLLM_NEEDS := .overlays/vllm-needs
 DOCS := .overlays/docs
 VLLM := 0.20.2 0.33.0
@@ -74,8 +75,9 @@ $(VENV)/.ready: pyproject.toml | $(VENV)/.pip
 	$(PIP) --no-deps --upgrade --target .overlays/triton-$* triton==$*
 	@touch $@
 
-$(OLD_TRANSFORMERS)/.ready: | $(VENV)/.pip
-	$(PIP) --no-deps --upgrade --target $(OLD_TRANSFORMERS) transformers==5.17.0
+.PRECIOUS: .overlays/transformers-%/.ready
+.overlays/transformers-%/.ready: | $(VENV)/.pip
+	$(PIP) --no-deps --upgrade --target .overlays/transformers-$* transformers==$*
 	@touch $@
 
 $(VLLM_NEEDS)/.ready: tests/engines/vllm_cpu/requirements.txt | $(VENV)/.pip
@@ -185,9 +187,11 @@ test-triton-%: $(VENV)/.ready .overlays/triton-%/.ready
 	PYTHONPATH=.overlays/triton-$* $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "$(HOPPER)"
 	PYTHONPATH=.overlays/triton-$* TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py
 
-test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready
-	@echo "== Transformers 5.17.0"
-	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_transformers.py tests/engines/test_measure_transformers.py
+# `make test` runs the oldest, and the newest in .venv. TRANSFORMERS_MATRIX has the middle too.
+test-old-transformers: test-transformers-$(OLD_TRANSFORMERS:.overlays/transformers-%=%)
+test-transformers-%: $(VENV)/.ready .overlays/transformers-%/.ready
+	@echo "== Transformers $*"
+	PYTHONPATH=.overlays/transformers-$* $(PYTEST) tests/engines/test_transformers.py tests/engines/test_measure_transformers.py
 
 test-vllm: $(VLLM:%=test-vllm-%)
 # The newest also runs the example, judges mutants, and compares bits: these are of Quire's code, which is the same under all.
