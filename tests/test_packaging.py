@@ -101,7 +101,9 @@ def test_the_tests_of_an_archive_of_sources_are_collected(archives, clone, tmp_p
     assert not [name for name in tracked if not (folder / name).exists()]
     assert version_in(folder) == archive.name.removeprefix("quire-").removesuffix(".tar.gz")
     code = f"import sys; sys.path.insert(0, {str(folder / 'src')!r}); import pytest; sys.exit(pytest.main())"
-    collected = run(sys.executable, "-c", code, "--collect-only", "-q", "-p", "no:cacheprovider", cwd=folder)
+    collected = run(
+        sys.executable, "-c", code, "--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider", cwd=folder
+    )
     assert "tests/test_packaging.py" in collected and "tests/compile/" in collected
 
 
