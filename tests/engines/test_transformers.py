@@ -104,7 +104,8 @@ NEW_TOKENS = 4 if INTERPRETED else 12
 
 def make_model(name: str, **sizes: int):
     config, model, extra = (MODELS | OF_THEIR_OWN)[name]
-    small = SMALL if name in MODELS else {key: size for key, size in SMALL.items() if key != "head_dim"}
+    own = ("head_dim", "num_key_value_heads") if name in OF_THEIR_OWN else ()
+    small = {key: size for key, size in SMALL.items() if key not in own}
     torch.manual_seed(0)
     model = getattr(transformers, model)(getattr(transformers, config)(**small | extra | sizes)).eval()
     for parameter in model.parameters():  # enough spread that rounding does not choose the next token
