@@ -2453,9 +2453,33 @@ OUTSIDE = {
     ),
     "Transformers: a value as wide as its slot": Mutant(
         "integrations/transformers/batching.py",
-        "    v = v[..., :head_dim_v]\n",
-        "",
+        "k[..., :head_dim], v[..., :head_dim_v]",
+        "k[..., :head_dim], v",
         TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention[deepseek-v3]",
+    ),
+    "Transformers: a key as wide as its slot": Mutant(
+        "integrations/transformers/batching.py",
+        "k[..., :head_dim], v[..., :head_dim_v]",
+        "k, v[..., :head_dim_v]",
+        TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention[deepseek-v3-wide-values]",
+    ),
+    "Transformers: a layer that attends twice": Mutant(
+        "integrations/transformers/batching.py",
+        "if before is not None and before.is_same(step):",
+        "if False:",
+        TRANSFORMERS + "a_layer_that_attends_twice_is_refused",
+    ),
+    "Transformers: a mask of the model's own": Mutant(
+        "integrations/transformers/__init__.py",
+        "if attention_mask is not None and (cache is None or attention_mask.numel()):",
+        "if attention_mask is not None and cache is None:",
+        TRANSFORMERS + "a_mask_of_the_model_s_own_is_refused_in_continuous_batching_too",
+    ),
+    "Transformers: attention that is not reached": Mutant(
+        "integrations/transformers/__init__.py",
+        "if not all(module._can_set_attn_implementation() for module in decoder):",
+        "if False:",
+        TRANSFORMERS + "a_model_is_refused_or_writes_the_tokens_of_eager_attention[falcon]",
     ),
     "Transformers: packed sequences taken for one": Mutant(
         "integrations/transformers/__init__.py",
