@@ -6,12 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLD_TRITON := .overlays/triton-3.6.0
 OLD_TRANSFORMERS := .overlays/transformers-5.17.0
+TRANSFORMERS_MATRIX := 5.17.0 5.20.2 5.23.0 5.24.0
 VLLM_NEEDS := .overlays/vllm-needs
 DOCS := .overlays/docs
 VLLM := 0.20.2 0.33.0
+VLLM_MATRIX := 0.20.2 0.26.0 0.33.0
 SGLANG_NEEDS := .overlays/sglang-needs
 SGLANG := 0.5.12 0.5.23
-SGLANG_MATRIX := 0.5.12 0.5.18 0.5.23
+SGLANG_MATRIX := 0.5.12 0.5.17 0.5.23
 TRITON_MATRIX := 3.6.0 3.7.1 3.8.0 3.9.0
 # What the newest engines bring.
 ENGINES_TRITON := .overlays/triton-3.8.0
@@ -73,8 +75,9 @@ $(VENV)/.ready: pyproject.toml | $(VENV)/.pip
 	$(PIP) --no-deps --upgrade --target .overlays/triton-$* triton==$*
 	@touch $@
 
-$(OLD_TRANSFORMERS)/.ready: | $(VENV)/.pip
-	$(PIP) --no-deps --upgrade --target $(OLD_TRANSFORMERS) transformers==5.17.0
+.PRECIOUS: .overlays/transformers-%/.ready
+.overlays/transformers-%/.ready: | $(VENV)/.pip
+	$(PIP) --no-deps --upgrade --target .overlays/transformers-$* transformers==$*
 	@touch $@
 
 $(VLLM_NEEDS)/.ready: tests/engines/vllm_cpu/requirements.txt | $(VENV)/.pip
@@ -146,7 +149,7 @@ LONGER := one_query_each or small_values or small_scales or full_tiles or quanti
 # Two minutes of two cores: no compiler, not PyTorch's either, no engine, no mutants, no benchmark, few processes, and
 # every kernel in the interpreter.
 NOT_QUICK := compile engines mutations bench tuning test_generate.py test_examples.py test_cli.py test_distributed.py test_site.py \
-	test_doctor.py test_bad_input_packages.py
+	test_doctor.py test_bad_input_packages.py test_packaging.py
 SLOW := inductor or hostile_values or broken_header or importing_quire or at_import or without_a_home or opcheck
 SLOW_KERNELS := in_any_order or half_to_even or do_not_depend_on_the_batch or tanh
 test-quick: $(VENV)/.ready
@@ -184,20 +187,27 @@ test-triton-%: $(VENV)/.ready .overlays/triton-%/.ready
 	PYTHONPATH=.overlays/triton-$* $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "$(HOPPER)"
 	PYTHONPATH=.overlays/triton-$* TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py
 
-test-old-transformers: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready
-	@echo "== Transformers 5.17.0"
-	PYTHONPATH=$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_transformers.py tests/engines/test_measure_transformers.py
+# `make test` runs the oldest, and the newest in .venv. TRANSFORMERS_MATRIX has the middle too.
+test-old-transformers: test-transformers-$(OLD_TRANSFORMERS:.overlays/transformers-%=%)
+test-transformers-%: $(VENV)/.ready .overlays/transformers-%/.ready
+	@echo "== Transformers $*"
+	PYTHONPATH=.overlays/transformers-$* $(PYTEST) tests/engines/test_transformers.py tests/engines/test_measure_transformers.py
 
 test-vllm: $(VLLM:%=test-vllm-%)
 # The newest also runs the example, judges mutants, and compares bits: these are of Quire's code, which is the same under all.
 test-vllm-$(lastword $(VLLM)): MORE := tests/test_examples.py tests/mutations
 test-vllm-$(lastword $(VLLM)): BITS := tests/engines/test_vllm_bits.py
+# The newer model runner, which the oldest has for GPUs alone. vLLM takes Triton for missing where it finds no driver, unless
+# CUDA_VISIBLE_DEVICES is empty.
+RUNNER := tests/engines/test_vllm_v2.py
+test-vllm-$(firstword $(VLLM)): RUNNER :=
 # The oldest leaves out a few that take long, and that show less of what differs between versions.
 test-vllm-$(firstword $(VLLM)): BUT := and not (script_that_measures or many_requests or any_width or choice_reaches or int8_with_scales)
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
 	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k "vllm $(BUT)"
 	$(if $(BITS),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) $(BITS))
+	$(if $(RUNNER),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) $(RUNNER))
 
 # Asks pip, for each install line of the repository, whether PyPI alone can meet it. Nothing is installed. It needs a network.
 test-installs: $(VENV)/.ready
@@ -212,7 +222,7 @@ dist: $(VENV)/.ready
 test-sglang: $(SGLANG:%=test-sglang-%)
 test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
 	@echo "== SGLang $*"
-	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_scheduler.py
+	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_kit.py tests/engines/test_sglang_scheduler.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts examples

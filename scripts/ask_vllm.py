@@ -1,4 +1,4 @@
-"""Write into docs/vllm.md what Quire's backends answer to vLLM, which asks them before it chooses one.
+"""Write into docs/notes/vllm.md what Quire's backends answer to vLLM, which asks them before it chooses one.
 
     PYTHONPATH=.overlays/vllm-0.33.0:.overlays/vllm-needs:.overlays/transformers-5.17.0 python scripts/ask_vllm.py
 
@@ -17,7 +17,7 @@ import torch
 
 from quire.integrations.vllm import register
 
-PAGE = Path(__file__).parent.parent / "docs/vllm.md"
+PAGE = Path(__file__).parent.parent / "docs/notes/vllm.md"
 BEGIN, END = "<!-- Written by `python scripts/ask_vllm.py`. -->\n", "<!-- The end of what it writes. -->\n"
 KINDS = ("keys and values", "latents")
 NOT_ASKED = "–"

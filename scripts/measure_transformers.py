@@ -10,7 +10,7 @@ engine's own clock.
     python scripts/measure_transformers.py --implementations quire sdpa --load 32x500+256
     python scripts/measure_transformers.py --tiny                                   # a small model on a CPU: seconds
 
-Needs Transformers in Quire's range (`pip install 'quire[transformers]'`). No run starts after `--seconds`.
+Needs Transformers in Quire's range (`pip install '.[transformers]'` in the clone). No run starts after `--seconds`.
 """
 
 import argparse

@@ -78,8 +78,8 @@ def speed(runs: list[dict]) -> list[str]:
     rounds = {run["round"] for run in runs}
     text = [
         "Llama-3.1-8B's geometry with 32 layers and random weights in bfloat16, by SGLang's offline engine, with",
-        "graphs and without a radix cache. All backends ran at the same time, each on a GPU of its own, and on another one in",
-        f"the next round. Medians of {len(rounds)} rounds, each of which is the better one of two.",
+        "graphs and without a radix cache. All backends ran at the same time, each on a GPU of its own, and on another",
+        f"one in the next round. Medians of {len(rounds)} rounds, each of which is the better one of two.",
         "The last column compares the first one with the fastest of the other backends.",
         "",
     ]

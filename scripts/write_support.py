@@ -28,6 +28,7 @@ from quire.targets import TARGETS
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/support.md"
 INTEGRATIONS = ROOT / "src/quire/integrations"
+LATENTS = [INTEGRATIONS / "vllm" / name for name in ("mla.py", "prefill.py")]  # vLLM's backends of MLA alone
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PROMPT = {"num_seqs": 1, "max_query_len": 2048, "num_tokens": 2048}
@@ -243,11 +244,20 @@ def versions(engine: str) -> str:
     return ""
 
 
+def engine_cell(engine: str, name: str) -> str:
+    """Return whether an integration passes a name on."""
+    if name not in passed_on(engine):
+        return "–"
+    return "yes" if name == "latent" or name in passed_on(engine, for_latents=False) else "MLA only"
+
+
 @cache
-def passed_on(engine: str) -> frozenset[str]:
+def passed_on(engine: str, for_latents: bool = True) -> frozenset[str]:
     """Return the names that an integration passes on: keywords of its calls, and keys of its dictionaries."""
     names: set[str] = set()
     for path in engines()[engine]:
+        if path in LATENTS and not for_latents:
+            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 names |= {keyword.arg for keyword in node.keywords if keyword.arg}
@@ -333,7 +343,7 @@ def page() -> str:
         ["feature", *(f"`{name}`" for name in names)],
         [
             ["versions", *(versions(name) or "not needed" for name in names)],
-            *([label, *("yes" if name in passed_on(e) else "–" for e in names)] for label, name in ASKED.items()),
+            *([label, *(engine_cell(e, name) for e in names)] for label, name in ASKED.items()),
         ],
     )
     return TEXT.format(

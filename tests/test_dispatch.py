@@ -42,6 +42,7 @@ from quire.dispatch.tree_file import (
     shipped_trees,
 )
 from quire.kernels.hopper.choice import splits_in_rounds
+from quire.kernels.launch import kernels_of
 from quire.plan import decide
 from quire.service import launches_within
 from quire.targets import TARGETS
@@ -202,7 +203,7 @@ def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_
     assert (wide.last_part, narrow.last_part, narrow.part_width) == (None, None, 128)
     # Both have three parts of 128, of which one launch has no column in common.
     even, uneven = of(384), of(344)
-    assert even.constexprs() == uneven.constexprs() and even.compile_key() != uneven.compile_key()
+    assert even.constexprs() == uneven.constexprs() and even.compile_keys() != uneven.compile_keys()
 
 
 def test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values():
@@ -299,7 +300,7 @@ def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_worksp
     spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     most_seqs, most_tokens, most_keys = limits
     found = list(launches_within(spec, PROPERTIES, *limits, batch_invariant))
-    warm, enough = {launch.compile_key() for launch in found}, max(launch.scratch_size().total for launch in found)
+    warm, enough = kernels_of_all(found), max(launch.with_most_partitions().scratch_size().total for launch in found)
     assert enough < 1.1 * 2**30
     draw = random.Random(2)
     for _ in range(400):
@@ -309,8 +310,13 @@ def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_worksp
         bounds = Bounds(queries, draw.randint(queries, draw.choice((600, most_keys))), num_tokens)
         request = Request(spec, num_seqs, not one_query, bounds, PROPERTIES)
         launch, _ = decide(request, Options(batch_invariant=batch_invariant))
-        assert launch.compile_key() in warm, (num_seqs, bounds, str(launch))
+        assert kernels_of(launch) <= warm, (num_seqs, bounds, str(launch))
         assert launch.scratch_size().total <= enough, (num_seqs, bounds, str(launch))
+
+
+def kernels_of_all(launches):
+    """Return what must be compiled for launches."""
+    return frozenset().union(*map(kernels_of, launches))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +342,7 @@ def test_the_launches_of_random_batches_are_among_those_of_warmup(heads, feature
     spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **features)
     device, draw = TARGETS["sm90"].properties, random.Random(1)
     max_num_seqs, max_num_tokens, max_seq_len = limits
-    warm = {launch.compile_key() for launch in launches_within(spec, device, *limits, False)}
+    warm = kernels_of_all(launches_within(spec, device, *limits, False))
     for _ in range(1500):
         num_seqs = draw.choice((draw.randint(1, max_num_seqs), min(max_num_seqs, 1 << draw.randint(0, 5))))
         queries = min(max_num_tokens, int(2 ** draw.uniform(0, 11)))
@@ -344,19 +350,19 @@ def test_the_launches_of_random_batches_are_among_those_of_warmup(heads, feature
         num_tokens = draw.choice((most, draw.randint(min(most, queries + num_seqs - 1), most)))
         bounds = Bounds(queries, min(max_seq_len, max(queries, int(2 ** draw.uniform(0, 15)))), num_tokens)
         launch, _ = decide(Request(spec, num_seqs, True, bounds, device), Options())
-        assert launch.compile_key() in warm, (num_seqs, bounds, str(launch))
+        assert kernels_of(launch) <= warm, (num_seqs, bounds, str(launch))
 
 
 def test_numbers_of_queries_stand_for_splits_in_rounds():
     """Of 12 heads that share keys, 846 queries have 81 work tiles. Two rounds of programs take three splits of each."""
     spec = quire.AttentionSpec(num_q_heads=12, num_kv_heads=1, head_dim=192)
     device, in_rounds = TARGETS["sm90"].properties, 0
-    warm = {launch.compile_key() for launch in launches_within(spec, device, 1, 1024, 17000, False)}
+    warm = kernels_of_all(launches_within(spec, device, 1, 1024, 17000, False))
     for queries in range(600, 1024, 6):
         request = Request(spec, 1, True, Bounds(queries, 16800, queries), device)
         launch, _ = decide(request, Options())
         in_rounds += launch.num_splits * launch.num_work_tiles(queries) > device.num_sms
-        assert launch.compile_key() in warm, str(launch)
+        assert kernels_of(launch) <= warm, str(launch)
     assert in_rounds > 10
 
 
@@ -898,10 +904,10 @@ def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
 
     pairs = list(itertools.combinations(launches, 2))
     same_kernels = [kernels(a) == kernels(b) for a, b in pairs]
-    assert [a.compile_key() == b.compile_key() for a, b in pairs] == same_kernels
+    assert [a.compile_keys() == b.compile_keys() for a, b in pairs] == same_kernels
     assert any(same_kernels)
     for device in devices:
-        assert len({launch.compile_key() for launch in launches if launch.request.device == device}) > 2
+        assert len({launch.compile_keys() for launch in launches if launch.request.device == device}) > 2
 
 
 @pytest.mark.parametrize(
@@ -922,7 +928,7 @@ def test_many_kv_heads_are_attended_to_in_sections(kv_heads, lens, section_heads
     launch, _ = decide(Request(spec, len(lens), True, bounds, PROPERTIES), Options(kernel="hopper"))
     assert launch.section_heads == section_heads
     assert launch.section == section_heads
-    assert replace(launch, section_heads=None).compile_key() != replace(launch, section_heads=1).compile_key()
+    assert replace(launch, section_heads=None).compile_keys() != replace(launch, section_heads=1).compile_keys()
 
 
 @pytest.mark.parametrize(
@@ -1032,7 +1038,8 @@ def test_ragged_batches_of_few_queries_on_long_contexts_are_cut_by_keys():
     assert tall.name == "hopper" and tall.cut_slots > 0 and tall.fallback.name == low.name == "split_kv"
     assert launch(7, 42161, 300, kernel=None).name == "hopper"
     e4m3 = {"kv_dtype": torch.float8_e4m3fn, "head_dim": 128, "head_dim_v": 128}
-    assert [launch(queries, 42161, 1500, kernel=None, **e4m3).name for queries in (7, 155)] == ["split_kv", "hopper"]
+    names = [launch(queries, 42161, tokens, kernel=None, **e4m3).name for queries, tokens in ((7, 300), (155, 1500))]
+    assert names == ["split_kv", "hopper"]
 
 
 def test_a_short_window_is_a_short_context():
@@ -1237,7 +1244,7 @@ def test_intervals_take_the_hopper_kernel_where_a_band_does():
         request = Request(SPEC, num_seqs, True, bounds, PROPERTIES)
         band, seen = (decide(replace(request, has_intervals=has), Options())[0] for has in (False, True))
         assert band.name == seen.name and seen.request.has_intervals and "intervals of keys" in str(seen)
-        assert band.compile_key() != seen.compile_key()
+        assert band.compile_keys() != seen.compile_keys()
         if band.name == "hopper":
             assert (band.config, band.num_splits) == (seen.config, seen.num_splits)
             assert seen.fallback.request.has_intervals
@@ -1301,7 +1308,7 @@ def test_products_over_latents_are_in_fp8_if_that_is_allowed_and_there_are_many_
     assert launch.name == "mla_hopper" and launch.constexprs()["FP8_MMA"] == in_fp8
     assert ("products in fp8" in str(launch)) == in_fp8
     other = replace(request, spec=replace(spec, allow_fp8=not allow_fp8))
-    same_kernel = decide(other, Options())[0].compile_key() == launch.compile_key()
+    same_kernel = decide(other, Options())[0].compile_keys() == launch.compile_keys()
     assert same_kernel == (kv_dtype is None or launch.columns < 64 or max_seq_len < 4096)
     assert decide(request, Options(batch_invariant=True))[0].name == "mla"
 
@@ -1322,10 +1329,60 @@ def test_trees_take_the_portable_kernels_and_latents_have_neither_trees_nor_inte
         decide(latent, Options())
 
 
+def test_a_plan_for_latents_on_a_flat_page_table_names_the_kernel_that_runs():
+    """The MLA kernel for Hopper GPUs reads rectangular tables alone. Shared prefixes make flat ones of their own."""
+    spec = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=0.1)
+    table, seq_lens = torch.zeros(4, 40, dtype=torch.int32), torch.full((4,), 600, dtype=torch.int32)
+    rectangular = quire.Batch(table, seq_lens)
+    flat = quire.Batch(table.flatten(), seq_lens, cu_pages=torch.arange(0, 161, 40, dtype=torch.int32))
+    bounds = {"max_query_len": 1, "max_seq_len": 640}
+    with compile_for(PROPERTIES, on_compile=None):
+        assert quire.plan(spec, rectangular, **bounds).kernel == "mla_hopper"
+        assert quire.plan(spec, flat, **bounds).kernel == "mla"
+        with pytest.raises(quire.UnsupportedError, match="got 'mla_hopper', which does not serve flat page tables"):
+            quire.plan(spec, flat, **bounds, kernel="mla_hopper")
+        for levels, kernels in (
+            (128, ["mla_hopper", "mla_hopper"]),
+            ([[(2, 64), (2, 64)]], ["mla_hopper", "mla_hopper"]),
+            ([[(3, 64), (1, 0)]], ["mla_hopper", "mla"]),
+            ([[(2, 64), (2, 128)], [(1, 0), (1, 0), (1, 64), (1, 64)]], ["mla_hopper", "mla", "mla"]),
+            ([[(1, 64), (2, 64), (1, 64)]], ["mla", "mla_hopper"]),
+        ):
+            plan = quire.plan(spec, rectangular, **bounds, shared_prefix=levels)
+            assert [launch.name for launch in plan.launch.launches] == kernels, levels
+            batches = plan.runner.batches(64)
+            assert [part.cu_pages is not None for part in batches] == [name == "mla" for name in kernels]
+
+
+def test_a_plan_says_what_it_launches_for_a_cache_and_for_queries():
+    """A plan is made before both are known. What TMA cannot address goes to the fallback that the plan names."""
+    batch = quire.Batch(torch.zeros(1, 40, dtype=torch.int32), torch.tensor([600]).int(), torch.tensor([0, 600]).int())
+    q, wide = torch.empty(600, 32, 128, dtype=torch.bfloat16), torch.empty(600, 32, 132, dtype=torch.bfloat16)
+    with compile_for(PROPERTIES, on_compile=None):
+        plan = quire.plan(SPEC, batch, max_query_len=600, max_seq_len=640)
+        pages = quire.PagedKVCache.empty(SPEC, 40, 16)
+        rows = torch.empty(40, 16, 8, 132, dtype=torch.bfloat16)
+        unaligned = quire.PagedKVCache(rows[..., 4:], pages.v)
+        for cache, queries, name in (
+            (pages, None, "hopper"),
+            (pages, q, "hopper"),
+            (pages, q[:0], "hopper"),
+            (pages, wide[..., :128], "block"),  # heads do not begin at a multiple of 16 bytes
+            (unaligned, None, "block"),
+            (unaligned, q, "block"),
+        ):
+            assert plan.launch_for(cache, queries).name == name
+            assert str(plan.launch_for(cache, queries)) in str(plan)
+        one_key = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=0.1)
+        latents = quire.plan(one_key, batch, max_query_len=1, max_seq_len=640, num_tokens=1)
+        for page_size, name in ((64, "mla_hopper"), (1, "mla")):
+            assert latents.launch_for(quire.PagedKVCache.empty(one_key, 4, page_size)).name == name
+
+
 def test_launches_with_other_arguments_have_other_keys():
     request = Request(SPEC, 8, True, Bounds(4, 4096, 32), PROPERTIES)
     kinds = [(a, b) for a in (False, True) for b in (False, True)]
-    keys = {decide(replace(request, has_intervals=a, has_tree=b), Options())[0].compile_key() for a, b in kinds}
+    keys = {decide(replace(request, has_intervals=a, has_tree=b), Options())[0].compile_keys() for a, b in kinds}
     assert len(keys) == 4
 
 

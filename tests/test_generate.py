@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 
+import huggingface_hub
 import pytest
 import torch
+import transformers
 from rich.console import Console, Group
 
 import quire
@@ -115,6 +117,14 @@ def test_a_checkpoint_that_is_not_there_is_named(place, tmp_path, monkeypatch, c
     assert main([*SHORT, "--model", place]) == 2
     words = f"--model must be a checkpoint that Transformers loads, got '{place}', which is not there"
     assert words in capsys.readouterr().err
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, capsys):
+    """Transformers would ask again for most of a minute."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", None)
+    assert main([*SHORT, "--model", "nosuch"]) == BAD_ARGUMENTS
+    assert "--model must be a folder here or a model of the hub, got 'nosuch': " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

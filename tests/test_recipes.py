@@ -196,9 +196,12 @@ class SerialLaunch:
     def scratch_size(self) -> ScratchSize:
         return ScratchSize()
 
-    def compile_key(self) -> Hashable:
+    def compile_keys(self) -> frozenset[Hashable]:
         spec = self.request.spec
-        return self.name, spec.num_q_heads, spec.num_kv_heads, spec.head_dim
+        return frozenset({(self.name, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)})
+
+    def with_most_partitions(self) -> "SerialLaunch":
+        return self
 
     def for_cache(self, cache: PagedKVCache) -> "SerialLaunch":
         return self

@@ -8,6 +8,12 @@ import pytest
 import torch
 
 import quire
+from quire.corners import corners, points
+from quire.dispatch.request import Bounds, Options, Request
+from quire.kernels.launch import kernels_of
+from quire.plan import decide, with_sequences
+from quire.service import launches_within
+from quire.targets import TARGETS
 from quire.testing import make_problem
 from tests.extended import extended
 
@@ -73,8 +79,6 @@ def test_pytorch_needs_no_workspace(device):
 @pytest.mark.parametrize("seed", [1, extended(2)])
 def test_every_plan_within_bounds_needs_no_more_than_the_workspace(seed, device):
     from quire.dispatch.device import device_properties
-    from quire.dispatch.request import Bounds, Options, Request
-    from quire.plan import decide
 
     draw, properties = random.Random(seed), device_properties(torch.device(device))
     wide = quire.AttentionSpec(num_q_heads=32, num_kv_heads=1, head_dim=128, dtype=torch.float16)
@@ -89,6 +93,146 @@ def test_every_plan_within_bounds_needs_no_more_than_the_workspace(seed, device)
             request = Request(spec, seqs, True, bounded, properties)
             launch, _ = decide(request, Options(batch_invariant=invariant))
             assert launch.scratch_size().total <= enough, (bounds, launch)
+
+
+def draw_spec(draw):
+    """Draw what attention computes: dense, over latents, windowed, soft-capped, with sinks, on caches of each dtype."""
+    dtype = draw.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
+    kv_dtype = draw.choice((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)) if draw.random() < 0.25 else None
+    if draw.random() < 0.1:
+        fp8 = torch.float8_e4m3fn if kv_dtype else None
+        num_heads = draw.choice((1, 4, 8, 16, 33, 128))
+        return quire.AttentionSpec.mla(num_q_heads=num_heads, softmax_scale=0.1, dtype=dtype, kv_dtype=fp8)
+    kv_heads, group = draw.choice((1, 1, 2, 4, 8, 8, 16)), draw.choice((*range(1, 17), 4, 7, 8))
+    head_dim, others = draw.choice((64, 128, 128, 256, *range(16, 257, 8), 512)), {}
+    if draw.random() < 0.2:
+        others["sliding_window"] = log_uniform(draw, 1, 8192)
+    if draw.random() < 0.2:
+        others["softcap"] = draw.choice((15.0, 30.0, 50.0, 100.0))
+    if draw.random() < 0.1:
+        others["head_dim_v"] = draw.choice((32, 64, 128, 256, 512))
+    others["sinks"] = draw.random() < 0.2
+    heads = {"num_q_heads": kv_heads * group, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    return quire.AttentionSpec(**heads, dtype=dtype, kv_dtype=kv_dtype, **others)
+
+
+def log_uniform(draw, low, high):
+    """Draw an integer from low to high, small ones as often as large ones."""
+    return min(high, int(low * ((high + 1) / low) ** draw.random()))
+
+
+def draw_request(draw, spec, device, limits, kinds):
+    """Draw a batch within limits: decoding, of few queries or of many, with equal numbers of them or not."""
+    num_seqs = log_uniform(draw, 1, limits[0])
+    queries = min(limits[1], draw.choice((1, draw.randint(1, 16), log_uniform(draw, 1, limits[1]))))
+    most = min(limits[1], num_seqs * queries)
+    num_tokens = draw.choice((most, min(most, queries + num_seqs - 1), draw.randint(queries, most)))
+    keys = draw.choice((log_uniform(draw, 1, limits[2]), min(limits[2], queries), draw.randint(1, limits[2])))
+    one_each = queries == 1 and num_tokens == num_seqs and draw.random() < 0.5
+    bounds = Bounds(queries, keys, num_tokens).for_decision()
+    return Request(spec, num_seqs, not one_each, bounds, device, *draw.choice(kinds))
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_limits", "num_batches"), [(1, 16, 60), *(extended(seed, 200, 100) for seed in (101, 202, 303))]
+)
+def test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not(seed, num_limits, num_batches):
+    """The extended cases look at 60,000 batches."""
+    draw = random.Random(seed)
+    for _ in range(num_limits):
+        spec, invariant = draw_spec(draw), draw.random() < 0.15
+        device = TARGETS[draw.choice(("sm90", "sm90", "sm90", "sm80", "gfx942"))].properties
+        largest = draw.choice(((16, 64, 131072), (512, 16384, 131072))) if num_batches > 60 else (64, 512, 65536)
+        limits = tuple(log_uniform(draw, 1, most) for most in largest)
+        may_see = spec.sliding_window is None and not spec.latent and draw.random() < 0.2
+        kinds = ((False, False), (True, False)) if may_see else ((False, False),)
+        warm = list(launches_within(spec, device, *limits, invariant, kinds))
+        kernels = frozenset().union(*map(kernels_of, warm))
+        enough = max(launch.with_most_partitions().scratch_size().total for launch in warm)
+        for _ in range(num_batches):
+            request = draw_request(draw, spec, device, limits, kinds)
+            launch, _ = decide(request, Options(batch_invariant=invariant))
+            assert kernels_of(launch) <= kernels, (limits, request, str(launch))
+            assert launch.scratch_size().total <= enough, (limits, request, str(launch))
+
+
+@pytest.mark.parametrize(
+    ("spec", "limits", "batches"),
+    [
+        # Five to seven queries of seven query heads for each of keys, and ten to fifteen on a cache in e4m3.
+        (dict(num_q_heads=28, num_kv_heads=4), (4, 8, 8192), [(3, n, 2403, 8) for n in (5, 6, 7, 8)]),
+        (dict(num_q_heads=14, num_kv_heads=2), (4, 8, 8192), [(3, n, 2403, 8) for n in (5, 6, 7)]),
+        (dict(num_q_heads=7, num_kv_heads=1), (4, 8, 8192), [(3, n, 2403, 8) for n in (5, 6, 7)]),
+        (
+            dict(num_q_heads=28, num_kv_heads=4, kv_dtype=torch.float8_e4m3fn),
+            (16, 16, 40960),
+            [(3, n, 12000, 16) for n in range(10, 16)],
+        ),
+        (dict(num_q_heads=40, num_kv_heads=10), (4, 8, 8192), [(n, 8 // n, 5000, 8) for n in (1, 2, 3)]),
+        (dict(num_q_heads=96, num_kv_heads=8, head_dim=136), (256, 8192, 16384), [(21, 1, 448, 21)]),
+        (
+            dict(num_q_heads=104, num_kv_heads=8, head_dim=64, sliding_window=900),
+            (64, 2048, 32768),
+            [(8, 2, 8513, 9)],
+        ),
+        (
+            dict(num_q_heads=4, num_kv_heads=1, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, softcap=30.0),
+            (256, 512, 16384),
+            [(46, 1, 12422, 46)],
+        ),
+        # Scratch that does not grow with the keys.
+        (
+            dict(num_q_heads=4, num_kv_heads=1, head_dim=96, dtype=torch.float32, softcap=50.0),
+            (1, 1, 4096),
+            [(1, 1, 3100, 1)],
+        ),
+    ],
+    ids=str,
+)
+def test_warmup_and_workspace_size_cover_batches_between_powers_of_two(spec, limits, batches):
+    spec, device = quire.AttentionSpec(**{"head_dim": 128} | spec), TARGETS["sm90"].properties
+    warm = list(launches_within(spec, device, *limits, False))
+    kernels = frozenset().union(*map(kernels_of, warm))
+    enough = max(launch.with_most_partitions().scratch_size().total for launch in warm)
+    for num_seqs, *bounds in batches:
+        launch, _ = decide(Request(spec, num_seqs, True, Bounds(*bounds).for_decision(), device), Options())
+        assert kernels_of(launch) <= kernels
+        assert launch.scratch_size().total <= enough
+
+
+def test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded():
+    draw, device = random.Random(5), TARGETS["sm90"].properties
+    for _ in range(12):
+        spec, limits = draw_spec(draw), tuple(log_uniform(draw, 1, most) for most in (40, 300, 5000))
+        bounds = Bounds(limits[1], limits[2], limits[1])
+        found = set(points(spec, device, bounds, limits[0], ((False, False),), 1, 1))
+        for _ in range(100):
+            request = draw_request(draw, spec, device, limits, ((False, False),))
+            around = corners(request)
+            assert set(around) <= found, (limits, request)
+            numbers = [(r.num_seqs, r.bounds.max_query_len, r.bounds.max_seq_len, r.bounds.num_tokens) for r in around]
+            exact = (
+                request.num_seqs,
+                request.bounds.max_query_len,
+                request.bounds.max_seq_len,
+                request.bounds.num_tokens,
+            )
+            assert all(upper >= number for upper, number in zip(numbers[0], exact, strict=True)), request
+        corner = draw.choice(sorted(found, key=str))
+        assert corner in corners(corner)
+
+
+def test_a_launch_of_the_upper_corner_has_the_same_kernels_for_fewer_sequences():
+    draw, device = random.Random(6), TARGETS["sm90"].properties
+    for _ in range(300):
+        spec = draw_spec(draw)
+        request = draw_request(draw, spec, device, (300, 3000, 50000), ((False, False),))
+        upper, _ = decide(corners(request)[0], Options())
+        launch = with_sequences(upper, request.num_seqs)
+        assert kernels_of(launch) == kernels_of(upper), request
+        assert launch.scratch_size().total <= upper.scratch_size().total
+        assert launch.request.num_seqs == request.num_seqs
+        assert launch.request.bounds.num_tokens >= request.bounds.num_tokens
 
 
 def test_scratch_does_not_grow_with_sequences_and_lengths(device):
@@ -148,3 +292,36 @@ def test_nothing_compiles_after_warmup(batch_invariant):
             problem = make_problem(spec, lens, device="cuda", one_query=max(queries) == 1 and draw.random() < 0.5)
             plan = quire.plan(spec, problem.batch, **problem.bounds, batch_invariant=batch_invariant)
             quire.attention(problem.q, problem.cache, plan)
+
+
+def test_a_launch_between_points_has_its_own_number_of_sequences():
+    """21 sequences of 9 queries have scratch that no corner has, so the plan is that of the upper corner."""
+    spec = quire.AttentionSpec(num_q_heads=13, num_kv_heads=1, head_dim=208, sliding_window=635, sinks=True)
+    request = Request(spec, 21, True, Bounds(9, 7291, 189), TARGETS["sm90"].properties)
+    launch, reason = decide(request, Options(batch_invariant=True))
+    assert "bounds rounded up" in reason
+    assert launch.request.num_seqs == launch.fallback.request.num_seqs == 21
+
+
+def test_states_of_odd_and_even_numbers_of_splits_are_warmed_up():
+    """Where 16 does not divide the width of values, Triton compiles kernels of other strides for either."""
+    spec, device = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=72), TARGETS["sm90"].properties
+    splits = {
+        launch.num_splits for launch in launches_within(spec, device, 1, 64, 20000, False) if launch.name == "hopper"
+    }
+    assert {n % 2 for n in splits if 1 < n <= 4} == {n % 2 for n in splits if n > 4} == {0, 1}
+
+
+@pytest.mark.skipif(GPU, reason="the device need not be here")
+def test_a_workspace_of_the_size_that_limits_need_serves_scratch_that_does_not_grow_with_keys(monkeypatch):
+    """Of one query on 3,100 keys, more scratch is needed than on 2,048, 3,072 and 4,096."""
+    from quire import service
+
+    monkeypatch.setattr(service, "is_served_by_torch", lambda device: False)
+    monkeypatch.setattr(service, "device_properties", lambda device: TARGETS["sm90"].properties)
+    spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=96, dtype=torch.float32, softcap=50.0)
+    limits = {"max_num_seqs": 1, "max_num_tokens": 1, "max_seq_len": 4096}
+    enough = quire.workspace_size(spec, **limits, device="cpu")
+    for keys in range(64, 4097, 64):
+        launch, _ = decide(Request(spec, 1, True, Bounds(1, keys, 1), TARGETS["sm90"].properties), Options())
+        assert launch.scratch_size().total <= enough, keys

@@ -155,7 +155,9 @@ def attention(
     first = q[0] if isinstance(q, tuple) else q
     num_tokens, device, dtype = first.shape[0], first.device, first.dtype
     if out_scale is not None:
-        check_out_scale(out_scale, plan.kernel, device)
+        # In a compiled program there are no addresses yet. The operator that it calls checks again.
+        kernel = plan.kernel if torch.compiler.is_compiling() else plan.launch_for(cache).name
+        check_out_scale(out_scale, kernel, device)
         dtype = torch.float8_e4m3fn
     if isinstance(out, State):
         out, lse = out

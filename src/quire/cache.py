@@ -361,12 +361,11 @@ class PagedKVCache:
     def kind(self) -> int:
         """A number that two caches share only if one compiled kernel serves both."""
         odd_offsets = self.k.storage_offset() % 2, self.v.storage_offset() % 2
-        alignment = tuple(s.data_ptr() % 16 for s in (self.k_scale, self.v_scale) if s is not None)
         # For AMD's GPUs, Triton compiles other addresses where a tensor's memory is less than 2 GiB.
         stored = [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
         small = tuple(x.untyped_storage().nbytes() < 1 << 31 for x in stored)
         facts = self.layout, self.page_size, self.strides, self.scale_kind, self.scale_strides
-        return _kind_of(self.dtype, self.is_latent, *facts, odd_offsets, alignment, small, self.has_wide_offsets)
+        return _kind_of(self.dtype, self.is_latent, *facts, odd_offsets, small, self.has_wide_offsets)
 
     @property
     def addresses(self) -> tuple[int, int, int | None, int | None]:

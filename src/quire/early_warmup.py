@@ -2,8 +2,8 @@
 
 A server knows the bounds of its batches, and the strides of its caches, long before it has caches. `begin` starts a
 process (`early_compile.py`) that does what `quire.warmup` does, but for loading. `found` returns the launches that it
-has found. `wait` waits until they are compiled. Nothing depends on the process: if it ends early, or was told of
-another cache, the warm-up does what is left.
+has found. `finished` waits until they are compiled, and lets the warm-up find them. Nothing depends on the process: if
+it ends early, or was told of another cache, the warm-up does what is left.
 """
 
 import atexit
@@ -13,7 +13,7 @@ import pickle
 import signal
 import subprocess
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -28,10 +28,11 @@ END = b"end\n"  # of what a process has found
 
 
 class Begun(NamedTuple):
-    """A process, and the file to which it writes the launches that it has found."""
+    """A process, the file to which it writes the launches that it has found, and the folder of Triton's cache."""
 
     process: subprocess.Popen[bytes]
     answer: IO[bytes]
+    folder: str
 
 
 BEGUN: dict[Hashable, Begun] = {}  # by the arguments of `service.distinct_launches`
@@ -45,6 +46,7 @@ def begin(blank: EmptyLaunches, bounds: tuple[Any, ...], device: torch.device) -
         bounds: the arguments of `service.distinct_launches`.
         device: of the cache to come.
     """
+    from triton import knobs
     from triton.runtime.driver import driver
 
     from quire.compile_processes import pickle_job, start
@@ -57,7 +59,7 @@ def begin(blank: EmptyLaunches, bounds: tuple[Any, ...], device: torch.device) -
             target = active.get_current_target()
         job = pickle_job((target, blank, bounds))
         answer = tempfile.TemporaryFile()  # noqa: SIM115, `wait` closes it
-        BEGUN[bounds] = Begun(start(job, "quire.early_compile", answer), answer)
+        BEGUN[bounds] = Begun(start(job, "quire.early_compile", answer), answer, knobs.cache.dir)
         atexit.register(kill, BEGUN[bounds].process)
 
 
@@ -70,16 +72,27 @@ def found(bounds: tuple[Any, ...]) -> tuple[Launch, ...] | None:
     return tuple(decode(line.decode()) for line in lines) if last == END else None
 
 
-def wait(bounds: tuple[Any, ...]) -> None:
-    """Wait until a process has compiled its launches, and forget it."""
+@contextlib.contextmanager
+def finished(bounds: tuple[Any, ...]) -> Iterator[None]:
+    """Wait until a process has compiled its launches, and forget it. In this context, Triton's cache is its own.
+
+    The environment may name another folder by then: PyTorch's Inductor sets TRITON_CACHE_DIR when it makes its first
+    kernel, unless the user has set it.
+    """
     begun = BEGUN.pop(bounds, None)
     if begun is None:
+        yield
         return
+    from triton import knobs
+
     begun.answer.close()
     try:
         begun.process.wait(LONGEST)
     except subprocess.TimeoutExpired:
         kill(begun.process)
+    with knobs.cache.scope():
+        knobs.cache.dir = begun.folder
+        yield
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -28,6 +28,7 @@ class EmptyLaunches:
         append: whether attention is given new tokens, which have no slots.
         norm_rope: how new tokens are normalised and rotated, as `attention` takes it.
         out_scale: whether outputs are quantised.
+        per_head_dtype: dtype of sinks and slopes; None for the spec's, and float32.
     """
 
     spec: AttentionSpec
@@ -37,6 +38,7 @@ class EmptyLaunches:
     append: bool
     norm_rope: Mapping[str, Any]
     out_scale: bool
+    per_head_dtype: torch.dtype | None = None
 
     def run(self, before: Callable[[str], None] = lambda name: None) -> None:
         """Launch each kernel, after a call of `before` with its description."""
@@ -87,11 +89,11 @@ class EmptyLaunches:
         batch = Batch(table, seq_lens, starts, paged=cache.layout != "THD", **seen)
         plan = make_plan(spec, batch, launch, "warm-up")
         q = torch.zeros(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
-        row = torch.zeros(spec.num_q_heads, device=device)
         dtype, scale = (torch.float8_e4m3fn, torch.ones(1, device=device)) if self.out_scale else (q.dtype, None)
         out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=dtype, device=device)
         into = State(out, torch.empty(q.shape[:2], device=device)) if self.return_lse else out
-        slopes = row if spec.alibi else None
-        sinks = row if spec.sinks else None
+        heads, dtype = spec.num_q_heads, self.per_head_dtype
+        slopes = torch.zeros(heads, dtype=dtype or torch.float32, device=device) if spec.alibi else None
+        sinks = torch.zeros(heads, dtype=dtype or spec.dtype, device=device) if spec.sinks else None
         new = self.new_tokens(num_tokens) if self.append and plan.appender(cache) is not None else {}
         attention(q, cache, plan, **new, sinks=sinks, alibi_slopes=slopes, out=into, out_scale=scale)

@@ -4,9 +4,10 @@ A plan is made from host numbers only. Lengths and page tables stay on the devic
 within the bounds that the plan was made for.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from quire.batch import Batch
 from quire.batch_check import check_reads
 from quire.cache import PagedKVCache
 from quire.checks import check_plan_arguments
+from quire.corners import corners
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
@@ -22,7 +24,7 @@ from quire.errors import UnsupportedError
 from quire.kernels import scratch
 from quire.kernels.cpu import launch as cpu
 from quire.kernels.hopper import choice as hopper
-from quire.kernels.launch import Launch, Runner
+from quire.kernels.launch import Launch, Runner, alike, kernels_of
 from quire.kernels.mla import launch as mla
 from quire.kernels.mla_hopper import launch as mla_hopper
 from quire.kernels.portable import PortableRunner
@@ -83,6 +85,28 @@ class Plan:
     def saved_keys(self) -> int:
         """Keys that only a flat plan would read: of each run, its shared keys times its sequences after the first."""
         return self.launch.saved_keys if isinstance(self.launch, shared.SharedPrefixLaunch) else 0
+
+    def launch_for(self, cache: PagedKVCache, q: Any = None) -> Launch:
+        """Return what `attention` launches for a cache, and for queries if they are given.
+
+        A plan is made before both are known. Where a kernel for Hopper GPUs does not serve them, the fallback that
+        `print(plan)` names takes its place: pages, strides or addresses that TMA cannot address, or scales per token.
+
+        Args:
+            cache: as `attention` gets it.
+            q: as `attention` gets it.
+
+        Returns:
+            `launch` itself, or its fallback. Its `name` is a kernel family, and `print` describes it.
+
+        Examples:
+            >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+            >>> batch = quire.Batch(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+            >>> plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=8)
+            >>> plan.launch_for(quire.PagedKVCache.empty(spec, 4, 4)).name  # on a machine without a GPU
+            'torch'
+        """
+        return self.launch.for_cache(cache, q)
 
     def appender(self, cache: PagedKVCache) -> PortableRunner | None:
         """Return what writes a step's keys and values in the launch that attends, or None where no launch does both."""
@@ -151,7 +175,7 @@ def plan(
         kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU; for
             latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; chosen when not given. A plan
             is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages, strides or
-            scales, the fallback that the plan names does.
+            scales, the fallback that the plan names does; `launch_for` says which one it is.
         shared_prefix: leading keys that sequences have in common, in the same pages. They are read once for all queries
             of a group, and each query attends to them and to its own keys; the result is that of a flat plan. A number
             says how many keys all sequences share, a multiple of the page size. A list has levels, and a level is a
@@ -200,10 +224,10 @@ def plan(
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds, **fixed)
     device = batch.device
     properties = device_properties(device)
-    per_token = batch.key_begin is not None, batch.tree_bits is not None
+    has = batch.key_begin is not None, batch.tree_bits is not None, batch.cu_pages is not None
     by_torch = is_served_by_torch(device)
     wanted = bounds if by_torch else bounds.for_decision()
-    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *per_token)
+    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *has)
     options = Options(num_splits, config, batch_invariant, kernel)
     families = tuple(FAMILIES.items())
     choose = cpu.propose if by_torch else partial(decide_once, families=families)
@@ -255,11 +279,58 @@ def check_device(request: Request, options: Options) -> None:
 
 
 def decide(request: Request, options: Options) -> tuple[Launch, str]:
-    """Return the launch of the first kernel family that proposes one, and the reason.
+    """Return the launch for a request, and the reason.
+
+    It is the launch of the first kernel family that proposes one, if the corners of the request need the same kernels
+    and as much scratch. Else it is that of the upper corner. What the caller of `plan` chose is kept.
 
     Raises:
         UnsupportedError: no kernel family serves the request, or the caller's does not.
     """
+    most_tokens = request.num_seqs * request.bounds.max_query_len
+    if request.bounds.num_tokens > most_tokens:
+        request = replace(request, bounds=replace(request.bounds, num_tokens=most_tokens))
+    launch, reason = first_proposal(request, options)
+    around = corners(request)
+    if options._replace(batch_invariant=False) != Options() or around == [request]:
+        return launch, reason
+    missing, most = kernels_of(launch), 0
+    for corner in around:
+        kernels, scratch = needs_at(corner, options, tuple(FAMILIES.items()))
+        missing, most = missing - kernels, max(most, scratch)
+        if not missing and launch.with_most_partitions().scratch_size().total <= most:
+            return launch, reason
+    upper, reason = first_proposal(around[0], options)
+    return with_sequences(upper, request.num_seqs), f"{reason}, for bounds rounded up"
+
+
+@lru_cache(maxsize=4096)
+def needs_at(
+    request: Request, options: Options, families: tuple[tuple[str, Proposal], ...]
+) -> tuple[frozenset[Hashable], int]:
+    """Return which kernels and how many bytes of scratch a point of the grid needs; `families` as for `decide_once`."""
+    launch, _ = first_proposal(request, options)
+    return frozenset().union(*map(kernels_of, alike(launch))), launch.with_most_partitions().scratch_size().total
+
+
+CHOICES.append(needs_at)
+
+
+def with_sequences(launch: Any, num_seqs: int) -> Any:
+    """Return a launch of an upper corner for as many sequences as a batch has, of which no grid may have more.
+
+    Its tokens stay as many as they can be of as many. That changes no kernel.
+    """
+    request = launch.request
+    tokens = min(request.bounds.num_tokens, num_seqs * request.bounds.max_query_len - request.is_ragged)
+    request = replace(request, num_seqs=num_seqs, bounds=replace(request.bounds, num_tokens=tokens))
+    parts = {part: getattr(launch, part, None) for part in ("fallback", "decode")}
+    made = {name: with_sequences(part, num_seqs) for name, part in parts.items() if part is not None}
+    return replace(launch, request=request, **made)
+
+
+def first_proposal(request: Request, options: Options) -> tuple[Launch, str]:
+    """Return the launch of the first kernel family that proposes one, and the reason; raise as `decide`."""
     refusals = []
     for name, propose in FAMILIES.items():
         if options.kernel not in (None, name):

@@ -1,8 +1,8 @@
 """What a server does before its first request: find how much scratch its plans need, and compile their kernels.
 
-A plan is chosen from a batch's bounds, mostly rounded up to powers of two. So there is a small number of launches
-within given bounds, and they can be enumerated. `workspace_size` returns the largest scratch among them. `warmup`
-compiles each of them once. `no_compilation` raises if a launch was not covered.
+A plan takes no kernel, and no more scratch, than the points of a grid around its batch need (`corners.py`). So
+the launches at these points can be enumerated. `workspace_size` returns the largest scratch among them. `warmup`
+compiles each of their kernels once. `no_compilation` raises if a launch was not covered.
 """
 
 import contextlib
@@ -16,26 +16,21 @@ import torch
 
 from quire import early_warmup
 from quire.cache import PagedKVCache
-from quire.checks import MAX_DRAFTS, check_cache, check_limits, check_per_token
+from quire.checks import MAX_DRAFTS, PER_HEAD_DTYPES, check_cache, check_limits, check_per_token
+from quire.corners import points
 from quire.dispatch import tree
-from quire.dispatch.config import CostModel
 from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, interprets, is_served_by_torch
-from quire.dispatch.request import Bounds, Options, Request, cdiv
+from quire.dispatch.request import Bounds, Options
 from quire.empty_launches import EmptyLaunches
-from quire.errors import check_device, check_flag, check_integer, describe
-from quire.kernels.hopper.choice import most_decode_queries, splits_in_rounds
-from quire.kernels.hopper.launch import rounds_of_splits
-from quire.kernels.launch import Launch
-from quire.kernels.portable import has_few_new_tokens
+from quire.errors import UnsupportedError, check_device, check_flag, check_integer, describe
+from quire.kernels.launch import Launch, alike, as_appending, kernels_of
 from quire.norm_rope import QKNorm, Rope
 from quire.norm_rope_checks import check_norm_rope_alone
 from quire.plan import decide
-from quire.spec import AttentionSpec
+from quire.spec import AttentionSpec, dtype_names
 
 WHERE = "leave it out for the current GPU, or the CPU where there is none"
 SHORTEST = "pass the least max_seq_len of a plan"
-MANY_KEYS = 1 << 20  # with which splits cost little
-MOST_EXACT = 256  # queries; up to here, each number of queries is looked at
 
 
 def workspace_size(
@@ -83,7 +78,7 @@ def workspace_size(
     if is_served_by_torch(where):
         return 0
     launches = distinct_launches(spec, device_properties(where), *limits, batch_invariant, per_token, 1, shortest)
-    return max(launch.scratch_size().total for launch in launches)
+    return max(launch.with_most_partitions().scratch_size().total for launch in launches)
 
 
 def warmup(
@@ -100,6 +95,7 @@ def warmup(
     trees: bool = False,
     return_lse: bool = False,
     out_scale: bool = False,
+    per_head_dtype: torch.dtype | None = None,
     append: bool = False,
     rope: Rope | None = None,
     qk_norm: QKNorm | None = None,
@@ -109,9 +105,13 @@ def warmup(
 
     Kernels are compiled several at a time, by threads and by further processes, and stay in Triton's cache.
 
-    Queries and outputs are expected to be contiguous, or strided in multiples of 16 elements, as slices of a fused
-    projection are. Page tables are expected to be rectangular and int32. Batches with and without `cu_seqlens_q` are
-    both covered.
+    What is covered: plans to which no `num_splits`, `config`, `kernel` or `shared_prefix` is given, with a workspace or
+    without; batches with and without `cu_seqlens_q`, with rectangular page tables and without `query_offsets`; queries,
+    outputs, new keys and new values that are contiguous, or strided in multiples of 16 elements, as slices of a fused
+    projection are, at addresses that 16 divides. Everything else that attention is given may be a slice at any address:
+    `seq_lens`, `page_table`, `cu_seqlens_q`, `slot_mapping`, positions, sinks, slopes, scales and the lse, which may
+    have any strides. Calls with and without the lse, an out_scale or new tokens, and tensors of another dtype, need a
+    warm-up each.
 
     Args:
         spec: what is computed.
@@ -129,6 +129,8 @@ def warmup(
         trees: whether batches may have `tree_bits`.
         return_lse: whether the lse is asked for.
         out_scale: whether `quire.attention` is given one. A launch that quantises its output is another kernel.
+        per_head_dtype: dtype of `sinks` and `alibi_slopes`; when not given, sinks are of the spec's dtype, as weights
+            of a model are, and slopes are float32.
         append: whether `quire.attention` is given the step's keys and values. A launch that writes them is another
             kernel than one that does not. A server that makes both kinds of calls warms up for each.
         rope: as `quire.attention` is given it, but for positions, which may be any number; only with `append`. The
@@ -152,7 +154,7 @@ def warmup(
     ranges = check_ranges(
         spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
     )
-    check_what_launches(spec, cache, return_lse, out_scale, append)
+    check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):
         if value is not None and not append:
             raise ValueError(f"append must be True with {name}, got False; {name} is for new tokens")
@@ -166,9 +168,8 @@ def warmup(
     from quire.kernels.launcher import compile_together
 
     bounds = spec, device_properties(device), *ranges
-    blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale)
+    blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale, per_head_dtype)
     warm_up = with_launches(blank, distinct_launches(*bounds))
-    early_warmup.wait(bounds)
     names: list[str] = []
 
     def report(name: str) -> None:
@@ -176,10 +177,11 @@ def warmup(
         if progress:
             progress(name)
 
-    with contextlib.ExitStack() as helpers, compile_together(device) as num_missing:
-        warm_up.run(report)
-        helpers.enter_context(helping(warm_up, num_helpers(num_missing())))
-    warm_up.run()  # which loads them
+    with early_warmup.finished(bounds):
+        with contextlib.ExitStack() as helpers, compile_together(device) as num_missing:
+            warm_up.run(report)
+            helpers.enter_context(helping(warm_up, num_helpers(num_missing())))
+        warm_up.run()  # which loads them
     return names
 
 
@@ -198,6 +200,7 @@ def begin_warmup(
     trees: bool = False,
     return_lse: bool = False,
     out_scale: bool = False,
+    per_head_dtype: torch.dtype | None = None,
     append: bool = False,
 ) -> None:
     """Start processes that compile the kernels of a later `warmup`. The cache need not exist yet.
@@ -220,6 +223,7 @@ def begin_warmup(
         trees: whether batches may have `tree_bits`.
         return_lse: whether the lse is asked for.
         out_scale: whether `quire.attention` is given one.
+        per_head_dtype: dtype of `sinks` and `alibi_slopes`.
         append: whether `quire.attention` is given the step's keys and values.
 
     Raises:
@@ -236,9 +240,9 @@ def begin_warmup(
     ranges = check_ranges(
         spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
     )
-    check_what_launches(spec, cache, return_lse, out_scale, append)
+    check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
     if where.type in ("cpu", "cuda") and not interprets() and not is_served_by_torch(where):
-        blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale)
+        blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale, per_head_dtype)
         early_warmup.begin(blank, (spec, device_properties(where), *ranges), where)
 
 
@@ -262,9 +266,19 @@ def check_ranges(
 
 
 def check_what_launches(
-    spec: AttentionSpec, cache: PagedKVCache, return_lse: bool, out_scale: bool, append: bool
+    spec: AttentionSpec,
+    cache: PagedKVCache,
+    return_lse: bool,
+    out_scale: bool,
+    append: bool,
+    per_head_dtype: torch.dtype | None,
 ) -> None:
     """Check what else decides which kernels a warm-up compiles."""
+    if per_head_dtype is not None and per_head_dtype not in PER_HEAD_DTYPES:
+        raise UnsupportedError(
+            f"per_head_dtype must be {dtype_names(PER_HEAD_DTYPES)}, got {describe(per_head_dtype)}; "
+            "pass the dtype of sinks or alibi_slopes"
+        )
     check_cache(cache, spec)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
     check_flag("out_scale", out_scale, "say whether attention is given one")
@@ -272,12 +286,16 @@ def check_what_launches(
 
 
 def with_launches(blank: EmptyLaunches, planned: Iterable[Launch]) -> EmptyLaunches:
-    """Return a warm-up of planned launches, once for each kernel."""
-    launches: dict[Hashable, Launch] = {}
+    """Return a warm-up of those planned launches that have a kernel which none before has."""
+    launches: list[Launch] = []
+    found: set[Hashable] = set()
     for plan in planned:
         launch = plan.for_cache(blank.cache)
-        launches.setdefault((launch.compile_key(), blank.append and has_few_new_tokens(launch.request)), launch)
-    return replace(blank, launches=tuple(launches.values()))
+        keys = {(blank.append and as_appending(launch), key) for key in launch.compile_keys()}
+        if not keys <= found:
+            launches.append(launch)
+            found |= keys
+    return replace(blank, launches=tuple(launches))
 
 
 @contextlib.contextmanager
@@ -323,10 +341,7 @@ def distinct_launches(*bounds: Any) -> tuple[Launch, ...]:
         return early
     found: dict[Hashable, Launch] = {}
     for launch in launches_within(*bounds):
-        fallback = getattr(launch, "fallback", None)
-        keys = launch.compile_key(), None if fallback is None else fallback.compile_key()
-        kind = *keys, has_few_new_tokens(launch.request), launch.scratch_size().total
-        found.setdefault(kind, launch)
+        found.setdefault((kernels_of(launch), launch.with_most_partitions().scratch_size().total), launch)
     return tuple(found.values())
 
 
@@ -344,49 +359,14 @@ def launches_within(
     min_query_len: int = 1,
     min_seq_len: int = 1,
 ) -> Iterator[Launch]:
-    """Enumerate the launches of all batches within the bounds, once for each set of bounds that plans distinguish.
+    """Enumerate launches that have all kernels of batches within the bounds: those at `corners.points`.
 
     `per_token` says of each kind of batches whether it has intervals and trees.
     """
-    options, costs = Options(batch_invariant=batch_invariant), tree.cost_model(spec, device)
-    group_size = 0 if spec.latent else spec.group_size
-    lens = query_lens(max_num_tokens, spec.num_q_heads, group_size, device.num_sms, rounds_of_splits(spec.head_dim_v))
-    lens = [queries for queries in lens if queries >= min_query_len]
-    seq_lens = sorted(n for n in {min_seq_len, *powers(max_seq_len)} if n >= min_seq_len)
-    limits = [n for n in two_level_limits(costs) if min_seq_len <= n <= max_seq_len]
-    with_limits = sorted({*seq_lens, *limits})
-    for num_seqs, max_query_len, num_tokens in sizes(max_num_seqs, max_num_tokens, lens):
-        one_query_each = max_query_len == 1 and num_tokens >= num_seqs
-        # Only partials of one query, and of latents, are combined in two levels or not by the number of keys.
-        has_limits = spec.latent or max_query_len == 1 or most_decode_queries(spec) == 1
-        for seq_len in with_limits if has_limits else seq_lens:
-            bounds = Bounds(max_query_len, seq_len, num_tokens).for_decision()
-            for has_cu_seqlens in (False, True) if one_query_each else (True,):
-                for has_intervals, has_tree in per_token:
-                    if has_tree and max_query_len > MAX_DRAFTS:
-                        continue
-                    kind = Request(spec, num_seqs, has_cu_seqlens, bounds, device, has_intervals, has_tree)
-                    yield decide(kind, options)[0]
-
-
-def sizes(max_num_seqs: int, max_num_tokens: int, lens: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Enumerate `num_seqs`, `max_query_len` and `num_tokens` of batches within the bounds, as plans distinguish them.
-
-    Plans distinguish sequences with equal numbers of queries from others, and up to 32 and 256 sequences from more.
-    `lens` are what `query_lens` returns.
-    """
-    for num_seqs in sorted({min(n, max_num_seqs) for n in (33, 257, *powers(max_num_seqs))}):
-        for max_query_len in lens:
-            equal = num_seqs * max_query_len
-            for num_tokens in sorted({*powers(max_num_tokens), min(equal - 1, max_num_tokens)}):
-                if num_tokens >= max_query_len:
-                    yield num_seqs, max_query_len, num_tokens
-
-
-def two_level_limits(costs: CostModel) -> list[int]:
-    """Return the most keys of a sequence whose partials are combined in one level, for tiles of each length."""
-    limits = costs.two_level_min_tiles, costs.two_level_min_tiles_small
-    return [tiles * block_n for tiles in limits for block_n in (16, 32, 64, 128, 256)]
+    options, limits = Options(batch_invariant=batch_invariant), Bounds(max_num_tokens, max_seq_len, max_num_tokens)
+    for request in points(spec, device, limits, max_num_seqs, per_token, min_query_len, min_seq_len):
+        if not (request.has_tree and request.bounds.max_query_len > MAX_DRAFTS):
+            yield from alike(decide(request, options)[0])
 
 
 def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> tuple[tuple[bool, bool], ...]:
@@ -398,47 +378,3 @@ def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> tuple
         if has_intervals or has_tree:
             check_per_token(spec, "tree_bits" if has_tree else "key_begin")
     return kinds
-
-
-@lru_cache
-def query_lens(limit: int, num_q_heads: int, group_size: int, num_sms: int, rounds: int) -> list[int]:
-    """Return numbers of queries up to a limit, each of which stands for all that plans treat like it.
-
-    Powers of two are such numbers. For latents, whose `group_size` is 0 here, so are three times them. For other heads
-    there is a further one between two powers wherever one of these changes: the rows, rounded up to a power of two; the
-    queries of a work tile of the Hopper kernel, and whether they fill it; whether half of the SMs are idle; and whether
-    programs take splits in rounds, of which there are `rounds` at most.
-    """
-    found = powers(limit)
-    if group_size == 0:
-        return sorted({*found, *(3 * n for n in powers(limit) if 3 * n < limit)})
-
-    def kind(queries: int) -> list[int]:
-        most, tall = tree.power_of_two(queries), max(tree.ROWS_OF_TILES)  # rows
-        equal = {rows: tree.queries_of_tile(rows, group_size, queries, ragged=False) for rows in tree.ROWS_OF_TILES}
-        ragged = {rows: tree.queries_of_tile(rows, group_size, most, ragged=True) for rows in tree.ROWS_OF_TILES}
-        apart = tree.queries_of_tile(tall, group_size, most, ragged=True, apart=True)
-        tiles = [*equal.items(), *ragged.items(), (tall, apart)]
-        work_tiles = [cdiv(queries, size) * max(1, num_q_heads // (rows // size)) for rows, size in tiles]
-        is_idle = [2 * number <= num_sms for number in work_tiles]
-        number = work_tiles[tiles.index((tall, equal[tall]))]
-        in_rounds = splits_in_rounds(number, num_sms, MANY_KEYS, 1, rounds * num_sms // number) > 1
-        sizes = [size for _, size in tiles]
-        fills = [queries >= size for size in sizes]
-        return [tree.power_of_two(queries * group_size), *sizes, *fills, *is_idle, in_rounds]
-
-    further: set[int] = set()
-    for low, high in itertools.pairwise(found):
-        known = [kind(high)]
-        more_rows = [rows // group_size + 1 for rows in powers(high * group_size)]
-        step = 1 if high <= MOST_EXACT else 8
-        for queries in (*more_rows, *range(low + step, high, step)):
-            if low < queries < high and kind(queries) not in known:
-                known.append(kind(queries))
-                further.add(queries)
-    return sorted({*found, *further})
-
-
-def powers(limit: int) -> list[int]:
-    """Return the powers of two below a limit, and the limit."""
-    return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]

@@ -43,7 +43,8 @@ def pages(num_pages: int, device: str = "cpu") -> quire.PagedKVCache:
     return quire.PagedKVCache(*torch.empty(2, num_pages, 16, 2, 64, dtype=torch.float16, device=device))
 
 
-def test_a_warm_up_for_sm90_finds_what_was_compiled_early(monkeypatch):
+def test_a_warm_up_for_sm90_finds_what_was_compiled_early(monkeypatch, tmp_path):
+    """The folder of Triton's cache may change in between: Inductor sets it when it makes its first kernel."""
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **more: hits.append(cache_hit))
     with compiling(replace(TARGETS["sm90"], name="sm90, early")):
@@ -54,7 +55,9 @@ def test_a_warm_up_for_sm90_finds_what_was_compiled_early(monkeypatch):
         found = early_warmup.found(bounds)
         assert found and service.distinct_launches(*bounds) is not None
         assert not hits
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "inductor"))
         names = quire.warmup(SPEC, pages(4), **BOUNDS, append=True)
+        assert triton.knobs.cache.dir == str(tmp_path / "inductor") and not [*tmp_path.glob("inductor/**/*.cubin")]
         assert not early_warmup.BEGUN
         service.distinct_launches.cache_clear()
         assert service.distinct_launches(*bounds) == found  # by this process now
@@ -100,15 +103,16 @@ def test_of_two_equal_processes_one_compiles_and_the_other_one_waits(tmp_path):
         bounds = SPEC, TARGETS["sm90"].properties, 1, 1, 64, False, ((False, False),), 1, 64
         job = compile_processes.pickle_job((driver.active.get_current_target(), blank, bounds))
     with compile_processes.first_to_lock(job):
-        answer = tempfile.TemporaryFile()  # noqa: SIM115, `wait` closes it
+        answer = tempfile.TemporaryFile()  # noqa: SIM115, `finished` closes it
         process = compile_processes.start(job, "quire.early_compile", answer)
-        early_warmup.BEGUN[bounds] = Begun(process, answer)
+        early_warmup.BEGUN[bounds] = Begun(process, answer, str(tmp_path))
         while early_warmup.found(bounds) is None:
             assert process.poll() is None
             time.sleep(0.1)
         time.sleep(0.5)
         assert process.poll() is None
-    early_warmup.wait(bounds)
+    with early_warmup.finished(bounds):
+        pass
     assert process.returncode == 0 and not [*tmp_path.rglob("*.cubin")]
 
 
@@ -131,14 +135,15 @@ def test_threads_of_a_warm_up_parse_one_after_the_other(monkeypatch):
 
 
 def test_an_answer_counts_when_it_is_complete():
-    answer = tempfile.TemporaryFile()  # noqa: SIM115, `wait` closes it
-    early_warmup.BEGUN["bounds"] = Begun(subprocess.Popen(["true"]), answer)
+    answer = tempfile.TemporaryFile()  # noqa: SIM115, `finished` closes it
+    early_warmup.BEGUN["bounds"] = Begun(subprocess.Popen(["true"]), answer, "")
     assert early_warmup.found("other bounds") is None
     for written, found in ((b"", None), (b"end", None), (b"\n", ())):
         answer.write(written)
         answer.flush()
         assert early_warmup.found("bounds") == found
-    early_warmup.wait("bounds")
+    with early_warmup.finished("bounds"):
+        pass
     assert answer.closed and not early_warmup.BEGUN
 
 
@@ -156,9 +161,10 @@ def test_a_process_that_takes_too_long_ends_with_its_helpers(monkeypatch):
     start = [sys.executable, "-c", STARTS_ANOTHER]
     with subprocess.Popen(start, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None and process.stdout.readline()
-        early_warmup.BEGUN["bounds"] = Begun(process, tempfile.TemporaryFile())  # noqa: SIM115, `wait` closes it
+        early_warmup.BEGUN["bounds"] = Begun(process, tempfile.TemporaryFile(), "")  # noqa: SIM115, `finished` closes it
         began = time.monotonic()
-        early_warmup.wait("bounds")
+        with early_warmup.finished("bounds"):
+            pass
         assert process.returncode == -signal.SIGKILL
         assert process.stdout.read() == b""  # which both processes held open
     assert time.monotonic() - began < 30

@@ -205,3 +205,162 @@ def test_a_plan_with_shared_prefixes_launches_a_kernel_for_each_level_and_one_th
         quire.attention(torch.zeros(64, 32, 128, dtype=torch.float16), cache, plan, return_lse=True)
     assert [launch.request.bounds.max_query_len for launch in plan.launch.launches] == [64, 40, 1]
     assert len(compiled) >= 3 and compiled[-1].kernel == "combine_kernel"
+
+
+def at_any_address(tensor, first=1):
+    """Return a copy that begins `first` numbers into its memory, which 16 bytes do not divide."""
+    memory = tensor.new_empty(tensor.numel() + first)
+    moved = memory[first:].view(tensor.shape).copy_(tensor)
+    assert moved.data_ptr() % 16
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("kind", "lens"),
+    [
+        ("decode", ((1, 5), (1, 700), (1, 30), (1, 2))),
+        ("mixed", ((1, 5), (1, 1900), (3, 30), (300, 500))),
+        ("e4m3", ((1, 5), (1, 700), (1, 30), (1, 2))),
+        ("appending", ((1, 5), (1, 700), (3, 30), (1, 2))),
+        ("intervals", ((1, 5), (1, 700), (3, 30), (1, 2))),
+        ("batch-invariant", ((1, 5), (1, 700), (3, 30), (1, 2))),
+        ("latents", ((1, 5), (1, 700), (3, 30), (1, 2))),
+        ("latents on sm80", ((1, 5), (1, 700), (3, 30), (1, 2))),
+    ],
+)
+def test_nothing_compiles_for_slices_of_what_is_read_one_number_at_a_time(kind, lens, without_compiler):
+    """Of everything but queries, outputs, new tokens and the cache. The second call has no aligned one before it."""
+    q_lens, seq_lens = zip(*lens, strict=True)
+    num_tokens, int32 = sum(q_lens), dict(dtype=torch.int32)
+    heads = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 64}
+    spec = quire.AttentionSpec(
+        **heads, sinks=kind != "batch-invariant", kv_dtype=torch.float8_e4m3fn if kind == "e4m3" else None
+    )
+    if kind.startswith("latents"):
+        spec = quire.AttentionSpec.mla(num_q_heads=6, softmax_scale=0.1)
+    cache = quire.PagedKVCache.empty(spec, 2, 64)
+    if kind == "e4m3":
+        cache = quire.PagedKVCache(cache.k, cache.v, k_scale=torch.ones(2), v_scale=torch.ones(2))
+    more = {"append": kind == "appending", "intervals": kind == "intervals", "batch_invariant": "inv" in kind}
+    rotations = torch.zeros(2000, 64).chunk(2, 1)
+
+    def step(move, workspace):
+        batch = quire.Batch(
+            move(torch.zeros(len(lens), 32, **int32)),
+            move(torch.tensor(seq_lens, **int32)),
+            None if max(q_lens) == 1 else move(torch.tensor([0, *q_lens], **int32).cumsum(0).to(torch.int32)),
+            **dict.fromkeys(("key_begin", "key_end")[: 2 * more["intervals"]], move(torch.zeros(num_tokens, **int32))),
+        )
+        bounds = {"max_query_len": max(q_lens), "max_seq_len": max(seq_lens), "num_tokens": num_tokens}
+        options = {"batch_invariant": more["batch_invariant"], "workspace": workspace}
+        plan = quire.plan(spec, batch, **bounds, **options)
+        q = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)
+        out = torch.empty(num_tokens, spec.num_q_heads, spec.head_dim_v, dtype=spec.dtype)
+        into = quire.State(out, move(torch.empty(num_tokens, spec.num_q_heads)))
+        slots = move(torch.zeros(num_tokens, dtype=torch.int64))
+        new = {}
+        if spec.latent:
+            quire.write_latent(q[:, 0, :512], q[:, 0, 512:], moved_cache(move), slots)
+        else:
+            k, v = torch.empty(2, num_tokens, 2, 64, dtype=spec.dtype)
+            if kind == "appending":
+                new = {"k": k, "v": v, "slot_mapping": slots}
+                new["rope"] = quire.Rope(*rotations, move(torch.zeros(num_tokens, dtype=torch.int64)))
+            else:
+                quire.write_kv(k, v, moved_cache(move), slots)
+        sinks = move(torch.zeros(6, dtype=spec.dtype)) if spec.sinks else None
+        quire.attention(q, moved_cache(move), plan, out=into, sinks=sinks, **new)
+
+    def moved_cache(move):
+        if cache.k_scale is None or spec.latent:
+            return cache
+        return quire.PagedKVCache(cache.k, cache.v, k_scale=move(cache.k_scale), v_scale=move(cache.v_scale))
+
+    with compiling(without_compiler("sm80" if "sm80" in kind else "sm90")) as compiled:
+        rope = {"rope": quire.Rope(*rotations, torch.zeros(1, dtype=torch.int64))} if kind == "appending" else {}
+        limits = {"max_num_seqs": 4, "max_num_tokens": num_tokens, "max_seq_len": 2000}
+        quire.warmup(spec, cache, **limits, return_lse=True, **more, **rope)
+        size = quire.workspace_size(spec, **limits, **{name: more[name] for name in ("batch_invariant", "intervals")})
+        assert compiled
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            for move in (at_any_address, torch.clone):
+                step(move, None)
+                step(move, torch.zeros(size, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_sinks_of_the_dtype_that_warmup_was_told_of_compile_nothing(dtype, return_lse, without_compiler):
+    """It is the spec's where none is told, as of a model's weights."""
+    spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=64, sinks=True)
+    cache, limits = quire.PagedKVCache.empty(spec, 4, 16), {"max_num_seqs": 8, "max_num_tokens": 8, "max_seq_len": 256}
+    with compiling(without_compiler()):
+        quire.warmup(spec, cache, **limits, return_lse=return_lse, per_head_dtype=dtype)
+        batch = quire.Batch(torch.zeros(4, 16, dtype=torch.int32), torch.full((4,), 200, dtype=torch.int32))
+        plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=256)
+        q, sinks = torch.empty(4, 6, 64, dtype=spec.dtype), torch.zeros(6, dtype=dtype or torch.bfloat16)
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            quire.attention(q, cache, plan, sinks=sinks, return_lse=return_lse)
+            with pytest.raises(AssertionError, match="compiled in service"):
+                quire.attention(q, cache, plan, sinks=sinks, return_lse=not return_lse)
+
+
+def test_strides_of_the_lse_compile_nothing(without_compiler):
+    lens = torch.full((4,), 200, dtype=torch.int32)
+    batch = quire.Batch(torch.zeros(4, 16, dtype=torch.int32), lens)
+    cache, q = quire.PagedKVCache.empty(SPEC, 4, 16), torch.empty(4, 32, 128, dtype=torch.float16)
+    with compiling(without_compiler()):
+        plan = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=256)
+        quire.attention(q, cache, plan, return_lse=True)
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            quire.attention(q, cache, plan, out=quire.State(torch.empty_like(q), torch.empty(4, 33)[:, :32]))
+
+
+@pytest.mark.parametrize("head_dim", [128, 72])
+def test_launches_with_equal_keys_are_compiled_for_the_same(head_dim, monkeypatch, without_compiler):
+    """What Triton compiles for, kernel by kernel, follows from the keys of a launch, the cache and the call."""
+    import random
+
+    from quire.dispatch.request import Bounds, Options, Request
+    from quire.kernels.launch import kernels_of
+    from quire.plan import decide, make_plan
+
+    draw, asked, made = random.Random(1), set(), {}
+
+    def record(self, key, *others, **more):
+        asked.add((self.__name__, key))
+        return SimpleNamespace()
+
+    spec = quire.AttentionSpec(num_q_heads=14, num_kv_heads=2, head_dim=head_dim)
+    cache = quire.PagedKVCache.empty(spec, 2, 16)
+    with compiling(without_compiler()):
+        monkeypatch.setattr(JITFunction, "_do_compile", record)
+        for _ in range(150):
+            num_seqs, queries = draw.choice((1, 2, 3, 5, 33)), int(2 ** draw.uniform(0, 9))
+            num_tokens = draw.choice((num_seqs * queries, draw.randint(queries, num_seqs * queries)))
+            keys = max(queries, int(2 ** draw.uniform(0, 15)))
+            bounds = Bounds(queries, keys, num_tokens).for_decision()
+            launch, _ = decide(Request(spec, num_seqs, True, bounds, TARGETS["sm90"].properties), Options())
+            table, zeros = torch.zeros(num_seqs, 1, dtype=torch.int32), torch.zeros(num_seqs + 1, dtype=torch.int32)
+            asked.clear()
+            plan = make_plan(spec, quire.Batch(table, zeros[:-1].clone(), zeros), launch, "test")
+            quire.attention(torch.empty(num_tokens, 14, head_dim, dtype=spec.dtype), cache, plan)
+            of_launch = frozenset(key for fallback, _, key in kernels_of(launch) if not fallback)
+            known = made.setdefault(of_launch, frozenset(asked))
+            assert known == asked, str(launch)
+    assert len(made) > 15
+
+
+def test_one_kernel_is_warmed_up_with_new_tokens_and_without_them(without_compiler):
+    """Up to 64 sequences of up to 16 queries are written by the launch that attends, and more by another."""
+    cache, limits = quire.PagedKVCache.empty(SPEC, 2, 16), {"max_num_seqs": 128, "max_num_tokens": 128}
+    with compiling(without_compiler()):
+        quire.warmup(SPEC, cache, **limits, max_seq_len=600, append=True)
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            for num_seqs in (64, 128, 63, 65, 100):
+                lens = torch.full((num_seqs,), 500, dtype=torch.int32)
+                batch = quire.Batch(torch.zeros(num_seqs, 32, dtype=torch.int32), lens)
+                plan = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=600)
+                q, slots = torch.empty(num_seqs, 32, 128, dtype=SPEC.dtype), torch.zeros(num_seqs, dtype=torch.int64)
+                k, v = torch.empty(2, num_seqs, 8, 128, dtype=SPEC.dtype)
+                quire.attention(q, cache, plan, k=k, v=v, slot_mapping=slots)

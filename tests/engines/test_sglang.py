@@ -567,7 +567,6 @@ def test_a_graph_of_trees_is_replayed_with_other_trees(kind, layout):
     prepare(backend, dummy, capture=True)
     step = backend.forward_metadata
     backend.forward(*server.inputs(layer, 32), layer, dummy)
-    backend.on_after_cuda_graph_warmup()
     plans = dict(step.plans)
     assert server.run(ForwardMode.EXTEND, {3: 62, 5: 9, 7: 16}, layer)
     # In the second step, the full mask of the one request has as many entries as a mask among the graph's 32 drafts.
@@ -581,15 +580,25 @@ def test_a_graph_of_trees_is_replayed_with_other_trees(kind, layout):
         assert step.plans == plans  # the captured launches serve it
 
 
-def test_the_kernels_of_trees_are_compiled_before_the_first_graph(monkeypatch):
-    asked = []
+def test_the_first_layer_of_the_first_graph_compiles_the_kernels_of_all_steps(monkeypatch):
+    """Together, before a launch would compile one alone. Drafts that branch have further kernels."""
+    asked, launched = [], quire.attention
     monkeypatch.setattr(quire, "warmup", lambda spec, pages, **options: asked.append((spec, options)) or [])
+    monkeypatch.setattr(quire, "attention", lambda *args, **kw: asked.append(None) or launched(*args, **kw))
     for options, window in ((EAGLE, -1), (EAGLE, 2), ({}, 2)):
-        server, layer = Server(**options), make_layer(sliding_window_size=window)
-        assert server.run(ForwardMode.EXTEND, {3: 20}, layer)
-        server.backend.on_after_cuda_graph_warmup()
-    assert [(spec.sliding_window, options.get("trees"), options.get("intervals")) for spec, options in asked] == [
-        (None, True, False), (3, None, None), (None, True, True), (3, None, None)
+        server, layers = Server(**options), [make_layer(sliding_window_size=window) for _ in range(2)]
+        assert server.run(ForwardMode.EXTEND, {3: 20}, layers[0])
+        server.backend.init_cuda_graph_state(4, 4)
+        slots, ones = torch.zeros(4, dtype=torch.int64), torch.full((4,), FILL)
+        batch = ForwardBatch(ForwardMode.DECODE, 4, slots, torch.zeros(4, dtype=torch.int64), ones, slots, 4)
+        prepare(server.backend, batch, capture=True)
+        for layer in layers:
+            server.backend.forward(*server.inputs(layer, 4), layer, batch)
+    kinds = [call and (call[0].sliding_window, call[1].get("trees"), call[1].get("intervals")) for call in asked]
+    assert kinds == [
+        None, (None, True, False), None, None,
+        None, (3, None, None), (None, True, True), None, None,
+        None, (3, None, None), None, None,
     ]  # fmt: skip
 
 
@@ -654,7 +663,6 @@ def test_a_graph_is_replayed_with_other_lengths_and_fewer_requests(kind, mode):
     assert step.max_seq_len == backend.plans.bounds()["max_seq_len"]  # of which the workspace and the warm-up know
     q, k, v = server.inputs(layer, 4 * width)
     backend.forward(q, k, v, layer, dummy())
-    backend.on_after_cuda_graph_warmup()
     plans = dict(step.plans)
     assert server.run(ForwardMode.EXTEND, {3: 62, 5: 9, 7: 30}, layer)
     for counts in ({3: width, 5: width, 7: width}, {7: width}, {3: width, 7: width}):
@@ -765,6 +773,7 @@ def test_what_is_not_served_is_refused_by_name():
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attn_type of a layer must be"),
         ({"is_cross_attention": True}, "is_cross_attention of a layer must be"),
         ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode of a layer must be"),
+        ({"use_irope": True}, "use_irope of a layer must be"),
     ):
         with pytest.raises(quire.UnsupportedError, match=reason):
             Server().run(ForwardMode.EXTEND, {3: 4}, make_layer(**fields))

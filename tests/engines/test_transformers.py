@@ -1,10 +1,11 @@
 """Continuous batching through Quire against the same model with eager attention, token for token.
 
-The tests run on either end of the supported range of Transformers. On a GPU the engine captures its steps in CUDA
-graphs, where any wait for the device is an error, and decodes by page tables. On a CPU the tests make it pad its inputs
-and pass page tables too.
+The tests run on both ends and in the middle of the supported range of Transformers. On a GPU the engine captures its
+steps in CUDA graphs, where any wait for the device is an error, and decodes by page tables. On a CPU the tests make it
+pad its inputs and pass page tables too.
 """
 
+import functools
 import gc
 import logging
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 import transformers
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 from transformers import modeling_flash_attention_utils as lazy
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -48,6 +51,17 @@ LATENT = dict(
     v_head_dim=32,
     first_k_dense_replace=2,  # no layer has experts
 )
+SHARED_KEYS = dict(  # the last two layers attend to the keys of the first two
+    num_hidden_layers=4,
+    layer_types=HYBRID["layer_types"] * 2,
+    sliding_window=12,
+    num_kv_shared_layers=2,
+    vocab_size_per_layer_input=97,
+    hidden_size_per_layer_input=8,
+    laurel_rank=8,
+    altup_num_inputs=2,
+    activation_sparsity_pattern=None,
+)
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
@@ -63,6 +77,24 @@ MODELS = {
     "deepseek-v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", LATENT),
     "deepseek-v2-lite": ("DeepseekV2Config", "DeepseekV2ForCausalLM", LATENT | {"q_lora_rank": None}),
     "deepseek-v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
+    "deepseek-v3-wide-values": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT | {"v_head_dim": 64}),
+    "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
+    "gemma3n": ("Gemma3nTextConfig", "Gemma3nForCausalLM", SHARED_KEYS),
+}
+# Of these, some compute attention by Transformers' interface from a version on, and some in none. Doge selects keys.
+OF_THEIR_OWN = {
+    "big-bird": ("BigBirdConfig", "BigBirdForCausalLM", {"is_decoder": True, "attention_type": "original_full"}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {}),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {"n_embd": 64, "n_head": 4, "rotary_dim": 8}),
+    "cpm-ant": ("CpmAntConfig", "CpmAntForCausalLM", {"dim_head": 16, "dim_ff": 96, "prompt_length": 4}),
+    "doge": ("DogeConfig", "DogeForCausalLM", {"keep_window_size": 4}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {}),
+    "gpt-j": ("GPTJConfig", "GPTJForCausalLM", {"n_embd": 64, "n_head": 4, "rotary_dim": 8}),
+    "gpt-neox-japanese": ("GPTNeoXJapaneseConfig", "GPTNeoXJapaneseForCausalLM", {"intermediate_multiple_size": 2}),
+    "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 64, "n_heads": 4}),
+    "openai-gpt": ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", {"n_embd": 64, "n_head": 4}),
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {"attention_hidden_size": 64}),
+    "xglm": ("XGLMConfig", "XGLMForCausalLM", {"d_model": 64, "attention_heads": 4, "ffn_dim": 96}),
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = triton.knobs.runtime.interpret
@@ -71,9 +103,11 @@ NEW_TOKENS = 4 if INTERPRETED else 12
 
 
 def make_model(name: str, **sizes: int):
-    config, model, extra = MODELS[name]
+    config, model, extra = (MODELS | OF_THEIR_OWN)[name]
+    own = ("head_dim", "num_key_value_heads") if name in OF_THEIR_OWN else ()
+    small = {key: size for key, size in SMALL.items() if key not in own}
     torch.manual_seed(0)
-    model = getattr(transformers, model)(getattr(transformers, config)(**SMALL | extra | sizes)).eval()
+    model = getattr(transformers, model)(getattr(transformers, config)(**small | extra | sizes)).eval()
     for parameter in model.parameters():  # enough spread that rounding does not choose the next token
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -127,6 +161,73 @@ def count(monkeypatch, owner, name: str) -> list:
 
     monkeypatch.setattr(owner, name, counted)
     return results
+
+
+class CopiesOfCache(TorchDispatchMode):
+    """Counts the bytes that PyTorch's operators copy from the engine's cache or into it, in each pass of a model.
+
+    Attributes:
+        passes: of each, the tokens, whether there was a page table, and the bytes.
+    """
+
+    def __init__(self, model, monkeypatch):
+        super().__init__()
+        self.passes = []
+        self.in_kernel = False
+        for name in ("attention", "varlen_attention", "write_kv"):
+            monkeypatch.setattr(batching.quire, name, self.uncounted(getattr(quire, name)))
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def watched(*args, **kwargs):
+            cache = kwargs["cache"]
+            self.storages = {x.untyped_storage().data_ptr() for x in tensors_of(cache)}
+            assert self.storages
+            self.count = 0
+            with self:
+                out = forward(*args, **kwargs)
+            self.passes.append((kwargs["input_ids"].numel(), kwargs["block_table"] is not None, self.count))
+            return out
+
+        monkeypatch.setattr(model, "forward", watched)
+
+    def uncounted(self, kernel):
+        """Leave out what stands for a kernel on a CPU."""
+
+        def call(*args, **kwargs):
+            self.in_kernel = True
+            try:
+                return kernel(*args, **kwargs)
+            finally:
+                self.in_kernel = False
+
+        return call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if not self.in_kernel:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            others = [x for x in given if x.untyped_storage().data_ptr() not in self.storages]
+            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            if func._schema.is_mutable and len(others) < len(given):
+                self.count += sum(x.nbytes for x in others if x.is_floating_point())
+            elif len(others) < len(given):
+                self.count += sum(x.nbytes for x in made if x.untyped_storage().data_ptr() not in self.storages)
+        return out
+
+
+def tensors_of(cache) -> list[torch.Tensor]:
+    """The tensors that hold keys and values: one from 5.18 on."""
+    return [cache.cache_tensor] if hasattr(cache, "cache_tensor") else [*cache.key_cache, *cache.value_cache]
+
+
+def new_bytes(model) -> int:
+    """The bytes of one token's keys and values, in all layers."""
+    config = model.config
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+
+
+OWN_UPDATE = PagedAttentionCache.update
 
 
 @pytest.fixture(autouse=True)
@@ -202,12 +303,102 @@ def test_a_shared_prefix_is_read_where_it_is(monkeypatch):
     assert max(matches) >= (48 if DEVICE == "cpu" else 32)
 
 
+@pytest.mark.parametrize("pages", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek-v3"])
+def test_no_step_copies_more_of_the_cache_than_its_new_tokens(name, pages, monkeypatch, request):
+    if pages:
+        request.getfixturevalue("pages_on_cpu")
+    model, expected = eager(name, prompts())
+    copies = CopiesOfCache(model, monkeypatch)
+    assert batched(model, prompts(), use_cuda_graph=False) == expected
+    assert all(copied <= tokens * new_bytes(model) for tokens, _, copied in copies.passes)
+    if name != "gemma2":  # its rings have no page table
+        assert sum(by_pages for _, by_pages, _ in copies.passes) >= (NEW_TOKENS - 2) * pages
+
+
+def test_other_implementations_work_as_before(monkeypatch):
+    """And they gather: what counts copies sees it."""
+    monkeypatch.setattr(PagedAttentionCache, "update", OWN_UPDATE)
+    model, expected = eager("llama", prompts())
+    model.set_attn_implementation("paged|eager")
+    copies = CopiesOfCache(model, monkeypatch)
+    assert batched(model, prompts(), use_cuda_graph=False) == expected
+    assert any(copied > 5 * tokens * new_bytes(model) for tokens, _, copied in copies.passes)
+    hook.use(model)
+    assert batched(model, prompts()) == expected
+
+
+def test_in_inference_mode_and_then_without():
+    model, expected = eager("gemma2", prompts())
+    with torch.inference_mode():
+        assert batched(model, prompts()) == expected
+    assert batched(model, prompts()) == expected
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+def test_a_model_is_refused_or_writes_the_tokens_of_eager_attention(name):
+    try:
+        model, expected = eager(name, prompts())
+    except quire.UnsupportedError as refusal:
+        selects = "which flash attention cannot serve" in str(refusal)
+        assert selects or "which has attention of its own; generate by model.generate" in str(refusal)
+        assert selects == (name == "doge")
+    else:
+        assert batched(model, prompts()) == expected
+        assert name in ("codegen", "gpt-j")
+
+
+def failure(model, caplog) -> str:
+    """What the engine logs for a prompt that fails. It goes on."""
+    caplog.set_level(logging.ERROR, logger="ContinuousBatchingLogger")  # `quire generate` silences it in this process
+    assert batched(model, prompts()[:1]) == [[]]
+    return caplog.text
+
+
 def test_a_cache_as_wide_as_the_rope_columns_is_refused(caplog):
     model, _ = eager("deepseek-v3", [])
     model.config.head_dim = 16  # Transformers' own, before `use`
-    caplog.set_level(logging.ERROR, logger="ContinuousBatchingLogger")  # `quire generate` silences it in this process
-    assert batched(model, prompts()[:1]) == [[]]  # the engine logs an error, and goes on
-    assert "config.head_dim must be the width of keys in the cache, 48, got 16" in caplog.text
+    assert "at least the width of keys, 48, and of values, 32, since" in failure(model, caplog)
+
+
+def test_values_wider_than_the_cache_are_refused(caplog):
+    model, _ = eager("deepseek-v3-wide-values", [])
+    model.config.head_dim = 48
+    assert "at least the width of keys, 48, and of values, 64, since" in failure(model, caplog)
+
+
+def test_a_cache_of_fewer_heads_is_refused(caplog):
+    model, _ = eager("llama", [])
+    model.config.num_key_value_heads = 1
+    assert "config.num_key_value_heads must be the number of heads of keys" in failure(model, caplog)
+
+
+def test_a_layer_that_attends_twice_is_refused(caplog, monkeypatch):
+    """As DiffLlama's, with one half of the values and then the other. The cache has one place for them."""
+    model, _ = eager("llama", [])
+    forward = hook.attention_forward
+
+    def twice(*args, **kwargs):
+        forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, hook.install(), twice)
+    assert "a layer must attend once in a step, got layer 0 twice" in failure(model, caplog)
+
+
+def test_a_mask_of_the_model_s_own_is_refused_in_continuous_batching_too():
+    """Doge makes one of its values. Transformers makes none here."""
+    x = torch.zeros(1, 4, 3, 16, device=DEVICE)
+    with pytest.raises(quire.UnsupportedError, match="attention_mask must be None"):
+        hook.attention_forward(None, x, x, x, torch.zeros(1, 4, 3, 3), cache=object(), read_index=[torch.arange(3)])
+
+
+@pytest.mark.parametrize("given", [{"read_index": [torch.arange(3)]}, {"cache": object()}])
+def test_a_step_without_its_cache_or_a_cache_without_its_step_is_refused(given):
+    """As of layers that pass on less than they are given: Nemotron, StableLM."""
+    x = torch.zeros(1, 4, 3, 16, device=DEVICE)
+    with pytest.raises(quire.UnsupportedError, match="got one without the other in Linear"):
+        hook.attention_forward(torch.nn.Linear(1, 1), x, x, x, None, **given)
 
 
 @pytest.mark.parametrize(
@@ -281,13 +472,10 @@ def test_keys_that_are_not_contiguous_are_copied():
 
 def test_models_that_select_keys_are_refused(monkeypatch):
     model, _ = eager("llama", [])
-    model.config.index_topk = 8  # as DeepSeek-V3.2 has it
-    with pytest.raises(quire.UnsupportedError, match="got LlamaForCausalLM, which selects keys"):
+    monkeypatch.setattr(type(model.model), "_supports_flash_attn", False)  # as DeepSeek-V3.2 and MiniMax-M3 have it
+    with pytest.raises(quire.UnsupportedError, match="got LlamaForCausalLM, which flash attention cannot serve"):
         hook.use(model)
-    del model.config.index_topk
-    monkeypatch.setattr(type(model.model), "_compatible_flash_implementations", ["MiniMaxAI/msa"])  # as MiniMax-M3
-    with pytest.raises(quire.UnsupportedError, match="got LlamaForCausalLM, which selects keys"):
-        hook.use(model)
+    monkeypatch.undo()
     monkeypatch.setattr(type(model.model), "_compatible_flash_implementations", ["flash_attention_4"])
     hook.use(model)
     assert model.model._compatible_flash_implementations == ["flash_attention_4", hook.NAME]
@@ -303,10 +491,10 @@ def test_a_bidirectional_model_is_refused_as_one():
         model(torch.tensor([[3, 4, 5, 6]], device=DEVICE), use_cache=False)
 
 
-@pytest.mark.parametrize("version", ["5.16.1", "5.24.0"])
+@pytest.mark.parametrize("version", ["5.16.1", "5.25.0"])
 def test_install_refuses_versions_outside_its_range(version, monkeypatch):
     monkeypatch.setattr(transformers, "__version__", version)
-    with pytest.raises(quire.UnsupportedError, match=r"5\.17 to before 5\.24"):
+    with pytest.raises(quire.UnsupportedError, match=r"5\.17 to before 5\.25"):
         hook.install()
 
 

@@ -8,6 +8,7 @@ from CUDA graphs. On a CPU it uses the platform in `vllm_cpu/`.
 
 import copy
 import gc
+import inspect
 import os
 import pickle
 import runpy
@@ -32,7 +33,9 @@ import triton
 from packaging.version import Version
 from transformers import GenerationConfig
 from vllm.config import PassConfig
+from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -47,6 +50,7 @@ register()
 
 from quire.integrations.vllm import ahead
 from quire.integrations.vllm.backend import QuireBackend, QuireImpl, QuireMetadataBuilder
+from quire.integrations.vllm.plans import one_query_each
 
 NAME = contract.backend_name()
 E4M3 = torch.float8_e4m3fn
@@ -388,6 +392,16 @@ def test_the_write_skips_padding(kind, dtype):
         assert flat.count_nonzero() == kept[slots >= 0].count_nonzero()
 
 
+def test_the_log_says_once_which_layers_have_quire(monkeypatch, caplog):
+    """A model may bring its own attention, and never ask for a backend: then there is no such line."""
+    monkeypatch.setattr(contract.logger, "propagate", True)
+    problem = make_problem(replace(SPEC, softmax_scale=0.123), BATCHES["decode"], device=DEVICE)
+    with caplog.at_level("INFO", contract.logger.name):
+        for _ in range(2):
+            make_layer(problem)
+    assert caplog.messages == ["Quire attends in 1 layer: 4/2 heads of 16, a cache in float32"]
+
+
 def test_plans_are_made_once_for_all_layers_and_kept_over_steps(monkeypatch):
     problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
     layer, builder = make_layer(problem)
@@ -490,13 +504,131 @@ def test_kernels_are_compiled_before_the_first_capture(additional, quantises, mo
     assert error_budget(problem, out).passed
 
 
-def test_steps_that_are_not_causal():
-    problem = make_problem(replace(SPEC, causal=False), BATCHES["mixed"], device=DEVICE)
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_steps_that_are_not_causal(window):
+    """A window reaches as far ahead as back, as FlashAttention has it."""
+    ahead = None if window is None else window - 1
+    spec = replace(SPEC, causal=False, sliding_window=window, sliding_window_right=ahead)
+    problem = make_problem(spec, BATCHES["mixed"], device=DEVICE)
     layer, builder = make_layer(problem)
+    assert layer.impl.spec.causal and layer.impl.spec.sliding_window == window
     common, query, _ = step_of(problem, pad=0, width=9)
     kv_cache, step = vllm_cache(problem.cache, "NHD"), builder.build(0, common.replace(causal=False))
     out = layer.impl.forward(layer, query, None, None, kv_cache, step, torch.empty_like(query))
     assert error_budget(problem, out).passed
+
+
+def test_a_model_with_steps_that_are_not_causal_has_the_memory_and_the_kernels_of_both(monkeypatch):
+    problem = make_problem(replace(SPEC, sliding_window=5), BATCHES["decode"], device=DEVICE)
+    sized, warmed, size = [], [], quire.workspace_size
+    monkeypatch.setattr(quire, "workspace_size", lambda spec, **more: sized.append(spec) or size(spec, **more))
+    monkeypatch.setattr(quire, "warmup", lambda spec, pages, **more: warmed.append(spec) or [])
+    layer, _ = make_layer(problem)
+    assert sized == [layer.impl.spec]
+    monkeypatch.setattr(contract, "has_bidirectional_steps", lambda config: True)
+    layer, builder = make_layer(problem)
+    both = [layer.impl.spec, replace(SPEC, causal=False, sliding_window=5, sliding_window_right=4)]
+    layer.kv_cache = vllm_cache(problem.cache, "NHD")
+    builder.build_for_cudagraph_capture(step_of(problem, pad=0, width=9)[0])
+    assert sized[1:] == warmed == both
+
+
+def test_which_models_have_steps_that_are_not_causal():
+    """vLLM's own setting, and before there was one, the method of drafting."""
+    config = vllm.config.AttentionConfig()
+    for named in (False, True):
+        found = SimpleNamespace(attention_config=config, speculative_config=SimpleNamespace(method="dflash"))
+        if not hasattr(config, "use_non_causal"):
+            found.speculative_config.method = "dflash" if named else "eagle"
+        else:
+            config.use_non_causal = named
+        assert contract.has_bidirectional_steps(found) is named
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kind", ["NHD", "rows"])
+def test_a_draft_of_a_block_attends_to_a_context_that_was_written_before(kind, window):
+    """Drafters of whole blocks write the target's context by `do_kv_cache_update`, and their own tokens by `forward`.
+
+    The context may come before anything else, while there is no cache, and with fewer slots than tokens.
+    """
+    ahead = None if window is None else window - 1
+    spec = replace(SPEC, causal=False, sliding_window=window, sliding_window_right=ahead)
+    problem = make_problem(spec, BATCHES["drafts"], device=DEVICE)
+    _, block = unwritten(problem)
+    layer, builder = make_layer(problem)
+    common, query, _ = step_of(problem, pad=0, width=9)
+    kv_cache = torch.zeros_like(vllm_cache(problem.cache, kind))
+    table = problem.batch.page_table
+    slots = torch.tensor(
+        [
+            int(table[seq, at // 16]) * 16 + at % 16
+            for seq, (queries, keys) in enumerate(BATCHES["drafts"])
+            for at in range(keys - queries)
+        ],
+        device=DEVICE,
+    )
+    key, value = (x.flatten(0, 1)[slots] for x in (problem.cache.k, problem.cache.v))
+    padded = [torch.cat([x, torch.full_like(x[:2], float("nan"))]) for x in (key, value)]
+    layer.impl.do_kv_cache_update(layer, *padded, torch.tensor([]), slots)
+    assert layer.impl.bound is None
+    layer.impl.do_kv_cache_update(layer, *padded, kv_cache, slots)
+    step = builder.build(0, common.replace(slot_mapping=block["slot_mapping"], causal=False))
+    out = layer.impl.forward(layer, query, block["k"], block["v"], kv_cache, step, torch.empty_like(query))
+    assert error_budget(problem, out).passed
+
+
+@pytest.mark.parametrize("batch", ["decode", "drafts"])
+def test_drafts_in_one_graph_take_one_plan(batch):
+    """vLLM advances the tensors of a step between drafts, and builds no metadata. Its bound is that of the last one."""
+    last = make_problem(SPEC, BATCHES[batch], device=DEVICE)
+    layer, builder = make_layer(last)
+    common, query, _ = step_of(last, pad=1, width=9)
+    assert builder.supports_draft_decode_metadata_update
+    kv_cache, lens = vllm_cache(last.cache, "rows"), common.seq_lens.clone()
+    common.seq_lens.sub_(1).clamp_(min=0)
+    step = builder.build(0, common.replace(max_seq_len=128))
+    output = torch.empty_like(query)
+    layer.impl.forward(layer, query, None, None, kv_cache, step, output)
+    common.seq_lens.copy_(lens)
+    builder.update_draft_decode_metadata(step)
+    layer.impl.forward(layer, query, None, None, kv_cache, step, output)
+    assert error_budget(last, output[: len(last.q)]).passed and len(step.plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("lens", "num_tokens", "each"),
+    [
+        ((1, 1, 1), 3, True),
+        ((1, 1, 0), 3, True),  # padding
+        ((0, 0, 0), 3, True),  # a capture counts tokens only
+        ((1, 0, 1), 3, False),
+        ((0, 1, 1), 3, False),
+        ((1, 1, 0), 2, False),
+        ((1, 2, 0), 3, False),
+    ],
+)
+def test_token_i_is_the_only_query_of_sequence_i_only_if_padding_comes_last(lens, num_tokens, each):
+    starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0)
+    assert one_query_each(starts, max(1, *lens), num_tokens) is each
+
+
+def test_a_sequence_without_a_query_may_lie_between_others_beside_padding():
+    """As many tokens as sequences, at most one query each: but the last token is padding, and no sequence's."""
+    problem = make_problem(SPEC, ((1, 9), (0, 12), (1, 40)), device=DEVICE)
+    layer, builder = make_layer(problem)
+    common, query, num_tokens = step_of(problem, pad=1, width=9)
+    common = common.replace(
+        num_reqs=3,
+        query_start_loc=common.query_start_loc[:4],
+        query_start_loc_cpu=common.query_start_loc_cpu[:4],
+        seq_lens=common.seq_lens[:3],
+        block_table_tensor=common.block_table_tensor[:3],
+    )
+    assert (common.max_query_len, common.num_actual_tokens, common.num_reqs) == (1, 3, 3)
+    step, kv_cache = builder.build(0, common), vllm_cache(problem.cache, "NHD")
+    out = layer.impl.forward(layer, query, None, None, kv_cache, step, torch.empty_like(query))
+    assert error_budget(problem, out[:num_tokens]).passed
 
 
 def test_memory_is_profiled_without_metadata():
@@ -617,6 +749,7 @@ MODELS = {
         {**HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
     ),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4, "n_layer": 2}),
     "deepseek-v2-lite": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, "q_lora_rank": None}),
     "deepseek-v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
@@ -752,6 +885,13 @@ def test_preempted_sequences_write_the_tokens_of_eager_attention(tmp_path, monke
     assert preempted
 
 
+def page_size_of(name: str, page_size: int) -> int:
+    """Return the size of a model's pages: some versions choose that of windows, where a model has nothing else."""
+    chosen = getattr(attention, "_largest_kernel_block_within", None)
+    by_backend = chosen is not None and "kv_cache_spec" not in inspect.signature(chosen).parameters
+    return 16 if by_backend and name == "mistral" else page_size
+
+
 @pytest.mark.parametrize(
     ("name", "page_size", "layout"), [("mistral", 48, "NHD"), ("gemma2", 16, "HND"), ("bloom", 544, "HND")]
 )
@@ -775,11 +915,61 @@ def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_atten
     model = make_model(name, tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=64, block_size=page_size)
     assert generated == [[greedy(model, p) for p in prompts()]]
-    assert pages and all(p.page_size == page_size for p in pages)
+    assert pages and all(p.page_size == page_size_of(name, page_size) for p in pages)
     assert all((p.strides[0].slot < p.strides[0].head) == (layout != "NHD") for p in pages)
     found = {(p.layout, p.strides, p.page_size) for p in expected}
-    assert (found == {(p.layout, p.strides, p.page_size) for p in pages}) == (layout == "NHD" or NAME == "CUSTOM")
+    as_expected = (layout == "NHD" or NAME == "CUSTOM") and page_size_of(name, page_size) == page_size
+    assert (found == {(p.layout, p.strides, p.page_size) for p in pages}) == as_expected
     assert all(p.k.untyped_storage().nbytes() >= 1 << 31 for p in expected)
+
+
+def assert_begins_what_it_warms_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start an engine as on a GPU that captures graphs, as far as what Quire compiles, and compare both warm-ups."""
+    events, warmed, builders, build = [], [], [], QuireMetadataBuilder.build
+    load = DefaultModelLoader.load_weights
+    on_a_gpu = SimpleNamespace(is_available=lambda: True, current_device=lambda: 0)
+    monkeypatch.setattr(ahead, "torch", SimpleNamespace(cuda=on_a_gpu, device=torch.device, ones=torch.ones))
+    monkeypatch.setattr(ahead, "captures_steps", lambda config: True)
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", lambda *args: events.append("weights") or load(*args))
+    monkeypatch.setattr(quire, "begin_warmup", lambda *nouns, **more: events.append((nouns, more)))
+    monkeypatch.setattr(quire, "warmup", lambda *nouns, **more: warmed.append((nouns, more)) or [])
+    monkeypatch.setattr(
+        QuireMetadataBuilder, "build", lambda self, *args, **more: builders.append(self) or build(self, *args, **more)
+    )
+    make_model("mistral", folder)
+    llm = engine(folder, max_num_batched_tokens=32, max_num_seqs=3)
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampling, use_tqdm=False)
+    builders[0].compile_ahead(lambda layer: layer.impl.bind(layer, layer.kv_cache))
+
+    def compiled(nouns, options):
+        spec, pages = nouns
+        known = {name: options.get(name, False) for name in (*builders[0].bounds, "append", "out_scale")}
+        return spec, pages.layout, pages.strides, pages.page_size, pages.dtype, known
+
+    *begun, last = events
+    assert last == "weights" and begun and warmed
+    assert all(more["device"] == torch.device("cuda", 0) for _, more in begun)
+    assert [compiled(*call) for call in warmed] == [compiled(*begun[0])]
+    assert {compiled(*call)[:3] for call in begun} == {compiled(*begun[0])[:3]}  # layers alike begin it once
+    bounds = {"max_num_seqs": 3, "max_num_tokens": 32, "max_seq_len": 128}
+    assert bounds.items() <= warmed[0][1].items() and warmed[0][0][0].sliding_window == 9
+
+
+def test_a_warm_up_begins_before_weights_are_loaded_for_what_is_compiled_later(tmp_path, monkeypatch):
+    assert_begins_what_it_warms_up(tmp_path, monkeypatch)
+
+
+def test_which_engines_capture_whole_steps():
+    """vLLM knows it when it makes the layers."""
+    for mode, captures in (
+        ("FULL_AND_PIECEWISE", True),
+        ("FULL_DECODE_ONLY", True),
+        ("PIECEWISE", False),
+        ("NONE", False),
+    ):
+        config = vllm.config.CompilationConfig(cudagraph_mode=mode)
+        assert ahead.captures_steps(SimpleNamespace(compilation_config=config)) is captures
 
 
 @pytest.mark.filterwarnings("default")  # of vLLM's workers, which are forked and would inherit "error"

@@ -101,7 +101,7 @@ def test_plans_stay_within_the_bounds_of_their_workspace(attn_type, monkeypatch)
     problem = make_problem(replace(SPEC, causal=False), ((1, 40), (3, 37)), device=DEVICE)
     encoder = SimpleNamespace(max_num_encoder_input_tokens=300), SimpleNamespace(max_source_positions=1500)
     _, builder = make_layer(problem, attn_type=attn_type, encoder=encoder)
-    crosses = attn_type == AttentionType.ENCODER_DECODER
+    crosses, [spec] = attn_type == AttentionType.ENCODER_DECODER, builder.layers
     assert asked == [1500 if crosses else 128]
     assert builder.workspace is None  # vLLM may have a memory pool in use, which does not survive a sleep
     _, other = make_layer(problem, attn_type=attn_type, encoder=encoder)
@@ -117,9 +117,7 @@ def test_plans_stay_within_the_bounds_of_their_workspace(attn_type, monkeypatch)
         torch.zeros(2, dtype=torch.int32, device=DEVICE),
     )
     for longest, bound in ((60, 64), (70, 128), (100, 128), (1100, 1500 if crosses else 1100)):
-        builder.plan_for(
-            problem.spec, table, lens, None, page_size=16, num_tokens=2, max_query_len=1, max_seq_len=longest
-        )
+        builder.plan_for(spec, table, lens, None, page_size=16, num_tokens=2, max_query_len=1, max_seq_len=longest)
         assert planned[-1]["max_seq_len"] == bound and planned[-1]["workspace"] is workspace
 
 

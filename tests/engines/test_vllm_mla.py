@@ -6,6 +6,7 @@ Transformers with eager attention, which expands the latents, token for token. T
 
 # ruff: noqa: E402, F811 (vLLM's environment comes first, and fixtures are found by their names)
 
+import inspect
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ from quire.integrations.vllm import contract
 from quire.integrations.vllm.backend import QuireBackend
 from quire.integrations.vllm.mla import QuireMLABackend, QuireMLAImpl, QuireMLAMetadataBuilder
 from quire.integrations.vllm.prefill import QuirePrefill
+from quire.integrations.vllm.prefill import attend as attend_to_expanded
 from quire.testing import Problem, error_budget, make_problem
 
 SPEC = quire.AttentionSpec.mla(
@@ -275,6 +277,31 @@ def test_steps_that_are_not_causal(make_layer):
     assert error_budget(make_problem(replace(SPEC, causal=False), BATCHES["drafts"], device=DEVICE), out).passed
 
 
+def test_a_sequence_without_a_query_may_lie_between_others_beside_padding(make_layer):
+    problem = make_problem(SPEC, ((1, 9), (0, 12), (1, 40)), device=DEVICE)
+    layer, builder = make_layer(problem)
+    common, query, num_tokens = step_of(problem, pad=1, width=9)
+    starts, table = common.query_start_loc[:4], common.block_table_tensor[:3]
+    step = builder._build_decode(table, common.seq_lens[:3], 40, starts.cpu(), starts, 3, None)
+    assert (step.max_query_len, query.shape[0], table.shape[0]) == (1, 3, 3)
+    out, _ = layer.impl.forward_mqa(query, layer.kv_cache, SimpleNamespace(decode=step), layer)
+    assert error_budget(problem, out[:num_tokens]).passed
+
+
+def test_queries_in_fp8_are_refused_by_name(make_layer):
+    """Some models make them for an fp8 cache, whatever a backend says that it takes."""
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
+    layer, builder = make_layer(problem)
+    common, query, _ = step_of(problem, 0, width=9)
+    step, queries = builder.build(0, common), query.to(torch.float8_e4m3fn)
+    with pytest.raises(quire.UnsupportedError, match=r"queries must be torch\.float32, got torch\.float8_e4m3fn"):
+        layer.impl.forward_mqa(queries, layer.kv_cache, step, layer)
+    plans, starts = {}, torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
+    bounds = {"max_query_len": 3, "max_seq_len": 3, "causal": True, "return_lse": False}
+    with pytest.raises(quire.UnsupportedError, match=r"queries must be in the dtype of the model, got torch\.float8"):
+        attend_to_expanded(plans, "new tokens", *[queries] * 3, starts, starts, scale=1.0, **bounds)
+
+
 @pytest.mark.parametrize("name", ["auto", "fp8"])
 def test_the_write_skips_padding(name, make_layer):
     problem = make_problem(SPEC if name == "auto" else replace(SPEC, kv_dtype=torch.float8_e4m3fn), BATCHES["decode"])
@@ -456,8 +483,12 @@ def test_latent_attention_writes_the_tokens_of_eager_attention(name, tmp_path, m
     assert len(decodes) >= 2 * (NEW_TOKENS - 1) and len(prefills) >= 2
 
 
+PINS = "pin_memory=True" in inspect.getsource(inspect.getmodule(MLACommonMetadataBuilder))
+
+
 @pytest.mark.skipif(
-    DEVICE == "cpu" and not contract.has_prefill_backends(), reason="older vLLM splits prefills of MLA only on a GPU"
+    DEVICE == "cpu" and (PINS or not contract.has_prefill_backends()),
+    reason="older vLLM splits prefills of MLA only on a GPU",
 )
 def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attention(tmp_path, monkeypatch, by_quire):
     monkeypatch.setattr(QuireMLAMetadataBuilder, "reorder_batch_threshold", 8)  # chunks of more tokens are expanded

@@ -86,23 +86,21 @@ def test_steps_without_tokens_of_images_have_the_plans_of_other_models():
     assert [plan.batch.key_begin for plan in step.plans.values() if plan is not None] == [None]
 
 
-def test_some_sequences_of_a_step_are_causal_and_some_are_not():
-    """Newer vLLM has a number for each request, on the device."""
+@pytest.mark.parametrize("window", [None, 5])
+def test_some_sequences_of_a_step_are_causal_and_some_are_not(window):
+    """Newer vLLM has a number for each request, on the device. Where it is not causal, a window is symmetric."""
     causal = torch.tensor([1, 0, 1, 0, 1, 1], dtype=torch.int32, device=DEVICE)
     begin, end = [], []
     for seq, (num_queries, num_keys) in enumerate(LENS):
         for at in range(num_keys - num_queries, num_keys):
-            begin.append(0)
-            end.append(at + 1 if causal[seq] else num_keys)
+            begin.append(0 if window is None else max(0, at + 1 - window))
+            end.append(at + 1 if causal[seq] else num_keys if window is None else min(num_keys, at + window))
     begin, end = (torch.tensor(x, dtype=torch.int32) for x in (begin, end))
     exact = make_problem(
         SPEC, LENS, per_token=lambda batch, _: replace(batch, key_begin=begin, key_end=end), device=DEVICE
     )
-    out, _ = attend(exact, False, ranges=None, causal=causal)
+    out, _ = attend(replace(exact, spec=replace(SPEC, sliding_window=window)), False, ranges=None, causal=causal)
     assert error_budget(exact, out).passed
-    windowed = replace(exact, spec=replace(SPEC, sliding_window=5))
-    with pytest.raises(quire.UnsupportedError, match="causal must be one bool for the whole batch in layers with a"):
-        attend(windowed, False, ranges=None, causal=causal)
 
 
 def test_models_with_images_capture_no_prompts_and_share_no_contexts(monkeypatch):

@@ -620,6 +620,7 @@ def test_what_tma_cannot_address_goes_to_the_fallback():
     cache = quire.PagedKVCache(unaligned.copy_(p.cache.k), p.cache.v)
     assert error_budget(p, quire.attention(p.q, cache, plan, return_lse=True)).passed
     assert "tensors that TMA cannot address: split-KV kernel" in repr(plan)
+    assert plan.launch_for(cache).name == "split_kv" and plan.launch_for(p.cache, p.q) is plan.launch
 
 
 def test_not_paged():

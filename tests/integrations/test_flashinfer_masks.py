@@ -71,7 +71,7 @@ def reference(p, masks, cap=None):
     if p.sinks is None:
         return out, lse
     with_sinks = torch.logaddexp2(lse, p.sinks.double() * LOG2E)
-    return out * (2.0 ** (lse - with_sinks))[..., None], with_sinks
+    return out * (2.0 ** (lse - with_sinks)).nan_to_num(0.0)[..., None], with_sinks
 
 
 def make(lens=LENS, page_size=4, layout="NHD", device="cpu", seed=0, **fields):

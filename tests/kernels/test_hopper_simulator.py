@@ -786,6 +786,16 @@ def test_queries_of_latents_in_two_parts_of_any_strides(num_q_heads, fields):
         assert torch.equal(quire.attention(parts, p.cache, plan), whole.out)
 
 
+def test_latents_that_tma_cannot_address_go_to_the_kernel_that_the_plan_names():
+    """Pages of one latent. That kernel quantises its output too."""
+    p = make_problem(latent_spec(2), ((1, 40), (1, 9)), page_size=1, one_query=True)
+    p, plan = replace(p, out_scale=torch.full((1,), 0.01)), make_plan(p, kernel="mla_hopper")
+    assert plan.kernel == "mla_hopper" and plan.launch_for(p.cache).name == "mla"
+    with simulated_hopper() as simulated:
+        out = quire.attention(p.q, p.cache, plan, out_scale=p.out_scale)
+    assert error_budget(p, out).passed and "mla_hopper_kernel" not in simulated
+
+
 @pytest.mark.parametrize("seed", [*range(3), *map(extended, range(3, 6))])
 def test_whole_space_of_latents(seed):
     draw = random.Random(seed)

@@ -167,8 +167,8 @@ IN_INTERPRETER = {
     # sequences without queries
     "keys of sequences without queries read": Mutant(
         "kernels/split_kv/schedule.py",
-        "tl.where(q_len > 0, tl.load(kv.seq_lens + seq), 0)",
-        "tl.load(kv.seq_lens + seq)",
+        "kv_stop = tl.where(q_len > 0, kv_stop, 0)",
+        "pass",
         "kernels/test_idle_rows.py",
     ),
     # primitives.py: intervals and trees
@@ -1607,7 +1607,8 @@ VLLM_MLA = "engines/test_vllm_mla.py::test_"
 VLLM_SHARDED, VLLM_SPANS, VLLM_ENCODERS = (
     f"engines/test_vllm_{of}.py::test_" for of in ("sharded", "spans", "encoders")
 )
-WARM_UP = "test_dispatch.py::test_the_launches_of_random_batches_are_among_those_of_warmup[{}-{{}}-(64, 2048, 32768)]"
+COVERED = "test_service.py::test_warmup_and_workspace_size_cover_batches_between_powers_of_two"
+SLICES = "compile/test_warmup.py::test_nothing_compiles_for_slices_of_what_is_read_one_number_at_a_time"
 RELAUNCH = "compile/test_relaunch.py::test_tensors_of_another_kind_go_through_the_binder"
 OTHER_KINDS = (
     "compile/test_relaunch.py::test_a_step_whose_tensors_are_of_another_kind_goes_through_the_binder[decode, 64]"
@@ -1730,7 +1731,7 @@ OUTSIDE = {
         "draft_trees.py",
         "(torch.arange(words.shape[0], device=words.device) - tokens.query)[:, None] + draft",
         "(0 * tokens.query)[:, None] + draft",
-        TREES + "windows_of_drafts_are_as_a_plain_program_says[3-None]",
+        TREES + "windows_of_drafts_are_as_a_plain_program_says[1-None]",
     ),
     "windows of drafts before the sequence": Mutant(
         "draft_trees.py",
@@ -2023,29 +2024,83 @@ OUTSIDE = {
         "",
         "compile/test_warmup.py::test_nothing_compiles_after_warmup[pages of 1072, heads of 256-False]",
     ),
-    "warm-up without work tiles between powers of two": Mutant(
-        "service.py",
-        "return sorted({*found, *further})",
-        "return found",
-        WARM_UP.format("(6, 1, 64)"),
+    "plans with kernels of their own": Mutant(
+        "plan.py",
+        "        if not missing and launch",
+        "        if launch",
+        COVERED,
+    ),
+    "plans with more scratch than their corners": Mutant(
+        "plan.py",
+        "with_most_partitions().scratch_size().total <= most:\n",
+        "with_most_partitions().scratch_size().total <= max(most, 1 << 40):\n",
+        "test_service.py::test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not",
+    ),
+    "an upper corner that is exceeded": Mutant(
+        "corners.py",
+        "lens = [high, low]",
+        "lens = [low, high]",
+        "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
     "warm-up without work tiles between powers of two of queries": Mutant(
-        "service.py",
-        "for queries in (*more_rows, *range(low + step, high, step)):",
-        "for queries in more_rows:",
-        WARM_UP.format("(6, 1, 64)"),
+        "corners.py",
+        "{*lens, *further}",
+        "{*lens}",
+        "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
-    "warm-up without prompts whose keys are split": Mutant(
-        "service.py",
-        ", *is_idle, in_rounds]",
-        "]",
-        WARM_UP.format("(6, 1, 64)"),
+    "warm-up without the upper corners of limits": Mutant(
+        "corners.py",
+        "around(grid, least)[-1], around(grid, most)[0]",
+        "around(grid, least)[-1], most",
+        "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
-    "warm-up without the limits of one level": Mutant(
+    "as many sequences as at the upper corner": Mutant(
+        "plan.py",
+        "return with_sequences(upper, request.num_seqs), ",
+        "return upper, ",
+        "test_service.py::test_a_launch_between_points_has_its_own_number_of_sequences",
+    ),
+    "workspace_size without the most partitions": Mutant(
         "service.py",
-        "    return [tiles * block_n for tiles in limits for block_n in (16, 32, 64, 128, 256)]",
-        "    return []",
-        WARM_UP.format("(52, 4, 128)"),
+        "max(launch.with_most_partitions().scratch_size().total for launch in launches)",
+        "max(launch.scratch_size().total for launch in launches)",
+        "test_service.py::test_a_workspace_of_the_size_that_limits_need_serves_scratch_that_does_not_grow_with_keys",
+    ),
+    "kernels compiled for aligned lengths alone": Mutant(
+        "kernels/launcher.py",
+        '"seq_lens", ',
+        "",
+        SLICES,
+    ),
+    "kernels compiled for aligned new slots alone": Mutant(
+        "kernels/launcher.py",
+        '"slot_mapping", ',
+        "",
+        SLICES,
+    ),
+    "Hopper: one kernel for results and for states": Mutant(
+        "kernels/hopper/launch.py",
+        "self.is_long, *states, **constexprs_of(self)",
+        "self.is_long, **constexprs_of(self)",
+        "compile/test_warmup.py::test_launches_with_equal_keys_are_compiled_for_the_same",
+    ),
+    "Hopper: states of odd numbers of splits are not warmed up": Mutant(
+        "kernels/hopper/launch.py",
+        "return self, replace(self, num_splits=other)",
+        "return (self,)",
+        "test_service.py::test_states_of_odd_and_even_numbers_of_splits_are_warmed_up",
+    ),
+    "warm-up: appends of few and of many tokens are one": Mutant(
+        "service.py",
+        "(blank.append and as_appending(launch), key)",
+        "(blank.append, key)",
+        "compile/test_warmup.py::test_one_kernel_is_warmed_up_with_new_tokens_and_without_them",
+    ),
+    "warm-up with sinks in float32": Mutant(
+        "empty_launches.py",
+        "dtype or spec.dtype",
+        "dtype or torch.float32",
+        "compile/test_warmup.py::test_sinks_of_the_dtype_that_warmup_was_told_of_compile_nothing",
     ),
     "batch-invariant tiles as short as contexts": Mutant(
         "kernels/split_kv/choice.py",
@@ -2100,12 +2155,6 @@ OUTSIDE = {
         "return rounds * cdiv(keys, config.block_n) * config.block_n",
         "return rounds",
         "test_dispatch.py::test_windows_of_few_keys_have_one_warpgroup_if_its_rounds_have_fewer_keys",
-    ),
-    "warm-up: no queries of chunks that are split in rounds": Mutant(
-        "service.py",
-        ", *is_idle, in_rounds]",
-        ", *is_idle]",
-        "test_dispatch.py::test_numbers_of_queries_stand_for_splits_in_rounds",
     ),
     "Hopper: short chunks are not split": Mutant(
         "kernels/hopper/choice.py",
@@ -2404,9 +2453,33 @@ OUTSIDE = {
     ),
     "Transformers: a value as wide as its slot": Mutant(
         "integrations/transformers/batching.py",
-        "    v = v[..., :head_dim_v]\n",
-        "",
+        "k[..., :head_dim], v[..., :head_dim_v]",
+        "k[..., :head_dim], v",
         TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention[deepseek-v3]",
+    ),
+    "Transformers: a key as wide as its slot": Mutant(
+        "integrations/transformers/batching.py",
+        "k[..., :head_dim], v[..., :head_dim_v]",
+        "k, v[..., :head_dim_v]",
+        TRANSFORMERS + "continuous_batching_writes_the_tokens_of_eager_attention[deepseek-v3-wide-values]",
+    ),
+    "Transformers: a layer that attends twice": Mutant(
+        "integrations/transformers/batching.py",
+        "if before is not None and before.is_same(step):",
+        "if False:",
+        TRANSFORMERS + "a_layer_that_attends_twice_is_refused",
+    ),
+    "Transformers: a mask of the model's own": Mutant(
+        "integrations/transformers/__init__.py",
+        "if attention_mask is not None and (cache is None or attention_mask.numel()):",
+        "if attention_mask is not None and cache is None:",
+        TRANSFORMERS + "a_mask_of_the_model_s_own_is_refused_in_continuous_batching_too",
+    ),
+    "Transformers: attention that is not reached": Mutant(
+        "integrations/transformers/__init__.py",
+        "if not all(module._can_set_attn_implementation() for module in decoder):",
+        "if False:",
+        TRANSFORMERS + "a_model_is_refused_or_writes_the_tokens_of_eager_attention[falcon]",
     ),
     "Transformers: packed sequences taken for one": Mutant(
         "integrations/transformers/__init__.py",
@@ -2431,6 +2504,18 @@ OUTSIDE = {
         "max_seq_len, seq_lens.shape[0], memory",
         "max_seq_len, seq_lens.shape[0]",
         VLLM + "plans_are_made_once_for_all_layers_and_kept_over_steps",
+    ),
+    "vLLM: a sequence without a query counted as one": Mutant(
+        "integrations/vllm/plans.py",
+        "return int(query_start_loc_cpu[count]) == count",
+        "return True",
+        VLLM + "a_sequence_without_a_query_may_lie_between_others_beside_padding",
+    ),
+    "vLLM: a window that does not look ahead": Mutant(
+        "integrations/vllm/plans.py",
+        "replace(spec, causal=False, sliding_window_right=ahead)",
+        "replace(spec, causal=False, sliding_window_right=ahead and 0)",
+        VLLM + "steps_that_are_not_causal",
     ),
     "vLLM: padding written": Mutant(
         "integrations/vllm/backend.py",
@@ -2675,6 +2760,7 @@ SLOW = {
     "full tiles of a partition end a token late",
     "intervals begin a key late",
     "keys normalised by the weights of queries",
+    "keys of sequences without queries read",
     "latents in fp8 on Hopper: a quarter freed before a product has taken it",
     "latents in fp8 on Hopper: invisible latents not zeroed",
     "latents in fp8 on Hopper: keys of probabilities not permuted",
@@ -2698,6 +2784,7 @@ SLOW = {
     "partials combined without weights",
     "partials of a second launch read from each slot",
     "ranks: sinks counted on each rank",
+    "ranks: tokens of no sequence with any lse",
     "rescale dropped, 16 bits",
     "rotary columns truncated",
     "row blocks of a combine launch found one too late",

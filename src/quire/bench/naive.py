@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 import quire
-from quire.dispatch.device import COMPILER_OPTIONS
 
 
 @triton.jit
@@ -88,7 +87,7 @@ def naive_attention(
         q, cache.k, cache.v, out, page_table, seq_of, pos_of, scale, page_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=num_q_heads // cache.num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim), PAGE_SIZE=cache.page_size, BLOCK_N=32,
-        **COMPILER_OPTIONS,
+        enable_fp_fusion=True,  # as Quire's kernels
     )  # fmt: skip
     return out
 

@@ -39,6 +39,7 @@ PROMPTS = (
 )
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"  # in a clone; a wheel has none
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 4, 1024  # Transformers takes no smaller pages; larger ones would only waste memory
+HUB_SECONDS = 10.0  # for the hub's first answer
 SMALL_MODEL = 20_000_000  # parameters, up to which the matrices are too small to be shared among CPU threads
 
 
@@ -165,6 +166,8 @@ def load(name: str | None, dtype: str, device: str) -> "tuple[CausalLM, PreTrain
             f"--model must be a checkpoint that Transformers loads, got {name!r}, which is not there; "
             "name a folder or a model of the hub"
         )
+    if name is not None and not Path(name).exists():
+        check_hub(name)
     folder = str(DEMO_MODEL) if name is None else name
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -175,6 +178,19 @@ def load(name: str | None, dtype: str, device: str) -> "tuple[CausalLM, PreTrain
     except Exception as error:  # safetensors and tokenizers have exceptions of their own, without a common base
         raise CommandError(
             f"--model must be a checkpoint that Transformers loads, got {folder!r}: {error}; see that it is complete"
+        ) from None
+
+
+def check_hub(name: str) -> None:
+    """Raise CommandError unless the hub, or its cache here, has a model. Transformers would ask for a minute."""
+    import huggingface_hub
+
+    try:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
+    except Exception as error:  # of the hub, of its client, and of the client's client
+        raise CommandError(
+            f"--model must be a folder here or a model of the hub, got {name!r}: {error}; see its name and the network"
         ) from None
 
 

@@ -23,8 +23,14 @@ LAUNCHES = LaunchCache()  # by what `merge_states` depends on besides the addres
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_states", "stride_lses_state", "stride_lses_token", "stride_lses_head"],
-    do_not_specialize_on_alignment=["out_scale_ptr"],
+    do_not_specialize=[
+        "num_seqs",
+        "num_states",
+        "stride_lses_state",
+        "stride_lses_token",
+        "stride_lses_head",
+        "stride_lse",
+    ],
 )
 def combine_kernel(
     outs,  # [num_states, num_tokens, num_q_heads, HEAD_DIM_V]
@@ -80,7 +86,7 @@ def merge_states(states: Sequence[State]) -> State:
         return State(out, lse)
     grid, key = (lse.shape[0], lse.shape[1], 1), None
     addresses = outs.data_ptr(), lses.data_ptr(), out.data_ptr(), None, lse.data_ptr()
-    if not any((at or 0) % 16 for at in addresses):
+    if (addresses[0] | addresses[2]) % 16 == 0:
         key = outs.device, outs.dtype, len(states), out.shape[1:], outs.stride(), lses.stride()
         if LAUNCHES.relaunch(key, grid, addresses):
             return State(out, lse)

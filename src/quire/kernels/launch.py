@@ -39,6 +39,31 @@ def constexprs_of(launch: Any) -> dict[str, Any]:
     return launch.constexprs()
 
 
+def key_of(kernel: str, *facts: Hashable, **constexprs: Any) -> Hashable:
+    """Return the key of a kernel: its name, facts that decide what is compiled, and constexprs.
+
+    Functions stand in it by their ids: Triton would hash their sources.
+    """
+    return kernel, *facts, *((name, id(c) if callable(c) else c) for name, c in constexprs.items())
+
+
+def as_appending(launch: Any) -> Hashable:
+    """Return whether a launch may append, and what else is compiled for one that does."""
+    return launch.request.has_few_new_tokens, getattr(launch, "max_registers", None)
+
+
+def kernels_of(launch: "Launch") -> frozenset[Hashable]:
+    """Return what must be compiled for a launch, for every cache and call: of its own kernels and its fallback's."""
+    fallback = getattr(launch, "fallback", None) or launch
+    own = frozenset((False, as_appending(launch), key) for key in launch.compile_keys())
+    return own | {(True, as_appending(fallback), key) for key in fallback.compile_keys()}
+
+
+def alike(launch: "Launch") -> "tuple[Launch, ...]":
+    """Return the launches that a warm-up compiles where it meets this one."""
+    return launch.alike() if hasattr(launch, "alike") else (launch,)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def states_at_once(num_states: int) -> int:
     """Return how many states a program of `combine.combine_kernel` reads at once; each number is a kernel."""
     return 4 if num_states <= 4 else 16
@@ -86,12 +111,19 @@ class Launch(Protocol):
         """Return the size of the scratch that the launch needs."""
         ...
 
-    def compile_key(self) -> Hashable:
-        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
+    def compile_keys(self) -> frozenset[Hashable]:
+        """Return a key of each kernel that is launched, without the fallback's.
+
+        Two keys are equal if and only if the same is compiled, for one spec, device and cache, and one kind of call.
+        """
         ...
 
-    def for_cache(self, cache: PagedKVCache) -> "Launch":
-        """Return the launch for a cache: this one, or its fallback."""
+    def with_most_partitions(self) -> "Launch":
+        """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
+        ...
+
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "Launch":
+        """Return the launch for a cache, and for queries if they are given: this one, or its fallback."""
         ...
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:

@@ -23,6 +23,15 @@ from quire.dispatch.device import COMPILER_OPTIONS, compile_for, cross_compilati
 from quire.kernels.scratch import Part
 from quire.kernels.views import Matrix
 
+# Parameters, and fields of tuples, whose numbers kernels read or write one at a time, or by vectors of addresses. A
+# server passes slices of them, so kernels are compiled for any address. Tensors of one number are such ones, too.
+SCALARS = frozenset(
+    (
+        "page_table", "cu_pages", "seq_lens", "query_offsets", "key_begin", "key_end", "tree_bits", "cu_seqlens_q",
+        "slot_mapping", "positions", "page_pairs", "k_scale", "v_scale", "k_scale_ptr", "v_scale_ptr", "sinks_ptr",
+        "slopes_ptr", "lse_ptr", "lses",
+    )
+)  # fmt: skip
 LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to
 SHARED: dict[Hashable, "CompiledLaunch"] = {}  # launches of all plans, by what Triton compiles for
 
@@ -35,6 +44,21 @@ class CompiledLaunch(NamedTuple):
     fixed: tuple[Any, ...]
     formats: tuple[Any, ...]  # of tensor maps, as `tensor_maps.Format`
     run: Any  # Triton's launcher, for tensor maps in place of descriptors
+
+
+class Unaligned:
+    """Stands for a tensor where Triton asks what to compile for: of its type, at an address that 16 does not divide."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.device, self.nbytes = tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()
+
+    def data_ptr(self) -> int:
+        """Return an address that 16 does not divide."""
+        return 1
+
+    def ptr_range(self) -> int:
+        """Return how many bytes there are, for which Triton asks on AMD's GPUs."""
+        return self.nbytes
 
 
 PLAIN = frozenset((bool, float, str))  # types of numbers and texts, of which True is no 1
@@ -119,7 +143,8 @@ class LaunchCache:
             return
         num_arguments = len(tensors) + len(descriptors) + len(fixed)
         passed = address_of(fixed) + tuple(map(meta.get, kernel.arg_names[num_arguments:]))
-        made_for = kinds_of((kernel, tensors, descriptors, fixed, tuple(meta.values()))), boxes, tuple(meta)
+        asked = without_alignment(kernel, (*tensors, *descriptors, *fixed))
+        made_for = kinds_of((kernel, asked, tuple(meta.values()))), boxes, tuple(meta)
         found = SHARED.get(made_for)
         if found is not None:
             keep(self.compiled, key, found._replace(fixed=passed))
@@ -159,6 +184,8 @@ def kinds_of(value: Any) -> Hashable:
         return tuple(map(kinds_of, value))
     if isinstance(value, torch.Tensor):
         return value.device, value.dtype, value.data_ptr() % 16 == 0, value.untyped_storage().nbytes() <= MOST_BYTES
+    if isinstance(value, Unaligned):
+        return value.device, value.dtype, value.nbytes <= MOST_BYTES
     if isinstance(value, Part):
         return kinds_of(value.workspace), value.dtype, value.first % 16
     if hasattr(value, "block_shape"):  # a descriptor
@@ -188,16 +215,32 @@ def launch(
     for function in (kernel, *meta.values()):  # constexprs may be functions
         hash_callees(function)
     target = cross_compilation()
-    if target is None:
-        with on_device_of(arguments):
-            if boxes:
-                from quire.kernels.tensor_maps import set_boxes
+    if target is None and interprets():
+        return kernel[grid](*arguments, **COMPILER_OPTIONS, **meta)
+    with on_device_of(arguments):
+        compiled = kernel.warmup(*without_alignment(kernel, arguments), grid=grid, **COMPILER_OPTIONS, **meta)
+        if target is not None:
+            target.on_compile(kernel.__name__, compiled, meta)
+            return None
+        if boxes:
+            from quire.kernels.tensor_maps import set_boxes
 
-                set_boxes(kernel.warmup(*arguments, grid=grid, **COMPILER_OPTIONS, **meta), boxes)
-            return kernel[grid](*arguments, **COMPILER_OPTIONS, **meta)
-    compiled = kernel.warmup(*arguments, grid=grid, **COMPILER_OPTIONS, **meta)
-    target.on_compile(kernel.__name__, compiled, meta)
-    return None
+            set_boxes(compiled, boxes)
+        compiled[(*grid, 1, 1)[:3]](*arguments, *map(meta.get, kernel.arg_names[len(arguments) :]))
+        return compiled
+
+
+def without_alignment(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a kernel's first arguments with an `Unaligned` for each of its SCALARS."""
+
+    def asked(name: str, value: Any) -> Any:
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(asked, value._fields, value))  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(value, torch.Tensor) and (name in SCALARS or value.numel() == 1):
+            return Unaligned(value)
+        return value
+
+    return tuple(map(asked, kernel.arg_names, arguments))
 
 
 def on_device_of(arguments: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -88,7 +88,7 @@ def norm_rope_and_write(
     tensors = q, rotated, k, v
     addresses = *(tensor.data_ptr() for tensor in tensors), *cache.addresses, slot_mapping.data_ptr()
     key = None
-    if not any((at or 0) % 16 for at in addresses):
+    if not any((at or 0) % 16 for at in addresses[:6]):  # scales and slots are read one at a time
         norm_rope_at, norm_rope_key = address_norm_rope(norm_rope, rotation)
         widths = cache.num_kv_heads, num_q_heads, cache.head_dim, cache.head_dim_v
         strides = q.stride(), k.stride(), v.stride()

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,17 +10,15 @@ import torch
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.config import KernelConfig
-from quire.dispatch.request import Request, cdiv
+from quire.dispatch.request import MOST_NEW_TOKENS, Request, cdiv
 from quire.kernels import views
-from quire.kernels.launch import Runner, constexprs_of, once
+from quire.kernels.launch import Runner, constexprs_of, key_of, once
 from quire.kernels.scratch import ScratchSize
 from quire.norm_rope import QKNorm, Rope
 from quire.spec import UNBOUNDED, AttentionSpec
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
-MOST_NEW_TOKENS = 16  # of a sequence, that a program of `append` writes before it reads them
-MOST_SEQS_TO_APPEND = 64  # 32 gain 1.5 to 2.6 %, 128 lose 0.3 to 2.9 % (NVIDIA H200, 2026-11-23)
 
 
 @dataclass(frozen=True)
@@ -86,18 +84,31 @@ class PortableLaunch(ABC):
             "PDL": device.supports_pdl, "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2,
         } | options  # fmt: skip
 
-    def compile_key(self) -> Hashable:
-        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
+    @property
+    def max_registers(self) -> int | None:
+        """Most registers of a thread, if the launch loads fp8 numbers in pairs; None for any number.
+
+        Else the compiler takes so many that fewer programs fit. What it spills is outside of the loop over tiles.
+        """
+        if self.name != "split_kv" or self.request.device.has_mfma or not loads_pairs(self.request.spec, self.config):
+            return None
+        return min(MOST_REGISTERS, REGISTERS // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8)
+
+    def compile_keys(self) -> frozenset[Hashable]:
+        """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
         request = self.request
         absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
-        bounded = loads_pairs(request.spec, self.config) and self.config.programs_per_sm  # `arguments`: maxnreg
-        return self.name, bounded, *absent, *self.constexprs().items()
+        return frozenset({key_of(self.name, *absent, **constexprs_of(self))})
+
+    def with_most_partitions(self) -> "PortableLaunch":
+        """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
+        return self if self.fallback is None else replace(self, fallback=self.fallback.with_most_partitions())
 
     def packs_fp8(self, cache: PagedKVCache) -> bool:
         """Return whether the kernel loads fp8 numbers in pairs."""
         return loads_pairs(self.request.spec, self.config) and cache.scale_kind != "token" and views.can_pack_fp8(cache)
 
-    def for_cache(self, cache: PagedKVCache) -> "PortableLaunch":
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "PortableLaunch":
         """Return the launch for a cache: this one, or its fallback."""
         return self if self.fallback is None or self.packs_fp8(cache) else self.fallback
 
@@ -146,11 +157,6 @@ def loads_pairs(spec: AttentionSpec, config: KernelConfig) -> bool:
     """Return whether the kernel loads fp8 numbers in pairs, if the cache can be read as 16-bit elements."""
     can = spec.kv_dtype in FP8_DTYPES and spec.dtype.itemsize == 2
     return can and min(config.block_d, config.block_dv) >= 32
-
-
-def has_few_new_tokens(request: Request) -> bool:
-    """Return whether a launch that attends should write the step's keys and values too."""
-    return request.bounds.max_query_len <= MOST_NEW_TOKENS and request.num_seqs <= MOST_SEQS_TO_APPEND
 
 
 class KernelRunner:
@@ -215,13 +221,13 @@ class PortableRunner(KernelRunner):
         sinks_at = None if sinks is None else sinks.data_ptr()
         slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
         key = None
-        if (q_at | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | cache_at[0] | cache_at[1]) % 16 == 0:
+        if (q_at | out_at | cache_at[0] | cache_at[1]) % 16 == 0:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             key = cache.kind, q.stride(), out.stride(), out.dtype, None if lse is None else lse.stride(0), dtypes
             addresses = q_at, out_at, out_scale_at, lse_at, sinks_at, slopes_at, cache_at, None, None
             if new is not None:
                 new_at = new.k.data_ptr(), new.v.data_ptr(), new.slot_mapping.data_ptr()
-                aligned = (new_at[0] | new_at[1] | new_at[2]) % 16 == 0
+                aligned = (new_at[0] | new_at[1]) % 16 == 0
                 key = (*key, new.k.dtype, new.v.dtype, *new[3:]) if aligned else None
                 norm_rope_at = None
                 if norm_rope is not None and key is not None:
@@ -238,7 +244,7 @@ class PortableRunner(KernelRunner):
         request = self.decided.request
         # Elsewhere the new keys need not be among those that the queries see.
         at_the_end = self.batch.query_offsets is None and (request.has_tree or not request.has_intervals)
-        return at_the_end and has_few_new_tokens(request) and cache.scale_kind != "token"
+        return at_the_end and request.has_few_new_tokens and cache.scale_kind != "token"
 
     def append(
         self,
@@ -281,7 +287,7 @@ class PortableRunner(KernelRunner):
         from quire.kernels import mods
 
         decided, batch = self.decided, self.batch
-        config, device = decided.config, decided.request.device
+        device = decided.request.device
         packed = self.decided.packs_fp8(cache)
         if packed:
             element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, device.native_fp8x2)
@@ -296,11 +302,8 @@ class PortableRunner(KernelRunner):
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
         } | (views.NO_NORM_ROPE if norm_rope is None else norm_rope[1])  # fmt: skip
-        if packed and decided.name == "split_kv" and not device.has_mfma:
-            # Else compilers take so many that fewer programs fit. What it spills is outside of the loop over tiles.
-            meta["maxnreg"] = min(
-                MOST_REGISTERS, REGISTERS // (32 * config.num_warps * config.programs_per_sm) // 8 * 8
-            )
+        if packed and decided.max_registers is not None:
+            meta["maxnreg"] = decided.max_registers
         meta["BLOCK_N"] = self.block_n(q, cache)
         strides = (
             batch.page_table.stride(0),

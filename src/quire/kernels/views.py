@@ -138,7 +138,8 @@ def address_norm_rope(norm_rope: NormRope, meta: dict[str, Any]) -> tuple[tuple[
     tensors = norm_rope[:5]
     at = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors[1:])
-    key = *meta.values(), *dtypes, *(None if address is None else address % 16 == 0 for address in at), *norm_rope[6:]
+    aligned = (None if address is None else address % 16 == 0 for address in (*at[:2], *at[3:]))  # but for positions
+    key = *meta.values(), *dtypes, *aligned, *norm_rope[6:]
     return (*at, *norm_rope[5:]), key
 
 

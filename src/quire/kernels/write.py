@@ -94,7 +94,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
     grid = num_tokens, cache.num_kv_heads, 1
     addresses = k.data_ptr(), v.data_ptr(), *cache.addresses, slot_mapping.data_ptr()
     key = None
-    if not any((at or 0) % 16 for at in addresses):
+    if not any(at % 16 for at in addresses[:4]):
         widths = cache.num_kv_heads, cache.head_dim, cache.head_dim_v
         key = k.device, k.dtype, v.dtype, k.stride(), v.stride(), cache.kind, widths
         if LAUNCHES.relaunch(key, grid, addresses):

@@ -94,7 +94,7 @@ def write_latent(
     tensors: tuple[Any, ...] = c_kv, k_pe, *parts, slot_mapping
     addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
     key = None
-    if not any((at or 0) % 16 for at in addresses):
+    if not any((at or 0) % 16 for at in addresses[:3]):
         rope = None if k_pe is None else (k_pe.dtype, k_pe.stride(0))
         key = c_kv.device, c_kv.dtype, c_kv.stride(0), rope, cache.kind, cache.head_dim, cache.head_dim_v
         if LAUNCHES.relaunch(key, grid, addresses):

@@ -106,7 +106,7 @@ def launches(
     stands_for: dict[LaunchToCompile, list[tuple[str, str]]] = defaultdict(list)
     for case, configs in wanted:
         for config in configs:
-            key = case.spec, case.page_size, launch_of(case, properties, config).compile_key()
+            key = case.spec, case.page_size, launch_of(case, properties, config).compile_keys()
             if key not in found:
                 options = tuple(options_of(config).items())
                 found[key] = LaunchToCompile(

@@ -70,7 +70,30 @@ def expand(out: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_
     out[: spread.shape[0]] = spread.where(spread != replace_from, replace_to)
 
 
+def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
+    """Write x over its root mean square; a weight with two dimensions has a row for each layer, x's first dimension."""
+    normed = x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        normed *= weight if weight.dim() == 1 else weight.reshape(-1, *[1] * (x.dim() - 2), x.shape[-1])
+    out.copy_(normed)
+
+
+def rotate(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, head_size: int, table: torch.Tensor, neox: bool
+) -> None:
+    """Rotate heads in place, by the two halves of a head; the table has cosines and then sines of each position."""
+    assert neox
+    cos, sin = (x[:, None] for x in table[positions.flatten()].chunk(2, -1))
+    for heads in (q,) if k is None else (q, k):
+        x = heads.view(positions.numel(), -1, head_size)
+        first, second = x[..., : 2 * cos.shape[-1]].chunk(2, -1)
+        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        x[..., : 2 * cos.shape[-1]] = rotated
+
+
 OPERATORS = {
+    "rms_norm(Tensor(a!) out, Tensor x, Tensor? weight, float eps) -> ()": rms_norm,
+    "rotary_embedding(Tensor positions, Tensor(a!) q, Tensor(b!)? k, int size, Tensor table, bool neox) -> ()": rotate,
     "expand_kernel_impl(Tensor(a!) out, Tensor values, Tensor ends, int replace_from, int replace_to) -> ()": expand,
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()": gated_gelu,
@@ -97,6 +120,8 @@ def __getattr__(name: str):
             except ImportError:  # before 0.33
                 collectives = importlib.import_module("vllm.v1.attention.ops.common")
             collectives.correct_attn_out = weigh
+            if attn_selector_config.use_mla and not hasattr(CpuPlatform, "get_mla_prefill_backend_cls"):
+                cls.choose_mla_prefill()
             wanted = attn_selector_config._asdict()
             reasons = selected_backend.get_class().validate_configuration(
                 device_capability=DeviceCapability(8, 0), **wanted
@@ -104,6 +129,16 @@ def __getattr__(name: str):
             if reasons:
                 raise ValueError(f"{selected_backend.name} cannot serve this model: {', '.join(reasons)}")
             return selected_backend.get_path()
+
+        @classmethod
+        def choose_mla_prefill(cls) -> None:
+            """Let vLLM take a plug-in's prefill of MLA; versions that do not ask the platform want FlashAttention."""
+            try:
+                prefill = importlib.import_module("vllm.v1.attention.backends.mla.prefill.registry")
+            except ImportError:  # 0.20, whose backend of MLA also prefills
+                return
+            layers = importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
+            layers.get_mla_prefill_backend = lambda config: prefill.MLAPrefillBackendEnum.CUSTOM.get_class()
 
         @classmethod
         def get_mla_prefill_backend_cls(cls, config):

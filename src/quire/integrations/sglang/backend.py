@@ -14,7 +14,7 @@ from quire import Batch, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.engine import LEAST_KEYS
 from quire.integrations.sglang import contract
-from quire.integrations.sglang.layers import Layers, write
+from quire.integrations.sglang.layers import Layer, Layers, write
 from quire.integrations.sglang.refusals import (
     drafts_branch,
     refuse_arguments,
@@ -63,7 +63,7 @@ class QuireBackend(base.AttentionBackend):
         self.drafts_branch = drafts_branch(speculation)
         self.mask_of_drafts = self.make_verify_mask(model_runner, speculation)
         self.captured: dict[tuple[int, int], Step] = {}  # by forward mode and number of requests
-        self.warm = False
+        self.warm: set[quire.AttentionSpec] = set()  # of layers whose kernels are compiled
         self.forward_metadata: Step | None = None
 
     def make_verify_mask(self, model_runner: Any, speculation: Any) -> Any:
@@ -273,20 +273,19 @@ class QuireBackend(base.AttentionBackend):
         """Return the forward mode under which a graph was captured: an idle rank replays that of decode."""
         return type(mode).DECODE if mode.is_idle() else mode
 
-    def on_after_cuda_graph_warmup(self) -> None:
-        """Compile what any later step can need, once, before the first capture: its layers are known by now."""
-        if self.warm:
+    def warm_up(self, layer: Layer) -> None:
+        """Compile what any later step can need of a layer like this, before the first graph launches any of it."""
+        if layer.spec in self.warm:
             return
-        self.warm = True
-        for spec, pages in {layer.spec: layer.pages for layer in self.layers.bound.values()}.items():
-            names, bounds = [], self.plans.bounds()
-            computed, seen = with_trees(spec)
-            if computed != spec or not self.drafts_branch:
-                names += quire.warmup(spec, pages, **bounds)
-            if self.drafts_branch:
-                names += quire.warmup(computed, pages, **bounds, **seen)
-            if names:
-                contract.logger.info("Quire has %d kernels ready for %s", len(names), spec)
+        self.warm.add(layer.spec)
+        names, bounds = [], self.plans.bounds()
+        computed, seen = with_trees(layer.spec)
+        if computed != layer.spec or not self.drafts_branch:
+            names += quire.warmup(layer.spec, layer.pages, **bounds)
+        if self.drafts_branch:
+            names += quire.warmup(computed, layer.pages, **bounds, **seen)
+        if names:
+            contract.logger.info("Quire has %d kernels ready for %s", len(names), layer.spec)
 
     # A layer.
 
@@ -336,6 +335,8 @@ class QuireBackend(base.AttentionBackend):
         step = self.forward_metadata
         assert step is not None, "SGLang calls init_forward_metadata first"
         bound = self.layers.bind(layer, sinks is not None)
+        if step.captured:
+            self.warm_up(bound)
         if save_kv_cache and k is not None and v is not None:
             slots = forward_batch.out_cache_loc
             if bound.in_window_pool:  # in a graph, too: older versions tell a replay no slots

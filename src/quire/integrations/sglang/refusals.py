@@ -89,6 +89,7 @@ def refuse_layer(layer: Any) -> None:
             layer.logit_capping_method,
             not layer.logit_cap or layer.logit_capping_method == "tanh",
         ),
+        ("use_irope", layer.use_irope, not layer.use_irope),  # local attention in chunks
         ("xai_temperature_len", layer.xai_temperature_len, layer.xai_temperature_len <= 0),
     ):
         if not served:

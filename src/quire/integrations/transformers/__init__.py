@@ -7,16 +7,20 @@ attention function the new keys and values, the cache, and for each sequence eit
 page table of page size 1) or, in steps that only decode on a GPU, a table of pages. Quire writes the new tokens into
 their slots and attends through the list or the table in place, for prefill as for decode. Nothing is gathered.
 
+From 5.24 on, a layer gives its keys to `PagedAttentionCache.update`, which writes them and gathers all keys, before
+attention. `install` replaces that method for models that use Quire: theirs returns the new keys as they are, and passes
+the cache on to the attention function, which then gets what it got before 5.24.
+
 Sliding-window layers keep a ring of the last tokens. Writing first would overwrite keys that the early queries of a
 chunk still need. There the past in the ring and the step's own tokens are two states over disjoint keys: attend to
 both, merge, then write.
 
 Models with multi-head latent attention (DeepSeek-V2 and V3) expand their latents before they attend. Their keys are
 wider than their values, and both are wider than `config.head_dim`, which sizes the engine's cache. `use` sets it to the
-width of the keys. A value takes the first columns of its slot.
+wider of the two. The other takes the first columns of its slot.
 
-`transformers serve` from 5.17 to 5.23 accepts only the attention implementations of a fixed list and kernels of the
-hub, so it cannot use Quire. Serve through `model.init_continuous_batching` instead.
+`transformers serve` accepts only the attention implementations of a fixed list and kernels of the hub, so it cannot use
+Quire. Serve through `model.init_continuous_batching` instead.
 """
 
 from typing import Any
@@ -45,18 +49,21 @@ from quire.integrations.arguments import shown
 from quire.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from quire.integrations.flash_attn.kvcache import contiguous_last
 from quire.integrations.transformers.batching import (
+    CACHE,
     Call,
     Step,
     attend,
     engine_of,
     last_plan,
     remember,
+    take_updates,
 )
 
 __all__ = ["attention_forward", "install", "last_plan", "use"]
 
-SUPPORTED = (Version("5.17"), Version("5.24"))  # from, and before
+SUPPORTED = (Version("5.17"), Version("5.25"))  # from, and before
 NO_PREFIX = Version("5.19")  # from here on, names of paged implementations have no prefix `paged|`
+UPDATES = Version("5.24")  # from here on, layers call the cache's `update` themselves
 # Transformers gives CUDA graphs and decoding by page tables to names that contain "flash" and, after it, a 2 or 3.
 NAME = "quire_flash_2"
 # Tensors among the keyword arguments of a forward pass that say nothing new, or that the mask is made of.
@@ -87,6 +94,8 @@ def install() -> str:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, unserved_mask)
     seed_lazy_import(name)
+    if version >= UPDATES:
+        take_updates(name)
     return name
 
 
@@ -94,9 +103,8 @@ def use(model: transformers.PreTrainedModel) -> str:
     """Install Quire and set it on a loaded model.
 
     Some models (gpt-oss) list the implementations with "flash" in their names that may serve them, and replace any
-    other without an error. Quire serves attention sinks, so its name is added to a list that has a kind of flash
-    attention. In a model with latent attention `config.head_dim` becomes the width of the keys, which continuous
-    batching needs.
+    other without an error. Quire serves attention sinks, so its name is added to the list. In a model with latent
+    attention `config.head_dim` becomes the width of the keys, or of wider values, which continuous batching needs.
 
     Args:
         model: a decoder-only model that continuous batching runs.
@@ -106,25 +114,33 @@ def use(model: transformers.PreTrainedModel) -> str:
 
     Raises:
         TypeError: `model` is not a model of Transformers.
-        UnsupportedError: this version of Transformers is outside the supported range, or the model attends to keys that
-            it selects (DeepSeek-V3.2, MiniMax-M3).
+        UnsupportedError: this version of Transformers is outside the supported range; or the model computes attention
+            without Transformers' interface (Bloom, MPT, Falcon), or to keys that it selects (DeepSeek-V3.2, Doge).
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {shown(model)}; load one first")
     name = install()
     config: Any = model.config.get_text_config(decoder=True)
-    modules: list[Any] = list(torch.nn.Module.modules(model))
-    lists = [getattr(module, "_compatible_flash_implementations", None) or [NAME] for module in modules]
-    if getattr(config, "index_topk", None) or not all("flash" in " ".join(listed) for listed in lists):
+    modules: list[Any] = [m for m in torch.nn.Module.modules(model) if isinstance(m, transformers.PreTrainedModel)]
+    decoder = [model, *(module for module in modules if module.config is config)]
+    # Transformers would only log a warning.
+    if not all(module._can_set_attn_implementation() for module in decoder):
         raise UnsupportedError(
-            f"model must attend to all keys or to a window of them, got {type(model).__name__}, which selects keys; "
-            "load it with attn_implementation='sdpa'"
+            f"model must compute attention by transformers.AttentionInterface, got {type(model).__name__}, which has "
+            "attention of its own; generate by model.generate, without Quire"
         )
-    for module, listed in zip(modules, lists, strict=True):
+    # Quire serves what flash attention serves. A model around a text model may not be served for its images alone.
+    if not all(module._supports_flash_attn for module in decoder[len(decoder) > 1 :]):
+        raise UnsupportedError(
+            f"model must attend to all keys or to a window of them, got {type(model).__name__}, which flash attention "
+            "cannot serve: it selects keys, or has a mask of its own; load it with attn_implementation='sdpa'"
+        )
+    for module in modules:
+        listed = getattr(module, "_compatible_flash_implementations", None) or [NAME]
         if NAME not in listed:
             module._compatible_flash_implementations = [*listed, NAME]
     if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_nope_head_dim", None):
-        config.head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        config.head_dim = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     model.set_attn_implementation(name)
     return name
 
@@ -210,11 +226,18 @@ def attention_forward(
     """
     if dropout:
         raise UnsupportedError(f"dropout must be 0, got {dropout}; Quire serves inference: call model.eval()")
-    if cache is None and attention_mask is not None:
+    cache = cache or getattr(key, CACHE, None)
+    if (cache is None) != (step.get("read_index") is None):
+        raise UnsupportedError(
+            "in continuous batching a layer must pass the cache and the step's arguments on to attention, got one "
+            f"without the other in {type(module).__name__}; generate by model.generate"
+        )
+    if attention_mask is not None and (cache is None or attention_mask.numel()):
         raise UnsupportedError(
             "attention_mask must be None (causal or sliding-window attention without padding), got padding, a static "
-            "cache, packed sequences or another mask; generate by continuous batching (`model.generate_batch`), or "
-            "without `cache_implementation` and with prompts of one length at a time"
+            "cache, packed sequences or another mask; generate by continuous batching (`model.generate_batch`) if the "
+            "model passes the lengths of its sequences on to attention, or without `cache_implementation` and with "
+            "prompts of one length at a time"
         )
     for name, given in step.items():
         if given is not None and (
@@ -222,7 +245,8 @@ def attention_forward(
         ):
             raise UnsupportedError(f"{name} must be left out, got one; load the model with attn_implementation='sdpa'")
     engine = None if cache is None else engine_of(cache)
-    layer = None if engine is None else engine.layer(cache, module.layer_idx, key.shape[-1], value.shape[-1])
+    widths = key.shape[-1], value.shape[-1]
+    layer = None if engine is None else engine.layer(cache, module.layer_idx, key.shape[1], *widths)
     spec = layer_spec(
         num_q_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -239,6 +263,7 @@ def attention_forward(
         return contiguous_attention(query, key, value, spec, s_aux, step), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     call = Call(spec, s_aux, engine, layer, Step.of(step, layer, num_tokens=q.shape[0]))
+    engine.begin(module.layer_idx, call.step)
     return attend(q, k, v, call).unsqueeze(0), None
 
 

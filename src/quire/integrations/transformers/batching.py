@@ -6,14 +6,17 @@ All layers of a group share a step's plans.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 import quire
 from quire import AttentionSpec, Batch, PagedKVCache, Plan, UnsupportedError
+
+CACHE = "quire_cache"  # attribute of new keys: the cache that the step's keys are in
 
 
 class Layer(NamedTuple):
@@ -149,16 +152,27 @@ P = TypeVar("P", bound=Part)
 
 @dataclass
 class Engine:
-    """The state kept with an engine's cache, as long as it lives: its layers, and the current step's plans."""
+    """The state kept with an engine's cache, as long as it lives: its layers, and of the current step what was done."""
 
     layers: dict[int, Layer] = field(default_factory=dict)
     parts: dict[tuple[type[Part], int, AttentionSpec], tuple[Step, Any]] = field(default_factory=dict)
+    attended: dict[int, Step] = field(default_factory=dict)  # by layer, the newest step
 
-    def layer(self, cache: Any, index: int, head_dim: int, head_dim_v: int) -> Layer:
+    def layer(self, cache: Any, index: int, num_kv_heads: int, head_dim: int, head_dim_v: int) -> Layer:
         """Return where layer `index` is."""
         if index not in self.layers:
-            self.layers[index] = find_layer(cache, index, head_dim, head_dim_v)
+            self.layers[index] = find_layer(cache, index, num_kv_heads, head_dim, head_dim_v)
         return self.layers[index]
+
+    def begin(self, index: int, step: Step) -> None:
+        """Note that layer `index` attends in a step; raise if it did before, with keys that would be overwritten."""
+        before = self.attended.get(index)
+        if before is not None and before.is_same(step):
+            raise UnsupportedError(
+                f"a layer must attend once in a step, got layer {index} twice: its keys and values have one place in "
+                "the cache; generate by model.generate"
+            )
+        self.attended[index] = step
 
     def part(self, kind: type[P], spec: AttentionSpec, layer: Layer, step: Step) -> P:
         """Return a part of the keys, planned once per step."""
@@ -242,7 +256,35 @@ def new_slots(table: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> to
     return torch.where(seq_lens > 0, page * page_size + last % page_size, -1)
 
 
-def find_layer(cache: Any, index: int, head_dim: int, head_dim_v: int) -> Layer:
+def take_updates(name: str) -> None:
+    """Let the cache's `update` pass the cache on to attention, in models whose implementation is `name`.
+
+    From 5.24 on, a layer calls `update` with its new keys and values, and then attention with what it returns and with
+    `kwargs`. Before, the cache is in `kwargs` already, and only attention functions of Transformers call `update`.
+    A layer that attends to the keys of an earlier one (Gemma 3n), or gives no `kwargs` (GPT-NeoX), finds the cache on
+    the keys.
+    """
+    engine_cache: Any = PagedAttentionCache
+    update = engine_cache.update
+    if vars(update).get("passes_on") == name:
+        return
+
+    @wraps(update)
+    def pass_on(
+        self: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.config._attn_implementation != name:
+            return update(self, key_states, value_states, layer_idx, kwargs)
+        setattr(key_states, CACHE, self)
+        if kwargs is not None:
+            kwargs["cache"] = self
+        return key_states, value_states
+
+    vars(pass_on)["passes_on"] = name
+    engine_cache.update = pass_on
+
+
+def find_layer(cache: Any, index: int, num_kv_heads: int, head_dim: int, head_dim_v: int) -> Layer:
     """Read from the engine's cache where a layer is. No public accessor serves sliding-window layers too."""
     if hasattr(cache, "layer_to_allocator"):  # from 5.18
         allocator = cache.layer_to_allocator[index]
@@ -255,12 +297,18 @@ def find_layer(cache: Any, index: int, head_dim: int, head_dim_v: int) -> Layer:
         window, page_size = cache.sliding_windows[index], cache.block_size
         window = None if window == 1 else window
         k, v = cache.key_cache[position], cache.value_cache[position]
-    if k.shape[-1] != head_dim or v.shape[-1] < head_dim_v:
+    if k.shape[-1] < max(head_dim, head_dim_v):
         raise UnsupportedError(
-            f"config.head_dim must be the width of keys in the cache, {head_dim}, got {k.shape[-1]}; "
-            "call quire.integrations.transformers.use(model)"
+            f"config.head_dim must be at least the width of keys, {head_dim}, and of values, {head_dim_v}, since "
+            f"continuous batching sizes its cache by it, got {k.shape[-1]}; call "
+            "quire.integrations.transformers.use(model), which sets it for latents, or generate by model.generate"
         )
-    v = v[..., :head_dim_v]
+    if k.shape[1] != num_kv_heads:
+        raise UnsupportedError(
+            f"config.num_key_value_heads must be the number of heads of keys that a layer attends to, {num_kv_heads}, "
+            f"since continuous batching sizes its cache by it, got {k.shape[1]}; generate by model.generate"
+        )
+    k, v = k[..., :head_dim], v[..., :head_dim_v]
     pages = PagedKVCache(k.unflatten(0, (-1, page_size)), v.unflatten(0, (-1, page_size)))
     return Layer(group, window, pages, PagedKVCache(k[:, None], v[:, None]))
 

@@ -5,8 +5,7 @@ attention (MLA).
 """
 
 from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ import quire
 from quire import AttentionSpec, PagedKVCache, Plan, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.vllm import ahead, contract
-from quire.integrations.vllm.plans import Kind, Launch, Planner, unpaged
+from quire.integrations.vllm.plans import Kind, Launch, Planner, bidirectional, one_query_each, unpaged
 from quire.integrations.vllm.sharded import ShardedStep, Shares
 from quire.integrations.vllm.spans import has_spans, scheduled_spans, see_by_sequence, see_spans, without_window
 
@@ -32,6 +31,7 @@ KV_DTYPES = {  # vLLM's names; "auto" is the model's own
     "fp8_e5m2": torch.float8_e5m2,
     **contract.TOKEN_SCALES,
 }
+PAGE_SIZE = 16  # vLLM's own default
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 ENCODERS = (base.AttentionType.ENCODER, base.AttentionType.ENCODER_ONLY)  # their keys are the step's own, in no cache
 
@@ -57,7 +57,8 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [base.MultipleOf(1)]
+        # Any size. Some versions take the least number here for layers with windows, or else the least divisor.
+        return [PAGE_SIZE, base.MultipleOf(1)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -132,7 +133,7 @@ class QuireMetadata(base.AttentionMetadata):
     @property
     def one_query_each(self) -> bool:
         """Whether each sequence has one query, so that counts of queries are not needed."""
-        return self.max_query_len == 1 and self.num_actual_tokens == self.num_reqs
+        return one_query_each(self.query_start_loc_cpu[: self.num_reqs + 1], self.max_query_len, self.num_actual_tokens)
 
     def plan(self, spec: AttentionSpec, num_tokens: int, page_size: int | None) -> Plan:
         """Return the step's plan for a kind of layer, or for the step's own keys if there is no page size."""
@@ -172,9 +173,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
         layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
         self.impls = [layer.impl for layer in layers]
         group, self.shares = contract.context_group(kv_cache_spec), None
-        if group is None or all(layer.impl.attn_type in ENCODERS for layer in layers):
-            self.keep_plans(layer_names, vllm_config, device, kinds_of=self.kinds)
-        else:
+        if group is not None and not all(layer.impl.attn_type in ENCODERS for layer in layers):
             if self.has_spans:
                 raise UnsupportedError(
                     "is_mm_prefix_lm must be False where ranks share contexts, got True; "
@@ -182,7 +181,8 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
                 )
             self.supports_update_block_table = False  # a captured graph reads its own builder's lengths
             self.shares = Shares(group, [layer.impl for layer in layers], vllm_config, device)
-            self.keep_plans(layer_names, vllm_config, device, kinds_of=self.shares.kinds)
+        self.supports_draft_decode_metadata_update = self.shares is None
+        self.keep_plans(layer_names, vllm_config, device)
 
     def launches(self, spec: AttentionSpec, impl: Any, pages: PagedKVCache) -> list[Launch]:
         """Return what a layer launches."""
@@ -199,7 +199,10 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
 
     def kinds(self, spec: AttentionSpec) -> list[Kind]:
         """Return the specs of a layer's plans, and what their batches have."""
-        return [(spec, {}), (without_window(spec), {"intervals": True})] if self.has_spans else [(spec, {})]
+        if self.shares is not None:
+            return self.shares.kinds(spec)
+        in_spans: list[Kind] = [(without_window(spec), {"intervals": True})] if self.has_spans else []
+        return super().kinds(spec) + in_spans
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> QuireMetadata:
         """Return the metadata of a step that is about to be captured."""
@@ -244,6 +247,12 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
         other.block_table, other.slot_mapping, other.builder, other.plans = blk_table, slot_mapping, self, {}
         return other
 
+    def update_draft_decode_metadata(self, metadata: QuireMetadata) -> None:
+        """Refresh a step inside of a graph that drafts several tokens: vLLM has advanced the tensors that it reads.
+
+        A plan needs nothing else. vLLM's bound of the keys is that of the last draft.
+        """
+
     def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int | None) -> Plan:
         """Return a plan for a step: an earlier one if bounds and memory are the same."""
         starts = None if step.one_query_each else step.query_start_loc
@@ -260,7 +269,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
         """Return a new plan for a step whose tokens see keys of their own, or None if there are none."""
         batch = quire.Batch(step.block_table, step.seq_lens, step.query_start_loc)
         if isinstance(step.causal, torch.Tensor):
-            seen = see_by_sequence(batch, num_tokens, step.causal, spec)
+            seen = see_by_sequence(batch, num_tokens, step.causal, spec.sliding_window)
         else:
             rows = scheduled_spans(step.mm_prefix_range or {}, step.query_start_loc_cpu, step.seq_lens_cpu_upper_bound)
             if not rows:
@@ -393,6 +402,21 @@ class QuireImpl(base.AttentionImpl):
         quire.attention(query, pages, plan, **new, **per_head, out=out, out_scale=output_scale)
         return output
 
+    def do_kv_cache_update(
+        self,
+        layer: Any,  # vLLM's module
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size]
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,  # [num_tokens] int64, -1 for padding
+    ) -> None:
+        """Write keys and values that no query comes with: of the context, for a model that drafts whole blocks."""
+        if kv_cache.numel() == 0:  # while memory is measured
+            return
+        pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
+        new = {"k": key, "v": value, "slot_mapping": slot_mapping}
+        quire.write_kv(**cut(new, min(slot_mapping.shape[0], key.shape[0])), cache=pages)
+
     def encode(
         self, query: torch.Tensor, key: Any, value: Any, step: QuireMetadata, output: torch.Tensor, output_scale: Any
     ) -> torch.Tensor:
@@ -421,14 +445,3 @@ class QuireImpl(base.AttentionImpl):
 def cut(new: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
     """Return the first rows of tensors."""
     return {name: x[:rows] for name, x in new.items()}
-
-
-@cache
-def bidirectional(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec of the same layer in a step that is not causal."""
-    if spec.sliding_window is not None:
-        raise UnsupportedError(
-            "causal must be True in layers with a sliding window, got False; "
-            "leave --attention-backend out for this model"
-        )
-    return replace(spec, causal=False)

@@ -186,6 +186,17 @@ def current_config() -> Any:
     return load("vllm.config.vllm").get_current_vllm_config_or_none()
 
 
+def has_bidirectional_steps(vllm_config: Any) -> bool:
+    """Return whether a model has steps that are not causal, as those that draft whole blocks do.
+
+    Newer vLLM says so of each model; 0.20 has one kind of such drafts.
+    """
+    attention: Any = getattr(vllm_config, "attention_config", None)
+    if hasattr(attention, "use_non_causal"):
+        return bool(attention.use_non_causal)
+    return getattr(getattr(vllm_config, "speculative_config", None), "method", None) == "dflash"
+
+
 def context_group(kv_cache_spec: Any) -> Any:
     """Return the group of ranks that share each context (decode context parallelism); None if each holds it whole."""
     if not getattr(kv_cache_spec, "dcp_sharded", True):

@@ -6,8 +6,7 @@ expands them (`prefill.py`). A step's decodes come first, and each may have seve
 for which expanding would cost more than it saves.
 """
 
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +15,8 @@ import quire
 from quire import AttentionSpec, PagedKVCache, Plan, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.vllm import contract
-from quire.integrations.vllm.plans import Planner
-from quire.integrations.vllm.prefill import Plans, QuirePrefill, attend, serves, warmup
+from quire.integrations.vllm.plans import Planner, bidirectional, one_query_each
+from quire.integrations.vllm.prefill import Plans, QuirePrefill, attend, check_queries, serves, warmup
 
 contract.check_version()
 
@@ -167,6 +166,7 @@ class QuireMLAMetadataBuilder(mla.MLACommonMetadataBuilder[QuireMLAMetadata], Pl
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, QuireMLAMetadata)
         scheduler = vllm_config.scheduler_config
         most = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * self.reorder_batch_threshold)
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1  # else counts of keys follow from others
         self.keep_plans(layer_names, vllm_config, device, most)
         if getattr(self, "prefill_metadata_cls", None) is mla.MLACommonPrefillMetadata:
             self.prefill_metadata_cls = QuirePrefillMetadata
@@ -175,6 +175,9 @@ class QuireMLAMetadataBuilder(mla.MLACommonMetadataBuilder[QuireMLAMetadata], Pl
         """Return the metadata of a step that is about to be captured."""
         self.compile_ahead(lambda layer: layer.impl.bind(layer.kv_cache, layer._k_scale), self.compile_prefill)
         return super().build_for_cudagraph_capture(common_attn_metadata)
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """Refresh a step inside of a graph that drafts several tokens: vLLM has advanced the tensors that it reads."""
 
     def compile_prefill(self) -> list[str]:
         """Compile the kernels of prefill, if it is Quire's."""
@@ -209,7 +212,7 @@ class QuireMLAMetadataBuilder(mla.MLACommonMetadataBuilder[QuireMLAMetadata], Pl
             query_start_loc=query_start_loc_device,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            one_query_each=max_query_len == 1 and num_decode_tokens == num_decodes,
+            one_query_each=one_query_each(query_start_loc_cpu[: num_decodes + 1], max_query_len, num_decode_tokens),
             builder=self,
         )
 
@@ -318,7 +321,9 @@ class QuireMLAImpl(mla.MLACommonImpl):
         cached = layer.kv_cache
         pages = self.pages if cached is self.bound else self.bind(cached, layer._k_scale)
         spec = self.spec if getattr(attn_metadata, "causal", True) else bidirectional(self.spec)
-        num_tokens = q.shape[0] if isinstance(q, torch.Tensor) else q[0].shape[0]
+        first = q if isinstance(q, torch.Tensor) else q[0]
+        check_queries(first, spec.dtype)
+        num_tokens = first.shape[0]
         plan = attn_metadata.decode.plan(spec, num_tokens, pages.page_size)
         if self.need_to_return_lse_for_decode:
             state = quire.attention(q, pages, plan, return_lse=True)
@@ -394,9 +399,3 @@ def latent_spec(
         softmax_scale=scale,
         latent=True,
     )
-
-
-@cache
-def bidirectional(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec of the same layer in a step that is not causal."""
-    return replace(spec, causal=False)

@@ -8,6 +8,8 @@ device, so nothing here waits for it.
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +37,6 @@ class Planner:
         vllm_config: Any,
         device: torch.device,
         max_num_tokens: int | None = None,
-        kinds_of: Callable[[AttentionSpec], list[Kind]] = lambda spec: [(spec, {})],
     ) -> None:
         """Find the bounds of plans, and how much scratch memory the largest one needs.
 
@@ -44,13 +45,16 @@ class Planner:
             vllm_config: of the engine.
             device: where.
             max_num_tokens: vLLM's bound if it is not given.
-            kinds_of: returns the specs of a layer's plans, and what their batches have.
         """
         layers = vllm_config.compilation_config.static_forward_context
         # A layer that attends to another's keys comes first, so that one that writes its own takes its place.
         names = sorted(layer_names, key=lambda name: getattr(layers[name].impl, SHARES, None) is None)
         self.layers: dict[AttentionSpec, Any] = {layers[name].impl.spec: layers[name] for name in names}
-        kinds = [kind for spec in self.layers for kind in kinds_of(spec)]
+        for spec in self.layers:
+            say_once(spec, tuple(name for name in names if layers[name].impl.spec == spec))
+        self.has_bidirectional_steps = contract.has_bidirectional_steps(vllm_config)
+        kinds = [kind for spec in self.layers for kind in self.kinds(spec)]
+        self.planned = {spec for spec, _ in kinds}  # the workspace is large enough for these
         self.bounds = bounds_of([layers[name].impl for name in names], vllm_config, max_num_tokens)
         self.batch_invariant: bool = self.bounds["batch_invariant"]
         sizes = [quire.workspace_size(spec, **self.bounds, **has, device=device) for spec, has in kinds]
@@ -58,6 +62,11 @@ class Planner:
         self.workspace: torch.Tensor | None = None
         self.plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         self.warm = not warms_up(vllm_config)
+
+    def kinds(self, spec: AttentionSpec) -> list[Kind]:
+        """Return the specs of a layer's plans, and what their batches have."""
+        specs = [spec, bidirectional(spec)] if self.has_bidirectional_steps and spec.causal else [spec]
+        return [(planned, {}) for planned in specs]
 
     def reserve_workspace(self) -> None:
         """Allocate the scratch memory, for the first step.
@@ -92,7 +101,8 @@ class Planner:
 
     def launches(self, spec: AttentionSpec, impl: Any, pages: PagedKVCache) -> list[Launch]:
         """Return what a layer launches: specs, caches, and how else they are warmed up."""
-        return [(spec, pages, {"return_lse": True} if impl.need_to_return_lse_for_decode else {})]
+        options = {"return_lse": True} if impl.need_to_return_lse_for_decode else {}
+        return [(planned, pages, options | has) for planned, has in self.kinds(spec)]
 
     def plan_for(
         self,
@@ -131,7 +141,7 @@ class Planner:
                 max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
                 num_tokens=num_tokens,
-                workspace=self.workspace,
+                workspace=self.workspace if spec in self.planned else None,
                 batch_invariant=self.batch_invariant,
             )
             if len(self.plans) > MAX_PLANS:
@@ -161,6 +171,39 @@ class Planner:
             max_seq_len=max_query_len,
             paged=False,
         )
+
+
+@cache
+def say_once(spec: AttentionSpec, names: tuple[str, ...]) -> None:
+    """Write into vLLM's log that layers have Quire's attention. Where no such line is, vLLM took another backend."""
+    heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
+    dtype = str(spec.kv_dtype).removeprefix("torch.")
+    layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
+    contract.logger.info("Quire attends in %s: %s, a cache in %s", layers, heads, dtype)
+
+
+def one_query_each(query_start_loc_cpu: torch.Tensor, max_query_len: int, num_tokens: int) -> bool:
+    """Return whether token i is the only query of sequence i, so that counts of queries are not needed.
+
+    Padding comes last: sequences without a query, and tokens of no sequence.
+
+    Args:
+        query_start_loc_cpu: [num_seqs + 1] int32, on the host; all 0 where a capture counts tokens only.
+        max_query_len: most queries of a sequence.
+        num_tokens: of the step, padding included.
+    """
+    num_seqs = query_start_loc_cpu.shape[0] - 1
+    if max_query_len != 1 or num_tokens != num_seqs:
+        return False
+    count = int(query_start_loc_cpu[-1])
+    return int(query_start_loc_cpu[count]) == count  # the first sequences have all of the queries
+
+
+@cache
+def bidirectional(spec: AttentionSpec) -> AttentionSpec:
+    """Return the spec of the same layer in a step that is not causal. A window then reaches as far ahead as back."""
+    ahead = None if spec.sliding_window is None else spec.sliding_window - 1
+    return replace(spec, causal=False, sliding_window_right=ahead)
 
 
 def warms_up(vllm_config: Any) -> bool:

@@ -48,6 +48,7 @@ def attend(
     Returns:
         out [num_tokens, num_heads, head_dim_v], and with `return_lse` also the lse [num_heads, num_tokens].
     """
+    check_queries(q)
     plan = plans.get(part)
     if plan is None:
         plan = plans[part] = quire.plan(
@@ -176,6 +177,15 @@ class QuirePrefill(PrefillBackend):
             causal=False,
             return_lse=True,
             out=out,
+        )
+
+
+def check_queries(q: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Raise UnsupportedError for queries in 8 bits, as some models make them for an fp8 cache."""
+    if q.dtype.itemsize == 1 or dtype not in (None, q.dtype):
+        raise UnsupportedError(
+            f"queries must be {dtype or 'in the dtype of the model'}, got {q.dtype}; "
+            "leave --kv-cache-dtype out for this model, or Quire"
         )
 
 

@@ -18,7 +18,7 @@ import torch
 import quire
 from quire import AttentionSpec, PagedKVCache, Plan, State, UnsupportedError
 from quire.integrations.vllm import contract
-from quire.integrations.vllm.plans import Kind, Launch, unpaged
+from quire.integrations.vllm.plans import Kind, Launch, one_query_each, unpaged
 
 utils: Any = contract.load("vllm.v1.attention.backends.utils")
 
@@ -53,8 +53,8 @@ class Shares:
         """Return what a step has besides; every rank takes the same decisions, since each takes part in collectives."""
         num_seqs, turn = common.num_reqs, self.interleave * self.num_ranks
         lens, query_lens = common.seq_lens[:num_seqs], None
-        one_query_each = common.max_query_len == 1 and common.num_actual_tokens == num_seqs
-        if self.keys_apart or not one_query_each:
+        starts = common.query_start_loc_cpu[: num_seqs + 1]
+        if self.keys_apart or not one_query_each(starts, common.max_query_len, common.num_actual_tokens):
             query_lens = self.query_lens[:num_seqs]
             torch.diff(common.query_start_loc[: num_seqs + 1], out=query_lens)
             lens = lens - query_lens

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import quire
-from quire import AttentionSpec, Batch, UnsupportedError
+from quire import AttentionSpec, Batch
 
 
 def scheduled_spans(
@@ -47,22 +47,22 @@ def see_spans(
     return seen
 
 
-def see_by_sequence(batch: Batch, num_tokens: int, causal: torch.Tensor, spec: AttentionSpec) -> Batch:
+def see_by_sequence(batch: Batch, num_tokens: int, causal: torch.Tensor, sliding_window: int | None) -> Batch:
     """Return a batch with intervals for which a sequence is causal, or its tokens see all of it.
 
     Args:
         batch: the sequences.
         num_tokens: of the step.
         causal: [num_seqs] int32, of each sequence; not 0 for causal ones.
-        spec: of the layer.
+        sliding_window: of the layer. In a sequence that is not causal it reaches as far ahead as back.
     """
-    if spec.sliding_window is not None:
-        raise UnsupportedError(
-            "causal must be one bool for the whole batch in layers with a sliding window, got one for each request; "
-            "leave --attention-backend out for this model"
-        )
     prefix_lens = torch.where(causal[: batch.num_seqs].bool(), 0, batch.seq_lens)
-    return quire.intervals.prefix_lm(batch, num_tokens, prefix_lens)
+    seen = quire.intervals.prefix_lm(batch, num_tokens, prefix_lens)
+    if sliding_window is None:
+        return seen
+    window = quire.intervals.sliding_window(batch, num_tokens, sliding_window, right=sliding_window - 1)
+    assert seen.key_end is not None and window.key_end is not None
+    return replace(window, key_end=torch.minimum(seen.key_end, window.key_end))
 
 
 @cache

@@ -49,8 +49,7 @@ def find_sequence(cu_seqlens_q, num_seqs, row_block, GROUP: tl.constexpr, BLOCK_
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "stride_table", "window_left", "window_right"],
-    do_not_specialize_on_alignment=["out_scale_ptr"],
+    do_not_specialize=["num_seqs", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def block_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,11 +37,15 @@ class TorchLaunch:
         """Return 0 bytes: no scratch is needed."""
         return ScratchSize()
 
-    def compile_key(self) -> Hashable:
-        """Return the family's name: nothing is compiled."""
-        return self.name
+    def compile_keys(self) -> frozenset[Hashable]:
+        """Return no key: nothing is compiled."""
+        return frozenset()
 
-    def for_cache(self, cache: PagedKVCache) -> "TorchLaunch":
+    def with_most_partitions(self) -> "TorchLaunch":
+        """Return this launch, which needs no scratch."""
+        return self
+
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "TorchLaunch":
         """Return this launch, which serves every cache."""
         return self
 

@@ -48,12 +48,13 @@ def registers_of_three(gathers, fp8_mma, intervals, cuts_narrow):
 
 
 @gluon.jit(
-    do_not_specialize_on_alignment=["num_splits", "out_scale_ptr", "stride_lse"],
+    do_not_specialize_on_alignment=["num_splits"],
     do_not_specialize=[
         "last_part",
         "max_decode_queries",
         "num_seqs",
         "section",
+        "stride_lse",
         "stride_table",
         "window_left",
         "window_right",

@@ -1,7 +1,7 @@
 """`HopperLaunch`: a launch of the Hopper kernel."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +12,8 @@ from quire.cache import PagedKVCache
 from quire.dispatch import tree
 from quire.dispatch.config import HopperConfig
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.hopper.tma import has_boxes, has_pieces, matrices_of_cache, page_box
-from quire.kernels.launch import Runner, once, states_at_once
+from quire.kernels.hopper.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, page_box
+from quire.kernels.launch import Runner, constexprs_of, key_of, once, states_at_once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
 from quire.kernels.split_kv.launch import SplitKVLaunch
@@ -194,19 +194,28 @@ class HopperLaunch:
             "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize),
         }  # fmt: skip
 
-    def compile_key(self) -> Hashable:
-        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
-        decode = None if self.decode is None else self.decode.compile_key()
-        return (
-            self.name,
-            self.num_splits > 1 and (states_at_once(self.num_splits), self.request.is_ragged),
-            self.section_heads is None,
-            self.last_part is None,
-            self.request.has_intervals,  # arguments that may be None
-            self.is_long,
-            decode,
-            *self.constexprs().items(),
-        )
+    def compile_keys(self) -> frozenset[Hashable]:
+        """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
+        absent = self.section_heads is None, self.last_part is None, self.request.has_intervals  # may be None
+        # Of states, which are float32, Triton asks whether 16 divides the strides of heads.
+        states = () if self.num_splits == 1 else (self.num_splits * self.request.spec.head_dim_v % 16 == 0,)
+        keys = {key_of(self.name, *absent, self.is_long, *states, **constexprs_of(self))}
+        if states:
+            keys.add(key_of("combine", states_at_once(self.num_splits), self.request.is_ragged, *states))
+        return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()
+
+    def alike(self) -> "tuple[HopperLaunch, ...]":
+        """Return this launch, and one that differs in strides of states for which kernels are compiled, if any does."""
+        splits = self.num_splits
+        if splits == 1 or self.request.spec.head_dim_v % 16 == 0:
+            return (self,)
+        other = splits + 1 if splits == 2 or (splits > 4 and splits % 2) else splits - 1
+        return self, replace(self, num_splits=other)
+
+    def with_most_partitions(self) -> "HopperLaunch":
+        """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
+        decode = None if self.decode is None else self.decode.with_most_partitions()
+        return replace(self, fallback=self.fallback.with_most_partitions(), decode=decode)
 
     @property
     def is_long(self) -> bool:
@@ -233,9 +242,12 @@ class HopperLaunch:
         pays = is_wide(self.request.spec) and cache.dtype.itemsize == 2
         return 0, block_n if lie_in_one_page(block_n, cache) and pays else 0
 
-    def for_cache(self, cache: PagedKVCache) -> "HopperLaunch | PortableLaunch":
-        """Return this launch, or its fallback if TMA cannot address the cache."""
-        return self.fallback if matrices_of_cache(cache) is None else self
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "HopperLaunch | PortableLaunch":
+        """Return this launch, or its fallback if TMA cannot address the cache, or queries if they are given."""
+        served = matrices_of_cache(cache) is not None
+        if q is not None and q.shape[0]:
+            served = served and matrix_of_queries(q) is not None
+        return self if served else self.fallback
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""

@@ -90,7 +90,7 @@ class HopperRunner:
         tensors = into, into_scale, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
-        if not any((at or 0) % 16 for at in (addresses[0], *addresses[2:5])):
+        if into.data_ptr() % 16 == 0:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             lse_stride = None if into_lse is None else into_lse.stride(0)
             key = "hopper", cache.kind, q.stride(), into.stride(), into.dtype, lse_stride, dtypes
@@ -133,7 +133,7 @@ class HopperRunner:
         assert self.split_out is not None and self.split_lse is not None
         grid, lse_at = (out.shape[0], out.shape[1], 1), None if lse is None else lse.data_ptr()
         key = None
-        if (out.data_ptr() | (lse_at or 0)) % 16 == 0:
+        if out.data_ptr() % 16 == 0:
             key = "combine", out.stride(), out.dtype, None if lse is None else lse.stride(0)
             scale_at = None if out_scale is None else out_scale.data_ptr()
             addresses = self.split_out.data_ptr(), self.split_lse.data_ptr(), out.data_ptr(), scale_at, lse_at

@@ -199,13 +199,10 @@ def join_parts(acc, m_i, l_i, BLOCK_M: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def after(page, value, ONE_PAGE: tl.constexpr):
-    """Return `value`, which is not computed before `page` is loaded: no compiler knows that pages are not negative.
-
-    If one is, return a row that no sequence has.
-    """
+    """Return `value`, which is not computed before `page` is loaded: no compiler knows that pages are not negative."""
     if not ONE_PAGE:
         page = tl.max(page, 0)
-    return tl.where(page < 0, 1 << 30, value)
+    return tl.where(page < 0, -1, value)
 
 
 @triton.jit
@@ -215,8 +212,7 @@ def concatenate(a, b, BLOCK_M: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"],
-    do_not_specialize_on_alignment=["out_scale_ptr"],
+    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def mla_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]

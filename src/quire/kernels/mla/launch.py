@@ -72,6 +72,14 @@ class MLALaunch(SplitKVLaunch):
         return False
 
     @property
+    def most_partitions(self) -> int:
+        """Most partitions that are chosen.
+
+        The first bands of a prompt see few keys. With more partitions, the last ones fill the gaps.
+        """
+        return self.capacity * BANDS_PER_PROGRAM if self.multi_block else self.capacity
+
+    @property
     def lanes(self) -> int:
         """Programs that share a partition: one for each row block of a band."""
         return self.row_blocks
@@ -152,8 +160,7 @@ class MLARunner(KernelRunner):
         slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
         latents_at = latent_addresses(cache)
         key = None
-        addresses = q_at | (pe_at or 0) | out_at | (lse_at or 0) | (sinks_at or 0) | (slopes_at or 0) | latents_at[0]
-        if addresses % 16 == 0:
+        if (q_at | (pe_at or 0) | out_at | latents_at[0]) % 16 == 0:
             dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
             strides = q_nope.stride(), None if q_pe is None else q_pe.stride(), out.stride()
             key = cache.kind, strides, out.dtype, None if lse is None else lse.stride(0), dtypes
@@ -275,10 +282,7 @@ def choose_num_partitions(launch: MLALaunch, options: Options) -> int:
     num_bands = launch.num_row_blocks(launch.request.bounds.num_tokens)
     if options.num_splits is not None:
         return max(1, options.num_splits * num_bands)
-    capacity = launch.capacity
-    if launch.multi_block:
-        # The first bands of a prompt see few keys. With more partitions, the last ones fill the gaps.
-        capacity *= BANDS_PER_PROGRAM
+    capacity = launch.most_partitions
     if options.batch_invariant:
         return max(1, min(capacity, launch.max_units))
     tiles = max(1, cdiv(launch.request.bounds.max_seq_len, launch.config.block_n))

@@ -26,7 +26,7 @@ from quire.kernels.mla_hopper.schedule import (
 WIDTH = gl.constexpr(512)  # columns of the values
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "sequence_cost"])
+@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "sequence_cost", "stride_lse"])
 def mla_combine_kernel(
     out_ptr, lse_ptr,
     seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,

@@ -81,7 +81,9 @@ class Program(NamedTuple):
     scale_ptr: Any  # the factor of fp8 latents, or None
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "sequence_cost", "stride_table", "table_width"])
+@gluon.jit(
+    do_not_specialize=["num_seqs", "num_partitions", "sequence_cost", "stride_table", "stride_lse", "table_width"]
+)
 def mla_hopper_kernel(
     out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, scale_ptr, kv_ptr, kv_desc, rope_desc,
     page_table, seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,

@@ -1,7 +1,7 @@
 """`MLAHopperLaunch`: a launch of the MLA kernel for Hopper GPUs, and what it serves."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from quire.dispatch.config import MIN_TMA_BOX
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
 from quire.kernels.hopper.tma import matrix_of, page_box
-from quire.kernels.launch import Runner, once
+from quire.kernels.launch import Runner, constexprs_of, key_of, once
 from quire.kernels.mla.launch import MLALaunch
 from quire.kernels.mla.launch import propose as propose_portable
 from quire.kernels.scratch import ScratchSize
@@ -130,12 +130,19 @@ class MLAHopperLaunch:
             "BY_SEQUENCE": by_sequence, "BLOCK_M": block_m, "PARTS": parts, "COLUMNS": columns,
         }  # fmt: skip
 
-    def compile_key(self) -> Hashable:
-        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
-        combine = None if self.num_partitions == 1 else tuple(self.combine_constexprs().items())
-        return self.name, self.request.has_cu_seqlens, *self.constexprs().items(), combine
+    def compile_keys(self) -> frozenset[Hashable]:
+        """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
+        absent = self.request.has_cu_seqlens  # an argument that may be None
+        own = key_of(self.name, absent, **constexprs_of(self))
+        if self.num_partitions == 1:
+            return frozenset({own})
+        return frozenset({own, key_of("mla_combine", absent, **self.combine_constexprs())})
 
-    def for_cache(self, cache: PagedKVCache) -> "MLAHopperLaunch | MLALaunch":
+    def with_most_partitions(self) -> "MLAHopperLaunch":
+        """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
+        return replace(self, fallback=self.fallback.with_most_partitions())
+
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "MLAHopperLaunch | MLALaunch":
         """Return this launch, or its fallback if TMA cannot address the cache."""
         return self.fallback if matrix_of_latents(cache) is None else self
 
@@ -170,6 +177,8 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
         return "keys and values that are no latents"
     if request.per_token is not None:
         return request.per_token
+    if request.has_flat_table:
+        return "flat page tables, which shared prefixes of unequal lengths have too"
     if not request.device.has_wgmma:
         return "GPUs other than Hopper's"
     if options.config is not None or options.num_splits is not None or options.batch_invariant:

@@ -51,20 +51,21 @@ class MLAHopperRunner:
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
-        out_scale: torch.Tensor | None = None,  # always None: `quire.attention` refuses it
+        out_scale: torch.Tensor | None = None,  # for the fallback alone: `quire.attention` refuses others
     ) -> None:
         decided, (q_nope, q_pe) = self.decided, q
         matrix = matrix_of_latents(cache)
-        if matrix is None or self.batch.cu_pages is not None or q_pe is None:
+        if matrix is None:
             self.fallback = self.fallback or decided.fallback.bind(self.batch, self.workspace)
-            self.fallback(q, cache, out, lse, sinks, alibi_slopes)
+            self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale)
             return
+        assert q_pe is not None  # the launch serves latents with rotary columns alone
         if q_nope.shape[0] == 0 or self.batch.num_seqs == 0:
             return
         tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
-        if not any((at or 0) % 16 for at in addresses[:4]):
+        if not any((at or 0) % 16 for at in (addresses[0], *addresses[2:4])):
             key = cache.kind, q_nope.stride(), q_pe.stride(), out.stride(), None if lse is None else lse.stride(0)
         spec = decided.request.spec
         widths = (cache.head_dim,) if cache.dtype.itemsize > 1 else (cache.head_dim, spec.qk_rope_head_dim)

@@ -8,6 +8,8 @@ state, and the states are combined.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -63,13 +65,17 @@ class SharedPrefixLaunch:
         sizes = [launch.scratch_size() for launch in self.launches]
         return ScratchSize(max(size.total for size in sizes), max(size.counters for size in sizes))
 
-    def compile_key(self) -> Hashable:
-        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
-        return self.name, *(launch.compile_key() for launch in self.launches)
+    def compile_keys(self) -> frozenset[Hashable]:
+        """Return a key of each kernel that is launched, but for the one that combines levels."""
+        return frozenset().union(*(launch.compile_keys() for launch in self.launches))
 
-    def for_cache(self, cache: PagedKVCache) -> "SharedPrefixLaunch":
-        """Return the launch whose parts serve a cache."""
-        return replace(self, launches=tuple(launch.for_cache(cache) for launch in self.launches))
+    def with_most_partitions(self) -> "SharedPrefixLaunch":
+        """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
+        return replace(self, launches=tuple(launch.with_most_partitions() for launch in self.launches))
+
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "SharedPrefixLaunch":
+        """Return the launch whose parts serve a cache, and queries if they are given."""
+        return replace(self, launches=tuple(launch.for_cache(cache, q) for launch in self.launches))
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
@@ -90,6 +96,16 @@ def num_shared_keys(levels: tuple[Level, ...]) -> list[int]:
     return [sum(keys) for keys in zip(*by_level, strict=True)]
 
 
+def first_seqs(level: Level) -> list[int]:
+    """Return the first sequence of each run of a level, and the number of sequences."""
+    return [0, *accumulate(num_seqs for num_seqs, _ in level)]
+
+
+def is_rectangle(seqs: list[int], entries: list[int]) -> bool:
+    """Return whether rows of a page table, each from one of its entries on, are a rectangular table again."""
+    return len({b - a for a, b in pairwise(seqs)}) <= 1 and len(set(entries)) == 1
+
+
 def propose(
     request: Request, levels: tuple[Level, ...], choose: Callable[[Request], tuple[Launch, str]]
 ) -> tuple[SharedPrefixLaunch, str]:
@@ -100,10 +116,15 @@ def propose(
         levels: the runs of each level.
         choose: returns a launch for the batch of one level, and the reason.
     """
-    parts = [choose(level_request(request, level)) for level in levels]
+    parts, before = [], [0] * request.num_seqs  # keys of the levels above
+    for level in levels:
+        firsts = first_seqs(level)[:-1]
+        is_flat = not is_rectangle(firsts, [before[seq] for seq in firsts])
+        parts.append(choose(replace(level_request(request, level), has_flat_table=is_flat)))
+        before = [sum(keys) for keys in zip(before, num_shared_keys((level,)), strict=True)]
     bounds = request.bounds
-    own = replace(bounds, max_seq_len=bounds.max_seq_len - min(num_shared_keys(levels)))
-    parts.append(choose(replace(request, bounds=own)))
+    own, is_flat = replace(bounds, max_seq_len=bounds.max_seq_len - min(before)), len(set(before)) > 1
+    parts.append(choose(replace(request, bounds=own, has_flat_table=is_flat)))
     launch = SharedPrefixLaunch(request, levels, tuple(part for part, _ in parts))
     return launch, "; ".join(dict.fromkeys(reason for _, reason in parts))
 

@@ -4,7 +4,7 @@ Every launch has a separate batch. Its page table is a view of the plan's table,
 plan's lengths at each call. So an engine can change the plan's batch in place, as with other plans.
 """
 
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from quire.batch_check import check_reads, check_shared_pages
 from quire.cache import PagedKVCache
 from quire.dispatch.device import device_properties
 from quire.kernels.launch import Runner
-from quire.kernels.shared_prefix.launch import SharedPrefixLaunch, num_shared_keys
+from quire.kernels.shared_prefix.launch import SharedPrefixLaunch, first_seqs, is_rectangle, num_shared_keys
 from quire.state import State
 
 
@@ -30,7 +30,7 @@ class SharedPrefixRunner:
     def __init__(self, launch: SharedPrefixLaunch, batch: Batch, workspace: torch.Tensor | None) -> None:
         self.decided, self.batch, self.workspace = launch, batch, workspace
         self.served_by_torch = launch.launches[-1].name == "torch"
-        self.firsts = [[0, *accumulate(num_seqs for num_seqs, _ in level)] for level in launch.levels]
+        self.firsts = [first_seqs(level) for level in launch.levels]
         with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
             self.num_shared = on_device(num_shared_keys(launch.levels), batch.device)
             self.own_lens = torch.empty_like(self.num_shared)
@@ -142,7 +142,7 @@ def make_combine(batch: Batch) -> Any:
         grid, key, lse_at = (num_tokens, out.shape[1], 1), None, None if lse is None else lse.data_ptr()
         if num_tokens == 0:
             return
-        if (states.data_ptr() | lses.data_ptr() | out.data_ptr() | (lse_at or 0)) % 16 == 0:
+        if (states.data_ptr() | out.data_ptr()) % 16 == 0:
             key = states.stride(), lses.stride(), out.stride(), out.dtype, None if lse is None else lse.stride(0)
             scale_at = None if out_scale is None else out_scale.data_ptr()
             if launches.relaunch(key, grid, (states.data_ptr(), lses.data_ptr(), out.data_ptr(), scale_at, lse_at)):
@@ -192,9 +192,9 @@ def rows_of_table(batch: Batch, seqs: list[int], entries: list[int]) -> tuple[to
         as a flat one, and `cu_pages`.
     """
     table = batch.page_table
-    steps = {b - a for a, b in pairwise(seqs)} or {1}
-    if len(steps) == len(set(entries)) == 1:
-        return table[seqs[0] :: steps.pop(), entries[0] :][: len(seqs)], None
+    if is_rectangle(seqs, entries):
+        step = seqs[1] - seqs[0] if len(seqs) > 1 else 1
+        return table[seqs[0] :: step, entries[0] :][: len(seqs)], None
     stride = table.stride(0)
     flat = table.as_strided(((len(table) - 1) * stride + table.shape[1],), (1,))
     return flat, on_device([seq * stride + entry for seq, entry in zip(seqs, entries, strict=True)], batch.device)

@@ -20,7 +20,6 @@ from quire.kernels.states import Outputs, combine_at_once, store_result
 
 @triton.jit(
     do_not_specialize=["window_left", "window_right", "num_seqs", "num_partitions", "stride_lse"],
-    do_not_specialize_on_alignment=["out_scale_ptr"],
 )
 def combine_partials_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]

@@ -35,13 +35,12 @@ from quire.kernels.primitives import (
     write_new,
 )
 from quire.kernels.split_kv.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.split_kv.schedule import Schedule, find_partition, num_keys, sequence_span
+from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
 from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, num_sums, store_result, total
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "window_left", "window_right"],
-    do_not_specialize_on_alignment=["out_scale_ptr"],
+    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def split_kv_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
@@ -141,7 +140,7 @@ def split_kv_kernel(
             bits = None
             if kv.tree_bits is not None:
                 bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
-            seq_len = num_keys(kv, seq, q_len)
+            seq_len = tl.load(kv.seq_lens + seq)
             key_begin, key_end = load_intervals(kv, rows, first_pos, seq_len)
             sight = Sight(key_begin, key_end, bits, first_pos)
             # The rows of this row block may see fewer keys than those of the sequence.

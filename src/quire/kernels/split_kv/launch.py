@@ -11,7 +11,7 @@ from quire.batch import Batch
 from quire.dispatch.config import CostModel
 from quire.dispatch.request import Request, cdiv
 from quire.dispatch.tree import power_of_two
-from quire.kernels.launch import Runner
+from quire.kernels.launch import Runner, constexprs_of, key_of
 from quire.kernels.portable import PortableLaunch, PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part, ScratchSize, counter_bytes
 
@@ -152,7 +152,7 @@ class SplitKVLaunch(PortableLaunch):
             "SEQS", "MORE_SEQS", "INTERVALS", "MORE_INTERVALS", "MIN_SPLIT_TILES", "TWO_LEVEL_DISCOUNT",
             "TWO_LEVEL_MIN_TILES", "PDL",
         )  # fmt: skip
-        of_kernel, columns = self.constexprs(), self.combine_columns
+        of_kernel, columns = constexprs_of(self), self.combine_columns
         ahead = self.partials_at_once
         if self.fixed_split_size:
             ahead = 32 if columns <= 32 else 8
@@ -166,9 +166,25 @@ class SplitKVLaunch(PortableLaunch):
         """As in `CostModel`; 0 where a second launch combines, since partials then cost little."""
         return 0 if self.has_combine_launch else self.costs.min_split_tiles
 
-    def compile_key(self) -> Hashable:
-        """Return a key that differs between launches whose compiled kernels differ, for caches of one kind."""
-        return super().compile_key(), self.has_combine_launch and (self.combine_columns, self.partials_at_once)
+    def compile_keys(self) -> frozenset[Hashable]:
+        """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
+        own, request = super().compile_keys(), self.request
+        if not self.has_combine_launch:
+            return own
+        absent = request.has_cu_seqlens, request.has_intervals, request.has_tree
+        return own | {key_of("combine_partials", *absent, **self.combine_constexprs())}
+
+    def with_most_partitions(self) -> "PortableLaunch":
+        """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
+        launch = super().with_most_partitions()
+        assert isinstance(launch, SplitKVLaunch)
+        most = 0 if self.fixed_split_size else self.most_partitions  # of those, states are counted
+        return replace(launch, num_partitions=max(self.num_partitions, most))
+
+    @property
+    def most_partitions(self) -> int:
+        """Most partitions that are chosen."""
+        return self.capacity
 
     @property
     def two_level_min_tiles(self) -> int:

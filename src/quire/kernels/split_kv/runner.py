@@ -38,7 +38,7 @@ class CombineRunner(PortableRunner):
         tensors = stored, out_scale, lse, sinks, None if cache.scale_kind == "token" else cache.v_scale
         addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
         key = None
-        if not any((at or 0) % 16 for at in (addresses[0], *addresses[2:4])):
+        if out.data_ptr() % 16 == 0:
             dtype, stride_lse = None if sinks is None else sinks.dtype, None if lse is None else lse.stride(0)
             key = "combine", cache.kind, out.stride(), out.dtype, stride_lse, dtype
             if self.launches.relaunch(key, grid, addresses):

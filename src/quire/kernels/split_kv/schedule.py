@@ -28,17 +28,10 @@ class Schedule(NamedTuple):
 
 
 @triton.jit
-def num_keys(kv, seq, q_len):
-    """Return the keys of a sequence, or of each of a vector of sequences.
-
-    One without queries has none. As an idle row of an engine it may have a stale length, and pages that do not exist.
-    """
-    return tl.where(q_len > 0, tl.load(kv.seq_lens + seq), 0)
-
-
-@triton.jit
 def sequence_span(kv, cu_seqlens_q, seq, window_left, window_right, S: tl.constexpr):
     """Return the queries, keys and units of a sequence, or of each of a vector of sequences.
+
+    A sequence without queries is an idle row of an engine. Its length may be stale, and its pages may be anywhere.
 
     Returns:
         q_start: its first query token of the batch.
@@ -49,12 +42,12 @@ def sequence_span(kv, cu_seqlens_q, seq, window_left, window_right, S: tl.conste
         num_units: units of each row block; at least 1, so that zeros are written for a padding row.
         num_blocks: row blocks; at least 1.
     """
+    seq_len = tl.load(kv.seq_lens + seq)
     q_start = seq
     q_len = seq * 0 + 1
     if cu_seqlens_q is not None:
         q_start = tl.load(cu_seqlens_q + seq)
         q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
-    seq_len = num_keys(kv, seq, q_len)
     if kv.query_offsets is None:
         first_pos = seq_len - q_len
     else:
@@ -64,6 +57,7 @@ def sequence_span(kv, cu_seqlens_q, seq, window_left, window_right, S: tl.conste
         kv_stop = tl.maximum(tl.minimum(first_pos + q_len + window_right, seq_len), 0)
     else:
         kv_start, kv_stop = interval_span(kv, q_start, q_len, first_pos, seq_len, S)
+    kv_stop = tl.where(q_len > 0, kv_stop, 0)
     first = kv_start // S.UNIT
     num_units = tl.maximum(tl.cdiv(kv_stop, S.UNIT) - first, 1)
     num_blocks = tl.maximum(tl.cdiv(q_len * S.GROUP, S.BLOCK_M), 1)
