@@ -50,6 +50,8 @@ if triton.knobs.runtime.interpret:
 MAY_SPILL = ("vLLM's original", "float32, e4m3")
 # ptxas may spill up to 16 bytes to fit one more program on an SM. It then uses fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
+# With 3.8.0, trees over heads of 256 take all registers and 8 bytes of the stack, outside of the loop.
+BESIDES_ALL_REGISTERS = 8 if triton.__version__ == launches.OF_ENGINES else 0
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
 ON_THE_STACK = {"hopper_kernel": 88, "mla_hopper_kernel": 96}
 # Bytes that these Tritons put there besides, of what is read once for a work tile. No loop of a consumer reads them.
@@ -378,7 +380,7 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
         needs = f"{kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared"
         found = f"{batch}, head_dim {head_dim}: {needs}, {kernel.config}"
         print(f"{target:7} {features:18} {kernel.kernel:15} {found}")
-        allowed = on_the_stack.get(kernel.kernel, BY_CHOICE if kernel.registers < REGISTERS else 0)
+        allowed = on_the_stack.get(kernel.kernel, BY_CHOICE if kernel.registers < REGISTERS else BESIDES_ALL_REGISTERS)
         allowed = max(allowed, KNOWN_SPILLS.get((features, batch, head_dim), 0) if target == "sm90" else 0)
         held = target in TUNED and features not in MAY_SPILL
         # The block kernel's tiles of sm80 were not chosen by what spills: they take 16 to 304 bytes of the stack.
