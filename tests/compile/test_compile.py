@@ -50,8 +50,12 @@ if triton.knobs.runtime.interpret:
 MAY_SPILL = ("vLLM's original", "float32, e4m3")
 # ptxas may spill up to 16 bytes to fit one more program on an SM. It then uses fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
+# With 3.8.0, trees over heads of 256 take all registers and 8 bytes of the stack, outside of the loop.
+BESIDES_ALL_REGISTERS = 8 if triton.__version__ == launches.OF_ENGINES else 0
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
 ON_THE_STACK = {"hopper_kernel": 88, "mla_hopper_kernel": 96}
+# Bytes that these Tritons put there besides, of what is read once for a work tile. No loop of a consumer reads them.
+MORE_ON_THE_STACK = {"3.7.1": 56, "3.8.0": 56}.get(triton.__version__, 0)
 # Most instructions that use it in a consumer's loop, in a tile that raises no maximum. GPUs were measured with 3.6.0.
 IN_LOOPS = 0 if triton.__version__ == launches.OLDEST else 2
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
@@ -239,7 +243,7 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
     plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.launch.cut_slots > 0 and compiled[0].kernel == "hopper_kernel"
     print(compiled[0])
-    assert compiled[0].spills <= on_the_stack, compiled[0]
+    assert compiled[0].spills <= on_the_stack + MORE_ON_THE_STACK, compiled[0]
     assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
     assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
     warpgroups = plan.launch.config.num_warpgroups
@@ -271,7 +275,7 @@ def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim, assemble
     assert plan.kernel == "hopper" and plan.launch.constexprs()["SCORE_MOD"] is capped_exponents
     print(compiled[0])
     is_newer = triton.__version__ != launches.OLDEST
-    assert compiled[0].spills <= ON_THE_STACK_OF_CAPPED[head_dim][is_newer], compiled[0]
+    assert compiled[0].spills <= ON_THE_STACK_OF_CAPPED[head_dim][is_newer] + MORE_ON_THE_STACK, compiled[0]
     assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
     assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
     attends = loops.attending(assembled[0])
@@ -376,7 +380,7 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
         needs = f"{kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared"
         found = f"{batch}, head_dim {head_dim}: {needs}, {kernel.config}"
         print(f"{target:7} {features:18} {kernel.kernel:15} {found}")
-        allowed = on_the_stack.get(kernel.kernel, BY_CHOICE if kernel.registers < REGISTERS else 0)
+        allowed = on_the_stack.get(kernel.kernel, BY_CHOICE if kernel.registers < REGISTERS else BESIDES_ALL_REGISTERS)
         allowed = max(allowed, KNOWN_SPILLS.get((features, batch, head_dim), 0) if target == "sm90" else 0)
         held = target in TUNED and features not in MAY_SPILL
         # The block kernel's tiles of sm80 were not chosen by what spills: they take 16 to 304 bytes of the stack.
@@ -585,7 +589,7 @@ def test_the_hopper_kernel_of_batch_invariant_plans_fits_with_wide_heads(head_di
     assert kernel.kernel == "hopper_kernel" and plan.launch.column_parts == head_dim // 128
     assert kernel.shared <= TARGETS["sm90"].shared_memory and kernel.occupancy == 1, kernel
     is_newer = triton.__version__ != launches.OLDEST
-    assert kernel.spills <= on_the_stack[is_newer], kernel
+    assert kernel.spills <= on_the_stack[is_newer] + MORE_ON_THE_STACK, kernel
     for loop in loops.attending(assembled[0]):
         assert loops.count_kinds(loop)["local memory"] <= in_loop[is_newer], loops.describe(loop)
 
