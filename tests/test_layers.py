@@ -16,7 +16,7 @@ LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its 
     ),
     ("dispatch",),
     ("kernels",),
-    ("plan", "checks", "cache_checks", "norm_rope_checks", "prefix_checks", "launch_codec"),
+    ("plan", "corners", "checks", "cache_checks", "norm_rope_checks", "prefix_checks", "launch_codec"),
     ("api", "ops", "service", "early_warmup", "early_compile", "empty_launches", "compile_processes"),
     ("__init__",),
     ("testing", "targets", "debug"),
