@@ -166,19 +166,24 @@ def test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not
         (
             dict(num_q_heads=28, num_kv_heads=4, kv_dtype=torch.float8_e4m3fn),
             (16, 16, 40960),
-            [(3, n, 12000, 16) for n in range(10, 16)],
+            [(2, n, 12000, 16) for n in range(10, 16)],
         ),
-        (dict(num_q_heads=40, num_kv_heads=10), (4, 8, 8192), [(n, 8 // n, 5000, 8) for n in (1, 2, 3)]),
-        (dict(num_q_heads=96, num_kv_heads=8, head_dim=136), (256, 8192, 16384), [(21, 1, 448, 21)]),
+        (dict(num_q_heads=96, num_kv_heads=8, head_dim=136), (32, 32, 512), [(21, 1, 448, 21)]),
         (
             dict(num_q_heads=104, num_kv_heads=8, head_dim=64, sliding_window=900),
-            (64, 2048, 32768),
+            (8, 16, 9000),
             [(8, 2, 8513, 9)],
         ),
         (
             dict(num_q_heads=4, num_kv_heads=1, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, softcap=30.0),
-            (256, 512, 16384),
+            (64, 64, 16384),
             [(46, 1, 12422, 46)],
+        ),
+        # Intervals of keys.
+        (
+            dict(num_q_heads=20, num_kv_heads=4, head_dim=64, kv_dtype=torch.float8_e4m3fn),
+            (1, 16, 1000),
+            [(1, 8, 331, 8, True)],
         ),
         # Scratch that does not grow with the keys.
         (
@@ -191,11 +196,12 @@ def test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not
 )
 def test_warmup_and_workspace_size_cover_batches_between_powers_of_two(spec, limits, batches):
     spec, device = quire.AttentionSpec(**{"head_dim": 128} | spec), TARGETS["sm90"].properties
-    warm = list(launches_within(spec, device, *limits, False))
+    warm = list(launches_within(spec, device, *limits, False, ((False, False), (len(batches[0]) > 4, False))))
     kernels = frozenset().union(*map(kernels_of, warm))
     enough = max(launch.with_most_partitions().scratch_size().total for launch in warm)
-    for num_seqs, *bounds in batches:
-        launch, _ = decide(Request(spec, num_seqs, True, Bounds(*bounds).for_decision(), device), Options())
+    for num_seqs, queries, keys, tokens, *intervals in batches:
+        bounds = Bounds(queries, keys, tokens).for_decision()
+        launch, _ = decide(Request(spec, num_seqs, True, bounds, device, *intervals), Options())
         assert kernels_of(launch) <= kernels
         assert launch.scratch_size().total <= enough
 

@@ -341,7 +341,8 @@ def test_launches_with_equal_keys_are_compiled_for_the_same(head_dim, monkeypatc
             keys = max(queries, int(2 ** draw.uniform(0, 15)))
             bounds = Bounds(queries, keys, num_tokens).for_decision()
             launch, _ = decide(Request(spec, num_seqs, True, bounds, TARGETS["sm90"].properties), Options())
-            table, zeros = torch.zeros(num_seqs, 1, dtype=torch.int32), torch.zeros(num_seqs + 1, dtype=torch.int32)
+            width = launch.request.bounds.max_seq_len // 16 + 1
+            table, zeros = torch.zeros(num_seqs, width, dtype=torch.int32), torch.zeros(num_seqs + 1, dtype=torch.int32)
             asked.clear()
             plan = make_plan(spec, quire.Batch(table, zeros[:-1].clone(), zeros), launch, "test")
             quire.attention(torch.empty(num_tokens, 14, head_dim, dtype=spec.dtype), cache, plan)
@@ -355,12 +356,12 @@ def test_one_kernel_is_warmed_up_with_new_tokens_and_without_them(without_compil
     """Up to 64 sequences of up to 16 queries are written by the launch that attends, and more by another."""
     cache, limits = quire.PagedKVCache.empty(SPEC, 2, 16), {"max_num_seqs": 128, "max_num_tokens": 128}
     with compiling(without_compiler()):
-        quire.warmup(SPEC, cache, **limits, max_seq_len=600, append=True)
+        quire.warmup(SPEC, cache, **limits, max_seq_len=512, append=True)
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
             for num_seqs in (64, 128, 63, 65, 100):
                 lens = torch.full((num_seqs,), 500, dtype=torch.int32)
                 batch = quire.Batch(torch.zeros(num_seqs, 32, dtype=torch.int32), lens)
-                plan = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=600)
+                plan = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=512)
                 q, slots = torch.empty(num_seqs, 32, 128, dtype=SPEC.dtype), torch.zeros(num_seqs, dtype=torch.int64)
                 k, v = torch.empty(2, num_seqs, 8, 128, dtype=SPEC.dtype)
                 quire.attention(q, cache, plan, k=k, v=v, slot_mapping=slots)
