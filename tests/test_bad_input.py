@@ -9,7 +9,9 @@ import inspect
 import itertools
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,10 @@ CONSTANTS: dict[str, Any] = {
     "a dtype": torch.float64,
     "uint8": torch.uint8,
     "a meta device": torch.device("meta"),
+    "another GPU": "cuda:63",
+    "a word with a null byte": "a\0b",
+    "a long word": "x" * 5000,
+    "a fraction": Fraction(1, 10**6),
     "a spec": SPEC,
     "a spec of latents": LATENT_SPEC,
     "a state": quire.State(torch.zeros(4, 4, 16), torch.zeros(4, 4)),
@@ -89,6 +95,8 @@ def hostile(good: Any) -> Iterator[tuple[str, Any]]:
         yield "a state without out", quire.State(None, good.lse)
         yield "a state turned round", quire.State(good.lse, good.out)
         yield "a transposed lse", quire.State(good.out, good.lse.t())
+        for i, part in enumerate(good):
+            yield from ((f"{name} at {i}", quire.State(*good[:i], x, *good[i + 1 :])) for name, x in odd(part))
     elif isinstance(good, quire.Rope | quire.QKNorm) or (isinstance(good, tuple) and type(good[-1]) in (bool, float)):
         yield "one of them", good[0]
         yield "in a list", list(good)
@@ -110,6 +118,9 @@ def hostile(good: Any) -> Iterator[tuple[str, Any]]:
         yield "one of them", good[0]
         yield "None among them", [good[0], None]
         yield from ((f"[good, {name}]", [good[0], value]) for name, value in hostile(good[0]))
+    elif isinstance(good, float):
+        yield "a numpy float", np.float32(good)
+        yield "a fraction", Fraction(good)
     elif isinstance(good, int) and not isinstance(good, bool):
         yield "a numpy integer", np.int64(good)
         yield "a numpy float", np.float32(good)
@@ -118,12 +129,28 @@ def hostile(good: Any) -> Iterator[tuple[str, Any]]:
         yield "digits", str(good)
 
 
+def odd(good: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return tensors of the kinds that PyTorch has beside dense ones with strides."""
+    numbers = good.float() if good.dtype is torch.float8_e4m3fn else good.detach()  # no 8-bit floats are sparse
+    if good.dim():
+        with warnings.catch_warnings():  # they say that they are prototypes
+            warnings.simplefilter("ignore")
+            yield "nested", torch.nested.nested_tensor([numbers, numbers])
+            yield "jagged", torch.nested.nested_tensor([numbers, numbers], layout=torch.jagged)
+    if good.dim() == 2:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield "in compressed rows", numbers.to_sparse_csr()
+    yield "quantised", torch.quantize_per_tensor(numbers.float(), 0.1, 0, torch.qint8)
+
+
 def distorted(good: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Return tensors that are `good` but for one property."""
     for dtype in (torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64):
         yield f"as {dtype}", good.to(dtype)
     yield "on meta", good.to("meta")
     yield "sparse", (good.float() if good.dtype is torch.float8_e4m3fn else good).to_sparse()  # not of 8-bit floats
+    yield from odd(good)
     yield "empty", good[:0]
     yield "empty, of one dimension", good.new_empty(0)
     yield "empty, with strides of 0", torch.from_numpy(np.empty((0, *good.shape[1:]), np.float32)).to(good.dtype)
@@ -211,9 +238,14 @@ def confirm_quantised_attention(a: dict[str, Any], result: Any) -> bool:
 
 def make_append() -> tuple[Callable, dict[str, Any]]:
     attend, arguments = make_attention()
-    (_, _, last), (only, other) = (row[row >= 0].tolist() for row in arguments["plan"].batch.page_table)
-    slots = torch.tensor([4 * last, 4 * only + 2, 4 * only + 3, 4 * other])
-    return attend, arguments | dict(k=torch.randn(4, 2, 16), v=torch.randn(4, 2, 16), slot_mapping=slots)
+    new = dict(k=torch.randn(4, 2, 16), v=torch.randn(4, 2, 16), slot_mapping=slots_of(arguments["plan"].batch))
+    return attend, arguments | new
+
+
+def slots_of(batch: quire.Batch) -> torch.Tensor:
+    """Return the slots of LENS' four tokens."""
+    (_, _, last), (only, other) = (row[row >= 0].tolist() for row in batch.page_table)
+    return torch.tensor([4 * last, 4 * only + 2, 4 * only + 3, 4 * other])
 
 
 def confirm_append(a: dict[str, Any], result: Any) -> bool:
@@ -282,8 +314,9 @@ def make_latent_attention(pair: bool) -> tuple[Callable, dict[str, Any]]:
 
 def make_append_latents() -> tuple[Callable, dict[str, Any]]:
     attend, arguments = make_latent_attention(pair=False)
-    slots = torch.tensor([3, -1, 17, 8])
-    return attend, arguments | dict(k=torch.randn(4, 32), v=torch.randn(4, 16), slot_mapping=slots)
+    return attend, arguments | dict(
+        k=torch.randn(4, 32), v=torch.randn(4, 16), slot_mapping=slots_of(arguments["plan"].batch)
+    )
 
 
 def confirm_append_latents(a: dict[str, Any], result: Any) -> bool:
@@ -669,7 +702,9 @@ INTERVALS: dict[str, dict[str, Any]] = {  # arguments of the functions of `quire
     "chunked_local": dict(num_tokens=5, size=4),
     "block_causal": dict(num_tokens=5, size=4),
     "prefix_lm": dict(num_tokens=5, prefix_lens=int32(2, 4)),
-    "bidirectional_spans": dict(num_tokens=5, spans=int32([1, 2, 4], [1, 6, 9], [-1, 0, 0]), sliding_window=2),
+    "bidirectional_spans": dict(
+        num_tokens=5, spans=int32([1, 2, 4], [1, 6, 9], [-1, 0, 0]), sliding_window=2, within_window=False
+    ),
     "documents": dict(num_tokens=5, cu_seqlens=int32(0, 4, 11, 14), causal=True),
     "prefix_and_window": dict(num_tokens=5, prefix=2, size=3),
 }
@@ -691,7 +726,7 @@ def seen_by(name: str, a: dict[str, Any], seq: int, position: int, length: int, 
     if name == "bidirectional_spans":
         own = [(b, e) for s, b, e in a["spans"].tolist() if s == seq and b <= position < e]
         window = (1 << 31) if a["sliding_window"] is None else int(a["sliding_window"])
-        begins, ends = [b for b, _ in own], [e for _, e in own]
+        begins, ends = [b for b, _ in own if window == 1 << 31 or not a["within_window"]], [e for _, e in own]
         return min([max(0, position + 1 - window), *begins]), max([position + 1, *ends])
     return {
         "causal": (0, position + 1),

@@ -43,7 +43,9 @@ from quire.dispatch.tree_file import (
 )
 from quire.kernels.hopper.choice import splits_in_rounds
 from quire.kernels.launch import kernels_of
-from quire.plan import decide
+from quire.kernels.shared_prefix.launch import levels_of
+from quire.launch_codec import decode, decode_options
+from quire.plan import decide, decide_launch
 from quire.service import launches_within
 from quire.targets import TARGETS
 from tests.extended import extended
@@ -382,7 +384,28 @@ def test_a_decision_is_kept_until_trees_are_forgotten(user_trees):
     own_tree(user_trees, attention=LEAF)
     trees.forget_trees()
     assert planned().launch.config.leaf == LEAF != first.launch.config.leaf
-    assert planned().encoded_launch != first.encoded_launch
+    assert planned().asked == first.asked  # which `torch.compile` has seen
+
+
+def test_compiled_code_decides_as_the_plan_did_and_sees_one_text():
+    """The operator knows the batch, two strings and some numbers of the plan. The strings are those of all steps."""
+    rng, texts, kernels = random.Random(0), set(), set()
+    spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=4, head_dim=128)
+    for _ in range(200):
+        lens = [rng.choice([1, 1, 4, 300]) for _ in range(rng.randint(1, 40))]
+        longest = rng.choice([300, 2000, 30_000])
+        bounds = Bounds(max(lens), longest + max(lens), sum(lens))
+        levels = [[(len(lens), 256)]] if rng.random() < 0.2 else None
+        starts = None if max(lens) == 1 else torch.tensor([0, *lens]).cumsum(0).int()
+        batch = quire.Batch(torch.zeros(len(lens), 2048).int(), torch.zeros(len(lens)).int(), starts)
+        with compile_for(TARGETS["sm90"].properties, on_compile=lambda *facts: None):
+            plan = quire.plan(spec, batch, **asdict(bounds), shared_prefix=levels)
+            text, options, numbers = plan.asked
+            decided = decide_launch(decode(text), batch, bounds, decode_options(options), levels_of(numbers))
+        assert decided == (plan.launch, plan.reason)
+        texts.add((text, options))
+        kernels.add(plan.kernel)
+    assert len(texts) == 1 and {"split_kv", "hopper", "shared_prefix"} <= kernels
 
 
 def test_decoding_sequences_grow_for_64_steps_with_one_decision():

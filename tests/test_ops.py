@@ -19,6 +19,11 @@ def step(q, k, v, slots, cache, plan, sinks):
     return quire.merge_states([state, quire.State(state.out * 2, state.lse)]).out + 1
 
 
+def asked_of(plan):
+    """What crosses the operator of a plan, beside its tensors."""
+    return *plan.asked, plan.bounds.max_query_len, plan.bounds.max_seq_len, plan.bounds.num_tokens
+
+
 def problem():
     p = make_problem(SPEC, ((1, 20), (2, 9)))
     plan = quire.plan(SPEC, p.batch, **p.bounds)
@@ -186,10 +191,10 @@ def test_opcheck_of_latents():
     p, plan, q, new, slots = latent_problem("float32")
     clean, b = p.cache.latents.nan_to_num(), p.batch
     tables = b.page_table, b.seq_lens, b.cu_seqlens_q, *[None] * 5
-    results = torch.zeros(3, 4, 32), torch.zeros(3, 4), None
+    results = torch.zeros(3, 4, 32), torch.zeros(3, 4), plan.workspace
     torch.library.opcheck(
         torch.ops.quire.attention.default,
-        (*q, clean, None, None, None, "NHD", *tables, None, None, None, *results, plan.encoded_launch),
+        (*q, clean, None, None, None, "NHD", *tables, None, None, None, *results, *asked_of(plan)),
     )
     torch.library.opcheck(torch.ops.quire.write_latent.default, (*new, clean, 32, None, slots))
 
@@ -217,7 +222,7 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.quire.attention.default,
         (p.q, None, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q,
-         *[None] * 5, p.sinks, None, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), None, plan.encoded_launch),
+         *[None] * 5, p.sinks, None, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), plan.workspace, *asked_of(plan)),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)

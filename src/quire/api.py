@@ -19,7 +19,7 @@ from quire.errors import check_flag, describe
 from quire.kernels.cpu import cache_ops
 from quire.kernels.cpu import combine as cpu_combine
 from quire.kernels.cpu import norm_rope as cpu_norm_rope
-from quire.norm_rope import QKNorm, Rope
+from quire.norm_rope import QKNorm, Rope, qk_norm_of
 from quire.plan import Plan
 from quire.spec import AttentionSpec
 from quire.state import State
@@ -100,7 +100,7 @@ def attention(
         v: their values, [num_tokens, num_kv_heads, head_dim_v]. For latents, k_pe.
         slot_mapping: their slots, [num_tokens] int64, negative to leave a token out. A token's slot must be where the
             page table has its position, in a page that no other sequence reads. The slot of a token that belongs to no
-            sequence must be negative.
+            sequence must be negative. This is checked for CPU tensors, and not on a GPU.
         rope: how the queries and `k` are rotated, as a `Rope` or a tuple of its fields; None if they are already. Not
             for latents, and only with `k`. They are computed in float32 and rounded once, to their dtypes.
         qk_norm: how they are normalised before that, as a `QKNorm` or a tuple of its fields; None if they are already.
@@ -175,7 +175,7 @@ def attention(
             appender.append(first, cache, out, lse, sinks, alibi_slopes, *new, out_scale=out_scale)
             return out if lse is None else State(out, lse)
         if not torch.compiler.is_compiling():
-            plan.check_before_write(cache, num_tokens)
+            plan.check_before_write(cache, new[2])
         if rope is None and qk_norm is None:
             write: Any = write_latent if spec.latent else write_kv
             write(*new[:2], cache, new[2])
@@ -191,7 +191,7 @@ def attention(
 
 def named(k: Any, v: Any, slot_mapping: Any, rope: Any, qk_norm: Any) -> Any:
     """Return the arguments with a `Rope` and a `QKNorm` in place of bare tuples."""
-    return k, v, slot_mapping, None if rope is None else Rope(*rope), None if qk_norm is None else QKNorm(*qk_norm)
+    return k, v, slot_mapping, None if rope is None else Rope(*rope), None if qk_norm is None else qk_norm_of(qk_norm)
 
 
 def norm_rope_and_write(

@@ -4,15 +4,15 @@ Engines update these tensors in place from step to step. Quire never reads them 
 graph can be replayed with any lengths and any page table that fit the buffers.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
-from quire.errors import check_flag, check_tensor, describe
+from quire.errors import check_flag, check_tensor, describe, shown
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """Describe which queries and which pages each sequence of a step owns.
 
@@ -147,6 +147,9 @@ class Batch:
                 raise ValueError(f"{name} must be on page_table's device {device}, got {value.device}; move it")
             max_tokens = length
         return max_tokens
+
+    def __repr__(self) -> str:
+        return shown(self, *(field.name for field in fields(self) if field.init))
 
     @property
     def query_starts(self) -> torch.Tensor:

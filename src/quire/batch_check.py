@@ -10,6 +10,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.intervals import locate
 from quire.spec import AttentionSpec
 
 
@@ -88,7 +89,10 @@ def check_reads(
 def visible_span(
     batch: Batch, spec: AttentionSpec | None, query_lens: torch.Tensor, seq_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each sequence's first key that some query sees and the first key after the last one, both [num_seqs]."""
+    """Return each sequence's first key that some query sees and the first key after the last one, both [num_seqs].
+
+    Both are 0 where no query sees a key.
+    """
     if spec is None:
         return torch.zeros_like(seq_lens), torch.where(query_lens > 0, seq_lens, 0)
     if batch.max_tokens is not None:
@@ -97,7 +101,8 @@ def visible_span(
     window_left, window_right = spec.window
     start = (first - window_left).clamp(min=0)
     stop = torch.minimum(seq_lens, first + query_lens + window_right)
-    return start, torch.where(query_lens > 0, torch.maximum(start, stop), start)
+    sees = (query_lens > 0) & (start < stop)
+    return torch.where(sees, start, 0), torch.where(sees, stop, 0)
 
 
 def interval_span(batch: Batch, query_lens: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,7 +159,7 @@ def check_pages(batch: Batch, cache: PagedKVCache, start: torch.Tensor, stop: to
         table = table.flatten()
     else:
         run_starts = batch.cu_pages[: batch.num_seqs].cpu().long()
-        seq = first_true((run_starts < 0) | (run_starts + -(-stop // size) > table.shape[0]))
+        seq = first_true((stop > 0) & ((run_starts < 0) | (run_starts + -(-stop // size) > table.shape[0])))
         if seq is not None:
             raise ValueError(
                 f"cu_pages must give sequence {seq} a run for {int(stop[seq])} keys in page_table's {table.shape[0]} "
@@ -214,6 +219,48 @@ def check_writers(batch: Batch, cache: PagedKVCache, shared_pages: bool) -> None
             (writers if writes else readers)[page] = seq
 
 
+def check_slots(batch: Batch, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
+    """Check that new tokens are written where the page table has their positions. Call it after `check_reads`.
+
+    Args:
+        batch: the sequences.
+        cache: the pages.
+        slot_mapping: [num_tokens] int64, the slot of each token; negative ones are left out.
+
+    Raises:
+        ValueError: a slot is elsewhere, or two tokens have it; the message names the token and the value.
+    """
+    tokens, size = locate(batch, slot_mapping.shape[0]), cache.page_size
+    written = slot_mapping >= 0
+    token = first_true(written & ~tokens.owned)
+    if token is not None:
+        raise ValueError(
+            f"slot_mapping must be negative for tokens of no sequence, got {int(slot_mapping[token])} for token "
+            f"{token}; pass -1"
+        )
+    written &= (tokens.position >= 0) & (tokens.position < tokens.seq_len)  # others are never read
+    seq, position = tokens.seq[written], tokens.position[written]
+    if batch.cu_pages is None:
+        page = batch.page_table[seq, position // size]
+    else:
+        page = batch.page_table[batch.cu_pages[seq].long() + position // size]
+    slots, token = slot_mapping[written], written.nonzero()[:, 0]
+    wrong = first_true(slots != page * size + position % size)
+    if wrong is not None:
+        raise ValueError(
+            f"slot_mapping must have slots of the page table, got {int(slots[wrong])} for token {int(token[wrong])}, "
+            f"whose sequence {int(seq[wrong])} has page {int(page[wrong])} at position {int(position[wrong])}; "
+            "write the token where it is read"
+        )
+    slots, order = slots.sort(stable=True)
+    twice = first_true(slots.diff() == 0)
+    if twice is not None:
+        raise ValueError(
+            f"slot_mapping must have each slot once, got {int(slots[twice])} for tokens {int(token[order[twice]])} and "
+            f"{int(token[order[twice + 1]])}; copy a page before two sequences write to it"
+        )
+
+
 def check_shared_pages(batch: Batch, page_size: int, levels: Sequence[Sequence[tuple[int, int]]]) -> None:
     """Check that sequences have the pages in common that a plan says they share, and queries after these.
 
@@ -248,7 +295,7 @@ def check_shared_pages(batch: Batch, page_size: int, levels: Sequence[Sequence[t
     if seq is not None:
         raise ValueError(
             f"seq_lens must hold the {int(ends[seq])} shared keys and then the {int(query_lens[seq])} queries of "
-            f"sequence {seq}, got {int(batch.seq_lens[seq])}; a row without keys shares none"
+            f"sequence {seq}, got {int(batch.seq_lens[seq])}; share fewer keys"
         )
 
 

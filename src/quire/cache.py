@@ -33,7 +33,16 @@ from quire.cache_layout import (
     check_pages,
     is_expanded,
 )
-from quire.errors import UnsupportedError, check_device, check_integer, check_positive, check_tensor, describe
+from quire.errors import (
+    UnsupportedError,
+    check_device,
+    check_integer,
+    check_positive,
+    check_tensor,
+    describe,
+    has_strides,
+    shown,
+)
 from quire.spec import QUANTISED_DTYPES, UNBOUNDED, AttentionSpec
 
 
@@ -61,7 +70,7 @@ class LatentRecords(NamedTuple):
     rope: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False, init=False)
+@dataclass(frozen=True, eq=False, init=False, repr=False)
 class PagedKVCache:
     """Hold one layer's keys and values, or its latents (`from_latents`), read and written in place.
 
@@ -301,9 +310,24 @@ class PagedKVCache:
         return cls(k, v, layout, scale, scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is computed when it is first asked for: `kind` counts the kinds of one process."""
-        computed = [name for name, value in vars(type(self)).items() if isinstance(value, cached_property)]
-        return {name: value for name, value in self.__dict__.items() if name not in computed}
+        """Leave out what is computed when it is first asked for: `kind` counts the kinds of one process.
+
+        Keys and values are views of latents and made again, since pickle would make memory of their own for them.
+        """
+        left_out = {name for name, value in vars(type(self)).items() if isinstance(value, cached_property)}
+        if self.is_latent:
+            left_out |= {"k", "v"}
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what `__getstate__` returned."""
+        self._set(state)
+        if self.is_latent:
+            k = self.latents.unsqueeze(2)
+            self._set({"k": k, "v": k[..., : self.head_dim_v]})
+
+    def __repr__(self) -> str:
+        return shown(self, "latents" if self.is_latent else "k", "v", "layout", "k_scale", "v_scale")
 
     @cached_property
     def records(self) -> LatentRecords:
@@ -405,8 +429,7 @@ def packed_cache(k: torch.Tensor, v: torch.Tensor) -> PagedKVCache:
 
     Every layer of a step has keys and values of the same shapes and strides. What follows from these is kept.
     """
-    are_strided = all(isinstance(x, torch.Tensor) and x.layout is torch.strided for x in (k, v))
-    if torch.compiler.is_compiling() or not are_strided:
+    if torch.compiler.is_compiling() or not (has_strides(k) and has_strides(v)):
         return PagedKVCache(k, v, "THD")
     facts = _facts_of(k), _facts_of(v)
     known = _packed.get(facts)

@@ -32,7 +32,7 @@ def check_layout(layout: Any, served: dict[str, str]) -> None:
         raise TypeError(f"layout must be the name of a layout, got {describe(layout)}; one of {', '.join(served)}")
     if layout not in served:
         shapes = "; ".join(f"{name}: {shape}" for name, shape in served.items())
-        raise UnsupportedError(f"layout must be one of {', '.join(served)}, got {layout!r}; {shapes}")
+        raise UnsupportedError(f"layout must be one of {', '.join(served)}, got {describe(layout)}; {shapes}")
 
 
 def check_latents(latents: torch.Tensor, rank: int) -> None:

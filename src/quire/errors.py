@@ -26,6 +26,8 @@ def describe(value: Any) -> str:
     """Return a value as an error message names it: short, and with its type where that is not plain."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
+        if value.is_nested:
+            return f"a nested {dtype} tensor"
         layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
         where = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"a {layout}{dtype} tensor of shape {list(value.shape)}{where}"
@@ -35,6 +37,12 @@ def describe(value: Any) -> str:
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:40]}…"
     return f"a value of type {type(value).__name__}"
+
+
+def shown(value: Any, *names: str) -> str:
+    """Return an object and attributes of it that are not None, without reading its tensors, which waits for a GPU."""
+    fields = ((name, getattr(value, name)) for name in names)
+    return f"{type(value).__name__}({', '.join(f'{name}={describe(x)}' for name, x in fields if x is not None)})"
 
 
 def check_integer(name: str, value: Any, advice: str, low: int | None = None, high: int = LARGEST) -> int:
@@ -72,9 +80,15 @@ def check_flag(name: str, value: Any, advice: str) -> bool:
     return value
 
 
+def has_strides(value: Any) -> bool:
+    """Return whether a value is a tensor with strides, which a sparse, a nested and a quantised one are not."""
+    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_strided and not value.is_nested and not value.is_quantized
+
+
 def check_tensor(name: str, value: Any, advice: str) -> torch.Tensor:
-    """Return a tensor, or raise unless it is one with strides (not a list, an array or a sparse tensor)."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    """Return a tensor, or raise unless it is one with strides (not a list, an array, or a sparse or nested tensor)."""
+    if not has_strides(value):
         raise TypeError(f"{name} must be a tensor with strides, got {describe(value)}; {advice}")
     return value
 

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 LARGEST = (1 << 31) - 1
+APART = 1 << 32  # positions, of which each is less than LARGEST from 0
 
 
 class Tokens(NamedTuple):
@@ -224,7 +225,12 @@ def prefix_lm(batch: Batch, num_tokens: int, prefix_lens: torch.Tensor) -> Batch
 
 
 def bidirectional_spans(
-    batch: Batch, num_tokens: int, spans: torch.Tensor, *, sliding_window: int | None = None
+    batch: Batch,
+    num_tokens: int,
+    spans: torch.Tensor,
+    *,
+    sliding_window: int | None = None,
+    within_window: bool = False,
 ) -> Batch:
     """Return the batch with intervals for which the tokens of a span see all of it, and what causal tokens see.
 
@@ -237,6 +243,7 @@ def bidirectional_spans(
             is -1 is padding. Spans of a sequence do not overlap.
         sliding_window: keys that a token sees looking back, its own included; None for no limit. A token of a span
             sees the whole span all the same, as in Gemma 3.
+        within_window: a token of a span sees nothing before its window either, as in Gemma 4.
 
     Returns:
         The batch with `key_begin` and `key_end`.
@@ -254,6 +261,7 @@ def bidirectional_spans(
     """
     if sliding_window is not None:
         sliding_window = check_integer("sliding_window", sliding_window, "leave it out for no window", 1, LARGEST)
+    check_flag("within_window", within_window, "say whether a window hides the beginning of a long span")
     tokens = locate(batch, num_tokens)
     check_tensor("spans", spans, "it has a row for each span")
     if spans.dtype != torch.int32:
@@ -265,10 +273,17 @@ def bidirectional_spans(
     begin = torch.zeros_like(position) if sliding_window is None else position + 1 - sliding_window
     end = position + 1
     if spans.shape[0]:
-        seq, first, stop = (column.long() for column in spans.unbind(1))
-        inside = (tokens.seq[:, None] == seq) & (position[:, None] >= first) & (position[:, None] < stop)
-        begin = torch.minimum(begin, torch.where(inside, first, LARGEST).amin(1))
-        end = torch.maximum(end, torch.where(inside, stop, 0).amax(1))
+        # One line of positions for all sequences. A token's span is that which ends last of those that begin before it.
+        seq, first, stop = spans.long().unbind(1)
+        first, order = (seq * APART + first).sort()
+        stop, which = (seq * APART + stop)[order].cummax(0)
+        at = tokens.seq * APART + position
+        before = torch.searchsorted(first, at, right=True)
+        span = (before - 1).clamp(min=0)
+        inside = (before > 0) & (at < stop[span])
+        end = torch.where(inside, stop[span] - at + position, end)
+        if sliding_window is None or not within_window:
+            begin = torch.minimum(begin, torch.where(inside, first[which[span]] - at + position, begin))
     return with_intervals(batch, tokens, begin, end)
 
 

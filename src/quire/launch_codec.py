@@ -1,4 +1,4 @@
-"""A decided launch as a string, and back: operators of `torch.library` take numbers and strings, not objects."""
+"""Specs, options and launches as strings, and back, for operators of `torch.library`, files and processes."""
 
 import json
 from dataclasses import fields
@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
+
+from quire.dispatch.request import Options
 
 
 def encode(value: Any) -> str:
@@ -23,15 +25,16 @@ def encode(value: Any) -> str:
     return text
 
 
-def encode_planned(launch: Any, max_seq_len: int) -> str:
-    """Return a launch and the most keys of a plan, for which it may have been decided with more, as a string."""
-    return f"{max_seq_len} {encode(launch)}"
+@lru_cache(maxsize=1024, typed=True)
+def encode_options(options: Options) -> str:
+    """Return options as a string."""
+    return _encode(tuple(options))
 
 
-def decode_planned(text: str) -> tuple[Any, int]:
-    """Return what `encode_planned` was given."""
-    max_seq_len, launch = text.split(" ", 1)
-    return decode(launch), int(max_seq_len)
+@lru_cache(maxsize=1024)
+def decode_options(text: str) -> Options:
+    """Return what `encode_options` was given."""
+    return Options(*decode(text))
 
 
 @cache
@@ -69,5 +72,6 @@ def _decode(found: dict[str, Any]) -> Any:
     if "class" not in found:
         return getattr(torch, found["dtype"])
     module, name = found.pop("class").split(":")
-    assert module.startswith("quire."), f"{module} must be a module of Quire"
+    if not module.startswith("quire."):
+        raise ValueError(f"class must be one of Quire's, got one of {module!r}; decode what `encode` returned")
     return getattr(import_module(module), name)(**found)

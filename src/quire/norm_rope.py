@@ -3,9 +3,11 @@
 A head is normalised first and rotated then.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from quire.errors import shown
 
 
 class Rope(NamedTuple):
@@ -33,6 +35,9 @@ class Rope(NamedTuple):
     positions: torch.Tensor
     interleaved: bool = False
 
+    def __repr__(self) -> str:
+        return shown(self, *self._fields)
+
 
 class QKNorm(NamedTuple):
     """An RMSNorm (arXiv 1910.07467) over each head of queries and keys; `attention` checks it.
@@ -52,3 +57,12 @@ class QKNorm(NamedTuple):
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     eps: float = 1e-6
+
+    def __repr__(self) -> str:
+        return shown(self, *self._fields)
+
+
+def qk_norm_of(fields: Any) -> QKNorm:
+    """Return a `QKNorm` of one or of the tuple of its fields, with a Python float as eps. It was checked."""
+    q_weight, k_weight, eps = QKNorm(*fields)
+    return QKNorm(q_weight, k_weight, eps if type(eps) is float else float(eps))

@@ -9,7 +9,7 @@ import torch
 
 from quire.cache import PagedKVCache
 from quire.errors import UnsupportedError, check_flag, check_positive, check_tensor, describe
-from quire.norm_rope import QKNorm, Rope
+from quire.norm_rope import QKNorm, Rope, qk_norm_of
 from quire.spec import QUERY_DTYPES, dtype_names
 
 
@@ -48,7 +48,7 @@ def check_norm_rope_alone(rope: Rope | None, qk_norm: QKNorm | None, cache: Page
     if qk_norm is not None:
         _refuse_latents("qk_norm", qk_norm, cache)
         check_qk_norm("qk_norm", qk_norm, cache)
-        norm_rope["qk_norm"] = QKNorm(*qk_norm)
+        norm_rope["qk_norm"] = qk_norm_of(qk_norm)
     return norm_rope
 
 

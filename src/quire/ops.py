@@ -5,16 +5,16 @@ the operator. The operator builds them again and calls the verb, which `register
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.launch_codec import decode_planned
+from quire.dispatch.request import Bounds
+from quire.errors import describe
 from quire.norm_rope import QKNorm, Rope
-from quire.plan import Plan, make_plan
+from quire.plan import Asked, Plan, plan_again
 from quire.state import State
 
 LIBRARY = torch.library.Library("quire", "DEF")
@@ -22,7 +22,8 @@ LIBRARY.define(
     "attention(Tensor q, Tensor? q_pe, Tensor k, Tensor? v, Tensor? k_scale, Tensor? v_scale, str layout, "
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, "
     "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? sinks, Tensor? alibi_slopes, "
-    "Tensor? out_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, str launch) -> ()"
+    "Tensor? out_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, str spec, str options, "
+    "SymInt[] shared_prefix, SymInt max_query_len, SymInt max_seq_len, SymInt num_tokens) -> ()"
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "
@@ -51,8 +52,14 @@ def attention(
     alibi_slopes: torch.Tensor | None,
     out_scale: torch.Tensor | None,
 ) -> None:
-    """Call the operator `quire::attention`, which writes `out` and `lse`. Latents cross it as k, without v."""
-    batch = plan.batch
+    """Call the operator `quire::attention`, which writes `out` and `lse`. Latents cross it as k, without v.
+
+    Raises:
+        TypeError: the plan is not from `quire.plan`.
+    """
+    batch, bounds, asked = plan.batch, plan.bounds, plan.asked
+    if asked is None:
+        raise TypeError(f"plan must be from `quire.plan` under torch.compile, got {describe(plan)}; call it eagerly")
     q, q_pe = q if isinstance(q, tuple) else (q, None)
     pages = (cache.latents, None) if cache.is_latent else (cache.k, cache.v)
     torch.ops.quire.attention(
@@ -76,7 +83,10 @@ def attention(
         out,
         lse,
         plan.workspace,
-        plan.encoded_launch,
+        *asked,
+        bounds.max_query_len,
+        bounds.max_seq_len,
+        bounds.num_tokens,
     )
 
 
@@ -151,17 +161,20 @@ def register(
         out_scale: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor | None,
-        workspace: torch.Tensor | None,
-        launch: str,
+        workspace: torch.Tensor,
+        spec: str,
+        options: str,
+        shared_prefix: list[int],
+        max_query_len: int,
+        max_seq_len: int,
+        num_tokens: int,
     ) -> None:
-        decided, max_seq_len = decode_planned(launch)
         lengths = page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD"
         batch = Batch(*lengths, key_begin, key_end, tree_bits)
-        spec = decided.request.spec
-        bounds = replace(decided.request.bounds, max_seq_len=max_seq_len)
-        plan = make_plan(spec, batch, decided, "compiled", workspace, bounds)
+        bounds, asked = Bounds(max_query_len, max_seq_len, num_tokens), Asked(spec, options, tuple(shared_prefix))
+        plan = plan_again(batch, bounds, asked, workspace)
         if v is None:
-            cache = PagedKVCache.from_latents(k, spec.kv_lora_rank, scale=k_scale)
+            cache = PagedKVCache.from_latents(k, plan.spec.kv_lora_rank, scale=k_scale)
         else:
             cache = PagedKVCache(k, v, layout, k_scale, v_scale)
         into = out if lse is None else State(out, lse)

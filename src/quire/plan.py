@@ -7,12 +7,12 @@ within the bounds that the plan was made for.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from quire.batch import Batch
-from quire.batch_check import check_reads
+from quire.batch_check import check_reads, check_slots
 from quire.cache import PagedKVCache
 from quire.checks import check_plan_arguments
 from quire.corners import corners
@@ -30,7 +30,7 @@ from quire.kernels.mla_hopper import launch as mla_hopper
 from quire.kernels.portable import PortableRunner
 from quire.kernels.shared_prefix import launch as shared
 from quire.kernels.split_kv import choice as portable
-from quire.launch_codec import encode_planned
+from quire.launch_codec import decode, decode_options, encode, encode_options
 from quire.prefix_checks import check_shared_prefix
 from quire.spec import AttentionSpec
 
@@ -46,6 +46,22 @@ FAMILIES: dict[str, Proposal] = {
 }
 
 
+class Asked(NamedTuple):
+    """What `plan` was asked for beside its bounds, as operators take it: numbers and strings.
+
+    The strings are equal in all steps of a server. `torch.compile` compiles once for each string that it sees.
+
+    Attributes:
+        spec: encoded.
+        options: encoded.
+        shared_prefix: `shared.flattened` levels of shared keys.
+    """
+
+    spec: str
+    options: str
+    shared_prefix: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """How a batch is launched. `print(plan)` shows the decision and the reason.
@@ -56,9 +72,9 @@ class Plan:
         bounds: the upper bounds that the plan was made for: `max_query_len`, `max_seq_len`, `num_tokens`.
         launch: which kernel, and how: a launch class of `quire.kernels`, such as `SplitKVLaunch`.
         reason: why this launch was chosen, in words.
-        workspace: memory for the launch's scratch; None if it needs none.
+        workspace: memory for the launch's scratch.
         runner: runs the launch; `quire.attention` calls it.
-        encoded_launch: the launch and `max_seq_len` as a string, for `torch.compile`.
+        asked: for `torch.compile`, from which its operator decides the launch again; None if `plan` did not make it.
 
     Examples:
         >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -72,9 +88,9 @@ class Plan:
     bounds: Bounds
     launch: Launch
     reason: str
-    workspace: torch.Tensor | None
+    workspace: torch.Tensor
     runner: Runner
-    encoded_launch: str
+    asked: Asked | None
 
     @property
     def kernel(self) -> str:
@@ -113,13 +129,20 @@ class Plan:
         runner = self.runner
         return runner if isinstance(runner, PortableRunner) and runner.can_append(cache) else None
 
-    def check_before_write(self, cache: PagedKVCache, num_tokens: int) -> None:
+    def check_before_write(self, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
         """Raise ValueError where the runner would, so that nothing is written by then."""
         if isinstance(self.launch, shared.SharedPrefixLaunch):
             self.launch.check_page_size(cache.page_size)
         if is_served_by_torch(self.batch.device):
             lens = {"max_query_len": self.bounds.max_query_len, "max_seq_len": self.bounds.max_seq_len}
-            check_reads(self.batch, cache, self.spec, num_tokens=num_tokens, **lens)
+            check_reads(self.batch, cache, self.spec, num_tokens=slot_mapping.shape[0], **lens)
+            check_slots(self.batch, cache, slot_mapping)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep what the plan was made from. A copy, also in another process, is a new plan with memory of its own."""
+        if self.asked is None:
+            raise TypeError(f"plan must be from `quire.plan` to be copied, got one for {self.launch}; make another one")
+        return plan_again, (self.batch, self.bounds, self.asked)
 
     def __repr__(self) -> str:
         bounds = self.bounds
@@ -182,7 +205,7 @@ def plan(
             list of (num_seqs, num_keys): runs of neighbouring sequences, and how many keys each run shares after those
             of the level before. `[[(64, 512)], [(8, 1024), (56, 0)]]`: all of 64 sequences share 512 keys, and the
             first 8 of them share 1,024 more. A sequence with queries holds its shared keys and after them its queries'
-            own; a row without keys must share none.
+            own; a row without queries shares none, or has its run's pages.
 
     Returns:
         The plan, with its scratch memory.
@@ -222,20 +245,36 @@ def plan(
     if shared_prefix is not None:
         fixed = {"num_splits": num_splits, "config": config, "batch_invariant": batch_invariant or None}
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds, **fixed)
+    options = Options(num_splits, config, batch_invariant, kernel)
+    launch, reason = decide_launch(spec, batch, bounds, options, levels)
+    if workspace is not None:
+        check_counters(launch)
+    asked = Asked(encode(spec), encode_options(options), shared.flattened(levels))
+    return make_plan(spec, batch, launch, reason, workspace, bounds, asked)
+
+
+def plan_again(batch: Batch, bounds: Bounds, asked: Asked, workspace: torch.Tensor | None = None) -> Plan:
+    """Return the plan that `plan` returned for a batch, or for one like it, as `Plan.asked` says."""
+    spec, levels = decode(asked.spec), shared.levels_of(asked.shared_prefix)
+    launch, reason = decide_launch(spec, batch, bounds, decode_options(asked.options), levels)
+    return make_plan(spec, batch, launch, reason, workspace, bounds, asked)
+
+
+def decide_launch(
+    spec: AttentionSpec, batch: Batch, bounds: Bounds, options: Options, levels: tuple[shared.Level, ...]
+) -> tuple[Launch, str]:
+    """Return the launch for what `plan` was asked, whose arguments were checked, and the reason."""
     device = batch.device
     properties = device_properties(device)
     has = batch.key_begin is not None, batch.tree_bits is not None, batch.cu_pages is not None
     by_torch = is_served_by_torch(device)
     wanted = bounds if by_torch else bounds.for_decision()
     request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *has)
-    options = Options(num_splits, config, batch_invariant, kernel)
     families = tuple(FAMILIES.items())
     choose = cpu.propose if by_torch else partial(decide_once, families=families)
     if levels:
-        launch, reason = shared.propose(request, levels, lambda part: choose(part, options))
-    else:
-        launch, reason = choose(request, options)
-    return make_plan(spec, batch, launch, reason, workspace, bounds)
+        return shared.propose(request, levels, lambda part: choose(part, options))
+    return choose(request, options)
 
 
 @lru_cache(maxsize=1024)
@@ -354,6 +393,7 @@ def make_plan(
     reason: str,
     workspace: torch.Tensor | None = None,
     bounds: Bounds | None = None,
+    asked: Asked | None = None,
 ) -> Plan:
     """Return a plan for a launch, with its scratch from `workspace`, or newly allocated.
 
@@ -363,26 +403,21 @@ def make_plan(
         ValueError: the workspace does not fit.
     """
     size = launch.scratch_size()
-    if size.total == 0:
-        workspace = None
-    elif workspace is None:
+    if workspace is None:
         workspace = scratch.allocate(size, batch.device)
-    else:
-        check_workspace(launch, size, workspace)
-    runner, bounds = launch.bind(batch, workspace), bounds or launch.request.bounds
-    encoded = encode_planned(launch, bounds.max_seq_len)
-    return Plan(spec, batch, bounds, launch, reason, workspace, runner, encoded)
-
-
-def check_workspace(launch: Launch, size: scratch.ScratchSize, workspace: torch.Tensor) -> None:
-    """Raise unless a workspace is large enough for a launch."""
-    if workspace.numel() < size.total:
+    elif workspace.numel() < size.total:
         raise ValueError(
             f"workspace must be uint8 with at least {size.total} bytes, got {workspace.numel()}; "
             "allocate torch.zeros of quire.workspace_size(...) bytes"
         )
+    runner, bounds = launch.bind(batch, workspace), bounds or launch.request.bounds
+    return Plan(spec, batch, bounds, launch, reason, workspace, runner, asked)
+
+
+def check_counters(launch: Launch) -> None:
+    """Raise unless the launch has its counters where all plans of a workspace have theirs."""
     request = launch.request
-    if size.counters > scratch.counter_bytes(request.device, request.spec.num_kv_heads):
+    if launch.scratch_size().counters > scratch.counter_bytes(request.device, request.spec.num_kv_heads):
         raise ValueError(
             f"num_splits must leave at most {scratch.MAX_PROGRAMS_PER_SM} programs per SM with a workspace, "
             f"got {launch}; pass fewer splits, or leave out the workspace"

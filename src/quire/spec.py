@@ -230,6 +230,9 @@ class AttentionSpec:
             >>> spec.head_dim, spec.head_dim_v, spec.num_kv_heads
             (576, 512, 1)
         """
+        for name in ("num_kv_heads", "head_dim", "head_dim_v", "latent"):
+            if name in fields:
+                raise TypeError(f"{name} must be left out of mla, got {describe(fields[name])}; the widths say it")
         rank = check_integer("kv_lora_rank", kv_lora_rank, "512 is DeepSeek's")
         rope = check_integer("qk_rope_head_dim", qk_rope_head_dim, "64 is DeepSeek's")
         _check_latent_dims("kv_lora_rank", rank, "qk_rope_head_dim", rope)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from quire.errors import shown
+
 
 class State(NamedTuple):
     """Attention over some of the keys. It holds what it is given; `merge_states` and `attention` check it.
@@ -27,3 +29,6 @@ class State(NamedTuple):
 
     out: torch.Tensor
     lse: torch.Tensor
+
+    def __repr__(self) -> str:
+        return shown(self, *self._fields)

@@ -4,6 +4,7 @@ On a GPU and in the interpreter (TRITON_INTERPRET=1) Triton kernels run, elsewhe
 """
 
 import dataclasses
+import time
 from itertools import pairwise
 
 import pytest
@@ -347,3 +348,37 @@ def test_plans_of_a_union_have_one_spec(device):
         quire.union_attention(p.q, p.cache, [])
     with pytest.raises(TypeError, match="plans must be a list of plans"):
         quire.union_attention(p.q, p.cache, plans[0])
+
+
+@pytest.mark.parametrize("within_window", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_span_is_found_among_many(window, within_window):
+    """By the definition, for spans in any order, with padding and spans of no token."""
+    generator = torch.Generator().manual_seed(0)
+    batch = quire.Batch(torch.zeros(3, 1).int(), int32(400, 90, 300), int32(0, 400, 430, 430))
+    cuts = [[seq, *torch.randperm(450, generator=generator)[:60].sort().values.tolist()] for seq in (1, 0, 2)]
+    rows = [[seq, *pair] for seq, *ends in cuts for pair in zip(ends[::2], ends[1::2], strict=True)]
+    rows += [[-1, 0, 0], [0, 7, 7], [7, 0, 400]]
+    spans = int32(*rows)[torch.randperm(len(rows), generator=generator)]
+    options = {"sliding_window": window, "within_window": within_window}
+    found = intervals.bidirectional_spans(batch, 432, spans, **options)
+    expected = []
+    for seq, at in [*((0, n) for n in range(400)), *((1, n) for n in range(60, 90))]:
+        begin = 0 if window is None else max(0, at + 1 - window)
+        end = at + 1
+        for _, first, stop in (row for row in rows if row[0] == seq and row[1] <= at < row[2]):
+            end = stop
+            begin = begin if window and within_window else min(begin, first)
+        expected.append((begin, min(end, (400, 90)[seq])))
+    assert list(zip(found.key_begin.tolist(), found.key_end.tolist(), strict=True)) == [*expected, (0, 0), (0, 0)]
+
+
+def test_the_time_for_spans_does_not_grow_with_tokens_times_spans():
+    """10,000 tokens and 10,000 spans took 4 to 8 s of a CPU and 0.9 GB when all pairs were compared."""
+    n = 10_000
+    batch = quire.Batch(torch.zeros(1, 1).int(), int32(n), int32(0, n))
+    first = torch.arange(n).int()
+    spans = torch.stack([first * 0, first, first + 1], 1)
+    start = time.process_time()
+    assert intervals.bidirectional_spans(batch, n, spans).key_end.equal(first + 1)
+    assert time.process_time() - start < 1.0

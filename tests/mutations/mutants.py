@@ -105,9 +105,9 @@ IN_INTERPRETER = {
         QUANTISED_OUT + "a_float32_result_is_rounded_once[block]",
     ),
     "the operator's plan has the bounds of the launch": Mutant(
-        "ops.py",
-        "replace(decided.request.bounds, max_seq_len=max_seq_len)",
-        "decided.request.bounds",
+        "plan.py",
+        "options), levels)\n    return make_plan(spec, batch, launch, reason, workspace, bounds, asked)",
+        "options), levels)\n    return make_plan(spec, batch, launch, reason, workspace, None, asked)",
         "kernels/test_attention.py::test_a_step_that_was_decided_for_more_keys_crosses_the_operator",
     ),
     "taller tiles for fp8 numbers that are not in pairs": Mutant(
@@ -1759,8 +1759,8 @@ OUTSIDE = {
     ),
     "a span seen from outside": Mutant(
         "intervals.py",
-        "(tokens.seq[:, None] == seq) & ",
-        "",
+        "(before > 0) & (at < stop[span])",
+        "before > 0",
         BAD_INPUT + "the_calls_are_right_before_anything_is_replaced[intervals.bidirectional_spans]",
     ),
     "parents without their parents": Mutant(

@@ -164,8 +164,15 @@ def check_path(path: Path | str) -> Path:
     if not isinstance(path, Path | str):
         raise TypeError(f"path must be a path, got {errors.describe(path)}; name a file")
     where = Path(path)
+    name = errors.describe(str(path))
+    try:
+        where.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # too long, or with a null byte
+        raise ValueError(f"path must be the name of a file, got {name}, {error}; choose another one") from None
     if where.is_dir() or not where.parent.is_dir():
-        raise ValueError(f"path must be a file in a folder that is there, got {path}; make the folder first")
+        raise ValueError(f"path must be a file in a folder that is there, got {name}; make the folder first")
     return where
 
 

@@ -1,5 +1,6 @@
 """Checks of the arguments of this package's functions: groups, specs, sinks and states."""
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 def shown(value: Any) -> str:
     """Return a value as an error message names it."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return f"a nested {value.dtype} tensor"
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
     if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to print thousands of digits
@@ -23,16 +26,23 @@ def shown(value: Any) -> str:
 
 def check_int(name: str, value: Any, low: int, high: int = (1 << 31) - 1) -> int:
     """Return a plain integer from `low` to `high`, or raise."""
-    if type(value) is not int:
+    if isinstance(value, bool | torch.Tensor) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {shown(value)}; pass a number of the host")
+    value = int(value)
     if not low <= value <= high:
         raise ValueError(f"{name} must be from {low} to {high}, got {shown(value)}; pass a number in this range")
     return value
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor with strides: none that is sparse, nested or quantised."""
+    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_strided and not value.is_nested and not value.is_quantized
+
+
 def check_lens(name: str, value: Any, dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)) -> torch.Tensor:
     """Return a tensor of integers with strides, or raise."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    if not is_plain(value):
         raise TypeError(f"{name} must be a tensor of integers, got {shown(value)}; keep it on the device")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must be int32 or int64, got {value.dtype}; convert it once per step")
@@ -46,9 +56,13 @@ def as_device(device: Any) -> torch.device:
     if not isinstance(device, torch.device | str):
         raise TypeError(f"device must be a torch.device or the name of one, got {shown(device)}; for instance 'cuda'")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device must be the name of a device, got {shown(device)}; for instance 'cuda'") from None
+    backend = getattr(torch, found.type, None)
+    if found.type != "cpu" and not (backend is not None and backend.is_available()):
+        raise quire.UnsupportedError(f"device must be one of this machine, got {found}; leave it out")
+    return found
 
 
 def process_group(group: Any) -> dist.ProcessGroup:
@@ -101,7 +115,7 @@ def check_sinks(sinks: Any, num_heads: int, device: torch.device) -> None:
     """Raise unless sinks are None or fit, and need no gradient."""
     if sinks is None:
         return
-    if not isinstance(sinks, torch.Tensor) or sinks.layout is not torch.strided:
+    if not is_plain(sinks):
         raise TypeError(f"sinks must be a tensor with strides, got {shown(sinks)}; it has one entry per query head")
     if sinks.shape != (num_heads,) or not sinks.is_floating_point() or sinks.device != device:
         raise ValueError(

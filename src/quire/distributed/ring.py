@@ -21,6 +21,7 @@ from quire.distributed.arguments import (
     check_int,
     check_sinks,
     check_spec,
+    is_plain,
     merge,
     process_group,
     shown,
@@ -227,7 +228,7 @@ def send_on(
 
 def check_share(name: str, tensor: Any, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise unless a tensor is this rank's share; what else it must be, `attention` checks."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+    if not is_plain(tensor):
         raise TypeError(
             f"{name} must be a tensor with strides, got {shown(tensor)}; pass the rows `plan.tokens` of the whole"
         )

@@ -17,6 +17,7 @@ from quire.distributed.arguments import (
     check_lens,
     check_sinks,
     check_spec,
+    is_plain,
     merge,
     process_group,
     shown,
@@ -54,9 +55,10 @@ class ContextShard:
     interleave: int = 1
 
     def __post_init__(self) -> None:
-        check_int("world_size", self.world_size, 1)
-        check_int("rank", self.rank, 0, self.world_size - 1)
-        check_int("interleave", self.interleave, 1)
+        size = check_int("world_size", self.world_size, 1)
+        rank, interleave = check_int("rank", self.rank, 0, size - 1), check_int("interleave", self.interleave, 1)
+        for name, value in (("world_size", size), ("rank", rank), ("interleave", interleave)):
+            object.__setattr__(self, name, value)
 
     def num_keys(self, seq_lens: torch.Tensor) -> torch.Tensor:
         """Return how many of the first `seq_lens` tokens of each sequence this rank holds; nothing waits for a GPU.
@@ -224,8 +226,8 @@ def merge_over_ranks(
     if not isinstance(state, quire.State):
         raise TypeError(f"state must be a State, got {shown(state)}; call attention with return_lse=True")
     out, lse = state
-    if not isinstance(out, torch.Tensor) or not isinstance(lse, torch.Tensor):
-        raise TypeError(f"state must hold two tensors, got {shown(out)} and {shown(lse)}; see quire.State")
+    if not is_plain(out) or not is_plain(lse):
+        raise TypeError(f"state must hold two tensors with strides, got {shown(out)} and {shown(lse)}; see quire.State")
     if out.dim() != 3 or lse.shape != out.shape[:2]:
         raise ValueError(
             f"state.lse must be [num_tokens, num_q_heads] of an out [num_tokens, num_q_heads, head_dim_v], "

@@ -59,8 +59,8 @@ def check_tensor(name: str, x: torch.Tensor, device: torch.device | None, **dims
 
     None stands for any size, and for any device.
     """
-    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
-        kind = x.layout if isinstance(x, torch.Tensor) else type(x).__name__
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        kind = f"a {x.layout} tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"{name} must be a tensor with strides, got {kind}; see the shapes in the docstring")
     if x.dim() != len(dims) or any(want not in (None, got) for got, want in zip(x.shape, dims.values(), strict=True)):
         wanted = ", ".join(dim if size is None else f"{dim} = {size}" for dim, size in dims.items())

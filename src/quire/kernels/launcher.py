@@ -8,7 +8,6 @@ with the arguments in order.
 import contextlib
 import inspect
 import os
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent import futures
 from types import ModuleType
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import AsyncCompileMode, knobs
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITCallable, JITFunction
+from triton.runtime.jit import JITFunction
 
 from quire.dispatch.device import COMPILER_OPTIONS, compile_for, cross_compilation, device_properties, interprets
 from quire.kernels.scratch import Part
@@ -65,6 +64,7 @@ PLAIN = frozenset((bool, float, str))  # types of numbers and texts, of which Tr
 MOST_LAUNCHES = 1024  # that a cache keeps
 MOST_BYTES = (1 << 31) - 1  # of a tensor that 32-bit offsets reach, for which Triton compiles for AMD's GPUs
 MOST_THREADS = 4  # that compile
+AGAIN = 8  # times that a compilation may end with SystemError; trees are a small part of it
 LOADING = 2.0  # seconds that are enough to load a warm-up's kernels from Triton's cache
 
 
@@ -279,31 +279,30 @@ def compile_together(device: torch.device) -> Iterator[Callable[[], int]]:
         yield lambda: 0
         return
     with (
-        one_parse_at_a_time(),
-        futures.ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
+        Threads(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
         AsyncCompileMode(threads) as mode,
         compile_for(device_properties(device), lambda *compiled: None),
     ):
         yield lambda: len(futures.wait(mode.raw_futures, LOADING).not_done)
 
 
-@contextlib.contextmanager
-def one_parse_at_a_time() -> Iterator[None]:
-    """Let one thread at a time make syntax trees of jit functions in this context.
+class Threads(futures.ThreadPoolExecutor):
+    """Threads that compile.
 
-    Python 3.11 counts their depth for all threads together. If two make trees at once, one may end with SystemError.
+    Python 3.11 counts the depth of syntax trees for all threads together. If two make trees at once, one may end with
+    SystemError. It then compiles again.
     """
-    lock, parse = threading.Lock(), JITCallable.parse
 
-    def locked(self: Any) -> Any:
-        with lock:
-            return parse(self)
+    def submit(self, compile_one: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        """Compile in a thread."""
 
-    JITCallable.parse = locked
-    try:
-        yield
-    finally:
-        JITCallable.parse = parse
+        def compile_again() -> Any:
+            for _ in range(AGAIN):
+                with contextlib.suppress(SystemError):
+                    return compile_one(*args, **kwargs)
+            return compile_one(*args, **kwargs)
+
+        return super().submit(compile_again)
 
 
 def is_observed() -> bool:

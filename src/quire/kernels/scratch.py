@@ -4,7 +4,7 @@ A workspace begins with counters, which are 0 between launches: one cache line f
 arrival counters of the split-KV kernel, and on Hopper GPUs those of the Hopper kernel. Float32 states follow.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -67,8 +67,16 @@ def cut_counter_bytes(device: DeviceProperties) -> int:
     return 128 * cdiv(CUT_WARPGROUPS_PER_SM * device.num_sms, 32) if device.has_wgmma else 0
 
 
+@cache
+def unused(device: torch.device) -> torch.Tensor:
+    """Return a workspace for launches without scratch: compiled code is the same for these and others."""
+    return torch.empty(TILE_COUNTER_BYTES, dtype=torch.uint8, device=device)
+
+
 def allocate(size: ScratchSize, device: torch.device) -> torch.Tensor:
-    """Allocate a workspace and set its counters to 0."""
+    """Allocate a workspace and set its counters to 0. Launches without scratch share one, which nobody reads."""
+    if size.total == 0:
+        return unused(device)
     workspace = torch.empty(size.total, dtype=torch.uint8, device=device)
     workspace[: size.counters].zero_()
     return workspace

@@ -40,11 +40,8 @@ def see_spans(
 ) -> Batch:
     """Return a batch with intervals for spans; with `clamp`, a token does not see what is before its window."""
     spans = torch.tensor(rows, dtype=torch.int32).to(batch.device, non_blocking=True)
-    seen = quire.intervals.bidirectional_spans(batch, num_tokens, spans, sliding_window=sliding_window)
-    if clamp and sliding_window is not None:
-        window = quire.intervals.sliding_window(batch, num_tokens, sliding_window)
-        seen = replace(seen, key_begin=window.key_begin)
-    return seen
+    window = {"sliding_window": sliding_window, "within_window": clamp}
+    return quire.intervals.bidirectional_spans(batch, num_tokens, spans, **window)
 
 
 def see_by_sequence(batch: Batch, num_tokens: int, causal: torch.Tensor, sliding_window: int | None) -> Batch:

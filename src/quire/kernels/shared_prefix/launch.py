@@ -5,7 +5,7 @@ those of all sequences in the run. All queries see all shared keys, so the level
 state, and the states are combined.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -88,6 +88,19 @@ class SharedPrefixLaunch:
         groups = [f"up to {keys:,} keys of up to {seqs} sequences" for keys, seqs in runs]
         parts = "; ".join(f"{name}: {part}" for name, part in zip([*groups, "own keys"], self.launches, strict=True))
         return f"shared prefixes, {self.saved_keys:,} keys not read again; {parts}"
+
+
+def flattened(levels: tuple[Level, ...]) -> tuple[int, ...]:
+    """Return levels as numbers: of each, how many runs it has, and then these."""
+    return tuple(number for level in levels for number in (len(level), *(n for run in level for n in run)))
+
+
+def levels_of(numbers: Sequence[int]) -> tuple[Level, ...]:
+    """Return the levels that `flattened` was given."""
+    levels, rest = [], iter(numbers)
+    for num_runs in rest:
+        levels.append(tuple((next(rest), next(rest)) for _ in range(num_runs)))
+    return tuple(levels)
 
 
 def num_shared_keys(levels: tuple[Level, ...]) -> list[int]:
