@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_bad_arguments_leave_with_2(arguments, capsys):
 
 def test_the_command_is_installed():
     done = subprocess.run([sys.executable, "-m", "quire", "env", "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["versions"]["torch"] == torch.__version__
+    assert json.loads(done.stdout)["versions"]["torch"] == version("torch")
 
 
 @pytest.mark.parametrize("arguments", [["env"], ["--help"]])
