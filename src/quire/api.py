@@ -431,8 +431,8 @@ def write_latent(
     """Write new latents and their rotary columns into their slots, in one launch; quantise them if the cache is fp8.
 
     In an e4m3 cache, stored values are `x / scale`, rounded half to even and saturated at ±448; NaN stays NaN. In
-    vLLM's "fp8_ds_mla" records, each 128 columns of a latent have a scale of their largest finite magnitude over 448,
-    at least 2^-126, and rotary columns are rounded to bfloat16.
+    vLLM's "fp8_ds_mla" records, the scale of each 128 columns of a latent is the least power of two that is no less
+    than their largest finite magnitude over 448, and at least 2^-13, as in vLLM 0.33. Rotary columns are rounded to bfloat16.
 
     Args:
         c_kv: new latents, normalised, [num_tokens, kv_lora_rank]; any strides with a contiguous last dimension.

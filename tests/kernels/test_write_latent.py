@@ -73,10 +73,10 @@ def test_fp8_latents_are_the_nearest(dtype, scale):
 
 
 def record(c_kv: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
-    """Return a token's record, [656] uint8, from its definition in vLLM."""
+    """Return a token's record, [656] uint8, from its definition in vLLM 0.33: scales are rounded up to powers of two."""
     groups = c_kv.float().view(4, 128)
     peaks = groups.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-    scales = torch.maximum(peaks / 448, torch.tensor(torch.finfo(torch.float32).tiny))
+    scales = torch.exp2((peaks.double() / 448).clamp(min=1e-4).log2().ceil()).float()
     parts = quantised(groups, scales[:, None]), scales, k_pe.to(torch.bfloat16)
     return torch.cat([part.flatten().view(torch.uint8) for part in parts])
 
@@ -96,6 +96,22 @@ def test_records_are_those_of_vllm(dtype, dims, strides):
     for token, slot in WRITTEN:
         stored[slot // SIZE, slot % SIZE] = record(c_kv[token], k_pe[token].flatten())
     assert torch.equal(memory, expected)
+
+
+def test_scales_of_records_are_powers_of_two_of_which_448_hold_the_peak():
+    """At each power, with the peak on it and to both sides: of the power, and of 448 times it."""
+    powers = torch.exp2(torch.arange(-126, 128).double())
+    exact = torch.cat([powers, 448 * powers[powers < 2.0**119]]).float()
+    peaks = torch.stack([exact, exact.nextafter(torch.tensor(0.0)), exact.nextafter(torch.tensor(torch.inf))]).flatten()
+    peaks = peaks[: len(peaks) // 4 * 4].view(-1, 4)
+    c_kv = torch.zeros(len(peaks), 4, 128)
+    c_kv[:, :, 7] = -peaks
+    cache = quire.PagedKVCache.from_latents(torch.zeros(1, len(peaks), 656, dtype=torch.uint8), 512)
+    quire.write_latent(c_kv.flatten(1), torch.zeros(len(peaks), 64), cache, torch.arange(len(peaks)))
+    scales = cache.records.scales[0].double()
+    mantissas, _ = torch.frexp(scales)
+    assert (mantissas == 0.5).all() and (scales >= 2.0**-13).all()
+    assert (448 * scales >= peaks).all() and ((224 * scales < peaks) | (scales == 2.0**-13)).all()
 
 
 def test_rotary_columns_of_records_are_rounded_half_to_even():

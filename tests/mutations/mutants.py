@@ -1889,7 +1889,7 @@ OUTSIDE = {
     ),
     "CPU: records without a least scale": Mutant(
         "kernels/cpu/cache_ops.py",
-        ".clamp(min=SMALLEST_NORMAL)",
+        ".clamp(min=SMALLEST_RECORD_SCALE)",
         "",
         LATENT + "::test_records_are_those_of_vllm",
     ),

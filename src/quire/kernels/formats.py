@@ -7,7 +7,7 @@ from quire.cache import PagedKVCache
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 # A token with no larger magnitude gets scale 1 and is stored as zeros: its scale would not be a normal float32.
 SMALLEST_PEAK = 1e-30
-SMALLEST_NORMAL = 2.0**-126  # float32; the smallest scale of a record, as in vLLM
+SMALLEST_RECORD_SCALE = 2.0**-13  # the least power of two that is no less than 1e-4, as in vLLM 0.33
 
 
 def largest(dtype: torch.dtype) -> float | None:

@@ -173,7 +173,7 @@ FP8X2_DECODERS = {torch.float8_e4m3fn: (e4m3x2_in_software, e4m3x2), torch.float
 SOFTWARE_ENCODERS = {torch.float8_e4m3fn: to_e4m3_in_software, torch.float8_e5m2: to_e5m2_in_software}
 ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8: to_int8}
 SMALLEST_PEAK = tl.constexpr(formats.SMALLEST_PEAK)
-SMALLEST_NORMAL = tl.constexpr(formats.SMALLEST_NORMAL)
+SMALLEST_RECORD_SCALE = tl.constexpr(formats.SMALLEST_RECORD_SCALE)
 
 
 def score_mod(spec: AttentionSpec) -> Any:

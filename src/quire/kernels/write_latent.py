@@ -51,6 +51,14 @@ def write_latent_kernel(
 
 
 @triton.jit
+def record_scale(peak):
+    # The least power of two of which 448 = 1.75 * 2**8 are at least the peak. Its bits are those of peak / 2**8,
+    # rounded up to a power where the mantissa is above 1.75.
+    bits = tl.maximum(peak * 0.00390625, mods.SMALLEST_RECORD_SCALE).to(tl.int32, bitcast=True)
+    return ((bits + 0x1FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def write_record_kernel(
     c_kv_ptr,  # [num_tokens, GROUPS * GROUP]
     k_pe_ptr,  # [num_tokens, ROPE], bits of bfloat16 if ENCODE_ROPE is None
@@ -60,7 +68,7 @@ def write_record_kernel(
     slot_mapping,  # [num_tokens] int64
     stride_c_kv, stride_k_pe, values_page, values_slot, scales_page, scales_slot, rope_page, rope_slot,
     PAGE_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr, ENCODE: tl.constexpr,
-    ENCODE_ROPE: tl.constexpr, LARGEST: tl.constexpr,
+    ENCODE_ROPE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(slot_mapping + token)
@@ -71,7 +79,7 @@ def write_record_kernel(
     offs = offs_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [GROUPS, GROUP]
     x = tl.load(c_kv_ptr + token * stride_c_kv + offs).to(tl.float32)
     peak = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0), 1)
-    scale = tl.maximum(tl.div_rn(peak, LARGEST), mods.SMALLEST_NORMAL)  # [GROUPS]
+    scale = record_scale(peak)  # [GROUPS]
     tl.store(scales + page * scales_page + slot * scales_slot + offs_group, scale)
     target = values + page * values_page + slot * values_slot
     tl.store(target + offs, ENCODE(tl.div_rn(x, tl.broadcast_to(scale[:, None], GROUPS, GROUP))))
@@ -112,7 +120,7 @@ def arguments(
     c_kv, k_pe, target, *rest = tensors
     meta = {
         "PAGE_SIZE": cache.page_size, "ENCODE": mods.encoder(cache.dtype, native_fp8),
-        "LARGEST": largest(cache.dtype), "num_warps": 1,
+        "num_warps": 1,
     }  # fmt: skip
     strides = c_kv.stride(0), 0 if k_pe is None else k_pe.stride(0), *target.stride()[:2]
     target = target.view(torch.uint8) if as_bytes else target
@@ -129,7 +137,7 @@ def arguments(
         return (c_kv, k_pe, target, scales, rope.view(bits), slot_mapping), strides, meta
     rope_dim = cache.head_dim - cache.head_dim_v
     meta |= {
-        "RANK": cache.head_dim_v, "ROPE": rope_dim, "BLOCK_RANK": padded(cache.head_dim_v),
+        "LARGEST": largest(cache.dtype), "RANK": cache.head_dim_v, "ROPE": rope_dim, "BLOCK_RANK": padded(cache.head_dim_v),
         "BLOCK_ROPE": padded(max(rope_dim, 1)),
     }  # fmt: skip
     return (c_kv, k_pe, target, *rest), strides, meta

@@ -3,7 +3,7 @@
 import torch
 
 from quire.cache import PagedKVCache
-from quire.kernels.formats import LARGEST, SMALLEST_NORMAL, SMALLEST_PEAK, as_bytes, largest, page_tensors
+from quire.kernels.formats import LARGEST, SMALLEST_PEAK, SMALLEST_RECORD_SCALE, as_bytes, largest, page_tensors
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def write_latent(
         values, scales, rope = cache.records
         groups = c_kv.float().unflatten(-1, (scales.shape[-1], -1))
         peaks = torch.where(groups.isfinite(), groups.abs(), 0.0).amax(-1)
-        scale = (peaks / LARGEST[cache.dtype]).clamp(min=SMALLEST_NORMAL)
+        scale = record_scale(peaks)
         as_bytes(values)[page, slot] = as_bytes(saturated(groups / scale[..., None], cache.dtype).flatten(-2))
         scales[page, slot] = scale
         rope[page, slot] = k_pe[kept].to(rope.dtype)
@@ -62,6 +62,12 @@ def write_latent(
     if cache.k_scale is not None:
         x = x.float() / cache.k_scale
     as_bytes(cache.latents)[page, slot] = as_bytes(saturated(x, cache.dtype))
+
+
+def record_scale(peaks: torch.Tensor) -> torch.Tensor:
+    """Return the least powers of two of which 448 = 1.75 * 2^8 are at least these float32 magnitudes, as in kernels."""
+    bits = (peaks / 256).clamp(min=SMALLEST_RECORD_SCALE).view(torch.int32)
+    return ((bits + 0x1FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def find_slots(cache: PagedKVCache, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
