@@ -833,8 +833,7 @@ def good_calls():
     yield flashinfer.append_paged_kv_cache, tokens | where | {f"kv_{name}": x for name, x in lists.items()}
     yield (
         flashinfer.fast_decode_plan,
-        {"self": decode, "head_dim": 16, "q_len_per_req": 1, "global_override_indptr_cpu": int32(0, 1, 2)}
-        | (lists | shared),
+        {"self": decode, "head_dim": 16, "q_len_per_req": 1} | (lists | shared),
     )
     latents = randn(3, 4, 48)
     latent_lists = {"kv_indices": int32(1, 2), "kv_indptr": int32(0, 1, 2)}
@@ -842,7 +841,7 @@ def good_calls():
     starts = {"qo_indptr": int32(0, 1, 3), "kv_len_arr": int32(2, 3), "causal": True}
     of_latents = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
     good = latent_lists | widths | starts | {"q_data_type": "float32", "kv_data_type": torch.float32}
-    yield of_latents.plan, good | {"max_q_len": 2, "use_sinks": False}
+    yield of_latents.plan, good | {"use_sinks": False}
     planned = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
     planned.plan(**good)
     queries = {"query": randn(3, 4, 48), "kv_cache": latents, "return_lse_base_on_e": True}
@@ -877,7 +876,7 @@ def good_calls():
     yield flashinfer.trtllm_ragged_attention_deepseek, ragged | {"workspace_buffer": None, "o_sf_scale": None}
     of_latents = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": None, "workspace_buffer": None}
     room = {"out": torch.zeros(2, 2, 4, 32), "lse": torch.zeros(4, 4), "return_lse": True}
-    query = {"query": randn(2, 2, 4, 48), "kv_cache": latents, "max_seq_len": 3, "return_lse_base": "base2"}
+    query = {"query": randn(2, 2, 4, 48), "kv_cache": latents, "max_seq_len": 3}
     blocks["block_tables"] = int32(1, 2)[:, None]
     yield flashinfer.trtllm_batch_decode_with_kv_cache_mla, blocks | of_latents | room | query
 
@@ -896,7 +895,7 @@ def bad_values(name, good, whole_cache=False):
         "logits_soft_cap",
         "sm_scale",
     )
-    may_be_left_out += ("global_override_indptr_cpu", "data_type", "cum_seq_lens_q", "attention_sinks", "out_dtype")
+    may_be_left_out += ("data_type", "return_lse_base", "cum_seq_lens_q", "attention_sinks", "out_dtype")
     may_be_left_out += ("ckv_cache", "kpe_cache") if whole_cache else ()
     nothing = [] if name in may_be_left_out else [None]
     if good is None or not isinstance(good, torch.Tensor | torch.dtype | str | int | float):

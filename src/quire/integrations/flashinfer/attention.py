@@ -65,7 +65,7 @@ class BatchAttention:
         """
         cap = as_number("logits_soft_cap", a.logits_soft_cap)
         planned = self._wrapper._planned().logits_soft_cap
-        if cap > 0 and cap != planned:
+        if not (cap <= 0 or cap == planned):
             raise ValueError(f"logits_soft_cap must be 0 or the planned {planned}, got {cap}; pass it to plan")
         scales = {"k_scale": a.k_scale, "v_scale": a.v_scale}
         return self._wrapper.run(a.q, a.kv_cache, out=a.out, lse=a.lse, return_lse=True, **scales)

@@ -122,8 +122,10 @@ def trtllm_ragged_attention_deepseek(a: Arguments) -> OutAndLse:
     """
     k, v = as_tokens(a.key, a.value, "NHD")
     a.sinks = a.attention_sinks
+    check_tensor("query", a.query, k.device, num_tokens=None, num_qo_heads=None, head_dim=None)
     entries = check_integers("cum_seq_lens_kv", a.cum_seq_lens_kv, k.device, **{"batch_size + 1": None})
     check_integers("cum_seq_lens_q", a.cum_seq_lens_q, k.device, **{"batch_size + 1": entries[0]})
+    check_integers("seq_lens", a.seq_lens, None, batch_size=entries[0] - 1)
     batch = Batch.varlen(*(to_device(x, k.device, True) for x in (a.cum_seq_lens_q, a.cum_seq_lens_kv)))
     return attend_once(a, batch, (k, v, "THD"), a.max_q_len, a.max_kv_len, a.is_causal)
 
@@ -204,9 +206,9 @@ def attend_latents(a: Arguments) -> OutAndLse:
         check_tensor("out", out, query.device, **sizes)
         a.out = out.view(-1, heads, rank)
     found = attend_once(a, batch, (latents, rank), most_queries, a.max_seq_len, True)
-    result, *lse = found if isinstance(found, tuple) else (found,)
+    result, lse = found if isinstance(found, tuple) else (found, None)
     result = result.view(*tokens, heads, rank) if out is None else out
-    return (result, *lse) if lse else result
+    return result if lse is None else (result, lse)
 
 
 def read_batch(a: Arguments, device: torch.device, q_len: int | None, num_tokens: int) -> tuple[Batch, int]:
@@ -235,6 +237,8 @@ def attend_once(
     """Plan and attend; `keys` are K, V and their layout, or latents and their rank."""
     check_backend(getattr(a, "backend", "auto"))
     q, is_latent = a.query, len(keys) == 2
+    if hasattr(a, "batch_size") and as_int("batch_size", a.batch_size) != batch.num_seqs:
+        raise ValueError(f"batch_size must be the {batch.num_seqs} of the lists, got {a.batch_size}; check them")
     a.q = q
     if isinstance(a.sinks, list | tuple) and len(a.sinks) == 1:
         a.sinks = a.sinks[0]
@@ -261,7 +265,8 @@ def attend_once(
     if is_latent:
         cache = PagedKVCache.from_latents(*keys)
     else:
-        cache = read_cache(*keys, scoring.kv_data_type, None, scale)
+        k, v, layout = keys
+        cache = read_cache(k, v, layout, scoring.kv_data_type, None, scale)
     most_queries = as_int("max_q_len", most_queries, least=0)
     most_keys = as_int("max_kv_len" if hasattr(a, "max_kv_len") else "max_seq_len", most_keys, least=0)
     spec = scoring.spec(a.sinks is not None)
