@@ -200,7 +200,7 @@ SCORES = dict(
 )
 HEADS = dict(num_qo_heads=4, num_kv_heads=2)
 DTYPES = dict(q_data_type="float32", kv_data_type=torch.float32, o_data_type=None)
-SPLITS = dict(non_blocking=True, fixed_split_size=None, disable_split_kv=False)
+SPLITS = dict(non_blocking=True, fixed_split_size=None, disable_split_kv=False, use_token_head_sf=False)
 MASKS = dict(custom_mask=None, packed_custom_mask=None, use_fp16_qk_reduction=False)
 ITEMS = dict(prefix_len_ptr=None, token_pos_in_items_ptr=None, token_pos_in_items_len=0, max_item_len_ptr=None)
 BOUNDS = dict(max_token_per_sequence=2, max_sequence_kv=7, seq_lens_q=None, uniform_q_len=None)
@@ -231,9 +231,8 @@ def prefill_plan() -> dict[str, Any]:
 
 def ragged_plan() -> dict[str, Any]:
     starts = dict(qo_indptr=int32(0, 1, 3), kv_indptr=int32(0, 2, 9), causal=True, seq_lens=None)
-    return (
-        starts | HEADS | DTYPES | SCORES | SPLITS | MASKS | ITEMS | BOUNDS | WIDTHS | dict(v_indptr=None, o_indptr=None)
-    )
+    more = dict.fromkeys(("v_indptr", "o_indptr", "qo_indptr_cpu", "kv_indptr_cpu"))
+    return starts | HEADS | DTYPES | SCORES | SPLITS | MASKS | ITEMS | BOUNDS | WIDTHS | more
 
 
 def run_of(tokens: int, paged: bool = True) -> dict[str, Any]:
@@ -260,7 +259,7 @@ MORE = {  # of `run`, by wrapper
     ),
     "prefill": dict(window_left=None, sinks=torch.randn(4), skip_softmax_threshold_scale_factor=None)
     | dict(lse_base="ln", lse_layout="NH", use_fp16_softmax=None, uses_spcompress=None),
-    "ragged": dict(o_scale=None, lse_base="ln", lse_layout="NH"),
+    "ragged": dict(o_scale=None, lse_base="ln", lse_layout="NH", sinks=torch.randn(4)),
 }
 WRAPPERS: dict[str, tuple[Any, Callable, int, bool]] = {
     "decode": (flashinfer.BatchDecodeWithPagedKVCacheWrapper, decode_plan, 2, True),
@@ -361,14 +360,19 @@ def make_wrapper(kind: str, **more: torch.Tensor) -> tuple[Callable, dict[str, A
     """A wrapper for CUDA graphs, which takes every buffer."""
     starts, indices, last = int32(0, 0, 0), int32(0, 0, 0), int32(0, 0)
     common = dict(
-        float_workspace_buffer=workspace(), kv_layout="NHD", use_cuda_graph=True, backend="auto", jit_args=None
+        float_workspace_buffer=workspace(),
+        kv_layout="NHD",
+        use_cuda_graph=True,
+        backend="auto",
+        jit_args=None,
+        jit_kwargs=None,
     )
     if kind == "decode":
         buffers = dict(zip(("indptr", "indices", "last_page_len"), (starts, indices, last), strict=True))
         names = {f"paged_kv_{name}_buffer": x for name, x in buffers.items()} | dict(use_tensor_cores=False)
     else:
         names = dict(qo_indptr_buf=starts.clone(), custom_mask_buf=None, mask_indptr_buf=None)
-        names |= dict(jit_kwargs=None, variant_owns_mask=False)
+        names |= dict(variant_owns_mask=False) | ({"max_total_num_rows": 3} if kind == "prefill" else {})
         kept = dict(paged_kv_indptr_buf=starts, paged_kv_indices_buf=indices, paged_kv_last_page_len_buf=last)
         names |= kept if kind == "prefill" else dict(kv_indptr_buf=starts)
     return WRAPPERS[kind][0], common | names | more
@@ -665,6 +669,16 @@ EXEMPT = {
     "RingPlan": "made by plan_ring alone",
     "Call": "made by load alone",
     "Replay": "made by replay alone",
+    **dict.fromkeys(
+        (
+            *("BatchAttention", "BatchAttentionWithAttentionSinkWrapper", "BatchMLAPagedAttentionWrapper"),
+            *("append_paged_mla_kv_cache", "fast_decode_plan", "trtllm_batch_context_with_kv_cache"),
+            *("trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla"),
+            *("trtllm_ragged_attention_deepseek", "xqa_batch_decode_with_kv_cache"),
+            "xqa_batch_decode_with_kv_cache_mla",
+        ),
+        "the bad input of tests/integrations/test_flashinfer.py",
+    ),
 }
 
 

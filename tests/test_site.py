@@ -67,6 +67,11 @@ def test_the_support_matrix_is_what_the_code_answers():
     assert page == (DOCS / "support.md").read_text(encoding="utf-8"), "run python scripts/write_support.py"
 
 
+def test_flashinfer_s_arguments_are_what_the_tables_say():
+    page = runpy.run_path(str(ROOT / "scripts/write_flashinfer.py"))["page"]()
+    assert page == (DOCS / "flashinfer_arguments.md").read_text(encoding="utf-8"), "run scripts/write_flashinfer.py"
+
+
 def test_the_reference_has_every_public_name():
     named = set(
         re.findall(r"^::: ([\w.]+)$", "".join(p.read_text() for p in (DOCS / "api").glob("*.md")), re.MULTILINE)

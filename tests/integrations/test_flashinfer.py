@@ -99,6 +99,11 @@ PARAMETERS = {
         "pos_encoding_mode='NONE', use_fp16_qk_reduction=False, sm_scale=None, window_left=-1, logits_soft_cap=None, "
         f"{ROPE}, backend='auto', return_lse=False, kv_cache_sf=None, k_scale=None, v_scale=None"
     ),
+    "fast_decode_plan": (
+        f"self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, {SCORES}, "
+        f"q_data_type=None, kv_data_type=None, data_type=None, sm_scale=None, {ROPE}, non_blocking=True, {SPLITS}, "
+        "q_len_per_req=1, global_override_indptr_cpu=None"
+    ),
     "merge_state": "v_a, s_a, v_b, s_b",
     "merge_state_in_place": "v, s, v_other, s_other, mask=None",
     "merge_states": "v, s",
@@ -110,12 +115,12 @@ PARAMETERS = {
     ),
     "BatchDecodeWithPagedKVCacheWrapper": (
         "float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, use_tensor_cores=False, "
-        f"{BUFFERS.format('_buffer')}, backend='auto', jit_args=None"
+        f"{BUFFERS.format('_buffer')}, backend='auto', jit_args=None, jit_kwargs=None"
     ),
     "BatchDecodeWithPagedKVCacheWrapper.plan": (
         f"indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, {SCORES}, {DTYPES}, "
         f"data_type=None, sm_scale=None, {ROPE}, non_blocking=True, block_tables=None, seq_lens=None, {SPLITS}, "
-        "q_len_per_req=1, *, window_right=0, is_causal=None"
+        "q_len_per_req=1, *, window_right=0, is_causal=None, use_token_head_sf=False"
     ),
     "BatchDecodeWithPagedKVCacheWrapper.run": (
         f"q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, {LSE}, enable_pdl=None, "
@@ -129,14 +134,14 @@ PARAMETERS = {
     ),
     "BatchPrefillWithPagedKVCacheWrapper": (
         "float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, qo_indptr_buf=None, "
-        f"{BUFFERS.format('_buf')}, {JIT}, variant_owns_mask=False"
+        f"{BUFFERS.format('_buf')}, {JIT}, variant_owns_mask=False, max_total_num_rows=None"
     ),
     "BatchPrefillWithPagedKVCacheWrapper.plan": (
         "qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, "
         f"head_dim_qk, page_size, head_dim_vo=None, {MASKS}, pos_encoding_mode='NONE', use_fp16_qk_reduction=False, "
         f"sm_scale=None, window_left=-1, logits_soft_cap=None, {ROPE}, {DTYPES}, non_blocking=True, {ITEMS}, "
         "seq_lens=None, seq_lens_q=None, block_tables=None, max_token_per_sequence=None, max_sequence_kv=None, "
-        f"{SPLITS}, uniform_q_len=None"
+        f"{SPLITS}, uniform_q_len=None, use_token_head_sf=False"
     ),
     "BatchPrefillWithPagedKVCacheWrapper.run": (
         f"q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, {LSE}, lse_base='log2', "
@@ -155,11 +160,12 @@ PARAMETERS = {
         f"qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, {MASKS}, "
         "pos_encoding_mode='NONE', use_fp16_qk_reduction=False, window_left=-1, logits_soft_cap=None, sm_scale=None, "
         f"{ROPE}, {DTYPES}, non_blocking=True, {ITEMS}, {SPLITS}, seq_lens=None, seq_lens_q=None, "
-        "max_token_per_sequence=None, max_sequence_kv=None, v_indptr=None, o_indptr=None, uniform_q_len=None"
+        "max_token_per_sequence=None, max_sequence_kv=None, v_indptr=None, o_indptr=None, "
+        "qo_indptr_cpu=None, kv_indptr_cpu=None, uniform_q_len=None, use_token_head_sf=False"
     ),
     "BatchPrefillWithRaggedKVCacheWrapper.run": (
         f"q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, o_scale=None, {LSE}, lse_base='log2', "
-        "lse_layout='NH', enable_pdl=None, kv_cache_sf=None"
+        "lse_layout='NH', enable_pdl=None, kv_cache_sf=None, sinks=None"
     ),
     "BatchPrefillWithRaggedKVCacheWrapper.forward": (
         f"q, k, v, causal=False, pos_encoding_mode='NONE', use_fp16_qk_reduction=False, {OLD}"
@@ -185,10 +191,13 @@ def find(name):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_lists(name):
-    """Names, order and defaults are those of FlashInfer 0.7.2; of `plan` for decode, those that it takes by keyword."""
+    """Names, order and defaults are those of FlashInfer 0.7.4; of `plan` for decode, those that it takes by keyword.
+
+    `sinks` of the wrapper for packed keys are Quire's own.
+    """
     shown, keyword_only = [], "run" in name
     for p in inspect.signature(find(name)).parameters.values():
-        if p.name == "self":
+        if p.name == "self" and name != "fast_decode_plan":
             continue
         if p.kind is p.VAR_POSITIONAL:
             shown.append(f"*{p.name}")
@@ -200,7 +209,7 @@ def test_parameter_lists(name):
 
 
 def test_everything_is_public_and_documented():
-    assert {name.partition(".")[0] for name in PARAMETERS} == set(flashinfer.__all__)
+    assert {name.partition(".")[0] for name in PARAMETERS} <= set(flashinfer.__all__)
     for name in PARAMETERS:
         assert inspect.getdoc(find(name))
         wrapper = find(name.partition(".")[0])
@@ -650,9 +659,9 @@ MASK = torch.ones(4, dtype=torch.bool)
 
 
 def refused_plans():
-    yield {"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode must be 'NONE', got 'ROPE_LLAMA'; rotate q"
-    yield {"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode must be 'NONE', got 'ALIBI'"
-    yield {"o_data_type": "bfloat16"}, "o_data_type must be q_data_type"
+    yield {"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode must be 'NONE' or 'ALIBI', got 'ROPE_LLAMA'; rotate q"
+    yield {"o_data_type": "float64"}, r"o_data_type must be one of .*, got torch\.float64"
+    yield {"use_token_head_sf": True}, "use_token_head_sf must be left out, got True"
     yield {"q_data_type": torch.float8_e4m3fn}, "dtype must be"
 
 
@@ -695,7 +704,6 @@ def test_what_is_not_served_is_refused_by_name():
     ragged.plan(starts, int32(0, 2), 4, 2, 16, **shape)
     keys = torch.zeros(2, 2, 16)
     common = [
-        ({"q_scale": 0.5}, "q_scale must be None or 1, got 0.5"),
         ({"k_scale": 0.5}, r"k_scale must be None or 1 for a cache of torch.float32, got 0.5"),
         ({"v_scale": torch.ones(1)}, r"v_scale must be None or 1 for a cache of torch.float32"),
         ({"kv_cache_sf": MASK}, "kv_cache_sf must be left out"),
@@ -717,8 +725,8 @@ def test_what_is_not_served_is_refused_by_name():
         flashinfer.BatchPrefillWithPagedKVCacheWrapper,
         flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
     ):
-        with pytest.raises(quire.UnsupportedError, match="backend must be 'auto', got 'trtllm-gen'"):
-            make(space, backend="trtllm-gen")
+        with pytest.raises(quire.UnsupportedError, match=r"jit_kwargs must be left out, got \{'x': 1\}"):
+            make(space, jit_kwargs={"x": 1})
         with pytest.raises(quire.UnsupportedError, match=r"jit_args must be left out, got \['x'\]"):
             make(space, jit_args=["x"])
     for name in ("custom_mask_buf", "mask_indptr_buf"):
@@ -727,17 +735,19 @@ def test_what_is_not_served_is_refused_by_name():
     one = keys[:1].repeat(1, 2, 1)
     for arguments, message in (
         ({"scale_q": MASK}, "scale_q must be left out"),
-        ({"o_dtype": torch.float16}, "o_data_type must be q_data_type"),
-        ({"backend": "fa3"}, "backend must be 'auto', got 'fa3'"),
+        ({"o_dtype": torch.float64}, "o_data_type must be one of"),
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode must be 'NONE'"),
+        ({"pos_encoding_mode": "ALIBI"}, "causal must be True with ALiBi, got False"),
         ({"kv_cache_sf": MASK}, "kv_cache_sf must be left out"),
     ):
         with pytest.raises(quire.UnsupportedError, match=message):
             flashinfer.single_prefill_with_kv_cache(one, one, one, **arguments)
     with pytest.raises(quire.UnsupportedError, match="pos_encoding_mode must be 'NONE'"):
         flashinfer.single_decode_with_kv_cache(one[0], one, one, pos_encoding_mode="ROPE_LLAMA")
-    with pytest.raises(quire.UnsupportedError, match="q_scale must be None or 1"):
-        flashinfer.single_decode_with_kv_cache(one[0], one, one, q_scale=2.0)
+    with pytest.raises(ValueError, match="q_scale must be positive and finite, got -2"):
+        flashinfer.single_decode_with_kv_cache(one[0], one, one, q_scale=-2.0)
+    with pytest.raises(ValueError, match=r"backend must be one of auto, .*, got 'fa9'; 'auto' is usual"):
+        flashinfer.single_prefill_with_kv_cache(one, one, one, backend="fa9")
     with pytest.raises(quire.UnsupportedError, match="q must not require a gradient"):
         flashinfer.single_decode_with_kv_cache(one[0].clone().requires_grad_(), one, one)
 
@@ -821,9 +831,57 @@ def good_calls():
     tokens = {"append_key": randn(3, 2, 16), "append_value": randn(3, 2, 16, seed=1), "paged_kv_cache": cache}
     where = {"batch_indices": int32(0, 1, 1), "positions": int32(1, 1, 2), "kv_layout": "NHD"}
     yield flashinfer.append_paged_kv_cache, tokens | where | {f"kv_{name}": x for name, x in lists.items()}
+    yield (
+        flashinfer.fast_decode_plan,
+        {"self": decode, "head_dim": 16, "q_len_per_req": 1} | (lists | shared),
+    )
+    latents = randn(3, 4, 48)
+    latent_lists = {"kv_indices": int32(1, 2), "kv_indptr": int32(0, 1, 2)}
+    widths = {"num_heads": 4, "head_dim_ckv": 32, "head_dim_kpe": 16, "page_size": 4, "sm_scale": 0.5}
+    starts = {"qo_indptr": int32(0, 1, 3), "kv_len_arr": int32(2, 3), "causal": True}
+    of_latents = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
+    good = latent_lists | widths | starts | {"q_data_type": "float32", "kv_data_type": torch.float32}
+    yield of_latents.plan, good | {"use_sinks": False}
+    planned = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
+    planned.plan(**good)
+    queries = {"query": randn(3, 4, 48), "kv_cache": latents, "return_lse_base_on_e": True}
+    caches = {"ckv_cache": latents[..., :32], "kpe_cache": latents[..., 32:]}
+    room = {"out": torch.zeros(3, 4, 32), "lse": torch.zeros(3, 4), "return_lse": True, "sinks": randn(4)}
+    yield planned.run, queries | room
+    new = {"append_ckv": randn(3, 32), "append_kpe": randn(3, 16), "kv_last_page_len": int32(2, 3)}
+    del where["kv_layout"]
+    yield flashinfer.append_paged_mla_kv_cache, new | where | caches | latent_lists
+    whole = flashinfer.BatchAttention(device="cpu")
+    dtypes = {"q_data_type": torch.float32, "kv_data_type": torch.float32}
+    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 16, "head_dim_vo": 16, "page_size": 4}
+    good = latent_lists | starts | sizes | dtypes | {"sm_scale": 0.5, "logits_soft_cap": 2.0}
+    yield whole.plan, good
+    planned = flashinfer.BatchAttention(device="cpu")
+    planned.plan(**good)
+    room = {"out": torch.zeros(3, 4, 16), "lse": torch.zeros(3, 4)}
+    yield planned.run, {"q": randn(3, 4, 16), "kv_cache": cache, "logits_soft_cap": 2.0} | room
+    blocks = {"block_tables": int32(1, 2)[:, None], "seq_lens": int32(2, 3), "bmm1_scale": 0.5, "bmm2_scale": 1.0}
+    heads_first = {"kv_cache": cache.transpose(2, 3), "kv_layout": "HND", "workspace_buffer": None}
+    room |= {"return_lse": True, "sinks": randn(4), "window_left": 3, "out_dtype": torch.float32}
+    of_decode = {"cum_seq_lens_q": int32(0, 1, 3), "max_q_len": 2, "max_seq_len": 3, "backend": "xqa"}
+    query = {"query": randn(3, 4, 16)}
+    yield flashinfer.trtllm_batch_decode_with_kv_cache, blocks | heads_first | room | query | of_decode
+    of_prompts = {"cum_seq_lens_q": int32(0, 1, 3), "cum_seq_lens_kv": None, "max_q_len": 2, "max_kv_len": 3}
+    causal = {"causal": True, "batch_size": 2}
+    yield flashinfer.trtllm_batch_context_with_kv_cache, blocks | heads_first | room | query | of_prompts | causal
+    packed = {"key": randn(5, 2, 16), "value": randn(5, 2, 16, seed=1), "cum_seq_lens_kv": int32(0, 2, 5)}
+    room["attention_sinks"] = room.pop("sinks")
+    del room["out_dtype"], blocks["block_tables"]
+    ragged = query | of_prompts | packed | room | blocks | {"is_causal": True, "batch_size": 2, "enable_pdl": None}
+    yield flashinfer.trtllm_ragged_attention_deepseek, ragged | {"workspace_buffer": None, "o_sf_scale": None}
+    of_latents = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": None, "workspace_buffer": None}
+    room = {"out": torch.zeros(2, 2, 4, 32), "lse": torch.zeros(4, 4), "return_lse": True}
+    query = {"query": randn(2, 2, 4, 48), "kv_cache": latents, "max_seq_len": 3}
+    blocks["block_tables"] = int32(1, 2)[:, None]
+    yield flashinfer.trtllm_batch_decode_with_kv_cache_mla, blocks | of_latents | room | query
 
 
-def bad_values(name, good):
+def bad_values(name, good, whole_cache=False):
     """Return what may not stand in the place of a good argument, by its type."""
     may_be_left_out = ("seq_lens", "max_token_per_sequence", "max_sequence_kv", "head_dim_vo", "kv_data_type", "out")
     may_be_left_out += (
@@ -837,7 +895,11 @@ def bad_values(name, good):
         "logits_soft_cap",
         "sm_scale",
     )
+    may_be_left_out += ("data_type", "return_lse_base", "cum_seq_lens_q", "attention_sinks", "out_dtype")
+    may_be_left_out += ("ckv_cache", "kpe_cache") if whole_cache else ()
     nothing = [] if name in may_be_left_out else [None]
+    if good is None or not isinstance(good, torch.Tensor | torch.dtype | str | int | float):
+        return []
     if isinstance(good, torch.dtype) or name == "q_data_type":
         return [*nothing, 4, "float1", "Tensor", float, torch.int32]
     if isinstance(good, str):
@@ -854,12 +916,12 @@ def bad_values(name, good):
     return [*nothing, *other, good[None], good[..., None], good.tolist(), good.numpy(), "x"]
 
 
-@pytest.mark.parametrize("i", range(14))
+@pytest.mark.parametrize("i", range(24))
 def test_no_bad_argument_is_accepted_and_none_ends_inside_python(i):
     """Each error has the house grammar; nothing was written."""
     function, good = list(good_calls())[i]
     for name, value in good.items():
-        for bad in bad_values(name, value):
+        for bad in bad_values(name, value, function.__name__ == "append_paged_mla_kv_cache"):
             arguments = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in good.items()} | {name: bad}
             tensors = {n: x for n, x in arguments.items() if isinstance(x, torch.Tensor)}
             before = {n: x.clone() for n, x in tensors.items()}

@@ -71,7 +71,8 @@ def reference(p, masks, cap=None):
     if p.sinks is None:
         return out, lse
     with_sinks = torch.logaddexp2(lse, p.sinks.double() * LOG2E)
-    return out * (2.0 ** (lse - with_sinks)).nan_to_num(0.0)[..., None], with_sinks
+    weight = (2.0 ** (lse - with_sinks)).nan_to_num(0.0)  # of a row without keys, whose sink may be -inf
+    return out * weight[..., None], with_sinks
 
 
 def make(lens=LENS, page_size=4, layout="NHD", device="cpu", seed=0, **fields):
@@ -238,13 +239,14 @@ def test_the_old_forward_keeps_the_mask(device):
         wrapper.forward(p.q, kv)
 
 
-def test_masks_that_are_no_trees_are_refused():
+def test_masks_that_are_neither_trees_nor_intervals_are_refused():
     p, masks = make([(2, 6), (3, 5)])
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"))
     hidden = [masks[0], masks[1].clone()]
     hidden[1][2, 1] = False
     long, _ = make([(65, 70)])
-    few = make_problem(AttentionSpec(**SPEC), [(3, 2)], page_size=4, flat_table=True)
+    few = make_problem(AttentionSpec(**SPEC), [(4, 3)], page_size=4, flat_table=True)
+    holes = torch.tensor([True, False, True] * 4)
     no_tree = "packed_custom_mask must be 1 before the drafts, got 0 for key 1 and draft 2 of sequence 1; a general"
     bools = flat(masks)
     for problem, arguments, error, message in (
@@ -252,17 +254,17 @@ def test_masks_that_are_no_trees_are_refused():
         (p, {"packed_custom_mask": packed(hidden)}, quire.UnsupportedError, no_tree),
         (
             long,
-            {"custom_mask": torch.ones(65 * 70, dtype=torch.bool)},
+            {"custom_mask": torch.arange(65 * 70) % 70 != 3},
             quire.UnsupportedError,
             "qo_indptr must count at most 64 queries of a sequence where queries have masks, got 65",
         ),
         (
             few,
-            {"custom_mask": bools},
+            {"custom_mask": holes},
             quire.UnsupportedError,
             "custom_mask must be of sequences with a key for each query",
         ),
-        (few, {"packed_custom_mask": bools.byte()}, quire.UnsupportedError, "got 3 queries and 2 keys of sequence 0"),
+        (few, {"packed_custom_mask": packed([holes])}, quire.UnsupportedError, "got 4 queries and 3 keys of sequence"),
         (p, {"custom_mask": bools, "window_left": 4}, quire.UnsupportedError, "window_left must be -1 where queries"),
         (p, {"custom_mask": bools.to("meta")}, quire.UnsupportedError, "custom_mask must be on a GPU or the CPU, got"),
         (p, {"custom_mask": bools.byte()}, TypeError, "custom_mask must be torch.bool, got torch.uint8"),
@@ -278,7 +280,7 @@ def test_masks_that_are_no_trees_are_refused():
     for arguments, message in (
         ({"custom_mask": torch.ones(5, 2, dtype=torch.bool)}, r"custom_mask must be \[qo_len = 2, kv_len = 5\]"),
         ({"custom_mask": torch.ones(9, dtype=torch.bool)}, "custom_mask must have 10 entries, got 9"),
-        ({"custom_mask": torch.zeros(2, 5, dtype=torch.bool)}, "packed_custom_mask must be 1 before the drafts"),
+        ({"custom_mask": torch.arange(5).repeat(2, 1) != 1}, "packed_custom_mask must be 1 before the drafts"),
         ({"packed_custom_mask": torch.ones(2).byte() * 255, "window_left": 1}, "window_left must be -1 where queries"),
     ):
         with pytest.raises((ValueError, quire.UnsupportedError), match=message):

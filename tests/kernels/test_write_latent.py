@@ -73,7 +73,7 @@ def test_fp8_latents_are_the_nearest(dtype, scale):
 
 
 def record(c_kv: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
-    """Return a token's record, [656] uint8, from its definition in vLLM 0.33: scales are rounded up to powers of two."""
+    """Return a token's record, [656] uint8, as vLLM 0.33 defines it: scales are rounded up to powers of two."""
     groups = c_kv.float().view(4, 128)
     peaks = groups.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
     scales = torch.exp2((peaks.double() / 448).clamp(min=1e-4).log2().ceil()).float()

@@ -137,7 +137,7 @@ def arguments(
         return (c_kv, k_pe, target, scales, rope.view(bits), slot_mapping), strides, meta
     rope_dim = cache.head_dim - cache.head_dim_v
     meta |= {
-        "LARGEST": largest(cache.dtype), "RANK": cache.head_dim_v, "ROPE": rope_dim, "BLOCK_RANK": padded(cache.head_dim_v),
-        "BLOCK_ROPE": padded(max(rope_dim, 1)),
+        "LARGEST": largest(cache.dtype), "RANK": cache.head_dim_v, "ROPE": rope_dim,
+        "BLOCK_RANK": padded(cache.head_dim_v), "BLOCK_ROPE": padded(max(rope_dim, 1)),
     }  # fmt: skip
     return (c_kv, k_pe, target, *rest), strides, meta

@@ -1,19 +1,27 @@
 """FlashInfer's arguments, checked before anything is launched or written. What is not served is refused by name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
+from typing import Any
 
 import torch
 
 from quire import AttentionSpec, PagedKVCache, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.arguments import as_int, as_number, check_flags, check_tensor, is_among, shown
+from quire.integrations.flashinfer.signatures import Arguments
 
 LAYOUTS = {
     "NHD": {"num_pages": None, "page_size": None, "num_kv_heads": None, "head_dim": None},
     "HND": {"num_pages": None, "num_kv_heads": None, "page_size": None, "head_dim": None},
 }
 POSITION_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+OUT_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BACKENDS = (
+    *("auto", "fa2", "fa3", "cudnn", "cutlass", "cutile", "trtllm-gen", "xqa", "cake", "sparse", "prims-ts"),
+    *("cute-dsl", "cute-dsl-prims", "cute-dsl-monolithic", "cute-dsl-modular"),
+)
 Scale = float | torch.Tensor | None
 Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -28,10 +36,13 @@ class Scoring:
     head_dim_vo: int
     q_data_type: torch.dtype
     kv_data_type: torch.dtype
+    o_data_type: torch.dtype
     sm_scale: float | None
     causal: bool
     window_left: int  # -1 for no limit
     logits_soft_cap: float  # 0 for none
+    alibi: bool = False
+    latent: bool = False
 
     def spec(self, sinks: bool = False) -> AttentionSpec:
         """Return the spec, with sinks or without."""
@@ -46,73 +57,84 @@ class Scoring:
             causal=self.causal,
             sliding_window=None if self.window_left < 0 else self.window_left + 1,
             softcap=self.logits_soft_cap or None,
+            alibi=self.alibi,
+            latent=self.latent,
             sinks=sinks,
         )
 
+    def scaled(self, q_scale: float | None) -> "Scoring":
+        """Return the scoring whose scores have a factor more."""
+        if q_scale is None:
+            return self
+        factor = as_number("q_scale", q_scale)
+        if not 0 < factor < inf:
+            raise ValueError(f"q_scale must be positive and finite, got {q_scale}; None for none")
+        scale = self.head_dim_qk**-0.5 if self.sm_scale is None else self.sm_scale
+        return self if factor == 1 else replace(self, sm_scale=scale * factor)
 
-def read_scoring(
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim_qk: int,
-    head_dim_vo: int | None,
-    q_data_type: str | torch.dtype | None,
-    kv_data_type: str | torch.dtype | None,
-    o_data_type: str | torch.dtype | None,
-    sm_scale: float | None,
-    causal: bool,
-    window_left: int,
-    logits_soft_cap: float | None,
-    pos_encoding_mode: str,
-) -> Scoring:
-    """Check the arguments about heads, dtypes, scores and masks."""
-    check_position_encoding(pos_encoding_mode)
+
+def read_scoring(a: Arguments, **changed: Any) -> Scoring:
+    """Check the arguments about heads, dtypes, scores and masks; some may be given in their place, or be missing."""
+    given = vars(a) | changed
+    alibi = is_alibi(given.get("pos_encoding_mode", "NONE"))
+    causal = given.get("causal", False)
     check_flags(causal=causal)
-    num_qo_heads = as_int("num_qo_heads", num_qo_heads, least=1)
-    num_kv_heads = as_int("num_kv_heads", num_kv_heads, least=1)
-    head_dim_qk = as_int("head_dim_qk", head_dim_qk, least=1)
+    num_qo_heads = as_int("num_qo_heads", given["num_qo_heads"], least=1)
+    num_kv_heads = as_int("num_kv_heads", given["num_kv_heads"], least=1)
+    head_dim_qk = as_int("head_dim_qk", given["head_dim_qk"], least=1)
+    head_dim_vo = given.get("head_dim_vo")
     head_dim_vo = head_dim_qk if head_dim_vo is None else as_int("head_dim_vo", head_dim_vo, least=1)
-    dtype = read_dtype("q_data_type", q_data_type)
-    kv_dtype = dtype if kv_data_type is None else read_dtype("kv_data_type", kv_data_type)
-    if o_data_type is not None and read_dtype("o_data_type", o_data_type) is not dtype:
+    dtype = read_dtype("q_data_type", given["q_data_type"])
+    kv_dtype, o_dtype = (
+        dtype if given.get(name) is None else read_dtype(name, given[name]) for name in ("kv_data_type", "o_data_type")
+    )
+    if o_dtype is not dtype and o_dtype not in OUT_DTYPES:
         raise UnsupportedError(
-            f"o_data_type must be q_data_type, {dtype}, got {o_data_type}; cast the output where another is needed"
+            f"o_data_type must be one of {', '.join(map(str, OUT_DTYPES))}, got {o_dtype}; None for {dtype}"
         )
+    sm_scale = given.get("sm_scale")
     if sm_scale is not None:
         sm_scale = as_number("sm_scale", sm_scale)
         if not 0 < sm_scale < inf:
             raise ValueError(f"sm_scale must be positive and finite, got {sm_scale}; None for head_dim_qk ** -0.5")
-    window_left = max(as_int("window_left", window_left), -1)
-    cap = 0.0 if logits_soft_cap is None else as_number("logits_soft_cap", logits_soft_cap)
+    window_left = max(as_int("window_left", given.get("window_left", -1)), -1)
+    cap = given.get("logits_soft_cap")
+    cap = 0.0 if cap is None else as_number("logits_soft_cap", cap)
     if not cap < inf:  # NaN neither
         raise ValueError(f"logits_soft_cap must be finite, got {cap}; None for none")
+    if alibi and not (causal or given.get("is_last", False)):
+        raise UnsupportedError(
+            "causal must be True with ALiBi, got False; FlashInfer's bias of later keys grows with the distance"
+        )
+    if alibi and cap > 0:
+        raise UnsupportedError(
+            f"logits_soft_cap must be None with ALiBi, got {cap}; FlashInfer scales such scores twice"
+        )
     scoring = Scoring(
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        head_dim_vo,
-        dtype,
-        kv_dtype,
-        sm_scale,
-        causal,
-        window_left,
-        max(cap, 0.0),
+        *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, dtype, kv_dtype, o_dtype, sm_scale, causal),
+        *(window_left, max(cap, 0.0), alibi, given.get("latent", False)),
     )
     scoring.spec()  # which checks heads, head dims and dtypes
     return scoring
 
 
-def refuse(advice: str, **arguments: object) -> None:
-    """Raise if one of these arguments, which are not served, is anything but None, False or 0."""
-    for name, value in arguments.items():
-        if value is None or (isinstance(value, bool | int) and not value):
-            continue
-        raise UnsupportedError(f"{name} must be left out, got {shown(value)}; {advice}")
+@lru_cache(maxsize=64)
+def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
+    """Return the slopes of ALiBi's paper (arXiv 2108.12409), [num_heads] float32.
+
+    For a power of two they are a geometric sequence that begins with its ratio; otherwise, every second slope of the
+    sequence for the next power follows those of the power before.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
+    return torch.tensor(slopes, dtype=torch.float32).to(device)
 
 
 def check_backend(backend: str) -> None:
-    """Raise unless the backend is left to be chosen."""
-    if not is_among(backend, ("auto",)):
-        raise UnsupportedError(f"backend must be 'auto', got {shown(backend)}; Quire runs its own kernels")
+    """Raise unless the backend is one of FlashInfer's; which one makes no difference."""
+    if not is_among(backend, BACKENDS):
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {shown(backend)}; 'auto' is usual")
 
 
 def check_layout(kv_layout: str) -> str:
@@ -122,19 +144,17 @@ def check_layout(kv_layout: str) -> str:
     return kv_layout
 
 
-def check_position_encoding(mode: str) -> None:
-    """Raise unless attention is to apply none."""
+def is_alibi(mode: str) -> bool:
+    """Return whether attention is to apply ALiBi; raise if it is to rotate."""
     if not is_among(mode, POSITION_ENCODINGS):
         names = ", ".join(POSITION_ENCODINGS)
-        raise ValueError(f"pos_encoding_mode must be one of {names}, got {shown(mode)}; 'NONE' is the one served")
-    if mode == "ALIBI":
+        raise ValueError(f"pos_encoding_mode must be one of {names}, got {shown(mode)}; 'NONE' is usual")
+    if mode == "ROPE_LLAMA":
         raise UnsupportedError(
-            "pos_encoding_mode must be 'NONE', got 'ALIBI'; call quire.attention with alibi_slopes for ALiBi"
+            f"pos_encoding_mode must be 'NONE' or 'ALIBI', got {mode!r}; rotate q, and k before it is written to the "
+            "cache"
         )
-    if mode != "NONE":
-        raise UnsupportedError(
-            f"pos_encoding_mode must be 'NONE', got {mode!r}; rotate q, and k before it is written to the cache"
-        )
+    return mode == "ALIBI"
 
 
 def read_dtype(name: str, value: str | torch.dtype | None) -> torch.dtype:
@@ -153,9 +173,14 @@ def check_q(q: torch.Tensor, dtype: torch.dtype, num_tokens: int, num_qo_heads: 
 
 
 def read_pages(paged_kv_cache: Pages, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K's and V's pages, each [num_pages, page_size, num_kv_heads, head_dim] or with heads first."""
-    dims = LAYOUTS[kv_layout]
+    """Return K's and V's pages, each [num_pages, page_size, num_kv_heads, head_dim] or with heads first.
+
+    Without the dimension of tokens, pages have one token.
+    """
+    dims, token = LAYOUTS[kv_layout], -3 if kv_layout == "NHD" else -2
     if isinstance(paged_kv_cache, torch.Tensor):
+        if paged_kv_cache.dim() == 4:
+            paged_kv_cache = paged_kv_cache.unsqueeze(token)
         pages, *rest = dims
         check_tensor("paged_kv_cache", paged_kv_cache, None, **{pages: None, "2": 2}, **dict.fromkeys(rest))
         k, v = paged_kv_cache.unbind(1)
@@ -164,7 +189,10 @@ def read_pages(paged_kv_cache: Pages, kv_layout: str) -> tuple[torch.Tensor, tor
         raise TypeError(
             f"paged_kv_cache must be a tensor or a pair (k, v), got {type(paged_kv_cache).__name__}; pass both"
         )
-    k, v = paged_kv_cache
+    k, v = (
+        x.unsqueeze(token) if isinstance(x, torch.Tensor) and x.layout is torch.strided and x.dim() == 3 else x
+        for x in paged_kv_cache
+    )
     shape = check_tensor("paged_kv_cache[0]", k, None, **dims)
     check_tensor("paged_kv_cache[1]", v, None, **dict(zip(dims, (*shape[:3], None), strict=True)))
     return k, v
@@ -218,11 +246,7 @@ def is_one(name: str, scale: Scale) -> bool:
     return scale == 1
 
 
-def check_q_scale(q_scale: Scale, **others: Scale) -> None:
-    """Raise unless queries and outputs have a scale of 1."""
-    for name, scale in {"q_scale": q_scale, **others}.items():
-        if isinstance(scale, torch.Tensor) or not is_one(name, scale):
-            raise UnsupportedError(
-                f"{name} must be None or 1, got {shown(scale)}; queries and outputs are not fp8: "
-                "a scale of queries can be part of sm_scale"
-            )
+def check_one(name: str, scale: Scale) -> None:
+    """Raise unless a scale is None or 1."""
+    if isinstance(scale, torch.Tensor) or not is_one(name, scale):
+        raise UnsupportedError(f"{name} must be None or 1, got {shown(scale)}; scale the output where it is needed")

@@ -3,11 +3,13 @@
 import torch
 
 import quire
-from quire import State
-from quire.integrations.arguments import as_int, check_flags, check_no_overlap, check_tensor, shown
-from quire.integrations.flashinfer.arguments import Pages
+from quire import State, UnsupportedError
+from quire.integrations.arguments import as_int, check_no_overlap, check_tensor, shown
+from quire.integrations.flashinfer.arguments import is_alibi
 from quire.integrations.flashinfer.planned import LOG2E
 from quire.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from quire.integrations.flashinfer.signatures import Arguments, accepts
+from quire.integrations.flashinfer.tables import CASCADE
 
 MOST_LEVELS = 256
 
@@ -129,50 +131,28 @@ class MultiLevelCascadeAttentionWrapper:
 
     Every level is a batch over the same queries. The last level is causal if `plan` says so; at the others every query
     sees all keys.
-
-    Args:
-        num_levels: how many levels there are.
-        float_workspace_buffer: says on which device the wrapper works; Quire needs no memory from it.
-        kv_layout: "NHD" or "HND".
-        use_cuda_graph: let `plan` write into the buffers, one list of them for each level.
-        qo_indptr_buf_arr: [batch_size + 1] int32 each.
-        paged_kv_indptr_buf_arr: [batch_size + 1] int32 each.
-        paged_kv_indices_buf_arr: [max_num_indices] int32 each.
-        paged_kv_last_page_len_buf_arr: [batch_size] int32 each.
-
-    Raises:
-        TypeError: an argument is of another type.
-        ValueError: an unknown layout, or buffers that are missing or do not fit together.
     """
 
-    def __init__(
-        self,
-        num_levels: int,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf_arr: list[torch.Tensor] | None = None,
-        paged_kv_indptr_buf_arr: list[torch.Tensor] | None = None,
-        paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
-        paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
-    ) -> None:
-        num_levels = as_int("num_levels", num_levels, least=1, most=MOST_LEVELS)
-        check_flags(use_cuda_graph=use_cuda_graph)
-        self._use_cuda_graph = use_cuda_graph
-        buffers = {
-            "qo_indptr_buf_arr": qo_indptr_buf_arr,
-            "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
-            "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
-            "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
-        }
-        none = (None, None, None, None)
+    @accepts(
+        "num_levels, float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, qo_indptr_buf_arr=None, "
+        "paged_kv_indptr_buf_arr=None, paged_kv_indices_buf_arr=None, paged_kv_last_page_len_buf_arr=None",
+        CASCADE,
+    )
+    def __init__(self, a: Arguments) -> None:
+        """Make a wrapper.
+
+        Raises:
+            TypeError: an argument is of another type.
+            ValueError: an unknown layout, or buffers that are missing or do not fit together.
+        """
+        num_levels = as_int("num_levels", a.num_levels, least=1, most=MOST_LEVELS)
+        self._use_cuda_graph: bool = a.use_cuda_graph
+        names = "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
+        buffers = {f"{name}_buf_arr": getattr(a, f"{name}_buf_arr") for name in names}
+        by_level = _by_level(num_levels, **buffers) if a.use_cuda_graph else [(None,) * 4] * num_levels
         self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(
-                float_workspace_buffer, kv_layout, use_cuda_graph, queries, starts, pages, lasts
-            )
-            for queries, starts, pages, lasts in (
-                _by_level(num_levels, **buffers) if use_cuda_graph else [none] * num_levels
-            )
+            BatchPrefillWithPagedKVCacheWrapper(a.float_workspace_buffer, a.kv_layout, a.use_cuda_graph, *level)
+            for level in by_level
         ]
 
     @property
@@ -187,81 +167,38 @@ class MultiLevelCascadeAttentionWrapper:
         for level in self._levels:
             level.reset_workspace_buffer(float_workspace_buffer)
 
-    def plan(
-        self,
-        qo_indptr_arr: list[torch.Tensor],
-        paged_kv_indptr_arr: list[torch.Tensor],
-        paged_kv_indices_arr: list[torch.Tensor],
-        paged_kv_last_page_len: list[torch.Tensor],
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-    ) -> None:
+    @accepts(
+        "qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len, num_qo_heads, "
+        "num_kv_heads, head_dim, page_size, causal=False, pos_encoding_mode='NONE', use_fp16_qk_reduction=False, "
+        "sm_scale=None, window_left=-1, logits_soft_cap=None, rope_scale=None, rope_theta=None, "
+        "q_data_type='float16', kv_data_type=None",
+        CASCADE,
+    )
+    def plan(self, a: Arguments) -> None:
         """Say which queries and pages each sequence of each level has, and what is computed.
-
-        Args:
-            qo_indptr_arr: of each level [batch_size + 1], where the queries of each of its sequences begin.
-            paged_kv_indptr_arr: of each level, where each sequence's pages begin.
-            paged_kv_indices_arr: of each level, pages in order.
-            paged_kv_last_page_len: of each level [batch_size], keys in the last page of each sequence.
-            causal: whether queries see no later key, at the last level.
-            window_left: as FlashInfer has it: at each level, counted from the end of that level's keys.
-            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, use_fp16_qk_reduction, sm_scale,
-                logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type: as in
-                `BatchPrefillWithPagedKVCacheWrapper`.
 
         Raises:
             UnsupportedError: a position encoding, or a head dim or dtype that is not served.
             TypeError: an argument is of another type.
             ValueError: an argument breaks its contract, or does not fit the buffers.
         """
-        lists = {
-            "qo_indptr_arr": qo_indptr_arr,
-            "paged_kv_indptr_arr": paged_kv_indptr_arr,
-            "paged_kv_indices_arr": paged_kv_indices_arr,
-            "paged_kv_last_page_len": paged_kv_last_page_len,
-        }
-        check_flags(causal=causal)
-        last = len(self._levels) - 1
-        for i, (queries, starts, pages, lasts) in enumerate(_by_level(last + 1, **lists)):
-            self._levels[i].plan(
-                queries,
-                starts,
-                pages,
-                lasts,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                causal=causal and i == last,
-                pos_encoding_mode=pos_encoding_mode,
-                use_fp16_qk_reduction=use_fp16_qk_reduction,
-                sm_scale=sm_scale,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
+        given = vars(a).copy()
+        names = "qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len"
+        lists = {name: given.pop(name) for name in names}
+        given["head_dim_qk"], causal = given.pop("head_dim"), given.pop("causal")
+        if is_alibi(a.pos_encoding_mode):
+            raise UnsupportedError(
+                "pos_encoding_mode must be 'NONE', got 'ALIBI'; levels do not know the distances to each other"
             )
+        last = len(self._levels) - 1
+        for i, level in enumerate(_by_level(last + 1, **lists)):
+            self._levels[i].plan(*level, causal=causal and i == last, **given)
 
     begin_forward = plan
 
-    def run(self, q: torch.Tensor, paged_kv_cache: Pages) -> torch.Tensor:
+    @accepts("q, paged_kv_cache", CASCADE)
+    def run(self, a: Arguments) -> torch.Tensor:
         """Attend at every level, and merge.
-
-        Args:
-            q: [num_tokens, num_qo_heads, head_dim].
-            paged_kv_cache: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Returns:
             out like `q`.
@@ -270,7 +207,7 @@ class MultiLevelCascadeAttentionWrapper:
             TypeError: an argument is of another type.
             ValueError: an argument does not fit what was planned, or nothing was.
         """
-        states = [State(*level.run(q, paged_kv_cache, return_lse=True, lse_base="ln")) for level in self._levels]
+        states = [State(*level.run(a.q, a.paged_kv_cache, return_lse=True, lse_base="ln")) for level in self._levels]
         return states[0].out if len(states) == 1 else quire.merge_states(states).out
 
     forward = run

@@ -1,4 +1,7 @@
-"""FlashInfer's custom masks: those that are draft trees become the words of trees, and others are refused."""
+"""FlashInfer's custom masks, as what a batch has for them: the words of draft trees, or the ends of intervals of keys.
+
+Other masks are refused.
+"""
 
 from itertools import pairwise
 
@@ -25,6 +28,54 @@ def read_mask(custom_mask: torch.Tensor | None, packed_custom_mask: torch.Tensor
         if mask.is_meta:
             raise UnsupportedError(f"{name} must be on a GPU or the CPU, got meta; move it there")
     return custom_mask if packed_custom_mask is None else packed_custom_mask
+
+
+def seen_by_mask(
+    mask: torch.Tensor, qo_indptr: list[int], kv_lens: list[int], trees_alone: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return what a batch has in place of a mask. This waits for the device."""
+    try:
+        return {"tree_bits": words_of_mask(mask, qo_indptr, kv_lens)}
+    except UnsupportedError:
+        ends = None if trees_alone else intervals_of_mask(mask, qo_indptr, kv_lens)
+        if ends is None:
+            raise
+        return dict(zip(("key_begin", "key_end"), ends, strict=True))
+
+
+def intervals_of_mask(
+    mask: torch.Tensor, qo_indptr: list[int], kv_lens: list[int]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the first key that each query sees and the one after its last, [qo_indptr[-1]] int32; None if a query
+    sees keys with others between them, or if the mask is too short.
+
+    A query that sees no key has an empty interval.
+    """
+    bit, begins, ends = 0, [], []
+    for queries, keys in zip((end - begin for begin, end in pairwise(qo_indptr)), kv_lens, strict=True):
+        size = queries * keys
+        if mask.dtype is torch.bool:
+            flat = mask[bit : bit + size]
+            bit += size
+        else:  # whole bytes for each sequence, the lowest bit first
+            packed = mask[bit : bit + (size + 7) // 8]
+            flat = (packed[:, None] >> torch.arange(8, device=mask.device)).flatten()[:size] & 1
+            bit += (size + 7) // 8
+        if len(flat) < size:
+            return None
+        seen = flat.view(queries, keys).int()
+        count = seen.sum(1)
+        if keys:
+            begin, end = seen.argmax(1), keys - seen.flip(1).argmax(1)
+            begin, end = torch.where(count > 0, begin, 0), torch.where(count > 0, end, 0)
+        else:
+            begin = end = count
+        if not bool((end - begin == count).all()):
+            return None
+        begins.append(begin)
+        ends.append(end)
+    none = torch.zeros(0, dtype=torch.int64, device=mask.device)
+    return torch.cat([none, *begins]).int(), torch.cat([none, *ends]).int()
 
 
 def words_of_mask(mask: torch.Tensor, qo_indptr: list[int], kv_lens: list[int]) -> torch.Tensor:
@@ -74,7 +125,8 @@ def count_queries(qo_indptr: list[int]) -> list[int]:
     if max(qo_lens, default=0) > MOST_QUERIES:
         raise UnsupportedError(
             f"qo_indptr must count at most {MOST_QUERIES} queries of a sequence where queries have masks, got "
-            f"{max(qo_lens)}; a word of a draft tree has a bit for each: use a wrapper without masks for prompts"
+            f"{max(qo_lens)}; a word of a draft tree has a bit for each. "
+            "Longer masks must show each query one interval of keys"
         )
     return qo_lens
 

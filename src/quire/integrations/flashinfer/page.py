@@ -117,13 +117,85 @@ def append_paged_kv_cache(
     k, v = read_pages(paged_kv_cache, check_layout(kv_layout))
     cache, device = PagedKVCache(k, v, kv_layout), k.device
     (nnz,) = check_integers("batch_indices", batch_indices, device, nnz=None)
+    check_tensor("append_key", append_key, device, nnz=nnz, num_kv_heads=None, head_dim=None)
+    check_tensor("append_value", append_value, device, nnz=nnz, num_kv_heads=None, head_dim=None)
+    slots = find_slots(cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    quire.write_kv(as_float(append_key, cache), as_float(append_value, cache), cache, slots)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,  # [nnz, head_dim_ckv]
+    append_kpe: torch.Tensor,  # [nnz, head_dim_kpe]
+    batch_indices: torch.Tensor,  # [nnz]
+    positions: torch.Tensor,  # [nnz]
+    ckv_cache: torch.Tensor | None,
+    kpe_cache: torch.Tensor | None,
+    kv_indices: torch.Tensor,  # [kv_indptr[-1]]
+    kv_indptr: torch.Tensor,  # [batch_size + 1]
+    kv_last_page_len: torch.Tensor,  # [batch_size]
+) -> None:
+    """Write new latents and their rotary columns into the pages of their sequences.
+
+    Args:
+        append_ckv: new latents, [nnz, head_dim_ckv], of the cache's dtype; floats are rounded to an fp8 cache.
+        append_kpe: their rotary columns, rotated, [nnz, head_dim_kpe].
+        batch_indices: [nnz], the sequence of each, as in `append_paged_kv_cache`.
+        positions: [nnz], the position of each in its sequence.
+        ckv_cache: [num_pages, page_size, head_dim_ckv], changed in place; None to leave latents out.
+        kpe_cache: [num_pages, page_size, head_dim_kpe], changed in place; None to leave rotary columns out.
+        kv_indices: [kv_indptr[-1]], pages in order, new tokens included.
+        kv_indptr: [batch_size + 1], where each sequence's pages begin.
+        kv_last_page_len: [batch_size], keys in the last page of each sequence; positions say the same.
+
+    Raises:
+        UnsupportedError: a dtype or a gradient that is not served.
+        TypeError: an argument is of another type; nothing was written.
+        ValueError: shapes, dtypes or devices do not fit together; nothing was written. On a CPU also if a token has no
+            page.
+    """
+    device = batch_indices.device if isinstance(batch_indices, torch.Tensor) else None
+    (nnz,) = check_integers("batch_indices", batch_indices, device, nnz=None)
+    parts = []
+    for name, new, pages in (("ckv", append_ckv, ckv_cache), ("kpe", append_kpe, kpe_cache)):
+        if pages is None:
+            continue
+        *_, width = check_tensor(f"{name}_cache", pages, device, num_pages=None, page_size=None, head_dim=None)
+        check_tensor(f"append_{name}", new, device, nnz=nnz, **{f"head_dim_{name}": width})
+        if pages.dtype is torch.uint8:
+            raise quire.UnsupportedError(
+                f"{name}_cache must be of the latents' dtype, got {pages.dtype}; quire.write_latent writes records"
+            )
+        cache = PagedKVCache.from_latents(pages, width)
+        if parts and (cache.num_pages, cache.page_size) != (parts[0][1].num_pages, parts[0][1].page_size):
+            raise ValueError(
+                f"kpe_cache must have ckv_cache's pages, [{parts[0][1].num_pages}, {parts[0][1].page_size}], got "
+                f"{list(pages.shape)}; a token has one slot in both"
+            )
+        if not new.is_floating_point() or (new.dtype.itemsize == 1 and new.dtype is not cache.dtype):
+            raise TypeError(f"append_{name} must be of the cache's dtype {cache.dtype}, got {new.dtype}; convert it")
+        parts.append((as_float(new, cache), cache))
+    if parts:
+        slots = find_slots(parts[0][1], batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+        for new, cache in parts:
+            quire.write_latent(new.contiguous(), None, cache, slots)
+
+
+def find_slots(
+    cache: PagedKVCache,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> torch.Tensor:
+    """Return the slot of each new token, [nnz] int64: -1 for padding, and on a GPU for a token without a page."""
+    device = cache.device
+    (nnz,) = check_integers("batch_indices", batch_indices, device, nnz=None)
     check_integers("positions", positions, device, nnz=nnz)
     batch_size = check_indptr("kv_indptr", kv_indptr)
     check_integers("kv_indptr", kv_indptr, device, **{"batch_size + 1": None})
     check_integers("kv_last_page_len", kv_last_page_len, device, batch_size=batch_size)
     (num_indices,) = check_integers("kv_indices", kv_indices, device, **{"kv_indptr[-1]": None})
-    check_tensor("append_key", append_key, device, nnz=nnz, num_kv_heads=None, head_dim=None)
-    check_tensor("append_value", append_value, device, nnz=nnz, num_kv_heads=None, head_dim=None)
     sequence, position = batch_indices.long(), positions.long()
     padding = sequence < 0
     if batch_size and num_indices:
@@ -143,7 +215,7 @@ def append_paged_kv_cache(
             f"positions must have pages in kv_indices, got {int(positions[token])} of sequence "
             f"{int(batch_indices[token])} for token {token}; allocate its page first"
         )
-    quire.write_kv(as_float(append_key, cache), as_float(append_value, cache), cache, slots)
+    return slots
 
 
 def as_float(x: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import quire
-from quire import AttentionSpec, Batch, PagedKVCache, Plan, State
+from quire import AttentionSpec, Batch, PagedKVCache, Plan, State, UnsupportedError
 from quire.integrations.arguments import (
     as_int,
     check_flags,
@@ -22,18 +22,16 @@ from quire.integrations.arguments import (
     shown,
 )
 from quire.integrations.flashinfer.arguments import (
-    Pages,
-    Scale,
     Scoring,
+    alibi_slopes,
     check_backend,
     check_layout,
     check_q,
-    check_q_scale,
     read_cache,
     read_pages,
     read_scoring,
-    refuse,
 )
+from quire.integrations.flashinfer.signatures import Arguments
 
 LOG2E = log2(e)
 LONGEST = 1 << 30  # most keys of a sequence that Quire plans for
@@ -43,20 +41,12 @@ OutAndLse = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class Wrapper(ABC):
     """A batch, how it is attended to, and the plans made for it."""
 
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str,
-        use_cuda_graph: bool,
-        backend: str,
-        **unserved: object,
-    ) -> None:
-        self.reset_workspace_buffer(float_workspace_buffer)
-        self._kv_layout = check_layout(kv_layout)
-        check_flags(use_cuda_graph=use_cuda_graph)
-        check_backend(backend)
-        refuse("custom kernels are not served", **unserved)
-        self._use_cuda_graph = use_cuda_graph
+    def _set_up(self, a: Arguments) -> None:
+        """Read what the constructors of all wrappers take."""
+        self.reset_workspace_buffer(a.float_workspace_buffer)
+        self._kv_layout = check_layout(a.kv_layout)
+        check_backend(a.backend)
+        self._use_cuda_graph: bool = a.use_cuda_graph
         self._scoring: Scoring | None = None  # until `plan` was called
         self._batch: Batch
         self._bounds: tuple[int, int, int]  # of queries and keys of a sequence, and of query tokens
@@ -85,7 +75,7 @@ class Wrapper(ABC):
         """Raise if a list has no memory. A wrapper for CUDA graphs reads none, and only copies to its own device."""
         for name, x in lists.items():
             if x is not None and x.is_meta and not (self._use_cuda_graph and self.device.type == "meta"):
-                raise quire.UnsupportedError(f"{name} must be on a GPU or the CPU, got meta; move it there")
+                raise UnsupportedError(f"{name} must be on a GPU or the CPU, got meta; move it there")
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> OutAndLse:
@@ -141,46 +131,18 @@ class Wrapper(ABC):
                 )
         return self._scoring
 
-    def _rescore(
-        self,
-        pos_encoding_mode: str,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
-        causal: bool | None = None,
-    ) -> None:
+    def _rescore(self, a: Arguments) -> None:
         """Attend by other scores and masks from now on, as the old `forward` does."""
         old = self._planned()
-        self._scoring = read_scoring(
-            old.num_qo_heads,
-            old.num_kv_heads,
-            old.head_dim_qk,
-            old.head_dim_vo,
-            old.q_data_type,
-            old.kv_data_type,
-            None,
-            sm_scale,
-            old.causal if causal is None else causal,
-            window_left,
-            logits_soft_cap,
-            pos_encoding_mode,
-        )
+        is_last = self._bounds[0] == 1  # so that no key is later
+        self._scoring = read_scoring(a, **({"causal": old.causal} | vars(old) | vars(a) | {"is_last": is_last}))
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        cache: PagedKVCache,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-        lse_base: str = "log2",
-        lse_layout: str = "NH",
-    ) -> OutAndLse:
+    def _attend(self, a: Arguments, cache: PagedKVCache) -> OutAndLse:
         scoring = self._planned()
-        check_q(q, scoring.q_data_type, self._num_rows, scoring.num_qo_heads, scoring.head_dim_qk)
-        self._has_sinks = sinks is not None
-        return attend(q, cache, self._find_plan(scoring), sinks, out, lse, return_lse, lse_base, lse_layout)
+        check_q(a.q, scoring.q_data_type, self._num_rows, scoring.num_qo_heads, scoring.head_dim_qk)
+        self._has_sinks = a.sinks is not None
+        scoring = scoring.scaled(a.q_scale)
+        return attend(a, cache, self._find_plan(scoring), scoring)
 
 
 class PagedWrapper(Wrapper):
@@ -257,11 +219,10 @@ class PagedWrapper(Wrapper):
         ):
             buffer.copy_(x, non_blocking=non_blocking)
 
-    def _read_cache(self, paged_kv_cache: Pages, q_scale: Scale, k_scale: Scale, v_scale: Scale) -> PagedKVCache:
+    def _read_cache(self, a: Arguments) -> PagedKVCache:
         """Return the cache with its scales, or raise unless it is of the planned dtype and page size."""
-        check_q_scale(q_scale)
-        k, v = read_pages(paged_kv_cache, self._kv_layout)
-        cache = read_cache(k, v, self._kv_layout, self._planned().kv_data_type, k_scale, v_scale)
+        k, v = read_pages(a.paged_kv_cache, self._kv_layout)
+        cache = read_cache(k, v, self._kv_layout, self._planned().kv_data_type, a.k_scale, a.v_scale)
         if cache.page_size != self._page_size:
             raise ValueError(
                 f"paged_kv_cache must have pages of the planned {self._page_size} tokens, got {cache.page_size}; "
@@ -270,43 +231,92 @@ class PagedWrapper(Wrapper):
         return cache
 
 
-def attend(
-    q: torch.Tensor,
-    cache: PagedKVCache,
-    plan: Plan,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    return_lse: bool,
-    lse_base: str = "log2",
-    lse_layout: str = "NH",
-) -> OutAndLse:
-    """Return out, or out and the lse in FlashInfer's base and layout; both are written where the caller says."""
-    check_flags(return_lse=return_lse)
-    for name, value, served in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
+class PrefillWrapper(Wrapper):
+    """What wrappers share whose query counts vary."""
+
+    _most_rows: int | None = None  # of a wrapper for CUDA graphs, after its first plan
+
+    def _read_queries(self, qo_indptr: torch.Tensor, batch_size: int, max_query_len: int | None) -> tuple[int, int]:
+        """Check the query counts; return the bound on them, and their sum."""
+        check_integers("qo_indptr", qo_indptr, None, **{"batch_size + 1": batch_size + 1})
+        self._check_readable(qo_indptr=qo_indptr)
+        num_rows = int(qo_indptr[-1])
+        if not self._use_cuda_graph:
+            if max_query_len is None:
+                return largest(qo_indptr.diff()), num_rows
+            return as_int("max_token_per_sequence", max_query_len, least=0), num_rows
+        if self._most_rows is not None and num_rows > self._most_rows:
+            raise ValueError(
+                f"qo_indptr must count at most the {self._most_rows} queries of the first plan, got {num_rows}; "
+                "plan for the largest batch first, or say max_total_num_rows"
+            )
+        return self._most_rows or num_rows, num_rows
+
+
+def attend(a: Arguments, cache: PagedKVCache, plan: Plan, scoring: Scoring) -> OutAndLse:
+    """Return out, or out and the lse in FlashInfer's base and layout; both are written where the caller says.
+
+    Of the arguments, `q` and `return_lse` are read, and if there are any, `sinks`, `out`, `lse`, `lse_base`,
+    `lse_layout` and `out_scale`, which e4m3 results are divided by.
+    """
+    q: torch.Tensor = a.q[0] if isinstance(a.q, tuple) else a.q
+    out: Any = getattr(a, "out", None)
+    lse: Any = getattr(a, "lse", None)
+    base, layout = getattr(a, "lse_base", "log2"), getattr(a, "lse_layout", "NH")
+    for name, value, served in (("lse_base", base, ("log2", "ln")), ("lse_layout", layout, ("NH", "HN"))):
         if not is_among(value, served):
             raise ValueError(
                 f"{name} must be {served[0]!r} or {served[1]!r}, got {shown(value)}; {served[0]!r} is usual"
             )
-    if not return_lse:
-        return quire.attention(q, cache, plan, sinks=sinks, out=out)
+    wants_lse = a.return_lse or lse is not None
+    if wants_lse and scoring.alibi:
+        name, none = ("return_lse", "False") if lse is None else ("lse", "None")
+        raise UnsupportedError(
+            f"{name} must be {none} with ALiBi, got {shown(a.return_lse if lse is None else lse)}; FlashInfer counts "
+            "distances from another position, which moves the lse alone"
+        )
     if lse is not None:
         sizes = {"num_tokens": q.shape[0], "num_qo_heads": q.shape[1]}
-        check_tensor("lse", lse, q.device, **(sizes if lse_layout == "NH" else dict(reversed(sizes.items()))))
+        check_tensor("lse", lse, q.device, **(sizes if layout == "NH" else dict(reversed(sizes.items()))))
         if lse.dtype is not torch.float32:
             raise TypeError(f"lse must be float32, got {lse.dtype}; leave it out to have it allocated")
         check_no_overlap("lse", lse)
-    if lse is not None and lse_layout == "NH" and lse.is_contiguous():
-        if out is None:
-            out = q.new_empty(*q.shape[:2], plan.spec.head_dim_v)
-        state = quire.attention(q, cache, plan, sinks=sinks, out=State(out, lse))
-        lse = None
-    else:
-        state = quire.attention(q, cache, plan, sinks=sinks, out=out, return_lse=True)
-    found = state.lse if lse_base == "ln" else state.lse.mul_(LOG2E)
-    if lse_layout == "HN":
-        found = found.t().contiguous()
-    return state.out, found if lse is None else lse.copy_(found)
+    given: dict[str, Any] = {"sinks": getattr(a, "sinks", None), "return_lse": wants_lse, "out": out}
+    if scoring.alibi:
+        given["alibi_slopes"] = alibi_slopes(scoring.num_qo_heads, q.device)
+    if scoring.o_data_type is not scoring.q_data_type:
+        if out is not None:
+            sizes = {"num_tokens": q.shape[0], "num_qo_heads": q.shape[1], "head_dim_vo": scoring.head_dim_vo}
+            check_tensor("out", out, q.device, **sizes)
+            if out.dtype is not scoring.o_data_type:
+                raise ValueError(
+                    f"out must be of the planned o_data_type {scoring.o_data_type}, got {out.dtype}; "
+                    "leave it out to have it allocated"
+                )
+            check_no_overlap("out", out)
+        if scoring.o_data_type is torch.float8_e4m3fn:
+            scale = getattr(a, "out_scale", 1.0)
+            given["out_scale"] = torch.full((1,), scale, dtype=torch.float32, device=q.device)
+        else:
+            given["out"] = None
+    direct = lse if lse is not None and layout == "NH" and lse.is_contiguous() else None
+    if direct is not None:
+        if given["out"] is None:
+            dtype = torch.float8_e4m3fn if "out_scale" in given else q.dtype
+            given["out"] = q.new_empty(*q.shape[:2], scoring.head_dim_vo, dtype=dtype)
+        given["out"] = State(given["out"], direct)
+    found = quire.attention(a.q, cache, plan, **given)
+    result, sums = found if isinstance(found, State) else (found, None)
+    if result.dtype is not scoring.o_data_type:
+        result = result.to(scoring.o_data_type) if out is None else out.copy_(result)
+    if sums is None:
+        return result
+    sums = sums if base == "ln" else sums.mul_(LOG2E)
+    if layout == "HN":
+        sums = sums.t().contiguous()
+    if lse is not None and direct is None:
+        sums = lse.copy_(sums)
+    return (result, sums) if a.return_lse else result
 
 
 def check_indptr(name: str, indptr: torch.Tensor) -> int:

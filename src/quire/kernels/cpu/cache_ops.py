@@ -3,7 +3,7 @@
 import torch
 
 from quire.cache import PagedKVCache
-from quire.kernels.formats import LARGEST, SMALLEST_PEAK, SMALLEST_RECORD_SCALE, as_bytes, largest, page_tensors
+from quire.kernels.formats import SMALLEST_PEAK, SMALLEST_RECORD_SCALE, as_bytes, largest, page_tensors
 
 
 @torch.no_grad()
