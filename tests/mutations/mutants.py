@@ -2020,8 +2020,8 @@ OUTSIDE = {
     ),
     "warm-up without the second kind of boxes of long contexts": Mutant(
         "kernels/hopper/launch.py",
-        "            self.is_long,\n",
-        "",
+        "*absent, self.is_long, *states",
+        "*absent, *states",
         "compile/test_warmup.py::test_nothing_compiles_after_warmup[pages of 1072, heads of 256-False]",
     ),
     "plans with kernels of their own": Mutant(
@@ -2038,13 +2038,13 @@ OUTSIDE = {
     ),
     "an upper corner that is exceeded": Mutant(
         "corners.py",
-        "lens = [high, low]",
-        "lens = [low, high]",
+        "[*is_upper, *lens, *of_kind]",
+        "[*of_kind, *lens]",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
     "warm-up without work tiles between powers of two of queries": Mutant(
         "corners.py",
-        "{*lens, *further}",
+        "{*lens, *kinds[num_seqs]}",
         "{*lens}",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
