@@ -388,7 +388,7 @@ def test_a_decision_is_kept_until_trees_are_forgotten(user_trees):
 
 
 def test_compiled_code_decides_as_the_plan_did_and_sees_one_text():
-    """The operator knows the batch, two strings and some numbers of the plan. The strings are those of all steps."""
+    """The operator knows the batch, and two strings and some numbers. The strings are those of all steps."""
     rng, texts, kernels = random.Random(0), set(), set()
     spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=4, head_dim=128)
     for _ in range(200):

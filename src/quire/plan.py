@@ -257,7 +257,7 @@ def plan_again(batch: Batch, bounds: Bounds, asked: Asked, workspace: torch.Tens
     """Return the plan that `plan` returned for a batch, or for one like it, as `Plan.asked` says."""
     spec, levels = decode(asked.spec), shared.levels_of(asked.shared_prefix)
     launch, reason = decide_launch(spec, batch, bounds, decode_options(asked.options), levels)
-    return make_plan(spec, batch, launch, reason, workspace, bounds, asked)
+    return make_plan(spec, batch, launch, reason, workspace, bounds=bounds, asked=asked)
 
 
 def decide_launch(

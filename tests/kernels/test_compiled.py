@@ -130,7 +130,7 @@ def test_growing_sequences_without_pages_compile_nothing_new(dynamic, device):
 
 @pytest.mark.triton
 def test_a_compiled_call_may_have_as_many_splits_as_an_eager_one(device):
-    """A workspace that plans share has room for the counters of 16 programs per SM, a plan's own for all."""
+    """Of a workspace that plans share, 16 programs per SM have counters; of one that a plan allocates, all."""
     spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     p = make_problem(spec, [(1, 256)] * (8 if device == "cpu" else 256), device=device)
     plan = quire.plan(spec, p.batch, **p.bounds, num_splits=16)

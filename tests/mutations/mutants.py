@@ -106,8 +106,8 @@ IN_INTERPRETER = {
     ),
     "the operator's plan has the bounds of the launch": Mutant(
         "plan.py",
-        "options), levels)\n    return make_plan(spec, batch, launch, reason, workspace, bounds, asked)",
-        "options), levels)\n    return make_plan(spec, batch, launch, reason, workspace, None, asked)",
+        "workspace, bounds=bounds, asked=asked)",
+        "workspace, asked=asked)",
         "kernels/test_attention.py::test_a_step_that_was_decided_for_more_keys_crosses_the_operator",
     ),
     "taller tiles for fp8 numbers that are not in pairs": Mutant(
