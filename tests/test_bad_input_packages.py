@@ -271,7 +271,8 @@ WRAPPERS: dict[str, tuple[Any, Callable, int, bool]] = {
 def attend_planned(planned: dict[str, Any], a: dict[str, Any]) -> Callable[[torch.dtype], torch.Tensor]:
     """Attention by the definition, for the arguments of `plan` and of `run`."""
     scores = dict(
-        softmax_scale=planned["sm_scale"], softcap=max(0, planned["logits_soft_cap"] or 0), alibi_slopes=None,
+        softmax_scale=(planned["sm_scale"] or 0.25) * (a.get("q_scale") or 1),
+        softcap=max(0, planned["logits_soft_cap"] or 0), alibi_slopes=None,
         window_size=(planned["window_left"], -1), s_aux=a.get("sinks"), causal=planned.get("causal", True),
     )  # fmt: skip
 

@@ -655,6 +655,12 @@ IN_INTERPRETER = {
         "tl.store(scales + page * scales_page + slot * scales_slot + offs_group, tl.max(scale, 0))",
         LATENT + "::test_records_are_those_of_vllm",
     ),
+    "records with scales below their peaks": Mutant(
+        "kernels/write_latent.py",
+        "(bits + 0x1FFFFF) & 0x7F800000",
+        "bits & 0x7F800000",
+        LATENT + "::test_scales_of_records_are_powers_of_two_of_which_448_hold_the_peak",
+    ),
     "infinity counted in a record's scale": Mutant(
         "kernels/write_latent.py",
         'tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)',
@@ -2339,9 +2345,21 @@ OUTSIDE = {
     ),
     "FlashInfer: an lse in base e": Mutant(
         "integrations/flashinfer/planned.py",
-        'if lse_base == "ln" else state.lse.mul_(LOG2E)',
-        'if lse_base != "" else state.lse.mul_(LOG2E)',
+        'if base == "ln" else sums.mul_(LOG2E)',
+        'if base != "" else sums.mul_(LOG2E)',
         INFER + "decode_attends_to_pages",
+    ),
+    "FlashInfer: an lse that is written only if it is returned": Mutant(
+        "integrations/flashinfer/planned.py",
+        "wants_lse = a.return_lse or lse is not None",
+        "wants_lse = a.return_lse",
+        "integrations/test_flashinfer_names.py::test_an_lse_buffer_is_written_whether_or_not_the_lse_is_returned",
+    ),
+    "FlashInfer: an argument that is not served": Mutant(
+        "integrations/flashinfer/signatures.py",
+        "if values[name] is not defaults.get(name):",
+        "if False:",
+        "integrations/test_flashinfer_names.py::test_each_argument_of_a_function_with_a_table_is_served_or_refused_by_name",
     ),
     "FlashInfer: states merged by lse in base 2": Mutant(
         "integrations/flashinfer/cascade.py",
@@ -2411,7 +2429,7 @@ OUTSIDE = {
     ),
     "FlashInfer: a mask that graphs do not see": Mutant(
         "integrations/flashinfer/prefill.py",
-        "                batch.tree_bits[:num_rows].copy_(words, non_blocking=non_blocking)\n",
+        '                batch.tree_bits[:num_rows].copy_(seen["tree_bits"], non_blocking=a.non_blocking)\n',
         "                pass\n",
         INFER_MASKS + "captured_graphs_read_the_masks_of_later_plans[a mask]",
     ),

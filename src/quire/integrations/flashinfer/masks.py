@@ -47,7 +47,7 @@ def intervals_of_mask(
     mask: torch.Tensor, qo_indptr: list[int], kv_lens: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the first key that each query sees and the one after its last, [qo_indptr[-1]] int32; None if a query
-    sees keys with others between them, or if the mask is too short.
+    sees keys with others between them, if the mask is too short or a length negative.
 
     A query that sees no key has an empty interval.
     """
@@ -61,7 +61,7 @@ def intervals_of_mask(
             packed = mask[bit : bit + (size + 7) // 8]
             flat = (packed[:, None] >> torch.arange(8, device=mask.device)).flatten()[:size] & 1
             bit += (size + 7) // 8
-        if len(flat) < size:
+        if len(flat) < size or keys < 0:
             return None
         seen = flat.view(queries, keys).int()
         count = seen.sum(1)

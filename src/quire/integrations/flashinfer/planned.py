@@ -281,33 +281,37 @@ def attend(a: Arguments, cache: PagedKVCache, plan: Plan, scoring: Scoring) -> O
         if lse.dtype is not torch.float32:
             raise TypeError(f"lse must be float32, got {lse.dtype}; leave it out to have it allocated")
         check_no_overlap("lse", lse)
-    given: dict[str, Any] = {"sinks": getattr(a, "sinks", None), "return_lse": wants_lse, "out": out}
-    if scoring.alibi:
-        given["alibi_slopes"] = alibi_slopes(scoring.num_qo_heads, q.device)
-    if scoring.o_data_type is not scoring.q_data_type:
-        if out is not None:
-            sizes = {"num_tokens": q.shape[0], "num_qo_heads": q.shape[1], "head_dim_vo": scoring.head_dim_vo}
-            check_tensor("out", out, q.device, **sizes)
-            if out.dtype is not scoring.o_data_type:
-                raise ValueError(
-                    f"out must be of the planned o_data_type {scoring.o_data_type}, got {out.dtype}; "
-                    "leave it out to have it allocated"
-                )
-            check_no_overlap("out", out)
-        if scoring.o_data_type is torch.float8_e4m3fn:
-            scale = getattr(a, "out_scale", 1.0)
-            given["out_scale"] = torch.full((1,), scale, dtype=torch.float32, device=q.device)
-        else:
-            given["out"] = None
+    is_e4m3 = scoring.o_data_type is torch.float8_e4m3fn
+    converts = not is_e4m3 and scoring.o_data_type is not scoring.q_data_type
+    if out is not None and scoring.o_data_type is not scoring.q_data_type:
+        sizes = {"num_tokens": q.shape[0], "num_qo_heads": q.shape[1], "head_dim_vo": scoring.head_dim_vo}
+        check_tensor("out", out, q.device, **sizes)
+        if out.dtype is not scoring.o_data_type:
+            raise ValueError(
+                f"out must be of the planned o_data_type {scoring.o_data_type}, got {out.dtype}; "
+                "leave it out to have it allocated"
+            )
+        check_no_overlap("out", out)
+    into: Any = None if converts else out
     direct = lse if lse is not None and layout == "NH" and lse.is_contiguous() else None
     if direct is not None:
-        if given["out"] is None:
-            dtype = torch.float8_e4m3fn if "out_scale" in given else q.dtype
-            given["out"] = q.new_empty(*q.shape[:2], scoring.head_dim_vo, dtype=dtype)
-        given["out"] = State(given["out"], direct)
-    found = quire.attention(a.q, cache, plan, **given)
+        if into is None:
+            dtype = q.dtype if converts else scoring.o_data_type
+            into = q.new_empty(*q.shape[:2], scoring.head_dim_vo, dtype=dtype)
+        into = State(into, direct)
+    scale = getattr(a, "out_scale", 1.0)
+    found = quire.attention(
+        a.q,
+        cache,
+        plan,
+        sinks=getattr(a, "sinks", None),
+        alibi_slopes=alibi_slopes(scoring.num_qo_heads, q.device) if scoring.alibi else None,
+        out=into,
+        out_scale=torch.full((1,), scale, dtype=torch.float32, device=q.device) if is_e4m3 else None,
+        return_lse=wants_lse,
+    )
     result, sums = found if isinstance(found, State) else (found, None)
-    if result.dtype is not scoring.o_data_type:
+    if converts:
         result = result.to(scoring.o_data_type) if out is None else out.copy_(result)
     if sums is None:
         return result

@@ -147,7 +147,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
                 to_device(x, self.device, a.non_blocking) for x in (*lists[:2], lengths, a.qo_indptr)
             )
             seen = {name: x.to(self.device, non_blocking=a.non_blocking) for name, x in seen.items()}
-            batch = Batch(pages, lengths, queries, starts, **seen)
+            batch = Batch(
+                pages,
+                lengths,
+                queries,
+                starts,
+                key_begin=seen.get("key_begin"),
+                key_end=seen.get("key_end"),
+                tree_bits=seen.get("tree_bits"),
+            )
             self._prepare(scoring, batch, (longest, most_keys, num_rows), invariant, num_rows)
         self._has_mask = mask is not None
         self._causal = a.causal

@@ -71,6 +71,7 @@ def attend_one(a: Arguments, **changed: Any) -> OutAndLse:
     scoring = read_scoring(a, **sizes, **dtypes, **changed).scaled(getattr(a, "q_scale", None))
     qo_len, kv_len, device = len(q), len(k), q.device
     seen = find_mask(a, qo_len, kv_len) if hasattr(a, "custom_mask") else {}
+    seen = {name: x.to(device) for name, x in seen.items()}
     if seen:
         check_no_window(scoring.window_left)
     cache = read_cache(k, v, "THD", k.dtype, a.k_scale, a.v_scale)
@@ -79,7 +80,9 @@ def attend_one(a: Arguments, **changed: Any) -> OutAndLse:
         torch.full((1,), kv_len, dtype=torch.int32, device=device),
         None if qo_len == 1 else multiples(2, qo_len, device),
         paged=False,
-        **{name: x.to(device) for name, x in seen.items()},
+        key_begin=seen.get("key_begin"),
+        key_end=seen.get("key_end"),
+        tree_bits=seen.get("tree_bits"),
     )
     plan = quire.plan(scoring.spec(), batch, max_query_len=qo_len, max_seq_len=kv_len)
     return attend(a, cache, plan, scoring)

@@ -1,6 +1,6 @@
 """What is done with each argument of FlashInfer's functions, by family.
 
-Names, order and defaults in the modules are those of FlashInfer 0.7.4; 0.7.2 has the same lists without their ends.
+Names, order and defaults in the modules are those of FlashInfer 0.7.4. 0.7.2 lacks some of them.
 """
 
 from quire.integrations.flashinfer.signatures import Table, flag, refused, served
