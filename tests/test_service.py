@@ -226,6 +226,10 @@ def test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded():
             assert all(upper >= number for upper, number in zip(numbers[0], exact, strict=True)), request
         corner = draw.choice(sorted(found, key=str))
         assert corner in corners(corner)
+    # Programs take splits of three sequences of 289 queries in rounds, and of four of up to 273.
+    spec = quire.AttentionSpec(num_q_heads=12, num_kv_heads=1, head_dim=128)
+    upper, *others = corners(Request(spec, 3, True, Bounds(289, 20000, 867), device))
+    assert upper.bounds.max_query_len >= 289 and any(corner.bounds.max_query_len == 273 for corner in others)
 
 
 def test_a_launch_of_the_upper_corner_has_the_same_kernels_for_fewer_sequences():

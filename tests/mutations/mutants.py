@@ -2040,7 +2040,7 @@ OUTSIDE = {
         "plan.py",
         "with_most_partitions().scratch_size().total <= most:\n",
         "with_most_partitions().scratch_size().total <= max(most, 1 << 40):\n",
-        "test_service.py::test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not",
+        "test_service.py::test_a_launch_between_points_has_its_own_number_of_sequences",
     ),
     "an upper corner that is exceeded": Mutant(
         "corners.py",
