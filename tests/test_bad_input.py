@@ -130,18 +130,18 @@ def hostile(good: Any) -> Iterator[tuple[str, Any]]:
 
 
 def odd(good: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return tensors of the kinds that PyTorch has beside dense ones with strides."""
+    """Return tensors of PyTorch's other kinds: nested, sparse, quantised."""
     numbers = good.float() if good.dtype is torch.float8_e4m3fn else good.detach()  # no 8-bit floats are sparse
-    if good.dim():
-        with warnings.catch_warnings():  # they say that they are prototypes
-            warnings.simplefilter("ignore")
-            yield "nested", torch.nested.nested_tensor([numbers, numbers])
-            yield "jagged", torch.nested.nested_tensor([numbers, numbers], layout=torch.jagged)
-    if good.dim() == 2:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield "in compressed rows", numbers.to_sparse_csr()
-    yield "quantised", torch.quantize_per_tensor(numbers.float(), 0.1, 0, torch.qint8)
+    with warnings.catch_warnings():  # they are prototypes, or deprecated
+        warnings.simplefilter("ignore")
+        kinds = {"quantised": lambda: torch.quantize_per_tensor(numbers.float(), 0.1, 0, torch.qint8)}
+        if good.dim():
+            kinds["nested"] = lambda: torch.nested.nested_tensor([numbers, numbers])
+            kinds["jagged"] = lambda: torch.nested.nested_tensor([numbers, numbers], layout=torch.jagged)
+        if good.dim() == 2:
+            kinds["in compressed rows"] = numbers.to_sparse_csr
+        made = [(name, make()) for name, make in kinds.items()]
+    yield from made
 
 
 def distorted(good: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -578,9 +578,9 @@ def attend_by_definition(
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.detach().to(dtype).transpose(0, 1) for x in (q, k, v))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scores = q @ k.mT * (a["softmax_scale"] or q.shape[-1] ** -0.5)
+    scores = q @ k.mT * float(a["softmax_scale"] or q.shape[-1] ** -0.5)
     if a["softcap"]:
-        scores = a["softcap"] * torch.tanh(scores / a["softcap"])
+        scores = float(a["softcap"]) * torch.tanh(scores / float(a["softcap"]))
     distance = torch.arange(k.shape[1]) - torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
     if a["alibi_slopes"] is not None:
         scores = scores - a["alibi_slopes"].to(dtype)[:, None, None] * distance.abs()
@@ -927,8 +927,9 @@ def lazy_imports_of_torch() -> None:
 def contents(value: Any) -> Any:
     """Return all that a call could change in a value, to be compared with ==."""
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:
+        if value.layout is not torch.strided or value.is_nested or value.device.type == "meta" or value.numel() == 0:
             return None
+        value = value.int_repr() if value.is_quantized else value
         flat = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1))
         return flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, PageSequence):

@@ -327,7 +327,7 @@ def test_bad_arguments_are_refused(alone):
         (TypeError, "state must be a State, got", lambda: merge_over_ranks(tuple(state))),
         (
             TypeError,
-            "state must hold two tensors, got .* and None",
+            "state must hold two tensors with strides, got .* and None",
             lambda: merge_over_ranks(quire.State(state.out, None)),
         ),
         (ValueError, "lse must be .* got", lambda: merge_over_ranks(quire.State(state.out, state.lse.t()))),

@@ -20,7 +20,7 @@ def step(q, k, v, slots, cache, plan, sinks):
 
 
 def asked_of(plan):
-    """What crosses the operator of a plan, beside its tensors."""
+    """What crosses the operator of a plan, without its tensors."""
     return *plan.asked, plan.bounds.max_query_len, plan.bounds.max_seq_len, plan.bounds.num_tokens
 
 

@@ -47,7 +47,7 @@ FAMILIES: dict[str, Proposal] = {
 
 
 class Asked(NamedTuple):
-    """What `plan` was asked for beside its bounds, as operators take it: numbers and strings.
+    """What `plan` was asked for, without bounds, as operators take it: numbers and strings.
 
     The strings are equal in all steps of a server. `torch.compile` compiles once for each string that it sees.
 

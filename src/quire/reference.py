@@ -227,7 +227,7 @@ def norm_rope(
     x = x.to(dtype)
     if qk_norm is not None:
         weight = qk_norm.k_weight if of_keys else qk_norm.q_weight
-        x = x / (x.square().mean(-1, keepdim=True) + qk_norm.eps).sqrt() * weight.to(dtype)
+        x = x / (x.square().mean(-1, keepdim=True) + float(qk_norm.eps)).sqrt() * weight.to(dtype)
     if rope is None:
         return x
     half = rope.cos.shape[1]

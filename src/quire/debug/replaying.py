@@ -11,7 +11,7 @@ import torch
 
 from quire import reference
 from quire.api import attention, write_kv, write_latent
-from quire.batch_check import check_reads
+from quire.batch_check import check_reads, check_slots
 from quire.cache import PagedKVCache
 from quire.debug.call import STORED, Call, batch_of, cache_of, units_read
 from quire.debug.memory import DTYPES, allocate, nbytes, write, write_units
@@ -96,7 +96,7 @@ def replay(
     bounds = {name: call.bounds[name] for name in ("max_query_len", "max_seq_len")}
     try:
         check_reads(problem.batch, problem.cache, call.spec, num_tokens=problem.q.shape[0], **bounds)
-        check_slots(problem, new)
+        check_new_slots(problem, new)
     except ValueError as error:
         return Replay("none", notes, None, f"the batch breaks its contract: {error}")
     if not call.has_contents:
@@ -192,11 +192,14 @@ def rebuild(
     return Problem(call.spec, batch, cache, q, query_lens, tuple(batch.seq_lens.tolist()), *tables), pair, new
 
 
-def check_slots(problem: Problem, new: dict[str, Any]) -> None:
-    """Raise ValueError if a new token goes to a slot that the cache does not have."""
-    num_slots = problem.cache.num_pages * problem.cache.page_size
-    if new and new["slot_mapping"].numel() and int(new["slot_mapping"].max()) >= num_slots:
-        raise ValueError(f"slot_mapping must hold slots below {num_slots}, got {int(new['slot_mapping'].max())}")
+def check_new_slots(problem: Problem, new: dict[str, Any]) -> None:
+    """Raise ValueError if a new token goes to a slot that the cache does not have, or where it is not read."""
+    if not new:
+        return
+    slots, num_slots = new["slot_mapping"], problem.cache.num_pages * problem.cache.page_size
+    if slots.numel() and int(slots.max()) >= num_slots:
+        raise ValueError(f"slot_mapping must hold slots below {num_slots}, got {int(slots.max())}")
+    check_slots(problem.batch, problem.cache, slots)
 
 
 def with_step(problem: Problem, new: dict[str, Any]) -> Problem:

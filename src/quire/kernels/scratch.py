@@ -74,7 +74,7 @@ def unused(device: torch.device) -> torch.Tensor:
 
 
 def allocate(size: ScratchSize, device: torch.device) -> torch.Tensor:
-    """Allocate a workspace and set its counters to 0. Launches without scratch share one, which nobody reads."""
+    """Allocate a workspace and set its counters to 0. Launches without scratch share one, which none reads."""
     if size.total == 0:
         return unused(device)
     workspace = torch.empty(size.total, dtype=torch.uint8, device=device)

@@ -66,7 +66,7 @@ def read_scoring(
     cap = as_number("softcap", softcap)
     if not cap >= 0:  # NaN too
         raise ValueError(f"softcap must be at least 0, got {softcap}; 0 for none")
-    if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.dim() == 2:
+    if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.dim() == 2 and not alibi_slopes.is_nested:
         raise UnsupportedError(
             f"alibi_slopes must be [num_q_heads], got {list(alibi_slopes.shape)}; slopes per sequence are not served"
         )
