@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,7 +204,7 @@ class SerialLaunch:
     def with_most_partitions(self) -> "SerialLaunch":
         return self
 
-    def for_cache(self, cache: PagedKVCache) -> "SerialLaunch":
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "SerialLaunch":
         return self
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None):

@@ -326,9 +326,11 @@ def decide(request: Request, options: Options) -> tuple[Launch, str]:
     Raises:
         UnsupportedError: no kernel family serves the request, or the caller's does not.
     """
-    most_tokens = request.num_seqs * request.bounds.max_query_len
-    if request.bounds.num_tokens > most_tokens:
-        request = replace(request, bounds=replace(request.bounds, num_tokens=most_tokens))
+    bounds = request.bounds  # of which each may be looser than the others allow
+    queries = min(bounds.max_query_len, bounds.num_tokens)
+    tight = replace(bounds, max_query_len=queries, num_tokens=min(bounds.num_tokens, request.num_seqs * queries))
+    if tight != bounds:
+        request = replace(request, bounds=tight)
     launch, reason = first_proposal(request, options)
     around = corners(request)
     if options._replace(batch_invariant=False) != Options() or around == [request]:

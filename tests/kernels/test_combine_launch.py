@@ -7,6 +7,7 @@ import triton
 import quire
 from quire import intervals
 from quire.dispatch.config import KernelConfig
+from quire.dispatch.tree import forget_trees
 from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.testing import make_problem
 from tests.extended import extended
@@ -24,6 +25,18 @@ PARTIALS = {
 }
 
 
+@pytest.fixture
+def combine_apart(monkeypatch):
+    """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
+
+    def combine_apart(apart: bool) -> None:
+        monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", apart)
+        forget_trees()
+
+    yield combine_apart
+    forget_trees()
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize(
     ("case", "apart"),
@@ -34,9 +47,9 @@ PARTIALS = {
     ],
 )
 def test_partials_are_combined_by_the_last_program_or_by_a_second_launch(
-    case, apart, device, assert_within_budget, monkeypatch
+    case, apart, device, assert_within_budget, combine_apart
 ):
-    monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", apart)
+    combine_apart(apart)
     features, lens, more = PARTIALS[case]
     spec = quire.AttentionSpec(**HEADS | {"dtype": torch.float32} | features)
     p = make_problem(spec, lens, device=device, one_query=case == "decode", **more)
@@ -49,9 +62,9 @@ def test_partials_are_combined_by_the_last_program_or_by_a_second_launch(
 
 
 @pytest.mark.triton
-def test_the_second_launch_writes_whole_row_blocks_no_second_time(device, monkeypatch):
+def test_the_second_launch_writes_whole_row_blocks_no_second_time(device, combine_apart):
     """A row block inside one partition is finished by its program; the second launch leaves it alone."""
-    monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", True)
+    combine_apart(True)
     spec = quire.AttentionSpec(**HEADS, dtype=torch.float32)
     p = make_problem(spec, ((1, 16), (1, 16), (1, 16)), device=device, one_query=True)
     config = KernelConfig(16, 16, 4, 2, False, programs_per_sm=64, block_d=16, block_dv=16)

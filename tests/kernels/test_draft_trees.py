@@ -44,7 +44,7 @@ def random_trees(batch, num_tokens, window=None):
     for count in batch.query_starts.diff().tolist():
         parents = [int(torch.randint(-1, max(i, 1), (), generator=generator)) if i else -1 for i in range(count)]
         words.append(draft_trees.from_parents(torch.tensor([parents])).flatten() if count else torch.zeros(0).long())
-    bits = torch.cat(words)
+    bits = torch.cat(words).to(batch.device)
     if window is not None:
         return draft_trees.windowed(batch, bits, window)
     return dataclasses.replace(batch, tree_bits=bits)
@@ -156,7 +156,7 @@ def test_windows_of_drafts_are_as_a_plain_program_says(size, offsets, device):
     batch = make_problem(quire.AttentionSpec(**HEADS), lens, device=device).batch
     offsets = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
     batch = dataclasses.replace(batch, query_offsets=offsets)
-    words = random_trees(batch, 15).tree_bits.to(device)
+    words = random_trees(batch, 15).tree_bits
     found, starts = draft_trees.windowed(batch, words, size), batch.query_starts.tolist()
     for seq, (q_len, kv_len) in enumerate(lens):
         first = kv_len - q_len if offsets is None else int(offsets[seq])

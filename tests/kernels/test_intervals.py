@@ -4,11 +4,12 @@ On a GPU and in the interpreter (TRITON_INTERPRET=1) Triton kernels run, elsewhe
 """
 
 import dataclasses
-import time
 from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import quire
 from quire import intervals
@@ -373,12 +374,25 @@ def test_a_span_is_found_among_many(window, within_window):
     assert list(zip(found.key_begin.tolist(), found.key_end.tolist(), strict=True)) == [*expected, (0, 0), (0, 0)]
 
 
-def test_the_time_for_spans_does_not_grow_with_tokens_times_spans():
+class LargestTensor(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that operations return."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self.largest = max(self.largest, value.numel())
+        return result
+
+
+def test_no_tensor_has_an_element_for_each_token_and_span():
     """10,000 tokens and 10,000 spans took 4 to 8 s of a CPU and 0.9 GB when all pairs were compared."""
     n = 10_000
     batch = quire.Batch(torch.zeros(1, 1).int(), int32(n), int32(0, n))
     first = torch.arange(n).int()
     spans = torch.stack([first * 0, first, first + 1], 1)
-    start = time.process_time()
-    assert intervals.bidirectional_spans(batch, n, spans).key_end.equal(first + 1)
-    assert time.process_time() - start < 1.0
+    with LargestTensor() as seen:
+        assert intervals.bidirectional_spans(batch, n, spans).key_end.equal(first + 1)
+    assert n <= seen.largest <= 10 * n
