@@ -8,10 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 import quire
 from quire import ops, targets
+from quire.kernels import launcher
 from quire.targets import TARGETS, compiling
 from tests.compile import launches
 
@@ -205,3 +206,18 @@ def test_a_plan_with_shared_prefixes_launches_a_kernel_for_each_level_and_one_th
         quire.attention(torch.zeros(64, 32, 128, dtype=torch.float16), cache, plan, return_lse=True)
     assert [launch.request.bounds.max_query_len for launch in plan.launch.launches] == [64, 40, 1]
     assert len(compiled) >= 3 and compiled[-1].kernel == "combine_kernel"
+
+
+def test_threads_that_compile_try_again_and_replace_nothing_of_triton_s():
+    """Python 3.11 may end one of two parsers that work at once with SystemError."""
+    parse, left = JITCallable.parse, [SystemError("depth"), SystemError("depth")]
+
+    def compile_one():
+        if left:
+            raise left.pop()
+        return "compiled"
+
+    with launcher.compile_together(torch.device("cpu")):
+        assert JITCallable.parse is parse
+    with launcher.Threads(1) as threads:
+        assert threads.submit(compile_one).result() == "compiled"
