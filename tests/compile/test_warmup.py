@@ -8,10 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 import quire
 from quire import ops, targets
+from quire.kernels import launcher
 from quire.targets import TARGETS, compiling
 from tests.compile import launches
 
@@ -365,3 +366,18 @@ def test_one_kernel_is_warmed_up_with_new_tokens_and_without_them(without_compil
                 q, slots = torch.empty(num_seqs, 32, 128, dtype=SPEC.dtype), torch.zeros(num_seqs, dtype=torch.int64)
                 k, v = torch.empty(2, num_seqs, 8, 128, dtype=SPEC.dtype)
                 quire.attention(q, cache, plan, k=k, v=v, slot_mapping=slots)
+
+
+def test_threads_that_compile_try_again_and_replace_nothing_of_triton_s():
+    """Python 3.11 may end one of two parsers that work at once with SystemError."""
+    parse, left = JITCallable.parse, [SystemError("depth"), SystemError("depth")]
+
+    def compile_one():
+        if left:
+            raise left.pop()
+        return "compiled"
+
+    with launcher.compile_together(torch.device("cpu")):
+        assert JITCallable.parse is parse
+    with launcher.Threads(1) as threads:
+        assert threads.submit(compile_one).result() == "compiled"
