@@ -33,7 +33,8 @@ with warnings.catch_warnings():
     from sglang.srt.server_args import PortArgs, ServerArgs
 
 NEW_TOKENS = 12
-OLD = "gpu_id" in inspect.signature(Scheduler).parameters  # 0.5.12; later, ranks are published
+OLD = "running_batch" not in inspect.signature(Scheduler.get_next_batch_to_run).parameters  # 0.5.12
+TAKES_RANKS = "gpu_id" in inspect.signature(Scheduler).parameters  # 0.5.12 and 0.5.17; later, they are published
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +81,15 @@ def make_scheduler(folder: Path, **options) -> Scheduler:
     ports = PortArgs.init_new(args)
     if not OLD:
         context = importlib.import_module("sglang.srt.runtime_context")
-        context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=0, gpu_id=0))
-        return Scheduler(args, ports)
-    # Newer Transformers say of more layers how ranks share them, in words that 0.5.12 refuses. Here is one rank.
+        if not TAKES_RANKS:
+            context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=0, gpu_id=0))
+            return Scheduler(args, ports)
+        context.publish(args, role="scheduler")
+    # Newer Transformers say of more layers how ranks share them, in words that these refuse. Here is one rank.
     wrapper = importlib.import_module("sglang.srt.models.transformers")
     wrapper._normalize_tp_style = lambda style: style if style in ("colwise", "rowwise") else "replicate"
-    for name in (
-        "mem_cache.common",
-        "model_executor.forward_batch_info",
-    ):  # which ask the backend's name, not the device
+    allocation = "mem_cache.common" if OLD else "mem_cache.allocation"
+    for name in (allocation, "model_executor.forward_batch_info"):  # which ask the backend's name, not the device
         importlib.import_module(f"sglang.srt.{name}").support_triton = lambda backend: False
     ranks = [name for name in inspect.signature(Scheduler).parameters if name.endswith(("_rank", "_id"))]
     return Scheduler(args, ports, **dict.fromkeys(ranks, 0) | {"dp_rank": None})
@@ -184,8 +185,8 @@ def in_a_process(function, *args):
 @pytest.mark.parametrize(("page_size", "num_slots"), [(1, 2048), (64, 2048), (1, 256)])
 def test_the_scheduler_writes_the_tokens_of_eager_attention(page_size, num_slots, model):
     """Prompts come in chunks, decode together, find each other's beginnings, and wait where the pool is too small."""
-    if OLD and page_size > 1:
-        pytest.skip("pages of several tokens are allocated by a Triton kernel in SGLang 0.5.12, which needs a GPU")
+    if TAKES_RANKS and page_size > 1:
+        pytest.skip("SGLang 0.5.12 and 0.5.17 allocate pages of several tokens by a Triton kernel, which needs a GPU")
     eager, folder = model
     random = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 97, (n,), generator=random).tolist() for n in (5, 40, 1, 140, 33, 64, 17)]
