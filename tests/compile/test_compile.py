@@ -50,8 +50,8 @@ if triton.knobs.runtime.interpret:
 MAY_SPILL = ("vLLM's original", "float32, e4m3")
 # ptxas may spill up to 16 bytes to fit one more program on an SM. It then uses fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
-# With 3.8.0, trees over heads of 256 take all registers and 8 bytes of the stack, outside of the loop.
-BESIDES_ALL_REGISTERS = 8 if triton.__version__ == launches.OF_ENGINES else 0
+# With 3.7.1 and 3.8.0, trees over heads of 256 take all registers and 8 bytes of the stack, outside of the loop.
+BESIDES_ALL_REGISTERS = {"3.7.1": 8, "3.8.0": 8}.get(triton.__version__, 0)
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
 ON_THE_STACK = {"hopper_kernel": 88, "mla_hopper_kernel": 96}
 # Bytes that these Tritons put there besides, of what is read once for a work tile. No loop of a consumer reads them.
@@ -374,6 +374,7 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
         on_the_stack["hopper_kernel"] = ON_THE_STACK_OF_GATHERERS
     if (launches.FEATURES | launches.COMBINED)[features].out_scale:
         on_the_stack["hopper_kernel"] = ON_THE_STACK_OF_E4M3_OUTPUTS
+    on_the_stack["hopper_kernel"] += MORE_ON_THE_STACK
     with compiling(limits) as compiled:
         launches.attend(batch, head_dim, features)
     for kernel, code in zip(compiled, assembled, strict=True):
@@ -432,7 +433,7 @@ def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, hea
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
     assert plan.kernel == compiled[0].kernel.removesuffix("_kernel") == "hopper"
     print(compiled[0])
-    assert compiled[0].spills <= ON_THE_STACK_OF_E4M3_OUTPUTS, compiled[0]
+    assert compiled[0].spills <= ON_THE_STACK_OF_E4M3_OUTPUTS + MORE_ON_THE_STACK, compiled[0]
     assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
     assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
     attends = loops.loops_with(assembled[0], "exponentials")
@@ -569,7 +570,7 @@ def test_batch_invariant_prompts_on_fp8_numbers_in_pairs_fit(target, lens, heads
     print(kernel)
     assert plan.launch.config.block_m == rows and plan.launch.fallback.config.block_m == 16
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy == 2, kernel
-    assert kernel.spills <= on_the_stack[triton.__version__ != launches.OLDEST], kernel
+    assert kernel.spills <= on_the_stack[triton.__version__ != launches.OLDEST] + MORE_ON_THE_STACK, kernel
 
 
 @of_tritons_in_use
@@ -699,8 +700,8 @@ def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
     if target in NO_SPILLS:
         around = ON_THE_STACK_OF_PAIRS if features == "e4m3" else BY_CHOICE  # as for `append`
-        # With Triton 3.6.0, a norm over 256 columns takes all registers and 24 bytes, before that loop.
-        full = 24 if triton.__version__ == launches.OLDEST and head_dim == 256 else 0
+        # With Triton 3.6.0 and 3.7.1, a norm over 256 columns takes all registers and 24 bytes, before that loop.
+        full = 24 if triton.__version__ in ("3.6.0", "3.7.1") and head_dim == 256 else 0
         assert kernel.spills <= (around if kernel.registers < REGISTERS else full), kernel
         if kernel.spills and target == "sm90":
             assert not any(loops.count_kinds(loop)["local memory"] for loop in loops.attending(assembled[0]))
