@@ -23,6 +23,13 @@ from quire.bench.results import QUIRE, Report, Row, load
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
 PAGES = ("README.md", "docs/README.md", "docs/results/README.md")
+NAMES = {  # how names of libraries begin, and what a headline calls them
+    "FlashAttention 3": "FlashAttention 3",
+    "FlashInfer": "FlashInfer",
+    "FlashMLA": "FlashMLA",
+    "cuDNN": "cuDNN",
+    "vLLM Triton": "vLLM's Triton kernel",
+}
 OPTIMISED = ("FlashAttention 3", "FlashInfer", "cuDNN", "FlashMLA")  # how names of libraries begin
 PLACE = re.compile(r"(<!-- headline (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -35,6 +42,12 @@ def speedups(rows: Iterable[Row]) -> dict[str, float]:
         if best and QUIRE in row.times and any(name.startswith(OPTIMISED) for name in row.times):
             found[row.case] = best[1] / row.times[QUIRE]
     return found
+
+
+def libraries(report: Report) -> str:
+    """Return the other libraries that a report has times of."""
+    names = [name for name in NAMES if any(peer.startswith(name) for row in report.rows for peer in row.times)]
+    return ", ".join(NAMES[name] for name in names[:-1]) + " and " + NAMES[names[-1]]
 
 
 def line(name: str, found: dict[str, float]) -> str:
@@ -53,7 +66,7 @@ def table(report: Report, kinds: dict[str, tuple[str, ...]]) -> str:
     found = speedups(report.rows)
     facts = report.provenance
     text = (
-        f"| {facts.device}, {facts.date} | cases | × as fast as the fastest other library | slowest case "
+        f"| {facts.device}, {facts.date} | cases | × as fast as the fastest of {libraries(report)} | slowest case "
         "| cases in which another library is faster |\n| --- | --- | --- | --- | --- |\n"
     )
     for name, group in kinds.items():
@@ -65,12 +78,14 @@ def table(report: Report, kinds: dict[str, tuple[str, ...]]) -> str:
 def speed_table(report: Report) -> str:
     """Return the times of a few cases in µs; the fastest library of each case is bold."""
     rows = {row.case: row for row in report.rows}
-    text = f"| batch | floor | {' | '.join(LIBRARIES)} |\n{'| --- ' * (len(LIBRARIES) + 2)}|\n"
+    shown = [name for name in NAMES if any(n.startswith(name) for case in SHOWN for n in rows[case].times)]
+    text = f"| batch | floor | {' | '.join([QUIRE, *(NAMES[name] for name in shown)])} |\n"
+    text += f"{'| --- ' * (len(shown) + 3)}|\n"
     for case, words in SHOWN.items():
         times = rows[case].times
         fastest = {
             name: min((t for n, t in times.items() if n.startswith(name) and not n.startswith("Quire, ")), default=0.0)
-            for name in LIBRARIES
+            for name in (QUIRE, *shown)
         }
         best = min(time for time in fastest.values() if time)
         cells = [micros(time, is_best=time == best) for time in fastest.values()]
@@ -100,7 +115,6 @@ def invariant(report: Report) -> str:
 
 
 INVARIANT = "Quire, batch-invariant"
-LIBRARIES = ("Quire", "FlashAttention 3", "FlashInfer", "cuDNN", "vLLM Triton")  # how names of libraries begin
 SHOWN = {  # by case what README calls it
     "decode 1x128": "decode, 1 sequence of 128 keys",
     "decode 8x1024": "decode, 8 × 1,024",

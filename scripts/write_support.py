@@ -253,7 +253,10 @@ def engine_cell(engine: str, name: str) -> str:
 
 @cache
 def passed_on(engine: str, for_latents: bool = True) -> frozenset[str]:
-    """Return the names that an integration passes on: keywords of its calls, and keys of its dictionaries."""
+    """Return the names that an integration passes on: keywords of its calls, and keys of its dictionaries.
+
+    A function of `quire.intervals` passes `key_begin` on.
+    """
     names: set[str] = set()
     for path in engines()[engine]:
         if path in LATENTS and not for_latents:
@@ -261,6 +264,8 @@ def passed_on(engine: str, for_latents: bool = True) -> frozenset[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 names |= {keyword.arg for keyword in node.keywords if keyword.arg}
+                if ast.unparse(node.func).startswith("quire.intervals."):
+                    names.add("key_begin")
             elif isinstance(node, ast.Dict):
                 names |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
     return frozenset(names)
