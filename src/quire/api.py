@@ -99,8 +99,8 @@ def attention(
             For latents, c_kv as for `write_latent`.
         v: their values, [num_tokens, num_kv_heads, head_dim_v]. For latents, k_pe.
         slot_mapping: their slots, [num_tokens] int64, negative to leave a token out. A token's slot must be where the
-            page table has its position, in a page that no other sequence reads. The slot of a token that belongs to no
-            sequence must be negative. This is checked for CPU tensors, and not on a GPU.
+            page table has its position, in a page that no other sequence reads. This is not checked; `quire.debug`
+            does so when it replays a recorded call. A token of no sequence may have a slot that no sequence reads.
         rope: how the queries and `k` are rotated, as a `Rope` or a tuple of its fields; None if they are already. Not
             for latents, and only with `k`. They are computed in float32 and rounded once, to their dtypes.
         qk_norm: how they are normalised before that, as a `QKNorm` or a tuple of its fields; None if they are already.

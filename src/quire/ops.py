@@ -82,7 +82,7 @@ def attention(
         out_scale,
         out,
         lse,
-        plan.workspace,
+        plan.memory,
         *asked,
         bounds.max_query_len,
         bounds.max_seq_len,

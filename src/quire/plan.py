@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.batch import Batch
-from quire.batch_check import check_reads, check_slots
+from quire.batch_check import check_reads
 from quire.cache import PagedKVCache
 from quire.checks import check_plan_arguments
 from quire.corners import corners
@@ -72,7 +72,7 @@ class Plan:
         bounds: the upper bounds that the plan was made for: `max_query_len`, `max_seq_len`, `num_tokens`.
         launch: which kernel, and how: a launch class of `quire.kernels`, such as `SplitKVLaunch`.
         reason: why this launch was chosen, in words.
-        workspace: memory for the launch's scratch.
+        memory: the workspace, or memory that no launch reads: for `torch.compile`, whose code is the same for both.
         runner: runs the launch; `quire.attention` calls it.
         asked: for `torch.compile`, from which its operator decides the launch again; None if `plan` did not make it.
 
@@ -88,9 +88,14 @@ class Plan:
     bounds: Bounds
     launch: Launch
     reason: str
-    workspace: torch.Tensor
+    memory: torch.Tensor
     runner: Runner
     asked: Asked | None
+
+    @property
+    def workspace(self) -> torch.Tensor | None:
+        """Memory for the launch's scratch; None if it needs none."""
+        return self.memory if self.launch.scratch_size().total else None
 
     @property
     def kernel(self) -> str:
@@ -136,7 +141,6 @@ class Plan:
         if is_served_by_torch(self.batch.device):
             lens = {"max_query_len": self.bounds.max_query_len, "max_seq_len": self.bounds.max_seq_len}
             check_reads(self.batch, cache, self.spec, num_tokens=slot_mapping.shape[0], **lens)
-            check_slots(self.batch, cache, slot_mapping)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep what the plan was made from. A copy, also in another process, is a new plan with memory of its own."""

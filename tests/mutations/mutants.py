@@ -2591,8 +2591,8 @@ OUTSIDE = {
     ),
     "vLLM: an image seen past the window": Mutant(
         "integrations/vllm/spans.py",
-        "if clamp and sliding_window is not None:",
-        "if False:",
+        '"within_window": clamp}',
+        '"within_window": False}',
         VLLM_SPANS + "tokens_of_an_image_see_all_of_it",
     ),
     "vLLM: causal encoders": Mutant(
@@ -2821,9 +2821,6 @@ SLOW = {
     "units of the first intervals alone",
     "vLLM: a workspace as long as the decoder's context",
     "values not masked",
-    "warm-up without prompts whose keys are split",
-    "warm-up without the limits of one level",
     "warm-up without the second kind of boxes of long contexts",
     "warm-up without work tiles between powers of two of queries",
-    "warm-up without work tiles between powers of two",
 }
