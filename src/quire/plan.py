@@ -330,13 +330,15 @@ def decide(request: Request, options: Options) -> tuple[Launch, str]:
     Raises:
         UnsupportedError: no kernel family serves the request, or the caller's does not.
     """
-    bounds = request.bounds  # of which each may be looser than the others allow
-    queries = min(bounds.max_query_len, bounds.num_tokens)
-    tight = replace(bounds, max_query_len=queries, num_tokens=min(bounds.num_tokens, request.num_seqs * queries))
-    if tight != bounds:
-        request = replace(request, bounds=tight)
+    bounds = request.bounds
+    most_tokens = request.num_seqs * bounds.max_query_len
+    if bounds.num_tokens > most_tokens:
+        bounds = replace(bounds, num_tokens=most_tokens)
+        request = replace(request, bounds=bounds)
     launch, reason = first_proposal(request, options)
-    around = corners(request)
+    # No sequence has more queries than the batch has tokens.
+    tight = replace(bounds, max_query_len=min(bounds.max_query_len, bounds.num_tokens))
+    around = corners(replace(request, bounds=tight))
     if options._replace(batch_invariant=False) != Options() or around == [request]:
         return launch, reason
     missing, most = kernels_of(launch), 0

@@ -1,6 +1,5 @@
 """A warm-up that begins early: what its process finds and compiles is what the later warm-up would."""
 
-import ast
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 import torch
 import triton
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITCallable
 
 import quire
 from quire import compile_processes, early_warmup, service
@@ -114,24 +112,6 @@ def test_of_two_equal_processes_one_compiles_and_the_other_one_waits(tmp_path):
     with early_warmup.finished(bounds):
         pass
     assert process.returncode == 0 and not [*tmp_path.rglob("*.cubin")]
-
-
-def test_threads_of_a_warm_up_parse_one_after_the_other(monkeypatch):
-    """Two at once may end with SystemError in Python 3.11."""
-    inside, parse, most = [], ast.parse, []
-
-    def slow(*arguments, **options):
-        inside.append(None)
-        most.append(len(inside))
-        time.sleep(0.002)
-        inside.pop()
-        return parse(*arguments, **options)
-
-    before = JITCallable.parse
-    with compiling(replace(TARGETS["sm90"], name="sm90, parsed slowly")), monkeypatch.context() as slowly:
-        slowly.setattr(ast, "parse", slow)
-        quire.warmup(SPEC, pages(4), **BOUNDS | {"max_seq_len": 500})
-    assert len(most) > 10 and max(most) == 1 and JITCallable.parse is before
 
 
 def test_an_answer_counts_when_it_is_complete():
