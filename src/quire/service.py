@@ -274,7 +274,8 @@ def check_what_launches(
     per_head_dtype: torch.dtype | None,
 ) -> None:
     """Check what else decides which kernels a warm-up compiles."""
-    if per_head_dtype is not None and per_head_dtype not in PER_HEAD_DTYPES:
+    is_dtype = isinstance(per_head_dtype, torch.dtype) and per_head_dtype in PER_HEAD_DTYPES
+    if per_head_dtype is not None and not is_dtype:
         raise UnsupportedError(
             f"per_head_dtype must be {dtype_names(PER_HEAD_DTYPES)}, got {describe(per_head_dtype)}; "
             "pass the dtype of sinks or alibi_slopes"
