@@ -478,12 +478,6 @@ IN_INTERPRETER = {
         "weights = p",
         MLA + "records_with_scales_of_their_own[dtype1-False]",
     ),
-    "MLA: small values scaled in float16": Mutant(
-        "kernels/mla/kernel.py",
-        "T.SCALED and q[0].dtype == tl.float16",
-        "False",
-        MLA + "small_values_survive_the_scales_of_records[1e-05]",
-    ),
     "MLA: denominators not rescaled": Mutant(
         "kernels/mla/kernel.py", "l_i = l_i * alpha[:, None] + p", "l_i = l_i + p", MLA + "features[causal-1]"
     ),
