@@ -22,17 +22,19 @@ KIT = "sglang.test.kits.attention_unittest"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip(KIT, reason="this SGLang has no kit of tests for attention backends")
-    dense = importlib.import_module(f"{KIT}.attention_methods.dense_attention")
-    mla = importlib.import_module(f"{KIT}.attention_methods.mla_attention")
-    decode_graphs = pytest.importorskip(
-        f"{KIT}.runner_modes.cuda_graph_decode_runner",
-        reason="the kit of SGLang 0.5.17 imports kernels for GPUs",
-        exc_type=ImportError,
-    )
-    draft_graphs = importlib.import_module(f"{KIT}.runner_modes.speculative_cuda_graph_runner")
-    split = importlib.import_module(f"{KIT}.runner_modes.split_op_runner")
-    verify = importlib.import_module(f"{KIT}.runner_modes.speculative_target_verify_runner")
     context = importlib.import_module("sglang.srt.runtime_context")
+    with context.get_parallel().override() as parallel:  # its modules set what they say of ranks for good
+        dense = importlib.import_module(f"{KIT}.attention_methods.dense_attention")
+        mla = importlib.import_module(f"{KIT}.attention_methods.mla_attention")
+        decode_graphs = pytest.importorskip(
+            f"{KIT}.runner_modes.cuda_graph_decode_runner",
+            reason="the kit of SGLang 0.5.17 imports kernels for GPUs",
+            exc_type=ImportError,
+        )
+        draft_graphs = importlib.import_module(f"{KIT}.runner_modes.speculative_cuda_graph_runner")
+        split = importlib.import_module(f"{KIT}.runner_modes.split_op_runner")
+        verify = importlib.import_module(f"{KIT}.runner_modes.speculative_target_verify_runner")
+        RANKS = dict(parallel._overrides)
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
@@ -43,6 +45,14 @@ with warnings.catch_warnings():
     from quire.integrations.sglang import register
 
     register()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks():
+    """Let what the kit says of ranks hold for its own tests, and for no other of this process."""
+    with context.get_parallel().override(**RANKS):
+        yield
+
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = ("shuffled_pages", "contiguous", "interleaved_pages")
