@@ -908,7 +908,7 @@ def test_warpgroups_with_tokens_of_their_own_have_equally_many(group_size, queri
 def test_warpgroups_have_tokens_of_their_own_where_sequences_have_few_on_average(num_tokens, apart):
     bounds = Bounds(512, 30000, num_tokens)
     launch, _ = decide(Request(SPEC, 10, True, bounds, PROPERTIES), Options(kernel="hopper"))
-    assert launch.config.num_warpgroups == 2 and launch.config.apart == launch.constexprs()["APART"] == apart
+    assert launch.config.num_warpgroups == 2 and launch.config.apart == launch.constexprs()["SPLIT_BY_TOKENS"] == apart
 
 
 def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():

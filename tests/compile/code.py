@@ -26,6 +26,7 @@ os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
 
 import torch
 from triton._C.libtriton import ir
+from triton.backends.compiler import Language
 from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
@@ -36,6 +37,7 @@ from quire.targets import TARGETS, Launch, compiling
 from tests.compile import launches, loops
 
 TARGET = TARGETS["sm90"]
+ASKED = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion", "ptx_version")  # what stages read
 VALUE = re.compile(r"%[A-Za-z0-9_$.-]+")
 LOCATION = re.compile(r" ?loc\((?:[^()\"]|\"[^\"]*\"|\([^()]*\))*\)")
 LATENT_BATCHES = ((32, 1, 4096), (1, 1, 16384), (8, 3, 4096), (2, 300, 2000))  # sequences, queries and keys of each
@@ -100,9 +102,6 @@ class Kept:
         return None
 
 
-ASKED = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion", "ptx_version")
-
-
 def without_names(text: str) -> str:
     """Return IR without locations, and with its values numbered in order of appearance."""
     lines = [line for line in text.splitlines() if not line.startswith("#loc")]
@@ -142,8 +141,6 @@ def compile_to(stage: str, folder: Path, name: str) -> tuple[Any, dict]:
     backend.load_dialects(context)
     module: Any = ir.parse_mlir_module(str(folder / f"{name}.ttgir"), context)
     module.context = context
-    from triton.backends.compiler import Language
-
     backend.add_stages(stages, options, Language.GLUON)
     metadata = {"target": TARGET.gpu, **vars(options)}
     for next_stage in ("llir", "ptx", "cubin"):
@@ -157,11 +154,9 @@ def describe(cubin: bytes) -> tuple[str, list[str]]:
     """Return the machine code as text, and a line for its resources and for each innermost loop."""
     code = loops.disassemble(cubin)
     instructions = "\n".join(line.strip() for line in code.splitlines() if loops.INSTRUCTION.match(line))
-    from quire.targets import inspect_nvidia
-
     kernel: Any = mock.Mock(asm={"cubin": cubin})
     kernel.metadata.num_warps = kernel.metadata.shared = 1
-    registers, stack, _, _ = inspect_nvidia(kernel, TARGET)
+    registers, stack, _, _ = targets.inspect_nvidia(kernel, TARGET)
     lines = [f"{registers} registers, {stack} bytes of stack, {len(instructions.splitlines())} instructions"]
     return instructions, lines + [f"a loop of {loops.describe(loop)}" for loop in loops.innermost_loops(code)]
 

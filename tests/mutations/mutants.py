@@ -21,8 +21,8 @@ QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
 APPEND = "kernels/test_append.py::test_a_step_that_appends_is_a_write_and_a_step"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
-KERNEL, CONSUMER, ATTEND, SOFTMAX, STEADY = (
-    f"kernels/hopper/{name}.py" for name in ("kernel", "consumer", "attend", "softmax", "steady")
+KERNEL, CONSUMER, ATTEND, SOFTMAX, LAZY_MAX = (
+    f"kernels/hopper/{name}.py" for name in ("kernel", "consumer", "attend", "softmax", "lazy_max")
 )
 RESCALE = "kernels/mla_hopper/rescale.py"
 ANY_PRODUCTS, PRODUCER, RESULTS, GATHER, SOFTCAP = (
@@ -746,34 +746,34 @@ IN_INTERPRETER = {
         SOFTMAX, "l_i = l_i * alpha + gl.sum(", "l_i = l_i + gl.sum(", SIMULATED + "products_in_fp8[{}-24]"
     ),
     "Hopper: a maximum never raised": Mutant(
-        STEADY, "{ANY_EXCEEDS} @!some bra.uni DONE;", "{ANY_EXCEEDS} bra.uni DONE;", RAISED
+        LAZY_MAX, "{ANY_EXCEEDS} @!some bra.uni DONE;", "{ANY_EXCEEDS} bra.uni DONE;", RAISED
     ),
     "Hopper: all maxima of a warp raised where one is": Mutant(
-        STEADY, "selp.f32 highestROW, highestROW, MAX, raisesROW; ", "", RAISED
+        LAZY_MAX, "selp.f32 highestROW, highestROW, MAX, raisesROW; ", "", RAISED
     ),
     "Hopper: accumulators not rescaled where a maximum is raised": Mutant(
-        STEADY, "{rescale} setp.gt.f32 fresh", "setp.gt.f32 fresh", RAISED
+        LAZY_MAX, "{rescale} setp.gt.f32 fresh", "setp.gt.f32 fresh", RAISED
     ),
     "Hopper: sums not rescaled where a maximum is raised": Mutant(
-        STEADY, '    "mul.f32 SUM, SUM, alphaROW;"\n', '    ""\n', RAISED
+        LAZY_MAX, '    "mul.f32 SUM, SUM, alphaROW;"\n', '    ""\n', RAISED
     ),
     "Hopper: a maximum of one thread's scores": Mutant(
-        STEADY,
+        LAZY_MAX,
         "HIGHEST = f\"{LARGEST_OF_QUAD.replace('NAME', 'highestROW')} mul",
         'HIGHEST = f"mul',
         SIMULATED + "the_first_tile_of_a_row_has_probabilities_of_at_most_one",
     ),
     "Hopper: threads of a row that raise its maximum apart": Mutant(
-        STEADY,
+        LAZY_MAX,
         "ROW_EXCEEDS = f\"{LARGEST_OF_QUAD.replace('NAME', 'allROW')} setp",
         'ROW_EXCEEDS = f"setp',
         SIMULATED + "one_score_raises_the_maximum_of_its_row",
     ),
     "Hopper: probabilities of two columns swapped": Mutant(
-        STEADY, "e{2 * i + 1}, e{2 * i};", "e{2 * i}, e{2 * i + 1};", SIMULATED + "features[{}-None]"
+        LAZY_MAX, "e{2 * i + 1}, e{2 * i};", "e{2 * i}, e{2 * i + 1};", SIMULATED + "features[{}-None]"
     ),
     "Hopper: scores of the second row by the factor of the first": Mutant(
-        STEADY,
+        LAZY_MAX,
         'f"${scale + 2 * row}"',
         'f"${scale}"',
         SIMULATED + "the_first_tile_of_a_row_has_probabilities_of_at_most_one",
@@ -794,11 +794,11 @@ IN_INTERPRETER = {
         ANY_PRODUCTS, "descriptor_of(keys * 128)", "descriptor_of(keys * 64)", SIMULATED + "widths[80-80]"
     ),
     "Hopper: the values of the first stage": Mutant(
-        ANY_PRODUCTS, "v_pipe.addresses[0] + stage * BYTES", "v_pipe.addresses[0]", SIMULATED + "widths[80-80]"
+        ANY_PRODUCTS, "v_pipe.addresses[0] + stage * v_pipe.BYTES", "v_pipe.addresses[0]", SIMULATED + "widths[80-80]"
     ),
     "Hopper: the keys of the first stage": Mutant(
         ANY_PRODUCTS,
-        "k_pipe.addresses[0] + stage * BYTES",
+        "k_pipe.addresses[0] + stage * k_pipe.BYTES",
         "k_pipe.addresses[0]",
         SCORES_IN_PIECES,
     ),
@@ -824,7 +824,7 @@ IN_INTERPRETER = {
         SIMULATED + "scores_in_pieces[{'dtype': torch.bfloat16, 'head_dim': 192, 'softcap': 20.0}-64]",
     ),
     "Hopper: boxes in the first rows of a tile": Mutant(
-        "kernels/hopper/pipeline.py",
+        "kernels/gluon/pipeline.py",
         "buffers[i * (HEIGHT // EACH) + FIRST // EACH]",
         "buffers[i * (HEIGHT // EACH)]",
         SCORES_IN_PIECES,
@@ -839,7 +839,7 @@ IN_INTERPRETER = {
         PRODUCER, "0, LEAST_ROWS, ZEROS)", "0, LEAST_ROWS)", SIMULATED + "widths[24-40]"
     ),
     "Hopper: keys of the next head": Mutant(
-        "kernels/hopper/tma.py",
+        "kernels/tma.py",
         "k = matrix_of(cache.k, k_extents, ks[:3])",
         "k = matrix_of(cache.k, k_extents, ks[:3], ends_at_head=False)",
         SIMULATED + "what_a_head_holds_changes_no_bit_of_another[104]",
@@ -861,8 +861,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: the first keys never loaded": Mutant(
         PRODUCER,
-        "                if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):\n                    load_keys(",
-        "                if not KEYS_FIRST or left < work.num_tiles:\n                    load_keys(",
+        "            if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):\n                load_keys(",
+        "            if not KEYS_FIRST or left < work.num_tiles:\n                load_keys(",
         SIMULATED + "scores_that_grow_from_tile_to_tile[wide values-False]",
     ),
     "Hopper: values before the window not zeroed": Mutant(
@@ -876,15 +876,21 @@ IN_INTERPRETER = {
     ),
     "Hopper: two tiles with invisible rows at one barrier": Mutant(
         PRODUCER,
-        "empty.shape[0] + edge_i % SPARES",
-        "empty.shape[0] + edge_i * 0",
+        "v_pipe.STAGES + edge_i % SPARES",
+        "v_pipe.STAGES + edge_i * 0",
         SIMULATED + "tiles_at_whose_edges_intervals_begin_and_end[{}]",
     ),
     "Hopper: boxes of a tile from one slot": Mutant(
-        PRODUCER, "row + (pos + box * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-48]"
+        PRODUCER,
+        "at[0] + (pos + BOX * config.KV_BOX) % config.PAGE_SIZE",
+        "at[0] + pos % config.PAGE_SIZE",
+        SIMULATED + "pages[NHD-48]",
     ),
     "Hopper: boxes of a tile of ragged batches from one slot": Mutant(
-        PRODUCER, "row + (pos + lane * KV_BOX) % PAGE_SIZE", "row + pos % PAGE_SIZE", SIMULATED + "pages[NHD-48]"
+        PRODUCER,
+        "first_row + (pos + lane * config.KV_BOX) % config.PAGE_SIZE",
+        "first_row + pos % config.PAGE_SIZE",
+        SIMULATED + "pages[NHD-48]",
     ),
     "latents: a quarter freed before its product": Mutant(
         LATENTS + "many_rows.py",
@@ -900,8 +906,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: gathered rows past the sequence": Mutant(
         PRODUCER,
-        "pages = load_places(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE, HAS_BOXES)",
-        "pages = load_places(row, k_pipe, pos, pos + BLOCK_N, kv_low, PAGE_SIZE, HAS_BOXES)",
+        "pages = load_places(row, k, pos, kv_high, kv_low, config.PAGE_SIZE)",
+        "pages = load_places(row, k, pos, pos + BLOCK_N, kv_low, config.PAGE_SIZE)",
         SIMULATED + "pages[NHD-3]",
     ),
     "Hopper: gathered rows from the first slot of a page": Mutant(
@@ -911,7 +917,7 @@ IN_INTERPRETER = {
         GATHER, "slots = (pos + rows) % PAGE_SIZE", "slots = rows % PAGE_SIZE", SIMULATED + "pages[NHD-3]"
     ),
     "Hopper: gathered rows of the first head": Mutant(
-        GATHER, "(head * (stride_head // VEC))", "(head * 0)", SIMULATED + "pages[HND-4]"
+        GATHER, "(head * (stored.stride_head // VEC))", "(head * 0)", SIMULATED + "pages[HND-4]"
     ),
     "Hopper: the sequence with the fewest keys first": Mutant(
         "kernels/hopper/tile_scheduler.py",
@@ -1023,8 +1029,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: warpgroups share the slots of partials": Mutant(
         PARTIALS,
-        "ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS + wg) * SIZE",
-        "ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS) * SIZE",
+        "ptr = outputs.partials + ((cut.first_slot + cut.split) * config.WARPGROUPS + own.WG) * SIZE",
+        "ptr = outputs.partials + ((cut.first_slot + cut.split) * config.WARPGROUPS) * SIZE",
         CUT + "features[{}-20000]",
     ),
     "Hopper: a row of a partial for each row of the tile": Mutant(
@@ -1043,14 +1049,14 @@ IN_INTERPRETER = {
         CUT + "warpgroups_have_their_own_tokens_or_share_them[shared-6]",
     ),
     "Hopper: the first warpgroup's tokens for both": Mutant(
-        CONSUMER,
-        "FIRST_TOKEN: gl.constexpr = wg * TOKENS if APART else 0",
+        "kernels/hopper/config.py",
+        "FIRST_TOKEN: gl.constexpr = WG * TOKENS if config.SPLIT_BY_TOKENS else 0",
         "FIRST_TOKEN: gl.constexpr = 0",
         CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
     ),
     "Hopper: the first warpgroup's queries for both": Mutant(
         PRODUCER,
-        "token = work.q_start + work.token + BLOCK_T // 2",
+        "token = work.q_start + work.token + config.BLOCK_T // 2",
         "token = work.q_start + work.token",
         CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
     ),
@@ -1062,20 +1068,20 @@ IN_INTERPRETER = {
     ),
     "Hopper: a skipped tile kept": Mutant(
         CONSUMER,
-        "        release_unread(v_pipe, i, RELEASES)\n",
+        "        memory.v.release_unread(i, config.RELEASES)\n",
         "",
         CUT + "warpgroups_have_their_own_tokens_or_share_them[apart-4]",
     ),
     "Hopper: skipped keys released before they are there": Mutant(
         CONSUMER,
-        "        consumer_wait(k_pipe, i)\n        release_unread(k_pipe, i, RELEASES)\n",
-        "        release_unread(k_pipe, i, RELEASES)\n",
+        "        memory.k.wait(i)\n        memory.k.release_unread(i, config.RELEASES)\n",
+        "        memory.k.release_unread(i, config.RELEASES)\n",
         CUT + "a_warpgroup_without_tokens_releases_tiles_when_they_are_there[{}]",
     ),
     "Hopper: skipped values released before they are there": Mutant(
         CONSUMER,
-        "        consumer_wait(v_pipe, i)\n        release_unread(v_pipe, i, RELEASES)\n",
-        "        release_unread(v_pipe, i, RELEASES)\n",
+        "        memory.v.wait(i)\n        memory.v.release_unread(i, config.RELEASES)\n",
+        "        memory.v.release_unread(i, config.RELEASES)\n",
         CUT + "a_warpgroup_without_tokens_releases_tiles_when_they_are_there[{}]",
     ),
     "Hopper: warpgroups with tokens of their own in batches of prompts": Mutant(
@@ -1101,7 +1107,7 @@ IN_INTERPRETER = {
     ),
     "Hopper: no sinks where a row block sees no keys": Mutant(
         PRODUCER,
-        "(pos >= kv_stop) & (split < num_splits - 1)",
+        "(pos >= kv_stop) & (at.split < division.num_splits - 1)",
         "pos >= kv_stop",
         SIMULATED + "splits[((64, 500), (0, 50), (20, 0))-{'sinks': True, 'softcap': 20.0}-16]",
     ),
@@ -1119,8 +1125,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: the right half of a tile masked as the left one": Mutant(
         "kernels/hopper/softmax.py",
-        "right = show_columns(right, first - COLUMNS // 2, last - COLUMNS // 2, False)",
-        "right = show_columns(right, first, last, False)",
+        "right = mask_columns(right, first - COLUMNS // 2, last - COLUMNS // 2, False)",
+        "right = mask_columns(right, first, last, False)",
         SIMULATED + "heads_of_128[{}-16]",
     ),
     "Hopper: all pieces of a partial in the first columns": Mutant(
@@ -1137,13 +1143,13 @@ IN_INTERPRETER = {
     ),
     "Hopper: ends of row blocks kept where there is no memory for them": Mutant(
         PRODUCER,
-        "(MIXED or (SPLITS and batch.kv.key_begin is None)) and HAS_EDGES",
+        "(MIXED or (SPLITS and not config.INTERVALS)) and HAS_EDGES",
         "(MIXED or SPLITS) and HAS_EDGES",
         SIMULATED + "splits_of_intervals[chunks]",
     ),
     "Hopper: splits without keys that say nothing": Mutant(
         PRODUCER,
-        "store_empty(lse_ptr, stride_lse, num_splits, split, work, BLOCK_T, HEADS)",
+        "store_empty(division, at.split, work, config)",
         "pass",
         SIMULATED + "splits[((64, 500), (0, 50), (20, 0))-{'sinks': True, 'softcap': 20.0}-16]",
     ),
@@ -1194,14 +1200,14 @@ IN_INTERPRETER = {
     ),
     "Hopper: a tile of two pages as one box": Mutant(
         PRODUCER,
-        "(pos + BLOCK_N <= kv_high) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)",
-        "(pos + BLOCK_N <= kv_high)",
+        "(pos + BLOCK_N <= visible.high) & (pos % PAGE_SIZE + BLOCK_N <= PAGE_SIZE)",
+        "(pos + BLOCK_N <= visible.high)",
         SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[528-{}]",
     ),
     "Hopper: a box in the first slots of its page": Mutant(
         PRODUCER,
-        "boxes[box] * page_rows + row + (pos + box * KV_BOX) % PAGE_SIZE",
-        "boxes[box] * page_rows + row",
+        "boxes[BOX] * stored.page_rows + at[0] + (pos + BOX * config.KV_BOX) % config.PAGE_SIZE",
+        "boxes[BOX] * stored.page_rows + at[0]",
         SIMULATED + "pages[NHD-528]",
     ),
     "Hopper: a tile of two pages as one box, where rows are gathered": Mutant(
@@ -1211,7 +1217,7 @@ IN_INTERPRETER = {
         SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[131-{'head_dim': 136}]",
     ),
     "Hopper: a tile handed over before its box has arrived": Mutant(
-        "kernels/hopper/pipeline.py",
+        "kernels/gluon/pipeline.py",
         "count=32 * gl.num_warps() - 1)",
         "count=32 * gl.num_warps())",
         SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two[131-{'head_dim': 136}]",
@@ -1230,13 +1236,13 @@ IN_INTERPRETER = {
     ),
     "Hopper: gathered rows of a head's first columns": Mutant(
         GATHER,
-        "source += first_column // VEC * VEC",
-        "source += 0",
+        "source = stored.source + first_column // VEC * VEC",
+        "source = stored.source",
         SIMULATED + "batch_invariant_plans[{'head_dim': 256}-1]",
     ),
     "Hopper: values of the last part from behind the end of a head": Mutant(
         PRODUCER,
-        "gl.minimum(first_value, last_part)",
+        "gl.minimum(first_value, division.last_part)",
         "first_value",
         SIMULATED + "batch_invariant_plans[{'head_dim': 192}-16]",
     ),
@@ -1253,13 +1259,13 @@ IN_INTERPRETER = {
         SIMULATED + "batch_invariant_plans[{'head_dim': 224, 'sinks': True}-16]",
     ),
     "Hopper: boxes of eight rows of 16-bit caches": Mutant(
-        "kernels/hopper/tma.py",
+        "kernels/tma.py",
         "LEAST_FAST_BOX = 16",
         "LEAST_FAST_BOX = 8",
         BOXES_OF_EIGHT,
     ),
     "Hopper: rows that no 16 bytes divide are gathered": Mutant(
-        "kernels/hopper/tma.py",
+        "kernels/tma.py",
         "cache.dtype.itemsize == 1 or not has_pieces_of_16_bytes(cache)",
         "cache.dtype.itemsize == 1",
         BOXES_OF_EIGHT,
@@ -1338,16 +1344,14 @@ IN_INTERPRETER = {
     ),
     "Hopper: capped scores of keys that a row does not see": Mutant(
         "kernels/hopper/capped.py",
-        "    exponents = hide_unseen(\n"
-        "        SCORE_MOD(scores, by_row(scale), scoring.softcap), pos, rows, cols, work, sight, scoring, TOKENS, "
-        "False\n    )",
-        "    exponents = SCORE_MOD(scores, by_row(scale), scoring.softcap)",
+        "    exponents = apply_mask(exponents, pos, products, False)\n",
+        "",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 20.0}-16-None]",
     ),
     "Hopper: gathered values of the next tile": Mutant(
         PRODUCER,
-        "v_source, v_tile_desc, kv_head, v_pipe, tile_i, of_tile,",
-        "v_source, v_tile_desc, kv_head, v_pipe, tile_i, pages,",
+        "begin_tile(v, kv_head, tile_i, boxes,",
+        "begin_tile(v, kv_head, tile_i, pages,",
         SIMULATED + "pages[NHD-1]",
     ),
     "Hopper: e4m3 results in the rows of the other warpgroup": Mutant(
@@ -1373,25 +1377,25 @@ IN_INTERPRETER = {
     ),
     # Barriers, fences and waits of the kernels for Hopper GPUs, which the simulator judges
     "Hopper: a free stage taken for a full one": Mutant(
-        "kernels/hopper/pipeline.py",
-        "wait(pipe.empty, i % STAGES, i // STAGES + 1)",
-        "wait(pipe.empty, i % STAGES, i // STAGES)",
+        "kernels/gluon/pipeline.py",
+        "wait_at(self.empty, i % self.STAGES, i // self.STAGES + 1)",
+        "wait_at(self.empty, i % self.STAGES, i // self.STAGES)",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: stages overwritten": Mutant(
-        "kernels/hopper/pipeline.py",
-        "wait(pipe.empty, i % STAGES, i // STAGES + 1)",
+        "kernels/gluon/pipeline.py",
+        "wait_at(self.empty, i % self.STAGES, i // self.STAGES + 1)",
         "pass",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: stages read before they are full": Mutant(
-        "kernels/hopper/pipeline.py",
-        "wait(pipe.full, i % STAGES, i // STAGES, condition)",
+        "kernels/gluon/pipeline.py",
+        "wait_at(self.full, i % self.FULLS, i // self.FULLS, condition)",
         "pass",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: converted tiles not fenced": Mutant(
-        "kernels/hopper/pipeline.py",
+        "kernels/gluon/pipeline.py",
         "fence_async_shared()  # as in",
         "pass  # as in",
         SIMULATED + "quantised_caches[kv_dtype0-64-16]",
@@ -1404,38 +1408,39 @@ IN_INTERPRETER = {
     ),
     "Hopper: queries never released": Mutant(
         RESULTS,
-        "    if not EARLY:\n        consumer_release(q_pipe, work_i)\n    for i in",
+        "    if not config.EARLY:\n        q_pipe.release(work_i)\n    for i in",
         "    for i in",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: queries never released where results are another warpgroup's": Mutant(
         CONSUMER,
-        "                consumer_release(q_pipe, work_i)\n            is_last",
-        "                pass\n            is_last",
+        "                memory.q.release(work_i)\n            if store",
+        "                pass\n            if store",
         CUT + "features[{}-20000]",
     ),
     "Hopper: values zeroed while they are loaded": Mutant(
         PRODUCER,
-        "wait(v_pipe.full, spare_barrier(v_pipe.empty, edge_i), edge_i // SPARES)",
+        "wait_at(v_pipe.full, spare_barrier(v_pipe, edge_i), edge_i // SPARES)",
         "pass",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: zeroed values not fenced": Mutant(
         PRODUCER,
-        "        fence_async_shared()\n        expect_bytes(v_pipe.full, stage, 0)",
-        "        expect_bytes(v_pipe.full, stage, 0)",
+        "        fence_async_shared()  # consumers read by the async proxy what was stored by the generic one\n"
+        "        expect_bytes(v_pipe.full.index(stage), 0)",
+        "        expect_bytes(v_pipe.full.index(stage), 0)",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: gathered rows handed over before they arrive": Mutant(
-        "kernels/hopper/pipeline.py",
-        "async_copy.mbarrier_arrive(pipe.full.index(stage), increment_count=False)",
-        "mbarrier.arrive(pipe.full.index(stage), count=32 * gl.num_warps())",
+        "kernels/gluon/pipeline.py",
+        "async_copy.mbarrier_arrive(self.full.index(stage), increment_count=False)",
+        "mbarrier.arrive(self.full.index(stage), count=32 * gl.num_warps())",
         SIMULATED + "pages[NHD-1]",
     ),
     "Hopper: gathered rows not fenced": Mutant(
-        "kernels/hopper/pipeline.py",
-        "if is_copied(pipe.full, pipe.empty):",
-        "if False:",
+        "kernels/gluon/pipeline.py",
+        "if self.COPIED:\n            fence",
+        "if False:\n            fence",
         SIMULATED + "pages[NHD-1]",
     ),
     "Hopper: boxes of queries of one head": Mutant(
@@ -1452,21 +1457,21 @@ IN_INTERPRETER = {
     ),
     "Hopper: the last values released before their product": Mutant(
         ATTEND,
-        "    done = warpgroup_mma_wait(0, deps=accs + operands)\n    release_operand(v_pipe, stop - 1)\n",
-        "    release_operand(v_pipe, stop - 1)\n    done = warpgroup_mma_wait(0, deps=accs + operands)\n",
+        "    done = warpgroup_mma_wait(0, deps=accs + operands)\n    v_pipe.release_operand(stop - 1)\n",
+        "    v_pipe.release_operand(stop - 1)\n    done = warpgroup_mma_wait(0, deps=accs + operands)\n",
         SIMULATED + "any_order_of_events_gives_the_same_bits[64-0]",
     ),
     "Hopper: the next keys not waited for": Mutant(
         ATTEND,
-        "k_stage = consumer_wait_without_fence(k_pipe, i + 1, i + 1 < stop)",
-        "k_stage = (i + 1) % k_pipe.empty.shape[0]",
+        "k_stage = k_pipe.wait_without_fence(i + 1, i + 1 < stop)",
+        "k_stage = (i + 1) % k_pipe.STAGES",
         SIMULATED + "any_order_of_events_gives_the_same_bits[64-1]",
     ),
     "Hopper: the next keys waited for where there are none": Mutant(
         ATTEND,
-        "k_stage = consumer_wait(k_pipe, tile_i + 1, work.num_tiles > 1)\n    for i in range(tile_i + 1, stop):\n"
+        "k_stage = k_pipe.wait(tile_i + 1, work.num_tiles > 1)\n    for i in range(tile_i + 1, stop):\n"
         "        pos -= BLOCK_N",
-        "k_stage = consumer_wait(k_pipe, tile_i + 1)\n    for i in range(tile_i + 1, stop):\n        pos -= BLOCK_N",
+        "k_stage = k_pipe.wait(tile_i + 1)\n    for i in range(tile_i + 1, stop):\n        pos -= BLOCK_N",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: a maximum of -inf subtracted": Mutant(
@@ -1476,13 +1481,16 @@ IN_INTERPRETER = {
         SIMULATED + "products_in_fp8[{'sliding_window': 50, 'softcap': 20.0}-24]",
     ),
     "Hopper: boxes of the first panel": Mutant(
-        "kernels/hopper/pipeline.py",
+        "kernels/gluon/pipeline.py",
         "column = first_column + i * buffers[0].shape[1] + panel * COLUMNS",
         "column = first_column + i * buffers[0].shape[1]",
         SIMULATED + "widths[192-128]",
     ),
     "Hopper: the counter of work tiles not reset": Mutant(
-        PRODUCER, "gl.store(tile_counter, 0)", "pass", SIMULATED + "any_order_of_events_gives_the_same_bits[64-0]"
+        PRODUCER,
+        "gl.store(division.tile_counter, 0)",
+        "pass",
+        SIMULATED + "any_order_of_events_gives_the_same_bits[64-0]",
     ),
     "Hopper: partials not all stored when one thread arrives": Mutant(
         PARTIALS, "    barrier()  # the stores", "    # the stores", CUT + "features[{}-20000]"
@@ -1490,13 +1498,13 @@ IN_INTERPRETER = {
     "Hopper: partials not released": Mutant(PARTIALS, 'sem="acq_rel"', 'sem="relaxed"', CUT + "features[{}-20000]"),
     "Hopper: arrivals not reset": Mutant(PARTIALS, "gl.store(counter, 0)", "pass", CUT + "features[{}-20000]"),
     "latents on Hopper: places overwritten": Mutant(
-        LATENTS + "ring.py",
-        "wait(ring.empty.index(place), use + 1)",
-        "pass",
+        LATENTS + "latents.py",
+        "stage = quarters.acquire(i)",
+        "stage = quarters.stage_of(i)",
         SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-None]",
     ),
     "latents on Hopper: places of 64 rows overwritten": Mutant(
-        LATENTS + "producer.py", "wait(s.empty[PLACE], use + 1)", "pass", SIMULATED + "latents[40-True-None]"
+        LATENTS + "producer.py", "wait(s.empty[STAGE], use + 1)", "pass", SIMULATED + "latents[40-True-None]"
     ),
     "latents on Hopper: converted latents not fenced": Mutant(
         LATENTS + "producer.py",
@@ -1527,11 +1535,11 @@ IN_INTERPRETER = {
         "        even, odd = value_operands(quarter, OPERAND)\n"
         "        even = warpgroup_mma(even, p, acc[2 * i], is_async=True)\n"
         "        odd = warpgroup_mma(odd, p, acc[2 * i + 1], is_async=True)\n"
-        "        # After the products, which wait for the loads: TMA may overwrite a place before a load in flight has "
+        "        # After the products, which wait for the loads: TMA may overwrite a stage before a load in flight has "
         "read it.\n"
-        "        mbarrier.arrive(s.ring.empty.index(place), count=1)\n",
+        "        s.latents.quarters.release(n + i)\n",
         "        even, odd = value_operands(quarter, OPERAND)\n"
-        "        mbarrier.arrive(s.ring.empty.index(place), count=1)\n"
+        "        s.latents.quarters.release(n + i)\n"
         "        even = warpgroup_mma(even, p, acc[2 * i], is_async=True)\n"
         "        odd = warpgroup_mma(odd, p, acc[2 * i + 1], is_async=True)\n",
         SIMULATED + "lengths_of_latents[1 of 1-16-kv_dtype1]",
@@ -1539,8 +1547,8 @@ IN_INTERPRETER = {
     "latents in fp8 on Hopper: a quarter freed before a product has taken it": Mutant(
         PRODUCTS,
         "        even = add_product(s, even, acc[2 * i], stage)\n"
-        "        mbarrier.arrive(s.ring.empty.index(place_of(s.ring, 4 * tile + 2 * SIDE + i)[0]), count=1)\n",
-        "        mbarrier.arrive(s.ring.empty.index(place_of(s.ring, 4 * tile + 2 * SIDE + i)[0]), count=1)\n"
+        "        s.latents.quarters.release(4 * tile + 2 * SIDE + i)\n",
+        "        s.latents.quarters.release(4 * tile + 2 * SIDE + i)\n"
         "        even = add_product(s, even, acc[2 * i], stage)\n",
         ORDERS_OF_PRODUCTS,
     ),
@@ -1551,7 +1559,7 @@ IN_INTERPRETER = {
         PRODUCTS, "wait(s.p_full.index(tile % HANDED), tile // HANDED)", "pass", ORDERS_OF_PRODUCTS
     ),
     "latents in fp8 on Hopper: invisible latents not zeroed": Mutant(
-        PRODUCTS, "zero_invisible_rows(s.ring.quarters.index(place), pos, visible)", "pass", ORDERS_OF_PRODUCTS
+        PRODUCTS, "zero_invisible_rows(s.latents.quarters.tiles.index(stage), pos, visible)", "pass", ORDERS_OF_PRODUCTS
     ),
     "latents in fp8 on Hopper: probabilities not waited for": Mutant(
         PRODUCTS, "wait(s.p_full.index(stage), use)", "pass", ORDERS_OF_PRODUCTS
@@ -1976,22 +1984,22 @@ OUTSIDE = {
         SCHEDULER,
     ),
     "Hopper: a matrix of too few columns": Mutant(
-        "kernels/hopper/tma.py",
+        "kernels/tma.py",
         "num_columns = dim if head >= slot else (num_heads - 1) * head + dim",
         "num_columns = dim",
         SCHEDULER,
     ),
     "Hopper: a matrix a row short": Mutant(
-        "kernels/hopper/tma.py",
+        "kernels/tma.py",
         "num_rows = last // slot + 1\n",
         "num_rows = last // slot\n",
         SCHEDULER,
     ),
     "Hopper: heads that overlap slots": Mutant(
-        "kernels/hopper/tma.py", " or (head < slot and (num_heads - 1) * head + dim > slot)", "", SCHEDULER
+        "kernels/tma.py", " or (head < slot and (num_heads - 1) * head + dim > slot)", "", SCHEDULER
     ),
     "Hopper: unaligned memory": Mutant(
-        "kernels/hopper/tma.py",
+        "kernels/tma.py",
         "None if tensor.data_ptr() % 16 else _matrix_of",
         "None if False else _matrix_of",
         SCHEDULER,
@@ -2624,8 +2632,8 @@ OUTSIDE = {
 ON_HOPPER = {
     "splits folded where decode does not": Mutant(
         ATTEND,
-        "if pos % FIXED_SPLIT == 0:",
-        "if pos % (2 * FIXED_SPLIT) == 0:",
+        "if pos % config.FIXED_SPLIT == 0:",
+        "if pos % (2 * config.FIXED_SPLIT) == 0:",
         HOPPER + "a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts[{}-16]",
     ),
 }

@@ -12,11 +12,11 @@ from quire.cache import PagedKVCache
 from quire.dispatch import tree
 from quire.dispatch.config import HopperConfig
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.hopper.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, page_box
 from quire.kernels.launch import Runner, constexprs_of, key_of, once, states_at_once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
 from quire.kernels.split_kv.launch import SplitKVLaunch
+from quire.kernels.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, page_box
 from quire.spec import AttentionSpec
 
 WIDE = 128  # columns of a head, beyond which the portable kernels are slow
@@ -190,7 +190,7 @@ class HopperLaunch:
             "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
             "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots, "MIXED": self.is_mixed,
-            "APART": config.apart,
+            "SPLIT_BY_TOKENS": config.apart,
             "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize),
         }  # fmt: skip
 

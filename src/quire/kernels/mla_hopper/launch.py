@@ -11,11 +11,11 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import MIN_TMA_BOX
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
-from quire.kernels.hopper.tma import matrix_of, page_box
 from quire.kernels.launch import Runner, constexprs_of, key_of, once
 from quire.kernels.mla.launch import MLALaunch
 from quire.kernels.mla.launch import propose as propose_portable
 from quire.kernels.scratch import ScratchSize
+from quire.kernels.tma import matrix_of, page_box
 from quire.kernels.views import Matrix
 
 ROWS = 64  # rows of a row block, as schedule.ROWS
