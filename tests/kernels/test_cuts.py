@@ -70,7 +70,7 @@ def wanted(lens, num_programs, slots, window=CAUSAL, max_decode_queries=0):
     for seq, of_blocks in enumerate(seen):
         num_splits, whole = 1, len(of_blocks)
         if gains and of_blocks and seq < SEQS and tiles[seq] > share:
-            most = launch.MOST_SPLITS_OF_CUT if len(of_blocks) == 1 else 8
+            most = launch.MAX_SPLITS_OF_CUT if len(of_blocks) == 1 else 8
             num_splits = next(n for n in (2, 4, 8, 16, 32) if tiles[seq] <= n * share or n == most)
             least = max(share, tiles[seq] // 2) * BLOCK_N
             # The first row block that sees more, if each one saw BLOCK_T keys more than the one before.
@@ -172,7 +172,7 @@ def test_how_many_splits_there_are_at_most():
     lens = [(16, 50000), (16, 100), (64, 64)]
     (most,) = {n for (seq, _), (n, _) in wanted(lens, 100, 1000).items() if seq == 0}
     assert cuts.OVERHEAD.value == launch.CUT_OVERHEAD
-    assert most == launch.MOST_SPLITS_OF_CUT == max(1 << shift for _, _, shift, _, _ in decided(lens, 100, 1000))
+    assert most == launch.MAX_SPLITS_OF_CUT == max(1 << shift for _, _, shift, _, _ in decided(lens, 100, 1000))
 
 
 def test_what_does_not_fit_is_not_cut():

@@ -1086,8 +1086,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: warpgroups with tokens of their own in batches of prompts": Mutant(
         "kernels/hopper/choice.py",
-        "num_tokens <= MOST_OF_APART * num_seqs",
-        "num_tokens <= 2 * MOST_OF_APART * num_seqs",
+        "num_tokens <= MAX_MEAN_QUERIES_SPLIT_BY_TOKENS * num_seqs",
+        "num_tokens <= 2 * MAX_MEAN_QUERIES_SPLIT_BY_TOKENS * num_seqs",
         "test_dispatch.py::test_warpgroups_have_tokens_of_their_own_where_sequences_have_few_on_average[2049-False]",
     ),
     "Hopper: a partial of another row block": Mutant(
@@ -1260,8 +1260,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: boxes of eight rows of 16-bit caches": Mutant(
         "kernels/tma.py",
-        "LEAST_FAST_BOX = 16",
-        "LEAST_FAST_BOX = 8",
+        "MIN_FAST_BOX_ROWS = 16",
+        "MIN_FAST_BOX_ROWS = 8",
         BOXES_OF_EIGHT,
     ),
     "Hopper: rows that no 16 bytes divide are gathered": Mutant(
@@ -1296,7 +1296,7 @@ IN_INTERPRETER = {
     ),
     "Hopper: no cap too large for a softmax without a maximum": Mutant(
         "kernels/hopper/launch.py",
-        "0 < cap <= LARGEST_CAP_WITHOUT_MAXIMUM",
+        "0 < cap <= MAX_CAP_WITHOUT_MAXIMUM",
         "0 < cap",
         SIMULATED + "softcap_without_a_running_maximum[{'softcap': 51.0}-16-None]",
     ),
@@ -2114,8 +2114,8 @@ OUTSIDE = {
     ),
     "more stages than shared memory has room for": Mutant(
         "kernels/hopper/choice.py",
-        "- OTHER_SHARED_MEMORY - queries",
-        "- OTHER_SHARED_MEMORY",
+        "- OTHER_SHARED_BYTES - queries",
+        "- OTHER_SHARED_BYTES",
         "test_dispatch.py::test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values",
     ),
     "Hopper: few rows that leave SMs idle": Mutant(
@@ -2132,13 +2132,13 @@ OUTSIDE = {
     ),
     "Hopper: partials that cost nothing": Mutant(
         "kernels/hopper/choice.py",
-        "(KEYS_OF_PARTIAL if number > 1 else 0)",
+        "(PARTIAL_COST_KEYS if number > 1 else 0)",
         "0",
         "test_dispatch.py::test_more_splits_are_taken_only_for_a_tenth_of_the_time",
     ),
     "Hopper: more splits for nothing": Mutant(
         "kernels/hopper/choice.py",
-        "<= MOST_TIME_OF_ROUNDS * keys_in_time(splits)",
+        "<= MAX_TIME_RATIO_OF_ROUNDS * keys_in_time(splits)",
         "<= keys_in_time(splits)",
         "test_dispatch.py::test_more_splits_are_taken_only_for_a_tenth_of_the_time",
     ),
@@ -2162,13 +2162,13 @@ OUTSIDE = {
     ),
     "Hopper: short chunks are not split": Mutant(
         "kernels/hopper/choice.py",
-        "or (is_chunk(request) and request.keys_seen >= LEAST_SPLIT_OF_CHUNK)",
+        "or (is_chunk(request) and request.keys_seen >= MIN_SPLIT_CHUNK_KEYS)",
         "",
         "test_dispatch.py::test_few_queries_take_the_hopper_kernel_with_one_warpgroup",
     ),
     "Hopper: two warpgroups for few rows of ragged batches": Mutant(
         "kernels/hopper/choice.py",
-        "is_short(request, costs) or rounded(request)[0] <= TALL",
+        "is_short(request, costs) or rounded(request)[0] <= TWO_WARPGROUP_ROWS",
         "is_short(request, costs)",
         "test_dispatch.py::test_few_queries_take_the_hopper_kernel_with_one_warpgroup",
     ),
