@@ -15,7 +15,7 @@ import torch
 
 import quire
 from quire import api, debug
-from quire.checks import check_attention
+from quire.checks.attention import check_attention
 from quire.cli import main
 from quire.cli.check_features import FEATURES, LATENT_FEATURES, LATENTS, Feature
 from quire.debug import replaying

@@ -16,7 +16,10 @@ import torch
 
 from quire import early_warmup
 from quire.cache import PagedKVCache
-from quire.checks import MAX_DRAFTS, PER_HEAD_DTYPES, check_cache, check_limits, check_per_token
+from quire.checks.attention import PER_HEAD_DTYPES
+from quire.checks.cache import check_cache
+from quire.checks.norm_rope import check_norm_rope_alone
+from quire.checks.plan import MAX_DRAFTS, check_limits, check_per_token
 from quire.corners import points
 from quire.dispatch import tree
 from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, interprets, is_served_by_torch
@@ -25,7 +28,6 @@ from quire.empty_launches import EmptyLaunches
 from quire.errors import UnsupportedError, check_device, check_flag, check_integer, describe
 from quire.kernels.launch import Launch, alike, as_appending, kernels_of
 from quire.norm_rope import QKNorm, Rope
-from quire.norm_rope_checks import check_norm_rope_alone
 from quire.plan import decide
 from quire.spec import AttentionSpec, dtype_names
 

@@ -1784,7 +1784,7 @@ OUTSIDE = {
         BAD_INPUT + "a_general_dense_mask_is_refused_by_name",
     ),
     "more tokens than intervals": Mutant(
-        "checks.py",
+        "checks/attention.py",
         "            and (batch.max_tokens is None or num_tokens <= batch.max_tokens)\n",
         "",
         BAD_INPUT + "what_a_batch_says_of_each_token_is_checked_before_a_launch",
@@ -1897,7 +1897,7 @@ OUTSIDE = {
     ),
     # nouns and verbs
     "halves of queries not compared": Mutant(
-        "checks.py",
+        "checks/attention.py",
         "            pair_fits\n            and num_heads",
         "            num_heads",
         "test_api.py::test_queries_to_latents_are_checked_before_anything_is_written",
@@ -1909,13 +1909,13 @@ OUTSIDE = {
         "test_api.py::test_queries_to_latents_are_checked_before_anything_is_written",
     ),
     "devices not compared": Mutant(
-        "checks.py",
+        "checks/attention.py",
         "    if not q.device == cache.device == batch.device:",
         "    if False:",
         "test_api.py::test_tensors_on_two_devices_are_refused",
     ),
     "devices not compared where all else fits": Mutant(
-        "checks.py",
+        "checks/attention.py",
         "            and first.device == cache.device == batch.device\n",
         "",
         "test_api.py::test_tensors_on_two_devices_are_refused",

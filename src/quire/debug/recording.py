@@ -14,7 +14,7 @@ import torch
 
 from quire import api, errors
 from quire.cache import PagedKVCache
-from quire.checks import NewTokens, check_attention
+from quire.checks.attention import NewTokens, check_attention
 from quire.debug.call import INDICES, NEW, QK_NORM, ROPE, STORED, Call, batch_of, units_read
 from quire.debug.memory import describe, read_units
 from quire.dispatch.device import device_properties, interprets

@@ -11,8 +11,8 @@ import torch
 
 from quire import reference
 from quire.api import attention, write_kv, write_latent
-from quire.batch_check import check_reads, check_slots
 from quire.cache import PagedKVCache
+from quire.checks.batch import check_reads, check_slots
 from quire.debug.call import STORED, Call, batch_of, cache_of, units_read
 from quire.debug.memory import DTYPES, allocate, nbytes, write, write_units
 from quire.dispatch.device import device_properties, is_served_by_torch
