@@ -16,7 +16,7 @@ from quire.cache import PagedKVCache
 from quire.checks.batch import check_reads
 from quire.checks.plan import check_plan_arguments
 from quire.checks.prefix import check_shared_prefix
-from quire.corners import corners
+from quire.compile_ahead.corners import corners
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request

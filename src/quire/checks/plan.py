@@ -127,20 +127,6 @@ def _check_workspace(workspace: Any, device: torch.device) -> None:
         )
 
 
-def check_limits(
-    spec: AttentionSpec, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, batch_invariant: bool
-) -> tuple[int, int, int]:
-    """Raise unless a server's limits are sound; return them as plain integers, in this order."""
-    check_spec(spec)
-    check_flag("batch_invariant", batch_invariant, "say whether the plans are")
-    advice = "pass the server's limit"
-    return (
-        check_integer("max_num_seqs", max_num_seqs, advice, 1, UNBOUNDED),
-        check_integer("max_num_tokens", max_num_tokens, advice, 1, MAX_TOKENS),
-        check_integer("max_seq_len", max_seq_len, advice, 1, UNBOUNDED),
-    )
-
-
 def check_spec(spec: Any) -> None:
     """Raise unless a value is a spec."""
     if not isinstance(spec, AttentionSpec):
