@@ -6,9 +6,9 @@ The file is what `torch.save` writes of a dict: a number for the format, a heade
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 
@@ -70,18 +70,9 @@ class Call:
 
     def write(self, path: Path) -> None:
         """Write the file in one step."""
-        header = {
+        header = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "tensors"}
+        header |= {
             "spec": spec_to_json(self.spec),
-            "bounds": self.bounds,
-            "layout": self.layout,
-            "paged": self.paged,
-            "plan": self.plan,
-            "launch": self.launch,
-            "versions": self.versions,
-            "device": self.device,
-            "has_contents": self.has_contents,
-            "interleaved": self.interleaved,
-            "eps": self.eps,
             "places": {name: asdict(place) for name, place in self.places.items()},
         }
         partial = path.with_name(f"{path.name}.part")
@@ -187,55 +178,33 @@ def load(path: Path | str) -> Call:
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, and this version of Quire reads {FORMAT}")
         return parse(json.loads(content["header"]), content["tensors"])
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        NotImplementedError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-    ) as error:
-        raise ValueError(f"{contract}, got one with a part that is missing or of another kind: {error!r}") from None
     except ValueError as error:  # of ours, and UnsupportedError
         raise ValueError(f"{contract}, got one that breaks a rule: {error}") from None
+    except Exception as error:
+        raise ValueError(f"{contract}, got one with a part that is missing or of another kind: {error!r}") from None
 
 
 def parse(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Call:
     """Build a call from the parts of a file, and check them."""
-    spec: dict[str, Any] = dict(header["spec"])
-    spec |= {name: DTYPES[value] for name, value in spec.items() if name.endswith("dtype")}
-    places = {}
-    for name, place in header["places"].items():
-        shape, strides = tuple(place["shape"]), tuple(place["strides"])
-        places[name] = Place(place["dtype"], shape, strides, place["storage"], place["offset"])
-    call = Call(
-        spec=AttentionSpec(**spec),
-        bounds={name: header["bounds"][name] for name in BOUNDS},
-        layout=check_kind("layout", header["layout"], str),
-        paged=check_kind("paged", header["paged"], bool),
-        plan=check_kind("plan", header["plan"], str),
-        launch=check_kind("launch", header["launch"], str),
-        versions={str(name): str(value) for name, value in header["versions"].items()},
-        device=check_kind("device", header["device"], dict),
-        has_contents=check_kind("has_contents", header["has_contents"], bool),
-        places=places,
-        tensors=tensors,
-        interleaved=check_kind("interleaved", header.get("interleaved", False), bool),
-        eps=check_kind("eps", header.get("eps", 1e-6), float),
-    )
-    for name, bound in call.bounds.items():
+    values: dict[str, Any] = {"tensors": tensors}
+    for field in fields(Call):
+        if field.name in header or (field.default is MISSING and field.name != "tensors"):
+            values[field.name] = header[field.name]  # an older file lacks those that have a default
+    spec = {name: DTYPES[value] if name.endswith("dtype") else value for name, value in header["spec"].items()}
+    values["spec"] = AttentionSpec(**spec)
+    values["bounds"] = {name: header["bounds"][name] for name in BOUNDS}
+    places = header["places"].items()
+    values["places"] = {n: Place(**p | {"shape": tuple(p["shape"]), "strides": tuple(p["strides"])}) for n, p in places}
+    for field in fields(Call):
+        kind: Any = get_origin(field.type) or field.type
+        if field.name in values and not isinstance(values[field.name], kind):
+            raise ValueError(f"{field.name} must be {kind.__name__}, got {values[field.name]!r:.60}")
+    for name, bound in values["bounds"].items():
         if type(bound) is not int or bound < 0:
             raise ValueError(f"{name} must be an integer of at least 0, got {bound!r}")
+    call = Call(**values)
     check_tensors(call)
     return call
-
-
-def check_kind(name: str, value: Any, kind: type) -> Any:
-    """Return a value, or raise ValueError unless it is of a type."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} must be {kind.__name__}, got {value!r:.60}")
-    return value
 
 
 def check_tensors(call: Call) -> None:
