@@ -7,6 +7,7 @@ The file is what `torch.save` writes of a dict: a number for the format, a heade
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -14,7 +15,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.debug.memory import DTYPES, Place
+from quire.debug.memory import DTYPES, Place, allocate
 from quire.errors import describe
 from quire.spec import AttentionSpec
 
@@ -84,29 +85,21 @@ class Call:
         """The batch, on the CPU."""
         return batch_of(self.tensors, self.paged)
 
-    @property
-    def queries(self) -> tuple[str, ...]:
-        """The names of the queries' tensors."""
-        return tuple(name for name in ("q", "q_nope", "q_pe") if name in self.places)
+    @cached_property
+    def cache(self) -> PagedKVCache:
+        """The cache without its numbers, on the device "meta"."""
+        return cache_of(allocate(self.places, torch.device("meta")), self.spec, self.layout)
 
     @property
     def in_units(self) -> tuple[str, ...]:
         """The names of the tensors whose first dimension counts pages, or tokens where keys are not paged."""
-        scales = [name for name in ("k_scale", "v_scale") if name in self.places and len(self.places[name].shape) == 3]
-        return *(name for name in ("k", "v", "latents") if name in self.places), *scales
-
-    @property
-    def num_units(self) -> int:
-        """Pages of the cache, or tokens where keys are not paged."""
-        return self.places[self.in_units[0]].shape[0]
+        names = ("k", "v", "latents", *(("k_scale", "v_scale") if self.cache.scale_kind == "token" else ()))
+        return tuple(name for name in names if name in self.places)
 
     @property
     def page_size(self) -> int:
         """Tokens per unit."""
-        if not self.paged:
-            return 1
-        name, axis = ("latents", 1) if "latents" in self.places else ("k", {"HND": 2, "HDNX": 3}.get(self.layout, 1))
-        return self.places[name].shape[axis]
+        return self.cache.page_size if self.paged else 1
 
 
 def batch_of(tensors: Mapping[str, torch.Tensor], paged: bool) -> Batch:
@@ -123,11 +116,12 @@ def cache_of(tensors: Mapping[str, torch.Tensor], spec: AttentionSpec, layout: s
     return PagedKVCache(tensors["k"], tensors["v"], layout, *scales)
 
 
-def units_read(batch: Batch, page_size: int, num_units: int) -> torch.Tensor:
-    """Return the pages, or tokens where keys are not paged, that a batch's keys are in; [n] int64 in order.
+def units_read(call: Call) -> torch.Tensor:
+    """Return the pages, or tokens where keys are not paged, that a call's keys are in; [n] int64 in order.
 
     Page numbers that the cache does not have are left out.
     """
+    batch, page_size, num_units = call.batch, call.page_size, call.cache.num_pages
     found = []
     for seq, length in enumerate(batch.seq_lens.tolist()):
         if batch.paged:
@@ -136,8 +130,8 @@ def units_read(batch: Batch, page_size: int, num_units: int) -> torch.Tensor:
         else:
             first = int(batch.page_table[seq, 0])
             end = min(first + max(length, 0), num_units)
-            found.append(torch.arange(max(first, 0), end, device=batch.device))
-    units = torch.cat([*found, torch.arange(0, device=batch.device)]).unique()
+            found.append(torch.arange(max(first, 0), end, device="cpu"))
+    units = torch.cat([*found, torch.arange(0, device="cpu")]).unique()
     return units[(units >= 0) & (units < num_units)]
 
 
@@ -216,11 +210,6 @@ def check_tensors(call: Call) -> None:
             raise ValueError(f"it must describe {name}, got {', '.join(call.places)}")
     if unknown := (call.places.keys() | call.tensors.keys()) - set(NAMES):
         raise ValueError(f"it must describe no tensors but {', '.join(NAMES)}, got {', '.join(sorted(unknown))}")
-    if not 0 < len(call.places["seq_lens"].shape) <= 1:
-        raise ValueError(f"seq_lens must have one dimension, got {call.places['seq_lens'].shape}")
-    for name in call.in_units:
-        if len(call.places[name].shape) < 3 or call.places[name].shape[0] != call.num_units:
-            raise ValueError(f"{name} must have {call.num_units} pages, got {call.places[name].shape}")
     if any(name in call.places for name in NEW) and not {"new_k", "slot_mapping"} <= call.places.keys():
         raise ValueError(f"it must describe new_k and slot_mapping, or no new tokens, got {', '.join(call.places)}")
     for group in (ROPE, QK_NORM):
@@ -235,13 +224,8 @@ def check_tensors(call: Call) -> None:
             raise ValueError(f"{name} must be {place.dtype}, got {tensor.dtype}")
         if name in STORED and tuple(tensor.shape) != place.shape:
             raise ValueError(f"{name} must have shape {place.shape}, got {tuple(tensor.shape)}")
-    batch = call.batch
-    if call.page_size < 1:
-        raise ValueError("pages must have at least one slot, got none")
-    if not call.has_contents:
-        return
-    count = len(units_read(batch, call.page_size, call.num_units))
-    for name, place in call.places.items():
+    count = len(units_read(call))  # which makes the batch and the cache, and so checks them
+    for name, place in call.places.items() if call.has_contents else ():
         wanted = (count, *place.shape[1:]) if name in call.in_units else place.shape
         if tuple(call.tensors[name].shape) != wanted:
             raise ValueError(f"{name} must have shape {wanted}, got {tuple(call.tensors[name].shape)}")

@@ -197,7 +197,7 @@ def call_of(
         eps=1e-6 if qk_norm is None else float(QKNorm(*qk_norm).eps),
     )
     if contents:
-        units = units_read(call.batch, call.page_size, call.num_units).to(cache.device)
+        units = units_read(call).to(cache.device)
         for name in tensors.keys() - stored.keys():
             tensor = tensors[name]
             stored[name] = copied(indexed(tensor)[units].view(tensor.dtype) if name in call.in_units else tensor)

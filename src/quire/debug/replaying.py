@@ -128,7 +128,7 @@ def renumber(call: Call, max_bytes: int, notes: list[str]) -> Call:
     if needed <= max_bytes:
         return call
     batch = call.batch
-    units = units_read(batch, call.page_size, call.num_units)
+    units = units_read(call)
     count = max(1, len(units))
     places = {n: place.with_length(count) if n in call.in_units else place for n, place in call.places.items()}
     least = sum(sizes(places).values()) if call.paged else needed
@@ -141,17 +141,17 @@ def renumber(call: Call, max_bytes: int, notes: list[str]) -> Call:
         f"The tensors took {needed / 2**30:.1f} GiB: pages are renumbered, and only the {len(units)} that the batch "
         "reads are here."
     )
-    number = torch.full((call.num_units,), -1, dtype=torch.int64)
+    number = torch.full((call.cache.num_pages,), -1, dtype=torch.int64)
     number[units] = torch.arange(len(units))
     table = batch.page_table.long()
-    is_page = (table >= 0) & (table < call.num_units)
+    is_page = (table >= 0) & (table < call.cache.num_pages)
     # A number in use that the cache does not have stays one that it does not have.
-    beyond = torch.where(table >= call.num_units, count, -1)
-    renumbered = torch.where(is_page, number[table.clamp(0, call.num_units - 1)], beyond)
+    beyond = torch.where(table >= call.cache.num_pages, count, -1)
+    renumbered = torch.where(is_page, number[table.clamp(0, call.cache.num_pages - 1)], beyond)
     tensors = call.tensors | {"page_table": renumbered.to(batch.page_table.dtype)}
     if "slot_mapping" in tensors:
         slots = tensors["slot_mapping"]
-        page, slot = number[(slots // call.page_size).clamp(0, call.num_units - 1)], slots % call.page_size
+        page, slot = number[(slots // call.page_size).clamp(0, call.cache.num_pages - 1)], slots % call.page_size
         tensors["slot_mapping"] = torch.where((slots >= 0) & (page >= 0), page * call.page_size + slot, -1)
     return replace(call, places=places, tensors=tensors)
 
@@ -165,7 +165,7 @@ def rebuild(
         The problem, the queries as a pair if they were recorded as one, and the new tokens as `attention` takes them.
     """
     tensors = allocate(call.places, device)
-    units = units_read(call.batch, call.page_size, call.num_units)
+    units = units_read(call)
     numbers = call.tensors if call.has_contents else call.tensors | random_numbers(call, len(units))
     for name, tensor in tensors.items():
         write(tensor, numbers[name].to(device), units.to(device) if name in call.in_units else None)
@@ -256,7 +256,7 @@ def poison_slots(problem: Problem, call: Call, new: dict[str, Any]) -> None:
     if new:
         owned.view(-1)[new["slot_mapping"][new["slot_mapping"] >= 0]] = False
     is_read = torch.zeros(cache.num_pages, dtype=torch.bool, device=cache.device)
-    is_read[units_read(call.batch, call.page_size, call.num_units).to(cache.device)] = True
+    is_read[units_read(call).to(cache.device)] = True
     poison(cache, owned | ~is_read[:, None])
 
 
