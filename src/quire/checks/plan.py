@@ -9,11 +9,11 @@ from quire.batch import Batch
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import is_served_by_torch
 from quire.dispatch.request import Bounds
+from quire.draft_trees import MAX_DRAFTS
 from quire.errors import UnsupportedError, check_flag, check_integer, check_served, check_tensor, describe
 from quire.spec import UNBOUNDED, AttentionSpec
 
 MAX_SPLITS = 128
-MAX_DRAFTS = 64  # of a sequence: bits of a word of `tree_bits`
 MAX_TOKENS = (1 << 31) - 1  # of a batch: cu_seqlens_q is int32
 WORKSPACE_ALIGNMENT = 16  # bytes; kernels are compiled for it
 

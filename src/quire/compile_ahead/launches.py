@@ -8,12 +8,12 @@ from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from quire.checks.plan import MAX_DRAFTS
 from quire.compile_ahead import processes
 from quire.compile_ahead.corners import points
 from quire.dispatch import tree
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options
+from quire.draft_trees import MAX_DRAFTS
 from quire.kernels.launch import Launch, alike, kernels_of
 from quire.plan import decide
 from quire.spec import AttentionSpec
