@@ -48,7 +48,7 @@ class Job(NamedTuple):
         warm_up: how it launches.
         launches: what it compiles, each encoded, in order; None to find them.
         bounds: the arguments of `launches.distinct_launches`, by which it finds them.
-        count: forks that compile at once.
+        num_forks: that compile at once.
     """
 
     target: Any
@@ -56,7 +56,7 @@ class Job(NamedTuple):
     warm_up: EmptyLaunches
     launches: list[str] | None
     bounds: tuple[Any, ...]
-    count: int
+    num_forks: int
 
 
 class Pickler(pickle.Pickler):

@@ -56,7 +56,7 @@ def compile_all(job: Job, empty_launches: Sequence[Callable[[], None]]) -> None:
     os.write(fill, b"".join(i.to_bytes(2, "big") for i in range(len(empty_launches))))
     os.close(fill)
     pids = []
-    for _ in range(job.count):
+    for _ in range(job.num_forks):
         pid = os.fork()  # of a process with one thread and no GPU
         if pid == 0:
             with compile_only("a warm-up's target", job.target, job.properties):
