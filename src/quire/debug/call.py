@@ -172,9 +172,9 @@ def load(path: Path | str) -> Call:
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, and this version of Quire reads {FORMAT}")
         return parse(json.loads(content["header"]), content["tensors"])
-    except ValueError as error:  # of ours, and UnsupportedError
+    except ValueError as error:  # of ours
         raise ValueError(f"{contract}, got one that breaks a rule: {error}") from None
-    except Exception as error:
+    except Exception as error:  # of what a file holds, anything may be wrong
         raise ValueError(f"{contract}, got one with a part that is missing or of another kind: {error!r}") from None
 
 
