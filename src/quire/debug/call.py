@@ -184,7 +184,8 @@ def parse(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Call:
     for field in fields(Call):
         if field.name in header or (field.default is MISSING and field.name != "tensors"):
             values[field.name] = header[field.name]  # an older file lacks those that have a default
-    spec = {name: DTYPES[value] if name.endswith("dtype") else value for name, value in header["spec"].items()}
+    spec = header["spec"]
+    spec |= {name: DTYPES[value] for name, value in spec.items() if name.endswith("dtype")}
     values["spec"] = AttentionSpec(**spec)
     values["bounds"] = {name: header["bounds"][name] for name in BOUNDS}
     places = header["places"].items()
