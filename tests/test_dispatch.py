@@ -16,6 +16,7 @@ import torch
 
 import quire
 from quire.cli import main
+from quire.compile_ahead.launches import launches_within
 from quire.dispatch import tree as trees
 from quire.dispatch import tree_file
 from quire.dispatch.config import CostModel, HopperConfig, KernelConfig
@@ -46,7 +47,6 @@ from quire.kernels.launch import kernels_of
 from quire.kernels.shared_prefix.launch import levels_of
 from quire.launch_codec import decode, decode_options
 from quire.plan import decide, decide_launch
-from quire.service import launches_within
 from quire.targets import TARGETS
 from tests.extended import extended
 

@@ -1784,7 +1784,7 @@ OUTSIDE = {
         BAD_INPUT + "a_general_dense_mask_is_refused_by_name",
     ),
     "more tokens than intervals": Mutant(
-        "checks.py",
+        "checks/attention.py",
         "            and (batch.max_tokens is None or num_tokens <= batch.max_tokens)\n",
         "",
         BAD_INPUT + "what_a_batch_says_of_each_token_is_checked_before_a_launch",
@@ -1897,7 +1897,7 @@ OUTSIDE = {
     ),
     # nouns and verbs
     "halves of queries not compared": Mutant(
-        "checks.py",
+        "checks/attention.py",
         "            pair_fits\n            and num_heads",
         "            num_heads",
         "test_api.py::test_queries_to_latents_are_checked_before_anything_is_written",
@@ -1909,13 +1909,13 @@ OUTSIDE = {
         "test_api.py::test_queries_to_latents_are_checked_before_anything_is_written",
     ),
     "devices not compared": Mutant(
-        "checks.py",
+        "checks/attention.py",
         "    if not q.device == cache.device == batch.device:",
         "    if False:",
         "test_api.py::test_tensors_on_two_devices_are_refused",
     ),
     "devices not compared where all else fits": Mutant(
-        "checks.py",
+        "checks/attention.py",
         "            and first.device == cache.device == batch.device\n",
         "",
         "test_api.py::test_tensors_on_two_devices_are_refused",
@@ -2033,19 +2033,19 @@ OUTSIDE = {
         "test_service.py::test_a_launch_between_points_has_its_own_number_of_sequences",
     ),
     "an upper corner that is exceeded": Mutant(
-        "corners.py",
+        "compile_ahead/corners.py",
         "[*is_upper, *lens, *of_kind]",
         "[*of_kind, *lens]",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
     "warm-up without work tiles between powers of two of queries": Mutant(
-        "corners.py",
+        "compile_ahead/corners.py",
         "{*lens, *kinds[num_seqs]}",
         "{*lens}",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
     ),
     "warm-up without the upper corners of limits": Mutant(
-        "corners.py",
+        "compile_ahead/corners.py",
         "around(grid, least)[-1], around(grid, most)[0]",
         "around(grid, least)[-1], most",
         "test_service.py::test_corners_are_points_of_limits_and_the_upper_one_is_not_exceeded",
@@ -2057,7 +2057,7 @@ OUTSIDE = {
         "test_service.py::test_a_launch_between_points_has_its_own_number_of_sequences",
     ),
     "workspace_size without the most partitions": Mutant(
-        "service.py",
+        "compile_ahead/verbs.py",
         "max(launch.with_most_partitions().scratch_size().total for launch in launches)",
         "max(launch.scratch_size().total for launch in launches)",
         "test_service.py::test_a_workspace_of_the_size_that_limits_need_serves_scratch_that_does_not_grow_with_keys",
@@ -2087,13 +2087,13 @@ OUTSIDE = {
         "test_service.py::test_states_of_odd_and_even_numbers_of_splits_are_warmed_up",
     ),
     "warm-up: appends of few and of many tokens are one": Mutant(
-        "service.py",
-        "(blank.append and as_appending(launch), key)",
-        "(blank.append, key)",
+        "compile_ahead/empty_launches.py",
+        "(self.append and as_appending(launch), key)",
+        "(self.append, key)",
         "compile/test_warmup.py::test_one_kernel_is_warmed_up_with_new_tokens_and_without_them",
     ),
     "warm-up with sinks in float32": Mutant(
-        "empty_launches.py",
+        "compile_ahead/empty_launches.py",
         "dtype or spec.dtype",
         "dtype or torch.float32",
         "compile/test_warmup.py::test_sinks_of_the_dtype_that_warmup_was_told_of_compile_nothing",

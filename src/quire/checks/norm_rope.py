@@ -1,14 +1,11 @@
-"""Checks of `rope` and `qk_norm`, by which `attention` normalises and rotates queries and new keys.
-
-As in `checks`, nothing is read from a device.
-"""
+"""Checks of `rope` and `qk_norm`, by which `attention` normalises and rotates queries and new keys."""
 
 from typing import Any
 
 import torch
 
 from quire.cache import PagedKVCache
-from quire.errors import UnsupportedError, check_flag, check_positive, check_tensor, describe
+from quire.errors import UnsupportedError, check_flag, check_no_gradient, check_positive, check_tensor, describe
 from quire.norm_rope import QKNorm, Rope, qk_norm_of
 from quire.spec import QUERY_DTYPES, dtype_names
 
@@ -166,8 +163,4 @@ def _check_placed(tensors: dict[str, torch.Tensor], cache: PagedKVCache) -> None
     for name, tensor in tensors.items():
         if tensor.device != cache.device:
             raise ValueError(f"{name} must be on the cache's device {cache.device}, got {tensor.device}; move it there")
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{name} must not require a gradient, got one that does; "
-                "Quire has no backward pass: call it under torch.no_grad()"
-            )
+        check_no_gradient(name, tensor)

@@ -1,36 +1,27 @@
-"""What a server does before its first request: find how much scratch its plans need, and compile their kernels.
+"""The verbs of a server that starts: `workspace_size`, `warmup`, `begin_warmup` and `no_compilation`.
 
-A plan takes no kernel, and no more scratch, than the points of a grid around its batch need (`corners.py`). So
-the launches at these points can be enumerated. `workspace_size` returns the largest scratch among them. `warmup`
-compiles each of their kernels once. `no_compilation` raises if a launch was not covered.
+`workspace_size` returns the largest scratch of the launches that batches within limits can need (`launches.py`).
+`warmup` compiles each of their kernels once. `no_compilation` raises if a launch was not covered.
 """
 
 import contextlib
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from quire import early_warmup
 from quire.cache import PagedKVCache
-from quire.checks import MAX_DRAFTS, PER_HEAD_DTYPES, check_cache, check_limits, check_per_token
-from quire.corners import points
-from quire.dispatch import tree
-from quire.dispatch.device import HAS_TRITON, DeviceProperties, device_properties, interprets, is_served_by_torch
-from quire.dispatch.request import Bounds, Options
-from quire.empty_launches import EmptyLaunches
-from quire.errors import UnsupportedError, check_device, check_flag, check_integer, describe
-from quire.kernels.launch import Launch, alike, as_appending, kernels_of
+from quire.checks.limits import check_limits, check_what_launches
+from quire.checks.norm_rope import check_norm_rope_alone
+from quire.compile_ahead import processes
+from quire.compile_ahead.empty_launches import EmptyLaunches
+from quire.compile_ahead.launches import distinct_launches
+from quire.dispatch.device import HAS_TRITON, device_properties, interprets, is_served_by_torch
+from quire.errors import check_device, describe
 from quire.norm_rope import QKNorm, Rope
-from quire.norm_rope_checks import check_norm_rope_alone
-from quire.plan import decide
-from quire.spec import AttentionSpec, dtype_names
+from quire.spec import AttentionSpec
 
 WHERE = "leave it out for the current GPU, or the CPU where there is none"
-SHORTEST = "pass the least max_seq_len of a plan"
 
 
 def workspace_size(
@@ -72,12 +63,12 @@ def workspace_size(
         0
     """
     where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
-    shortest = check_integer("min_seq_len", min_seq_len, SHORTEST, 1, limits[2])
-    per_token = kinds_of_batches(spec, intervals, trees)
+    limits = check_limits(
+        spec, max_num_seqs, max_num_tokens, max_seq_len, 1, min_seq_len, batch_invariant, intervals, trees
+    )
     if is_served_by_torch(where):
         return 0
-    launches = distinct_launches(spec, device_properties(where), *limits, batch_invariant, per_token, 1, shortest)
+    launches = distinct_launches(spec, device_properties(where), *limits)
     return max(launch.with_most_partitions().scratch_size().total for launch in launches)
 
 
@@ -151,7 +142,7 @@ def warmup(
         >>> quire.warmup(spec, cache, max_num_seqs=64, max_num_tokens=8192, max_seq_len=16384)  # none on a CPU
         []
     """
-    ranges = check_ranges(
+    limits = check_limits(
         spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
     )
     check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
@@ -164,12 +155,11 @@ def warmup(
     device = cache.device
     if is_served_by_torch(device):
         return []
-    from quire.compile_processes import helping, num_helpers
     from quire.kernels.launcher import compile_together
 
-    bounds = spec, device_properties(device), *ranges
+    bounds = spec, device_properties(device), *limits
     blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale, per_head_dtype)
-    warm_up = with_launches(blank, distinct_launches(*bounds))
+    warm_up = blank.with_launches(distinct_launches(*bounds))
     names: list[str] = []
 
     def report(name: str) -> None:
@@ -177,10 +167,10 @@ def warmup(
         if progress:
             progress(name)
 
-    with early_warmup.finished(bounds):
+    with processes.finished(bounds):
         with contextlib.ExitStack() as helpers, compile_together(device) as num_missing:
             warm_up.run(report)
-            helpers.enter_context(helping(warm_up, num_helpers(num_missing())))
+            helpers.enter_context(processes.helping(warm_up, processes.num_helpers(num_missing())))
         warm_up.run()  # which loads them
     return names
 
@@ -237,66 +227,13 @@ def begin_warmup(
         >>> quire.begin_warmup(spec, cache, device="cpu", **limits)  # nothing to compile on a CPU
     """
     where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ranges = check_ranges(
+    limits = check_limits(
         spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
     )
     check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
     if where.type in ("cpu", "cuda") and not interprets() and not is_served_by_torch(where):
         blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale, per_head_dtype)
-        early_warmup.begin(blank, (spec, device_properties(where), *ranges), where)
-
-
-def check_ranges(
-    spec: AttentionSpec,
-    max_num_seqs: int,
-    max_num_tokens: int,
-    max_seq_len: int,
-    min_query_len: int,
-    min_seq_len: int,
-    batch_invariant: bool,
-    intervals: bool,
-    trees: bool,
-) -> tuple[Any, ...]:
-    """Check the bounds of a warm-up; return the arguments of `distinct_launches` after the device's properties."""
-    limits = check_limits(spec, max_num_seqs, max_num_tokens, max_seq_len, batch_invariant)
-    advice = "pass the fewest queries of a batch's longest sequence"
-    least = check_integer("min_query_len", min_query_len, advice, 1, limits[1])
-    shortest = check_integer("min_seq_len", min_seq_len, SHORTEST, 1, limits[2])
-    return *limits, batch_invariant, kinds_of_batches(spec, intervals, trees), least, shortest
-
-
-def check_what_launches(
-    spec: AttentionSpec,
-    cache: PagedKVCache,
-    return_lse: bool,
-    out_scale: bool,
-    append: bool,
-    per_head_dtype: torch.dtype | None,
-) -> None:
-    """Check what else decides which kernels a warm-up compiles."""
-    is_dtype = isinstance(per_head_dtype, torch.dtype) and per_head_dtype in PER_HEAD_DTYPES
-    if per_head_dtype is not None and not is_dtype:
-        raise UnsupportedError(
-            f"per_head_dtype must be {dtype_names(PER_HEAD_DTYPES)}, got {describe(per_head_dtype)}; "
-            "pass the dtype of sinks or alibi_slopes"
-        )
-    check_cache(cache, spec)
-    check_flag("return_lse", return_lse, "say whether the lse is asked for")
-    check_flag("out_scale", out_scale, "say whether attention is given one")
-    check_flag("append", append, "say whether attention is given the step's keys and values")
-
-
-def with_launches(blank: EmptyLaunches, planned: Iterable[Launch]) -> EmptyLaunches:
-    """Return a warm-up of those planned launches that have a kernel which none before has."""
-    launches: list[Launch] = []
-    found: set[Hashable] = set()
-    for plan in planned:
-        launch = plan.for_cache(blank.cache)
-        keys = {(blank.append and as_appending(launch), key) for key in launch.compile_keys()}
-        if not keys <= found:
-            launches.append(launch)
-            found |= keys
-    return replace(blank, launches=tuple(launches))
+        processes.begin(blank, (spec, device_properties(where), *limits), where)
 
 
 @contextlib.contextmanager
@@ -330,52 +267,3 @@ def no_compilation() -> Iterator[None]:
         yield
     finally:
         hooks.remove(refuse)
-
-
-@lru_cache(maxsize=16)
-def distinct_launches(*bounds: Any) -> tuple[Launch, ...]:
-    """Return the launches of `launches_within`, once for each set of kernels and size of scratch.
-
-    They are kept: a server asks for its workspace, and later warms up.
-    """
-    if early := early_warmup.found(bounds):
-        return early
-    found: dict[Hashable, Launch] = {}
-    for launch in launches_within(*bounds):
-        found.setdefault((kernels_of(launch), launch.with_most_partitions().scratch_size().total), launch)
-    return tuple(found.values())
-
-
-tree.CHOICES.append(distinct_launches)
-
-
-def launches_within(
-    spec: AttentionSpec,
-    device: DeviceProperties,
-    max_num_seqs: int,
-    max_num_tokens: int,
-    max_seq_len: int,
-    batch_invariant: bool,
-    per_token: Sequence[tuple[bool, bool]] = ((False, False),),
-    min_query_len: int = 1,
-    min_seq_len: int = 1,
-) -> Iterator[Launch]:
-    """Enumerate launches that have all kernels of batches within the bounds: those at `corners.points`.
-
-    `per_token` says of each kind of batches whether it has intervals and trees.
-    """
-    options, limits = Options(batch_invariant=batch_invariant), Bounds(max_num_tokens, max_seq_len, max_num_tokens)
-    for request in points(spec, device, limits, max_num_seqs, per_token, min_query_len, min_seq_len):
-        if not (request.has_tree and request.bounds.max_query_len > MAX_DRAFTS):
-            yield from alike(decide(request, options)[0])
-
-
-def kinds_of_batches(spec: AttentionSpec, intervals: bool, trees: bool) -> tuple[tuple[bool, bool], ...]:
-    """Return of each kind of batches whether it has intervals and trees; the first has neither."""
-    check_flag("intervals", intervals, "say whether batches may have them")
-    check_flag("trees", trees, "say whether batches may have them")
-    kinds = tuple(itertools.product((False, True)[: 1 + intervals], (False, True)[: 1 + trees]))
-    for has_intervals, has_tree in kinds:
-        if has_intervals or has_tree:
-            check_per_token(spec, "tree_bits" if has_tree else "key_begin")
-    return kinds

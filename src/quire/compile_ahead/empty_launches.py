@@ -1,7 +1,7 @@
 """`EmptyLaunches`: launch kernels for batches without keys, which compiles and loads them, and computes nothing."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from quire.api import attention, norm_rope_and_write, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.request import cdiv
-from quire.kernels.launch import Launch
+from quire.kernels.launch import Launch, as_appending
 from quire.plan import make_plan
 from quire.spec import AttentionSpec
 from quire.state import State
@@ -97,3 +97,15 @@ class EmptyLaunches:
         sinks = torch.zeros(heads, dtype=dtype or spec.dtype, device=device) if spec.sinks else None
         new = self.new_tokens(num_tokens) if self.append and plan.appender(cache) is not None else {}
         attention(q, cache, plan, **new, sinks=sinks, alibi_slopes=slopes, out=into, out_scale=scale)
+
+    def with_launches(self, planned: Iterable[Launch]) -> "EmptyLaunches":
+        """Return a warm-up of those planned launches that have a kernel which none before has."""
+        launches: list[Launch] = []
+        found: set[Hashable] = set()
+        for plan in planned:
+            launch = plan.for_cache(self.cache)
+            keys = {(self.append and as_appending(launch), key) for key in launch.compile_keys()}
+            if not keys <= found:
+                launches.append(launch)
+                found |= keys
+        return replace(self, launches=tuple(launches))

@@ -1,10 +1,4 @@
-"""Checks of the verbs' arguments: types, shapes, dtypes, strides and devices, which the host knows.
-
-`cache_checks` has those of the verbs that change a cache. Nothing here reads from a device. `batch_check` checks the
-contents of a batch's tensors, if they are on a CPU.
-
-A verb that runs once per layer tests everything in one expression and looks for the reason only if that fails.
-"""
+"""Checks of the arguments of `attention` and `merge_states`, and of where results go."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -13,23 +7,17 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.cache_checks import check_new
-from quire.dispatch.config import KernelConfig
-from quire.dispatch.device import is_served_by_torch
+from quire.checks.cache import check_cache, check_new
+from quire.checks.norm_rope import check_norm_rope
 from quire.dispatch.request import Bounds
-from quire.errors import UnsupportedError, check_flag, check_integer, check_served, check_tensor, describe
+from quire.errors import UnsupportedError, check_no_gradient, check_served, check_tensor, describe
 from quire.norm_rope import QKNorm, Rope
-from quire.norm_rope_checks import check_norm_rope
-from quire.spec import QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
+from quire.spec import QUERY_DTYPES, AttentionSpec, dtype_names
 from quire.state import State
 
 # k, v, slot_mapping, rope and qk_norm of `attention`
 NewTokens = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Rope | None, QKNorm | None]
-MAX_SPLITS = 128
-MAX_DRAFTS = 64  # of a sequence: bits of a word of `tree_bits`
-MAX_TOKENS = (1 << 31) - 1  # of a batch: cu_seqlens_q is int32
 PER_HEAD_DTYPES = (*QUERY_DTYPES, torch.float64)  # of sinks and slopes
-WORKSPACE_ALIGNMENT = 16  # bytes; kernels are compiled for it
 
 
 class Planned(Protocol):
@@ -174,11 +162,7 @@ def _explain_queries(name: str, q: Any, spec: AttentionSpec, width: int) -> torc
         raise ValueError(
             f"{name} must have a contiguous head, got strides {q.stride()}; copy it with `{name}.contiguous()`"
         )
-    if q.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError(
-            f"{name} must not require a gradient, got one that does; "
-            "Quire has no backward pass: call it under torch.no_grad()"
-        )
+    check_no_gradient(name, q)
     return q
 
 
@@ -215,27 +199,6 @@ def check_varlen(plan: Any) -> None:
     """Raise if a plan is for latents, which are always paged."""
     if getattr(getattr(plan, "spec", None), "latent", False):
         raise UnsupportedError("plan must be for keys and values, got one for latents; call `attention` with pages")
-
-
-def check_cache(cache: Any, spec: AttentionSpec) -> None:
-    """Raise unless a cache fits a spec."""
-    if not isinstance(cache, PagedKVCache):
-        raise TypeError(f"cache must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
-    if cache.is_latent is not spec.latent:
-        wanted, got, advice = "keys and values", "latents", "make the spec with `AttentionSpec.mla`"
-        if spec.latent:
-            wanted, got, advice = got, wanted, "make it with `PagedKVCache.from_latents`"
-        raise ValueError(f"cache must hold {wanted} as the spec says, got {got}; {advice}")
-    if cache.dtype is not spec.kv_dtype:
-        raise ValueError(
-            f"cache must be of the spec's kv_dtype {spec.kv_dtype}, got {cache.dtype}; make the spec with that kv_dtype"
-        )
-    if cache.signature != spec.cache_signature:
-        raise ValueError(
-            f"cache must have {spec.num_kv_heads} heads of {spec.head_dim} (values {spec.head_dim_v}) as the spec says,"
-            f" got {cache.num_kv_heads} of {cache.head_dim} (values {cache.head_dim_v}); "
-            f"check its layout, {cache.layout}"
-        )
 
 
 def check_out(
@@ -286,10 +249,7 @@ def _explain_out(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dt
             f"{name} must have a contiguous last dimension and rows that do not overlap, "
             f"got strides {tensor.stride()}; leave it out to have it allocated"
         )
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError(
-            f"{name} must not require a gradient, got one that does; Quire has no backward pass: detach it"
-        )
+    check_no_gradient(name, tensor, advice="detach it")
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -332,134 +292,5 @@ def check_merge_states(states: Sequence[State]) -> None:
                 f"{name}.lse must be {list(out.shape[:2])} torch.float32 on {out.device}, "
                 f"got {list(lse.shape)} {lse.dtype} on {lse.device}; see State"
             )
-        if (out.requires_grad or lse.requires_grad) and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{name} must not require a gradient, got one that does; "
-                "Quire has no backward pass: call it under torch.no_grad()"
-            )
+        check_no_gradient(name, out, lse)
     check_served("states", states[0].out.device)
-
-
-def check_plan_arguments(
-    spec: AttentionSpec,
-    batch: Batch,
-    *,
-    max_query_len: int,
-    max_seq_len: int,
-    num_tokens: int | None,
-    num_splits: int | None,
-    config: KernelConfig | None,
-    batch_invariant: bool,
-    workspace: torch.Tensor | None,
-    kernel: str | None,
-    kernels: Sequence[str],
-) -> tuple[Bounds, int | None]:
-    """Raise unless the arguments of `plan` are sound; return the bounds and num_splits as plain integers.
-
-    Args:
-        spec, batch, max_query_len, max_seq_len, num_tokens, num_splits, config, batch_invariant, workspace, kernel:
-            as for `quire.plan`.
-        kernels: names that `kernel` may be.
-
-    Returns:
-        The bounds, with num_tokens `num_seqs * max_query_len` where None was given, and num_splits.
-    """
-    if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
-    if not isinstance(batch, Batch):
-        raise TypeError(f"batch must be a Batch, got {describe(batch)}; make one from the page table and the lengths")
-    check_served("batch", batch.device)
-    if spec.latent and not batch.paged:
-        raise UnsupportedError(
-            "batch must be paged for a spec with latents, got one without pages; give it a page table"
-        )
-    advice = "pass an upper bound over the batch"
-    max_query_len = check_integer("max_query_len", max_query_len, advice, 0, UNBOUNDED)
-    max_seq_len = check_integer("max_seq_len", max_seq_len, advice, 0, UNBOUNDED)
-    if num_tokens is None:
-        num_tokens = min(batch.num_seqs * max_query_len, MAX_TOKENS)
-    num_tokens = check_integer("num_tokens", num_tokens, advice, 0, MAX_TOKENS)
-    if batch.cu_seqlens_q is None and max_query_len != 1:
-        raise ValueError(
-            f"max_query_len must be 1 where the batch has no cu_seqlens_q, got {max_query_len}; "
-            "say in the batch which queries are whose"
-        )
-    if batch.max_tokens is not None:
-        name = "key_begin" if batch.tree_bits is None else "tree_bits"
-        check_per_token(spec, name)
-        if batch.tree_bits is not None and max_query_len > MAX_DRAFTS:
-            raise UnsupportedError(
-                f"max_query_len must be at most {MAX_DRAFTS} where the batch has tree_bits, got {max_query_len}; "
-                "a word has a bit for each draft of a sequence: put prompts into another batch"
-            )
-    if num_splits is not None:
-        num_splits = check_integer("num_splits", num_splits, "leave it out to have it chosen", 1, MAX_SPLITS)
-    if config is not None and not isinstance(config, KernelConfig):
-        raise TypeError(f"config must be a KernelConfig, got {describe(config)}; leave it out to have it chosen")
-    check_flag("batch_invariant", batch_invariant, "pass True for results that do not depend on the rest of the batch")
-    if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(f"kernel must be the name of a kernel, got {describe(kernel)}; leave it out to have it chosen")
-    if kernel is not None and kernel not in kernels:
-        raise ValueError(f"kernel must be one of {', '.join(kernels)}, got {kernel!r}; leave it out to have it chosen")
-    if workspace is not None:
-        _check_workspace(workspace, batch.device)
-    if is_served_by_torch(batch.device):
-        for name, value in (
-            ("kernel", kernel),
-            ("num_splits", num_splits),
-            ("config", config),
-            ("batch_invariant", batch_invariant or None),
-            ("workspace", workspace if workspace is not None and workspace.numel() else None),
-        ):
-            if value is not None:
-                raise UnsupportedError(
-                    f"{name} must be left out for CPU tensors, which PyTorch serves, got {describe(value)}; "
-                    "plan for a GPU"
-                )
-    return Bounds(max_query_len, max_seq_len, num_tokens), num_splits
-
-
-def check_per_token(spec: AttentionSpec, name: str) -> None:
-    """Raise if the spec has a window or ALiBi that conflicts with `name`, the batch's own mask."""
-    for window in ("sliding_window", "sliding_window_right"):
-        if getattr(spec, window) is not None:
-            by_hand = "quire.intervals.sliding_window" if name == "key_begin" else "quire.draft_trees.windowed"
-            raise ValueError(
-                f"{window} must be left out where the batch has {name}, got {getattr(spec, window)}; "
-                f"say it by key_begin, for which there is {by_hand}"
-            )
-    if name == "tree_bits" and spec.alibi:
-        raise UnsupportedError(
-            "alibi must be False where the batch has tree_bits, got True; drafts that branch share positions"
-        )
-
-
-def _check_workspace(workspace: Any, device: torch.device) -> None:
-    advice = "allocate it with torch.zeros(quire.workspace_size(...), dtype=torch.uint8, device=...)"
-    check_tensor("workspace", workspace, advice)
-    if workspace.dtype is not torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
-        raise ValueError(
-            f"workspace must be uint8, contiguous and of one dimension, got {describe(workspace)} with strides "
-            f"{workspace.stride()}; {advice}"
-        )
-    if workspace.device != device:
-        raise ValueError(f"workspace must be on the batch's device {device}, got {workspace.device}; {advice}")
-    if workspace.data_ptr() % WORKSPACE_ALIGNMENT:
-        raise ValueError(
-            f"workspace must be aligned to {WORKSPACE_ALIGNMENT} bytes, got address {workspace.data_ptr():#x}; {advice}"
-        )
-
-
-def check_limits(
-    spec: AttentionSpec, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, batch_invariant: bool
-) -> tuple[int, int, int]:
-    """Raise unless a server's limits are sound; return them as plain integers, in this order."""
-    if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
-    check_flag("batch_invariant", batch_invariant, "say whether the plans are")
-    advice = "pass the server's limit"
-    return (
-        check_integer("max_num_seqs", max_num_seqs, advice, 1, UNBOUNDED),
-        check_integer("max_num_tokens", max_num_tokens, advice, 1, MAX_TOKENS),
-        check_integer("max_seq_len", max_seq_len, advice, 1, UNBOUNDED),
-    )

@@ -1,16 +1,38 @@
-"""Checks of the arguments of `write_kv`, `write_latent` and `copy_pages`, the verbs that change a cache.
-
-As in `checks`, nothing is read from a device. One expression tests everything; the reason is looked for only if it
-fails.
-"""
+"""Checks of a cache, and of the arguments of the verbs that change one: `write_kv`, `write_latent`, `copy_pages`."""
 
 from typing import Any
 
 import torch
 
 from quire.cache import PagedKVCache
-from quire.errors import DEVICES, UnsupportedError, check_served, check_tensor, describe
-from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, dtype_names
+from quire.errors import DEVICES, UnsupportedError, check_no_gradient, check_served, check_tensor, describe
+from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, AttentionSpec, dtype_names
+
+
+def check_is_cache(name: str, cache: Any, advice: str = "wrap the layer's k and v in one") -> None:
+    """Raise unless a value is a cache."""
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"{name} must be a PagedKVCache, got {describe(cache)}; {advice}")
+
+
+def check_cache(cache: Any, spec: AttentionSpec) -> None:
+    """Raise unless a cache fits a spec."""
+    check_is_cache("cache", cache)
+    if cache.is_latent is not spec.latent:
+        wanted, got, advice = "keys and values", "latents", "make the spec with `AttentionSpec.mla`"
+        if spec.latent:
+            wanted, got, advice = got, wanted, "make it with `PagedKVCache.from_latents`"
+        raise ValueError(f"cache must hold {wanted} as the spec says, got {got}; {advice}")
+    if cache.dtype is not spec.kv_dtype:
+        raise ValueError(
+            f"cache must be of the spec's kv_dtype {spec.kv_dtype}, got {cache.dtype}; make the spec with that kv_dtype"
+        )
+    if cache.signature != spec.cache_signature:
+        raise ValueError(
+            f"cache must have {spec.num_kv_heads} heads of {spec.head_dim} (values {spec.head_dim_v}) as the spec says,"
+            f" got {cache.num_kv_heads} of {cache.head_dim} (values {cache.head_dim_v}); "
+            f"check its layout, {cache.layout}"
+        )
 
 
 def check_write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
@@ -51,30 +73,31 @@ def _is_slot_mapping(slot_mapping: torch.Tensor, num_tokens: int) -> bool:
     )
 
 
-def _check_slot_mapping(slot_mapping: torch.Tensor, of: str, num_tokens: int) -> None:
-    if not _is_slot_mapping(slot_mapping, num_tokens):
-        raise ValueError(
-            f"slot_mapping must be contiguous int64 with one dimension and at most {of}'s {num_tokens} entries, "
-            f"got {describe(slot_mapping)} with strides {slot_mapping.stride()}; it has one slot per token of {of}"
-        )
-
-
 def _explain_write_kv(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
-    if not isinstance(cache, PagedKVCache):
-        raise TypeError(f"cache must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
+    check_is_cache("cache", cache)
     if cache.layout == "THD":
         raise UnsupportedError("cache must be paged to be written by slot, got layout THD; index its tensors instead")
     if cache.is_latent:
         raise ValueError("cache must hold keys and values, got latents; call `write_latent`")
     check_tensor("k", k, "pass the step's new keys")
     check_tensor("v", v, "pass the step's new values")
-    check_tensor("slot_mapping", slot_mapping, "it has one slot per token of k")
-    for name, x, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
-        fits = x.dim() == 3 and x.shape == (k.shape[0], cache.num_kv_heads, dim)
-        if not fits or (x.stride(2) != 1 and not x.is_contiguous()):
+    num_tokens = k.shape[0] if k.dim() else 0
+    shapes = [[(num_tokens, cache.num_kv_heads, dim)] for dim in (cache.head_dim, cache.head_dim_v)]
+    _explain_new({"k": (k, shapes[0]), "v": (v, shapes[1])}, cache, slot_mapping)
+
+
+def _explain_new(
+    parts: dict[str, tuple[torch.Tensor, list[tuple[int, ...]]]], cache: PagedKVCache, slot_mapping: Any
+) -> None:
+    """Raise what is wrong with new tokens, of which `parts` has each tensor and the shapes that fit it, by name."""
+    of, (first, _) = next(iter(parts.items()))
+    check_tensor("slot_mapping", slot_mapping, f"it has one slot per token of {of}")
+    for name, (x, shapes) in parts.items():
+        if x.shape not in shapes or (x.stride(-1) != 1 and not x.is_contiguous()):
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(
-                f"{name} must be [num_tokens, {cache.num_kv_heads}, {dim}] with a contiguous head, "
-                f"got {list(x.shape)} with strides {x.stride()}; reshape it as the cache"
+                f"{name} must be {wanted} with a contiguous last dimension, got {list(x.shape)} with strides "
+                f"{x.stride()}; reshape it as the cache"
             )
         served = QUERY_DTYPES if cache.dtype in QUANTISED_DTYPES else (cache.dtype,)
         if x.dtype not in served:
@@ -82,11 +105,16 @@ def _explain_write_kv(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
                 f"{name} must be of the cache's dtype {cache.dtype} ({dtype_names(QUERY_DTYPES)} for a quantised one), "
                 f"got {x.dtype}; cast it"
             )
-    _check_slot_mapping(slot_mapping, "k", k.shape[0])
-    if not k.device == v.device == cache.device == slot_mapping.device:
+    if not _is_slot_mapping(slot_mapping, first.shape[0]):
         raise ValueError(
-            f"k, v, cache and slot_mapping must be on one device, got {k.device}, {v.device}, {cache.device} and "
-            f"{slot_mapping.device}; move them together"
+            f"slot_mapping must be contiguous int64 with one dimension and at most {of}'s {first.shape[0]} entries, "
+            f"got {describe(slot_mapping)} with strides {slot_mapping.stride()}; it has one slot per token of {of}"
+        )
+    devices = [x.device for x in (*(x for x, _ in parts.values()), cache, slot_mapping)]
+    if len(set(devices)) > 1:
+        raise ValueError(
+            f"{', '.join(parts)}, cache and slot_mapping must be on one device, got {', '.join(map(str, devices))}; "
+            "move them together"
         )
     _check_writable("cache", cache)
     check_served("cache", cache.device)
@@ -137,40 +165,17 @@ def check_write_latent(
 
 
 def _explain_write_latent(c_kv: Any, k_pe: Any, cache: Any, slot_mapping: Any) -> None:
-    if not isinstance(cache, PagedKVCache):
-        raise TypeError(f"cache must be a PagedKVCache, got {describe(cache)}; make it from the layer's latents")
+    check_is_cache("cache", cache, "make it from the layer's latents")
     if not cache.is_latent:
         raise ValueError("cache must hold latents, got keys and values; call `write_kv`")
     check_tensor("c_kv", c_kv, "pass the step's new latents")
-    check_tensor("slot_mapping", slot_mapping, "it has one slot per token of c_kv")
     rank, rope_dim = cache.head_dim_v, cache.head_dim - cache.head_dim_v
     num_tokens = c_kv.shape[0] if c_kv.dim() else 0
     parts: dict[str, tuple[torch.Tensor, list[tuple[int, ...]]]] = {"c_kv": (c_kv, [(num_tokens, rank)])}
     if rope_dim or k_pe is not None:
         check_tensor("k_pe", k_pe, f"latents of this cache have {rope_dim} rotary columns")
         parts["k_pe"] = k_pe, [(num_tokens, rope_dim), (num_tokens, 1, rope_dim)]
-    for name, (x, shapes) in parts.items():
-        if x.shape not in shapes or (x.stride(-1) != 1 and not x.is_contiguous()):
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(
-                f"{name} must be {wanted} with a contiguous last dimension, got {list(x.shape)} with strides "
-                f"{x.stride()}; reshape it as the cache"
-            )
-        served = QUERY_DTYPES if cache.dtype in QUANTISED_DTYPES else (cache.dtype,)
-        if x.dtype not in served:
-            raise ValueError(
-                f"{name} must be of the cache's dtype {cache.dtype} ({dtype_names(QUERY_DTYPES)} for a quantised one), "
-                f"got {x.dtype}; cast it"
-            )
-    _check_slot_mapping(slot_mapping, "c_kv", num_tokens)
-    devices = [x.device for x in (*(x for x, _ in parts.values()), cache, slot_mapping)]
-    if len(set(devices)) > 1:
-        raise ValueError(
-            f"c_kv, k_pe, cache and slot_mapping must be on one device, got {', '.join(map(str, devices))}; "
-            "move them together"
-        )
-    _check_writable("cache", cache)
-    check_served("cache", cache.device)
+    _explain_new(parts, cache, slot_mapping)
 
 
 def _check_writable(name: str, cache: PagedKVCache) -> None:
@@ -179,17 +184,13 @@ def _check_writable(name: str, cache: PagedKVCache) -> None:
             f"{name} must have memory for every slot to be written, got strides {cache.k.stride()} and "
             f"{cache.v.stride()}, or scales that are expanded; allocate it with `PagedKVCache.empty`"
         )
-    if (cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled():
-        raise UnsupportedError(
-            f"{name} must not require a gradient, got k or v that does; Quire has no backward pass: detach them"
-        )
+    check_no_gradient(name, cache.k, cache.v, got="k or v that does", advice="detach them")
 
 
 def check_copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Tensor) -> None:
     """Raise unless the arguments of `copy_pages` fit together."""
     for name, cache in (("src", src), ("dst", dst)):
-        if not isinstance(cache, PagedKVCache):
-            raise TypeError(f"{name} must be a PagedKVCache, got {describe(cache)}; wrap the layer's k and v in one")
+        check_is_cache(name, cache)
         if cache.layout == "THD":
             raise UnsupportedError(
                 f"{name} must be paged to be copied by page, got layout THD; copy its tensors instead"
