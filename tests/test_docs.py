@@ -186,7 +186,7 @@ def test_a_headline_counts_slower_cases_and_leaves_out_those_of_the_portable_ker
 
 
 def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="plots need quire[bench]")
+    pytest.importorskip("matplotlib", reason="plots need quire-tools")
     picture, results = tmp_path / "summary.png", ROOT / "docs/results/h200.json"
     monkeypatch.setattr("sys.argv", ["draw_summary.py", str(results), "--out", str(picture)])
     runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")
