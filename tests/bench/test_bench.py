@@ -382,7 +382,7 @@ def test_bad_arguments_are_refused(command, arguments, capsys):
 SOURCES = (["--quick"], ["--set", "decode"], ["--trace", "requests.csv"], ["--grid", "3"])
 
 
-@pytest.mark.parametrize("some", itertools.combinations(SOURCES, 2), ids=lambda some: " ".join(o[0] for o in some))
+@pytest.mark.parametrize("some", [*itertools.combinations(SOURCES, 2)], ids=lambda some: " ".join(o[0] for o in some))
 def test_cases_have_one_source(some, capsys):
     with pytest.raises(SystemExit) as leaving:
         main(["bench", "list", *some[0], *some[1]])

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.drawn import visible_pairs
 from quire_tools.bench import cases as workloads
-from quire_tools.bench.case import KINDS, MODELS, Case, visible_pairs
+from quire_tools.bench.case import KINDS, MODELS, Case
 from quire_tools.bench.cases import SETS, cases, cases_from_trace, log_normal
 from quire_tools.bench.roofline import Ceilings
 
