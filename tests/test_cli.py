@@ -133,7 +133,7 @@ def test_a_missing_package_is_named_with_what_to_install(command, package, advic
     name, *_ = command.split()
     error = capsys.readouterr().err
     assert error == f"quire {name} needs {package}, which is not installed; pip install {advice}\n"
-    assert "of quire-tools" in help_of(capsys)
+    assert "in quire-tools" in help_of(capsys)
 
 
 @pytest.mark.parametrize("command", ["bench run", extended("tune")])

@@ -25,7 +25,12 @@ ROOT = Path(__file__).parent.parent
 WRITTEN_BY_COMMANDS = {"h200.md", "h200_graphs.md", "h200_quick.md", "h200_tree.md", "vllm_h200.md"}  # of results
 PAGES = sorted(
     page.relative_to(ROOT)
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/quire/**/*.md")]
+    for page in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("src/quire/**/*.md"),
+        *ROOT.glob("tools/*.md"),
+    ]
     if page.parent.name != "results" or page.name not in WRITTEN_BY_COMMANDS
 )
 WITH_EXAMPLES = (

@@ -16,8 +16,8 @@ COMMANDS = {
     "doctor": "say whether this machine is fit, and what to do if not",
     "generate": "continue prompts with a Hugging Face model",
     "check": "compare the kernels with the float64 oracle",
-    "bench": "time attention, compared with other libraries, and report it (of quire-tools)",
-    "tune": "measure this GPU and fit a decision tree for plans (of quire-tools)",
+    "bench": "time attention next to other libraries (in quire-tools)",
+    "tune": "fit the decision tree of plans to this GPU (in quire-tools)",
     "env": "versions, device, and what a plan chooses and why",
     "replay": "run a recorded call again, and judge it by the oracle",
 }
