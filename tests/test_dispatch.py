@@ -770,7 +770,7 @@ def test_without_a_gpu_there_is_nothing_to_tune(capsys):
         pytest.skip("there is a GPU")
     assert main(["tune", "--quick"]) == 2
     assert "must have a GPU" in capsys.readouterr().err
-    assert "quire.tuning.sweep" in sys.modules
+    assert "quire_tools.tuning.sweep" in sys.modules
 
 
 BOTH_BY_BOTH = list(itertools.product((False, True), repeat=2))
