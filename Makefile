@@ -134,47 +134,23 @@ test-extended: $(VENV)/.ready $(OLD_TRITON)/.ready
 	$(PYTEST) $(IN_PARALLEL) -m extended
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) -m extended $(INTERPRETED)
 	@echo "== Triton 3.6.0: all cases of the compile suite for Hopper GPUs, of attention for one of AMD's, and the interpreter"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "($(HOPPER)) or ($(ON_AMD))"
-	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST))"
-
-# These few take a sixth of the interpreter's time for kernels. They run on the newest Triton alone.
-LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once or past_the_end or faster_interpreter
-# Of the remaining time, these take most: they are many cases of what others show once. The last three are Gluon in the
-# simulator, which takes nothing from Triton that differs between versions.
-LONGER := one_query_each or small_values or small_scales or full_tiles or quantised_caches or rest_of_the_batch or not_finite \
-	or (by_a_second_launch and not decode) or far_strides or two_levels or several_bands or test_cuts or test_order_of_work_tiles \
-	or (hopper_simulator and not test_features) or folds_states or (rounded_once and not everything) or rotates_is_a_rotation \
-	or (appends_is_a_write and (prompts or cut or invariant))
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "hopper or amd"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels
 
 # Two minutes of two cores: no compiler, not PyTorch's either, no engine, no mutants, no benchmark, few processes, and
 # every kernel in the interpreter.
-NOT_QUICK := compile engines mutations bench tuning test_generate.py test_examples.py test_cli.py test_distributed.py test_site.py \
-	test_doctor.py test_bad_input_packages.py test_packaging.py
-SLOW := inductor or hostile_values or broken_header or importing_quire or at_import or without_a_home or opcheck
-SLOW_KERNELS := in_any_order or half_to_even or do_not_depend_on_the_batch or tanh
+NOT_QUICK := compile engines mutations bench tuning
+BY_DEFAULT := not extended and not network
 test-quick: $(VENV)/.ready
-	$(PYTEST) $(IN_PARALLEL) $(NOT_QUICK:%=--ignore tests/%) -k "not ($(SLOW))"
-	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
+	$(PYTEST) $(IN_PARALLEL) $(NOT_QUICK:%=--ignore tests/%) -m "$(BY_DEFAULT) and not slow"
+	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -m "$(BY_DEFAULT) and not slow"
 
-# Tests of launches and schedules, of kernels that other tests run.
-SAME_KERNELS := test_invariance or test_combine_launch or test_offsets or test_shared_prefix or test_work_tile or test_schedule
-
-# All cases for Hopper GPUs.
-HOPPER := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents or wgmma or wide_values) and not sees_a_spill
-# Of these, each kind of Gluon kernel, and a launch of each other kernel. The newest Triton compiles the others by default.
-EACH_KIND := (the_hopper_kernel and not without) or mla_kernel_for_hopper_gpus_does_not or products_of_latents or wgmma or wide_values \
-	or (attention_compiles and sm90) or (a_relaunch_passes and sm90-plain) or (writes_new_tokens and sm90 and e4m3) \
-	or (rotates_new_tokens and sm90 and how2) or (attention_over_latents and sm90-bfloat16-decode) or (rotates_before and sm90) \
-	or (writes_copies and sm90) or (in_flight and sm90 and 128-False) or sm90_finds_what_was_compiled_early \
-	or (same_instructions and sm90)
-# Attention on one of AMD's GPUs.
-ON_AMD := gfx942 and attention_compiles
 test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready $(ENGINES_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
-	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER) or $(SAME_KERNELS))"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -k "$(EACH_KIND) or ($(ON_AMD))"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -m "$(BY_DEFAULT) and not slow and not one_triton"
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "$(BY_DEFAULT) and (each_kind or amd)"
 	@echo "== Triton 3.8.0: compile suite"
-	PYTHONPATH=$(ENGINES_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -k "$(EACH_KIND)"
+	PYTHONPATH=$(ENGINES_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "$(BY_DEFAULT) and each_kind"
 
 # The ends and a middle of every range of versions that is served. It takes hours, so a nightly workflow runs it.
 MATRIX := $(TRITON_MATRIX:%=test-triton-%) $(VLLM_MATRIX:%=test-vllm-%) $(SGLANG_MATRIX:%=test-sglang-%) \
@@ -184,7 +160,7 @@ list-matrix:
 	@$(PYTHON) -c 'import json, sys; print(json.dumps(sys.argv[1:]))' $(MATRIX)
 test-triton-%: $(VENV)/.ready .overlays/triton-%/.ready
 	@echo "== Triton $*: all cases of the compile suite for Hopper GPUs, then the interpreter"
-	PYTHONPATH=.overlays/triton-$* $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "$(HOPPER)"
+	PYTHONPATH=.overlays/triton-$* $(PYTEST) $(IN_PARALLEL) tests/compile -m hopper
 	PYTHONPATH=.overlays/triton-$* TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py
 
 # `make test` runs the oldest, and the newest in .venv. TRANSFORMERS_MATRIX has the middle too.

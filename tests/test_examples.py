@@ -15,6 +15,8 @@ import torch
 
 import quire
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GRAPH = "captured" if torch.cuda.is_available() else "no GPU here"
 SHOWS = {  # what an example prints if it works

@@ -36,6 +36,8 @@ from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine
 from tests.hopper_simulator.values import Value
 
+pytestmark = pytest.mark.one_triton
+
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 MIXED = ((40, 200), (1, 17), (0, 50), (3, 0), (33, 33), (4, 70))
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
