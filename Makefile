@@ -40,13 +40,14 @@ unexport PYTHONDONTWRITEBYTECODE
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 3 ? 3 : 2)))
 IN_PARALLEL := -n $(PROCESSES) --dist worksteal
 
-.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-matrix list-matrix test-old-transformers test-engines test-vllm test-sglang check test-gpu test-installs sanitize clean
+.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-engines-triton test-mutants test-matrix list-matrix test-old-transformers test-newest-engines test-vllm test-sglang check test-gpu test-installs sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
-	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions, two at a time; soonest: make -j2 -O test"
+	@echo "make test      run every suite that needs no GPU, with the newest versions and the oldest Triton, two at a time; soonest: make -j2 -O test"
 	@echo "make test-quick  run what answers within two minutes, while you work"
 	@echo "make test-extended  run more cases of what the tests show, which make test leaves out, on the newest versions"
-	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, and each engine; takes hours"
+	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, each engine, and test-mutants; takes hours"
+	@echo "make test-mutants  break the package in some 200 generated ways; too few that are noticed are a failure"
 	@echo "make test-installs  ask pip whether every install line can be met from PyPI alone; needs a network"
 	@echo "make dist      build wheel and source archive, install the wheel into an empty environment, run the README there"
 	@echo "make check     run ruff, ruff format and pyright"
@@ -54,7 +55,8 @@ help:
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
 	@echo "make docs      build the documentation site into build/site"
 	@echo "make clean     remove .venv and what builds and tests left behind"
-	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-old-transformers, test-vllm, test-sglang"
+	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-newest-engines"
+	@echo "Besides, a workflow runs on each push: test-engines-triton, test-old-transformers, test-vllm, test-sglang"
 
 # pip alone. It fetches the overlays while another one installs PyTorch.
 $(VENV)/.pip:
@@ -106,15 +108,16 @@ demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
 # Two suites run at a time, also if make is not told so. What only has to be fetched is fetched before.
-test: $(VENV)/.ready $(OLD_TRITON)/.ready $(ENGINES_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready $(SGLANG:%=.overlays/sglang-%/.ready)
+test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready .overlays/sglang-$(lastword $(SGLANG))/.ready
 	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test-suites
 
 # The longest suite begins first. At the same time, vLLM is built, and suites of engines follow one another. An engine's
 # suite is one process, since another process would import the engine again.
-test-suites: test-newest test-engines test-interpreter test-old-triton
+test-suites: test-newest test-newest-engines test-interpreter test-old-triton
 
-test-engines: $(VENV)/.ready
-	@env -u MAKEFLAGS make --no-print-directory --keep-going --output-sync=target test-vllm test-sglang test-old-transformers
+test-newest-engines: $(VENV)/.ready
+	@env -u MAKEFLAGS make --no-print-directory --keep-going --output-sync=target BUT="and not slow" \
+		test-vllm-$(lastword $(VLLM)) test-sglang-$(lastword $(SGLANG))
 
 INTERPRETED := tests/kernels tests/bench/test_naive.py tests/bench/test_measure.py tests/integrations tests/engines/test_transformers.py \
 	tests/test_api.py tests/test_service.py tests/test_recipes.py tests/mutations
@@ -145,16 +148,23 @@ test-quick: $(VENV)/.ready
 	$(PYTEST) $(IN_PARALLEL) $(NOT_QUICK:%=--ignore tests/%) -m "$(BY_DEFAULT) and not slow"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -m "$(BY_DEFAULT) and not slow"
 
-test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready $(ENGINES_TRITON)/.ready
+test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: interpreter, then compile suite"
 	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -m "$(BY_DEFAULT) and not slow and not one_triton"
 	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "$(BY_DEFAULT) and (each_kind or amd)"
+
+test-engines-triton: $(VENV)/.ready $(ENGINES_TRITON)/.ready
 	@echo "== Triton 3.8.0: compile suite"
 	PYTHONPATH=$(ENGINES_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "$(BY_DEFAULT) and each_kind"
 
-# The ends and a middle of every range of versions that is served. It takes hours, so a nightly workflow runs it.
+test-mutants: $(VENV)/.ready
+	@echo "== generated mutants"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations --count $(MUTANTS)
+MUTANTS ?= 200
+
+# The ends and a middle of every range of versions that is served, and mutants. It takes hours, so a nightly workflow runs it.
 MATRIX := $(TRITON_MATRIX:%=test-triton-%) $(VLLM_MATRIX:%=test-vllm-%) $(SGLANG_MATRIX:%=test-sglang-%) \
-	$(TRANSFORMERS_MATRIX:%=test-transformers-%)
+	$(TRANSFORMERS_MATRIX:%=test-transformers-%) test-mutants
 test-matrix: $(MATRIX)
 list-matrix:
 	@$(PYTHON) -c 'import json, sys; print(json.dumps(sys.argv[1:]))' $(MATRIX)
@@ -163,7 +173,7 @@ test-triton-%: $(VENV)/.ready .overlays/triton-%/.ready
 	PYTHONPATH=.overlays/triton-$* $(PYTEST) $(IN_PARALLEL) tests/compile -m hopper
 	PYTHONPATH=.overlays/triton-$* TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py
 
-# `make test` runs the oldest, and the newest in .venv. TRANSFORMERS_MATRIX has the middle too.
+# .venv has the newest. TRANSFORMERS_MATRIX has the middle too.
 test-old-transformers: test-transformers-$(OLD_TRANSFORMERS:.overlays/transformers-%=%)
 test-transformers-%: $(VENV)/.ready .overlays/transformers-%/.ready
 	@echo "== Transformers $*"
@@ -178,10 +188,10 @@ test-vllm-$(lastword $(VLLM)): BITS := tests/engines/test_vllm_bits.py
 RUNNER := tests/engines/test_vllm_v2.py
 test-vllm-$(firstword $(VLLM)): RUNNER :=
 # The oldest leaves out a few that take long, and that show less of what differs between versions.
-test-vllm-$(firstword $(VLLM)): BUT := and not (script_that_measures or many_requests or any_width or choice_reaches or int8_with_scales)
+test-vllm-$(firstword $(VLLM)): BUT := and not slow
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k "vllm $(BUT)"
+	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k vllm -m "$(BY_DEFAULT) $(BUT)"
 	$(if $(BITS),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) $(BITS))
 	$(if $(RUNNER),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) $(RUNNER))
 

@@ -15,8 +15,6 @@ import torch
 
 import quire
 
-pytestmark = pytest.mark.slow
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GRAPH = "captured" if torch.cuda.is_available() else "no GPU here"
 SHOWS = {  # what an example prints if it works
@@ -37,6 +35,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS)
 def test_an_example_shows_what_it_claims(name, capsys, monkeypatch):
     """In this process: another one would import PyTorch again."""
