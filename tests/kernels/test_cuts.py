@@ -276,7 +276,7 @@ def test_more_splits_than_are_combined_at_once(head_dim):
 )
 def test_warpgroups_have_their_own_tokens_or_share_them(num_q_heads, apart):
     """Of three heads, the second one has rows of both warpgroups if they share tokens."""
-    lens = RAGGED if apart else ((300, 1500), (2, 1200))
+    lens = RAGGED if apart else ((300, 700), (2, 600))
     plan, arrivals = assert_right({"num_q_heads": num_q_heads}, lens, num_sms=4 * num_q_heads)
     assert arrivals and plan.launch.config.num_warpgroups == 2 and plan.launch.config.apart == apart
 
@@ -350,7 +350,7 @@ def test_sequences_that_are_not_looked_at_are_not_cut():
     [
         (64, RAGGED, LONG, range(1, 2)),
         (64, RAGGED, SHORT, range(1, 2)),
-        (512, ((20, 1500), (2, 700)), LONG, range(1, 2)),
+        (512, ((20, 700), (2, 300)), LONG, range(1, 2)),
         extended(64, RAGGED, LONG, range(2, 7)),
         extended(64, RAGGED, SHORT, range(2, 7)),
     ],

@@ -121,7 +121,10 @@ def test_features(extra, bound):
 @pytest.mark.parametrize("page_size", [16, extended(1)])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"sliding_window": 1000, "sinks": True}, {"softcap": 20.0}, {"alibi": True}, {"causal": False}],
+    [
+        *(extended({}), extended({"softcap": 20.0})),
+        *({"sliding_window": 1000, "sinks": True}, {"alibi": True}, {"causal": False}),
+    ],
     ids=str,
 )
 def test_heads_of_128(extra, page_size):
@@ -407,10 +410,10 @@ def test_heads_of_up_to_512(extra, page_size, bound):
     ("extra", "page_size"),
     [
         ({"head_dim": 192}, 16),
-        ({"head_dim": 136, "sinks": True, "sliding_window": 150}, 32),
+        extended({"head_dim": 136, "sinks": True, "sliding_window": 150}, 32),
         ({"head_dim": 152, "causal": False, "num_q_heads": 6, "layout": "HND"}, 80),
         extended({"head_dim": 192, "head_dim_v": 144}, 192),
-        (BFLOAT16 | {"head_dim": 192, "softcap": 20.0}, 64),
+        extended(BFLOAT16 | {"head_dim": 192, "softcap": 20.0}, 64),
         ({"head_dim": 176, "softcap": 20.0, "alibi": True}, 16),
         extended({"head_dim": 24, "head_dim_v": 168}, 48),
     ],
@@ -552,18 +555,24 @@ def test_products_in_fp8(extra, page_size):
     assert assert_right(spec, page_size=page_size).launch.config.fp8_mma
 
 
+UNKNOWN, KNOWN = ((64, 500), (0, 50), (20, 0)), ((64, 500), (1, 700), (20, 0), (0, 40))
+
+
 @pytest.mark.parametrize(
-    ("extra", "page_size"),
+    ("lens", "extra", "page_size"),
     [
-        ({"sinks": True, "softcap": 20.0}, 16),
-        ({"head_dim": 192, "head_dim_v": 128}, 1),
-        ({"head_dim": 128} | E4M3, 16),
-        ({"head_dim": 512, "sinks": True}, 16),
+        (UNKNOWN, {"head_dim": 128} | E4M3, 16),
+        (UNKNOWN, {"head_dim": 512, "sinks": True}, 16),
+        (KNOWN, {"sinks": True, "softcap": 20.0}, 16),
+        (KNOWN, {"head_dim": 192, "head_dim_v": 128}, 1),
+        extended(UNKNOWN, {"sinks": True, "softcap": 20.0}, 16),
+        extended(UNKNOWN, {"head_dim": 192, "head_dim_v": 128}, 1),
+        extended(KNOWN, {"head_dim": 128} | E4M3, 16),
+        extended(KNOWN, {"head_dim": 512, "sinks": True}, 16),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("lens", [((64, 500), (0, 50), (20, 0)), ((64, 500), (1, 700), (20, 0), (0, 40))], ids=str)
-def test_splits(extra, page_size, lens):
+def test_splits(lens, extra, page_size):
     """Among them are empty ones. The host may know that sequences differ in their numbers of queries."""
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), lens, page_size=page_size)
     plan = make_plan(p, 16384, num_sms=80, **({"num_tokens": None} if len(lens) == 3 else {}))
