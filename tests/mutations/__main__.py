@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
 
 def was_noticed(verdict: Verdict) -> bool:
     """A judge that never ends says that something is wrong, too."""
-    return verdict.noticed or verdict.status == -signal.SIGALRM
+    return verdict.noticed or verdict.status in (-signal.SIGXCPU, -signal.SIGALRM)
 
 
 def describe(mutant: Generated) -> str:

@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "src" / "quire"
 PASSED, FAILED, PYTEST_FAILED = 0, 1, 3  # exit codes of pytest
-TOO_LONG = 120  # seconds
+TOO_LONG, STUCK = 120, 600  # seconds of CPU time, and of any time
 # What judges import of other packages. PyTorch imports its parts and SymPy when a first operator of a kind needs them.
 IMPORTED_ONCE = (
     "hypothesis", "numpy", "pytest", "torch._dynamo", "torch.fx.experimental.symbolic_shapes",
@@ -142,7 +143,8 @@ def run_judges(judges: Sequence[str], every_case: bool, folder: str, log: str) -
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    signal.alarm(TOO_LONG)
+    resource.setrlimit(resource.RLIMIT_CPU, (TOO_LONG, TOO_LONG + 9))
+    signal.alarm(STUCK)
     sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"  # of the processes that judges start
     sys.dont_write_bytecode = True
