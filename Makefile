@@ -40,10 +40,10 @@ unexport PYTHONDONTWRITEBYTECODE
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 3 ? 3 : 2)))
 IN_PARALLEL := -n $(PROCESSES) --dist worksteal
 
-.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-engines-triton test-mutants test-matrix list-matrix test-old-transformers test-newest-engines test-vllm test-sglang check test-gpu test-installs sanitize clean
+.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-old-interpreter test-engines-triton test-mutants test-matrix list-matrix test-old-transformers test-newest-engines test-vllm test-sglang check test-gpu test-installs sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
-	@echo "make test      run every suite that needs no GPU, with the newest versions, two at a time; soonest: make -j2 -O test"
+	@echo "make test      run every suite that needs no GPU, with the newest versions and the oldest compiler, two at a time; soonest: make -j2 -O test"
 	@echo "make test-quick  run what answers within two minutes, while you work"
 	@echo "make test-extended  run more cases of what the tests show, which make test leaves out, on the newest versions"
 	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, each engine, and test-mutants; takes hours"
@@ -55,8 +55,8 @@ help:
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
 	@echo "make docs      build the documentation site into build/site"
 	@echo "make clean     remove .venv and what builds and tests left behind"
-	@echo "Parts of make test: test-newest, test-interpreter, test-newest-engines"
-	@echo "Besides, a workflow runs on each push: test-old-triton, test-engines-triton, test-old-transformers, test-vllm, test-sglang"
+	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-newest-engines"
+	@echo "Besides, a workflow runs on each push: test-old-interpreter, test-engines-triton, test-old-transformers, test-vllm, test-sglang"
 
 # pip alone. It fetches the overlays while another one installs PyTorch.
 $(VENV)/.pip:
@@ -108,12 +108,12 @@ demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
 # Two suites run at a time, also if make is not told so. What only has to be fetched is fetched before.
-test: $(VENV)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready .overlays/sglang-$(lastword $(SGLANG))/.ready
+test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready .overlays/sglang-$(lastword $(SGLANG))/.ready
 	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test-suites
 
 # The longest suite begins first. At the same time, vLLM is built, and suites of engines follow one another. An engine's
 # suite is one process, since another process would import the engine again.
-test-suites: test-newest test-newest-engines test-interpreter
+test-suites: test-newest test-newest-engines test-interpreter test-old-triton
 
 test-newest-engines: $(VENV)/.ready
 	@env -u MAKEFLAGS make --no-print-directory --keep-going --output-sync=target BUT="and not slow" \
@@ -148,10 +148,14 @@ test-quick: $(VENV)/.ready
 	$(PYTEST) $(IN_PARALLEL) $(NOT_QUICK:%=--ignore tests/%) -m "$(BY_DEFAULT) and not slow"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -m "$(BY_DEFAULT) and not slow"
 
+# Each kind of Gluon kernel: the newest Triton takes twice the time to compile one, and leaves most to this one.
 test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
-	@echo "== Triton 3.6.0: interpreter, then compile suite"
-	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -m "$(BY_DEFAULT) and not slow and not one_triton"
+	@echo "== Triton 3.6.0: compile suite"
 	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "$(BY_DEFAULT) and (each_kind or amd)"
+
+test-old-interpreter: $(VENV)/.ready $(OLD_TRITON)/.ready
+	@echo "== Triton 3.6.0: interpreter"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -m "$(BY_DEFAULT) and not slow and not one_triton"
 
 test-engines-triton: $(VENV)/.ready $(ENGINES_TRITON)/.ready
 	@echo "== Triton 3.8.0: compile suite"
