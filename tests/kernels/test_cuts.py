@@ -176,7 +176,7 @@ def test_sums_that_wrap_around_leave_slots_within_the_scratch(num_programs):
 
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
-RAGGED = ((40, 800), (9, 100), (3, 400), (0, 50), (33, 33), (20, 500))
+RAGGED = ((40, 1500), (9, 100), (3, 700), (0, 50), (33, 33), (20, 900))
 LONG, SHORT = 20000, 4000  # bounds of keys: programs of two consumer warpgroups, and of one
 MANY = 129  # queries, the bound of the former
 
@@ -236,8 +236,8 @@ def assert_right(extra, lens=RAGGED, bound=LONG, num_sms=12, seed=0, section_hea
         ({}, SHORT),
         ({"sinks": True, "softcap": 20.0, "alibi": True}, LONG),
         extended({"sinks": True, "softcap": 20.0, "alibi": True}, SHORT),
-        ({"sliding_window": 600, "sinks": True}, LONG),
-        extended({"sliding_window": 600, "sinks": True}, SHORT),
+        ({"sliding_window": 1100, "sinks": True}, LONG),
+        extended({"sliding_window": 1100, "sinks": True}, SHORT),
         ({"causal": False, "head_dim": 128}, LONG),
         extended({"causal": False, "head_dim": 128}, SHORT),
         ({"num_q_heads": 14, "head_dim": 80, "head_dim_v": 96}, LONG),
