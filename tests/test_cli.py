@@ -25,6 +25,8 @@ from quire.testing import Verdict, make_problem
 from quire.version import commit, packages_of
 from tests.extended import extended
 
+pytestmark = pytest.mark.slow
+
 SHORT = {  # arguments that print something after little work
     "generate": ["generate", "--device", "cpu", "--prompt", "é", "--max-new-tokens", "2", "--no-compare"],
     "check": ["check", "--dtype", "float32"],

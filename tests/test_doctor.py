@@ -23,6 +23,8 @@ from quire.cli.status_line import StatusLine
 from quire.dispatch.device import compile_for
 from quire.targets import TARGETS
 
+pytestmark = pytest.mark.slow
+
 START = subprocess.Popen
 ROOT = Path(__file__).parent.parent
 EVENTS = (

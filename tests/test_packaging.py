@@ -19,6 +19,8 @@ import quire
 from quire.cli.doctor_versions import TESTED
 from quire.version import commit, commit_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"quire": ROOT, "quire_tools": ROOT / "tools"}  # of the two distributions
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -16,6 +16,8 @@ import quire.testing
 from quire.integrations import flashinfer
 from tests.extended import extended
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 HOOKS = runpy.run_path(str(ROOT / "scripts/site_hooks.py"))

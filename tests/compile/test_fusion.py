@@ -21,7 +21,7 @@ from quire.dispatch.device import COMPILER_OPTIONS
 from quire.kernels.launcher import launch
 from quire.targets import TARGETS, Launch, compiling
 from tests.compile import launches
-from tests.extended import extended
+from tests.extended import each_kind, extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -63,6 +63,7 @@ def launch_every_kernel() -> None:
     api.norm_rope_and_write(inputs["q"], inputs["q"].clone(), *new, **launches.norm_rope_of(plan))
 
 
+@pytest.mark.hopper
 def test_every_kernel_of_sm90_asks_for_fusion_itself(monkeypatch, first_stages):
     """Not by Triton's default. Tests compile with several Tritons, whose defaults differ."""
     asked, run = {}, JITFunction.run
@@ -115,7 +116,7 @@ def instructions(call: Callable[[], None], target: str, fused: bool, monkeypatch
     return [re.sub(r"(?m)\s*([;#]|//|\.loc|\.file).*$", "", text) for text in texts]
 
 
-@pytest.mark.parametrize("target", ["sm90", extended("gfx942")])
+@pytest.mark.parametrize("target", [each_kind("sm90"), extended("gfx942")])
 def test_writes_and_copies_have_the_same_instructions_with_and_without_fusion(target, monkeypatch):
     """So their bits do not depend on it."""
     for features in ("plain", "int8 per token"):
