@@ -61,6 +61,8 @@ GROUPS = {
         True, (*DENSE, "kernels/test_schedule.py", "kernels/test_combine_launch.py", "kernels/test_invariance.py")
     ),
     "kernels/mla/kernel.py": Judges(True, ("kernels/test_mla.py",)),
+    "kernels/tma.py": Judges(True, ("kernels/test_work_tile.py", *HOPPER)),
+    "kernels/gluon/*.py": Judges(True, HOPPER),
     "kernels/hopper/choice.py": Judges(False, ("test_decisions.py", "test_dispatch.py")),
     "kernels/hopper/work_tile.py": Judges(True, ("kernels/test_work_tile.py", *HOPPER)),
     "kernels/hopper/*.py": Judges(True, (*HOPPER, "kernels/test_order_of_work_tiles.py")),
