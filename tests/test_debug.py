@@ -477,6 +477,7 @@ def leaves(value, where=()):
         yield from leaves(value[key], (*where, key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [(None, 2**61, "text", [[1]]), extended((-1, [], {}, 1.5))], ids=str)
 def test_no_broken_header_is_run(values, path, device):
     """Every value of the header is dropped, and replaced by values of other kinds: each is refused, or does no harm."""
@@ -507,6 +508,7 @@ def test_no_broken_header_is_run(values, path, device):
     assert count > 100
 
 
+@pytest.mark.slow
 def test_a_broken_header_of_a_tensor_reaches_no_other_memory():
     problem = make_problem(quire.AttentionSpec(**SMALL), LENS)
     places = describe({"k": problem.cache.k, "q": problem.q})

@@ -20,6 +20,8 @@ from quire.cli.exit_codes import BAD_ARGUMENTS, INTERRUPTED
 from quire.integrations import transformers as integration
 from tests.extended import extended
 
+pytestmark = pytest.mark.slow
+
 SHORT = ["generate", "--device", "cpu", "--prompt", "import ", "--max-new-tokens", "3"]
 
 

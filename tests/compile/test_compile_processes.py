@@ -42,6 +42,7 @@ def warm_up_of(kind: str) -> tuple[quire.AttentionSpec, quire.PagedKVCache, dict
     return spec, cache, {"append": True, "rope": rope, "qk_norm": quire.QKNorm(*torch.ones(2, 64))}
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", [extended("latents"), "e4m3, rotated"])
 def test_a_warm_up_for_sm90_finds_what_another_process_compiled(kind, tmp_path, monkeypatch):
     """All kernels but the one that writes, which the warm-up compiles first."""
@@ -130,6 +131,7 @@ print(*(kernel.cache_key for kernel in kernels))
 """
 
 
+@pytest.mark.hopper
 def test_keys_in_triton_s_cache_do_not_depend_on_the_order_of_launches_sm90():
     """Before Triton 3.9 they did. The name has a target in it, so that the oldest Triton runs this test too."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -42,6 +42,8 @@ def pages(num_pages: int, device: str = "cpu") -> quire.PagedKVCache:
     return quire.PagedKVCache(*torch.empty(2, num_pages, 16, 2, 64, dtype=torch.float16, device=device))
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 def test_a_warm_up_for_sm90_finds_what_was_compiled_early(monkeypatch, tmp_path):
     """The folder of Triton's cache may change in between: Inductor sets it when it makes its first kernel."""
     hits = []

@@ -16,6 +16,7 @@ import torch
 
 from quire.cli.arguments import CommandError, require_packages
 from quire.cli.threads import one_thread
+from quire.version import packages_of
 
 if TYPE_CHECKING:  # imported when the command runs
     from rich.console import Console
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     check_numbers(args)
     prompts: list[str] = args.prompt or [*PROMPTS]
     check_text(prompts)
-    require_packages("generate", "transformers", "transformers", "rich", "psutil")
+    require_packages("generate", packages_of("transformers"), "transformers", "rich", "psutil")
 
     from quire.cli.console import CommandConsole
 
