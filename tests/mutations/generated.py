@@ -51,7 +51,7 @@ GROUPS = {
     "kernels/primitives.py": Judges(True, ("kernels/test_primitives.py", *DENSE, "kernels/test_append.py")),
     "kernels/states.py": Judges(True, (*DENSE, "kernels/test_merge.py", "kernels/test_quantised_out.py")),
     "kernels/mods.py": Judges(True, ("kernels/test_mods.py", ATTENTION + "features", "kernels/test_write.py")),
-    "kernels/combine.py": Judges(True, ("kernels/test_merge.py",)),
+    "kernels/combine.py": Judges(True, ("kernels/test_merge.py", "kernels/test_primitives.py")),
     "kernels/copy.py": Judges(True, ("kernels/test_copy.py",)),
     "kernels/write*.py": Judges(True, ("kernels/test_write.py", "kernels/test_write_latent.py")),
     "kernels/rotate.py": Judges(True, ("kernels/test_norm_rope.py",)),
