@@ -48,9 +48,11 @@ LATENTS = (
     SIMULATED + "products_of_latents_in_fp8", SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents",
 )  # fmt: skip
 ROTATIONS = (
-    NORM_ROPE + "a_step_that_rotates_is_a_rotation_and_a_step", NORM_ROPE + "tables_of_any_dtype_and_rows_of_any_distance",
-    NORM_ROPE + "positions_outside_of_the_table_are_clamped", NORM_ROPE + "columns_that_are_not_rotated_keep_their_bits",
-)  # fmt: skip
+    NORM_ROPE + "a_step_that_rotates_is_a_rotation_and_a_step",
+    NORM_ROPE + "tables_of_any_dtype_and_rows_of_any_distance",
+    NORM_ROPE + "positions_outside_of_the_table_are_clamped",
+    NORM_ROPE + "columns_that_are_not_rotated_keep_their_bits",
+)
 RIGHT_CALLS = "test_bad_input.py::test_the_calls_are_right_before_anything_is_replaced"
 # A file belongs to the first group whose pattern it matches.
 GROUPS = {
