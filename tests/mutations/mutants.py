@@ -2332,20 +2332,20 @@ OUTSIDE = {
     ),
     "FlashInfer: an lse in base e": Mutant(
         "integrations/flashinfer/planned.py",
-        'if base == "ln" else sums.mul_(LOG2E)',
-        'if base != "" else sums.mul_(LOG2E)',
+        'if getattr(a, "lse_base", "log2") == "ln" else sums.mul_(LOG2E)',
+        "if True else sums.mul_(LOG2E)",
         INFER + "decode_attends_to_pages",
     ),
     "FlashInfer: an lse that is written only if it is returned": Mutant(
         "integrations/flashinfer/planned.py",
-        "wants_lse = a.return_lse or lse is not None",
-        "wants_lse = a.return_lse",
+        "wants_lse = returns_lse or lse is not None",
+        "wants_lse = returns_lse",
         "integrations/test_flashinfer_names.py::test_an_lse_buffer_is_written_whether_or_not_the_lse_is_returned",
     ),
     "FlashInfer: an argument that is not served": Mutant(
         "integrations/flashinfer/signatures.py",
-        "if values[name] is not defaults.get(name):",
-        "if False:",
+        'elif self.kind == "refused" and not is_left_out(value, default):',
+        "elif False:",
         "integrations/test_flashinfer_names.py::test_each_argument_of_a_function_with_a_table_is_served_or_refused_by_name",
     ),
     "FlashInfer: states merged by lse in base 2": Mutant(
@@ -2368,20 +2368,20 @@ OUTSIDE = {
     ),
     "FlashInfer: lengths that graphs do not see": Mutant(
         "integrations/flashinfer/planned.py",
-        "            (self._seq_lens, seq_lens),\n",
-        "",
+        "buffer[: len(x)].copy_(x, non_blocking=non_blocking)",
+        'buffer[: len(x) if name != "seq_lens" else 0].copy_(x[: len(x) if name != "seq_lens" else 0])',
         INFER + "a_decode_wrapper_for_graphs_keeps_its_tensors_and_its_plan",
     ),
     "FlashInfer: a new plan for a captured graph": Mutant(
         "integrations/flashinfer/planned.py",
-        "if not self._use_cuda_graph:\n            self._plans = {}",
-        "if True:\n            self._plans = {}",
+        "if key not in self._plans:",
+        "if True:",
         INFER + "a_decode_wrapper_for_graphs_keeps_its_tensors_and_its_plan",
     ),
     "FlashInfer: the bound of a graph's first batch": Mutant(
         "integrations/flashinfer/planned.py",
-        "return seq_lens, min(len(held) * page_size, LONGEST)",
-        "return seq_lens, largest(seq_lens)",
+        "min(most_pages * a.page_size, LONGEST)",
+        'largest(lists["seq_lens"])',
         INFER + "a_decode_wrapper_for_graphs_keeps_its_tensors_and_its_plan",
     ),
     "FlashInfer: a cascade causal at every level": Mutant(
@@ -2415,9 +2415,9 @@ OUTSIDE = {
         INFER_MASKS + "trees_over_pages[1-NHD-lens0]",
     ),
     "FlashInfer: a mask that graphs do not see": Mutant(
-        "integrations/flashinfer/prefill.py",
-        '                batch.tree_bits[:num_rows].copy_(seen["tree_bits"], non_blocking=a.non_blocking)\n',
-        "                pass\n",
+        "integrations/flashinfer/planned.py",
+        "buffer[: len(x)].copy_(x, non_blocking=non_blocking)",
+        'buffer[: len(x) if name != "tree_bits" else 0].copy_(x[: len(x) if name != "tree_bits" else 0])',
         INFER_MASKS + "captured_graphs_read_the_masks_of_later_plans[a mask]",
     ),
     "FlashInfer: the old mask where a plan has none": Mutant(
