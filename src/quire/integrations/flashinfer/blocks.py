@@ -5,7 +5,6 @@ Each call makes a plan. The wrappers make one for all layers of a step.
 
 import torch
 
-import quire
 from quire import Batch, PagedKVCache
 from quire.integrations.arguments import as_int, as_number, check_integers, check_tensor, shown
 from quire.integrations.flash_attn.kvcache import multiples
@@ -16,9 +15,8 @@ from quire.integrations.flashinfer.arguments import (
     read_cache,
     read_dtype,
     read_pages,
-    read_scoring,
 )
-from quire.integrations.flashinfer.planned import OutAndLse, attend, to_device
+from quire.integrations.flashinfer.planned import OutAndLse, attend_once, to_device
 from quire.integrations.flashinfer.signatures import Arguments
 from quire.integrations.flashinfer.tables import BLOCKS, PACKED
 
@@ -98,7 +96,7 @@ def trtllm_ragged_attention_deepseek(a: Arguments) -> OutAndLse:
     check_integers("cum_seq_lens_q", a.cum_seq_lens_q, k.device, **{"batch_size + 1": entries[0]})
     check_integers("seq_lens", a.seq_lens, None, batch_size=entries[0] - 1)
     batch = Batch.varlen(*(to_device(x, k.device, True) for x in (a.cum_seq_lens_q, a.cum_seq_lens_kv)))
-    return attend_once(a, batch, PagedKVCache(k, v, "THD"), a.max_q_len, a.is_causal)
+    return attend_block(a, batch, PagedKVCache(k, v, "THD"), a.max_q_len, a.is_causal)
 
 
 @BLOCKS.accepts(
@@ -138,7 +136,7 @@ def attend_paged(a: Arguments, causal: bool) -> OutAndLse:
     k, v = read_pages(a.kv_cache, a.kv_layout)
     check_tensor("query", a.query, k.device, num_tokens=None, num_qo_heads=None, head_dim=None)
     batch, most_queries = read_batch(a, k.device, getattr(a, "q_len_per_req", None), len(a.query))
-    return attend_once(a, batch, PagedKVCache(k, v, a.kv_layout), most_queries, causal)
+    return attend_block(a, batch, PagedKVCache(k, v, a.kv_layout), most_queries, causal)
 
 
 def attend_latents(a: Arguments) -> OutAndLse:
@@ -158,7 +156,7 @@ def attend_latents(a: Arguments) -> OutAndLse:
         sizes = dict(zip(shape, tokens, strict=True)) | {"num_heads": heads, "kv_lora_rank": rank}
         check_tensor("out", out, query.device, **sizes)
         a.out = out.view(-1, heads, rank)
-    found = attend_once(a, batch, PagedKVCache.from_latents(latents, rank), most_queries, causal=True)
+    found = attend_block(a, batch, PagedKVCache.from_latents(latents, rank), most_queries, causal=True)
     result, lse = found if isinstance(found, tuple) else (found, None)
     result = result.view(*tokens, heads, rank) if out is None else out
     return result if lse is None else (result, lse)
@@ -184,42 +182,24 @@ def read_batch(a: Arguments, device: torch.device, q_len: int | None, num_tokens
     return Batch(to_device(a.block_tables, device, True), to_device(a.seq_lens, device, True), starts), most_queries
 
 
-def attend_once(a: Arguments, batch: Batch, cache: PagedKVCache, most_queries: int, causal: bool) -> OutAndLse:
-    """Plan, and attend to a cache without scales."""
-    q = a.q = a.query
+def attend_block(a: Arguments, batch: Batch, cache: PagedKVCache, most_queries: int, causal: bool) -> OutAndLse:
+    """Attend to a cache, whose scales are in the arguments."""
+    a.q = a.query
     if hasattr(a, "batch_size") and as_int("batch_size", a.batch_size) != batch.num_seqs:
         raise ValueError(f"batch_size must be the {batch.num_seqs} of the lists, got {a.batch_size}; check them")
     if isinstance(a.sinks, list | tuple) and len(a.sinks) == 1:
         a.sinks = a.sinks[0]
     o_dtype = getattr(a, "out_dtype", None)
     if o_dtype is None:
-        o_dtype = a.out.dtype if isinstance(a.out, torch.Tensor) else q.dtype
-    scoring = read_scoring(
-        a,
-        causal=causal,
-        sm_scale=as_number("bmm1_scale", a.bmm1_scale),
-        num_qo_heads=q.shape[1],
-        num_kv_heads=cache.num_kv_heads,
-        head_dim_qk=q.shape[2],
-        head_dim_vo=cache.head_dim_v,
-        q_data_type=q.dtype,
-        kv_data_type=cache.dtype,
-        o_data_type=read_dtype("out_dtype", o_dtype),
-        latent=cache.is_latent,
-    )
+        o_dtype = a.out.dtype if isinstance(a.out, torch.Tensor) else a.q.dtype
+    o_dtype, sm_scale = read_dtype("out_dtype", o_dtype), as_number("bmm1_scale", a.bmm1_scale)
     scale = as_positive("bmm2_scale", a.bmm2_scale, "1 for none")
-    if scoring.o_data_type is torch.float8_e4m3fn:
+    if o_dtype is torch.float8_e4m3fn:
         a.out_scale, scale = 1 / scale, 1.0
     if cache.is_latent or cache.dtype.itemsize > 1:
         check_one("bmm2_scale", scale)
     else:
         cache = read_cache(cache.k, cache.v, cache.layout, cache.dtype, None, scale)
     bound = "max_kv_len" if hasattr(a, "max_kv_len") else "max_seq_len"
-    plan = quire.plan(
-        scoring.spec(a.sinks is not None),
-        batch,
-        max_query_len=as_int("max_q_len", most_queries, least=0),
-        max_seq_len=as_int(bound, getattr(a, bound), least=0),
-        num_tokens=len(q),
-    )
-    return attend(a, cache, plan, scoring)
+    bounds = as_int("max_q_len", most_queries, least=0), as_int(bound, getattr(a, bound), least=0)
+    return attend_once(a, batch, cache, *bounds, causal=causal, sm_scale=sm_scale, o_data_type=o_dtype)

@@ -51,8 +51,7 @@ def get_batch_indices_positions(a: Arguments) -> tuple[torch.Tensor, torch.Tenso
         sequence = after.clamp(max=batch_size - 1)
         position = a.seq_lens.to(device)[sequence] + token - starts[sequence + 1]
     found = torch.where(used, after, -1).int(), torch.where(used, position, 0).int()
-    results = (x if room is None else room.copy_(x) for x, room in zip(found, rooms, strict=True))
-    sequences, positions = results
+    sequences, positions = (x if room is None else room.copy_(x) for x, room in zip(found, rooms, strict=True))
     return sequences, positions
 
 

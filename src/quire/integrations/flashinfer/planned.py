@@ -253,6 +253,20 @@ class PagedWrapper(Wrapper):
         return cache
 
 
+def attend_once(
+    a: Arguments, batch: Batch, cache: PagedKVCache, most_queries: int, most_keys: int, **changed: Any
+) -> OutAndLse:
+    """Plan and attend; what the arguments do not say of heads and dtypes, `q` and the cache do."""
+    q = a.q
+    heads = {"num_qo_heads": q.shape[-2], "num_kv_heads": cache.num_kv_heads, "latent": cache.is_latent}
+    widths = {"head_dim_qk": q.shape[-1], "head_dim_vo": cache.head_dim_v}
+    dtypes = {"q_data_type": q.dtype, "kv_data_type": cache.dtype}
+    scoring = read_scoring(a, **heads, **widths, **dtypes, **changed).scaled(getattr(a, "q_scale", None))
+    spec = scoring.spec(getattr(a, "sinks", None) is not None)
+    plan = quire.plan(spec, batch, max_query_len=most_queries, max_seq_len=most_keys, num_tokens=len(q))
+    return attend(a, cache, plan, scoring)
+
+
 def attend(a: Arguments, cache: PagedKVCache, plan: Plan, scoring: Scoring) -> OutAndLse:
     """Return out, or out and the lse in FlashInfer's base and layout; both are written where the caller says.
 

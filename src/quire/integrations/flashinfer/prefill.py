@@ -55,20 +55,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
                 )
         self._keep_buffers(a)
         self._has_mask = False  # at the last plan
-        self._takes_masks = self._check_mask_buffers(a.custom_mask_buf, a.mask_indptr_buf)
-
-    def _check_mask_buffers(self, custom_mask_buf: torch.Tensor | None, mask_indptr_buf: torch.Tensor | None) -> bool:
-        """Return whether graphs are to read masks, or raise unless there are both buffers or none."""
-        buffers = {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
-        given = {name: x for name, x in buffers.items() if x is not None}
-        for name, x in given.items():
-            check_tensor(name, x, self.device, num_entries=None)
-        if not self._use_cuda_graph or not given:
-            return False
+        buffers = {name: getattr(a, name) for name in ("custom_mask_buf", "mask_indptr_buf")}
+        given = [name for name, x in buffers.items() if x is not None]
+        for name in given:
+            check_tensor(name, buffers[name], self.device, num_entries=None)
+        self._takes_masks = a.use_cuda_graph and bool(given)
         for name in buffers:
-            if name not in given:
-                raise ValueError(f"{name} must be a tensor where {next(iter(given))} is one, got None; pass both")
-        return True
+            if self._takes_masks and name not in given:
+                raise ValueError(f"{name} must be a tensor where {given[0]} is one, got None; pass both")
 
     @PREFILL.accepts(
         "qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, "
