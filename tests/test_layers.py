@@ -14,6 +14,7 @@ LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its 
         *("errors", "spec", "state", "batch", "batch_check", "cache", "cache_layout", "allocator"),
         *("norm_rope", "intervals", "draft_trees", "reference", "version"),
     ),
+    ("triton_internals",),
     ("dispatch",),
     ("kernels",),
     ("corners", "plan", "checks", "cache_checks", "norm_rope_checks", "prefix_checks", "launch_codec"),

@@ -7,7 +7,7 @@ A verb that runs once per layer tests everything in one expression and looks for
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,13 +23,21 @@ from quire.norm_rope_checks import check_norm_rope
 from quire.spec import QUERY_DTYPES, UNBOUNDED, AttentionSpec, dtype_names
 from quire.state import State
 
-# k, v, slot_mapping, rope and qk_norm of `attention`
-NewTokens = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Rope | None, QKNorm | None]
 MAX_SPLITS = 128
 MAX_DRAFTS = 64  # of a sequence: bits of a word of `tree_bits`
 MAX_TOKENS = (1 << 31) - 1  # of a batch: cu_seqlens_q is int32
 PER_HEAD_DTYPES = (*QUERY_DTYPES, torch.float64)  # of sinks and slopes
 WORKSPACE_ALIGNMENT = 16  # bytes; kernels are compiled for it
+
+
+class NewTokens(NamedTuple):
+    """What `attention` is given of a step's new tokens, as it is given; `check_attention` checks it."""
+
+    k: torch.Tensor
+    v: torch.Tensor | None  # None only for latents without rotary columns
+    slot_mapping: torch.Tensor
+    rope: Rope | None
+    qk_norm: QKNorm | None
 
 
 class Planned(Protocol):
@@ -83,9 +91,9 @@ def check_attention(
         _explain_attention(q, cache, plan, sinks, alibi_slopes)
     if new is not None:
         num_tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
-        if new[3] is not None or new[4] is not None:
+        if new.rope is not None or new.qk_norm is not None:
             check_norm_rope(*new, cache, num_tokens)
-        check_new(*new[:3], cache, num_tokens)
+        check_new(new.k, new.v, new.slot_mapping, cache, num_tokens)
 
 
 def _is_rope(q_pe: torch.Tensor | None, q_nope: torch.Tensor, spec: AttentionSpec) -> bool:

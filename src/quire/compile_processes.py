@@ -15,19 +15,16 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 
 from quire.dispatch.device import DeviceProperties, device_properties
 from quire.empty_launches import EmptyLaunches
 from quire.kernels.launch import Launch
-from quire.kernels.stub_driver import compile_only
+from quire.kernels.launcher import compile_only
 from quire.launch_codec import decode, encode
+from quire.triton_internals import GPUTarget, cache_folder, current_target
 
 MOST = 8  # processes
 KERNELS_EACH = 4  # at least: to start a process takes as long as some kernels
@@ -86,10 +83,9 @@ def helping(warm_up: EmptyLaunches, count: int) -> Iterator[None]:
 
 def pickled(warm_up: EmptyLaunches, part: slice) -> bytes:
     """Return what a process needs to compile a part of the launches."""
-    active: Any = driver.active
     launches = [encode(launch) for launch in warm_up.launches[part]]
     properties = device_properties(warm_up.cache.device)
-    return pickle_job((active.get_current_target(), properties, replace(warm_up, launches=()), launches))
+    return pickle_job((current_target(), properties, replace(warm_up, launches=()), launches))
 
 
 def pickle_job(job: tuple[Any, ...]) -> bytes:
@@ -107,7 +103,7 @@ def first_to_lock(job: bytes, waits: bool = False) -> Iterator[bool]:
         job: whose lock it is.
         waits: whether to wait for the other process.
     """
-    path = Path(knobs.cache.dir) / f"quire-{hashlib.sha256(job).hexdigest()[:16]}.lock"
+    path = cache_folder() / f"quire-{hashlib.sha256(job).hexdigest()[:16]}.lock"
     with contextlib.ExitStack() as stack:
         try:
             import fcntl  # which Windows lacks

@@ -11,7 +11,7 @@ from quire.compile_processes import Unpickler, compile_launches, first_to_lock, 
 from quire.dispatch.device import DeviceProperties
 from quire.early_warmup import END
 from quire.empty_launches import EmptyLaunches
-from quire.kernels.stub_driver import compile_only
+from quire.kernels.launcher import compile_only
 from quire.launch_codec import encode
 from quire.service import distinct_launches, with_launches
 

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Hashable, Iterator
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class Begun(NamedTuple):
 
     process: subprocess.Popen[bytes]
     answer: IO[bytes]
-    folder: str
+    folder: Path
 
 
 BEGUN: dict[Hashable, Begun] = {}  # by the arguments of `service.distinct_launches`
@@ -46,20 +47,17 @@ def begin(blank: EmptyLaunches, bounds: tuple[Any, ...], device: torch.device) -
         bounds: the arguments of `service.distinct_launches`.
         device: of the cache to come.
     """
-    from triton import knobs
-    from triton.runtime.driver import driver
-
     from quire.compile_processes import pickle_job, start
+    from quire.triton_internals import cache_folder, current_target
 
     if bounds in BEGUN or len(BEGUN) >= MOST:
         return
-    active: Any = driver.active
     with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            target = active.get_current_target()
+            target = current_target()
         job = pickle_job((target, blank, bounds))
         answer = tempfile.TemporaryFile()  # noqa: SIM115, `wait` closes it
-        BEGUN[bounds] = Begun(start(job, "quire.early_compile", answer), answer, knobs.cache.dir)
+        BEGUN[bounds] = Begun(start(job, "quire.early_compile", answer), answer, cache_folder())
         atexit.register(kill, BEGUN[bounds].process)
 
 
@@ -83,15 +81,14 @@ def finished(bounds: tuple[Any, ...]) -> Iterator[None]:
     if begun is None:
         yield
         return
-    from triton import knobs
+    from quire.triton_internals import caching_in
 
     begun.answer.close()
     try:
         begun.process.wait(LONGEST)
     except subprocess.TimeoutExpired:
         kill(begun.process)
-    with knobs.cache.scope():
-        knobs.cache.dir = begun.folder
+    with caching_in(begun.folder):
         yield
 
 

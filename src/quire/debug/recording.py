@@ -153,7 +153,7 @@ def save(
     """
     where = check_path(path)
     check_flag("contents", contents, "the numbers are large, and may be private")
-    new: Any = k, v, slot_mapping, rope, qk_norm
+    new = NewTokens(k, v, slot_mapping, rope, qk_norm)  # pyright: ignore[reportArgumentType]
     new = None if all(part is None for part in new) else new
     check_attention(q, cache, plan, sinks, alibi_slopes, new)
     call_of(q, cache, plan, sinks, alibi_slopes, new, contents).write(where)
@@ -190,7 +190,7 @@ def call_of(
     batch = plan.batch
     stored = {name: tensors[name].detach().cpu().contiguous() for name in STORED if name in tensors}
     bounds = plan.bounds
-    rope, qk_norm = (None, None) if new is None else new[3:]
+    rope, qk_norm = (None, None) if new is None else (new.rope, new.qk_norm)
     call = Call(
         spec=plan.spec,
         bounds={
