@@ -190,9 +190,9 @@ def cuobjdump() -> Path:
 # Launching
 
 
-def launch_bound(compiled: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+def launch_bound(compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
     """Launch a compiled kernel as Triton's binder does; hooks are called."""
-    compiled[grid](*arguments)
+    compiled[(*grid, 1, 1)[:3]](*arguments)
 
 
 def launcher_of(compiled: Any) -> Any:

@@ -282,7 +282,7 @@ def launch(
         if boxes:
             set_boxes(compiled, boxes)
         named = map(meta.get, parameters(kernel)[len(arguments) :])
-        launch_bound(compiled, (*grid, 1, 1)[:3], (*arguments, *named))
+        launch_bound(compiled, grid, (*arguments, *named))
         return compiled
 
 
