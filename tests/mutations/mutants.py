@@ -700,9 +700,9 @@ OUTSIDE = {
         TRANSFORMERS + "a_layer_that_attends_twice_is_refused",
     ),
     "a launch on the current device": Mutant(
-        "kernels/launcher.py",
-        "        if device != found.device:",
-        "        if False:",
+        "triton_internals.py",
+        "is_observed() or active.get_current_device() != device:",
+        "is_observed():",
         "compile/test_relaunch.py::test_kernels_are_launched_on_the_device_of_their_tensors",
     ),
     "vLLM: padding written": Mutant(
