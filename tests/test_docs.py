@@ -183,6 +183,9 @@ def test_a_headline_counts_slower_cases_and_leaves_out_those_of_the_portable_ker
     found = HEADLINES["speedups"](rows)
     assert found == {"faster": 2.0, "slower": 0.8, "not paged": 1.5}
     assert HEADLINES["line"]("all", found) == "| all | 3 | 1.34× | 0.80× (slower) | 1 |\n"
+    assert HEADLINES["summary"]((SimpleNamespace(rows=rows), {"all": ("decode",), "others": ("prefill",)})) == (
+        "* all: 1.34× as fast over 3 cases, 0.80× at worst (slower); another library is faster in 1\n"
+    )
 
 
 def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
