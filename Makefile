@@ -40,21 +40,23 @@ unexport PYTHONDONTWRITEBYTECODE
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 3 ? 3 : 2)))
 IN_PARALLEL := -n $(PROCESSES) --dist worksteal
 
-.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-matrix list-matrix test-old-transformers test-engines test-vllm test-sglang check test-gpu test-installs sanitize clean
+.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-old-interpreter test-engines-triton test-mutants test-matrix list-matrix test-old-transformers test-newest-engines test-vllm test-sglang check test-gpu test-installs sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
-	@echo "make test      run every suite that needs no GPU, at both ends of the supported versions, two at a time; soonest: make -j2 -O test"
+	@echo "make test      run every suite that needs no GPU, with the newest versions and the oldest compiler, two at a time; soonest: make -j2 -O test"
 	@echo "make test-quick  run what answers within two minutes, while you work"
 	@echo "make test-extended  run more cases of what the tests show, which make test leaves out, on the newest versions"
-	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, and each engine; takes hours"
+	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, each engine, and test-mutants; takes hours"
+	@echo "make test-mutants  break the package in some 200 generated ways; too few that are noticed are a failure"
 	@echo "make test-installs  ask pip whether every install line can be met from PyPI alone; needs a network"
-	@echo "make dist      build wheel and source archive, install the wheel into an empty environment, run the README there"
+	@echo "make dist      build wheels and source archives, install the wheels into an empty environment, run the README there"
 	@echo "make check     run ruff, ruff format and pyright"
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
 	@echo "make docs      build the documentation site into build/site"
 	@echo "make clean     remove .venv and what builds and tests left behind"
-	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-old-transformers, test-vllm, test-sglang"
+	@echo "Parts of make test: test-newest, test-interpreter, test-old-triton, test-newest-engines"
+	@echo "Besides, a workflow runs on each push: test-old-interpreter, test-engines-triton, test-old-transformers, test-vllm, test-sglang"
 
 # pip alone. It fetches the overlays while another one installs PyTorch.
 $(VENV)/.pip:
@@ -63,11 +65,11 @@ $(VENV)/.pip:
 	@$(PIP) --upgrade pip
 	@touch $@
 
-$(VENV)/.ready: pyproject.toml | $(VENV)/.pip
+$(VENV)/.ready: pyproject.toml tools/pyproject.toml | $(VENV)/.pip
 	@echo "installing $(TORCH) into $(VENV) ..."
 	@$(PIP) $(TORCH)
-	@echo "installing Quire and the packages for its development ..."
-	@$(PIP) --editable ".[transformers,bench]" --group dev
+	@echo "installing Quire, its tools and the packages for its development ..."
+	@$(PIP) --editable ".[transformers]" --editable tools --group dev
 	@touch $@
 
 .PRECIOUS: .overlays/triton-%/.ready
@@ -106,15 +108,16 @@ demo: $(VENV)/.ready
 	$(BIN)/quire generate
 
 # Two suites run at a time, also if make is not told so. What only has to be fetched is fetched before.
-test: $(VENV)/.ready $(OLD_TRITON)/.ready $(ENGINES_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready $(SGLANG:%=.overlays/sglang-%/.ready)
+test: $(VENV)/.ready $(OLD_TRITON)/.ready $(OLD_TRANSFORMERS)/.ready $(VLLM_NEEDS)/.ready .overlays/sglang-$(lastword $(SGLANG))/.ready
 	@$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2 -O) test-suites
 
 # The longest suite begins first. At the same time, vLLM is built, and suites of engines follow one another. An engine's
 # suite is one process, since another process would import the engine again.
-test-suites: test-newest test-engines test-interpreter test-old-triton
+test-suites: test-newest test-newest-engines test-interpreter test-old-triton
 
-test-engines: $(VENV)/.ready
-	@env -u MAKEFLAGS make --no-print-directory --keep-going --output-sync=target test-vllm test-sglang test-old-transformers
+test-newest-engines: $(VENV)/.ready
+	@env -u MAKEFLAGS make --no-print-directory --keep-going --output-sync=target BUT="and not slow" \
+		test-vllm-$(lastword $(VLLM)) test-sglang-$(lastword $(SGLANG))
 
 INTERPRETED := tests/kernels tests/bench/test_naive.py tests/bench/test_measure.py tests/integrations tests/engines/test_transformers.py \
 	tests/test_api.py tests/test_service.py tests/test_recipes.py tests/mutations
@@ -134,60 +137,47 @@ test-extended: $(VENV)/.ready $(OLD_TRITON)/.ready
 	$(PYTEST) $(IN_PARALLEL) -m extended
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) -m extended $(INTERPRETED)
 	@echo "== Triton 3.6.0: all cases of the compile suite for Hopper GPUs, of attention for one of AMD's, and the interpreter"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "($(HOPPER)) or ($(ON_AMD))"
-	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST))"
-
-# These few take a sixth of the interpreter's time for kernels. They run on the newest Triton alone.
-LONGEST := whole_space or long_sequences or many_states or how_a_prompt or looks_at_at_once or past_the_end or faster_interpreter
-# Of the remaining time, these take most: they are many cases of what others show once. The last three are Gluon in the
-# simulator, which takes nothing from Triton that differs between versions.
-LONGER := one_query_each or small_values or small_scales or full_tiles or quantised_caches or rest_of_the_batch or not_finite \
-	or (by_a_second_launch and not decode) or far_strides or two_levels or several_bands or test_cuts or test_order_of_work_tiles \
-	or (hopper_simulator and not test_features) or folds_states or (rounded_once and not everything) or rotates_is_a_rotation \
-	or (appends_is_a_write and (prompts or cut or invariant))
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "hopper or amd"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels
 
 # Two minutes of two cores: no compiler, not PyTorch's either, no engine, no mutants, no benchmark, few processes, and
 # every kernel in the interpreter.
-NOT_QUICK := compile engines mutations bench tuning test_generate.py test_examples.py test_cli.py test_distributed.py test_site.py \
-	test_doctor.py test_bad_input_packages.py test_packaging.py
-SLOW := inductor or hostile_values or broken_header or importing_quire or at_import or without_a_home or opcheck
-SLOW_KERNELS := in_any_order or half_to_even or do_not_depend_on_the_batch or tanh
+NOT_QUICK := compile engines mutations bench tuning
+BY_DEFAULT := not extended and not network
 test-quick: $(VENV)/.ready
-	$(PYTEST) $(IN_PARALLEL) $(NOT_QUICK:%=--ignore tests/%) -k "not ($(SLOW))"
-	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -k "not ($(LONGEST) or $(LONGER) or $(SLOW_KERNELS))"
+	$(PYTEST) $(IN_PARALLEL) $(NOT_QUICK:%=--ignore tests/%) -m "$(BY_DEFAULT) and not slow"
+	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -m "$(BY_DEFAULT) and not slow"
 
-# Tests of launches and schedules, of kernels that other tests run.
-SAME_KERNELS := test_invariance or test_combine_launch or test_offsets or test_shared_prefix or test_work_tile or test_schedule
+# Each kind of Gluon kernel: the newest Triton takes twice the time to compile one, and leaves most to this one.
+test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
+	@echo "== Triton 3.6.0: compile suite"
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "$(BY_DEFAULT) and (each_kind or amd)"
 
-# All cases for Hopper GPUs.
-HOPPER := (sm90 or the_hopper_kernel or for_hopper_gpus or products_of_latents or wgmma or wide_values) and not sees_a_spill
-# Of these, each kind of Gluon kernel, and a launch of each other kernel. The newest Triton compiles the others by default.
-EACH_KIND := (the_hopper_kernel and not without) or mla_kernel_for_hopper_gpus_does_not or products_of_latents or wgmma or wide_values \
-	or (attention_compiles and sm90) or (a_relaunch_passes and sm90-plain) or (writes_new_tokens and sm90 and e4m3) \
-	or (rotates_new_tokens and sm90 and how2) or (attention_over_latents and sm90-bfloat16-decode) or (rotates_before and sm90) \
-	or (writes_copies and sm90) or (in_flight and sm90 and 128-False) or sm90_finds_what_was_compiled_early \
-	or (same_instructions and sm90)
-# Attention on one of AMD's GPUs.
-ON_AMD := gfx942 and attention_compiles
-test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready $(ENGINES_TRITON)/.ready
-	@echo "== Triton 3.6.0: interpreter, then compile suite"
-	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -k "not ($(LONGEST) or $(LONGER) or $(SAME_KERNELS))"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -k "$(EACH_KIND) or ($(ON_AMD))"
+test-old-interpreter: $(VENV)/.ready $(OLD_TRITON)/.ready
+	@echo "== Triton 3.6.0: interpreter"
+	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py -m "$(BY_DEFAULT) and not slow and not one_triton"
+
+test-engines-triton: $(VENV)/.ready $(ENGINES_TRITON)/.ready
 	@echo "== Triton 3.8.0: compile suite"
-	PYTHONPATH=$(ENGINES_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -k "$(EACH_KIND)"
+	PYTHONPATH=$(ENGINES_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "$(BY_DEFAULT) and each_kind"
 
-# The ends and a middle of every range of versions that is served. It takes hours, so a nightly workflow runs it.
+test-mutants: $(VENV)/.ready
+	@echo "== generated mutants"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations --count $(MUTANTS)
+MUTANTS ?= 200
+
+# The ends and a middle of every range of versions that is served, and mutants. It takes hours, so a nightly workflow runs it.
 MATRIX := $(TRITON_MATRIX:%=test-triton-%) $(VLLM_MATRIX:%=test-vllm-%) $(SGLANG_MATRIX:%=test-sglang-%) \
-	$(TRANSFORMERS_MATRIX:%=test-transformers-%)
+	$(TRANSFORMERS_MATRIX:%=test-transformers-%) test-mutants
 test-matrix: $(MATRIX)
 list-matrix:
 	@$(PYTHON) -c 'import json, sys; print(json.dumps(sys.argv[1:]))' $(MATRIX)
 test-triton-%: $(VENV)/.ready .overlays/triton-%/.ready
 	@echo "== Triton $*: all cases of the compile suite for Hopper GPUs, then the interpreter"
-	PYTHONPATH=.overlays/triton-$* $(PYTEST) $(IN_PARALLEL) tests/compile -m "" -k "$(HOPPER)"
+	PYTHONPATH=.overlays/triton-$* $(PYTEST) $(IN_PARALLEL) tests/compile -m hopper
 	PYTHONPATH=.overlays/triton-$* TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels tests/test_api.py
 
-# `make test` runs the oldest, and the newest in .venv. TRANSFORMERS_MATRIX has the middle too.
+# .venv has the newest. TRANSFORMERS_MATRIX has the middle too.
 test-old-transformers: test-transformers-$(OLD_TRANSFORMERS:.overlays/transformers-%=%)
 test-transformers-%: $(VENV)/.ready .overlays/transformers-%/.ready
 	@echo "== Transformers $*"
@@ -202,10 +192,10 @@ test-vllm-$(lastword $(VLLM)): BITS := tests/engines/test_vllm_bits.py
 RUNNER := tests/engines/test_vllm_v2.py
 test-vllm-$(firstword $(VLLM)): RUNNER :=
 # The oldest leaves out a few that take long, and that show less of what differs between versions.
-test-vllm-$(firstword $(VLLM)): BUT := and not (script_that_measures or many_requests or any_width or choice_reaches or int8_with_scales)
+test-vllm-$(firstword $(VLLM)): BUT := and not slow
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
-	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k "vllm $(BUT)"
+	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k vllm -m "$(BY_DEFAULT) $(BUT)"
 	$(if $(BITS),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) $(BITS))
 	$(if $(RUNNER),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) $(RUNNER))
 
@@ -217,7 +207,8 @@ test-installs: $(VENV)/.ready
 dist: $(VENV)/.ready
 	rm -rf dist
 	$(BIN)/python -m build
-	$(BIN)/python scripts/try_wheel.py dist/*.whl $(TORCH)
+	$(BIN)/python -m build tools --outdir dist
+	$(BIN)/python scripts/try_wheel.py dist/quire-*.whl dist/quire_tools-*.whl $(TORCH)
 
 test-sglang: $(SGLANG:%=test-sglang-%)
 test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
@@ -225,14 +216,14 @@ test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
 	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_kit.py tests/engines/test_sglang_scheduler.py
 
 check: $(VENV)/.ready
-	$(BIN)/ruff check src tests scripts examples
-	$(BIN)/ruff format --check src tests scripts examples
+	$(BIN)/ruff check src tools tests scripts examples
+	$(BIN)/ruff format --check src tools tests scripts examples
 	$(BIN)/pyright
 
 PY ?= $(BIN)/python
 GPU_JOBS ?= 8
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
-	PYTHONPATH=src $(PY) -m pytest -m "" -p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
+	PYTHONPATH=src:tools/src $(PY) -m pytest -m "" -p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
 
 # The pages are built from Markdown and docstrings: nothing of Quire is imported, so no torch is installed.
 $(DOCS)/.ready: pyproject.toml
@@ -254,4 +245,4 @@ sanitize: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 	$(SANITIZE) --tool racecheck $(PY) scripts/sanitize.py --portable
 
 clean:
-	rm -rf $(VENV) .overlays build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) .overlays build dist src/*.egg-info tools/build tools/src/*.egg-info .pytest_cache .hypothesis .ruff_cache

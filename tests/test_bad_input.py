@@ -1003,6 +1003,7 @@ def test_the_calls_are_right_before_anything_is_replaced(name):
     assert CALLS[name].confirm(arguments, function(**arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "name"), CASES, ids=lambda word: word.replace(" ", "_"))
 def test_hostile_values_are_refused_or_served_rightly(call, name):
     torch.manual_seed(0)

@@ -30,7 +30,10 @@ from tests.test_bad_input import (
     within_budget,
 )
 
-pytestmark = pytest.mark.skipif(interprets(), reason="the interpreter runs kernels, which do not look at contents")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(interprets(), reason="the interpreter runs kernels, which do not look at contents"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

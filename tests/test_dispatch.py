@@ -16,6 +16,7 @@ import torch
 
 import quire
 from quire.cli import main
+from quire.compile_ahead.launches import launches_within
 from quire.dispatch import tree as trees
 from quire.dispatch import tree_file
 from quire.dispatch.config import CostModel, HopperConfig, KernelConfig
@@ -41,12 +42,10 @@ from quire.dispatch.tree_file import (
     load_tree,
     shipped_trees,
 )
-from quire.kernels.hopper.choice import splits_in_rounds
 from quire.kernels.launch import kernels_of
 from quire.kernels.shared_prefix.launch import levels_of
 from quire.launch_codec import decode, decode_options
 from quire.plan import decide, decide_launch
-from quire.service import launches_within
 from quire.targets import TARGETS
 from tests.extended import extended
 
@@ -81,18 +80,6 @@ def test_a_tree_says_for_which_memory_it_is_or_serves_any(user_trees):
     own_tree(user_trees, properties={k: v for k, v in asdict(PROPERTIES).items() if k != "memory_gbps"})
     trees.forget_trees()
     assert [len(trees.fitted_trees(device)) for device in (PROPERTIES, slower)] == [1, 1]
-
-
-def test_large_batches_on_e4m3_have_three_programs_on_an_sm_where_memory_is_fast():
-    def tile(keys, seqs, gbps, head_dim=128):
-        spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim, kv_dtype=torch.float8_e4m3fn)
-        device = replace(PROPERTIES, num_sms=132, memory_gbps=gbps)
-        config, _ = select(spec, device, *rounded(spec, device, 1, keys, seqs))
-        return config.block_n, config.programs_per_sm
-
-    assert [tile(2048, 32, gbps) for gbps in (4917, 3352)] == [(128, 2), (64, 2)]
-    assert [tile(4096, 128, gbps) for gbps in (4917, 3352)] == [(128, 3), (64, 3)]
-    assert [tile(4096, 128, gbps, 64) for gbps in (4917, 3352)] == [(128, 3), (128, 2)]
 
 
 def test_a_user_s_own_tree_comes_first_where_it_was_fitted(user_trees):
@@ -135,59 +122,14 @@ def test_batch_invariant_tiles_have_as_many_keys_for_every_number_of_queries():
     def of(queries, num_tokens=None, seq_len=8192, **options):
         return decided(queries, seq_len, num_tokens or queries, 1, batch_invariant=True, **options)
 
-    few = [of(queries) for queries in (1, 4, 8, 16, 64)]
+    few, short = [of(queries) for queries in (1, 4, 8, 16, 64)], of(1, seq_len=40)
     prompt, forced = of(2048), of(64, kernel="hopper")
     assert [launch.config.block_m for launch in few] == [16, 16, 32, 64, 128]
     assert {launch.name for launch in few} == {"split_kv"}
     assert (prompt.name, prompt.fallback.name, forced.name) == ("hopper", "block", "hopper")
-    tiles = {launch.config.block_n for launch in (*few, prompt, prompt.fallback, forced)}
-    splits = {launch.fixed_split_size for launch in (*few, prompt, prompt.fallback, forced)}
+    tiles = {launch.config.block_n for launch in (*few, short, prompt, prompt.fallback, forced)}
+    splits = {launch.fixed_split_size for launch in (*few, short, prompt, prompt.fallback, forced)}
     assert len(tiles) == len(splits) == 1 and splits.pop() % tiles.pop() == 0
-
-
-def test_short_batch_invariant_prompts_have_row_blocks_for_most_of_the_device():
-    def of(num_tokens):
-        launch = decided(num_tokens, num_tokens, num_tokens, 1, batch_invariant=True)
-        return launch.name, getattr(launch.config, "block_m", None)
-
-    assert [of(n) for n in (128, 256, 512)] == [("block", 32), ("block", 64), ("hopper", None)]
-
-
-def test_large_states_of_splits_are_folded_by_another_launch_where_row_blocks_are_few():
-    def has_combine_launch(queries, seq_len, num_seqs=1):
-        return decided(queries, seq_len, queries * num_seqs, num_seqs, batch_invariant=True).has_combine_launch
-
-    assert [has_combine_launch(1, keys) for keys in (1024, 8192, 131072)] == [False, False, True]
-    assert [has_combine_launch(64, keys) for keys in (512, 1024, 8192)] == [False, True, True]
-    assert [has_combine_launch(16, *rest) for rest in ((8192,), (4096, 4))] == [True, True]
-    assert not has_combine_launch(4, 2048, 16)
-    # 32 row blocks of 8 KV heads fill the device: others attend while one program folds.
-    assert [has_combine_launch(8, 4096, num_seqs) for num_seqs in (8, 32)] == [True, False]
-    assert [has_combine_launch(1, 131072, num_seqs) for num_seqs in (8, 32)] == [True, False]
-    decoding = decided(2048, 32768, 4126, 32, batch_invariant=True).decode  # concurrent with the Hopper kernel
-    assert decoding.max_decode_queries and not decoding.has_combine_launch
-
-
-def test_a_launch_that_runs_with_the_hopper_kernel_combines_by_itself():
-    spec = replace(SPEC, num_q_heads=64, num_kv_heads=4, head_dim=128)
-    alone, _ = decide(Request(spec, 8, True, Bounds(1, 8192, 8), PROPERTIES), Options())
-    mixed, _ = decide(Request(spec, 9, True, Bounds(512, 32768, 520), PROPERTIES), Options())
-    assert (alone.name, mixed.name, mixed.decode.max_decode_queries) == ("split_kv", "hopper", 1)
-    assert (alone.has_combine_launch, mixed.decode.has_combine_launch) == (True, False)
-    assert alone.combine_cost == alone.costs.combine_launch_cost < mixed.decode.combine_cost
-    assert mixed.decode.combine_cost == mixed.decode.costs.combine_cost
-
-
-def test_sequences_with_fewer_queries_than_the_longest_one_count_as_row_blocks():
-    """A second launch combines the partials of a few sequences, whichever of them have drafts."""
-
-    def has_combine_launch(num_seqs, queries, num_tokens):
-        launch, _ = decide(Request(SPEC, num_seqs, True, Bounds(queries, 8192, num_tokens), PROPERTIES), Options())
-        assert launch.name == "split_kv"
-        return launch.has_combine_launch
-
-    assert has_combine_launch(8, 1, 8) and has_combine_launch(5, 4, 8)
-    assert not has_combine_launch(32, 1, 32) and not has_combine_launch(32, 1, 8) and not has_combine_launch(32, 4, 35)
 
 
 def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_a_time():
@@ -206,58 +148,6 @@ def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_
     # Both have three parts of 128, of which one launch has no column in common.
     even, uneven = of(384), of(344)
     assert even.constexprs() == uneven.constexprs() and even.compile_keys() != uneven.compile_keys()
-
-
-def test_the_hopper_kernel_serves_heads_of_up_to_512_in_parts_of_their_values():
-    def made(head_dim, head_dim_v=None, **bounds):
-        spec = quire.AttentionSpec(num_q_heads=8, num_kv_heads=4, head_dim=head_dim, head_dim_v=head_dim_v or head_dim)
-        with compile_for(TARGETS["sm90"].properties, on_compile=None):
-            batch = quire.Batch(*(torch.zeros(shape, dtype=torch.int32) for shape in ((8, 1024), 8, 9)))
-            return quire.plan(spec, batch, **{"max_query_len": 700, "max_seq_len": 9000} | bounds)
-
-    plan = made(512, num_tokens=2000)
-    assert plan.launch.column_parts == 2 and plan.launch.config.block_n == 32
-    assert plan.launch.cut_bytes == 4 * 128 * plan.launch.cut_slots * (256 + 2) > 0
-    chunk = made(512, max_query_len=24, num_tokens=8 * 24)
-    assert chunk.launch.num_splits == 2 and chunk.launch.num_work_tiles(8 * 24) == 8 * 4 * 2
-    assert made(512, 256).launch.column_parts == made(264, 256).launch.column_parts == 1
-    assert made(128, 512).kernel == "hopper"
-    assert made(512, max_query_len=16, num_tokens=8 * 16).kernel == "split_kv"  # 32 rows of a sequence
-    assert made(512, max_query_len=40, num_tokens=8 * 40, max_seq_len=60).kernel == "block"  # few rows on few keys
-    plan = made(320)
-    assert (plan.kernel, plan.launch.column_parts, plan.launch.part_width, plan.launch.last_part) == (
-        "hopper",
-        2,
-        192,
-        128,
-    )
-    for head_dim, parts, stages in ((512, 4, 2), (384, 3, 3), (320, 3, 5)):
-        plan = made(head_dim, batch_invariant=True)
-        assert plan.kernel == "hopper" and plan.launch.column_parts == parts
-        assert (plan.launch.config.block_n, plan.launch.config.num_stages) == (32, stages)
-
-
-def test_batch_invariant_tiles_of_wide_heads_have_all_keys_where_there_is_room():
-    """Shorter ones elsewhere, and the same for every number of queries."""
-
-    def tile(target, queries=(1, 8, 64, 2048), **extra):
-        spec = quire.AttentionSpec(**{"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256} | extra)
-        configs = [
-            decide(
-                Request(spec, 1, q > 1, Bounds(q, 8192, q), TARGETS[target].properties), Options(batch_invariant=True)
-            )[0].config
-            for q in queries
-        ]
-        (keys,) = {config.block_n for config in configs}
-        return keys, configs[0].num_warps
-
-    assert tile("sm90") == tile("sm100") == (64, 8)
-    assert tile("sm90", head_dim=192) == tile("sm90", head_dim=128, head_dim_v=256) == (64, 8)
-    assert tile("sm80") == tile("gfx950") == (32, 4)  # of sm80, shared memory has no room for 32 rows and 64 keys
-    assert tile("sm86") == tile("gfx942") == (16, 4)
-    assert tile("sm90", kv_dtype=torch.float8_e4m3fn) == (32, 4)
-    assert tile("sm90", head_dim=512) == tile("sm90", head_dim=512, head_dim_v=256) == (32, 8)
-    assert tile("sm80", head_dim=512) == tile("sm90", head_dim=512, kv_dtype=torch.float8_e4m3fn) == (16, 8)
 
 
 def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
@@ -598,6 +488,7 @@ def test_variables_say_where_the_trees_are(variables, expected, tmp_path, monkey
     assert "mine.json tree at" in why
 
 
+@pytest.mark.slow
 def test_a_user_without_a_home_directory_has_no_trees():
     """As in containers with arbitrary user ids: neither HOME nor an entry in the list of users."""
     environment = {name: value for name, value in os.environ.items() if name != "HOME"}
@@ -607,6 +498,7 @@ def test_a_user_without_a_home_directory_has_no_trees():
     assert done.stdout.startswith("generic tree at")
 
 
+@pytest.mark.slow
 def test_no_tree_is_read_at_import(user_trees):
     """A broken tree of the user's warns when something is planned for a GPU, not before."""
     (user_trees / "broken.json").write_text("{")
@@ -693,14 +585,6 @@ def test_unknown_devices_have_the_generic_tree():
     assert config.shared_memory(SPEC) <= unknown.shared_memory
 
 
-def test_the_choice_of_the_hopper_kernel_is_the_tree_s():
-    unknown = replace(PROPERTIES, num_sms=77)
-    prefers = {q: prefers_hopper(SPEC, unknown, *rounded(SPEC, unknown, q, 4096, q)) for q in (1, 4, 5, 8, 9, 4096)}
-    assert prefers == {1: False, 4: False, 5: True, 8: True, 9: True, 4096: True}
-    prefers = {q: prefers_hopper(SPEC, unknown, *rounded(SPEC, unknown, q, 64, 16 * q)) for q in (8, 32, 64)}
-    assert prefers == {8: False, 32: True, 64: True}
-
-
 def test_features_are_bounds_rounded_up():
     seen = rounded(SPEC, PROPERTIES, 5, 1000, 70)
     assert seen == (32, 32, 1024, 8)
@@ -770,123 +654,16 @@ def test_without_a_gpu_there_is_nothing_to_tune(capsys):
         pytest.skip("there is a GPU")
     assert main(["tune", "--quick"]) == 2
     assert "must have a GPU" in capsys.readouterr().err
-    assert "quire.tuning.sweep" in sys.modules
+    assert "quire_tools.tuning.sweep" in sys.modules
 
 
-BOTH_BY_BOTH = list(itertools.product((False, True), repeat=2))
-BF16, E4M3, E5M2, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "kv_dtype", "short", "allow_fp8", "fields"),
-    [  # of the config: num_warpgroups, block_n, num_stages, num_q_stages, num_quantised_stages, fp8_mma
-        (64, BF16, False, False, (2, 128, 4, 2, 0, False)),
-        (128, BF16, False, False, (2, 128, 2, 2, 0, False)),
-        (128, BF16, False, True, (2, 128, 2, 2, 0, False)),
-        (256, BF16, False, False, (2, 64, 2, 1, 0, False)),
-        (64, BF16, True, False, (1, 64, 4, 2, 0, False)),
-        (128, BF16, True, False, (1, 64, 2, 2, 0, False)),
-        (256, BF16, True, False, (2, 64, 2, 1, 0, False)),
-        *[(64, kv, *yes, (2, 128, 3, 2, 2, False)) for kv in (E4M3, E5M2, INT8) for yes in BOTH_BY_BOTH],
-        *[(128, kv, *yes, (2, 128, 2, 2, 1, False)) for kv in (E5M2, INT8) for yes in BOTH_BY_BOTH],
-        *[(128, E4M3, short, False, (2, 128, 2, 2, 1, False)) for short in (False, True)],
-        *[(128, E4M3, short, True, (2, 128, 3, 2, 2, True)) for short in (False, True)],
-    ],
-)  # fmt: skip
-def test_which_configuration_of_the_hopper_kernel_serves_a_spec(head_dim, kv_dtype, short, allow_fp8, fields):
-    num_warpgroups, *rest = fields
-    heads_of = {1: 1, 2: 2, 3: 1, 6: 2, 8: 8, 12: 4, 16: 16, 48: 16}  # by group size
-    for group_size, heads in heads_of.items():
-        spec = quire.AttentionSpec(
-            num_q_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, kv_dtype=kv_dtype, allow_fp8=allow_fp8
-        )
-        expected = HopperConfig(num_warpgroups, 64 * num_warpgroups // heads, *rest)
-        assert hopper_config(spec, PROPERTIES, short, 4096, False) == expected
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "fields", "short_fields"),
-    [  # of the config: num_warpgroups, block_n, num_stages, num_q_stages
-        (40, 64, (2, 128, 4, 2), (1, 64, 4, 2)),
-        (64, 72, (2, 128, 2, 2), (1, 64, 2, 2)),
-        (112, 16, (2, 128, 2, 2), (1, 64, 2, 2)),
-        (192, 128, (2, 128, 2, 1), (2, 64, 3, 2)),
-        (192, 136, (2, 96, 2, 1), (2, 96, 2, 1)),
-        (128, 192, (2, 96, 2, 1), (2, 96, 2, 1)),
-        (200, 16, (2, 64, 2, 1), (2, 64, 2, 1)),
-        (16, 200, (2, 64, 2, 1), (2, 64, 2, 1)),
-    ],
-)
-def test_every_width_has_a_configuration_of_the_hopper_kernel(head_dim, head_dim_v, fields, short_fields):
-    spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim_v)
-    for short, (num_warpgroups, *rest) in ((False, fields), (True, short_fields)):
-        heads = spec.group_size & -spec.group_size
-        expected = HopperConfig(num_warpgroups, 64 * num_warpgroups // heads, *rest)
-        assert hopper_config(spec, PROPERTIES, short, 4096, False) == expected
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "page_size", "queries", "keys", "extra", "tiles"),
-    [  # sequences of equal lengths; keys and rows of a box
-        (192, 16, 4096, 4096, {}, (96, 16)),
-        (144, 48, 300, 3000, {}, (96, 16)),
-        (192, 64, 4096, 4096, {}, (96, 32)),
-        (192, 192, 4096, 4096, {"sliding_window": 2000}, (96, 32)),
-        (192, 16, 512, 512, {}, (64, 16)),
-        (192, 16, 16, 16384, {}, (64, 16)),
-        (192, 16, 64, 8192, {}, (64, 16)),  # whose keys are split
-        (192, 16, 4096, 4096, {"sliding_window": 1000}, (64, 16)),
-        (192, 16, 4096, 4096, {"softcap": 30.0}, (64, 16)),
-        (192, 8, 4096, 4096, {}, (64, 0)),  # boxes of eight rows are slower than rows one by one
-        (128, 8, 4096, 4096, {"kv_dtype": torch.float8_e4m3fn}, (128, 8)),  # whose rows have half of the bytes
-        (192, 7, 4096, 4096, {}, (64, 0)),
-        (192, 1072, 4096, 4096, {}, (64, 16)),
-        (256, 16, 4096, 4096, {}, (64, 16)),
-        (128, 16, 4096, 4096, {}, (128, 16)),
-    ],
-)
-def test_which_tiles_of_wide_heads_are_large(head_dim, page_size, queries, keys, extra, tiles):
-    spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim, **extra)
-    launch, _ = decide(Request(spec, 2, True, Bounds(queries, keys, 2 * queries), PROPERTIES), Options(kernel="hopper"))
-    cache = quire.PagedKVCache.empty(spec, 1, page_size)
-    config = launch.config_of(cache)
-    assert (config.block_n, launch.boxes(cache)[0]) == tiles
-    # Stages of smaller tiles have as many bytes in all, if a sequence has more rows than a work tile.
-    assert config.num_stages == (3 if tiles[0] == 64 and head_dim == 192 and queries > 16 else 2)
-    ragged = Bounds(queries, keys, queries + 1)
-    launch, _ = decide(Request(spec, 2, True, ragged, PROPERTIES), Options(kernel="hopper"))
-    assert launch.config_of(cache).block_n in (64, 128)
-
-
-@pytest.mark.parametrize(
-    ("group_size", "queries", "ragged", "heads_and_queries"),
-    [
-        (5, 4096, False, (1, 128)),
-        (5, 16, False, (5, 25)),
-        (5, 64, False, (5, 25)),
-        (5, 128, False, (1, 128)),
-        (5, 256, True, (5, 25)),
-        (7, 16, False, (7, 18)),
-        (7, 1024, True, (7, 18)),
-        (3, 32, False, (3, 42)),
-        (9, 32, False, (9, 14)),
-        (9, 8, False, (9, 14)),
-        (11, 8, False, (11, 11)),
-        (11, 2048, False, (1, 128)),
-        (6, 2048, False, (2, 64)),
-        (4, 8, True, (4, 32)),
-        (13, 4096, True, (1, 128)),
-        (16, 1, False, (16, 8)),
-        (32, 1, False, (32, 4)),
-        (128, 1, False, (128, 1)),
-        (128, 2, False, (128, 1)),
-    ],
-)
-def test_work_tiles_have_the_heads_that_waste_fewest_rows(group_size, queries, ragged, heads_and_queries):
-    spec = replace(SPEC, num_q_heads=2 * group_size, num_kv_heads=2)
-    config = hopper_config(spec, PROPERTIES, False, queries, ragged)
-    assert (config.heads(group_size), config.block_t) == heads_and_queries
-    assert not config.apart
+def test_every_width_of_a_16_bit_cache_has_a_configuration_of_the_hopper_kernel():
+    for head_dim, head_dim_v, short in itertools.product(range(16, 513, 8), (16, 72, 128, 200, 512), (False, True)):
+        spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim_v)
+        assert isinstance(hopper_config(spec, PROPERTIES, short, 4096, False), HopperConfig), (head_dim, head_dim_v)
 
 
 @pytest.mark.parametrize(
@@ -902,13 +679,6 @@ def test_warpgroups_with_tokens_of_their_own_have_equally_many(group_size, queri
         replace(config, num_warpgroups=1, block_t=8)
     with pytest.raises(ValueError, match="apart must be False with num_warpgroups 2 and block_t 7"):
         replace(config, block_t=7)
-
-
-@pytest.mark.parametrize(("num_tokens", "apart"), [(30, True), (2048, True), (2049, False)])
-def test_warpgroups_have_tokens_of_their_own_where_sequences_have_few_on_average(num_tokens, apart):
-    bounds = Bounds(512, 30000, num_tokens)
-    launch, _ = decide(Request(SPEC, 10, True, bounds, PROPERTIES), Options(kernel="hopper"))
-    assert launch.config.num_warpgroups == 2 and launch.config.apart == launch.constexprs()["APART"] == apart
 
 
 def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
@@ -934,27 +704,6 @@ def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "lens", "section_heads"),
-    [
-        (16, (4096,), None),  # so few heads are one section
-        (128, (4096,), 16),
-        (128, (1024,) * 8, 16),
-        (128, (2048,), 32),  # so that a section has three work tiles for each SM
-        (128, (256,), None),
-        (128, (128,) * 64, None),  # a work tile has all queries of a sequence
-        (67, (4096,), None),  # a prime number
-    ],
-)
-def test_many_kv_heads_are_attended_to_in_sections(kv_heads, lens, section_heads):
-    spec = replace(SPEC, num_q_heads=kv_heads, num_kv_heads=kv_heads, head_dim=192, head_dim_v=128)
-    bounds = Bounds(max(lens), max(lens), sum(lens))
-    launch, _ = decide(Request(spec, len(lens), True, bounds, PROPERTIES), Options(kernel="hopper"))
-    assert launch.section_heads == section_heads
-    assert launch.section == section_heads
-    assert replace(launch, section_heads=None).compile_keys() != replace(launch, section_heads=1).compile_keys()
-
-
-@pytest.mark.parametrize(
     ("reason", "target", "changes"),
     [
         ("GPUs other than Hopper", "sm80", {}),
@@ -967,296 +716,6 @@ def test_many_kv_heads_are_attended_to_in_sections(kv_heads, lens, section_heads
 def test_what_the_hopper_kernel_does_not_serve(reason, target, changes):
     for short in (False, True):
         assert hopper_config(replace(SPEC, **changes), TARGETS[target].properties, short, 4096, False) == reason
-
-
-def test_tiles_are_no_longer_than_what_a_query_sees_where_that_is_little():
-    def config(max_query_len, max_seq_len, num_seqs=1, **changes):
-        bounds = Bounds(max_query_len, max_seq_len, num_seqs * max_query_len)
-        request = Request(replace(SPEC, **changes), num_seqs, max_query_len > 1, bounds, PROPERTIES)
-        chosen = decide(request, Options(kernel="portable"))[0].config
-        return chosen.block_m, chosen.block_n, chosen.num_stages
-
-    assert [config(1, keys) for keys in (1, 16, 17, 33, 64)] == [(16, n, 1) for n in (16, 16, 32, 64, 64)]
-    assert config(1, 65)[2] > 1
-    assert config(1, 65, sliding_window=30) == (16, 32, 1)
-    assert [config(40, 40, num_seqs)[0] for num_seqs in (1, 64)] == [16, 128]  # row blocks, unless there are many
-    wide = {"head_dim": 136, "head_dim_v": 136}
-    assert [config(20, 20, num_seqs, **wide)[0] for num_seqs in (8, 128)] == [16, 64]
-    bounds = Bounds(1, 40, 1)
-    invariant = Request(SPEC, 1, False, bounds, PROPERTIES), Options(batch_invariant=True)
-    longer = Request(SPEC, 1, False, replace(bounds, max_seq_len=4096), PROPERTIES), invariant[1]
-    assert decide(*invariant)[0].config == decide(*longer)[0].config
-
-
-def test_equal_prompts_of_wide_heads_have_tall_tiles_from_769_queries_and_keys_on():
-    def block_n(max_query_len, max_seq_len, num_tokens=0, **fields):
-        spec = replace(SPEC, num_q_heads=16, num_kv_heads=16, **{"head_dim": 192, "head_dim_v": 128} | fields)
-        bounds = Bounds(max_query_len, max_seq_len, num_tokens or 8 * max_query_len)
-        return decide(Request(spec, 8, True, bounds, PROPERTIES), Options(kernel="hopper"))[0].config.block_n
-
-    assert [block_n(n, n) for n in (700, 768, 769, 1024, 1025)] == [64, 64, 128, 128, 128]
-    assert block_n(128, 1000) == block_n(1024, 1024, num_tokens=2000) == 64  # few queries, or sequences that differ
-    assert block_n(1024, 1024, sliding_window=300) == 64
-    assert block_n(1024, 1024, head_dim=128) == 64  # no wide head
-
-
-def test_wide_heads_with_more_rows_than_a_small_tile_go_to_the_hopper_kernel():
-    """Unless a query sees few keys, or the batch has few rows: the portable kernels pad heads to 256 columns."""
-    wide = replace(SPEC, num_q_heads=64, num_kv_heads=4, head_dim=256, head_dim_v=256)
-
-    def launch(max_query_len, max_seq_len, num_seqs, num_tokens=0, spec=wide):
-        bounds = Bounds(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len)
-        return decide(Request(spec, num_seqs, True, bounds, PROPERTIES), Options())[0]
-
-    few = launch(5, 16384, 2)
-    assert few.name == "hopper" and few.num_splits == 15 and few.num_work_tiles(10) == 8
-    assert [launch(5, keys, 2).num_splits for keys in (512, 513, 900)] == [1, 5, 8]
-    assert launch(4, 4096, 32).name == "hopper"
-    ragged = launch(5, 32888, 43, 130)
-    assert ragged.name == "hopper" and ragged.cut_slots > 0
-    assert launch(1, 4096, 32).name == "split_kv"
-    two_heads = replace(wide, num_q_heads=8)
-    assert launch(4, 4096, 8, spec=two_heads).name == "split_kv"  # 8 rows of a sequence
-    assert launch(4, 30, 32).name == "block"
-    assert launch(4, 4096, 32, spec=replace(wide, sliding_window=30)).name in ("block", "split_kv")
-    narrow = replace(wide, head_dim=128, head_dim_v=128)
-    assert launch(5, 16384, 2, spec=narrow).num_splits == 15
-    assert launch(2, 16384, 2, spec=narrow).name == "split_kv"  # 32 rows of a sequence
-
-
-def test_work_tiles_suit_the_exact_number_of_queries_of_equal_sequences():
-    heads = replace(SPEC, num_q_heads=18, num_kv_heads=2, head_dim=200, head_dim_v=200)
-
-    def tile(queries, num_tokens):
-        launch = decide(Request(heads, 5, True, Bounds(queries, 19669, num_tokens), PROPERTIES), Options())[0]
-        return launch.heads, launch.config.block_t
-
-    assert tile(661, 5 * 661) == (9, 14)  # 48 work tiles of a KV head, not 54
-    assert tile(1024, 5 * 1024) == (1, 128)
-
-
-def test_a_few_short_sequences_have_a_program_for_each_tile():
-    assert decided(1, 256, 1, 1).num_partitions == 4
-    assert decided(1, 200, 3, 3).num_partitions == 3 * 4
-    assert {decided(1, 256, n, n).name for n in (4, 32)} == {"block"}
-    assert decided(1, 128, 1, 1).name == "block"
-    assert decided(1, 256, 1, 1).combine_cost == 0 < decided(1, 512, 1, 1).combine_cost
-
-
-def test_ragged_batches_of_few_queries_on_long_contexts_are_cut_by_keys():
-    heads = {"num_q_heads": 10, "num_kv_heads": 2, "head_dim": 24, "head_dim_v": 24}
-
-    def launch(max_query_len, max_seq_len, num_tokens, kernel="portable", **changes):
-        bounds = Bounds(max_query_len, max_seq_len, num_tokens)
-        request = Request(replace(SPEC, **heads | changes), 58, True, bounds, PROPERTIES)
-        return decide(request, Options(kernel=kernel))[0]
-
-    ragged = launch(155, 42161, 1500)
-    assert (ragged.name, ragged.num_partitions) == ("split_kv", ragged.capacity)
-    assert launch(155, 42161, 58 * 155).name != "split_kv"  # equal ones
-    assert launch(155, 8000, 1500).name != "split_kv"  # no long context
-    assert launch(155, 42161, 1500, sliding_window=1000).name != "split_kv"  # of which a query sees little
-    # The Hopper kernel cuts those with enough rows for its tiles.
-    tall, low = launch(155, 42161, 1500, kernel=None), launch(6, 42161, 300, kernel=None)
-    assert tall.name == "hopper" and tall.cut_slots > 0 and tall.fallback.name == low.name == "split_kv"
-    assert launch(7, 42161, 300, kernel=None).name == "hopper"
-    e4m3 = {"kv_dtype": torch.float8_e4m3fn, "head_dim": 128, "head_dim_v": 128}
-    names = [launch(queries, 42161, tokens, kernel=None, **e4m3).name for queries, tokens in ((7, 300), (155, 1500))]
-    assert names == ["split_kv", "hopper"]
-
-
-def test_a_short_window_is_a_short_context():
-    def config(window, **options):
-        bounds = Bounds(4096, 4096, 4096)
-        request = Request(replace(SPEC, sliding_window=window), 1, True, bounds, PROPERTIES, **options)
-        return decide(request, Options())[0].config
-
-    assert [config(window).num_warpgroups for window in (128, 512, 513, 1024, None)] == [1, 1, 2, 2, 2]
-    assert config(128, has_intervals=True).num_warpgroups == 2  # instead of the window, the intervals count
-
-
-def test_chunks_whose_windows_are_a_short_context_have_one_warpgroup():
-    """A row block of 16 tokens sees a window and 15 keys more."""
-
-    def num_warpgroups(window):
-        request = Request(replace(SPEC, sliding_window=window), 2, True, Bounds(64, 16384, 128), PROPERTIES)
-        return decide(request, Options())[0].config.num_warpgroups
-
-    assert [num_warpgroups(window) for window in (600, 1008, 1009)] == [1, 1, 2]
-
-
-def test_row_blocks_that_see_few_keys_of_a_window_are_not_cut():
-    heads = {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 16}
-
-    def name(window, max_seq_len):
-        bounds = Bounds(86, max_seq_len, 86)
-        request = Request(replace(SPEC, **heads, sliding_window=window), 1, True, bounds, PROPERTIES)
-        return decide(request, Options(kernel="portable"))[0].name
-
-    assert [name(29, 173), name(29, 2000), name(1500, 2000)] == ["block", "block", "split_kv"]
-
-
-def test_few_rows_of_wide_heads_go_to_the_portable_kernels_where_sms_would_be_idle():
-    heads = {"num_q_heads": 8, "num_kv_heads": 4, "head_dim": 216, "head_dim_v": 216}
-
-    def name(queries, num_seqs, **changes):
-        bounds = Bounds(queries, 381, queries * num_seqs)
-        return decide(Request(replace(SPEC, **heads | changes), num_seqs, True, bounds, PROPERTIES), Options())[0].name
-
-    assert [name(queries, 2) for queries in (28, 32, 33)] == ["split_kv", "split_kv", "hopper"]
-    assert name(32, 40) == "hopper"
-    assert name(28, 2, head_dim=128, head_dim_v=128) == "hopper"
-
-
-def test_equal_sequences_have_no_spare_row_blocks():
-    """Of six sequences of two row blocks, each SM but a few would have none, so they are cut."""
-    heads = {"num_q_heads": 8, "num_kv_heads": 4, "head_dim": 216, "head_dim_v": 216}
-
-    def name(num_tokens):
-        request = Request(replace(SPEC, **heads), 6, True, Bounds(16, 450, num_tokens), PROPERTIES)
-        return decide(request, Options(kernel="portable"))[0].name
-
-    assert [name(num_tokens) for num_tokens in (96, 95)] == ["split_kv", "block"]
-
-
-def test_short_prompts_with_wide_heads_go_to_the_hopper_kernel():
-    """Even where the portable kernels would cut them, since work tiles are few."""
-    heads = {"num_q_heads": 11, "num_kv_heads": 1, "head_dim": 216, "head_dim_v": 216}
-
-    def name(max_seq_len, **changes):
-        bounds = Bounds(357, max_seq_len, 600)
-        return decide(Request(replace(SPEC, **heads | changes), 3, True, bounds, PROPERTIES), Options())[0].name
-
-    assert name(378) == "hopper"
-    assert name(378, head_dim=128, head_dim_v=128, kv_dtype=torch.float8_e4m3fn) == "split_kv"
-    assert name(1024) == "hopper" and name(1025) == "hopper"  # which cuts long contexts itself
-
-
-def test_keys_are_split_where_work_tiles_of_prompts_are_few():
-    def launch(max_query_len, max_seq_len, num_seqs=1, num_tokens=None):
-        device = replace(PROPERTIES, num_sms=128)
-        return decided(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len, num_seqs, device)
-
-    chunk = launch(64, 16384)
-    assert chunk.name == "hopper"
-    assert chunk.num_splits == 8
-    assert "num_splits 8" in str(chunk)
-    assert chunk.fallback.name == "split_kv"
-    assert chunk.scratch_size().total >= chunk.fallback.scratch_size().total
-    assert chunk.scratch_size() == launch(128, 9999).scratch_size()  # one workspace serves both
-    assert chunk.scratch_size() != launch(512, 16384).scratch_size()
-    assert launch(64, 2048).num_splits == 8
-    assert launch(64, 1200).num_splits == 5  # two tiles each, but for the last one
-    assert [launch(n, 16384).name for n in (8, 9)] == ["split_kv", "hopper"]
-    assert [launch(n, 16384).num_splits for n in (9, 31, 32, 128, 256, 512, 4096)] == [15, 15, 15, 4, 2, 1, 1]
-    assert launch(64, 16384, num_seqs=2).num_splits == 4
-    few = launch(64, 16384, num_seqs=3, num_tokens=70)  # some of them may be decoding
-    assert few.name == "hopper" and few.num_splits == 7 and few.cut_slots == 0 and few.decode is None
-    assert few.split_rows >= 70 * 32 * 7
-    # A chunk that is most of the work would have a decode launch, too, if its keys were not split.
-    chunk = launch(130, 16384, num_seqs=2, num_tokens=131)
-    assert chunk.name == "hopper" and chunk.num_splits == 3 and chunk.decode is None
-    ragged = launch(64, 16384, num_seqs=8, num_tokens=300)
-    assert ragged.name == "hopper" and ragged.num_splits == 1 < ragged.cut_slots and ragged.decode is None
-    assert launch(64, 1024).num_splits == 4 and launch(64, 1024, num_seqs=4).num_splits == 1
-    assert launch(300, 1024).num_splits == 1
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "bounds", "num_warpgroups", "has_decode_launch"),
-    [
-        (9, (512, 4096, 520), 1, False),
-        (9, (512, 8192, 520), 1, False),
-        (17, (1024, 8192, 2064), 1, False),
-        (17, (1024, 16384, 2064), 1, False),
-        (17, (1024, 16385, 2064), 2, False),
-        (17, (2048, 8192, 2064), 2, False),  # the prompt may be a chunk, and most of the work
-        (17, (2049, 8192, 2065), 2, True),
-        (17, (1024, 8192, 4200), 2, False),  # several chunks
-        (8, (2048, 8192, 2055), 2, True),  # a large chunk among few
-        (2, (2048, 8192, 3500), 2, True),
-    ],
-    ids=str,
-)
-def test_on_long_contexts_decoding_sequences_have_a_launch_where_prompts_may_be_most_of_the_work(
-    num_seqs, bounds, num_warpgroups, has_decode_launch
-):
-    """And programs have one warpgroup where decoding sequences are most of the work."""
-    launch, _ = decide(Request(SPEC, num_seqs, True, Bounds(*bounds), PROPERTIES), Options())
-    assert (launch.name, launch.config.num_warpgroups) == ("hopper", num_warpgroups)
-    assert (launch.decode is not None) == has_decode_launch
-    assert launch.config.apart == (num_warpgroups == 2 and bounds[2] <= 128 * num_seqs)
-
-
-def test_few_queries_take_the_hopper_kernel_with_one_warpgroup():
-    """Unless the portable kernels would cut keys and this kernel leaves SMs idle, or there is little to do."""
-
-    def launch(max_query_len, max_seq_len, num_seqs, num_tokens=None, kernel=None, **changes):
-        bounds = Bounds(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len)
-        return decide(Request(replace(SPEC, **changes), num_seqs, True, bounds, PROPERTIES), Options(kernel=kernel))[0]
-
-    for batch in ((16, 300, 4), (16, 1000, 16), (8, 1000, 64), (8, 300, 16), (16, 64, 64), (32, 300, 1)):
-        few = launch(*batch)
-        assert (few.name, few.config.num_warpgroups, few.num_splits) == ("hopper", 1, 1), batch
-    assert launch(16, 64, 4).name == "block"
-    assert launch(32, 4000, 16).config.num_warpgroups == 2  # 128 rows
-    assert [launch(8, keys, 1).name for keys in (512, 513)] == ["hopper", "split_kv"]  # 32 rows, eight work tiles
-    assert [launch(4, 1000, 64).name, launch(8, 200, 16).name] == ["split_kv", "block"]
-    # Keys of chunks are split if SMs would be idle.
-    assert [launch(16, keys, 1).num_splits for keys in (511, 512, 1000)] == [1, 4, 8]
-    assert launch(16, 1000, 1).config.num_warpgroups == 1
-    # Most sequences of a ragged batch have fewer rows than the one with the most.
-    assert [launch(n, 9000, 64, 1200).config.num_warpgroups for n in (32, 33)] == [1, 2]
-    # The loop for capped scores is faster so, with a softcap that needs no maximum.
-    narrow = {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0}
-    assert [launch(2048, 2048, 1, **narrow | of).config.num_warpgroups for of in ({}, {"softcap": 51.0})] == [1, 2]
-    assert launch(16, 1000, 16, kv_dtype=torch.float8_e4m3fn).name == "split_kv"
-
-
-def test_chunks_have_splits_with_which_rounds_of_programs_end_together():
-    def launch(max_query_len, max_seq_len, num_seqs=1, num_tokens=0, **changes):
-        bounds = Bounds(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len)
-        return decide(Request(replace(SPEC, **changes), num_seqs, True, bounds, PROPERTIES), Options())[0]
-
-    # For 120 programs: five splits of 72 work tiles take three rounds, and three of 136 take four. 120 need none.
-    work_tiles = [launch(queries, 16384).num_work_tiles(queries) for queries in (288, 480, 520, 1000)]
-    assert work_tiles == [72, 120, 136, 256]
-    assert [launch(queries, 16384).num_splits for queries in (288, 480, 520, 1000)] == [5, 1, 3, 1]
-    assert launch(160, 16384, 2).num_splits == launch(320, 16384).num_splits == 3
-    assert [launch(288, keys).num_splits for keys in (1152, 4096, 6000)] == [1, 1, 3]  # splits cost time themselves
-    assert launch(288, 1100).num_splits == 1  # no chunk: row blocks see different numbers of keys
-    assert launch(288, 16384, 2, 300).num_splits == 1 and launch(288, 16384, sliding_window=1024).num_splits == 1
-    # There is room for the states of four rounds, of two if values have 256 columns, and of one if they have 512.
-    rows = [launch(288, 16384).split_rows, launch(160, 16384).split_rows, launch(16, 16384).split_rows]
-    assert rows == [4 * 128 * 120, 4 * 128 * 120, 64 * 120]
-    wide = {"head_dim": 256, "head_dim_v": 256}
-    assert launch(288, 16384, **wide).split_rows == 2 * 128 * 120
-    assert launch(520, 16384, **wide).num_splits == 1 and launch(288, 16384, **wide).num_splits == 3
-    for queries in range(20, 700, 13):
-        one = launch(queries, 30000)
-        assert one.num_splits * queries * SPEC.num_q_heads <= max(one.split_rows, queries * SPEC.num_q_heads)
-
-
-def test_more_splits_are_taken_only_for_a_tenth_of_the_time():
-    """Of 100 programs. A work tile costs 192 keys, and a partial 512."""
-    assert splits_in_rounds(60, 100, 100_000, 1, 15) == 5  # three rounds of a fifth
-    assert splits_in_rounds(60, 100, 100_000, 1, 4) == 3
-    assert splits_in_rounds(60, 100, 2_000, 1, 15) == 1
-    assert splits_in_rounds(45, 100, 100_000, 2, 15) == 2  # with 11, 0.97 of the time
-    assert splits_in_rounds(300, 100, 100_000, 1, 0) == 1
-
-
-def test_windows_of_few_keys_have_one_warpgroup_if_its_rounds_have_fewer_keys():
-    """Heads of 32 in groups of 13: nine queries fill a work tile of two warpgroups, and four one of one."""
-
-    def config(sliding_window, num_seqs=112, max_query_len=102):
-        spec = replace(SPEC, num_q_heads=26, num_kv_heads=2, head_dim=32, head_dim_v=32, sliding_window=sliding_window)
-        bounds = Bounds(max_query_len, 1725, num_seqs * max_query_len)
-        launch, _ = decide(Request(spec, num_seqs, True, bounds, PROPERTIES), Options(kernel="hopper"))
-        return launch.config.num_warpgroups, launch.config.block_n
-
-    assert [config(window) for window in (21, 61, 128)] == [(1, 64)] * 3  # 24 or 25 rounds of 64 to 192 keys
-    assert config(240) == (2, 128)  # 23 rounds of two tiles of 128 keys are fewer keys than 25 of five of 64
 
 
 def test_intervals_take_the_hopper_kernel_where_a_band_does():
@@ -1273,40 +732,6 @@ def test_intervals_take_the_hopper_kernel_where_a_band_does():
             assert seen.fallback.request.has_intervals
             assert band.decode is None or seen.decode is not None
             assert seen.decode is None or seen.decode.request.has_intervals
-
-
-@pytest.mark.parametrize(
-    ("extra", "bounds", "warpgroups", "has_decode_launch"),
-    [
-        ({}, Bounds(1024, 4096, 3000), 1, False),
-        ({}, Bounds(2048, 4096, 3000), 1, False),
-        ({}, Bounds(2049, 4096, 3000), 2, False),
-        ({}, Bounds(1024, 4097, 3000), 2, False),
-        ({}, Bounds(1025, 4097, 3000), 2, True),  # a chunk on a long context may be most of the work
-        ({}, Bounds(300, 4096, 1024), 1, False),
-        ({}, Bounds(300, 4096, 1025), 2, False),  # most of the ten sequences may be chunks on long contexts
-        ({}, Bounds(600, 4096, 3000), 1, False),
-        ({}, Bounds(5, 900, 20), 1, False),
-        ({"num_q_heads": 24, "num_kv_heads": 4, "head_dim": 192}, Bounds(1024, 4096, 3000), 2, False),
-        ({"num_q_heads": 48, "num_kv_heads": 2, "head_dim": 192}, Bounds(1024, 4096, 3000), 2, True),  # 12 of 24 heads
-        ({"num_q_heads": 24, "num_kv_heads": 4, "head_dim": 192}, Bounds(1024, 9000, 3000), 2, False),
-        ({"num_q_heads": 16, "head_dim": 256}, Bounds(1024, 4096, 3000), 2, False),
-        ({"num_q_heads": 16, "head_dim": 256}, Bounds(2048, 4097, 3000), 2, False),
-        ({"num_q_heads": 16, "head_dim": 256}, Bounds(2049, 4097, 3000), 2, True),
-        ({"kv_dtype": torch.float8_e4m3fn}, Bounds(1024, 4096, 3000), 2, True),
-    ],
-    ids=str,
-)
-def test_where_decoding_sequences_of_a_mixed_batch_have_a_launch_of_their_own(
-    extra, bounds, warpgroups, has_decode_launch
-):
-    spec = quire.AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128} | extra)
-    request = Request(spec, 10, True, bounds, PROPERTIES)
-    launch, _ = decide(request, Options(kernel="hopper"))
-    assert launch.config.num_warpgroups == warpgroups
-    assert (launch.decode is not None) == has_decode_launch == (launch.max_decode_queries > 0)
-    seen, _ = decide(replace(request, has_intervals=True), Options(kernel="hopper"))
-    assert seen.decode is not None or bounds.max_seq_len < 1024
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,10 @@ SECONDS = 60
 PAGE = 4
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32}
 LENS = ((1, 37), (1, 1), (1, 8), (1, 0), (1, 50))
-pytestmark = pytest.mark.skipif(interprets(), reason="two processes run the CPU path; kernels are tested elsewhere")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(interprets(), reason="two processes run the CPU path; kernels are tested elsewhere"),
+]
 
 
 # Each case runs on both ranks.

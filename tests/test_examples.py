@@ -35,6 +35,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS)
 def test_an_example_shows_what_it_claims(name, capsys, monkeypatch):
     """In this process: another one would import PyTorch again."""

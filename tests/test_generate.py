@@ -20,6 +20,8 @@ from quire.cli.exit_codes import BAD_ARGUMENTS, INTERRUPTED
 from quire.integrations import transformers as integration
 from tests.extended import extended
 
+pytestmark = pytest.mark.slow
+
 SHORT = ["generate", "--device", "cpu", "--prompt", "import ", "--max-new-tokens", "3"]
 
 
@@ -56,8 +58,8 @@ def test_a_terminal_shows_the_last_line_of_each_text():
     model, tokenizer = generate.load(None, "float32", "cpu")
     integration.use(model)
     ids = [tokenizer(prompt)["input_ids"] for prompt in ("import ", "def f(x):\n")]
-    sampling = generate_engine.Sampling(4, 0.0)
-    generated = generate_engine.stream(model, tokenizer, ["import ", "def f(x):\n"], ids, sampling, 16, console)
+    config = generate_engine.generation_config(model, 4, 0.0)
+    generated = generate_engine.stream(model, tokenizer, ["import ", "def f(x):\n"], ids, config, 16, console)
     assert [len(tokens) for tokens in generated] == [4, 4]
     assert "import" in console.file.getvalue() and "8/8" in console.file.getvalue()
 

@@ -8,7 +8,7 @@ import torch
 import quire
 from quire.integrations import flash_attn
 from quire.testing import make_problem, random_norm_rope
-from tests.extended import extended
+from tests.extended import extended, slow
 
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=24, dtype=torch.float32, sinks=True)
 
@@ -33,7 +33,7 @@ def problem():
     return p, plan, k, v, slots
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", slow("inductor")])
 def test_compiled_is_eager(backend):
     """The first use of inductor takes ten seconds: it compiles PyTorch's C++ headers, for every later use."""
     p, plan, k, v, slots = problem()
@@ -165,7 +165,7 @@ def latent_step(q, new, slots, cache, plan):
     ("backend", "kind"),
     [
         *(("aot_eager", kind) for kind in LATENTS),
-        *(("inductor", kind) if kind == "e4m3" else extended("inductor", kind) for kind in LATENTS),
+        *(slow("inductor", kind) if kind == "e4m3" else extended("inductor", kind) for kind in LATENTS),
     ],
 )
 def test_compiled_is_eager_for_latents(backend, kind):
@@ -187,6 +187,7 @@ def test_one_tensor_of_queries_to_latents_under_compile():
     torch.testing.assert_close(compiled(p.q), quire.attention(p.q, p.cache, plan))
 
 
+@pytest.mark.slow
 def test_opcheck_of_latents():
     p, plan, q, new, slots = latent_problem("float32")
     clean, b = p.cache.latents.nan_to_num(), p.batch
@@ -213,6 +214,7 @@ def test_out_and_lse_under_compile():
     torch.testing.assert_close(lse, expected.lse)
 
 
+@pytest.mark.slow
 def test_opcheck():
     p, plan, k, v, slots = problem()
     clean = quire.PagedKVCache(

@@ -111,6 +111,7 @@ def test_verbs_are_annotated_and_take_few_positional_arguments(name):
     assert all(p.annotation is not p.empty for p in positional)
 
 
+@pytest.mark.slow
 def test_importing_quire_imports_torch_and_nothing_else():
     code = (
         "import sys, torch; before = set(sys.modules); import quire;"
@@ -120,6 +121,7 @@ def test_importing_quire_imports_torch_and_nothing_else():
     assert done.stdout.split() == ["quire"]
 
 
+@pytest.mark.slow
 def test_importing_quire_touches_no_device():
     code = (
         "import torch; torch.cuda.init = torch.cuda._lazy_init = None; import quire;"

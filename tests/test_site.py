@@ -16,6 +16,8 @@ import quire.testing
 from quire.integrations import flashinfer
 from tests.extended import extended
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 HOOKS = runpy.run_path(str(ROOT / "scripts/site_hooks.py"))
@@ -97,7 +99,7 @@ def shown(pages: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("script", [extended("draw_tour.py"), "draw_states.py"])
 def test_figures_can_be_drawn_again(script, tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need quire[bench]")
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
     # In a process of its own: the interpreter is chosen when Triton is imported.
     subprocess.run([sys.executable, "-W", "ignore", ROOT / "scripts" / script, "--output", tmp_path], check=True)
     assert {path.name for path in tmp_path.iterdir()} == shown(FIGURES[script])

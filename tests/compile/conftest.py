@@ -7,6 +7,14 @@ from triton.runtime.jit import JITFunction
 from quire import targets
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is compiled for Hopper GPUs, where the case says so. Tests of their kernels alone say it themselves."""
+    for item in items:
+        if getattr(item, "callspec", None) and item.callspec.params.get("target") == "sm90":
+            item.add_marker("hopper")
+
+
 @pytest.fixture
 def first_stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict, str]]:
     """Collect (name, constexprs and options, IR) of what is compiled in the test, up to Triton's first IR.

@@ -38,10 +38,10 @@ from quire.kernels.hopper.work_tile import power_of_two
 from quire.kernels.split_kv import kernel as split_kv
 from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.targets import TARGETS, Launch, compiling
-from quire.tuning.space import hinted
+from quire_tools.tuning.space import hinted
 from tests.compile import launches, loops
 from tests.compile.launches import TUNED
-from tests.extended import extended
+from tests.extended import each_kind, extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -82,7 +82,10 @@ CASES = [  # a kernel takes seconds, so each launch is a test, which two process
     pytest.param(
         *(target, features, batch, dim),
         id=f"{target}-{features}-{batch}-{dim}",
-        marks=[pytest.mark.extended] if launches.is_extended(target, features, batch, dim) else [],
+        marks=[
+            *([pytest.mark.extended] if launches.is_extended(target, features, batch, dim) else []),
+            *({"sm90": [pytest.mark.each_kind], "gfx942": [pytest.mark.amd]}.get(target, [])),
+        ],
     )
     for target in TARGETS
     for features in launches.COMPILED
@@ -103,6 +106,8 @@ def of_tritons_in_use(test: Callable) -> Callable:
     return test if triton.__version__ in (launches.OLDEST, launches.OF_ENGINES) else pytest.mark.extended(test)
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "max_seq_len", "featured"),
@@ -132,6 +137,8 @@ def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, he
         assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(("group_size", "queries", "heads"), [extended(5, 16, 5), extended(7, 64, 7)])
 def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, heads):
@@ -143,6 +150,8 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
     assert compiled[0].spills <= ON_THE_STACK["hopper_kernel"], compiled[0]
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len"),
@@ -177,6 +186,8 @@ def test_the_hopper_kernel_that_gathers_rows_compiles_and_fits(extra, page_size,
 INTERVALS = ("key_begin", "key_end")
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("batch", "head_dim", "extra", "page_size"),
@@ -209,6 +220,8 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
         assert not loops.count_kinds(loop)["local memory"]
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len", "num_tokens", "on_the_stack"),
@@ -264,6 +277,8 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
             assert loops.count_kinds(loop)["conversions"] == plan.launch.config.block_n // 4
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize("head_dim", [64, 128, extended(256)], ids="sm90-{}".format)
 def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim, assembled):
@@ -301,6 +316,7 @@ def reads_no_range(published, stage):
     gl.static_assert(False, "intervals")
 
 
+@pytest.mark.hopper
 def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch, first_stages):
     """The first stage, which reads its source, does not meet their functions, where it converts tiles either."""
     replaced = (
@@ -336,7 +352,7 @@ def test_every_target_and_every_feature_has_its_turn():
     is_oldest = triton.__version__ == launches.OLDEST
     others = [target for target in TARGETS if target not in TUNED]
     rotation = [case for case in CASES if case.values[1:] not in KNOWN_SPILLS]
-    by_default = {case.values[:2] for case in rotation if not case.marks}
+    by_default = {case.values[:2] for case in rotation if pytest.mark.extended not in case.marks}
     every = {case.values[:2] for case in rotation}
     assert {target for target, features in every if features == "plain"} == set(TARGETS)
     assert {target for target, features in every if features != "plain"} == set(TARGETS)
@@ -414,6 +430,8 @@ def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
             assert ("!tt.ptr<i8>" in text) == (features == E4M3_OUTPUT and not native)
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("batch", "head_dim", "extra"),
@@ -440,6 +458,8 @@ def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, hea
     assert attends and not any(loops.count_kinds(loop)["local memory"] for loop in attends)
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 def test_an_output_in_e4m3_of_the_hopper_kernel_for_latents_is_refused_before_a_launch(first_stages):
     spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1)
     cache = quire.PagedKVCache.empty(spec, 4, 64)
@@ -499,10 +519,10 @@ def test_products_in_fp8_change_nothing_on_targets_without_them(target):
     ("target", "features", "head_dim", "batch_invariant"),
     [
         extended("sm90", "plain", 64, False),
-        ("sm90", "plain", 128, False),
+        each_kind("sm90", "plain", 128, False),
         extended("sm90", "plain", 256, False),
         extended("sm90", "plain", 128, True),
-        ("sm90", "e4m3", 128, False),
+        each_kind("sm90", "e4m3", 128, False),
         extended("sm90", "e4m3", 256, True),
         ("sm90", "plain", 256, True),
         extended("sm80", "plain", 256, True),
@@ -573,6 +593,8 @@ def test_batch_invariant_prompts_on_fp8_numbers_in_pairs_fit(target, lens, heads
     assert kernel.spills <= on_the_stack[triton.__version__ != launches.OLDEST] + MORE_ON_THE_STACK, kernel
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("head_dim", "on_the_stack", "in_loop"),
@@ -595,6 +617,8 @@ def test_the_hopper_kernel_of_batch_invariant_plans_fits_with_wide_heads(head_di
         assert loops.count_kinds(loop)["local memory"] <= in_loop[is_newer], loops.describe(loop)
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("queries", "num_q_heads", "head_dim"),
@@ -637,6 +661,8 @@ def test_states_of_splits_are_folded_without_spills(target, queries, seq_len):
     assert compiled[1].spills == 0 and compiled[1].num_warps == 1, compiled[1]
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 def test_batch_invariant_prompts_with_wide_values_fit():
     spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=256, dtype=torch.bfloat16)
@@ -646,7 +672,7 @@ def test_batch_invariant_prompts_with_wide_values_fit():
 
 
 APPENDS = [  # a tuned target has every kind of cache and of batch, others one
-    *(("sm90", "decode, 64", 128, features) for features in ("plain", "e4m3")),
+    ("sm90", "decode, 64", 128, "plain"), each_kind("sm90", "decode, 64", 128, "e4m3"),
     ("sm90", "drafts", 128, "trees"), ("sm90", "decode, split", 256, "MQA"),
     extended("sm90", "decode, short", 64, "plain"), extended("sm90", "drafts", 128, "e4m3"),
     ("gfx942", "decode, 64", 128, "e4m3"), extended("gfx942", "drafts", 64, "plain"),
@@ -678,7 +704,7 @@ def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target
 
 ROTATIONS = [  # batch, width, features, and what is rotated: by default, all of a head, NeoX's pairs, with a norm
     extended("sm90", "decode, 64", 128, "plain", {}), ("sm90", "decode, 64", 128, "e4m3", {}),
-    ("sm90", "decode, 64", 128, "plain", {"rotary_dim": 96, "interleaved": True, "qk_norm": False}),
+    each_kind("sm90", "decode, 64", 128, "plain", {"rotary_dim": 96, "interleaved": True, "qk_norm": False}),
     extended("sm90", "drafts", 128, "e4m3", {"rotary_dim": 64}), ("sm90", "decode, split", 256, "MQA", {"rope": False}),
     extended("gfx942", "decode, 64", 128, "e4m3", {}), extended("gfx942", "drafts", 64, "plain", {"interleaved": True}),
     extended("sm80", "decode, 64", 128, "plain", {}), ("sm80", "decode, split", 64, "plain", {"qk_norm": False}),
@@ -710,7 +736,7 @@ def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(
 
 
 @pytest.mark.parametrize(
-    ("target", "features"), [("sm90", "plain"), extended("sm80", "e4m3"), ("gfx942", "int8 per token")]
+    ("target", "features"), [each_kind("sm90", "plain"), extended("sm80", "e4m3"), ("gfx942", "int8 per token")]
 )
 def test_the_kernel_that_rotates_before_attention_compiles_and_does_not_spill(target, features):
     wanted = launches.FEATURES[features]
@@ -797,6 +823,7 @@ def test_a_launch_without_a_part_has_none_of_its_code(part, batch, features, mon
     assert whole == cut
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(("num_q_heads", "allow_fp8"), [(16, False), (128, False), (128, True)])
 def test_the_mla_kernel_for_hopper_gpus_takes_fp8_latents_without_a_scale(num_q_heads, allow_fp8, first_stages):
     """The first stage puts 1 for it. A test below compiles the kernel with a scale to the end."""
@@ -813,7 +840,11 @@ def test_the_mla_kernel_for_hopper_gpus_takes_fp8_latents_without_a_scale(num_q_
 
 @pytest.mark.parametrize(
     ("target", "share"),
-    [case for x in TARGETS for case in ((x, 9) if x in WRITTEN else extended(x, 9), extended(x, 3))],
+    [
+        case
+        for x in TARGETS
+        for case in ((each_kind(x, 9) if x == "sm90" else (x, 9)) if x in WRITTEN else extended(x, 9), extended(x, 3))
+    ],
 )
 def test_writes_copies_and_merges_compile_and_do_not_spill(target, share):
     """Each target compiles a share of the features, one of the widths and two of the kinds of latents, in turn."""
@@ -879,7 +910,11 @@ LATENTS_MAY_SPILL = ("records", "records, float16", "odd widths")
 @pytest.mark.parametrize(
     ("target", "features", "batch"),
     [
-        extended(target, *launch) if launch in launches.MORE_LATENT_LAUNCHES.get(target, ()) else (target, *launch)
+        (
+            extended(target, *launch)
+            if launch in launches.MORE_LATENT_LAUNCHES.get(target, ())
+            else (each_kind if (target, *launch) == ("sm90", "bfloat16", "decode") else pytest.param)(target, *launch)
+        )
         for target in TARGETS
         for launch in launches.LATENT_LAUNCHES[target]
     ],
@@ -922,6 +957,8 @@ def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
     assert 2 * config.block_n * row <= tiles < 2.2 * config.block_n * row, kernel
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("num_q_heads", "kv_dtype"),
@@ -944,6 +981,8 @@ def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
     assert all(c.spills <= on_the_stack.get(c.kernel, 0) for c in compiled), compiled
 
 
+@pytest.mark.hopper
+@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize("num_q_heads", [16, 128])
 def test_fp8_products_of_latents_compile_for_more_than_32_rows(num_q_heads):

@@ -1,6 +1,7 @@
 """Products and sums are fused, or not, as Quire says, whatever Triton's default is."""
 
 import ast
+import itertools
 import re
 import struct
 from collections.abc import Callable
@@ -14,12 +15,13 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 import quire
+import quire_tools
 from quire import api, targets
 from quire.dispatch.device import COMPILER_OPTIONS
 from quire.kernels.launcher import launch
 from quire.targets import TARGETS, Launch, compiling
 from tests.compile import launches
-from tests.extended import extended
+from tests.extended import each_kind, extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -61,6 +63,7 @@ def launch_every_kernel() -> None:
     api.norm_rope_and_write(inputs["q"], inputs["q"].clone(), *new, **launches.norm_rope_of(plan))
 
 
+@pytest.mark.hopper
 def test_every_kernel_of_sm90_asks_for_fusion_itself(monkeypatch, first_stages):
     """Not by Triton's default. Tests compile with several Tritons, whose defaults differ."""
     asked, run = {}, JITFunction.run
@@ -81,7 +84,8 @@ def test_every_kernel_of_sm90_asks_for_fusion_itself(monkeypatch, first_stages):
 def test_no_launch_outside_of_the_launcher_leaves_fusion_to_triton():
     """A launch is `kernel[grid](...)`. Those of `quire bench` do not go through the launcher."""
     left = []
-    for file in Path(quire.__file__).parent.rglob("*.py"):
+    packages = [Path(package.__file__).parent for package in (quire, quire_tools)]
+    for file in itertools.chain.from_iterable(package.rglob("*.py") for package in packages):
         for node in ast.walk(ast.parse(file.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)):
                 continue
@@ -112,7 +116,7 @@ def instructions(call: Callable[[], None], target: str, fused: bool, monkeypatch
     return [re.sub(r"(?m)\s*([;#]|//|\.loc|\.file).*$", "", text) for text in texts]
 
 
-@pytest.mark.parametrize("target", ["sm90", extended("gfx942")])
+@pytest.mark.parametrize("target", [each_kind("sm90"), extended("gfx942")])
 def test_writes_and_copies_have_the_same_instructions_with_and_without_fusion(target, monkeypatch):
     """So their bits do not depend on it."""
     for features in ("plain", "int8 per token"):

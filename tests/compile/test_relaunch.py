@@ -31,7 +31,7 @@ from quire.kernels.views import Partials
 from quire.plan import make_plan
 from quire.targets import TARGETS
 from tests.compile import launches
-from tests.extended import extended
+from tests.extended import each_kind, extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -122,7 +122,12 @@ IS_OLDEST = triton.__version__ == launches.OLDEST
 # Kernels for prompts on Hopper GPUs take longest to compile.
 OF_HOPPER = (*launches.OUT_OF_TURN, "fp8 products")
 LONG = [case for case in ROTATION if case[0] == "sm90" and case[1] in OF_HOPPER]
-CASES = [extended(*case) if launches.is_extended(*case) or case in LONG else case for case in ROTATION]
+CASES = [
+    extended(*case)
+    if launches.is_extended(*case) or case in LONG
+    else (each_kind if case[:2] == ("sm90", "plain") else pytest.param)(*case)
+    for case in ROTATION
+]
 of_hopper = pytest.param if IS_OLDEST else extended
 CASES += [extended("sm90", "pages of 1, flat", "chunk, split", 128)]
 E4M3_OUTPUT = "sinks, lse, e4m3 output"

@@ -137,6 +137,7 @@ def test_the_page_has_what_the_backends_answer():
     assert {name: row for name, row in mine.items() if set(row.values()) != {script["NOT_ASKED"]}} == answers
 
 
+@pytest.mark.slow
 def test_the_choice_reaches_processes_that_have_loaded_no_plug_in():
     """One process for all picklers: it imports vLLM, which takes seconds."""
     picklers = (pickle.dumps, cloudpickle.dumps, ForkingPickler.dumps)
@@ -841,6 +842,7 @@ def quantised(module, query, key, value, attention_mask, scaling, **others):
     return (scores.masked_fill(out_of_sight, float("-inf")).softmax(-1) @ values).transpose(1, 2), None
 
 
+@pytest.mark.slow
 def test_int8_with_scales_per_token_writes_the_tokens_of_attention_to_rounded_keys(tmp_path):
     model = make_model("llama", tmp_path)
     exact = [greedy(model, p) for p in prompts()]
@@ -859,6 +861,7 @@ def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attenti
     assert cached >= 2 * 64  # tokens that were not computed again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "head_dim"), [("llama", 72), ("gemma2", 256), ("llama", 512)])
 def test_heads_of_any_width_write_the_tokens_of_eager_attention(name, head_dim, tmp_path):
     """Full and sliding layers; 72 is no power of two."""
@@ -984,6 +987,7 @@ def test_two_processes_that_share_heads_or_layers_write_the_tokens_of_eager_atte
     assert generated == [[greedy(model, p) for p in prompts()]]
 
 
+@pytest.mark.slow
 def test_many_requests_of_random_lengths_leave_nothing_behind(tmp_path):
     model = make_model("llama", tmp_path)
     llm = engine(tmp_path, max_num_seqs=32, max_num_batched_tokens=64, num_gpu_blocks_override=40)

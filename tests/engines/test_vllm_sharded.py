@@ -273,6 +273,7 @@ def test_two_processes_that_share_contexts_write_the_tokens_of_eager_attention(t
     assert generated == [[greedy(model, p) for p in prompts()]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of vLLM's workers, as above
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the script itself is run; this is a model for a CPU")
 def test_the_script_that_measures_compares_tokens_and_times_steps_with_shared_contexts(tmp_path, monkeypatch):

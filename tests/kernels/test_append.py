@@ -97,9 +97,10 @@ def trees(batch: quire.Batch, num_tokens: int) -> quire.Batch:
 
 
 REPEATING = "several row blocks, cut", "split keys", "e4m3", "bidirectional"  # what other cases have one by one
+SLOW = "drafts, cut", "several row blocks, cut", "batch-invariant", "prompts"
 
 
-@pytest.mark.parametrize("name", some_extended([*IN_ONE_LAUNCH, *IN_TWO_LAUNCHES], REPEATING))
+@pytest.mark.parametrize("name", some_extended([*IN_ONE_LAUNCH, *IN_TWO_LAUNCHES], REPEATING, SLOW))
 def test_a_step_that_appends_is_a_write_and_a_step(name, device, options):
     features, lens, chosen, problem = (IN_ONE_LAUNCH | IN_TWO_LAUNCHES)[name]
     p, plan = solve(features, lens, options(**chosen), **problem, device=device)
@@ -180,6 +181,7 @@ def test_new_keys_and_values_of_any_dtype_go_into_a_quantised_cache(dtypes, devi
     check(p, plan, new | {"k": new["k"].to(dtypes[0]), "v": new["v"].to(dtypes[1])})
 
 
+@pytest.mark.slow
 @settings(max_examples=25 if torch.cuda.is_available() else 12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_whole_space(device, options, data):

@@ -57,6 +57,7 @@ def full_tile_config(block_m: int = 16, block_n: int = 16) -> KernelConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("feature", FEATURES)
@@ -93,6 +94,7 @@ def test_the_loop_without_masks_ends_with_the_keys(offset, device):
     assert verdict.passed, verdict
 
 
+@pytest.mark.slow
 @splits(1, 2, 7, 128)
 def test_splits_of_long_sequences(num_splits, solve, assert_within_budget):
     """Many splits of one KV head: in the interpreter, time is the number of programs."""
@@ -100,6 +102,7 @@ def test_splits_of_long_sequences(num_splits, solve, assert_within_budget):
     assert_within_budget(*solve(spec, ((1, 300), (1, 129), (1, 1), (1, 0)), num_splits))
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize(
     ("lens", "heads", "num_splits", "times"),
@@ -124,6 +127,7 @@ def test_many_states_of_single_queries(lens, heads, num_splits, times, device, a
         assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("window", [None, 450])
 @pytest.mark.parametrize(
@@ -152,6 +156,7 @@ def test_the_loop_without_masks_ends_where_the_first_draft_s_keys_end(window, de
     assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
 
 
+@pytest.mark.slow
 def test_more_sequences_than_a_program_looks_at_at_once(solve, assert_within_budget):
     spec = quire.AttentionSpec(**ONE_KV_HEAD, dtype=torch.float32)
     lens = tuple((1, 400 if i in (3, 258, 299) else i % 7) for i in range(300))
@@ -200,6 +205,7 @@ def test_pages_and_layouts(page_size, layout, solve, assert_within_budget):
     assert_within_budget(*solve(spec, ((1, 70), (3, 20)), page_size=page_size, layout=layout, spare_pages=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", ["tensor", "head", "token"])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -228,6 +234,7 @@ def test_a_step_that_was_decided_for_more_keys_crosses_the_operator(device, asse
     assert_within_budget(p, quire.State(out, lse))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amplitude", [1e-2, 1e-3, 1e-4, 1e-5])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_small_values_survive_scales_per_token(kv_dtype, amplitude, device, assert_within_budget):
@@ -276,6 +283,7 @@ def test_a_query_of_nan_gives_nan(sinks, num_splits, device, options, assert_wit
     assert torch.equal(found.out[~wrong], expected.out[~wrong]) and torch.equal(found.lse[~wrong], expected.lse[~wrong])
 
 
+@pytest.mark.slow
 @splits(1, 3)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("group_size", [1, 3, 40])  # 40: several blocks of rows for one token
@@ -380,6 +388,7 @@ def test_runs_are_bitwise_equal(device):
     assert torch.equal(first.out, second.out) and torch.equal(first.lse, second.lse)
 
 
+@pytest.mark.slow
 @settings(max_examples=25 if torch.cuda.is_available() else 12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_whole_space(solve, assert_within_budget, data):
@@ -461,6 +470,7 @@ def test_probabilities_add_up_to_one_at_large_scores(return_lse, device):
     torch.testing.assert_close(result.out if return_lse else result, torch.ones(3, 1, 128, device=device))
 
 
+@pytest.mark.slow
 @splits(1, 3)
 @pytest.mark.parametrize("feature", ["causal", "window", "softcap", "alibi", "sinks"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -483,6 +493,7 @@ def test_a_query_that_is_not_finite_does_not_look_empty(bad, feature, num_splits
     assert torch.equal(found.lse[others], expected.lse[others])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("amplitude", [1.0, 1e-3, 1e-4, 1e-5])
 def test_small_scales_per_token_do_not_vanish(amplitude, kv_dtype, device, assert_within_budget):

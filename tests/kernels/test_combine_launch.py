@@ -10,7 +10,9 @@ from quire.dispatch.config import KernelConfig
 from quire.dispatch.tree import forget_trees
 from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.testing import make_problem
-from tests.extended import extended
+from tests.extended import extended, slow
+
+pytestmark = pytest.mark.one_triton
 
 HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
 PARTIALS = {
@@ -23,6 +25,8 @@ PARTIALS = {
     "e4m3": ({"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16, "head_dim": 32}, ((1, 300), (1, 500)), {}),
     "intervals": ({}, ((3, 300), (1, 200)), {"per_token": intervals.causal}),
 }
+IN_BOTH_WAYS = "int8", "e4m3"
+ONLY_APART = [case for case in PARTIALS if case not in ("decode", *IN_BOTH_WAYS)]
 
 
 @pytest.fixture
@@ -41,9 +45,10 @@ def combine_apart(monkeypatch):
 @pytest.mark.parametrize(
     ("case", "apart"),
     [
-        (case, apart) if case == "decode" or (apart and case not in ("e4m3", "int8")) else extended(case, apart)
-        for case in PARTIALS
-        for apart in (False, True)
+        *(("decode", apart) for apart in (False, True)),
+        *(slow(case, True) for case in ONLY_APART),
+        *(extended(case, apart) for case in IN_BOTH_WAYS for apart in (False, True)),
+        *(extended(case, False) for case in ONLY_APART),
     ],
 )
 def test_partials_are_combined_by_the_last_program_or_by_a_second_launch(

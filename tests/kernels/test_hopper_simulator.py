@@ -36,6 +36,8 @@ from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine
 from tests.hopper_simulator.values import Value
 
+pytestmark = pytest.mark.one_triton
+
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 MIXED = ((40, 200), (1, 17), (0, 50), (3, 0), (33, 33), (4, 70))
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
@@ -116,10 +118,14 @@ def test_features(extra, bound):
     assert plan.launch.config.num_warpgroups == (2 if bound and plan.launch.request.keys_seen > 512 else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, extended(1)])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"sliding_window": 1000, "sinks": True}, {"softcap": 20.0}, {"alibi": True}, {"causal": False}],
+    [
+        *(extended({}), extended({"softcap": 20.0})),
+        *({"sliding_window": 1000, "sinks": True}, {"alibi": True}, {"causal": False}),
+    ],
     ids=str,
 )
 def test_heads_of_128(extra, page_size):
@@ -142,6 +148,7 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     assert state.out[[5, 39]].isnan().all() and state.lse[[5, 39]].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("falling", [True, False])
 @pytest.mark.parametrize(
     ("spec", "lens", "kernel"),
@@ -268,6 +275,7 @@ def test_bfloat16(bound):
     assert_right(quire.AttentionSpec(**LLAMA | BFLOAT16), ((40, 200), (33, 33)), max_seq_len=bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "bound"), [(1, None), (16, LONG), extended(1, LONG), extended(16, None)])
 @pytest.mark.parametrize(
     "extra",
@@ -362,6 +370,7 @@ def test_what_a_warp_holds_changes_no_bit_of_its_other_capped_scores(other):
         assert same.all(), (scores[~same], found[~same], expected[~same])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
     [
@@ -382,6 +391,7 @@ def test_widths(head_dim, head_dim_v):
     assert_right(spec, max_seq_len=LONG, page_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "page_size", "bound"),
     [
@@ -401,14 +411,15 @@ def test_heads_of_up_to_512(extra, page_size, bound):
     assert plan.launch.column_parts == (1 if spec.head_dim_v == 256 else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "page_size"),
     [
         ({"head_dim": 192}, 16),
-        ({"head_dim": 136, "sinks": True, "sliding_window": 150}, 32),
+        extended({"head_dim": 136, "sinks": True, "sliding_window": 150}, 32),
         ({"head_dim": 152, "causal": False, "num_q_heads": 6, "layout": "HND"}, 80),
         extended({"head_dim": 192, "head_dim_v": 144}, 192),
-        (BFLOAT16 | {"head_dim": 192, "softcap": 20.0}, 64),
+        extended(BFLOAT16 | {"head_dim": 192, "softcap": 20.0}, 64),
         ({"head_dim": 176, "softcap": 20.0, "alibi": True}, 16),
         extended({"head_dim": 24, "head_dim_v": 168}, 48),
     ],
@@ -425,6 +436,7 @@ def test_scores_in_pieces(extra, page_size, large_tiles):
     assert error_budget(p, state).passed, error_budget(p, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [24, 96, 104, 200])
 def test_what_a_head_holds_changes_no_bit_of_another(head_dim):
     """In memory, a head's keys and values follow those of the head before it."""
@@ -438,6 +450,7 @@ def test_what_a_head_holds_changes_no_bit_of_another(head_dim):
     assert state.out[:, of_first : 2 * of_first].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [None, LONG])
 @pytest.mark.parametrize(
     "extra",
@@ -490,6 +503,7 @@ def test_group_sizes(heads):
     assert_right(spec, ((24, 100), (24, 24), (9, 70)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 3, 4, extended(8), 24, 48, extended(128), 528])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(page_size, layout):
@@ -499,6 +513,7 @@ def test_pages(page_size, layout):
     assert_right(spec, ((40, 260),), page_size=page_size, layout=layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "extra"),
     [
@@ -535,6 +550,7 @@ def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
     assert_right(quire.AttentionSpec(**LLAMA), ((130, 256), (66, 192)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (128, 1)])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_quantised_caches(kv_dtype, head_dim, page_size):
@@ -543,6 +559,7 @@ def test_quantised_caches(kv_dtype, head_dim, page_size):
     assert_right(replace(spec, sliding_window=50, sinks=True), scales="head", layout="HND", page_size=page_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [24, 1])
 @pytest.mark.parametrize("extra", [{}, {"sliding_window": 50, "softcap": 20.0}, {"num_q_heads": 14}], ids=str)
 def test_products_in_fp8(extra, page_size):
@@ -550,18 +567,25 @@ def test_products_in_fp8(extra, page_size):
     assert assert_right(spec, page_size=page_size).launch.config.fp8_mma
 
 
+UNKNOWN, KNOWN = ((64, 500), (0, 50), (20, 0)), ((64, 500), (1, 700), (20, 0), (0, 40))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("extra", "page_size"),
+    ("lens", "extra", "page_size"),
     [
-        ({"sinks": True, "softcap": 20.0}, 16),
-        ({"head_dim": 192, "head_dim_v": 128}, 1),
-        ({"head_dim": 128} | E4M3, 16),
-        ({"head_dim": 512, "sinks": True}, 16),
+        (UNKNOWN, {"head_dim": 128} | E4M3, 16),
+        (UNKNOWN, {"head_dim": 512, "sinks": True}, 16),
+        (KNOWN, {"sinks": True, "softcap": 20.0}, 16),
+        (KNOWN, {"head_dim": 192, "head_dim_v": 128}, 1),
+        extended(UNKNOWN, {"sinks": True, "softcap": 20.0}, 16),
+        extended(UNKNOWN, {"head_dim": 192, "head_dim_v": 128}, 1),
+        extended(KNOWN, {"head_dim": 128} | E4M3, 16),
+        extended(KNOWN, {"head_dim": 512, "sinks": True}, 16),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("lens", [((64, 500), (0, 50), (20, 0)), ((64, 500), (1, 700), (20, 0), (0, 40))], ids=str)
-def test_splits(extra, page_size, lens):
+def test_splits(lens, extra, page_size):
     """Among them are empty ones. The host may know that sequences differ in their numbers of queries."""
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), lens, page_size=page_size)
     plan = make_plan(p, 16384, num_sms=80, **({"num_tokens": None} if len(lens) == 3 else {}))
@@ -585,6 +609,7 @@ def test_a_sink_of_minus_infinity_is_no_key(lens, bound, num_sms):
     assert verdict.passed, (plan, verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{"sinks": True}, {"head_dim": 128} | E4M3], ids=str)
 def test_splits_that_programs_take_in_rounds(extra):
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((100, 900), (30, 700)))
@@ -603,6 +628,7 @@ def test_splits_of_intervals(sight):
     assert verdict.passed, (plan, verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("page_size", [16, 1])
 @pytest.mark.parametrize("extra", [{}, extended({"head_dim": 128, "sinks": True}), {"head_dim": 128} | E4M3], ids=str)
@@ -612,6 +638,7 @@ def test_intervals(extra, page_size, sight):
     assert_right(quire.AttentionSpec(**LLAMA | extra), MIXED, bound, page_size=page_size, per_token=SIGHTS[sight])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, {"head_dim": 128} | E4M3], ids=str)
 def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
     """All rows of a sequence see the same keys, one more or one less than whole tiles of 64 or of 128."""
@@ -624,6 +651,7 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
     assert_right(quire.AttentionSpec(**LLAMA | extra), ((10, 300),) * len(edges), per_token=per_token)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "page_size"),
     [
@@ -631,13 +659,13 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
         ({"head_dim": 80, "sinks": True}, 16),
         ({"head_dim": 256}, 16),
         ({"head_dim": 256}, 1),
-        ({"head_dim": 256}, 131),
+        extended({"head_dim": 256}, 131),
         ({"head_dim": 512}, 16),
-        ({"head_dim": 192}, 16),
+        extended({"head_dim": 192}, 16),
         ({"head_dim": 144}, 1),
         ({"head_dim": 224, "sinks": True}, 16),
         ({"head_dim": 136}, 131),
-        ({"head_dim": 320}, 16),
+        extended({"head_dim": 320}, 16),
         ({"num_q_heads": 14}, 1),
     ],
     ids=str,
@@ -660,6 +688,7 @@ def test_batch_invariant_plans(extra, page_size):
     assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim_v", [200, 256, 320])
 def test_values_in_several_parts(head_dim_v):
     """A work tile has some columns of the values. Parts of 320 columns have 192 each, or 128."""
@@ -677,6 +706,7 @@ def test_more_sequences_than_are_looked_at_at_once():
     assert_right(quire.AttentionSpec(**LLAMA), lens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (64, 1), (64, 2), (80, 0), (128, 1), (128, 2)])
 def test_any_order_of_events_gives_the_same_bits(head_dim, seed):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim})
@@ -732,6 +762,7 @@ def assert_latents_are_right(spec, lens=LATENTS, partitions=2, page_size=64, **p
     assert plan.launch.num_partitions == partitions and plan.launch.fp8_mma == spec.allow_fp8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("num_q_heads", "causal"), [(1, True), extended(8, False), (16, True), extended(40, False), (40, True)]
@@ -740,11 +771,13 @@ def test_latents(num_q_heads, causal, kv_dtype):
     assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype, causal=causal))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "kv_dtype"), [(8, None), (48, torch.float8_e4m3fn), (528, None)])
 def test_pages_of_latents(page_size, kv_dtype):
     assert_latents_are_right(latent_spec(16, kv_dtype=kv_dtype), page_size=page_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_q_heads", [16, extended(64)])
 @pytest.mark.parametrize(
@@ -757,6 +790,7 @@ def test_lengths_of_latents(lens, num_q_heads, kv_dtype):
     assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype), lens, partitions=5, one_query=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_q_heads", "page_size", "fields"),
     [
@@ -807,11 +841,13 @@ def test_whole_space_of_latents(seed):
     assert_right(spec, lens, bound, "mla_hopper", num_sms, page_size=page_size, seed=seed)
 
 
+@pytest.mark.slow
 def test_more_sequences_of_latents_than_are_looked_at_at_once():
     lens = tuple((1, 37 * i % 100) for i in range(140))
     assert_latents_are_right(latent_spec(8), lens, one_query=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_q_heads", [16, 64])
 def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dtype):

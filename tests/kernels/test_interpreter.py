@@ -31,6 +31,7 @@ digest = digest.hexdigest()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not interprets(), reason="needs TRITON_INTERPRET=1")
 def test_the_faster_interpreter_computes_the_same_bits():
     """Triton's own interpreter computes in another process."""

@@ -190,6 +190,7 @@ def full_tile_config(block_m: int = 16, block_n: int = 16) -> KernelConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("sight", ["causal", "chunks", "blocks", "spans", "anywhere"])
 def test_full_tiles_are_those_that_every_row_sees(sight, device, assert_within_budget):
@@ -203,6 +204,7 @@ def test_full_tiles_are_those_that_every_row_sees(sight, device, assert_within_b
     assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("num_splits", [2, 40])
 @pytest.mark.parametrize("begins", [(0, 0, 0), (37, 300, 5)])

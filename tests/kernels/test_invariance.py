@@ -11,7 +11,7 @@ from quire.kernels.split_kv import launch as split_kv
 from quire.testing import make_problem
 from tests.extended import extended, some_extended
 
-pytestmark = pytest.mark.usefixtures("rows_by_themselves")
+pytestmark = [pytest.mark.one_triton, pytest.mark.usefixtures("rows_by_themselves")]
 GPU = torch.cuda.is_available()
 SCALE = 8 if GPU else 1  # the interpreter is too slow for the lengths of a GPU
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64 if GPU else 16}
@@ -43,6 +43,7 @@ def equal(a, b):
     return torch.equal(a.out, b.out) and torch.equal(a.lse, b.lse)
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_the_rest_of_the_batch_and_the_cuts_change_nothing(features, device):
@@ -57,6 +58,7 @@ def test_the_rest_of_the_batch_and_the_cuts_change_nothing(features, device):
         assert equal(alone, quire.State(together.out[:1], together.lse[:1])), others
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("features", [extended(FEATURES[0]), FEATURES[1], *map(extended, FEATURES[2:5])], ids=str)
 def test_how_a_prompt_is_split_changes_nothing(features, device, assert_within_budget):
@@ -144,6 +146,7 @@ FOLDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("case", some_extended(FOLDED, ["scales per head", "padding rows and columns"]))
 def test_which_launch_folds_states_changes_nothing(case, fold_from, device, monkeypatch):

@@ -52,6 +52,7 @@ def test_states_over_parts_of_the_keys_merge_into_the_whole():
     close(reference.merge(*(state(slice(i, i + 7)) for i in range(0, 40, 7))), state(slice(0, 40)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_merge_states_in_any_order(count, dtype):

@@ -97,6 +97,7 @@ def test_heads(num_q_heads, one_query, device, assert_within_budget):
     assert_within_budget(p, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "batch_invariant"), [(None, False), extended(None, True), extended(20, False), (20, True)]
 )
@@ -113,6 +114,7 @@ def test_queries_of_a_prompt_see_keys_ahead_of_their_row_block(right, device, as
     assert_within_budget(p, attend(p)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_splits", "heads"), [extended(None, 3), extended(None, 20), extended(30, 3), (30, 20)])
 def test_many_partials_are_combined_in_two_levels(num_splits, heads, device, assert_within_budget):
     p = make_problem(mla(heads, sinks=True), ((1, 900), (1, 5), (1, 0)), one_query=True, device=device)
@@ -142,6 +144,7 @@ def test_records_with_scales_of_their_own(dtype, batch_invariant, device, assert
     assert_within_budget(p, attend(p, batch_invariant=batch_invariant)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amplitude", [1e-3, 1e-5])
 def test_small_values_survive_the_scales_of_records(amplitude, device, assert_within_budget):
     """float16 cannot hold probabilities times small scales."""
@@ -154,6 +157,7 @@ def test_small_values_survive_the_scales_of_records(amplitude, device, assert_wi
     assert_within_budget(p, attend(p)[1])
 
 
+@pytest.mark.slow
 def test_batch_invariant_results_do_not_depend_on_the_batch(device, assert_within_budget):
     """Sequences alone, in a batch, and with other bounds have the same bits; long ones have several splits."""
     lens = ((1, 600), (5, 540), (1, 40), (1, 0))

@@ -15,6 +15,7 @@ def tanh_kernel(out_ptr, x_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + offs, mods.tanh(tl.load(x_ptr + offs)))
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 def test_tanh_is_exact_to_float32(device):
     """Relatively, on both sides of the change from the series to the exponential, whose steps round once each."""

@@ -85,6 +85,7 @@ IN_TWO_LAUNCHES: dict[str, tuple[dict, tuple, dict, dict, dict]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_extended([*IN_ONE_LAUNCH, *IN_TWO_LAUNCHES], ["prompts"]))
 def test_a_step_that_rotates_is_a_rotation_and_a_step(name, device, options):
     features, lens, norm_rope, chosen, problem = (IN_ONE_LAUNCH | IN_TWO_LAUNCHES)[name]
@@ -159,6 +160,7 @@ def test_a_quantised_key_is_rounded_to_its_dtype_before(lens, norm_rope, device)
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_head_is_rounded_once(device):
     """The error of a rotated query is that of one rounding, and of float32."""
     p, _ = solve({}, ((1, 70), (3, 90)), FULL | NORM, {}, device=device)
@@ -212,6 +214,7 @@ def test_what_a_rotation_needs_is_named(device):
             quire.attention(p.q, cache, plan, **new, **{name: value})
 
 
+@pytest.mark.slow
 @settings(max_examples=12 if torch.cuda.is_available() else 8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_whole_space(device, options, data):

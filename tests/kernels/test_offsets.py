@@ -19,6 +19,8 @@ import quire
 from quire.kernels import views
 from quire.kernels.combine import combine_arguments, combine_kernel
 
+pytestmark = pytest.mark.one_triton
+
 NUM_KEYS, FAR_TOKEN = 70, 1 << 25  # 70 * 2^25 elements; the 64th key lies at 2^31
 FAR_HEAD = 1 << 30  # of three heads: the third lies at 2^31
 OUT_OF_MEMORY = 77
@@ -229,6 +231,7 @@ def run_case() -> Iterator[Callable[[str], tuple[int, str]]]:
         yield run_case
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="runs the interpreter's kernels, in sparse memory, which a GPU lacks"
 )

@@ -27,6 +27,8 @@ from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine, Program
 from tests.hopper_simulator.values import Value, value
 
+pytestmark = [pytest.mark.slow, pytest.mark.one_triton]
+
 BLOCK_T, BLOCK_N, WORK_TILES_EACH = 16, 64, 2
 SEQS = tile_scheduler.SEQS.value
 CAUSAL = (1 << 30, 0)

@@ -75,6 +75,7 @@ for page_size, full_tile_loop, num_splits in itertools.product((8, 16), (False, 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="guards memory of the CPU, where the interpreter runs kernels")
 @pytest.mark.skipif(sys.platform != "linux", reason="guards memory with mprotect")

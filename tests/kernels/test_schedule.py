@@ -14,6 +14,8 @@ from quire.kernels.split_kv.choice import min_partition_tiles
 from quire.kernels.split_kv.launch import NEVER
 from quire.kernels.split_kv.schedule import Schedule, min_partition_units, partition_size
 
+pytestmark = pytest.mark.one_triton
+
 SPEC = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float16)
 
 

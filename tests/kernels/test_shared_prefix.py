@@ -10,6 +10,8 @@ from quire.kernels.shared_prefix.runner import rows_of_table
 from quire.launch_codec import decode, encode
 from quire.testing import Oracle, check_batch, error_budget, make_problem, owned_slots, poison
 
+pytestmark = pytest.mark.one_triton
+
 PAGE = 4
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=32, dtype=torch.float32)
 DECODE = ((1, 21), (1, 17), (1, 30), (1, 22), (1, 18))

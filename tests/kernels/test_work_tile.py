@@ -14,6 +14,8 @@ import torch
 
 import quire
 
+pytestmark = pytest.mark.one_triton
+
 if sys.platform == "linux":
     from quire.kernels.hopper import pipeline, tma, work_tile
 

@@ -182,6 +182,7 @@ def test_ties_subnormals_and_any_bits_of_float32(dtype):
     check_rounding(torch.cat([points, up, down, edges, random_memory(torch.float32, 20000)]), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_a_token_s_scale_minds_neither_what_is_not_finite_nor_what_is_next_to_nothing(dtype):
     scales = torch.zeros(1, 3, 1), torch.zeros(1, 3, 1)

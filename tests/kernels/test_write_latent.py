@@ -114,6 +114,7 @@ def test_scales_of_records_are_powers_of_two_of_which_448_hold_the_peak():
     assert (448 * scales >= peaks).all() and ((224 * scales < peaks) | (scales == 2.0**-13)).all()
 
 
+@pytest.mark.slow
 def test_rotary_columns_of_records_are_rounded_half_to_even():
     """Every bfloat16 with a fraction of 0, 1/4, 1/2 and 3/4 of its last bit, subnormals and infinities included."""
     high = torch.arange(-(2**15), 2**15, 7, dtype=torch.int32)[: 9344 // 64 * 64]

@@ -9,13 +9,14 @@ import gc
 import importlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "src" / "quire"
 PASSED, FAILED, PYTEST_FAILED = 0, 1, 3  # exit codes of pytest
-TOO_LONG = 120  # seconds
+TOO_LONG, STUCK = 120, 600  # seconds of CPU time, and of any time
 # What judges import of other packages. PyTorch imports its parts and SymPy when a first operator of a kind needs them.
 IMPORTED_ONCE = (
     "hypothesis", "numpy", "pytest", "torch._dynamo", "torch.fx.experimental.symbolic_shapes",
@@ -46,6 +47,18 @@ class Mutant(NamedTuple):
     wrong: str
     judge: str
 
+    def text(self) -> str:
+        """Return the text of the broken file.
+
+        Raises:
+            LookupError: the text to replace is not there exactly once.
+        """
+        text = (PACKAGE / self.file).read_text()
+        if text.count(self.right) != 1:
+            found = text.count(self.right)
+            raise LookupError(f"{self.file} holds {self.right!r} {found} times; the place has moved")
+        return text.replace(self.right, self.wrong)
+
 
 class Verdict(NamedTuple):
     """What became of a judge."""
@@ -65,11 +78,14 @@ class Verdict(NamedTuple):
 class Server:
     """A process that judges mutants, until it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, interprets: bool | None = None) -> None:
+        """Start the process, with Triton's interpreter or without it. By default, it is as in this process."""
         # pytest-xdist's variables would tell the judge that it is one of several processes.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no judge needs a plug-in; their imports take time
+        if interprets is not None:
+            environment["TRITON_INTERPRET"] = str(int(interprets))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.mutations.server"],
             cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -77,8 +93,12 @@ class Server:
 
     def judge(self, mutant: Mutant) -> Verdict:
         """Run a mutant's judge on the broken package."""
+        return self.run(mutant.file, mutant.text(), (mutant.judge,), every_case=True)
+
+    def run(self, file: str, text: str, judges: Sequence[str], every_case: bool = False) -> Verdict:
+        """Run judges until one fails, with a text in the place of a file's. Extended cases run if every case does."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps(mutant), file=self.process.stdin, flush=True)
+        print(json.dumps((file, text, judges, every_case)), file=self.process.stdin, flush=True)
         return Verdict(*json.loads(self.process.stdout.readline()))
 
     def close(self) -> None:
@@ -98,23 +118,16 @@ def copy_package(folder: Path) -> Path:
 
 
 @contextmanager
-def broken(mutant: Mutant, package: Path) -> Iterator[None]:
-    """Break a copy of the package in this context.
-
-    Raises:
-        LookupError: the text to replace is not there exactly once.
-    """
-    file = package / mutant.file
-    text = (PACKAGE / mutant.file).read_text()
-    if text.count(mutant.right) != 1:
-        raise LookupError(f"{mutant.file} holds {mutant.right!r} {text.count(mutant.right)} times; the place has moved")
-    forget_bytecode(file)
-    file.write_text(text.replace(mutant.right, mutant.wrong))
+def broken(file: str, text: str, package: Path) -> Iterator[None]:
+    """In this context, a file of a copy of the package has another text."""
+    place = package / file
+    forget_bytecode(place)
+    place.write_text(text)
     try:
         yield
     finally:
-        forget_bytecode(file)  # a process that a judge started may have written it
-        shutil.copy2(PACKAGE / mutant.file, file)
+        forget_bytecode(place)  # a process that a judge started may have written it
+        shutil.copy2(PACKAGE / file, place)
 
 
 def forget_bytecode(file: Path) -> None:
@@ -123,23 +136,24 @@ def forget_bytecode(file: Path) -> None:
         bytecode.unlink()
 
 
-def run_judge(mutant: Mutant, folder: str, log: str) -> int:
-    """Run the judge in this process, which ends afterwards; return its exit code."""
+def run_judges(judges: Sequence[str], every_case: bool, folder: str, log: str) -> int:
+    """Run judges in this process, which ends afterwards; return pytest's exit code."""
     import pytest
 
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    signal.alarm(TOO_LONG)
+    resource.setrlimit(resource.RLIMIT_CPU, (TOO_LONG, TOO_LONG + 9))
+    signal.alarm(STUCK)
     sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"  # of the processes that judges start
     sys.dont_write_bytecode = True
-    judge = str(ROOT / "tests" / mutant.judge)
+    paths = [str(ROOT / "tests" / judge) for judge in judges]
     # Most judges fail. To show where, pytest would parse the files of the traceback, and to say what was compared, it
     # would rewrite the judge's file in each child.
     brief = "-q", "--tb=native", "--assert=plain"
-    every = "-m", ""  # case, also an extended one
-    code = pytest.main(["-x", *brief, *every, "-p", "no:cacheprovider", "--rootdir", str(ROOT), judge])
+    every = ("-m", "") if every_case else ()
+    code = pytest.main(["-x", *brief, *every, "-p", "no:cacheprovider", "--rootdir", str(ROOT), *paths])
     import quire
 
     assert str(quire.__file__).startswith(folder)
@@ -156,33 +170,31 @@ def import_engine(judge: str) -> None:
         importlib.import_module("transformers")
 
 
-def judge_in_a_child(mutant: Mutant, package: Path) -> Verdict:
-    """Run the judge on a copy of the package with its place broken."""
-    import_engine(mutant.judge)
+def judge_in_a_child(file: str, text: str, judges: Sequence[str], every_case: bool, package: Path) -> Verdict:
+    """Run judges on a copy of the package with another text of a file."""
+    for judge in judges:
+        import_engine(judge)
     gc.freeze()  # pytest collects garbage in each child, which would go through what is imported here
     log = package.parent / "log"
     log.unlink(missing_ok=True)
-    try:
-        with broken(mutant, package):
-            child = os.fork()
-            if child == 0:
-                code = 99
-                try:
-                    code = run_judge(mutant, str(package.parent), str(log))
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stdout.flush()
-                    os._exit(code)
-            _, status = os.waitpid(child, 0)
-    except LookupError as error:
-        return Verdict(-1000, str(error))
+    with broken(file, text, package):
+        child = os.fork()
+        if child == 0:
+            code = 99
+            try:
+                code = run_judges(judges, every_case, str(package.parent), str(log))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
     output = log.read_text(errors="replace") if log.exists() else ""
     return Verdict(os.waitstatus_to_exitcode(status), output[-3000:])
 
 
 def main() -> None:
-    """Judge the mutants that come in, each in a child."""
+    """Judge what comes in, each mutant in a child."""
     import torch
 
     for name in IMPORTED_ONCE:
@@ -191,7 +203,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         package = copy_package(Path(folder))
         for line in sys.stdin:
-            print(json.dumps(judge_in_a_child(Mutant(*json.loads(line)), package)), flush=True)
+            print(json.dumps(judge_in_a_child(*json.loads(line), package)), flush=True)
     gc.unfreeze()  # otherwise Triton's binding reports what it finds alive at the end
 
 

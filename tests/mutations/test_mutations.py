@@ -1,5 +1,6 @@
 """The suite is itself tested: in a copy of the package with one place broken, the tests meant for it must fail."""
 
+import ast
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import triton
 
 from tests.extended import extended
+from tests.mutations.generated import GROUPS, Places, files_of, floors, mutants_of
 from tests.mutations.mutants import IN_INTERPRETER, ON_HOPPER, OUTSIDE, SLOW
 from tests.mutations.server import PACKAGE, ROOT, Mutant, Server
 
@@ -36,9 +38,54 @@ def test_every_mutant_has_its_place_and_its_judge(name):
     """Those too that are judged only where an engine, a compiler or a GPU is there."""
     assert set(IN_INTERPRETER | OUTSIDE) >= SLOW
     mutant = (IN_INTERPRETER | OUTSIDE | ON_HOPPER)[name]
-    assert (PACKAGE / mutant.file).read_text().count(mutant.right) == 1
-    file, _, test = mutant.judge.partition("::")
-    assert test == "" or f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text()
+    assert mutant.text() != (PACKAGE / mutant.file).read_text()
+    assert exists(mutant.judge)
+
+
+def exists(judge: str) -> bool:
+    """Return whether there is a file of tests, and the test in it."""
+    file, _, test = judge.partition("::")
+    return test == "" or f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text()
+
+
+def test_every_group_of_generated_mutants_has_files_judges_and_a_floor():
+    """Each mutant is a text that Python reads. Which of them are noticed says `python -m tests.mutations`."""
+    assert floors().keys() == GROUPS.keys()
+    for group, judges in GROUPS.items():
+        assert files_of(group) and all(exists(judge) for judge in judges.tests), group
+        some = [mutant for file in files_of(group) for mutant in mutants_of(file)]
+        for mutant in some[:20]:
+            ast.parse(mutant.text())
+        assert len({mutant.rank for mutant in some}) == len(some) > 10, group
+
+
+FUNCTION = """
+def f(x, y):
+    wait(x)
+    keep = (x < 3) & (y >= x)
+    for i in range(0, y + 1):
+        z = a if x and y else tl.minimum(x, y)
+"""
+
+
+def test_what_is_generated():
+    places = Places(FUNCTION.encode())
+    places.visit(ast.parse(FUNCTION))
+    found = {(change, FUNCTION[start:end], after) for change, start, end, after, _ in places.found}
+    assert found == {
+        ("drop a call that synchronises", "wait(x)", "pass"),
+        ("drop a term", "(x < 3) & (y >= x)", "(x < 3)"),
+        ("drop a term", "(x < 3) & (y >= x)", "(y >= x)"),
+        ("flip < and <=", "x < 3", "x <= 3"),
+        ("flip < and <=", "y >= x", "y > x"),
+        ("one less or more", "y + 1", "(y + 1) + 1"),
+        ("one less or more", "y + 1", "(y + 1) - 1"),
+        ("one less or more", "y + 1", "(y)"),
+        ("negate a condition", "x and y", "(not (x and y))"),
+        ("drop a term", "x and y", "((x))"),
+        ("drop a term", "x and y", "((y))"),
+        ("swap minimum and maximum", "tl.minimum", "tl.maximum"),
+    }
 
 
 @pytest.mark.skipif(not INTERPRETS, reason="runs Triton kernels in the interpreter, which TRITON_INTERPRET=1 selects")
