@@ -71,7 +71,14 @@ for page_size, full_tile_loop, num_splits in itertools.product((8, 16), (False, 
     config = KernelConfig(16, 16, 4, 2, full_tile_loop, 1, 32, 32)
     plan = quire.plan(spec, batch, **p.bounds, config=config, num_splits=num_splits)
     out = quire.State(at_the_end(torch.zeros_like(p.q)), at_the_end(torch.zeros(12, 6)))
-    quire.attention(at_the_end(p.q), cache, plan, sinks=at_the_end(p.sinks), out=out)
+    inputs = dict(sinks=at_the_end(p.sinks), out=out)
+    quire.attention(at_the_end(p.q), cache, plan, **inputs)
+    assert plan.appender(cache) is not None
+    k, v, slots = (at_the_end(x) for x in (torch.ones(12, 2, 24), torch.ones(12, 2, 24), torch.full((12,), -1)))
+    quire.attention(at_the_end(p.q), cache, plan, **inputs, k=k, v=v, slot_mapping=slots)
+print("states", flush=True)
+outs, lses = at_the_end(torch.zeros(3, 5, 6, 24)), at_the_end(torch.zeros(3, 5, 6))
+quire.merge_states([quire.State(out, lse) for out, lse in zip(outs, lses)])
 """
 
 
@@ -90,4 +97,4 @@ def test_nothing_past_the_end_of_a_tensor_is_read():
     )
     cases = done.stdout.splitlines()
     assert done.returncode == 0, f"exit status {done.returncode} at {cases[-1:]}\n{done.stderr[-2000:]}"
-    assert len(cases) == 8
+    assert len(cases) == 9

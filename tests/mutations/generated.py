@@ -31,7 +31,9 @@ class Judges(NamedTuple):
 
 
 ATTENTION, SIMULATED, CUTS = (f"kernels/test_{of}.py::test_" for of in ("attention", "hopper_simulator", "cuts"))
-INTERVALS, TREES = (f"kernels/test_{of}.py::test_" for of in ("intervals", "draft_trees"))
+INTERVALS, TREES, NORM_ROPE, INVARIANCE = (
+    f"kernels/test_{of}.py::test_" for of in ("intervals", "draft_trees", "norm_rope", "invariance")
+)
 DENSE = (
     ATTENTION + "features", ATTENTION + "pages_and_layouts", ATTENTION + "full_tiles_in_a_loop_without_masks",
     ATTENTION + "empty_sequences_and_masked_rows", ATTENTION + "quantised_caches", INTERVALS + "every_kind_of_interval",
@@ -45,17 +47,23 @@ LATENTS = (
     SIMULATED + "latents", SIMULATED + "pages_of_latents", SIMULATED + "lengths_of_latents",
     SIMULATED + "products_of_latents_in_fp8", SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents",
 )  # fmt: skip
+ROTATIONS = (
+    NORM_ROPE + "a_step_that_rotates_is_a_rotation_and_a_step",
+    NORM_ROPE + "tables_of_any_dtype_and_rows_of_any_distance",
+    NORM_ROPE + "positions_outside_of_the_table_are_clamped",
+    NORM_ROPE + "columns_that_are_not_rotated_keep_their_bits",
+)
 RIGHT_CALLS = "test_bad_input.py::test_the_calls_are_right_before_anything_is_replaced"
 # A file belongs to the first group whose pattern it matches.
 GROUPS = {
     "kernels/primitives.py": Judges(True, ("kernels/test_primitives.py", *DENSE, "kernels/test_append.py")),
     "kernels/states.py": Judges(True, (*DENSE, "kernels/test_merge.py", "kernels/test_quantised_out.py")),
     "kernels/mods.py": Judges(True, ("kernels/test_mods.py", ATTENTION + "features", "kernels/test_write.py")),
-    "kernels/combine.py": Judges(True, ("kernels/test_merge.py",)),
+    "kernels/combine.py": Judges(True, ("kernels/test_merge.py", "kernels/test_primitives.py")),
     "kernels/copy.py": Judges(True, ("kernels/test_copy.py",)),
     "kernels/write*.py": Judges(True, ("kernels/test_write.py", "kernels/test_write_latent.py")),
-    "kernels/rotate.py": Judges(True, ("kernels/test_norm_rope.py",)),
-    "kernels/block/kernel.py": Judges(True, DENSE),
+    "kernels/rotate.py": Judges(True, ROTATIONS),
+    "kernels/block/kernel.py": Judges(True, (*DENSE, INVARIANCE + "how_a_prompt_is_split_changes_nothing")),
     "kernels/split_kv/choice.py": Judges(False, ("test_decisions.py", "test_dispatch.py")),
     "kernels/split_kv/*.py": Judges(
         True, (*DENSE, "kernels/test_schedule.py", "kernels/test_combine_launch.py", "kernels/test_invariance.py")
@@ -72,7 +80,7 @@ GROUPS = {
     "intervals.py": Judges(False, ("kernels/test_intervals.py", RIGHT_CALLS)),
     "draft_trees.py": Judges(False, ("kernels/test_draft_trees.py", RIGHT_CALLS)),
     "allocator.py": Judges(False, ("test_allocator.py",)),
-    "corners.py": Judges(False, ("test_service.py",)),
+    "compile_ahead/corners.py": Judges(False, ("test_service.py",)),
     "dispatch/tree.py": Judges(False, ("test_decisions.py", "test_dispatch.py")),
 }
 
