@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,8 @@ def keep(folder: Path, only: str) -> None:
     print(f"{len(found)} launches of {len(set(kept.texts.values()))} kernels in {folder}")
 
 
-def compile_to(stage: str, folder: Path, name: str) -> tuple[Any, dict]:
-    """Return a kernel that was kept at a later stage, and its metadata."""
+def finish(folder: Path, name: str) -> tuple[str, Callable[[], bytes]]:
+    """Return the PTX of a kernel that was kept, and a function that returns its machine code."""
     backend = make_backend(TARGET.gpu)
     asked = json.loads((folder / f"{name}.json").read_text())
     options = backend.parse_options(asked | {"arch": "sm90"})
@@ -143,11 +143,8 @@ def compile_to(stage: str, folder: Path, name: str) -> tuple[Any, dict]:
     module.context = context
     backend.add_stages(stages, options, Language.GLUON)
     metadata = {"target": TARGET.gpu, **vars(options)}
-    for next_stage in ("llir", "ptx", "cubin"):
-        module = stages[next_stage](module, metadata)
-        if next_stage == stage:
-            break
-    return module, metadata
+    ptx = stages["ptx"](stages["llir"](module, metadata), metadata)
+    return ptx, lambda: stages["cubin"](ptx, metadata)
 
 
 def describe(cubin: bytes) -> tuple[str, list[str]]:
@@ -178,12 +175,11 @@ def compare(before: Path, after: Path) -> bool:
     for (a, b), name in pairs.items():
         if a == b:
             continue
-        if compile_to("ptx", before, a)[0] == compile_to("ptx", after, b)[0]:
+        (old_ptx, old_cubin), (new_ptx, new_cubin) = finish(before, a), finish(after, b)
+        if old_ptx == new_ptx:
             counts["PTX"] += 1
             continue
-        (old, old_lines), (new, new_lines) = (
-            describe(compile_to("cubin", folder, kernel)[0]) for folder, kernel in ((before, a), (after, b))
-        )
+        (old, old_lines), (new, new_lines) = describe(old_cubin()), describe(new_cubin())
         verdict = "machine code" if old == new else "different"
         if verdict == "different" and old_lines == new_lines:
             verdict = "resources and loops"
