@@ -49,7 +49,7 @@ help:
 	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, each engine, and test-mutants; takes hours"
 	@echo "make test-mutants  break the package in some 200 generated ways; too few that are noticed are a failure"
 	@echo "make test-installs  ask pip whether every install line can be met from PyPI alone; needs a network"
-	@echo "make dist      build wheel and source archive, install the wheel into an empty environment, run the README there"
+	@echo "make dist      build wheels and source archives, install the wheels into an empty environment, run the README there"
 	@echo "make check     run ruff, ruff format and pyright"
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
@@ -65,11 +65,11 @@ $(VENV)/.pip:
 	@$(PIP) --upgrade pip
 	@touch $@
 
-$(VENV)/.ready: pyproject.toml | $(VENV)/.pip
+$(VENV)/.ready: pyproject.toml tools/pyproject.toml | $(VENV)/.pip
 	@echo "installing $(TORCH) into $(VENV) ..."
 	@$(PIP) $(TORCH)
-	@echo "installing Quire and the packages for its development ..."
-	@$(PIP) --editable ".[transformers,bench]" --group dev
+	@echo "installing Quire, its tools and the packages for its development ..."
+	@$(PIP) --editable ".[transformers]" --editable tools --group dev
 	@touch $@
 
 .PRECIOUS: .overlays/triton-%/.ready
@@ -207,7 +207,8 @@ test-installs: $(VENV)/.ready
 dist: $(VENV)/.ready
 	rm -rf dist
 	$(BIN)/python -m build
-	$(BIN)/python scripts/try_wheel.py dist/*.whl $(TORCH)
+	$(BIN)/python -m build tools --outdir dist
+	$(BIN)/python scripts/try_wheel.py dist/quire-*.whl dist/quire_tools-*.whl $(TORCH)
 
 test-sglang: $(SGLANG:%=test-sglang-%)
 test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
@@ -215,14 +216,14 @@ test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
 	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_kit.py tests/engines/test_sglang_scheduler.py
 
 check: $(VENV)/.ready
-	$(BIN)/ruff check src tests scripts examples
-	$(BIN)/ruff format --check src tests scripts examples
+	$(BIN)/ruff check src tools tests scripts examples
+	$(BIN)/ruff format --check src tools tests scripts examples
 	$(BIN)/pyright
 
 PY ?= $(BIN)/python
 GPU_JOBS ?= 8
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
-	PYTHONPATH=src $(PY) -m pytest -m "" -p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
+	PYTHONPATH=src:tools/src $(PY) -m pytest -m "" -p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
 
 # The pages are built from Markdown and docstrings: nothing of Quire is imported, so no torch is installed.
 $(DOCS)/.ready: pyproject.toml
@@ -244,4 +245,4 @@ sanitize: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 	$(SANITIZE) --tool racecheck $(PY) scripts/sanitize.py --portable
 
 clean:
-	rm -rf $(VENV) .overlays build dist src/*.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) .overlays build dist src/*.egg-info tools/build tools/src/*.egg-info .pytest_cache .hypothesis .ruff_cache

@@ -2,7 +2,7 @@
 
     python scripts/draw_summary.py docs/results/h200.json --out docs/results/h200_summary.png
 
-`quire bench --report` draws all other plots.
+`quire bench report` draws all other plots.
 This one leaves out the names of the cases, so that it fits a page that is read in two minutes.
 """
 

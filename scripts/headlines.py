@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from quire.bench.ratios import best_other
-from quire.bench.results import QUIRE, Report, Row, load
+from quire_tools.bench.ratios import best_other
+from quire_tools.bench.results import QUIRE, Report, Row, load
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 
 import quire
-from quire.bench.case import Case, Model
-from quire.bench.cases import FP8, decode, prompts, several
-from quire.bench.inputs import Inputs, make_inputs
-from quire.bench.measure import Call, capture, replay, round_robin
-from quire.bench.peers import quire_calls
-from quire.bench.results import provenance
-from quire.bench.sample import Sample
 from quire.dispatch.device import is_served_by_torch
+from quire_tools.bench.case import Case, Model
+from quire_tools.bench.cases import FP8, decode, prompts, several
+from quire_tools.bench.inputs import Inputs, make_inputs
+from quire_tools.bench.measure import Call, capture, replay, round_robin
+from quire_tools.bench.peers import quire_calls
+from quire_tools.bench.results import provenance
+from quire_tools.bench.sample import Sample
 
 Columns = dict[str, list[Call]]  # by name, a call for each page table
 

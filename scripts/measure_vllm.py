@@ -739,7 +739,7 @@ def draw(results: list[dict[str, Any]]) -> Any:
 
     For each model: speed by output length, relative to the first backend, and tokens per second by load.
     """
-    from quire.bench.plots import COLOURS, add_legend, panels
+    from quire_tools.bench.plots import COLOURS, add_legend, panels
 
     wanted = []
     for title, group in groups_of(results).items():

@@ -1,7 +1,7 @@
-"""Install a wheel into an empty environment and run the README's lines from there: without Triton, then with it, then
-with the extras. `make dist` calls it.
+"""Install the wheels into an empty environment and run the README's lines from there: the library's without Triton,
+then with it, then both with an extra. `make dist` calls it.
 
-    python scripts/try_wheel.py dist/*.whl torch==2.15.0 triton==3.9.0
+    python scripts/try_wheel.py dist/quire-*.whl dist/quire_tools-*.whl torch==2.15.0 triton==3.9.0
 
 Each step adds packages to the same environment, so that each line runs where only its own packages are. Nothing is
 imported from the repository: the working directory is empty. The extra `vllm` is not installed: `make test-vllm` tests
@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 OK, BAD_ARGUMENTS = 0, 2
+NO_TOOLS = "needs quire_tools, which is not installed; pip install . ./tools"
 WHERE = "import quire, sys; assert quire.__file__.startswith(sys.prefix), quire.__file__"
 TYPED = "import importlib.resources as r; assert r.files('quire').joinpath('py.typed').is_file()"
 
@@ -26,12 +27,14 @@ TYPED = "import importlib.resources as r; assert r.files('quire').joinpath('py.t
 def main() -> None:
     """Parse the arguments, build the environment, run the lines in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheel", type=Path, help="of the library")
+    parser.add_argument("tools", type=Path, help="the wheel of the tools")
     parser.add_argument("packages", nargs="+", help="torch and triton, as pip takes them")
     args = parser.parse_args()
     torch = [package for package in args.packages if package.startswith("torch")]
     with tempfile.TemporaryDirectory(prefix="quire-wheel-") as folder:
-        wheel, home = str(args.wheel.resolve()), Environment(Path(folder))
+        wheel, tools = str(args.wheel.resolve()), str(args.tools.resolve())
+        home = Environment(Path(folder))
         readme = re.findall(
             r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
         )
@@ -48,28 +51,36 @@ def main() -> None:
             home.python(block)
         home.python("from quire.integrations.flash_attn import flash_attn_varlen_func")
         home.quire("env")
-        home.quire("bench", "--list", code=BAD_ARGUMENTS, says="needs triton, which is not installed")
-        home.quire("tune", "--explain", code=BAD_ARGUMENTS, says="needs triton, which is not installed")
+        home.quire("bench", "list", code=BAD_ARGUMENTS, says=NO_TOOLS)
 
-        print("== without extras")
+        print("== without Triton, with the tools")
+        home.pip("install", "--no-deps", tools)
+        home.quire("bench", "list", code=BAD_ARGUMENTS, says="needs triton, which is not installed")
+        home.quire("tune", code=BAD_ARGUMENTS, says="needs triton, which is not installed")
+        home.pip("uninstall", "--yes", "quire-tools")
+
+        print("== without the tools and extras")
         home.pip("install", wheel, *args.packages)
         home.pip("check")
         for block in readme:
             home.python(block)
         home.quire("env", says="triton")
         home.quire("check", "--dtype", "float32", "--fail-fast", says=", 0 failed")
-        home.quire("tune", "--explain")
-        home.quire("bench", code=BAD_ARGUMENTS, says="pip install 'rich>=13' 'matplotlib>=3.8'")
+        home.quire("--help", says="bench")
+        home.quire("bench", code=BAD_ARGUMENTS, says=NO_TOOLS)
+        home.quire("tune", "--explain", code=BAD_ARGUMENTS, says=NO_TOOLS)
         home.quire("generate", code=BAD_ARGUMENTS, says="pip install 'transformers<")
 
-        print("== with the extras transformers and bench")
-        home.pip("install", f"{wheel}[transformers,bench]", *args.packages)
+        print("== with the tools and the extra transformers")
+        home.pip("install", f"{wheel}[transformers]", tools, *args.packages)
         home.pip("check")
         home.python("from quire.integrations.transformers import use")
-        home.quire("bench", "--list")
+        home.quire("bench", "list")
+        home.quire("bench", "roofline", "--quick", "--no-compile", says="report.html")
+        home.quire("tune", "--explain")
         home.quire("generate", code=BAD_ARGUMENTS, says="the demo model is in Quire's repository")
         home.quire("generate", "--model", str(ROOT / "src/quire/demo_model"), says="tokens")
-    print(f"{args.wheel.name} is fit")
+    print(f"{args.wheel.name} and {args.tools.name} are fit")
 
 
 class Environment:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import quire
-from quire.checks import check_out_scale
+from quire.checks.attention import check_out_scale
 from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels.launch import Launch
 from quire.plan import FAMILIES, decide

@@ -10,10 +10,10 @@ from triton.runtime.jit import JITFunction
 
 import quire
 from quire import targets
-from quire.bench.grid import draw
 from quire.cli import check_grid, main
 from quire.cli.exit_codes import INTERRUPTED
 from quire.targets import TARGETS, Launch, compiling
+from quire_tools.bench.grid import draw
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = triton.knobs.runtime.interpret

@@ -18,6 +18,7 @@ import quire
 import quire_command
 from quire import debug
 from quire.cli import COMMANDS, check, doctor_kernels, env, main, parse
+from quire.cli.arguments import TOOLS
 from quire.cli.check_lines import Check
 from quire.cli.exit_codes import INTERRUPTED, READER_LEFT
 from quire.testing import Verdict, make_problem
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.slow
 SHORT = {  # arguments that print something after little work
     "generate": ["generate", "--device", "cpu", "--prompt", "é", "--max-new-tokens", "2", "--no-compare"],
     "check": ["check", "--dtype", "float32"],
-    "bench": ["bench", "--list"],
+    "bench": ["bench", "list"],
     "tune": ["tune", "--explain"],
     "env": ["env"],
     "doctor": ["doctor"],
@@ -68,7 +69,10 @@ def test_help_names_every_command_and_the_exit_codes(capsys):
     assert "exit codes:" in text
 
 
-@pytest.mark.parametrize("command", [(), *((command,) for command in COMMANDS)])
+BENCH = [("bench", name) for name in ("run", "graphs", "roofline", "list", "report", "compare", "floors", "guard")]
+
+
+@pytest.mark.parametrize("command", [(), *((command,) for command in COMMANDS), *BENCH], ids=" ".join)
 def test_every_example_in_the_help_is_understood(command, capsys):
     lines = help_of(capsys, *command).split("examples:")[1].splitlines()
     examples = [line.split("#")[0].split(" | ")[0].split(" > ")[0] for line in lines if "  quire " in line]
@@ -102,6 +106,7 @@ def test_only_the_command_that_is_named_is_imported(arguments, monkeypatch):
     for name in COMMANDS:
         if name not in arguments:
             monkeypatch.setitem(sys.modules, f"quire.cli.{name}", None)
+    monkeypatch.setitem(sys.modules, "quire_tools", None)
     try:
         assert main(arguments) == 0
     except SystemExit as leaving:
@@ -112,32 +117,36 @@ def test_only_the_command_that_is_named_is_imported(arguments, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("command", "package", "extra"),
+    ("command", "package", "advice"),
     [
-        ("generate", "transformers", "transformers"),
-        ("generate", "rich", "transformers"),
-        ("generate", "psutil", "transformers"),
-        ("bench", "matplotlib", "bench"),
-        ("bench", "rich", "bench"),
-        ("tune", "rich", "bench"),
+        ("generate", "transformers", packages_of("transformers")),
+        ("generate", "rich", packages_of("transformers")),
+        ("generate", "psutil", packages_of("transformers")),
+        ("bench list", "matplotlib", TOOLS),
+        ("bench list", "rich", TOOLS),
+        ("tune", "rich", TOOLS),
+        ("bench", "quire_tools", TOOLS),
+        ("tune --explain", "quire_tools", TOOLS),
     ],
 )
-def test_a_missing_package_is_named_with_what_to_install(command, package, extra, monkeypatch, capsys):
+def test_a_missing_package_is_named_with_what_to_install(command, package, advice, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)
-    assert main([command]) == 2
+    assert main(command.split()) == 2
+    name, *_ = command.split()
     error = capsys.readouterr().err
-    assert f"quire {command} needs {package}, which is not installed; pip install {packages_of(extra)}" in error
+    assert error == f"quire {name} needs {package}, which is not installed; pip install {advice}\n"
+    assert "in quire-tools" in help_of(capsys)
 
 
-@pytest.mark.parametrize("command", ["bench", extended("tune")])
+@pytest.mark.parametrize("command", ["bench run", extended("tune")])
 def test_commands_that_need_triton_say_so_where_there_is_none(command):
     program = "import sys; sys.modules['triton'] = None; from quire.cli import main; sys.exit(main())"
     done, helped = (
-        subprocess.run([sys.executable, "-c", program, command, *options], capture_output=True, text=True)
+        subprocess.run([sys.executable, "-c", program, *command.split(), *options], capture_output=True, text=True)
         for options in ([], ["--help"])
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"quire {command} needs triton, which is not installed; pip install triton" in done.stderr
+    assert f"quire {command.split()[0]} needs triton, which is not installed; pip install triton" in done.stderr
     assert helped.returncode == 0 and f"examples:\n  quire {command}" in helped.stdout, helped.stderr
 
 
@@ -247,7 +256,7 @@ def test_a_full_disk_is_named():
     assert done.stderr == b"the output must be a file that can be used, got No space left on device; name another\n"
 
 
-@pytest.mark.parametrize("arguments", [["tune", "--explain"], ["bench", "--report"], ["replay"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["tune", "--explain"], ["bench", "report"], ["replay"]], ids=" ".join)
 def test_a_name_that_is_too_long_is_named(arguments, capsys):
     assert main([*arguments, "x" * 300]) == 2
     assert "File name too long" in capsys.readouterr().err

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.cli import bench_measure, main, tune_sweep
+from quire.cli import main
 from quire.targets import TARGETS
-from quire.tuning.jobs import jobs
+from quire_tools.cli import bench_measure, tune_sweep
+from quire_tools.tuning.jobs import jobs
 
 PROPERTIES = asdict(TARGETS["sm90"].properties)
 HEADER = {"device": "a made-up device", "properties": PROPERTIES, "jobs": [jobs(True)[0].case.name], "quick": True}
@@ -99,22 +100,25 @@ def refused(capsys, arguments: list[str], *words: str) -> None:
 )
 def test_values_that_bench_cannot_take_are_named(option, value, capsys):
     with pytest.raises(SystemExit) as leaving:
-        main(["bench", option, value])
+        main(["bench", "run", option, value])
     assert leaving.value.code == 2
     assert f"argument {option}: must be" in (error := capsys.readouterr().err)
     assert f"got {value!r}" in error
 
 
+READERS = {"report": 1, "compare": 2, "floors": 2, "guard": 2, "list --trace": 1}  # and how many files they name
+
+
 @pytest.mark.parametrize("content", OTHER_FILES.values(), ids=OTHER_FILES)
-@pytest.mark.parametrize("arguments", [("--report",), ("--compare",), ("--trace", "--list")], ids=lambda a: a[0])
-def test_bench_refuses_files_of_another_kind(arguments, content, written, capsys):
-    path, (option, *others) = written(content), arguments
-    refused(capsys, ["bench", option, path, *others, *[path] * (option == "--compare")], path)
+@pytest.mark.parametrize("command", READERS)
+def test_bench_refuses_files_of_another_kind(command, content, written, capsys):
+    path = written(content)
+    refused(capsys, ["bench", *command.split(), *[path] * READERS[command]], path)
 
 
-@pytest.mark.parametrize("option", ["--report", "--compare", "--trace"])
-def test_bench_refuses_folders_without_results(option, tmp_path, capsys):
-    refused(capsys, ["bench", option, str(tmp_path), *[str(tmp_path)] * (option == "--compare")], str(tmp_path))
+@pytest.mark.parametrize("command", READERS)
+def test_bench_refuses_folders_without_results(command, tmp_path, capsys):
+    refused(capsys, ["bench", *command.split(), *[str(tmp_path)] * READERS[command]], str(tmp_path))
 
 
 @pytest.mark.parametrize("content", OTHER_RECORDS.values(), ids=OTHER_RECORDS)
@@ -173,7 +177,7 @@ def test_bench_finds_a_folder_it_cannot_write_before_it_works(has_gpu, written, 
         with_a_gpu(monkeypatch)
     file = written(b"")
     for folder in (file, f"{file}/inside"):
-        assert main(["bench", "--quick", "--output", folder]) == 2
+        assert main(["bench", "run" if has_gpu else "roofline", "--quick", "--output", folder]) == 2
         assert f"--output must be a folder that can be written, got {folder}" in capsys.readouterr().err
 
 
@@ -200,24 +204,21 @@ def test_tune_fits_again_only_if_it_can_write(written, tmp_path, capsys):
         (["--only", "no such case"], "--only must be part of the name of a case, got 'no such case'"),
         (["--only", "grid 1/17:"], "got 'grid 1/17:'; pass --grid N and --seed S too"),
         (["--trace", "/nowhere"], "--trace must be a file that can be read, got /nowhere"),
-        (["--trace", "/nowhere", "--quick"], "--trace must be given without --quick, got both"),
         (["--peers", "Quire 0,"], "--peers must begin the names of some of"),
         (["--peers", ","], "--peers must begin the names of some of"),
-        (["--graphs"], "--graphs must be measured on a GPU, got none"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_what_bench_cannot_do_is_named(arguments, words, tmp_path, capsys):
-    refused(capsys, ["bench", *arguments, "--output", str(tmp_path)], words)
+    refused(capsys, ["bench", "run", *arguments, "--output", str(tmp_path)], words)
 
 
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize("has_gpu", [False, True])
-@pytest.mark.parametrize("more", [[], ["--list"]], ids=["run", "list"])
-def test_libraries_that_do_not_exist_are_named(has_gpu, more, monkeypatch, tmp_path, capsys):
+def test_libraries_that_do_not_exist_are_named(has_gpu, monkeypatch, tmp_path, capsys):
     if has_gpu:
         with_a_gpu(monkeypatch)
-    arguments = ["bench", "--peers", "Nobody", "--output", str(tmp_path), *more]
+    arguments = ["bench", "run", "--peers", "Nobody", "--output", str(tmp_path)]
     refused(capsys, arguments, "--peers must begin the names of some of")
 
 
@@ -231,5 +232,5 @@ def test_floors_take_no_run_s_place(tmp_path, capsys):
     file.write_bytes((Path(__file__).parent.parent / "docs/results/h200.json").read_bytes())
     before = file.read_bytes()
     for source in (tmp_path, file):
-        refused(capsys, ["bench", "--make-guard", str(source), str(file)], "must write to another file than the run's")
+        refused(capsys, ["bench", "floors", str(source), str(file)], "FILE must be another file than the run's")
     assert file.read_bytes() == before

@@ -16,6 +16,7 @@ import torch
 
 import quire
 from quire.cli import main
+from quire.compile_ahead.launches import launches_within
 from quire.dispatch import tree as trees
 from quire.dispatch import tree_file
 from quire.dispatch.config import CostModel, HopperConfig, KernelConfig
@@ -45,7 +46,6 @@ from quire.kernels.launch import kernels_of
 from quire.kernels.shared_prefix.launch import levels_of
 from quire.launch_codec import decode, decode_options
 from quire.plan import decide, decide_launch
-from quire.service import launches_within
 from quire.targets import TARGETS
 from tests.extended import extended
 
@@ -654,7 +654,7 @@ def test_without_a_gpu_there_is_nothing_to_tune(capsys):
         pytest.skip("there is a GPU")
     assert main(["tune", "--quick"]) == 2
     assert "must have a GPU" in capsys.readouterr().err
-    assert "quire.tuning.sweep" in sys.modules
+    assert "quire_tools.tuning.sweep" in sys.modules
 
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8

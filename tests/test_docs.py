@@ -25,7 +25,12 @@ ROOT = Path(__file__).parent.parent
 WRITTEN_BY_COMMANDS = {"h200.md", "h200_graphs.md", "h200_quick.md", "h200_tree.md", "vllm_h200.md"}  # of results
 PAGES = sorted(
     page.relative_to(ROOT)
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/quire/**/*.md")]
+    for page in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("src/quire/**/*.md"),
+        *ROOT.glob("tools/*.md"),
+    ]
     if page.parent.name != "results" or page.name not in WRITTEN_BY_COMMANDS
 )
 WITH_EXAMPLES = (
@@ -186,7 +191,7 @@ def test_a_headline_counts_slower_cases_and_leaves_out_those_of_the_portable_ker
 
 
 def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="plots need quire[bench]")
+    pytest.importorskip("matplotlib", reason="plots need quire-tools")
     picture, results = tmp_path / "summary.png", ROOT / "docs/results/h200.json"
     monkeypatch.setattr("sys.argv", ["draw_summary.py", str(results), "--out", str(picture)])
     runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")

@@ -55,7 +55,7 @@ def metadata(monkeypatch):
     ) -> None:
         facts = Message()
         facts["Version"], facts["Requires-Python"] = "0.1.0", python
-        for extra in ("bench", "vllm", "sglang"):
+        for extra in ("transformers", "vllm", "sglang"):
             facts["Provides-Extra"] = extra
         monkeypatch.setattr(importlib.metadata, "metadata", lambda name: facts)
         monkeypatch.setattr(importlib.metadata, "requires", {"quire": requires, **others}.get)
@@ -117,10 +117,10 @@ def test_versions_are_compared_with_the_ranges(version, level, metadata):
 
 
 def test_packages_of_extras_may_be_absent_and_of_another_version(metadata):
-    requires = ["rich<15,>=13; extra == 'bench'", "jinja2; extra == 'bench'"]
+    requires = ["rich<15,>=13; extra == 'transformers'", "psutil; extra == 'transformers'"]
     metadata(requires, {"rich": "16.0"})
     lines = list(doctor_versions.check_versions())[2:]
-    text = "rich 16.0 is not supported: the extra bench needs rich<15,>=13. Run: pip install 'rich<15,>=13'"
+    text = "rich 16.0 is not supported: the extra transformers needs rich<15,>=13. Run: pip install 'rich<15,>=13'"
     assert lines == [("warn", text)]
 
 

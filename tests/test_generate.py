@@ -58,8 +58,8 @@ def test_a_terminal_shows_the_last_line_of_each_text():
     model, tokenizer = generate.load(None, "float32", "cpu")
     integration.use(model)
     ids = [tokenizer(prompt)["input_ids"] for prompt in ("import ", "def f(x):\n")]
-    sampling = generate_engine.Sampling(4, 0.0)
-    generated = generate_engine.stream(model, tokenizer, ["import ", "def f(x):\n"], ids, sampling, 16, console)
+    config = generate_engine.generation_config(model, 4, 0.0)
+    generated = generate_engine.stream(model, tokenizer, ["import ", "def f(x):\n"], ids, config, 16, console)
     assert [len(tokens) for tokens in generated] == [4, 4]
     assert "import" in console.file.getvalue() and "8/8" in console.file.getvalue()
 

@@ -1,4 +1,7 @@
-"""Imports point down, from the commands through the verbs to the nouns; engines and the bench use public names only."""
+"""Imports point down, from the commands through the verbs to the nouns; engines and the bench use public names only.
+
+The tools, a distribution of their own, are above the library, which imports none of them.
+"""
 
 import ast
 from graphlib import TopologicalSorter
@@ -7,45 +10,49 @@ from pathlib import Path
 import pytest
 
 import quire
+import quire_tools
 
-ROOT = Path(quire.__file__).parent
-LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its own layer and from those below it
+ROOT, TOOLS = Path(quire.__file__).parent, Path(quire_tools.__file__).parent
+LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its own layer and those below
     (
-        *("errors", "spec", "state", "batch", "batch_check", "cache", "cache_layout", "allocator"),
+        *("errors", "spec", "state", "batch", "checks.batch", "cache", "cache_layout", "allocator"),
         *("norm_rope", "intervals", "draft_trees", "reference", "version"),
     ),
     ("dispatch",),
     ("kernels",),
-    ("corners", "plan", "checks", "cache_checks", "norm_rope_checks", "prefix_checks", "launch_codec"),
-    ("api", "ops", "service", "early_warmup", "early_compile", "empty_launches", "compile_processes"),
+    ("compile_ahead.corners", "plan", "checks", "launch_codec"),
+    ("api", "ops", "compile_ahead"),
     ("__init__",),
-    ("testing", "targets", "debug"),
-    ("integrations", "bench", "distributed"),
-    ("tuning",),
+    ("testing", "drawn", "targets", "debug"),
+    ("integrations", "distributed"),
     ("cli",),
     ("__main__",),
 )
+TOOLS_LAYERS = (("__init__",), ("bench",), ("tuning",), ("cli",))  # of the tools, all above the library
 MAY_IMPORT = {  # and nothing else: what judges results knows no kernel
     "quire.reference": {"quire.spec", "quire.batch", "quire.cache", "quire.state", "quire.norm_rope"},
     "quire.testing": {
         f"quire.{name}"
-        for name in ("reference", "spec", "batch", "batch_check", "cache", "state", "norm_rope", "errors")
+        for name in ("reference", "spec", "batch", "checks.batch", "cache", "state", "norm_rope", "errors")
     },
 }
-PUBLIC_ONLY = ("quire.integrations", "quire.bench", "quire.distributed")
+PUBLIC_ONLY = ("quire.integrations", "quire.distributed", "quire_tools.bench")
 PUBLIC_MODULES = ("intervals", "draft_trees", "version")  # which `import quire` brings along
 HOLDALLS = {"utils", "common", "core", "helpers"}
 
 
-def module_name(path: Path) -> str:
-    return ".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+def module_name(path: Path, root: Path) -> str:
+    return ".".join((root.name, *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
 
 
-SOURCES = {module_name(path): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+SOURCES = {
+    module_name(path, root): ast.parse(path.read_text()) for root in (ROOT, TOOLS) for path in root.rglob("*.py")
+}
+LIBRARY = sorted(name for name in SOURCES if name.split(".")[0] == "quire")
 
 
 def imports(name: str) -> set[str]:
-    """Return the modules of this package that a module imports, wherever in it."""
+    """Return the modules of the two packages that a module imports, wherever in it."""
     found = set()
     for node in ast.walk(SOURCES[name]):
         if isinstance(node, ast.Import):
@@ -55,13 +62,15 @@ def imports(name: str) -> set[str]:
             found |= {
                 f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in SOURCES else node.module for a in node.names
             }
-    return {module for module in found if module == "quire" or module.startswith("quire.")}
+    return {module for module in found if module.split(".")[0] in ("quire", "quire_tools")}
 
 
 def layer(name: str) -> int:
     """Return the number of a module's layer."""
-    part = name.split(".")[1] if "." in name else "__init__"
-    found = [i for i, parts in enumerate(LAYERS) if part in parts]
+    package, _, inner = name.partition(".")
+    parts = inner.split(".")[:2] if inner else ["__init__"]
+    layers, below = (LAYERS, 0) if package == "quire" else (TOOLS_LAYERS, len(LAYERS))
+    found = [below + i for part in (".".join(parts), parts[0]) for i, layer in enumerate(layers) if part in layer]
     assert found, f"{name} is in no layer; give it one here and in DESIGN.md"
     return found[0]
 
@@ -72,6 +81,14 @@ def test_imports_point_down(name):
     assert not upward, f"{name} must not import from the layers above its own, got {upward}"
     if name in MAY_IMPORT:
         assert imports(name) <= MAY_IMPORT[name]
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_the_library_imports_no_tools(name):
+    """The command finds those of the tools by name, and says what to install where they are not."""
+    assert not {module for module in imports(name) if module.startswith("quire_tools")}
+    named = {node.value for node in ast.walk(SOURCES[name]) if isinstance(node, ast.Constant)}
+    assert "quire_tools" not in named or name == "quire.cli"
 
 
 @pytest.mark.parametrize("name", sorted(n for n in SOURCES if n.startswith(PUBLIC_ONLY)))
@@ -88,7 +105,7 @@ def test_outsiders_use_public_names_only(name):
     inner = {
         module
         for module in imports(name)
-        - {"quire", "quire.testing", "quire.targets"}
+        - {"quire", "quire.testing", "quire.targets", "quire.drawn"}
         - {f"quire.{m}" for m in PUBLIC_MODULES}
         if not module.startswith(package)
     }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import quire
-from quire.batch_check import check_slots
+from quire.checks.batch import check_slots
 from quire.testing import error_budget, make_problem
 
 SPEC = quire.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)

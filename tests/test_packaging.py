@@ -22,6 +22,7 @@ from quire.version import commit, commit_of
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = {"quire": ROOT, "quire_tools": ROOT / "tools"}  # of the two distributions
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 RELATIVE = re.compile(r"\]\((?![a-z]+:)[^)]*\)")
 needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an archive of sources has no git")
@@ -53,10 +54,16 @@ def clone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def archives(clone):
-    """A folder with the archive of sources and the wheel that is built from it."""
+    """A folder with the archives of sources of both distributions, and the wheels that are built from them."""
     pytest.importorskip("setuptools_scm", reason="the dependency group `dev` has it")
-    run(sys.executable, "-m", "build", "--no-isolation", cwd=clone)
+    for folder in (clone, clone / "tools"):
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", clone / "dist", folder, cwd=clone)
     return clone / "dist"
+
+
+def wheel_of(archives: Path, name: str) -> Path:
+    (wheel,) = archives.glob(f"{name}-*.whl")
+    return wheel
 
 
 # The version
@@ -95,7 +102,7 @@ def test_a_checkout_knows_its_commit():
 @needs_git
 def test_the_tests_of_an_archive_of_sources_are_collected(archives, clone, tmp_path):
     """It takes half a minute: the archives are built, and another process imports every test."""
-    (archive,) = archives.glob("*.tar.gz")
+    (archive,) = archives.glob("quire-*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
@@ -110,28 +117,44 @@ def test_the_tests_of_an_archive_of_sources_are_collected(archives, clone, tmp_p
 
 
 @needs_git
-def test_a_wheel_has_the_package_and_its_data_alone(archives):
-    (wheel,) = archives.glob("*.whl")
-    with zipfile.ZipFile(wheel) as file:
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("quire", {"quire/py.typed"}),
+        ("quire_tools", {"quire_tools/py.typed", "quire_tools/bench/templates/report.html"}),
+    ],
+)
+def test_a_wheel_has_the_package_and_its_data_alone(name, data, archives):
+    with zipfile.ZipFile(wheel_of(archives, name)) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
-    sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
+    folder = FOLDERS[name] / "src"
+    sources = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
     assert sources <= names
-    assert {name for name in names - sources if not name.startswith("quire/dispatch/trees/")} == {
-        "quire/py.typed",
-        "quire/bench/templates/report.html",
-    }
+    assert {name for name in names - sources if not name.startswith("quire/dispatch/trees/")} == data
+
+
+@needs_git
+def test_the_tools_have_the_version_and_the_licence_of_the_library(archives):
+    facts, licences = {}, {}
+    for name in FOLDERS:
+        with zipfile.ZipFile(wheel_of(archives, name)) as file:
+            inside = {Path(member).name: member for member in file.namelist() if ".dist-info/" in member}
+            facts[name] = message_from_string(file.read(inside["METADATA"]).decode())
+            licences[name] = file.read(inside["LICENSE"])
+    assert facts["quire_tools"]["Version"] == facts["quire"]["Version"]
+    assert licences["quire_tools"] == licences["quire"] == (ROOT / "LICENSE").read_bytes()
+    assert "quire" in facts["quire_tools"].get_all("Requires-Dist")
 
 
 @needs_git
 def test_an_index_shows_links_that_lead_somewhere_and_extras_for_users_alone(archives):
-    (wheel,) = archives.glob("*.whl")
-    with zipfile.ZipFile(wheel) as file:
+    with zipfile.ZipFile(wheel_of(archives, "quire")) as file:
         (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
         facts = message_from_string(file.read(name).decode())
     text = facts.get_payload()
     assert facts["Description-Content-Type"].startswith("text/markdown")
     assert isinstance(text, str) and text.strip().startswith("# Quire") and not RELATIVE.search(text)
-    assert set(facts.get_all("Provides-Extra", [])) == {"transformers", "bench", "vllm", "sglang"}
+    assert set(facts.get_all("Provides-Extra", [])) == {"transformers", "vllm", "sglang"}
 
 
 def test_relative_links_lead_to_the_repository_once_it_has_an_address(tmp_path):
@@ -170,8 +193,8 @@ def test_the_newest_versions_that_were_tested_are_those_of_the_makefile():
 
 
 def test_no_advice_asks_an_index_for_quire():
-    """There is no release, so `pip install 'quire[bench]'` finds nothing."""
-    folders = ("src", "scripts", "examples", "docs", ".github")
+    """There is no release, so `pip install quire-tools` finds nothing."""
+    folders = ("src", "tools", "scripts", "examples", "docs", ".github")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yml")]
     files += [*ROOT.glob("*.md"), ROOT / "Makefile"]
     asked = re.compile(r"pip install [^\n`]*(?<![\w./-])'?quire\b(?!/)")

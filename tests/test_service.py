@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import quire
-from quire.corners import corners, points
+from quire.compile_ahead.corners import corners, points
+from quire.compile_ahead.launches import launches_within
 from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels.launch import kernels_of
 from quire.plan import decide, with_sequences
-from quire.service import launches_within
 from quire.targets import TARGETS
 from quire.testing import make_problem
 from tests.extended import extended
@@ -325,10 +325,10 @@ def test_states_of_odd_and_even_numbers_of_splits_are_warmed_up():
 @pytest.mark.skipif(GPU, reason="the device need not be here")
 def test_a_workspace_of_the_size_that_limits_need_serves_scratch_that_does_not_grow_with_keys(monkeypatch):
     """Of one query on 3,100 keys, more scratch is needed than on 2,048, 3,072 and 4,096."""
-    from quire import service
+    from quire.compile_ahead import verbs
 
-    monkeypatch.setattr(service, "is_served_by_torch", lambda device: False)
-    monkeypatch.setattr(service, "device_properties", lambda device: TARGETS["sm90"].properties)
+    monkeypatch.setattr(verbs, "is_served_by_torch", lambda device: False)
+    monkeypatch.setattr(verbs, "device_properties", lambda device: TARGETS["sm90"].properties)
     spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=96, dtype=torch.float32, softcap=50.0)
     limits = {"max_num_seqs": 1, "max_num_tokens": 1, "max_seq_len": 4096}
     enough = quire.workspace_size(spec, **limits, device="cpu")

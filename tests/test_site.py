@@ -99,7 +99,7 @@ def shown(pages: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("script", [extended("draw_tour.py"), "draw_states.py"])
 def test_figures_can_be_drawn_again(script, tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need quire[bench]")
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
     # In a process of its own: the interpreter is chosen when Triton is imported.
     subprocess.run([sys.executable, "-W", "ignore", ROOT / "scripts" / script, "--output", tmp_path], check=True)
     assert {path.name for path in tmp_path.iterdir()} == shown(FIGURES[script])

@@ -14,10 +14,10 @@ from quire.api import (
 )
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.compile_ahead.verbs import begin_warmup, no_compilation, warmup, workspace_size
 from quire.errors import OutOfPagesError, UnsupportedError
 from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan, plan
-from quire.service import begin_warmup, no_compilation, warmup, workspace_size
 from quire.spec import AttentionSpec
 from quire.state import State
 from quire.version import __version__ as __version__

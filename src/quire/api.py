@@ -10,10 +10,11 @@ from typing import Any, Literal, overload
 
 import torch
 
-from quire import checks, ops
+from quire import ops
 from quire.cache import PagedKVCache, packed_cache
-from quire.cache_checks import check_copy_pages, check_write_kv, check_write_latent
-from quire.checks import check_attention, check_merge_states, check_out, check_out_scale, check_varlen
+from quire.checks import attention as checks
+from quire.checks.attention import check_attention, check_merge_states, check_out, check_out_scale, check_varlen
+from quire.checks.cache import check_copy_pages, check_write_kv, check_write_latent
 from quire.dispatch.device import is_served_by_torch
 from quire.errors import check_flag, describe
 from quire.kernels.cpu import cache_ops

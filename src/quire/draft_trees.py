@@ -16,7 +16,7 @@ from quire.intervals import LARGEST, check_on_device, locate
 
 __all__ = ["depths", "from_flashinfer", "from_mask", "from_parents", "from_words", "windowed"]
 
-MAX_DRAFTS = 64
+MAX_DRAFTS = 64  # of a sequence: bits of a word of `tree_bits`
 WORDS = (torch.uint8, torch.uint16, torch.uint32, torch.int32, torch.int64)
 
 

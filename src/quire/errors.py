@@ -112,3 +112,11 @@ def check_served(name: str, device: torch.device) -> None:
     """Raise unless Quire serves tensors on a device."""
     if device.type not in DEVICES:
         raise UnsupportedError(f"{name} must be on a GPU or the CPU, got {device}; move it there")
+
+
+def check_no_gradient(
+    name: str, *tensors: torch.Tensor, got: str = "one that does", advice: str = "call it under torch.no_grad()"
+) -> None:
+    """Raise if a gradient through tensors is asked for."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError(f"{name} must not require a gradient, got {got}; Quire has no backward pass: {advice}")

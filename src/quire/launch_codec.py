@@ -1,7 +1,7 @@
 """Specs, options and launches as strings, and back, for operators of `torch.library`, files and processes."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from quire.dispatch.request import Options
+
+# Whose dataclasses a text may name: it may come from a file of anyone.
+MODULES = ("quire.spec", "quire.dispatch.", "quire.kernels.")
 
 
 def encode(value: Any) -> str:
@@ -72,6 +75,7 @@ def _decode(found: dict[str, Any]) -> Any:
     if "class" not in found:
         return getattr(torch, found["dtype"])
     module, name = found.pop("class").split(":")
-    if not module.startswith("quire."):
-        raise ValueError(f"class must be one of Quire's, got one of {module!r}; decode what `encode` returned")
-    return getattr(import_module(module), name)(**found)
+    kind = vars(import_module(module)).get(name) if module.startswith(MODULES) else None
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise ValueError(f"class must be a dataclass of launches, got {module}:{name}; decode what `encode` returned")
+    return kind(**found)

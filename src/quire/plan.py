@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.batch import Batch
-from quire.batch_check import check_reads
 from quire.cache import PagedKVCache
-from quire.checks import check_plan_arguments
-from quire.corners import corners
+from quire.checks.batch import check_reads
+from quire.checks.plan import check_plan_arguments
+from quire.checks.prefix import check_shared_prefix
+from quire.compile_ahead.corners import corners
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
@@ -31,7 +32,6 @@ from quire.kernels.portable import PortableRunner
 from quire.kernels.shared_prefix import launch as shared
 from quire.kernels.split_kv import choice as portable
 from quire.launch_codec import decode, decode_options, encode, encode_options
-from quire.prefix_checks import check_shared_prefix
 from quire.spec import AttentionSpec
 
 Proposal = Callable[[Request, Options], tuple[Launch, str] | str]

@@ -11,8 +11,8 @@ import torch
 
 from quire import reference
 from quire.batch import Batch
-from quire.batch_check import check_batch
 from quire.cache import PagedKVCache
+from quire.checks.batch import check_batch
 from quire.norm_rope import QKNorm, Rope
 from quire.spec import QUANTISED_DTYPES, AttentionSpec
 from quire.state import State

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from quire.bench.cases import cases
-from quire.bench.measure import NoResult, Timing
-from quire.bench.results import RangeRow, Report, Row, make_row, provenance
-from quire.bench.roofline import Ceilings
+from quire_tools.bench.cases import cases
+from quire_tools.bench.measure import NoResult, Timing
+from quire_tools.bench.results import RangeRow, Report, Row, make_row, provenance
+from quire_tools.bench.roofline import Ceilings
 
 CEILINGS = Ceilings("a made-up device", 4e12, 800e12, "measured")
 PEERS = ("Quire", "FlashAttention 3", "Quire, naive")
@@ -71,6 +71,6 @@ def make_report() -> Callable[..., Report]:
 @pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the plots out of reports, since they take seconds."""
-    from quire.bench import html
+    from quire_tools.bench import html
 
     monkeypatch.setattr(html, "plots", lambda report: {})

@@ -1,6 +1,7 @@
 """The command, as far as it needs no GPU."""
 
 import io
+import itertools
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ import torch
 import triton
 from rich.console import Console
 
-from quire.bench import ratios, report, results
-from quire.bench.measure import NoResult, Peer
-from quire.bench.peers import PEERS
-from quire.cli import bench, bench_measure, main
-from quire.cli.console import progress_bar
+from quire.cli import main
 from quire.cli.exit_codes import INTERRUPTED
+from quire_tools.bench import ratios, report, results
+from quire_tools.bench.measure import NoResult, Peer
+from quire_tools.bench.peers import PEERS
+from quire_tools.cli import bench_choice, bench_measure
+from quire_tools.cli.progress import progress_bar
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def on_a_gpu(monkeypatch, ceilings):
 def test_a_report_is_written_again_from_its_numbers(make_report, tmp_path, capsys):
     first, second = tmp_path / "a", tmp_path / "b"
     results.save(make_report(), first)
-    assert main(["bench", "--report", str(first / "results.json"), "--output", str(second)]) == 0
+    assert main(["bench", "report", str(first / "results.json"), "--output", str(second)]) == 0
     assert "report.html" in capsys.readouterr().out
     assert (second / "ratios.png").exists()
     assert not (first / "report.html").exists()
@@ -51,7 +53,7 @@ def test_slow_peers_take_part_where_it_is_quick_or_they_are_named(tmp_path, on_a
         return {peer.name: make_timing(10.0) for peer in peers}
 
     on_a_gpu(compare)
-    arguments = ["bench", "--set", "decode", "--output", str(tmp_path)]
+    arguments = ["bench", "run", "--set", "decode", "--output", str(tmp_path)]
     assert main(arguments) == 0
     flex = "FlexAttention, not paged"
     assert [peer.name for peer in PEERS if peer.slow] == [flex]
@@ -76,7 +78,7 @@ def test_only_libraries_that_serve_its_keys_take_part_in_a_case(tmp_path, on_a_g
     on_a_gpu(compare)
     monkeypatch.setattr(Peer, "why_absent", lambda peer: None)
     monkeypatch.setattr(Peer, "version", lambda peer: "1.0")
-    arguments = ["bench", "--set", "mla", "--set", "mla_prefill", "--set", "length", "--output", str(tmp_path)]
+    arguments = ["bench", "run", "--set", "mla", "--set", "mla_prefill", "--set", "length", "--output", str(tmp_path)]
     assert main(arguments) == 0
     assert asked["MLA 1x1024 h16"] == asked["MLA 1x1024 h16 fp8"]
     assert asked["MLA 1x1024 h16"] >= {"Quire", "Quire, portable", "FlashMLA", "FlashAttention 3", "vLLM Triton MLA"}
@@ -99,7 +101,7 @@ def test_what_quire_and_its_variants_launch_is_compiled_beforehand(tmp_path, on_
     compiled = []
     monkeypatch.setattr(bench_measure, "compile_all", lambda launches, target: compiled.extend(launches) or ())
     sets = ["--set", "mla", "--set", "decode", "--set", "mla_prefill"]
-    assert main(["bench", *sets, "--peers", "Quire", "--output", str(tmp_path)]) == 0
+    assert main(["bench", "run", *sets, "--peers", "Quire", "--output", str(tmp_path)]) == 0
     assert len(set(compiled)) == len(compiled)
     by_layout = {"pages": set(), "latents": set(), "packed": set()}
     for launch in compiled:
@@ -108,7 +110,7 @@ def test_what_quire_and_its_variants_launch_is_compiled_beforehand(tmp_path, on_
     invariant, portable = (("batch_invariant", True),), (("kernel", "mla"),)
     assert by_layout == {"pages": {(), invariant}, "latents": {(), invariant, portable}, "packed": {()}}
     compiled.clear()
-    assert main(["bench", *sets, "--peers", "SDPA", "--output", str(tmp_path)]) == 0
+    assert main(["bench", "run", *sets, "--peers", "SDPA", "--output", str(tmp_path)]) == 0
     assert not compiled
 
 
@@ -121,7 +123,7 @@ def test_configurations_are_timed_as_peers(tmp_path, on_a_gpu, make_timing):
         return {peer.name: make_timing(10.0) for peer in peers}
 
     on_a_gpu(compare)
-    arguments = ["bench", "--only", "decode 1x4096", "--peers", "Quire", "--output", str(tmp_path)]
+    arguments = ["bench", "run", "--only", "decode 1x4096", "--peers", "Quire", "--output", str(tmp_path)]
     assert main([*arguments, "--config", "block_n=128", "--config", "block_n=32,num_stages=4"]) == 0
     assert "Quire block_n=128" in asked[0]
     assert "Quire block_n=32 num_stages=4" in asked[0]
@@ -135,13 +137,13 @@ def test_a_bench_that_is_stopped_keeps_what_it_has(tmp_path, on_a_gpu, make_timi
         return {peer.name: make_timing(10.0) for peer in peers}
 
     on_a_gpu(compare)
-    assert main(["bench", "--set", "decode", "--output", str(tmp_path)]) == INTERRUPTED
+    assert main(["bench", "run", "--set", "decode", "--output", str(tmp_path)]) == INTERRUPTED
     captured = capsys.readouterr()
     assert f"stopped after 7 of 29; they are in {tmp_path / 'results.json'}" in captured.out
     assert captured.err.endswith("measuring, 0 of 29 done\ninterrupted\n")
     assert len(results.load(tmp_path).rows) == 7
     assert not (tmp_path / "report.html").exists()
-    assert main(["bench", "--report", str(tmp_path)]) == 0
+    assert main(["bench", "report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").exists()
 
 
@@ -155,7 +157,7 @@ def test_graphs_that_are_stopped_are_kept(tmp_path, on_a_gpu, make_timing, monke
         return {"own": make_timing(10.0), "range": make_timing(10.4)}
 
     on_a_gpu(compare)
-    assert main(["bench", "--graphs", "--output", str(tmp_path)]) == INTERRUPTED
+    assert main(["bench", "graphs", "--output", str(tmp_path)]) == INTERRUPTED
     assert "stopped after 3 of" in capsys.readouterr().out
     assert len(results.load(tmp_path).graph_range) == 3
 
@@ -166,7 +168,7 @@ def test_compilations_that_are_stopped_are_kept(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_measure, "compile_all", compile_some)
-    assert main(["bench", "--device", "A100", "--quick", "--output", str(tmp_path)]) == INTERRUPTED
+    assert main(["bench", "roofline", "--device", "A100", "--quick", "--output", str(tmp_path)]) == INTERRUPTED
     assert "stopped after 1 of 12" in capsys.readouterr().out
     assert [row.why for row in results.load(tmp_path).rows].count("a plan") == 1
 
@@ -177,7 +179,7 @@ def test_compilations_that_are_stopped_are_kept(tmp_path, monkeypatch, capsys):
 def test_comparing_two_runs(make_report, tmp_path, capsys, scale, code, word):
     results.save(make_report(), tmp_path / "a")
     results.save(make_report(scale), tmp_path / "b")
-    assert main(["bench", "--compare", str(tmp_path / "a"), str(tmp_path / "b" / "results.json")]) == code
+    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b" / "results.json")]) == code
     text = capsys.readouterr().out
     assert word in text
     assert "other libraries on the same cases: 1.000" in text
@@ -188,33 +190,33 @@ def test_a_case_that_was_lost_is_no_pass(make_report, tmp_path):
     after = make_report()
     after.rows[0].results["Quire"] = NoResult("wrong: error 3")
     results.save(after, tmp_path / "b")
-    assert main(["bench", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
 
 
-@pytest.mark.parametrize("option", ["--report", "--compare"])
+@pytest.mark.parametrize(("command", "name"), [("report", "RUN"), ("compare", "BEFORE"), ("guard", "RUN")])
 @pytest.mark.parametrize("content", [None, "[]", "{}", "not json", '{"rows": 3, "provenance": []}'])
-def test_what_is_no_report_is_refused(tmp_path, capsys, content, option):
+def test_what_is_no_report_is_refused(tmp_path, capsys, content, command, name):
     path = tmp_path / "results.json"
     if content is not None:
         path.write_text(content)
-    assert main(["bench", option, *[str(path)] * (2 if option == "--compare" else 1)]) == 2
+    assert main(["bench", command, *[str(path)] * (1 if command == "report" else 2)]) == 2
     error = capsys.readouterr().err
     if content is None:
-        words = f"{option} must be a results.json of `quire bench`, or its folder, got {path}, which is not there"
+        words = f"{name} must be a results.json of `quire bench`, or its folder, got {path}, which is not there"
         assert error == f"{words}; name another\n"
     else:
         assert f"{path} must be a results.json of `quire bench`" in error
 
 
 def test_a_folder_without_results_is_named(tmp_path, capsys):
-    assert main(["bench", "--report", str(tmp_path)]) == 2
+    assert main(["bench", "report", str(tmp_path)]) == 2
     assert f"got {tmp_path}, which has no results.json; name another" in capsys.readouterr().err
 
 
 # A run into a folder that has one
 
 
-ONE_CASE = ["bench", "--only", "decode 256x1024", "--set", "decode", "--peers", "Quire"]
+ONE_CASE = ["bench", "run", "--only", "decode 256x1024", "--set", "decode", "--peers", "Quire"]
 
 
 def times_in(path: Path) -> list[float]:
@@ -252,7 +254,7 @@ def test_a_report_of_other_results_keeps_those_of_its_folder(make_report, tmp_pa
     first, second = make_report(), make_report(1.5)
     results.save(first, tmp_path / "a")
     results.save(second, tmp_path / "b")
-    arguments = ["bench", "--report", str(tmp_path / "a"), "--output", str(tmp_path / "b")]
+    arguments = ["bench", "report", str(tmp_path / "a"), "--output", str(tmp_path / "b")]
     assert main(arguments) == 0
     assert results.load(tmp_path / "b") == first and results.load(tmp_path / "b/results.1.json") == second
     assert main(arguments) == 0
@@ -261,29 +263,26 @@ def test_a_report_of_other_results_keeps_those_of_its_folder(make_report, tmp_pa
 
 @pytest.mark.usefixtures("without_plots")
 def test_results_without_times_are_not_kept(tmp_path):
-    arguments = ["bench", "--device", "A100", "--quick", "--no-compile", "--output", str(tmp_path)]
-    assert main(arguments) == main([*arguments, "--set", "decode"]) == 0
+    arguments = ["bench", "roofline", "--device", "A100", "--quick", "--no-compile", "--output", str(tmp_path)]
+    assert main(arguments) == main([*arguments, "--only", "decode"]) == 0
     assert not (tmp_path / "results.1.json").exists()
 
 
 @pytest.mark.usefixtures("without_plots")
 def test_results_that_cannot_be_read_are_kept(tmp_path, capsys):
     (tmp_path / "results.json").write_text("of another version")
-    assert main(["bench", "--device", "A100", "--quick", "--no-compile", "--output", str(tmp_path)]) == 0
+    assert main(["bench", "roofline", "--device", "A100", "--quick", "--no-compile", "--output", str(tmp_path)]) == 0
     assert (tmp_path / "results.1.json").read_text() == "of another version"
     assert f"{tmp_path} has an earlier run: its results.json is now results.1.json" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("more", [["--device", "A100"], ["--graphs"], ["--report", "a"]], ids=lambda more: more[0])
-def test_a_run_that_measures_no_cases_continues_none(more, capsys):
-    assert main(["bench", "--continue", *more]) == 2
-    assert f"--continue must be given without {more[0]}, got both; leave one out" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_no_run_is_continued(capsys):
-    assert main(["bench", "--continue"]) == 2
-    assert "--continue must go on with a run on a GPU, got none; leave it out" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["run", "graphs"])
+def test_without_a_gpu_nothing_is_measured(command, tmp_path, capsys):
+    assert main(["bench", command, "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert f"quire bench {command} must have a GPU to measure, got none; quire bench roofline says" in error
+    assert not (tmp_path / "out").exists()
 
 
 # Progress
@@ -314,7 +313,7 @@ def test_on_a_terminal_there_is_a_bar_and_no_line(capsys):
 
 
 def test_without_a_gpu_the_roofline_is_reported(tmp_path, capsys):
-    assert main(["bench", "--device", "MI300X", "--quick", "--no-compile", "--output", str(tmp_path)]) == 0
+    assert main(["bench", "roofline", "--device", "MI300X", "--quick", "--no-compile", "--output", str(tmp_path)]) == 0
     found = results.load(tmp_path)
     printed = capsys.readouterr().out
     assert "5.30 TB/s" in printed and "ceiling" not in printed.replace("Ceilings", "")
@@ -329,7 +328,7 @@ def test_without_a_gpu_the_roofline_is_reported(tmp_path, capsys):
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
 def test_without_a_gpu_what_kernels_need_is_reported(tmp_path):
-    assert main(["bench", "--device", "A100", "--only", "decode 1x4096 12", "--output", str(tmp_path)]) == 0
+    assert main(["bench", "roofline", "--device", "A100", "--only", "decode 1x4096 12", "--output", str(tmp_path)]) == 0
     row = results.load(tmp_path).rows[0]
     assert row.compiled is not None
     (kernel,) = row.compiled
@@ -342,10 +341,10 @@ def test_without_a_gpu_what_kernels_need_is_reported(tmp_path):
 
 
 def test_fields_of_a_configuration_are_named():
-    assert bench.config_fields("block_n=128,num_warps=8") == {"block_n": 128, "num_warps": 8}
+    assert bench_choice.config_fields("block_n=128,num_warps=8") == {"block_n": 128, "num_warps": 8}
     for text in ("block_k=3", "block_n", "block_n=many"):
         with pytest.raises(SystemExit) as leaving:
-            main(["bench", "--config", text])
+            main(["bench", "run", "--config", text])
         assert leaving.value.code == 2, text
 
 
@@ -373,14 +372,33 @@ def test_graphs_whose_results_are_wrong_are_not_timed(monkeypatch, make_timing):
         next(bench_measure.capture_ranges(0.1, progress, console))
 
 
+@pytest.mark.parametrize("command", ["run", "list", "roofline"])
 @pytest.mark.parametrize("arguments", [["--only", "no such case"], ["--trace", "/nowhere"]])
-def test_bad_arguments_are_refused(arguments, capsys):
-    assert main(["bench", *arguments]) == 2
-    assert capsys.readouterr().err
+def test_bad_arguments_are_refused(command, arguments, capsys):
+    assert main(["bench", command, *arguments]) == 2
+    assert f"{arguments[0]} must be" in capsys.readouterr().err
+
+
+SOURCES = (["--quick"], ["--set", "decode"], ["--trace", "requests.csv"], ["--grid", "3"])
+
+
+@pytest.mark.parametrize("some", [*itertools.combinations(SOURCES, 2)], ids=lambda some: " ".join(o[0] for o in some))
+def test_cases_have_one_source(some, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["bench", "list", *some[0], *some[1]])
+    assert leaving.value.code == 2
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_bench_alone_says_what_its_commands_are(capsys):
+    assert main(["bench"]) == 2
+    printed = capsys.readouterr().out
+    for command in ("run", "graphs", "roofline", "list", "report", "compare", "floors", "guard"):
+        assert f"\n    {command} " in printed
 
 
 def test_cases_are_listed(capsys):
-    assert main(["bench", "--list", "--set", "models"]) == 0
+    assert main(["bench", "list", "--set", "models"]) == 0
     assert "gpt-oss-120b" in capsys.readouterr().out
 
 
@@ -390,5 +408,5 @@ def test_bad_results_of_our_own_leave_with_1(make_report, tmp_path, monkeypatch,
     found.rows[2].results["Quire"] = NoResult("wrong: error 0.1, 3.0 times its budget")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench_measure, "measure", lambda *args: found)
-    assert main(["bench", "--quick", "--output", str(tmp_path)]) == 1
+    assert main(["bench", "run", "--quick", "--output", str(tmp_path)]) == 1
     assert f"Quire has no time for {found.rows[2].case}: wrong: error 0.1" in capsys.readouterr().out

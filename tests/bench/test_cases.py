@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench import cases as workloads
-from quire.bench.case import KINDS, MODELS, Case, visible_pairs
-from quire.bench.cases import SETS, cases, cases_from_trace, log_normal
-from quire.bench.roofline import Ceilings
+from quire.drawn import visible_pairs
+from quire_tools.bench import cases as workloads
+from quire_tools.bench.case import KINDS, MODELS, Case
+from quire_tools.bench.cases import SETS, cases, cases_from_trace, log_normal
+from quire_tools.bench.roofline import Ceilings
 
 
 def test_names_are_unique_and_every_set_and_model_is_there():

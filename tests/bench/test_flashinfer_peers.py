@@ -8,11 +8,11 @@ import torch
 import triton
 
 import quire
-from quire.bench import measure
-from quire.bench.case import Case
-from quire.bench.inputs import make_inputs
-from quire.bench.peers import PEERS
-from quire.bench.sample import Sample
+from quire_tools.bench import measure
+from quire_tools.bench.case import Case
+from quire_tools.bench.inputs import make_inputs
+from quire_tools.bench.peers import PEERS
+from quire_tools.bench.sample import Sample
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter has no bfloat16")
 MODEL = "Llama-3-8B"

@@ -1,4 +1,4 @@
-"""Cases drawn at random: the space that they cover, their limits, and what `quire bench --grid` makes of them."""
+"""Cases drawn at random: the space that they cover, their limits, and what `quire bench run --grid` makes of them."""
 
 import math
 from dataclasses import replace
@@ -7,16 +7,19 @@ import pytest
 import torch
 import triton
 
-from quire.bench import grid, plots, ratios, report, results
-from quire.bench.grid import Limits, draw
-from quire.bench.inputs import make_inputs
-from quire.bench.measure import NoResult, Peer
-from quire.bench.peers import PEERS
-from quire.bench.results import Grid, make_row
-from quire.bench.sample import Sample
-from quire.cli import bench_measure, main
-from quire.cli.bench_measure import MAX_SPENT, Patience
+import quire.drawn
+from quire.cli import main
 from quire.cli.exit_codes import INTERRUPTED
+from quire.drawn import Limits
+from quire_tools.bench import grid, plots, ratios, report, results
+from quire_tools.bench.grid import draw
+from quire_tools.bench.inputs import make_inputs
+from quire_tools.bench.measure import NoResult, Peer
+from quire_tools.bench.peers import PEERS
+from quire_tools.bench.results import Grid, make_row
+from quire_tools.bench.sample import Sample
+from quire_tools.cli import bench_measure
+from quire_tools.cli.bench_measure import MAX_SPENT, Patience
 
 SMALL = Limits(num_seqs=3, queries=40, context=300, nbytes=1 << 20, flops=10**7)
 
@@ -47,11 +50,12 @@ def test_the_space_is_covered():
 
 @pytest.mark.parametrize("limits", [grid.MEASURED, SMALL])
 def test_a_case_is_within_its_limits(limits):
-    for case in draw(150, 4, limits):
+    for batch in quire.drawn.draw(150, 4, limits):
+        case = grid.as_case(batch)
         assert len(case.lens) <= limits.num_seqs and max(case.query_lens) <= limits.queries
         assert all(0 < q <= s <= q + limits.context for q, s in case.lens)
-        assert grid.allocated(case) <= limits.nbytes and case.flops <= limits.flops
-        assert case.spec.num_q_heads <= grid.MAX_HEADS
+        assert batch.nbytes <= limits.nbytes and case.flops <= limits.flops
+        assert case.spec.num_q_heads <= quire.drawn.MAX_HEADS
 
 
 def test_limits_leave_the_layer_but_for_its_heads():
@@ -118,7 +122,7 @@ def test_a_report_of_a_grid_has_its_distribution_and_its_worst_cases(drawn_repor
         "vLLM Triton",
     ]
     assert "distribution" not in plots.plots(replace(loaded, grid=None))
-    assert main(["bench", "--report", str(tmp_path)]) == 0
+    assert main(["bench", "report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "the worst cases" in printed and "geometric" in printed
     page = (tmp_path / "report.html").read_text()
@@ -150,7 +154,7 @@ def test_a_grid_is_measured_next_to_the_other_libraries(tmp_path, on_a_gpu, make
         return {peer.name: make_timing(10.0) for peer in peers}
 
     on_a_gpu(compare)
-    assert main(["bench", "--grid", "3", "--seed", "1", "--seconds", "0.3", "--output", str(tmp_path)]) == 0
+    assert main(["bench", "run", "--grid", "3", "--seed", "1", "--seconds", "0.3", "--output", str(tmp_path)]) == 0
     assert [name for name, _, _ in asked] == [case.name for case in draw(3, 1)]
     loaded = results.load(tmp_path)
     assert loaded.grid == Grid(3, 1) and len(loaded.rows) == 3
@@ -159,7 +163,7 @@ def test_a_grid_is_measured_next_to_the_other_libraries(tmp_path, on_a_gpu, make
         assert not [name for name in peers[1:] if name.startswith("Quire")]
     asked.clear()
     wanted = ["--peers", "Quire", "--only", "grid 1/2:"]
-    assert main(["bench", "--grid", "3", "--seed", "1", *wanted, "--output", str(tmp_path)]) == 0
+    assert main(["bench", "run", "--grid", "3", "--seed", "1", *wanted, "--output", str(tmp_path)]) == 0
     ((name, peers, seconds),) = asked
     assert name == draw(3, 1)[1].name and seconds == 0.15
     assert "Quire, batch-invariant" in peers
@@ -178,7 +182,7 @@ def test_a_grid_that_is_stopped_keeps_what_it_has(error, code, tmp_path, on_a_gp
         return {peer.name: make_timing(10.0) for peer in peers}
 
     on_a_gpu(compare)
-    assert main(["bench", "--grid", "5", "--seed", "1", "--output", str(tmp_path)]) == code
+    assert main(["bench", "run", "--grid", "5", "--seed", "1", "--output", str(tmp_path)]) == code
     printed = capsys.readouterr().out
     assert f"stopped after 2 of 5; they are in {tmp_path / 'results.json'}" in printed
     assert ("CUDA error" in printed) == (code == 1)
@@ -198,7 +202,7 @@ def test_a_run_is_continued(tmp_path, on_a_gpu, make_timing, monkeypatch, capsys
 
     on_a_gpu(compare)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a made-up device")
-    again = ["bench", "--seed", "1", "--continue", "--output", str(tmp_path)]
+    again = ["bench", "run", "--seed", "1", "--continue", "--output", str(tmp_path)]
     assert main([*again, "--grid", "2"]) == 0  # there is nothing yet
     assert main([*again, "--grid", "4"]) == 0
     assert asked == [case.name for case in draw(4, 1)] == [row.case for row in results.load(tmp_path).rows]
@@ -220,7 +224,7 @@ def test_a_case_that_fails_has_its_reason_and_the_others_are_measured(tmp_path, 
 
     on_a_gpu(compare)
     monkeypatch.setattr(bench_measure, "is_usable", lambda: True)
-    assert main(["bench", "--grid", "3", "--seed", "1", "--output", str(tmp_path)]) == 1
+    assert main(["bench", "run", "--grid", "3", "--seed", "1", "--output", str(tmp_path)]) == 1
     loaded = results.load(tmp_path)
     assert [row.reasons.get("Quire") for row in loaded.rows] == [None, "RuntimeError: not this one", None]
     assert loaded.stopped is None
@@ -254,12 +258,11 @@ def test_a_library_that_compiles_for_long_is_left_out_of_further_widths(make_tim
         ["--grid", "3", "--seed", "-1"],
         ["--grid", "3", "--quick"],
         ["--grid", "3", "--set", "decode"],
-        ["--grid", "3", "--graphs"],
     ],
 )
 def test_bad_arguments_are_refused(arguments, capsys):
     try:
-        code = main(["bench", *arguments])
+        code = main(["bench", "run", *arguments])
     except SystemExit as leaving:
         code = leaving.code
     assert code == 2
@@ -268,5 +271,5 @@ def test_bad_arguments_are_refused(arguments, capsys):
 
 
 def test_a_grid_is_listed(capsys):
-    assert main(["bench", "--grid", "4", "--seed", "7", "--list"]) == 0
+    assert main(["bench", "list", "--grid", "4", "--seed", "7"]) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [f"grid 7/{i}" for i in range(1, 5)]

@@ -1,4 +1,4 @@
-"""`quire bench --guard`: ratios to the best other library in the same run, held against floors."""
+"""`quire bench guard`: ratios to the best other library in the same run, held against floors."""
 
 import json
 from dataclasses import replace
@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.bench import guard, results
-from quire.bench.cases import SETS
-from quire.bench.guard import Floor, compare, floors_of
-from quire.bench.measure import NoResult
-from quire.bench.results import make_row
-from quire.cli import bench_measure, main
+from quire.cli import main
+from quire_tools.bench import guard, results
+from quire_tools.bench.cases import SETS
+from quire_tools.bench.guard import Floor, compare, floors_of
+from quire_tools.bench.measure import NoResult
+from quire_tools.bench.results import make_row
+from quire_tools.cli import bench_measure
 
 DOCS = Path(__file__).parent.parent.parent / "docs/results"
 OTHERS = ("Quire", "FlashAttention 3", "cuDNN", "SDPA, not paged", "Quire, naive")
@@ -33,7 +34,7 @@ def run_of(tmp_path, make_report):
 def floors(tmp_path, run_of, capsys) -> Path:
     """The floors of a made-up run, as the command writes them."""
     path = tmp_path / "floors.json"
-    assert main(["bench", "--make-guard", str(run_of("before")), str(path)]) == 0
+    assert main(["bench", "floors", str(run_of("before")), str(path)]) == 0
     assert f"{path}: floors of" in capsys.readouterr().out.replace("\n", "")
     return path
 
@@ -44,11 +45,11 @@ IN_THE_DOCS = pytest.mark.parametrize(("name", "num_cases"), [("h200", 125), ("m
 @IN_THE_DOCS
 def test_the_floors_in_the_docs_are_those_of_the_results_there(name, num_cases, tmp_path):
     made = tmp_path / "floors.json"
-    assert main(["bench", "--make-guard", str(DOCS / f"{name}.json"), str(made)]) == 0
+    assert main(["bench", "floors", str(DOCS / f"{name}.json"), str(made)]) == 0
     assert made.read_text() == (DOCS / f"{name}_floors.json").read_text(), f"make {name}_floors.json again"
     found = guard.load(DOCS / f"{name}_floors.json")
     assert len(found.cases) == num_cases and found.provenance.device == "NVIDIA H200"
-    assert set(found.cases) <= {case.name for some in SETS.values() for case in some}  # what --guard measures
+    assert set(found.cases) <= {case.name for some in SETS.values() for case in some}  # what run --guard measures
 
 
 @IN_THE_DOCS
@@ -68,7 +69,7 @@ def test_a_floor_is_the_other_s_time_over_quire_s(make_report):
 @pytest.mark.parametrize(("scale", "code"), [(0.7, 0), (1.0, 0), (1.05, 0), (1.08, 0), (1.1, 1), (2.0, 1)])
 def test_a_ratio_below_its_floor_by_more_than_the_noise_fails(scale, code, floors, run_of, capsys, without_plots):
     """The noise of four times is 8 %, so a time may be 1 / 0.92 = 1.087 of what it was."""
-    assert main(["bench", "--report", str(run_of("after", scale)), "--guard", str(floors)]) == code
+    assert main(["bench", "guard", str(run_of("after", scale)), str(floors)]) == code
     text = capsys.readouterr().out
     assert ("fell" in text) == bool(code)
     total = len(guard.load(floors).cases)
@@ -105,7 +106,7 @@ def test_a_case_without_a_time_of_quire_s_is_lost(floors, make_report, tmp_path,
     (held,) = [held for held in compare(guard.load(floors), report.rows) if held.verdict != "held"]
     assert held.verdict == "lost" and held.ratio is None
     results.save(report, tmp_path / "lost")
-    assert main(["bench", "--report", str(tmp_path / "lost"), "--guard", str(floors)]) == 1
+    assert main(["bench", "guard", str(tmp_path / "lost"), str(floors)]) == 1
     assert "lost" in capsys.readouterr().out
 
 
@@ -113,7 +114,7 @@ def test_libraries_that_are_absent_or_of_another_version_are_named(floors, run_o
     after = run_of("after", peers=("Quire", "FlashAttention 3"))
     text = (after / "results.json").read_text().replace('"FlashAttention 3": "1.0"', '"FlashAttention 3": "2.0"')
     (after / "results.json").write_text(text)
-    assert main(["bench", "--report", str(after), "--guard", str(floors)]) == 0
+    assert main(["bench", "guard", str(after), str(floors)]) == 0
     printed = capsys.readouterr().out
     assert "FlashAttention 3 is 1.0 in the floors, and here 2.0" in printed
     assert "cuDNN is 1.0 in the floors, and here not asked for" in printed
@@ -121,13 +122,13 @@ def test_libraries_that_are_absent_or_of_another_version_are_named(floors, run_o
 
 def test_a_run_that_shares_nothing_with_the_floors_is_no_pass(floors, run_of, capsys, without_plots):
     after = run_of("after", peers=("Quire", "another library"))
-    assert main(["bench", "--report", str(after), "--guard", str(floors)]) == 2
-    assert "--guard must share a case and a library with the run, got none" in capsys.readouterr().err
+    assert main(["bench", "guard", str(after), str(floors)]) == 2
+    assert "FLOORS must share a case and a library with the run, got none" in capsys.readouterr().err
 
 
 def test_floors_of_another_device_are_refused(run_of, capsys):
-    assert main(["bench", "--report", str(run_of("after")), "--guard", str(DOCS / "h200_floors.json")]) == 2
-    assert "--guard must hold floors of a made-up device, got those of NVIDIA H200" in capsys.readouterr().err
+    assert main(["bench", "guard", str(run_of("after")), str(DOCS / "h200_floors.json")]) == 2
+    assert "FLOORS must be those of a made-up device, got those of NVIDIA H200" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.3])
@@ -147,10 +148,10 @@ def test_a_measured_run_is_held_against_its_floors(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a made-up device")
     monkeypatch.setattr(bench_measure, "measure", measure)
-    arguments = ["bench", "--set", "decode", "--set", "models", "--guard", str(floors)]
+    arguments = ["bench", "run", "--set", "decode", "--set", "models", "--guard", str(floors)]
     assert main([*arguments, "--output", str(tmp_path / "out")]) == (1 if scale > 1 else 0)
     assert measured and set(measured) <= guard.load(floors).cases.keys()
-    assert main(["bench", "--set", "models", "--guard", str(floors), "--output", str(tmp_path / "out")]) == 2
+    assert main(["bench", "run", "--set", "models", "--guard", str(floors), "--output", str(tmp_path / "out")]) == 2
     assert "--guard must have floors of the cases that are asked for" in capsys.readouterr().err
 
 
@@ -173,9 +174,9 @@ def test_files_of_another_kind_are_refused(content, tmp_path, run_of, capsys):
     path = tmp_path / "bad.json"
     if content is not None:
         path.write_text(content)
-    assert main(["bench", "--report", str(run_of("after")), "--guard", str(path)]) == 2
+    assert main(["bench", "guard", str(run_of("after")), str(path)]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"--guard {path} must hold the floors that `quire bench --make-guard` writes")
+    assert captured.err.startswith(f"{path} must hold the floors that `quire bench floors` writes")
     assert captured.err.count("\n") == 1 and captured.out == ""
 
 
@@ -186,21 +187,28 @@ def test_a_floor_of_nothing_is_refused():
 
 def test_a_run_without_other_libraries_has_no_floors(run_of, tmp_path, capsys):
     path = tmp_path / "floors.json"
-    assert main(["bench", "--make-guard", str(run_of("alone", peers=("Quire",))), str(path)]) == 2
+    assert main(["bench", "floors", str(run_of("alone", peers=("Quire",))), str(path)]) == 2
     assert "the run must have times of Quire and of other libraries, got none" in capsys.readouterr().err
     assert not path.exists()
-    assert main(["bench", "--make-guard", str(tmp_path / "gone"), str(path)]) == 2
-    assert main(["bench", "--make-guard", str(run_of("after")), str(tmp_path)]) == 2
-    assert "--make-guard must be a file that can be written" in capsys.readouterr().err
+    assert main(["bench", "floors", str(tmp_path / "gone"), str(path)]) == 2
+    assert main(["bench", "floors", str(run_of("after")), str(tmp_path)]) == 2
+    assert "FILE must be a file that can be written" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_guard_needs_times(floors, capsys):
-    assert main(["bench", "--guard", str(floors)]) == 2
-    assert "--guard must be judged by times on a GPU, got none; name a run with --report" in capsys.readouterr().err
+@pytest.mark.parametrize("content", [BAD["missing"], BAD["text"]], ids=["missing", "text"])
+def test_a_run_reads_its_floors_before_anything_else(content, tmp_path, capsys):
+    path = tmp_path / "bad.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["bench", "run", "--guard", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"{path} must hold the floors that `quire bench floors` writes")
 
 
-@pytest.mark.parametrize("others", [["--graphs"], ["--device", "A100"], ["--trace", "requests.csv"]])
-def test_a_guard_goes_with_no_other_task(others, floors, capsys):
-    assert main(["bench", "--guard", str(floors), *others]) == 2
-    assert f"--guard must be given without {others[0]}, got both" in capsys.readouterr().err
+@pytest.mark.parametrize("source", [["--grid", "3"], ["--trace", "requests.csv"]], ids=lambda source: source[0])
+def test_cases_of_no_set_have_no_floor(source, floors, tmp_path, monkeypatch, capsys):
+    (tmp_path / "requests.csv").write_text("100,10\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a made-up device")
+    assert main(["bench", "run", "--guard", str(floors), *source]) == 2
+    assert "--guard must have floors of the cases that are asked for, got none" in capsys.readouterr().err

@@ -8,14 +8,14 @@ import torch
 import triton
 
 import quire
-from quire.bench import measure
-from quire.bench.case import Case, Model
-from quire.bench.cases import cases
-from quire.bench.inputs import make_inputs
-from quire.bench.peers import BASELINES, PEERS, Peer, quire_calls
-from quire.bench.roofline import DATA_SHEETS, from_data_sheet
-from quire.bench.sample import Sample, rounded_to_fp8
 from quire.targets import TARGETS
+from quire_tools.bench import measure
+from quire_tools.bench.case import Case, Model
+from quire_tools.bench.cases import cases
+from quire_tools.bench.inputs import make_inputs
+from quire_tools.bench.peers import BASELINES, PEERS, Peer, quire_calls
+from quire_tools.bench.roofline import DATA_SHEETS, from_data_sheet
+from quire_tools.bench.sample import Sample, rounded_to_fp8
 
 INTERPRETED = triton.knobs.runtime.interpret
 

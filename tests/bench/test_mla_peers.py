@@ -11,15 +11,15 @@ import pytest
 import torch
 import triton
 
-from quire.bench import measure
-from quire.bench.case import Case
-from quire.bench.cases import over_latents
-from quire.bench.inputs import make_inputs
-from quire.bench.peers import PEERS
-from quire.bench.peers.call_quire import quire_with_fp8_products
-from quire.bench.sample import Sample
 from quire.dispatch.device import compile_for
 from quire.targets import TARGETS
+from quire_tools.bench import measure
+from quire_tools.bench.case import Case
+from quire_tools.bench.cases import over_latents
+from quire_tools.bench.inputs import make_inputs
+from quire_tools.bench.peers import PEERS
+from quire_tools.bench.peers.call_quire import quire_with_fp8_products
+from quire_tools.bench.sample import Sample
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter has no bfloat16")
 LATENTS = (

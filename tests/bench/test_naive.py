@@ -5,10 +5,10 @@ import torch
 import triton
 
 import quire
-from quire.bench.naive import naive_attention, naive_kernel, owners
 from quire.dispatch.device import COMPILER_OPTIONS
 from quire.targets import TARGETS, compiling, inspect
 from quire.testing import make_problem
+from quire_tools.bench.naive import naive_attention, naive_kernel, owners
 
 
 @pytest.mark.triton

@@ -9,15 +9,15 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from quire.bench import ratios, report, results, tables
-from quire.bench.cases import cases
-from quire.bench.html import page, png, write
-from quire.bench.measure import NoResult
-from quire.bench.peers import NAIVE
-from quire.bench.plots import colours_of, plot_ratios, plot_shares, plots
-from quire.bench.results import make_row
-from quire.bench.tables import Cell, Column, Table
 from quire.targets import Compiled
+from quire_tools.bench import ratios, report, results, tables
+from quire_tools.bench.cases import cases
+from quire_tools.bench.html import page, png, write
+from quire_tools.bench.measure import NoResult
+from quire_tools.bench.peers import NAIVE
+from quire_tools.bench.plots import colours_of, plot_ratios, plot_shares, plots
+from quire_tools.bench.results import make_row
+from quire_tools.bench.tables import Cell, Column, Table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PLOTS = {"roofline.png", "ratios.png", "shares.png", "length.png", "batch.png", "graph_range.png"}

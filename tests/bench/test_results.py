@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench import results
-from quire.bench.measure import NoResult
-from quire.bench.results import Provenance, Report, Result
 from quire.targets import Compiled
+from quire_tools.bench import results
+from quire_tools.bench.measure import NoResult
+from quire_tools.bench.results import Provenance, Report, Result
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

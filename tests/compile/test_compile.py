@@ -38,7 +38,7 @@ from quire.kernels.hopper.work_tile import power_of_two
 from quire.kernels.split_kv import kernel as split_kv
 from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.targets import TARGETS, Launch, compiling
-from quire.tuning.space import hinted
+from quire_tools.tuning.space import hinted
 from tests.compile import launches, loops
 from tests.compile.launches import TUNED
 from tests.extended import each_kind, extended

@@ -14,8 +14,9 @@ import triton
 from triton.runtime.jit import JITFunction
 
 import quire
-from quire import compile_processes, targets
-from quire.empty_launches import EmptyLaunches
+from quire import targets
+from quire.compile_ahead import processes
+from quire.compile_ahead.empty_launches import EmptyLaunches
 from quire.targets import TARGETS, compiling
 from tests.extended import extended
 
@@ -49,9 +50,9 @@ def test_a_warm_up_for_sm90_finds_what_another_process_compiled(kind, tmp_path, 
     spec, cache, options = warm_up_of(kind)
     jobs, found = [], {}
 
-    def keep_job(warm_up, count):
-        jobs.append(compile_processes.pickled(warm_up, slice(None)))
-        return contextlib.nullcontext()
+    def keep_job(job):
+        jobs.append(job)
+        raise OSError
 
     def note(*, src, cache_hit, **more):
         found.setdefault(cache_hit, set()).add(src.name)
@@ -59,10 +60,11 @@ def test_a_warm_up_for_sm90_finds_what_another_process_compiled(kind, tmp_path, 
     # Triton keeps kernels in memory by the device, which the stand-in for its driver names.
     with compiling(replace(TARGETS["sm90"], name=f"sm90, nothing compiled: {kind}")), monkeypatch.context() as nothing:
         nothing.setattr(targets, "inspect", lambda *compiled: None)
-        nothing.setattr(compile_processes, "helping", keep_job)
+        nothing.setattr(processes, "num_helpers", lambda num_kernels: 1)
+        nothing.setattr(processes, "start", keep_job)
         nothing.setattr(JITFunction, "_do_compile", lambda self, *arguments: SimpleNamespace())
         quire.warmup(spec, cache, **BOUNDS, **options)
-    assert compile_processes.start(jobs[0]).wait(120) == 0
+    assert processes.start(jobs[0]).wait(120) == 0
     monkeypatch.setattr(triton.knobs.compilation, "listener", note)
     with compiling(replace(TARGETS["sm90"], name=f"sm90, {kind}")):
         quire.warmup(spec, cache, **BOUNDS, **options)
@@ -73,8 +75,8 @@ def test_a_warm_up_for_sm90_finds_what_another_process_compiled(kind, tmp_path, 
 def test_a_job_is_on_the_cpu_wherever_it_was():
     """Else each process would take memory of the GPU."""
     cache = quire.PagedKVCache(*torch.empty(2, 4, 16, 2, 64, dtype=torch.float16, device="meta"))
-    job = compile_processes.pickle_job((cache, torch.device("cuda", 1)))
-    read, device = compile_processes.Unpickler(io.BytesIO(job)).load()
+    job = processes.pickled((cache, torch.device("cuda", 1)))
+    read, device = processes.Unpickler(io.BytesIO(job)).load()
     assert device == read.device == read.k.device == torch.device("cpu")
     assert read.strides == cache.strides and read.k.shape == cache.k.shape
 
@@ -82,12 +84,12 @@ def test_a_job_is_on_the_cpu_wherever_it_was():
 def test_as_many_processes_help_as_cores_and_kernels_deserve(monkeypatch):
     for cores, kernels, count in ((2, 100, 0), (4, 100, 2), (64, 100, 8), (64, 9, 2), (64, 3, 0), (1, 100, 0)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
-        assert compile_processes.num_helpers(kernels) == count
+        assert processes.num_helpers(kernels) == count
 
 
 def test_one_of_several_equal_warm_ups_is_helped(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    job = compile_processes.first_to_lock
+    job = processes.first_to_lock
     with job(b"a") as first, job(b"a") as second, job(b"b") as other:
         assert (first, second, other) == (True, False, True)
     with job(b"a") as again:
@@ -96,22 +98,24 @@ def test_one_of_several_equal_warm_ups_is_helped(tmp_path, monkeypatch):
 
 def test_what_cannot_be_pickled_is_compiled_without_help(monkeypatch):
     started = []
-    monkeypatch.setattr(compile_processes, "start", started.append)
+    monkeypatch.setattr(processes, "start", started.append)
     spec, cache, _ = warm_up_of("latents")
     warm_up = EmptyLaunches(spec, cache, (), False, False, {"rope": lambda: None}, False)
-    with compiling(TARGETS["sm90"]), compile_processes.helping(warm_up, 1):
+    with compiling(TARGETS["sm90"]), processes.helping(warm_up, 1):
         assert not started
 
 
-def test_helpers_end_with_the_warm_up(monkeypatch):
+def test_a_process_that_helps_ends_with_the_warm_up(monkeypatch):
     started = []
-    monkeypatch.setattr(compile_processes, "pickled", lambda warm_up, part: b"no job")
-    monkeypatch.setattr(compile_processes, "first_to_lock", lambda job: contextlib.nullcontext(True))
-    start = compile_processes.start
-    monkeypatch.setattr(compile_processes, "start", lambda job: started.append(start(job)) or started[-1])
-    with compile_processes.helping(None, 2):
-        assert len(started) == 2
-    assert all(process.returncode is not None for process in started)
+    monkeypatch.setattr(processes, "pickled", lambda job: b"no job")
+    monkeypatch.setattr(processes, "first_to_lock", lambda job: contextlib.nullcontext(True))
+    start = processes.start
+    monkeypatch.setattr(processes, "start", lambda job: started.append(start(job)) or started[-1])
+    spec, cache, _ = warm_up_of("latents")
+    warm_up = EmptyLaunches(spec, cache, (), False, False, {}, False)
+    with compiling(TARGETS["sm90"]), processes.helping(warm_up, 2):
+        assert len(started) == 1
+    assert started[0].returncode is not None
 
 
 ORDERS = """

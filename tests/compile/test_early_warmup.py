@@ -13,9 +13,10 @@ import triton
 from triton.runtime.driver import driver
 
 import quire
-from quire import compile_processes, early_warmup, service
-from quire.early_warmup import Begun
-from quire.empty_launches import EmptyLaunches
+from quire.compile_ahead import processes
+from quire.compile_ahead.empty_launches import EmptyLaunches
+from quire.compile_ahead.launches import distinct_launches
+from quire.compile_ahead.processes import Begun, Job
 from quire.targets import TARGETS, compiling
 
 if triton.knobs.runtime.interpret:
@@ -28,13 +29,13 @@ BOUNDS = {"max_num_seqs": 1, "max_num_tokens": 1, "max_seq_len": 64, "min_seq_le
 @pytest.fixture(autouse=True)
 def nothing_begun(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(early_warmup, "BEGUN", {})
-    service.distinct_launches.cache_clear()
+    monkeypatch.setattr(processes, "BEGUN", {})
+    distinct_launches.cache_clear()
     yield
-    for begun in early_warmup.BEGUN.values():
-        early_warmup.kill(begun.process)
+    for begun in processes.BEGUN.values():
+        processes.kill(begun.process)
         begun.answer.close()
-    service.distinct_launches.cache_clear()
+    distinct_launches.cache_clear()
 
 
 def pages(num_pages: int, device: str = "cpu") -> quire.PagedKVCache:
@@ -50,31 +51,31 @@ def test_a_warm_up_for_sm90_finds_what_was_compiled_early(monkeypatch, tmp_path)
     with compiling(replace(TARGETS["sm90"], name="sm90, early")):
         for _ in range(2):  # the second one is not begun
             quire.begin_warmup(SPEC, pages(9, "meta"), device="cpu", **BOUNDS, append=True)
-        [(bounds, begun)] = early_warmup.BEGUN.items()
+        [(bounds, begun)] = processes.BEGUN.items()
         assert begun.process.wait(120) == 0
-        found = early_warmup.found(bounds)
-        assert found and service.distinct_launches(*bounds) is not None
+        found = processes.found(bounds)
+        assert found and distinct_launches(*bounds) is not None
         assert not hits
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "inductor"))
         names = quire.warmup(SPEC, pages(4), **BOUNDS, append=True)
         assert triton.knobs.cache.dir == str(tmp_path / "inductor") and not [*tmp_path.glob("inductor/**/*.cubin")]
-        assert not early_warmup.BEGUN
-        service.distinct_launches.cache_clear()
-        assert service.distinct_launches(*bounds) == found  # by this process now
+        assert not processes.BEGUN
+        distinct_launches.cache_clear()
+        assert distinct_launches(*bounds) == found  # by this process now
     assert len(names) > 1 and hits and all(hits)
 
 
 def test_a_process_that_ends_early_is_not_missed(monkeypatch):
     with compiling(replace(TARGETS["sm90"], name="sm90, ended early")):
         quire.begin_warmup(SPEC, pages(9), device="cpu", **BOUNDS, append=True)
-        [(bounds, begun)] = early_warmup.BEGUN.items()
-        early_warmup.kill(begun.process)
-        assert begun.process.returncode == -signal.SIGKILL and early_warmup.found(bounds) is None
-        assert quire.warmup(SPEC, pages(4), **BOUNDS, append=True) and not early_warmup.BEGUN
+        [(bounds, begun)] = processes.BEGUN.items()
+        processes.kill(begun.process)
+        assert begun.process.returncode == -signal.SIGKILL and processes.found(bounds) is None
+        assert quire.warmup(SPEC, pages(4), **BOUNDS, append=True) and not processes.BEGUN
 
 
 WAITS = """
-from quire.compile_processes import first_to_lock
+from quire.compile_ahead.processes import first_to_lock
 print("ready", flush=True)
 with first_to_lock(b"a", waits=True) as locked:
     assert locked
@@ -83,12 +84,12 @@ with first_to_lock(b"a", waits=True) as locked:
 
 def test_a_server_has_a_few_processes_that_compile_one_after_the_other(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(compile_processes, "start", lambda *job: started.append(job) or subprocess.Popen(["true"]))
+    monkeypatch.setattr(processes, "start", lambda *job: started.append(job) or subprocess.Popen(["true"]))
     with compiling(replace(TARGETS["sm90"], name="sm90, many kinds")):
         for queries in range(1, 9):
             quire.begin_warmup(SPEC, pages(9), device="cpu", **BOUNDS | {"max_num_seqs": queries})
-    assert len(started) == early_warmup.MOST
-    with compile_processes.first_to_lock(b"a"):
+    assert len(started) == processes.MOST_BEGUN
+    with processes.first_to_lock(b"a"):
         other = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True)
         assert other.stdout is not None and other.stdout.readline() == "ready\n"
         time.sleep(0.3)
@@ -101,32 +102,32 @@ def test_of_two_equal_processes_one_compiles_and_the_other_one_waits(tmp_path):
     with compiling(replace(TARGETS["sm90"], name="sm90, ranks")):
         blank = EmptyLaunches(SPEC, pages(9, "meta"), (), False, True, {}, False)
         bounds = SPEC, TARGETS["sm90"].properties, 1, 1, 64, False, ((False, False),), 1, 64
-        job = compile_processes.pickle_job((driver.active.get_current_target(), blank, bounds))
-    with compile_processes.first_to_lock(job):
+        job = processes.pickled(Job(driver.active.get_current_target(), bounds[1], blank, None, bounds, 1))
+    with processes.first_to_lock(job):
         answer = tempfile.TemporaryFile()  # noqa: SIM115, `finished` closes it
-        process = compile_processes.start(job, "quire.early_compile", answer)
-        early_warmup.BEGUN[bounds] = Begun(process, answer, str(tmp_path))
-        while early_warmup.found(bounds) is None:
+        process = processes.start(job, answer)
+        processes.BEGUN[bounds] = Begun(process, answer, str(tmp_path))
+        while processes.found(bounds) is None:
             assert process.poll() is None
             time.sleep(0.1)
         time.sleep(0.5)
         assert process.poll() is None
-    with early_warmup.finished(bounds):
+    with processes.finished(bounds):
         pass
     assert process.returncode == 0 and not [*tmp_path.rglob("*.cubin")]
 
 
 def test_an_answer_counts_when_it_is_complete():
     answer = tempfile.TemporaryFile()  # noqa: SIM115, `finished` closes it
-    early_warmup.BEGUN["bounds"] = Begun(subprocess.Popen(["true"]), answer, "")
-    assert early_warmup.found("other bounds") is None
+    processes.BEGUN["bounds"] = Begun(subprocess.Popen(["true"]), answer, "")
+    assert processes.found("other bounds") is None
     for written, found in ((b"", None), (b"end", None), (b"\n", ())):
         answer.write(written)
         answer.flush()
-        assert early_warmup.found("bounds") == found
-    with early_warmup.finished("bounds"):
+        assert processes.found("bounds") == found
+    with processes.finished("bounds"):
         pass
-    assert answer.closed and not early_warmup.BEGUN
+    assert answer.closed and not processes.BEGUN
 
 
 STARTS_ANOTHER = """
@@ -139,13 +140,13 @@ time.sleep(60)
 
 
 def test_a_process_that_takes_too_long_ends_with_its_helpers(monkeypatch):
-    monkeypatch.setattr(early_warmup, "LONGEST", 0.01)
+    monkeypatch.setattr(processes, "LONGEST", 0.01)
     start = [sys.executable, "-c", STARTS_ANOTHER]
     with subprocess.Popen(start, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None and process.stdout.readline()
-        early_warmup.BEGUN["bounds"] = Begun(process, tempfile.TemporaryFile(), "")  # noqa: SIM115, `finished` closes it
+        processes.BEGUN["bounds"] = Begun(process, tempfile.TemporaryFile(), "")  # noqa: SIM115, `finished` closes it
         began = time.monotonic()
-        with early_warmup.finished("bounds"):
+        with processes.finished("bounds"):
             pass
         assert process.returncode == -signal.SIGKILL
         assert process.stdout.read() == b""  # which both processes held open

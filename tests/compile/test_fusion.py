@@ -1,6 +1,7 @@
 """Products and sums are fused, or not, as Quire says, whatever Triton's default is."""
 
 import ast
+import itertools
 import re
 import struct
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 import quire
+import quire_tools
 from quire import api, targets
 from quire.dispatch.device import COMPILER_OPTIONS
 from quire.kernels.launcher import launch
@@ -82,7 +84,8 @@ def test_every_kernel_of_sm90_asks_for_fusion_itself(monkeypatch, first_stages):
 def test_no_launch_outside_of_the_launcher_leaves_fusion_to_triton():
     """A launch is `kernel[grid](...)`. Those of `quire bench` do not go through the launcher."""
     left = []
-    for file in Path(quire.__file__).parent.rglob("*.py"):
+    packages = [Path(package.__file__).parent for package in (quire, quire_tools)]
+    for file in itertools.chain.from_iterable(package.rglob("*.py") for package in packages):
         for node in ast.walk(ast.parse(file.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)):
                 continue

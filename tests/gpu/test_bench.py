@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from quire.bench.case import Case
-from quire.bench.ceilings import measure_ceilings
-from quire.bench.measure import NoResult, Timing, compare
-from quire.bench.peers import PEERS, Peer, quire_calls
-from quire.bench.results import load
 from quire.cli import main
 from quire.dispatch.device import device_properties
 from quire.targets import Launch, compile_all, current_target
+from quire_tools.bench.case import Case
+from quire_tools.bench.ceilings import measure_ceilings
+from quire_tools.bench.measure import NoResult, Timing, compare
+from quire_tools.bench.peers import PEERS, Peer, quire_calls
+from quire_tools.bench.results import load
 
 
 def test_right_results_are_timed_and_wrong_ones_reported():
@@ -63,7 +63,7 @@ def test_latents_and_what_is_expanded_from_them_are_timed(case):
 def test_drawn_cases_are_right_and_measured(tmp_path):
     assert main(["check", "--grid", "12", "--seed", "3"]) == 0
     wanted = ["--peers", "Quire,SDPA", "--seconds", "0.05", "--output", str(tmp_path)]
-    assert main(["bench", "--grid", "4", "--seed", "3", *wanted]) == 0
+    assert main(["bench", "run", "--grid", "4", "--seed", "3", *wanted]) == 0
     assert len(load(tmp_path).rows) == 4
 
 

@@ -564,7 +564,7 @@ OUTSIDE = {
         BAD_INPUT + "a_general_dense_mask_is_refused_by_name",
     ),
     "more tokens than intervals": Mutant(
-        "checks.py",
+        "checks/attention.py",
         "            and (batch.max_tokens is None or num_tokens <= batch.max_tokens)\n",
         "",
         BAD_INPUT + "what_a_batch_says_of_each_token_is_checked_before_a_launch",
@@ -608,7 +608,7 @@ OUTSIDE = {
     ),
     # nouns and verbs
     "devices not compared": Mutant(
-        "checks.py",
+        "checks/attention.py",
         "    if not q.device == cache.device == batch.device:",
         "    if False:",
         "test_api.py::test_tensors_on_two_devices_are_refused",
@@ -636,7 +636,7 @@ OUTSIDE = {
         "test_service.py::test_a_launch_between_points_has_its_own_number_of_sequences",
     ),
     "workspace_size without the most partitions": Mutant(
-        "service.py",
+        "compile_ahead/verbs.py",
         "max(launch.with_most_partitions().scratch_size().total for launch in launches)",
         "max(launch.scratch_size().total for launch in launches)",
         "test_service.py::test_a_workspace_of_the_size_that_limits_need_serves_scratch_that_does_not_grow_with_keys",

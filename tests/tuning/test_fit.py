@@ -6,7 +6,7 @@ import random
 import pytest
 
 from quire.dispatch.tree import walk
-from quire.tuning.fit import Measured, covers_of, explain, fit_tree, limit_to_measured, regrets, replace_leaves
+from quire_tools.tuning.fit import Measured, covers_of, explain, fit_tree, limit_to_measured, regrets, replace_leaves
 
 CONFIGS = ("small", "middle", "large")
 

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 import quire
-from quire.bench.case import Case
-from quire.cli import main, tune_sweep
-from quire.cli.tune import explain_tree
+from quire.cli import main
 from quire.dispatch.config import HINTS, KernelConfig
 from quire.dispatch.tree import fitted_trees, forget_trees
 from quire.dispatch.tree_file import check_tree, load_tree, user_trees
 from quire.targets import TARGETS
-from quire.tuning.configs import (
+from quire_tools.bench.case import Case
+from quire_tools.cli import tune_sweep
+from quire_tools.cli.tune import explain_tree
+from quire_tools.tuning.configs import (
     HOPPER,
     Config,
     config_of,
@@ -25,13 +26,13 @@ from quire.tuning.configs import (
     launches,
     leaf_of,
 )
-from quire.tuning.fit import explain
-from quire.tuning.jobs import jobs
-from quire.tuning.judge import choice, summarize, validate
-from quire.tuning.records import Records, header
-from quire.tuning.space import legal_configs
-from quire.tuning.sweep import sweep
-from quire.tuning.train import as_json, train
+from quire_tools.tuning.fit import explain
+from quire_tools.tuning.jobs import jobs
+from quire_tools.tuning.judge import choice, summarize, validate
+from quire_tools.tuning.records import Records, header
+from quire_tools.tuning.space import legal_configs
+from quire_tools.tuning.sweep import sweep
+from quire_tools.tuning.train import as_json, train
 
 SM90 = TARGETS["sm90"].properties
 FEW = [job for job in jobs(quick=True) if "Llama-3-8B" in job.case.name or "70B" in job.case.name]

@@ -1,12 +1,13 @@
-"""The `quire` command: doctor, generate, check, bench, tune, env, replay."""
+"""The `quire` command: doctor, generate, check, env, replay, and bench and tune where quire-tools is installed."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 import quire
-from quire.cli.arguments import CommandError, triton_package
+from quire.cli.arguments import TOOLS, CommandError, require_packages
 from quire.cli.exit_codes import BAD_ARGUMENTS, INTERRUPTED, READER_LEFT
 from quire.cli.streams import allow_any_encoding, discard_output
 from quire.version import commit
@@ -15,18 +16,18 @@ COMMANDS = {
     "doctor": "say whether this machine is fit, and what to do if not",
     "generate": "continue prompts with a Hugging Face model",
     "check": "compare the kernels with the float64 oracle",
-    "bench": "time attention, compared with other libraries, and report it",
-    "tune": "measure this GPU and fit a decision tree for plans",
+    "bench": "time attention next to other libraries (in quire-tools)",
+    "tune": "fit the decision tree of plans to this GPU (in quire-tools)",
     "env": "versions, device, and what a plan chooses and why",
     "replay": "run a recorded call again, and judge it by the oracle",
 }
-NEED_TRITON = "bench", "tune"
+OF_TOOLS = "bench", "tune"  # commands of the package quire_tools, which is another distribution
 EXAMPLES = """examples:
   quire doctor                          # is this machine fit?
   quire generate --model src/quire/demo_model     # in a clone: the demo model continues a few prompts
   quire generate --model DIR --prompt 'Once upon a time'
   quire check                           # compare the kernels with the float64 oracle on this machine
-  quire bench --quick                   # time Quire and the other libraries installed here; without a GPU, a roofline
+  quire bench run --quick               # time Quire and the other libraries installed here
   quire tune --quick                    # measure this GPU and fit the tree that chooses kernels
   quire env                             # what is installed, and what a plan chooses on this device and why
   quire replay call.quire               # run a call that quire.debug.record wrote to a file
@@ -83,19 +84,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     named = next((argument for argument in argv if not argument.startswith("-")), None)
     for name, summary in COMMANDS.items():
         if name == named:
-            import_module(f"quire.cli.{name}").add_parser(subparsers, summary)
+            module_of(name).add_parser(subparsers, summary)
         else:
             subparsers.add_parser(name, help=summary)
-    args = parser.parse_args(argv)  # where help is asked for, the process ends here
-    if args.command in NEED_TRITON:
-        try:
-            import_module("triton")
-        except ModuleNotFoundError:
-            raise CommandError(
-                f"quire {args.command} needs triton, which is not installed; pip install {triton_package()} "
-                "(wheels are for Linux and Windows)"
-            ) from None
-    return args
+    return parser.parse_args(argv)  # where help is asked for, the process ends here
+
+
+def module_of(command: str) -> ModuleType:
+    """Return the module of a command."""
+    if command not in OF_TOOLS:
+        return import_module(f"quire.cli.{command}")
+    require_packages(command, TOOLS, "quire_tools")
+    return import_module(f"quire_tools.cli.{command}")
 
 
 class ShowVersion(argparse.Action):

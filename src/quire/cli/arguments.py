@@ -2,14 +2,10 @@
 
 import argparse
 import importlib
-import math
-import os
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
-from quire.version import packages_of
+TOOLS = ". ./tools (in a clone of Quire)"  # brings the commands `bench` and `tune`, and the packages that they need
 
 
 def triton_package() -> str:
@@ -24,12 +20,12 @@ class CommandError(Exception):
     """
 
 
-def require_packages(command: str, extra: str, *packages: str) -> None:
+def require_packages(command: str, advice: str, *packages: str) -> None:
     """Raise CommandError unless the packages that a command needs can be imported; say what to install.
 
     Args:
         command: name of the command.
-        extra: name of the extra of Quire that has the packages.
+        advice: what to install, as arguments for pip.
         packages: names to import.
     """
     for package in packages:
@@ -38,24 +34,23 @@ def require_packages(command: str, extra: str, *packages: str) -> None:
         except ImportError as error:
             reason = "which is not installed" if isinstance(error, ModuleNotFoundError) else f"got {error}"
             raise CommandError(
-                f"quire {command} needs {error.name or package}, {reason}; pip install {packages_of(extra)}"
+                f"quire {command} needs {error.name or package}, {reason}; pip install {advice}"
             ) from None
 
 
-def positive_seconds(text: str) -> float:
-    """Read a number of seconds, for argparse."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return seconds
+def add_grid(
+    parser: "argparse.ArgumentParser | argparse._ArgumentGroup",
+    what: str,
+    sources: "argparse._MutuallyExclusiveGroup | None" = None,
+) -> None:
+    """Add --grid and --seed, which draw cases at random; `what` is done with them.
 
-
-def add_grid(parser: "argparse.ArgumentParser | argparse._ArgumentGroup", what: str) -> None:
-    """Add --grid and --seed, which draw cases at random; `what` is done with them."""
-    parser.add_argument(
+    Args:
+        parser: what they are added to.
+        what: a verb.
+        sources: the options of which only one may be given, if --grid is one of several.
+    """
+    (sources or parser).add_argument(
         "--grid",
         type=whole_number(1),
         metavar="N",
@@ -81,28 +76,3 @@ def whole_number(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
-
-
-def check_folder(option: str, folder: Path) -> None:
-    """Make a folder if it is not there; raise CommandError unless files can be written into it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        is_file = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = "not a folder" if is_file else error.strerror
-        raise CommandError(
-            f"{option} must be a folder that can be written, got {folder} ({reason}); name another"
-        ) from None
-
-
-def check_file(option: str, file: Path) -> None:
-    """Make the folder of a file if it is not there; raise CommandError unless the file can be written."""
-    if file.is_dir():
-        raise CommandError(
-            f"{option} must be a file that can be written, got {file}, which is a folder; name a file in it"
-        )
-    if file.exists() and not os.access(file, os.W_OK):
-        raise CommandError(f"{option} must be a file that can be written, got {file}, which is read-only; name another")
-    check_folder(f"the folder of {option}", file.parent)

@@ -1,6 +1,6 @@
 """`quire check --grid`: compare cases that are drawn at random with the float64 oracle.
 
-They are the cases of `quire bench --grid` with the same seed, but in several dtypes, and smaller.
+They are the cases of `quire bench run --grid` with the same seed, but in several dtypes, and smaller.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 
 from quire.api import attention
-from quire.bench.case import Case
-from quire.bench.grid import Limits, draw
 from quire.cli.check_lines import Check, as_check, name_of, plan_for
 from quire.dispatch.device import interprets
+from quire.drawn import Drawn, Limits, draw
+from quire.spec import AttentionSpec
 from quire.testing import Problem, error_budget, make_problem
 
 # The oracle computes one head at a time in float64. In the interpreter a program takes ten milliseconds.
@@ -21,14 +21,19 @@ ON_A_CPU = Limits(num_seqs=8, queries=128, context=2000, nbytes=8 << 20, flops=5
 IN_THE_INTERPRETER = Limits(num_seqs=3, queries=24, context=200, nbytes=2 << 20, flops=10**7)
 
 
-def draw_problems(count: int, seed: int, device: torch.device, dtypes: Sequence[torch.dtype]) -> list[Case]:
+def draw_problems(count: int, seed: int, device: torch.device, dtypes: Sequence[torch.dtype]) -> list[Drawn]:
     """Return the cases of a seed, small enough for the oracle on a device, in these dtypes by turns."""
     limits = IN_THE_INTERPRETER if interprets() else ON_A_GPU if device.type == "cuda" else ON_A_CPU
-    cases = draw(count, seed, limits)
-    return [replace(case, dtype=name_of(dtypes[i % len(dtypes)])) for i, case in enumerate(cases)]
+    cases = enumerate(draw(count, seed, limits))
+    return [replace(case, spec=in_dtype(case.spec, dtypes[i % len(dtypes)])) for i, case in cases]
 
 
-def compile_all(cases: Sequence[Case]) -> Iterator[int]:
+def in_dtype(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:
+    """Return a spec with queries and a cache of this dtype."""
+    return replace(spec, dtype=dtype, kv_dtype=dtype)
+
+
+def compile_all(cases: Sequence[Drawn]) -> Iterator[int]:
     """Fill Triton's cache for these cases on the current GPU, with all cores; yield how many launches are done."""
     from quire import targets  # here, since it needs Triton
 
@@ -41,17 +46,19 @@ def compile_all(cases: Sequence[Case]) -> Iterator[int]:
         yield done
 
 
-def check_all(cases: Sequence[Case], device: torch.device) -> Iterator[Check]:
+def check_all(cases: Sequence[Drawn], device: torch.device) -> Iterator[Check]:
     """Check cases; one that raises is a check that failed, with the reason."""
     for case in cases:
         try:
             yield check_case(case, device)
         except Exception as error:  # Triton's compiler raises many kinds
             first = next(iter(str(error).splitlines()), "")
-            yield Check("attention", case.dtype, case.name, None, None, False, f"{type(error).__name__}: {first}")
+            yield Check(
+                "attention", name_of(case.spec.dtype), case.name, None, None, False, f"{type(error).__name__}: {first}"
+            )
 
 
-def check_case(case: Case, device: torch.device) -> Check:
+def check_case(case: Drawn, device: torch.device) -> Check:
     """Compare the result of one case with the oracle."""
     problem = problem_of(case, device)
     chosen = plan_for(problem)
@@ -59,7 +66,7 @@ def check_case(case: Case, device: torch.device) -> Check:
     return as_check(f"attention ({chosen.kernel})", problem.spec.dtype, case.name, error_budget(problem, state))
 
 
-def problem_of(case: Case, device: torch.device) -> Problem:
+def problem_of(case: Drawn, device: torch.device) -> Problem:
     """Return the problem of a case, whose memory that may not be read is poisoned."""
     one_query = case.bounds["max_query_len"] == 1
     problem = make_problem(case.spec, case.lens, page_size=case.page_size, one_query=one_query, device=device)

@@ -16,12 +16,13 @@ import torch
 
 from quire.cli.arguments import CommandError, require_packages
 from quire.cli.threads import one_thread
+from quire.version import packages_of
 
 if TYPE_CHECKING:  # imported when the command runs
     from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-    from quire.cli.generate_engine import CausalLM, Sampling
+    from quire.cli.generate_engine import CausalLM
 
 EXAMPLES = """examples:
   quire generate                        # the demo model and a few prompts; needs an editable install of a clone
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     check_numbers(args)
     prompts: list[str] = args.prompt or [*PROMPTS]
     check_text(prompts)
-    require_packages("generate", "transformers", "transformers", "rich", "psutil")
+    require_packages("generate", packages_of("transformers"), "transformers", "rich", "psutil")
 
     from quire.cli.console import CommandConsole
 
@@ -209,7 +210,7 @@ def generate(
 ) -> int:
     """Generate, print and compare; return the exit code."""
     from quire import UnsupportedError
-    from quire.cli.generate_engine import EngineError, Sampling, stream
+    from quire.cli.generate_engine import EngineError, generation_config, stream
     from quire.integrations import transformers as integration
 
     try:
@@ -222,7 +223,7 @@ def generate(
         style="dim",
         markup=False,
     )
-    sampling = Sampling(args.max_new_tokens, args.temperature)
+    config = generation_config(model, args.max_new_tokens, args.temperature)
 
     def keep(tokens: list[list[int]]) -> None:
         if console.is_terminal:  # else every line was printed when it was complete
@@ -230,7 +231,7 @@ def generate(
 
     begun = time.perf_counter()
     try:
-        generated = stream(model, tokenizer, prompts, token_ids, sampling, args.page_size, console, keep)
+        generated = stream(model, tokenizer, prompts, token_ids, config, args.page_size, console, keep)
     except EngineError as error:
         raise CommandError(f"the engine stopped: {error}") from None
     seconds = time.perf_counter() - begun
@@ -240,7 +241,7 @@ def generate(
     console.print(str(integration.last_plan()), markup=False, highlight=False, soft_wrap=True)
     if args.no_compare or args.temperature > 0:
         return 0
-    return compare(model, token_ids, generated, sampling, console)
+    return compare(model, token_ids, generated, config, console)
 
 
 def print_texts(
@@ -258,7 +259,7 @@ def compare(
     model: "CausalLM",
     token_ids: list[list[int]],
     generated: list[list[int]],
-    sampling: "Sampling",
+    config: "GenerationConfig",
     console: "Console",
 ) -> int:
     """Generate again with eager attention, one prompt at a time; print where tokens differ, return the exit code."""
@@ -268,9 +269,7 @@ def compare(
     different = []
     for i, ids in enumerate(track(token_ids, "eager attention", console=console, transient=True)):
         prompt = torch.tensor([ids], device=model.device)
-        out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), generation_config=sampling.generation_config(model)
-        )
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
         expected = out[0, len(ids) :].tolist()
         if expected != generated[i]:
             different.append((i, first_difference(expected, generated[i])))

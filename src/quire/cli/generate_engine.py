@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rich.console import Console, Group
@@ -25,30 +24,18 @@ class EngineError(RuntimeError):
     """Transformers' continuous batching gave up."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen, and how many.
-
-    Attributes:
-        max_new_tokens: tokens per prompt, at most.
-        temperature: 0 takes the likeliest token.
-    """
-
-    max_new_tokens: int
-    temperature: float
-
-    def generation_config(self, model: CausalLM) -> GenerationConfig:
-        """Return this as Transformers takes it; what ends a text is the model's own choice."""
-        own = model.generation_config
-        config = GenerationConfig(
-            max_new_tokens=self.max_new_tokens,
-            eos_token_id=own.eos_token_id,
-            pad_token_id=0 if own.pad_token_id is None else own.pad_token_id,
-            do_sample=self.temperature > 0,
-        )
-        if self.temperature > 0:
-            config.temperature = self.temperature
-        return config
+def generation_config(model: CausalLM, max_new_tokens: int, temperature: float) -> GenerationConfig:
+    """Return how tokens are chosen; temperature 0 takes the likeliest. What ends a text is the model's own choice."""
+    own = model.generation_config
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=0 if own.pad_token_id is None else own.pad_token_id,
+        do_sample=temperature > 0,
+    )
+    if temperature > 0:
+        config.temperature = temperature
+    return config
 
 
 def stream(
@@ -56,7 +43,7 @@ def stream(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     token_ids: list[list[int]],
-    sampling: Sampling,
+    config: Any,
     page_size: int,
     console: Console,
     on_interrupt: Callable[[list[list[int]]], None] = lambda tokens: None,
@@ -68,7 +55,7 @@ def stream(
         tokenizer: the model's.
         prompts: as text.
         token_ids: the prompts' tokens.
-        sampling: how tokens are chosen.
+        config: from `generation_config`.
         page_size: tokens per page of the cache.
         console: to show them on.
         on_interrupt: called with the new tokens of each prompt so far, before an interrupt stops the engine.
@@ -79,15 +66,13 @@ def stream(
     Raises:
         EngineError: the engine gave up, with its reason.
     """
-    manager = model.init_continuous_batching(
-        sampling.generation_config(model),
-        batching_config(model, [len(ids) + sampling.max_new_tokens for ids in token_ids], page_size),
-    )
+    lengths = [len(ids) + config.max_new_tokens for ids in token_ids]
+    manager = model.init_continuous_batching(config, batching_config(model, lengths, page_size))
     # Requests that are added after the engine has failed are lost without an error, so they come before its start.
-    ids = manager.add_requests(token_ids, max_new_tokens=sampling.max_new_tokens, streaming=True)
+    ids = manager.add_requests(token_ids, max_new_tokens=config.max_new_tokens, streaming=True)
     tokens: dict[str, list[int]] = {i: [] for i in ids}
     unfinished = set(ids)
-    display = Display(tokenizer, prompts, sampling.max_new_tokens * len(ids), console)
+    display = Display(tokenizer, prompts, config.max_new_tokens * len(ids), console)
     with running(manager):
         try:
             with display.live as live:

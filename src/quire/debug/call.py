@@ -6,15 +6,16 @@ The file is what `torch.save` writes of a dict: a number for the format, a heade
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.debug.memory import DTYPES, Place
+from quire.debug.memory import DTYPES, Place, allocate
 from quire.errors import describe
 from quire.spec import AttentionSpec
 
@@ -70,18 +71,9 @@ class Call:
 
     def write(self, path: Path) -> None:
         """Write the file in one step."""
-        header = {
+        header = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "tensors"}
+        header |= {
             "spec": spec_to_json(self.spec),
-            "bounds": self.bounds,
-            "layout": self.layout,
-            "paged": self.paged,
-            "plan": self.plan,
-            "launch": self.launch,
-            "versions": self.versions,
-            "device": self.device,
-            "has_contents": self.has_contents,
-            "interleaved": self.interleaved,
-            "eps": self.eps,
             "places": {name: asdict(place) for name, place in self.places.items()},
         }
         partial = path.with_name(f"{path.name}.part")
@@ -93,29 +85,21 @@ class Call:
         """The batch, on the CPU."""
         return batch_of(self.tensors, self.paged)
 
-    @property
-    def queries(self) -> tuple[str, ...]:
-        """The names of the queries' tensors."""
-        return tuple(name for name in ("q", "q_nope", "q_pe") if name in self.places)
+    @cached_property
+    def cache(self) -> PagedKVCache:
+        """The cache without its numbers, on the device "meta"."""
+        return cache_of(allocate(self.places, torch.device("meta")), self.spec, self.layout)
 
     @property
     def in_units(self) -> tuple[str, ...]:
         """The names of the tensors whose first dimension counts pages, or tokens where keys are not paged."""
-        scales = [name for name in ("k_scale", "v_scale") if name in self.places and len(self.places[name].shape) == 3]
-        return *(name for name in ("k", "v", "latents") if name in self.places), *scales
-
-    @property
-    def num_units(self) -> int:
-        """Pages of the cache, or tokens where keys are not paged."""
-        return self.places[self.in_units[0]].shape[0]
+        names = ("k", "v", "latents", *(("k_scale", "v_scale") if self.cache.scale_kind == "token" else ()))
+        return tuple(name for name in names if name in self.places)
 
     @property
     def page_size(self) -> int:
         """Tokens per unit."""
-        if not self.paged:
-            return 1
-        name, axis = ("latents", 1) if "latents" in self.places else ("k", {"HND": 2, "HDNX": 3}.get(self.layout, 1))
-        return self.places[name].shape[axis]
+        return self.cache.page_size if self.paged else 1
 
 
 def batch_of(tensors: Mapping[str, torch.Tensor], paged: bool) -> Batch:
@@ -132,11 +116,12 @@ def cache_of(tensors: Mapping[str, torch.Tensor], spec: AttentionSpec, layout: s
     return PagedKVCache(tensors["k"], tensors["v"], layout, *scales)
 
 
-def units_read(batch: Batch, page_size: int, num_units: int) -> torch.Tensor:
-    """Return the pages, or tokens where keys are not paged, that a batch's keys are in; [n] int64 in order.
+def units_read(call: Call) -> torch.Tensor:
+    """Return the pages, or tokens where keys are not paged, that a call's keys are in; [n] int64 in order.
 
     Page numbers that the cache does not have are left out.
     """
+    batch, page_size, num_units = call.batch, call.page_size, call.cache.num_pages
     found = []
     for seq, length in enumerate(batch.seq_lens.tolist()):
         if batch.paged:
@@ -145,8 +130,8 @@ def units_read(batch: Batch, page_size: int, num_units: int) -> torch.Tensor:
         else:
             first = int(batch.page_table[seq, 0])
             end = min(first + max(length, 0), num_units)
-            found.append(torch.arange(max(first, 0), end, device=batch.device))
-    units = torch.cat([*found, torch.arange(0, device=batch.device)]).unique()
+            found.append(torch.arange(max(first, 0), end, device="cpu"))
+    units = torch.cat([*found, torch.arange(0, device="cpu")]).unique()
     return units[(units >= 0) & (units < num_units)]
 
 
@@ -187,55 +172,34 @@ def load(path: Path | str) -> Call:
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, and this version of Quire reads {FORMAT}")
         return parse(json.loads(content["header"]), content["tensors"])
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        NotImplementedError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-    ) as error:
-        raise ValueError(f"{contract}, got one with a part that is missing or of another kind: {error!r}") from None
-    except ValueError as error:  # of ours, and UnsupportedError
+    except ValueError as error:  # of ours
         raise ValueError(f"{contract}, got one that breaks a rule: {error}") from None
+    except Exception as error:  # of what a file holds, anything may be wrong
+        raise ValueError(f"{contract}, got one with a part that is missing or of another kind: {error!r}") from None
 
 
 def parse(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Call:
     """Build a call from the parts of a file, and check them."""
-    spec: dict[str, Any] = dict(header["spec"])
+    values: dict[str, Any] = {"tensors": tensors}
+    for field in fields(Call):
+        if field.name in header or (field.default is MISSING and field.name != "tensors"):
+            values[field.name] = header[field.name]  # an older file lacks those that have a default
+    spec = header["spec"]
     spec |= {name: DTYPES[value] for name, value in spec.items() if name.endswith("dtype")}
-    places = {}
-    for name, place in header["places"].items():
-        shape, strides = tuple(place["shape"]), tuple(place["strides"])
-        places[name] = Place(place["dtype"], shape, strides, place["storage"], place["offset"])
-    call = Call(
-        spec=AttentionSpec(**spec),
-        bounds={name: header["bounds"][name] for name in BOUNDS},
-        layout=check_kind("layout", header["layout"], str),
-        paged=check_kind("paged", header["paged"], bool),
-        plan=check_kind("plan", header["plan"], str),
-        launch=check_kind("launch", header["launch"], str),
-        versions={str(name): str(value) for name, value in header["versions"].items()},
-        device=check_kind("device", header["device"], dict),
-        has_contents=check_kind("has_contents", header["has_contents"], bool),
-        places=places,
-        tensors=tensors,
-        interleaved=check_kind("interleaved", header.get("interleaved", False), bool),
-        eps=check_kind("eps", header.get("eps", 1e-6), float),
-    )
-    for name, bound in call.bounds.items():
+    values["spec"] = AttentionSpec(**spec)
+    values["bounds"] = {name: header["bounds"][name] for name in BOUNDS}
+    places = header["places"].items()
+    values["places"] = {n: Place(**p | {"shape": tuple(p["shape"]), "strides": tuple(p["strides"])}) for n, p in places}
+    for field in fields(Call):
+        kind: Any = get_origin(field.type) or field.type
+        if field.name in values and not isinstance(values[field.name], kind):
+            raise ValueError(f"{field.name} must be {kind.__name__}, got {values[field.name]!r:.60}")
+    for name, bound in values["bounds"].items():
         if type(bound) is not int or bound < 0:
             raise ValueError(f"{name} must be an integer of at least 0, got {bound!r}")
+    call = Call(**values)
     check_tensors(call)
     return call
-
-
-def check_kind(name: str, value: Any, kind: type) -> Any:
-    """Return a value, or raise ValueError unless it is of a type."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} must be {kind.__name__}, got {value!r:.60}")
-    return value
 
 
 def check_tensors(call: Call) -> None:
@@ -247,11 +211,6 @@ def check_tensors(call: Call) -> None:
             raise ValueError(f"it must describe {name}, got {', '.join(call.places)}")
     if unknown := (call.places.keys() | call.tensors.keys()) - set(NAMES):
         raise ValueError(f"it must describe no tensors but {', '.join(NAMES)}, got {', '.join(sorted(unknown))}")
-    if not 0 < len(call.places["seq_lens"].shape) <= 1:
-        raise ValueError(f"seq_lens must have one dimension, got {call.places['seq_lens'].shape}")
-    for name in call.in_units:
-        if len(call.places[name].shape) < 3 or call.places[name].shape[0] != call.num_units:
-            raise ValueError(f"{name} must have {call.num_units} pages, got {call.places[name].shape}")
     if any(name in call.places for name in NEW) and not {"new_k", "slot_mapping"} <= call.places.keys():
         raise ValueError(f"it must describe new_k and slot_mapping, or no new tokens, got {', '.join(call.places)}")
     for group in (ROPE, QK_NORM):
@@ -266,13 +225,8 @@ def check_tensors(call: Call) -> None:
             raise ValueError(f"{name} must be {place.dtype}, got {tensor.dtype}")
         if name in STORED and tuple(tensor.shape) != place.shape:
             raise ValueError(f"{name} must have shape {place.shape}, got {tuple(tensor.shape)}")
-    batch = call.batch
-    if call.page_size < 1:
-        raise ValueError("pages must have at least one slot, got none")
-    if not call.has_contents:
-        return
-    count = len(units_read(batch, call.page_size, call.num_units))
-    for name, place in call.places.items():
+    count = len(units_read(call))  # which makes the batch and the cache, and so checks them
+    for name, place in call.places.items() if call.has_contents else ():
         wanted = (count, *place.shape[1:]) if name in call.in_units else place.shape
         if tuple(call.tensors[name].shape) != wanted:
             raise ValueError(f"{name} must have shape {wanted}, got {tuple(call.tensors[name].shape)}")

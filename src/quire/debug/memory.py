@@ -92,11 +92,6 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
     return {name: places[name] for name in tensors}
 
 
-def nbytes(places: Mapping[str, Place]) -> int:
-    """Return the bytes that the storages of these places take."""
-    return sum(sizes(places).values())
-
-
 def sizes(places: Mapping[str, Place]) -> dict[int, int]:
     """Return the bytes of each storage."""
     found: dict[int, int] = {}
@@ -119,33 +114,24 @@ def allocate(places: Mapping[str, Place], device: torch.device) -> dict[str, tor
     return made
 
 
-def write(tensor: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Copy numbers of the same shape into a tensor, whose elements may share addresses where a stride is 0."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor, numbers = tensor.narrow(dim, 0, 1), numbers.narrow(dim, 0, 1)
-    tensor.copy_(numbers)
-
-
-def write_units(tensor: torch.Tensor, units: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Copy `numbers[i]` to `tensor[units[i]]`, for every i.
+def write(tensor: torch.Tensor, numbers: torch.Tensor, units: torch.Tensor | None = None) -> None:
+    """Copy numbers into a tensor, whose elements may share addresses where a stride is 0.
 
     Args:
         tensor: changed in place.
-        units: [n] int64, on the tensor's device.
-        numbers: [n, ...].
+        numbers: of the tensor's shape, but for the first dimension where there are `units`.
+        units: [n] int64, on the tensor's device: `numbers[i]` is for `tensor[units[i]]`. All of it if None.
     """
-    if any(stride == 0 and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True)):
-        for unit, some in zip(units.tolist(), numbers, strict=True):
-            write(tensor[unit], some)
-    elif tensor.dtype.itemsize == 1:  # indexing is not implemented for every 8-bit float
-        tensor.view(torch.uint8)[units] = numbers.view(torch.uint8)
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor, numbers = tensor.narrow(dim, 0, 1), numbers[(slice(None),) * dim + (slice(1),)]
+            units = units[:1] * 0 if units is not None and dim == 0 else units
+    if units is None:
+        tensor.copy_(numbers)
     else:
-        tensor[units] = numbers
+        indexed(tensor)[units] = indexed(numbers)
 
 
-def read_units(tensor: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """Return `tensor[units]`, contiguous."""
-    if tensor.dtype.itemsize == 1:
-        return tensor.view(torch.uint8)[units].contiguous().view(tensor.dtype)
-    return tensor[units].contiguous()
+def indexed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or its bytes: PyTorch indexes not every 8-bit float."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -4,7 +4,7 @@ import importlib.metadata
 import platform
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +14,9 @@ import torch
 
 from quire import api, errors
 from quire.cache import PagedKVCache
-from quire.checks import NewTokens, check_attention
-from quire.debug.call import INDICES, NEW, QK_NORM, ROPE, STORED, Call, batch_of, units_read
-from quire.debug.memory import describe, read_units
+from quire.checks.attention import NewTokens, check_attention
+from quire.debug.call import INDICES, NEW, QK_NORM, ROPE, STORED, Call, units_read
+from quire.debug.memory import describe, indexed
 from quire.dispatch.device import device_properties, interprets
 from quire.errors import check_flag, check_integer
 from quire.launch_codec import encode
@@ -91,20 +91,12 @@ class Recording:
         self.is_done = False
         self.lock = threading.Lock()
 
-    def check(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
-        cache: PagedKVCache,
-        plan: Plan,
-        sinks: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None,
-        new: NewTokens | None = None,
-    ) -> None:
-        """Check the arguments of a call, and record them if it is the one that is wanted."""
-        check_attention(q, cache, plan, sinks, alibi_slopes, new)
+    def check(self, *arguments: Any) -> None:
+        """Check arguments, as `check_attention` does, and record those of the call that is wanted."""
+        check_attention(*arguments)
         if self.is_done or torch.compiler.is_compiling():
             return
-        if cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if arguments[1].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         with self.lock:
             if self.is_done:
@@ -113,7 +105,7 @@ class Recording:
                 self.skip -= 1
                 return
             self.is_done = True
-            call_of(q, cache, plan, sinks, alibi_slopes, new, self.contents).write(self.path)
+            call_of(self.contents, *arguments).write(self.path)
 
 
 def save(
@@ -156,7 +148,7 @@ def save(
     new: Any = k, v, slot_mapping, rope, qk_norm
     new = None if all(part is None for part in new) else new
     check_attention(q, cache, plan, sinks, alibi_slopes, new)
-    call_of(q, cache, plan, sinks, alibi_slopes, new, contents).write(where)
+    call_of(contents, q, cache, plan, sinks, alibi_slopes, new).write(where)
 
 
 def check_path(path: Path | str) -> Path:
@@ -177,29 +169,23 @@ def check_path(path: Path | str) -> Path:
 
 
 def call_of(
-    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
-    cache: PagedKVCache,
-    plan: Plan,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    new: NewTokens | None,
-    contents: bool,
+    contents: bool, q: Any, cache: PagedKVCache, plan: Plan, sinks: Any, alibi_slopes: Any, new: NewTokens | None = None
 ) -> Call:
-    """Return the arguments of a call, described."""
-    tensors = named_tensors(q, cache, plan, sinks, alibi_slopes, new)
-    batch = plan.batch
-    stored = {name: tensors[name].detach().cpu().contiguous() for name in STORED if name in tensors}
-    bounds = plan.bounds
-    rope, qk_norm = (None, None) if new is None else new[3:]
+    """Return the arguments of a call, described; `contents` is that of `record`, the others those of its checks."""
+    *tokens, rope, qk_norm = new or (None,) * 5
+    queries = {"q_nope": q[0], "q_pe": q[1]} if isinstance(q, tuple) else {"q": q}
+    pages = {"latents": cache.latents} if cache.is_latent else {"k": cache.k, "v": cache.v, "v_scale": cache.v_scale}
+    every: dict[str, Any] = queries | pages | {"k_scale": cache.k_scale}
+    every |= {"sinks": sinks, "alibi_slopes": alibi_slopes} | {name: getattr(plan.batch, name) for name in INDICES}
+    for names, some in ((NEW, tokens), (ROPE, rope), (QK_NORM, qk_norm)):
+        every.update(zip(names, some or (), strict=False))  # numbers come after tensors
+    tensors = {name: tensor.detach() for name, tensor in every.items() if tensor is not None}
+    stored = {name: copied(tensors[name]) for name in STORED if name in tensors}
     call = Call(
         spec=plan.spec,
-        bounds={
-            "max_query_len": bounds.max_query_len,
-            "max_seq_len": bounds.max_seq_len,
-            "num_tokens": bounds.num_tokens,
-        },
+        bounds=asdict(plan.bounds),
         layout=cache.layout,
-        paged=batch.paged,
+        paged=plan.batch.paged,
         plan=str(plan),
         launch=encode(plan.launch),
         versions={"python": platform.python_version(), "commit": commit()} | versions(),
@@ -211,36 +197,16 @@ def call_of(
         eps=1e-6 if qk_norm is None else float(QKNorm(*qk_norm).eps),
     )
     if contents:
-        units = units_read(batch_of(stored, batch.paged), call.page_size, call.num_units).to(cache.device)
+        units = units_read(call).to(cache.device)
         for name in tensors.keys() - stored.keys():
-            tensor = tensors[name].detach()
-            numbers = read_units(tensor, units) if name in call.in_units else tensor.contiguous()
-            # A copy, since torch.save writes the whole storage of a tensor.
-            stored[name] = numbers.clone().cpu()
-    stored.update({name: tensor.clone() for name, tensor in stored.items()})
+            tensor = tensors[name]
+            stored[name] = copied(indexed(tensor)[units].view(tensor.dtype) if name in call.in_units else tensor)
     return call
 
 
-def named_tensors(
-    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None],
-    cache: PagedKVCache,
-    plan: Plan,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    new: NewTokens | None,
-) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a call by name; k and v are the cache's, for which latents may stand."""
-    queries = {"q_nope": q[0], "q_pe": q[1]} if isinstance(q, tuple) else {"q": q}
-    pages = {"latents": cache.latents} if cache.is_latent else {"k": cache.k, "v": cache.v}
-    scales = {"k_scale": cache.k_scale, "v_scale": None if cache.is_latent else cache.v_scale}
-    indices = {name: getattr(plan.batch, name) for name in INDICES}
-    step: dict[str, Any] = {}
-    if new is not None:
-        *tokens, rope, qk_norm = new
-        for names, some in ((NEW, tokens), (ROPE, rope), (QK_NORM, qk_norm)):
-            step.update(zip(names, some or (), strict=False))  # numbers come after tensors
-    every = {**queries, **pages, **scales, "sinks": sinks, "alibi_slopes": alibi_slopes, **step, **indices}
-    return {name: tensor for name, tensor in every.items() if tensor is not None}
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy on the CPU: torch.save writes the whole storage of a tensor."""
+    return tensor.cpu().clone(memory_format=torch.contiguous_format)
 
 
 def versions() -> dict[str, str]:

@@ -1,9 +1,8 @@
 """Run a recorded call again, on this machine, and judge the result by the float64 oracle."""
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass, replace
-from importlib import import_module
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 
 from quire import reference
 from quire.api import attention, write_kv, write_latent
-from quire.batch_check import check_reads, check_slots
-from quire.cache import PagedKVCache
+from quire.checks.batch import check_reads, check_slots
 from quire.debug.call import STORED, Call, batch_of, cache_of, units_read
-from quire.debug.memory import DTYPES, allocate, nbytes, write, write_units
+from quire.debug.memory import DTYPES, allocate, sizes, write
 from quire.dispatch.device import device_properties, is_served_by_torch
 from quire.dispatch.request import Bounds, Request
 from quire.errors import UnsupportedError, check_device, check_flag, check_integer, check_served, describe
@@ -27,7 +25,6 @@ from quire.state import State
 from quire.testing import Oracle, Problem, Verdict, owned_slots, poison, random_cache
 
 MAX_BYTES = 4 << 30
-LAUNCH_MODULES = ("quire.spec", "quire.dispatch.", "quire.kernels.")  # whose dataclasses a launch is made of
 
 
 @dataclass(frozen=True)
@@ -127,15 +124,15 @@ def replay(
 
 def renumber(call: Call, max_bytes: int, notes: list[str]) -> Call:
     """Return the call on as many pages as the batch reads, if its tensors take more than `max_bytes`."""
-    needed = nbytes(call.places)
+    needed = sum(sizes(call.places).values())
     if needed <= max_bytes:
         return call
     batch = call.batch
-    units = units_read(batch, call.page_size, call.num_units)
+    units = units_read(call)
     count = max(1, len(units))
     places = {n: place.with_length(count) if n in call.in_units else place for n, place in call.places.items()}
-    if not call.paged or nbytes(places) > max_bytes:
-        least = needed if not call.paged else nbytes(places)
+    least = sum(sizes(places).values()) if call.paged else needed
+    if least > max_bytes:
         raise ValueError(
             f"max_bytes must be at least {least} ({least / 2**30:.1f} GiB) for this call, got {max_bytes}; "
             "allow more, or use another machine"
@@ -144,17 +141,17 @@ def renumber(call: Call, max_bytes: int, notes: list[str]) -> Call:
         f"The tensors took {needed / 2**30:.1f} GiB: pages are renumbered, and only the {len(units)} that the batch "
         "reads are here."
     )
-    number = torch.full((call.num_units,), -1, dtype=torch.int64)
+    number = torch.full((call.cache.num_pages,), -1, dtype=torch.int64)
     number[units] = torch.arange(len(units))
     table = batch.page_table.long()
-    is_page = (table >= 0) & (table < call.num_units)
+    is_page = (table >= 0) & (table < call.cache.num_pages)
     # A number in use that the cache does not have stays one that it does not have.
-    beyond = torch.where(table >= call.num_units, count, -1)
-    renumbered = torch.where(is_page, number[table.clamp(0, call.num_units - 1)], beyond)
+    beyond = torch.where(table >= call.cache.num_pages, count, -1)
+    renumbered = torch.where(is_page, number[table.clamp(0, call.cache.num_pages - 1)], beyond)
     tensors = call.tensors | {"page_table": renumbered.to(batch.page_table.dtype)}
     if "slot_mapping" in tensors:
         slots = tensors["slot_mapping"]
-        page, slot = number[(slots // call.page_size).clamp(0, call.num_units - 1)], slots % call.page_size
+        page, slot = number[(slots // call.page_size).clamp(0, call.cache.num_pages - 1)], slots % call.page_size
         tensors["slot_mapping"] = torch.where((slots >= 0) & (page >= 0), page * call.page_size + slot, -1)
     return replace(call, places=places, tensors=tensors)
 
@@ -168,13 +165,10 @@ def rebuild(
         The problem, the queries as a pair if they were recorded as one, and the new tokens as `attention` takes them.
     """
     tensors = allocate(call.places, device)
-    units = units_read(call.batch, call.page_size, call.num_units)
+    units = units_read(call)
     numbers = call.tensors if call.has_contents else call.tensors | random_numbers(call, len(units))
     for name, tensor in tensors.items():
-        if name in call.in_units:
-            write_units(tensor, units.to(device), numbers[name].to(device))
-        else:
-            write(tensor, numbers[name].to(device))
+        write(tensor, numbers[name].to(device), units.to(device) if name in call.in_units else None)
     batch = batch_of(tensors, call.paged)
     cache = cache_of(tensors, call.spec, call.layout)
     pair = (tensors["q_nope"], tensors.get("q_pe")) if "q" not in tensors else None
@@ -206,23 +200,17 @@ def with_step(problem: Problem, new: dict[str, Any]) -> Problem:
     """Return a problem whose cache is a copy with the new tokens, as the oracle takes it."""
     if not new:
         return problem
-    cache, k, v, slots = problem.cache, new["k"], new["v"], new["slot_mapping"]
+    cache, k, v, slots = deepcopy(problem.cache), new["k"], new["v"], new["slot_mapping"]
     if cache.is_latent:
-        copy = PagedKVCache.from_latents(cache.latents.clone(), cache.head_dim_v, scale=cache.k_scale)
-        write_latent(k, v, copy, slots)
-        return replace(problem, cache=copy)
-    scales = (None if scale is None else scale.clone() for scale in (cache.k_scale, cache.v_scale))
-    copy = PagedKVCache(cache.k.clone(), cache.v.clone(), cache.layout, *scales)
+        write_latent(k, v, cache, slots)
+        return replace(problem, cache=cache)
     norm_rope = {name: new[name] for name in ("rope", "qk_norm") if name in new}
-    keys = (
-        reference.norm_rope(k, norm_rope.get("rope"), norm_rope.get("qk_norm"), of_keys=True).to(k.dtype)
-        if norm_rope
-        else k
-    )
-    write_kv(keys, v, copy, slots)
+    if norm_rope:
+        k = reference.norm_rope(k, norm_rope.get("rope"), norm_rope.get("qk_norm"), of_keys=True).to(k.dtype)
+    write_kv(k, v, cache, slots)
     # Keys that were rotated are exact in the oracle, unless a cache rounds them.
     is_exact = norm_rope and problem.spec.kv_dtype not in QUANTISED_DTYPES
-    return replace(problem, cache=copy, step=new if is_exact else norm_rope)
+    return replace(problem, cache=cache, step=new if is_exact else norm_rope)
 
 
 def random_numbers(call: Call, num_units: int) -> dict[str, torch.Tensor]:
@@ -268,7 +256,7 @@ def poison_slots(problem: Problem, call: Call, new: dict[str, Any]) -> None:
     if new:
         owned.view(-1)[new["slot_mapping"][new["slot_mapping"] >= 0]] = False
     is_read = torch.zeros(cache.num_pages, dtype=torch.bool, device=cache.device)
-    is_read[units_read(call.batch, call.page_size, call.num_units).to(cache.device)] = True
+    is_read[units_read(call).to(cache.device)] = True
     poison(cache, owned | ~is_read[:, None])
 
 
@@ -288,15 +276,8 @@ def choose_plan(call: Call, problem: Problem, replan: bool, notes: list[str]) ->
     else:
         return make_plan(spec, batch, recorded, "as recorded", bounds=Bounds(**call.bounds))
     is_invariant = getattr(recorded, "fixed_split_size", 0) > 0 and not served_by_torch
-    bounds = call.bounds
-    return plan(
-        spec,
-        batch,
-        max_query_len=bounds["max_query_len"],
-        max_seq_len=bounds["max_seq_len"],
-        num_tokens=bounds["num_tokens"],
-        batch_invariant=is_invariant,
-    )
+    bounds: dict[str, Any] = call.bounds
+    return plan(spec, batch, **bounds, batch_invariant=is_invariant)
 
 
 def is_of_torch(launch: Launch) -> bool:
@@ -307,24 +288,7 @@ def is_of_torch(launch: Launch) -> bool:
 def decode_launch(text: str) -> Launch | None:
     """Return an encoded launch, made of Quire's dataclasses alone; None if this version of Quire has no such launch."""
     try:
-        check_classes(json.loads(text))
         launch = decode(text)
         return launch if isinstance(launch.request, Request) and callable(launch.bind) else None
     except Exception:  # of what a file holds, anything may be wrong
         return None
-
-
-def check_classes(value: Any) -> None:
-    """Raise ValueError if an encoded launch names something other than a dataclass that launches are made of."""
-    if isinstance(value, list):
-        for item in value:
-            check_classes(item)
-    if not isinstance(value, dict):
-        return
-    if "class" in value:
-        module, _, name = value["class"].partition(":")
-        kind = getattr(import_module(module), name, None) if module.startswith(LAUNCH_MODULES) else None
-        if not (isinstance(kind, type) and is_dataclass(kind)):
-            raise ValueError(f"class must be a dataclass of launches, got {value['class']!r}")
-    for item in value.values():
-        check_classes(item)

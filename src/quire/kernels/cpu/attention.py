@@ -7,8 +7,8 @@ Sequences with equal query lengths go together in one padded gather, so that a d
 import torch
 
 from quire.batch import Batch
-from quire.batch_check import check_reads
 from quire.cache import PagedKVCache
+from quire.checks.batch import check_reads
 from quire.kernels.cpu.cache_ops import store_out
 from quire.kernels.cpu.softmax import softmax_and_lse
 from quire.kernels.formats import as_bytes

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from quire.batch import Batch
-from quire.batch_check import check_reads, check_shared_pages
 from quire.cache import PagedKVCache
+from quire.checks.batch import check_reads, check_shared_pages
 from quire.dispatch.device import device_properties
 from quire.kernels.launch import Runner
 from quire.kernels.shared_prefix.launch import SharedPrefixLaunch, first_seqs, is_rectangle, num_shared_keys
