@@ -78,7 +78,7 @@ GROUPS = {
     "intervals.py": Judges(False, ("kernels/test_intervals.py", RIGHT_CALLS)),
     "draft_trees.py": Judges(False, ("kernels/test_draft_trees.py", RIGHT_CALLS)),
     "allocator.py": Judges(False, ("test_allocator.py",)),
-    "corners.py": Judges(False, ("test_service.py",)),
+    "compile_ahead/corners.py": Judges(False, ("test_service.py",)),
     "dispatch/tree.py": Judges(False, ("test_decisions.py", "test_dispatch.py")),
 }
 
